@@ -1,0 +1,85 @@
+"""How a contender is timed: whole calls, interleaved with the plain step.
+
+Every round runs the plain step and then the contender, each ending in a device sync
+inside its timer, so that both see the same state of the machine and their ratio means
+something where absolute times do not. The plain step's time goes into `extra_info`.
+"""
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+ROUNDS = {"cpu": 11, "cuda": 50}
+WARMUP = {"cpu": 2, "cuda": 15}
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.cuda,
+            pytest.mark.skipif(
+                not torch.cuda.is_available(), reason="no CUDA device here"
+            ),
+        ],
+    ),
+]
+
+
+def sync(device: str) -> None:
+    """Wait until a device has done what was asked of it."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def interleaved(
+    benchmark: Any,
+    contender: Callable[[], Any],
+    plain: Callable[[], Any],
+    *,
+    device: str,
+    samples: int,
+    error: float,
+) -> None:
+    """Time `contender` by pytest-benchmark, and `plain` before each of its rounds.
+
+    `error` is the contender's largest relative error against the float64 reference; the
+    caller has checked it, and it is kept beside the times.
+    """
+    plain_seconds: list[float] = []
+
+    def run_plain() -> None:
+        start = time.perf_counter()
+        plain()
+        sync(device)
+        plain_seconds.append(time.perf_counter() - start)
+
+    def timed() -> Any:
+        result = contender()
+        sync(device)
+        return result
+
+    benchmark.pedantic(
+        timed, setup=run_plain, rounds=ROUNDS[device], warmup_rounds=WARMUP[device]
+    )
+    if benchmark.stats is None:  # --benchmark-disable
+        return
+    seconds = benchmark.stats.stats.median
+    plain_median = statistics.median(plain_seconds[WARMUP[device] :])
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
+    benchmark.extra_info.update(
+        device=device,
+        device_name=name,
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        tf32=torch.backends.cuda.matmul.allow_tf32,
+        plain_seconds=plain_median,
+        ratio_to_plain=seconds / plain_median,
+        samples_per_second=samples / seconds,
+        oracle_error=error,
+    )

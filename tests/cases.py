@@ -1,0 +1,240 @@
+"""Models that per-sample engines get wrong, each with a loss and a batch.
+
+Sizes are small; the batch has `size` samples. A case builds everything anew.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its criterion (None: the model returns its own loss) and its batch."""
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[int], tuple]
+    criterion: Callable | None = F.cross_entropy
+    loops: bool = False
+    """Whether torch's vmap loops over samples in one of its ops."""
+    tolerance: dict[torch.dtype, float] = field(
+        default_factory=lambda: {torch.float64: 1e-10, torch.float32: 2e-5}
+    )
+
+    def run(self, model: nn.Module, *sample: Any) -> Tensor:
+        """Run a module as `sample_loss` does, for the reference."""
+        if self.criterion is None:
+            inputs, target = sample, None
+        else:
+            *inputs, target = sample
+        args = [item for item in inputs if not isinstance(item, dict)]
+        kwargs = {
+            k: v for item in inputs if isinstance(item, dict) for k, v in item.items()
+        }
+        output = model(*args, **kwargs)
+        return output if self.criterion is None else self.criterion(output, target)
+
+
+def images(channels: int, side: int, classes: int = 3) -> Callable[[int], tuple]:
+    return lambda size: (
+        torch.randn(size, channels, side, side),
+        torch.randint(classes, (size,)),
+    )
+
+
+def vectors(width: int, classes: int = 3) -> Callable[[int], tuple]:
+    return lambda size: (torch.randn(size, width), torch.randint(classes, (size,)))
+
+
+def tokens(vocabulary: int, length: int, classes: int = 3) -> Callable[[int], tuple]:
+    return lambda size: (
+        torch.randint(vocabulary, (size, length)),
+        torch.randint(classes, (size,)),
+    )
+
+
+class Pick(nn.Module):
+    """Apply a function, so that Sequential can hold it."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class TiedLanguageModel(nn.Module):
+    """The embedding is the head; position ids of batch one are broadcast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6, padding_idx=0)
+        self.position = nn.Embedding(8, 6)
+        self.norm = nn.LayerNorm(6, bias=False)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("ids", torch.arange(8)[None], persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = self.position(self.ids[:, : tokens.shape[1]])
+        return self.head(torch.tanh(self.norm(self.embed(tokens) + positions)))
+
+
+def next_token(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+class Flattened(nn.Module):
+    """Flattens samples and positions into rows, as many language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 5)
+        self.outer = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.relu(self.inner(x.reshape(-1, 4)))
+        return self.outer(rows).view(x.shape[0], -1, 3).mean(1)
+
+
+class TwoCalls(nn.Module):
+    """Calls one module twice, leaves one unused, and takes keyword arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.unused = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, *, scale: Tensor, twice: bool = False) -> Tensor:
+        hidden = torch.tanh(self.layer(x))
+        hidden = torch.tanh(self.layer(hidden)) if twice else hidden
+        return self.head(hidden * scale)
+
+
+class Bare(nn.Module):
+    """A parameter that no module owns, beside one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(4))
+        self.shift = nn.Parameter(torch.randn(4), requires_grad=False)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x * self.scale + self.shift)
+
+
+class OwnLoss(nn.Module):
+    """Returns its loss, in a dictionary, when it is given labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x), labels)
+
+
+def batch_norm_evaluated() -> nn.Module:
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten()
+    )
+    model.append(nn.Linear(4 * 4 * 4, 3))
+    model[1].running_mean.normal_()
+    model[1].running_var.uniform_(0.5, 2)
+    return model.eval()
+
+
+def weight_normed() -> nn.Module:
+    weight_norm = torch.nn.utils.parametrizations.weight_norm
+    return nn.Sequential(weight_norm(nn.Linear(5, 4)), nn.PReLU(), nn.Linear(4, 3))
+
+
+def keyword_batch(size: int) -> tuple:
+    options = {"scale": torch.rand(size, 4), "twice": True}
+    return torch.randn(size, 4), options, torch.randint(3, (size,))
+
+
+CASES: dict[str, Case] = {
+    "mlp": Case(
+        lambda: nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)), vectors(5)
+    ),
+    "linear_4d": Case(
+        lambda: nn.Sequential(
+            nn.Linear(4, 5), nn.Tanh(), nn.Flatten(), nn.Linear(60, 3)
+        ),
+        lambda size: (torch.randn(size, 3, 4, 4), torch.randint(3, (size,))),
+    ),
+    "cnn": Case(
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding="same"),
+            nn.GroupNorm(2, 4),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(64, 3),
+        ),
+        images(1, 8),
+    ),
+    "circular_conv": Case(
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"),
+            nn.Conv2d(3, 3, 3, padding=1, padding_mode="reflect"),
+            nn.Flatten(),
+            nn.Linear(48, 3),
+        ),
+        images(2, 4),
+    ),
+    "grouped_conv": Case(
+        lambda: nn.Sequential(
+            nn.Conv2d(4, 8, 3, groups=2, stride=2, dilation=2),
+            nn.Conv2d(8, 8, 1, groups=8),
+            nn.Flatten(),
+            nn.Linear(32, 3),
+        ),
+        images(4, 8),
+    ),
+    "batch_norm_evaluated": Case(batch_norm_evaluated, images(2, 6)),
+    "padding_idx": Case(
+        lambda: nn.Sequential(
+            nn.Embedding(7, 4, padding_idx=0), nn.Flatten(), nn.Linear(12, 3)
+        ),
+        tokens(7, 3),
+    ),
+    "embedding_bag": Case(
+        lambda: nn.Sequential(nn.EmbeddingBag(5, 4), nn.Linear(4, 3)),
+        lambda size: (torch.tensor([[2, 2, 1]] * size), torch.randint(3, (size,))),
+        loops=True,
+    ),
+    "tied": Case(
+        TiedLanguageModel,
+        lambda size: (torch.randint(11, (size, 5)), torch.randint(11, (size, 5))),
+        next_token,
+    ),
+    "flattened": Case(
+        Flattened, lambda size: (torch.randn(size, 6, 4), torch.randint(3, (size,)))
+    ),
+    "two_calls_and_unused": Case(TwoCalls, keyword_batch),
+    "bare_and_frozen": Case(Bare, vectors(4)),
+    "own_loss": Case(
+        OwnLoss,
+        lambda size: (torch.randn(size, 4), {"labels": torch.randint(3, (size,))}),
+        criterion=None,
+    ),
+    "weight_norm": Case(weight_normed, vectors(5)),
+    "transformer": Case(
+        lambda: nn.Sequential(
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+            Pick(lambda x: x.mean(1)),
+            nn.Linear(8, 3),
+        ),
+        lambda size: (torch.randn(size, 5, 8), torch.randint(3, (size,))),
+        loops=True,
+    ),
+}

@@ -1,0 +1,95 @@
+"""The reference: a float64 loop over samples of plain autograd, nothing else.
+
+It shares no code with the package, so that a mistake in one shows against the other.
+"""
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+Grads = dict[str, Tensor]
+
+
+def in_double(tree):
+    """Copy every floating tensor of a tree as float64, without its graph."""
+
+    def widen(leaf):
+        return leaf.detach().double() if leaf.is_floating_point() else leaf.detach()
+
+    return pytree.tree_map_only(Tensor, widen, tree)
+
+
+def rows(batch, size: int):
+    """Yield the samples of a batch, each with a batch dimension of one."""
+    for row in range(size):
+        yield pytree.tree_map_only(Tensor, lambda leaf, i=row: leaf[i : i + 1], batch)
+
+
+def model_gradients(
+    model: nn.Module, run: Callable[..., Tensor], batch, size: int
+) -> Grads:
+    """Per-sample gradients by running the module itself: `run(model, *sample)`."""
+    model = copy.deepcopy(model).double()
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    found = {name: [] for name in trained}
+    for sample in rows(in_double(batch), size):
+        value = run(model, *sample).sum()
+        grads = torch.autograd.grad(
+            value, list(trained.values()), allow_unused=True, materialize_grads=True
+        )
+        for name, grad in zip(trained, grads, strict=True):
+            found[name].append(grad)
+    return {name: torch.stack(each) for name, each in found.items()}
+
+
+def loss_gradients(loss: Callable, params, buffers, batch, size: int) -> Grads:
+    """Per-sample gradients of a loss that was written on dictionaries."""
+    leaves = {name: p.requires_grad_() for name, p in in_double(params).items()}
+    found = {name: [] for name in leaves}
+    for one in rows(in_double(batch), size):
+        sample = pytree.tree_map_only(Tensor, lambda leaf: leaf[0], one)
+        grads = torch.autograd.grad(
+            loss(leaves, in_double(buffers), *sample),
+            list(leaves.values()),
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        for name, grad in zip(leaves, grads, strict=True):
+            found[name].append(grad)
+    return {name: torch.stack(each) for name, each in found.items()}
+
+
+def norms(grads: Grads) -> Tensor:
+    """Norm of each sample's gradient over all parameters."""
+    return (
+        torch.stack([g.flatten(1).square().sum(1) for g in grads.values()]).sum(0)
+        ** 0.5
+    )
+
+
+def weighted(grads: Grads, weights: Tensor) -> Grads:
+    """Sum over samples with weights."""
+    return {
+        n: torch.einsum("b,b...->...", weights.double(), g) for n, g in grads.items()
+    }
+
+
+def clipped(grads: Grads, max_norm: float) -> Grads:
+    """Sum over samples, each scaled to a norm of at most `max_norm`."""
+    return weighted(grads, (max_norm / norms(grads)).clamp(max=1))
+
+
+def error(found: Grads, expected: Grads) -> float:
+    """Largest relative error over parameters, each against its largest entry."""
+    assert found.keys() == expected.keys()
+    worst = 0.0
+    for name, value in expected.items():
+        reference = value.detach().double()
+        assert found[name].shape == reference.shape, name
+        scale = reference.abs().max().clamp(min=1e-30) if reference.numel() else 1.0
+        gap = (found[name].detach().double() - reference).abs()
+        worst = max(worst, float((gap / scale).max()) if gap.numel() else 0.0)
+    return worst

@@ -1,0 +1,98 @@
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import vgrad
+from tests import cases
+
+STRATEGIES = ("vmap", "loop")
+
+
+def batch(size=3):
+    return torch.randn(size, 2, 6, 6), torch.randint(3, (size,))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("track", [True, False])
+def test_batch_statistics_are_refused_at_the_op(strategy, track):
+    model = nn.Sequential(nn.BatchNorm2d(2, track_running_stats=track), nn.Flatten())
+    model.append(nn.Linear(72, 3))
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    loss = vgrad.sample_loss(fmodel, F.cross_entropy)
+    for transform in (vgrad.per_sample_grad, vgrad.per_sample_norm):
+        with pytest.raises(
+            ValueError, match=r"no per-sample gradient.*replace_batch_norm"
+        ):
+            transform(loss, strategy=strategy)(params, buffers, *batch())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "normalise",
+    [
+        lambda x: F.batch_norm(x, None, None, training=True),
+        lambda x: torch.batch_norm(x, None, None, None, None, True, 0.1, 1e-5, False),
+        lambda x: torch.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)[
+            0
+        ],
+        lambda x: torch.ops.aten.native_batch_norm(
+            x, None, None, None, None, True, 0.1, 1e-5
+        )[0],
+    ],
+)
+def test_batch_statistics_are_refused_in_losses_written_by_hand(strategy, normalise):
+    def loss(params, buffers, x):
+        return normalise(x[None] * params["scale"]).square().sum()
+
+    compute = vgrad.clipped_grad(loss, max_norm=1.0, strategy=strategy)
+    with pytest.raises(ValueError, match="batch statistics"):
+        compute({"scale": torch.ones(())}, {}, torch.randn(3, 2, 4))
+
+
+def test_replace_batch_norm_gives_a_copy_that_works():
+    torch.manual_seed(0)
+    shared = nn.BatchNorm2d(4)
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3), shared, nn.ReLU(), nn.Conv2d(4, 4, 1), shared, nn.Flatten()
+    )
+    model.extend([nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)])
+    shared.weight.data.normal_()
+    replaced = vgrad.replace_batch_norm(model)
+    assert isinstance(model[1], nn.BatchNorm2d)
+    assert isinstance(replaced[1], nn.GroupNorm)
+    assert replaced[4] is replaced[1]
+    assert torch.equal(replaced[1].weight, shared.weight)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(replaced)
+    loss = vgrad.sample_loss(fmodel, F.cross_entropy)
+    x, y = batch()
+    found = vgrad.per_sample_grad(loss)(params, buffers, x, y)
+    expected = vgrad.per_sample_grad(loss, strategy="loop")(params, buffers, x, y)
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, expected[name], atol=1e-5, rtol=1e-4)
+    assert bool(found["7.weight"].any())
+
+
+def test_no_group_is_left_with_a_single_number():
+    for channels in (1, 2, 3, 16, 32, 48, 64):
+        norm = vgrad.replace_batch_norm(nn.BatchNorm2d(channels))
+        assert channels == 1 or channels // norm.num_groups >= 2
+    assert vgrad.replace_batch_norm(nn.BatchNorm1d(16)).num_groups == 1
+
+
+def test_settings_of_the_layer_are_kept():
+    layer = nn.BatchNorm2d(8, eps=0.1, affine=False, dtype=torch.float64).eval()
+    norm = vgrad.replace_batch_norm(layer)
+    assert (norm.eps, norm.affine, norm.training) == (0.1, False, False)
+    layer = nn.BatchNorm2d(8, dtype=torch.float64)
+    layer.weight.requires_grad_(False)
+    norm = vgrad.replace_batch_norm(layer)
+    assert norm.weight.dtype == torch.float64
+    assert not norm.weight.requires_grad
+
+
+def test_evaluation_mode_is_not_refused():
+    model = cases.batch_norm_evaluated()
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    loss = vgrad.sample_loss(fmodel, F.cross_entropy)
+    assert vgrad.per_sample_norm(loss)(params, buffers, *batch()).shape == (3,)

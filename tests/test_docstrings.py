@@ -1,0 +1,41 @@
+"""Every public function says what it does, and its example runs."""
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+import torch
+
+import vgrad
+
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages(vgrad.__path__, "vgrad.")
+    if not module.name.endswith("__main__")
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_run(name):
+    torch.manual_seed(0)
+    module = importlib.import_module(name)
+    globs = {**vars(module), "torch": torch, "vgrad": vgrad}
+    assert doctest.testmod(module, globs=globs).failed == 0
+
+
+def public():
+    for holder in (vgrad, vgrad.optim, vgrad.dp):
+        for name, value in vars(holder).items():
+            own = getattr(value, "__module__", "").startswith("vgrad")
+            if own and inspect.isfunction(value):
+                yield pytest.param(value, id=f"{holder.__name__}.{name}")
+
+
+@pytest.mark.parametrize("function", list(public()))
+def test_public_functions_have_an_example(function):
+    text = inspect.getdoc(function)
+    assert text
+    assert text.splitlines()[0].endswith((".", ":", "`"))
+    assert ">>>" in text

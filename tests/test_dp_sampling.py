@@ -1,0 +1,205 @@
+import pickle
+from itertools import pairwise
+
+import pytest
+import torch
+from scipy import stats
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from vgrad.dp import PoissonBatchSampler, collate, poisson_sample
+
+
+def source(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def inclusions(size, rate, draws, seed=0):
+    """Which samples were in which batch, [draws, size]."""
+    generator = source(seed)
+    table = torch.zeros(draws, size, dtype=torch.float64)
+    for row in table:
+        row[poisson_sample(size, rate, generator=generator)] = 1
+    return table
+
+
+def test_every_sample_is_drawn_with_the_rate():
+    size, rate, draws = 40, 0.3, 4000
+    counts = inclusions(size, rate, draws).sum(0)
+    scores = (counts - draws * rate) / (draws * rate * (1 - rate)) ** 0.5
+    low, high = stats.chi2(size).interval(0.999)
+    assert low < float((scores**2).sum()) < high
+
+
+def test_samples_are_drawn_independently_of_each_other():
+    size, draws = 20, 4000
+    scores = torch.corrcoef(inclusions(size, 0.3, draws).T)[
+        torch.triu_indices(size, size, 1).unbind()
+    ] * (draws**0.5)
+    low, high = stats.chi2(scores.numel()).interval(0.999)
+    assert low < float((scores**2).sum()) < high
+
+
+def test_batch_sizes_are_binomial_and_not_fixed():
+    size, rate, draws = 40, 0.3, 4000
+    sizes = inclusions(size, rate, draws).sum(1).long()
+    law = stats.binom(size, rate)
+    edges = [0, 8, 10, 12, 14, 16, size + 1]
+    observed = [int(((sizes >= a) & (sizes < b)).sum()) for a, b in pairwise(edges)]
+    expected = [draws * (law.cdf(b - 1) - law.cdf(a - 1)) for a, b in pairwise(edges)]
+    assert stats.chisquare(observed, expected, sum_check=False).pvalue > 0.001
+
+
+def test_indices_are_distinct_ascending_and_int64():
+    drawn = poisson_sample(1000, 0.5, generator=source())
+    assert drawn.dtype == torch.int64
+    assert bool((drawn.diff() > 0).all())
+    assert int(drawn.min()) >= 0
+    assert int(drawn.max()) < 1000
+
+
+def test_rate_one_draws_everything():
+    drawn = poisson_sample(1000, 1.0, generator=source())
+    assert torch.equal(drawn, torch.arange(1000))
+
+
+def test_empty_batches_come_as_often_as_they_should():
+    size, rate, steps = 10, 0.1, 4000
+    batches = list(PoissonBatchSampler(size, rate, steps, generator=source()))
+    empty = sum(batch == [] for batch in batches)
+    assert stats.binomtest(empty, steps, (1 - rate) ** size).pvalue > 0.001
+
+
+def test_a_rate_far_below_the_steps_of_float32_is_honoured():
+    # In float32 the smallest number drawn has probability 2^-24, 60 times this rate,
+    # which would give 6 samples here; in float64 it is 0.1.
+    generator = source()
+    drawn = [poisson_sample(10**7, 1e-9, generator=generator) for _ in range(10)]
+    assert sum(len(batch) for batch in drawn) <= 1
+
+
+def test_a_small_rate_gives_its_share_of_samples():
+    drawn = poisson_sample(10**7, 2e-5, generator=source())
+    assert stats.poisson(200).interval(0.999)[0] < len(drawn)
+    assert len(drawn) < stats.poisson(200).interval(0.999)[1]
+
+
+def test_the_sampler_yields_the_steps_asked_for_and_lists_of_ints():
+    sampler = PoissonBatchSampler(5, 0.5, 7, generator=source())
+    batches = list(sampler)
+    assert len(sampler) == len(batches) == 7
+    assert all(type(index) is int for batch in batches for index in batch)
+
+
+def test_another_pass_draws_other_batches():
+    sampler = PoissonBatchSampler(100, 0.5, 3, generator=source())
+    first, second = list(sampler), list(sampler)
+    assert first != second
+
+
+def test_the_same_seed_draws_the_same_batches():
+    first = list(PoissonBatchSampler(100, 0.5, 3, generator=source(1)))
+    again = list(PoissonBatchSampler(100, 0.5, 3, generator=source(1)))
+    other = list(PoissonBatchSampler(100, 0.5, 3, generator=source(2)))
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_data_loader_passes_on_empty_and_other_batches(num_workers):
+    dataset = TensorDataset(torch.randn(6, 3, 2, generator=source()), torch.arange(6))
+    loader = DataLoader(
+        dataset,
+        batch_sampler=PoissonBatchSampler(6, 0.1, 50, generator=source(1)),
+        collate_fn=collate(dataset),
+        num_workers=num_workers,
+    )
+    expected = list(PoissonBatchSampler(6, 0.1, 50, generator=source(1)))
+    assert any(batch == [] for batch in expected)
+    assert any(len(batch) > 1 for batch in expected)
+    assert len(loader) == 50
+    for indices, (x, y) in zip(expected, loader, strict=True):
+        assert torch.equal(x, dataset.tensors[0][indices])
+        assert y.tolist() == indices
+        assert (x.shape[1:], x.dtype) == ((3, 2), torch.float32)
+        assert y.dtype == torch.int64
+
+
+class Nested(Dataset):
+    """Samples that are a dictionary with a pair in it."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        pair = (torch.full((4,), index, dtype=torch.float16), index > 0)
+        return {"pair": pair, "label": index}
+
+
+def test_an_empty_batch_has_the_tree_and_dtypes_of_a_batch_that_is_not():
+    collated = collate(Nested())
+    full, empty = collated([Nested()[0], Nested()[1]]), collated([])
+    assert full["label"].tolist() == [0, 1]
+    assert empty.keys() == full.keys()
+    assert type(empty["pair"]) is type(full["pair"])
+    for kept, gone in zip(full["pair"], empty["pair"], strict=True):
+        assert gone.shape == (0, *kept.shape[1:])
+        assert gone.dtype == kept.dtype
+    assert empty["label"].shape == (0,)
+
+
+def test_empty_batches_share_nothing():
+    collated = collate(Nested())
+    first = collated([])
+    first["label"] = None
+    first["pair"][0].resize_(2, 4)
+    assert collated([])["label"].shape == (0,)
+    assert collated([])["pair"][0].shape == (0, 4)
+
+
+def test_a_collate_function_of_the_user_is_used():
+    dataset = TensorDataset(torch.arange(4.0))
+
+    def doubled(samples):
+        return {"x": 2 * torch.stack([x for (x,) in samples])}
+
+    collated = collate(dataset, doubled)
+    assert collated([dataset[3], dataset[1]])["x"].tolist() == [6.0, 2.0]
+    assert collated([])["x"].shape == (0,)
+
+
+def test_the_collate_function_can_be_pickled():
+    dataset = TensorDataset(torch.ones(4, 2))
+    collated = pickle.loads(pickle.dumps(collate(dataset)))
+    assert collated([])[0].shape == (0, 2)
+
+
+@pytest.mark.parametrize(
+    "collate_fn",
+    [
+        lambda samples: ["name"] * len(samples),
+        lambda samples: torch.tensor(1.0),
+        lambda samples: torch.ones(7),
+    ],
+    ids=["strings", "no batch dimension", "other rows"],
+)
+def test_collate_refuses_what_cannot_be_made_empty(collate_fn):
+    dataset = TensorDataset(torch.ones(4))
+    with pytest.raises(TypeError, match="expected tensors with one row for one sample"):
+        collate(dataset, collate_fn)
+
+
+@pytest.mark.parametrize("rate", [0.0, -0.1, 1.1, float("nan")])
+def test_a_rate_that_is_no_probability_is_refused(rate):
+    with pytest.raises(ValueError, match=r"poisson_sample\(sampling_rate="):
+        poisson_sample(10, rate, generator=source())
+    with pytest.raises(ValueError, match=r"PoissonBatchSampler\(sampling_rate="):
+        PoissonBatchSampler(10, rate, 1, generator=source())
+
+
+def test_sizes_that_are_not_whole_are_refused():
+    with pytest.raises(ValueError, match=r"poisson_sample\(dataset_size=0\)"):
+        poisson_sample(0, 0.5, generator=source())
+    with pytest.raises(ValueError, match=r"PoissonBatchSampler\(dataset_size=2.0\)"):
+        PoissonBatchSampler(2.0, 0.5, 1, generator=source())
+    with pytest.raises(ValueError, match=r"PoissonBatchSampler\(steps=0\)"):
+        PoissonBatchSampler(2, 0.5, 0, generator=source())

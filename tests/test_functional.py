@@ -1,0 +1,468 @@
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import vgrad
+from tests import cases
+
+
+def bits(tensors):
+    return {name: value.clone() for name, value in tensors.items()}
+
+
+def unchanged(tensors, before):
+    return all(torch.equal(tensors[name], before[name]) for name in before)
+
+
+class Counter(nn.Module):
+    """Buffers changed in place, bound anew, and a plain attribute that counts calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("added", torch.zeros(2))
+        self.register_buffer("bound", torch.zeros(2))
+        self.register_buffer("cache", torch.tensor([3.0, 4.0]), persistent=False)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.added += 1
+        self.bound = self.bound + 2
+        return x * self.weight + self.cache + self.calls
+
+
+class Shared(nn.Module):
+    """A weight under three names, once in a list and once in a dictionary."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 3, bias=False)
+        self.second = nn.Linear(3, 3, bias=False)
+        self.second.weight = self.first.weight
+        self.third = nn.Linear(3, 3, bias=False)
+        self.third.weight = self.first.weight
+        self.held = [self.first.weight]
+        self.named = {"deep": [self.first.weight]}
+
+    def forward(self, x):
+        x = self.third(self.second(self.first(x)))
+        return x @ self.held[0] + x @ self.named["deep"][0]
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_the_function_equals_the_module(name):
+    torch.manual_seed(0)
+    case = cases.CASES[name]
+    model, batch = case.model(), case.batch(4)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    inputs = batch if case.criterion is None else batch[:-1]
+    args = [item for item in inputs if not isinstance(item, dict)]
+    kwargs = {
+        k: v for item in inputs if isinstance(item, dict) for k, v in item.items()
+    }
+    expected = model(*args, **kwargs)
+    assert torch.equal(fmodel(params, buffers, *args, **kwargs), expected)
+
+
+def test_params_share_nothing_with_the_model_and_require_grad():
+    model = nn.BatchNorm1d(3)
+    before = bits(model.state_dict())
+    _, params, buffers = vgrad.make_functional_with_buffers(model)
+    assert list(params) == ["weight", "bias"]
+    assert all(value.requires_grad and value.is_leaf for value in params.values())
+    with torch.no_grad():
+        for value in (*params.values(), *buffers.values()):
+            value.fill_(7)
+    assert unchanged(model.state_dict(), before)
+
+
+def test_tracking_can_be_disabled():
+    _, params, _ = vgrad.make_functional_with_buffers(
+        nn.Linear(2, 2), disable_autograd_tracking=True
+    )
+    assert not any(value.requires_grad for value in params.values())
+
+
+def test_frozen_parameters_come_back_among_the_buffers():
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    assert list(params) == ["weight"]
+    assert list(buffers) == ["bias"]
+    assert not fmodel.to_module(params, buffers).bias.requires_grad
+
+
+def test_make_functional_takes_no_buffers():
+    model = nn.Linear(2, 3)
+    fmodel, params = vgrad.make_functional(model)
+    x = torch.randn(4, 2)
+    assert torch.equal(fmodel(params, x), model(x))
+    with pytest.raises(ValueError, match="running_mean"):
+        vgrad.make_functional(nn.BatchNorm1d(2))
+
+
+def test_tied_tensors_appear_once_and_drive_every_alias():
+    model = Shared()
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    assert list(params) == ["first.weight"]
+    weight = torch.randn(3, 3)
+    x = torch.randn(2, 3)
+    cube = x @ weight.T @ weight.T @ weight.T
+    torch.testing.assert_close(
+        fmodel({"first.weight": weight}, buffers, x), 2 * cube @ weight
+    )
+    rebuilt = fmodel.to_module({"first.weight": weight}, buffers)
+    assert rebuilt.second.weight is rebuilt.first.weight is rebuilt.held[0]
+
+
+def test_a_parameter_in_a_tuple_is_refused():
+    model = nn.Linear(2, 2)
+    model.pair = (model.weight, model.bias)
+    with pytest.raises(TypeError, match="tuple 'pair'"):
+        vgrad.make_functional_with_buffers(model)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: "text", "plain"),
+        (lambda: nn.LazyLinear(3), "lazy ones in 'bias', 'weight'"),
+        (lambda: nn.DataParallel(nn.Linear(2, 2)), "wrapped"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(model, message):
+    with pytest.raises(TypeError, match=message):
+        vgrad.make_functional_with_buffers(model())
+
+
+def test_a_call_changes_nothing_it_is_given():
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.BatchNorm1d(3)).train()
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    x = torch.randn(4, 3)
+    saved = bits({**params, **buffers, "x": x})
+    versions = [value._version for value in (*params.values(), *buffers.values(), x)]
+    fmodel(params, buffers, x)
+    assert unchanged({**params, **buffers, "x": x}, saved)
+    after = [value._version for value in (*params.values(), *buffers.values(), x)]
+    assert after == versions
+
+
+def test_call_and_update_returns_buffers_changed_in_place_and_bound_anew():
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(Counter())
+    for _ in range(2):
+        output, new = fmodel.call_and_update(params, buffers, torch.zeros(2))
+        assert torch.equal(output, torch.tensor([4.0, 5.0]))
+        assert new.keys() == buffers.keys()
+        assert new["added"].tolist() == [1, 1]
+        assert new["bound"].tolist() == [2, 2]
+        assert buffers["added"].tolist() == buffers["bound"].tolist() == [0, 0]
+
+
+def test_batch_norm_statistics_equal_those_of_the_module():
+    model = nn.BatchNorm2d(3)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    x = torch.randn(4, 3, 5, 5)
+    for _ in range(3):
+        _, buffers = fmodel.call_and_update(params, buffers, x)
+        model(x)
+    assert all(torch.equal(buffers[n], v) for n, v in model.named_buffers())
+
+
+def test_a_failing_call_leaves_nothing_behind():
+    class Fails(Counter):
+        def forward(self, x):
+            super().forward(x)
+            self.extra = nn.Parameter(x)
+            raise RuntimeError("halfway")
+
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(Fails())
+    before = bits(buffers)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="halfway"):
+            fmodel(params, buffers, torch.zeros(2))
+    assert unchanged(buffers, before)
+    assert fmodel._skeleton.calls == 0
+    assert not hasattr(fmodel._skeleton, "extra")
+    assert all(value.is_meta for value in fmodel._skeleton.state_dict().values())
+
+
+def test_a_forward_pass_that_changes_a_parameter_is_refused():
+    class Clamps(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(Clamps(2, 2))
+    with pytest.raises(RuntimeError, match="changed 'weight'"):
+        fmodel(params, buffers, torch.zeros(1, 2))
+
+
+def test_max_norm_of_an_embedding_leaves_the_given_table_alone():
+    model = nn.Embedding(4, 3, max_norm=0.5)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    before = bits(params)
+    index = torch.arange(4)
+    assert torch.equal(fmodel(params, buffers, index), model(index))
+    assert unchanged(params, before)
+
+
+def test_names_may_move_between_the_dictionaries():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    trained, constant = vgrad.freeze(params, buffers, "0.*")
+    assert list(trained) == ["1.weight", "1.bias"]
+    assert not any(value.requires_grad for value in constant.values())
+    x = torch.randn(4, 3)
+    assert torch.equal(fmodel(trained, constant, x), model(x))
+    with pytest.raises(ValueError, match=r"freeze\('encoder.*'0.bias'"):
+        vgrad.freeze(params, buffers, "encoder.*")
+
+
+def test_modes_are_functions_of_their_own():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    evaluated = fmodel.eval()
+    x = torch.randn(4, 3)
+    assert fmodel.training
+    assert not evaluated.training
+    assert torch.equal(evaluated(params, buffers, x), copy.deepcopy(model).eval()(x))
+    assert not torch.equal(fmodel(params, buffers, x), evaluated(params, buffers, x))
+    assert evaluated.train().training
+
+
+def test_missing_unexpected_and_wrongly_shaped_entries_are_named():
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(nn.BatchNorm1d(3))
+    x = torch.randn(2, 3)
+    without = {name: value for name, value in params.items() if name != "bias"}
+    with pytest.raises(ValueError, match="missing: 'bias'"):
+        fmodel(without, buffers, x)
+    with pytest.raises(ValueError, match="unexpected: 'extra'"):
+        fmodel({**params, "extra": x}, buffers, x)
+    with pytest.raises(ValueError, match="'weight' in both"):
+        fmodel(params, {**buffers, "weight": x}, x)
+    with pytest.raises(ValueError, match=r"shape \(3,\) in 'bias', got \(4,\)"):
+        fmodel({**params, "bias": torch.zeros(4)}, buffers, x)
+    with pytest.raises(TypeError, match="tensor in 'bias', got a float"):
+        fmodel({**params, "bias": 1.0}, buffers, x)
+
+
+def test_a_state_dict_may_stand_in(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model = cases.TiedLanguageModel()
+    fmodel, _, _ = vgrad.make_functional_with_buffers(model)
+    x = torch.randint(11, (2, 5))
+    expected = model(x)
+    state = model.state_dict()
+    assert torch.equal(fmodel(state, {}, x), expected)
+    cloned = {name: value.clone() for name, value in state.items()}
+    assert torch.equal(fmodel(cloned, {}, x), expected)
+    save_file(cloned, tmp_path / "model.safetensors")
+    assert torch.equal(
+        fmodel(load_file(tmp_path / "model.safetensors"), {}, x), expected
+    )
+    del cloned["embed.weight"]
+    assert torch.equal(fmodel(cloned, {}, x), expected)
+
+
+def test_tied_names_with_two_values_are_refused_outside_transforms():
+    model = cases.TiedLanguageModel()
+    fmodel, _, _ = vgrad.make_functional_with_buffers(model)
+    x = torch.randint(11, (2, 5))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = fmodel(state, {}, x)
+    state["head.weight"] = state["head.weight"] + 1
+    with pytest.raises(ValueError, match=r"'embed.weight' and 'head.weight', got two"):
+        fmodel(state, {}, x)
+    stacked = {name: torch.stack([value] * 2) for name, value in state.items()}
+    outputs = torch.vmap(lambda each: fmodel(each, {}, x))(stacked)
+    torch.testing.assert_close(outputs[0], expected)
+
+
+def test_a_state_dict_leaves_out_non_persistent_buffers_only():
+    model = Counter()
+    fmodel, _, _ = vgrad.make_functional_with_buffers(model)
+    state = model.state_dict()
+    assert "cache" not in state
+    output, new = fmodel.call_and_update(state, {}, torch.zeros(2))
+    assert output.tolist() == [4, 5]
+    assert new.keys() == {"added", "bound", "cache"}
+    del state["added"]
+    with pytest.raises(ValueError, match="missing: 'added'"):
+        fmodel(state, {}, torch.zeros(2))
+
+
+def test_to_module_returns_an_independent_module_with_new_values():
+    model = nn.Sequential(
+        nn.LSTM(3, 4), cases.Pick(lambda out: out[0]), nn.Linear(4, 2)
+    )
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    doubled = {name: (2 * value).detach() for name, value in params.items()}
+    rebuilt = fmodel.to_module(doubled, buffers)
+    x = torch.randn(5, 2, 3)
+    torch.testing.assert_close(rebuilt(x), fmodel(doubled, buffers, x))
+    assert not torch.allclose(rebuilt(x), model(x))
+    assert all(parameter.requires_grad for parameter in rebuilt.parameters())
+    with torch.no_grad():
+        rebuilt[2].weight.zero_()
+    assert bool(doubled["2.weight"].any())
+
+
+def test_copy_to_writes_all_or_nothing():
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    new = {name: torch.full_like(value, 5) for name, value in params.items()}
+    other = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2, affine=False))
+    before = bits(other.state_dict())
+    with pytest.raises(ValueError, match=r"copy_to_.*unexpected: '1.bias', '1.weight'"):
+        fmodel.copy_to_(other, new, buffers)
+    assert unchanged(other.state_dict(), before)
+    fmodel.copy_to_(model, new, buffers)
+    assert all(bool((parameter == 5).all()) for parameter in model.parameters())
+
+
+def test_copy_to_keeps_ties():
+    model = Shared()
+    fmodel, _, buffers = vgrad.make_functional_with_buffers(model)
+    fmodel.copy_to_(model, {"first.weight": torch.eye(3)}, buffers)
+    assert model.third.weight is model.first.weight
+    assert torch.equal(model.held[0], torch.eye(3))
+
+
+def test_write_grads_drives_a_torch_optimizer():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    x, y = torch.randn(4, 3), torch.randint(2, (4,))
+    loss = vgrad.batch_loss(fmodel, F.cross_entropy)
+    grads = vgrad.grad(loss)(params, buffers, x, y)
+    expected = copy.deepcopy(model)
+    F.cross_entropy(expected(x), y).backward()
+    vgrad.write_grads_(model, grads)
+    for each in (model, expected):
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    torch.testing.assert_close(model.state_dict(), expected.state_dict())
+    model.weight.grad.zero_()
+    assert bool(grads["weight"].any())
+
+
+def test_write_grads_forgets_old_ones_and_names_strangers():
+    model = nn.Linear(3, 2)
+    model(torch.ones(1, 3)).sum().backward()
+    vgrad.write_grads_(model, {"weight": torch.ones(2, 3)})
+    assert model.bias.grad is None
+    with pytest.raises(ValueError, match="'other'"):
+        vgrad.write_grads_(model, {"other": torch.ones(2, 3)})
+    with pytest.raises(ValueError, match=r"\(2, 3\) in 'weight', got \(3,\)"):
+        vgrad.write_grads_(model, {"weight": torch.ones(3)})
+
+
+def test_a_functional_model_can_be_copied_and_pickled():
+    model = Counter()
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    x = torch.zeros(2)
+    for again in (copy.deepcopy(fmodel), pickle.loads(pickle.dumps(fmodel))):
+        assert torch.equal(again(params, buffers, x), fmodel(params, buffers, x))
+        assert again(model.state_dict(), {}, x).shape == (2,)
+
+
+def test_threads_can_share_a_functional_model():
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(nn.Linear(20, 20))
+    x = torch.randn(8, 20)
+    results = {}
+
+    def work(factor):
+        scaled = {name: (factor * value).detach() for name, value in params.items()}
+        outputs = [fmodel(scaled, buffers, x) for _ in range(50)]
+        results[factor] = (outputs, scaled)
+
+    threads = [threading.Thread(target=work, args=(factor,)) for factor in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    for outputs, scaled in results.values():
+        expected = F.linear(x, scaled["weight"], scaled["bias"])
+        assert all(torch.equal(output, expected) for output in outputs)
+
+
+def test_recurrent_nets_and_old_style_hooks_work():
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        normed = torch.nn.utils.weight_norm(nn.Linear(3, 4))
+    spectral = torch.nn.utils.spectral_norm(nn.Linear(4, 4)).eval()
+    model = nn.Sequential(nn.GRU(3, 3, num_layers=2), cases.Pick(lambda o: o[0]))
+    model.extend([normed, spectral])
+    x = torch.randn(5, 2, 3)
+    expected = model(x)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    torch.testing.assert_close(fmodel(params, buffers, x), expected)
+    halved = {name: (value / 2).detach() for name, value in params.items()}
+    assert not torch.allclose(fmodel(halved, buffers, x), expected)
+
+
+def test_parametrizations_are_applied():
+    model = cases.weight_normed()
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    assert "0.parametrizations.weight.original0" in params
+    x = torch.randn(2, 5)
+    assert torch.equal(fmodel(params, buffers, x), model(x))
+
+
+def test_gradients_through_the_function_equal_those_of_the_module():
+    model = cases.TiedLanguageModel()
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    x, y = torch.randint(11, (3, 5)), torch.randint(11, (3, 5))
+    cases.next_token(model(x), y).backward()
+    loss = vgrad.batch_loss(fmodel, cases.next_token)
+    grads = vgrad.grad(loss)(params, buffers, x, y)
+    assert grads.keys() == dict(model.named_parameters()).keys()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "tied", "weight_norm"])
+@pytest.mark.filterwarnings("ignore:We've integrated functorch:FutureWarning")
+def test_parity_with_the_functorch_that_torch_carries(name):
+    import functorch
+
+    torch.manual_seed(0)
+    case = cases.CASES[name]
+    model = case.model()
+    inputs = case.batch(3)[0]
+    theirs, their_params, their_buffers = functorch.make_functional_with_buffers(model)
+    ours, params, buffers = vgrad.make_functional_with_buffers(model)
+    assert tuple(params) == theirs.param_names
+    assert tuple(buffers) == theirs.buffer_names
+    for mine, other in zip(params.values(), their_params, strict=True):
+        assert torch.equal(mine, other)
+        assert mine.requires_grad == other.requires_grad
+    mine = ours(params, buffers, inputs)
+    assert torch.equal(mine, theirs(their_params, their_buffers, inputs))
+    grads = torch.autograd.grad(mine.sum(), list(params.values()))
+    their_output = theirs(their_params, their_buffers, inputs)
+    their_grads = torch.autograd.grad(their_output.sum(), their_params)
+    for grad, other in zip(grads, their_grads, strict=True):
+        assert torch.equal(grad, other)
+
+
+def test_the_transforms_of_torch_func_are_here():
+    for name in ("grad", "vmap", "vjp", "jvp", "jacrev", "jacfwd", "hessian"):
+        assert getattr(vgrad, name) is getattr(torch.func, name)
+
+
+def test_to_device_moves_any_tree_and_keeps_leaves():
+    tree = {"a": [torch.ones(2, requires_grad=True), 3], "b": None}
+    moved = vgrad.to_device(tree, "cpu")
+    assert moved["a"][0].is_leaf
+    assert moved["a"][0].requires_grad
+    assert moved["a"][1] == 3
+    assert moved["b"] is None
+    assert vgrad.to_device(tree, "meta")["a"][0].device.type == "meta"

@@ -1,0 +1,153 @@
+import warnings
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import vgrad
+
+PARAMS = {"w": torch.tensor([0.5, -1.0, 2.0])}
+X = torch.tensor([[1.0, 2.0, 3.0], [-1.0, 0.5, 0.0]])
+
+
+def control_flow(p, b, x):
+    return (p["w"] * x).sum() if x.sum() > 1 else (p["w"] * x).square().sum()
+
+
+def takes_item(p, b, x):
+    return (p["w"] * x).sum() * x.sum().item()
+
+
+def takes_list(p, b, x):
+    return (p["w"] * x).sum() * x.tolist()[0]
+
+
+def masks(p, b, x):
+    return (p["w"] * x)[x > 0].sum()
+
+
+def finds(p, b, x):
+    return (p["w"] * x)[x.nonzero()].sum()
+
+
+def adds_into_fresh(p, b, x):
+    return torch.zeros(3).add_(p["w"] * x).sum()
+
+
+def sets_item(p, b, x):
+    fresh = torch.zeros(3)
+    fresh[1] = (p["w"] * x).sum()
+    return fresh.square().sum()
+
+
+def recomputes(p, b, x):
+    return checkpoint(lambda a: (a * p["w"]).sin().sum(), x, use_reentrant=False)
+
+
+class OldStyle(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def old_function(p, b, x):
+    return (OldStyle.apply(p["w"]) * x).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "op"),
+    [
+        (control_flow, "__bool__"),
+        (takes_item, "item"),
+        (takes_list, "tolist"),
+        (masks, "__getitem__"),
+        (finds, "nonzero"),
+        (adds_into_fresh, "add_"),
+        (sets_item, "__setitem__"),
+        (recomputes, "per_sample_grad"),
+        (old_function, "per_sample_grad"),
+    ],
+)
+def test_what_vmap_cannot_run_names_the_op_and_the_loop_runs_it(loss, op):
+    with pytest.raises(vgrad.UnsupportedOp, match=f'^{op}: .*strategy="loop"'):
+        vgrad.per_sample_grad(loss)(PARAMS, {}, X)
+    found = vgrad.per_sample_grad(loss, strategy="loop")(PARAMS, {}, X)["w"]
+    for row, x in enumerate(X):
+        w = PARAMS["w"].clone().requires_grad_()
+        (expected,) = torch.autograd.grad(loss({"w": w}, {}, x.clone()), w)
+        torch.testing.assert_close(found[row], expected)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_names_the_other_way_to_save_memory(reentrant):
+    def loss(p, b, x):
+        return checkpoint(lambda a: (a * p["w"]).sum(), x, use_reentrant=reentrant)
+
+    with pytest.raises(vgrad.UnsupportedOp, match="chunk_size"):
+        vgrad.per_sample_norm(loss)(PARAMS, {}, X)
+
+
+def test_other_errors_stay_as_they_are_with_a_note():
+    def loss(p, b, x):
+        return (p["w"] @ torch.ones(4)) * x.sum()
+
+    with pytest.raises(RuntimeError, match="size") as caught:
+        vgrad.per_sample_grad(loss)(PARAMS, {}, X)
+    assert not isinstance(caught.value, vgrad.UnsupportedOp)
+    assert 'strategy="loop"' in caught.value.__notes__[0]
+
+    class OwnError(Exception):
+        pass
+
+    def raises(p, b, x):
+        raise OwnError
+
+    with pytest.raises(OwnError):
+        vgrad.per_sample_grad(raises)(PARAMS, {}, X)
+
+
+def attends(p, b, x):
+    query = (x * p["w"]).view(1, 1, 3, 1)
+    return F.scaled_dot_product_attention(query, query, query).square().sum()
+
+
+def test_a_loop_inside_torch_becomes_one_warning_that_names_the_op():
+    compute = vgrad.per_sample_grad(attends)
+    with pytest.warns(vgrad.FallbackWarning) as caught:
+        found = compute(PARAMS, {}, X)["w"]
+    assert len(caught) == 1
+    assert "scaled_dot_product" in str(caught[0].message)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = compute(PARAMS, {}, X)["w"]
+        looped = vgrad.per_sample_grad(attends, strategy="loop")(PARAMS, {}, X)["w"]
+    assert torch.equal(found, again)
+    torch.testing.assert_close(found, looped)
+
+
+def test_warnings_of_the_loss_itself_come_through():
+    def loss(p, b, x):
+        warnings.warn("mine", UserWarning, stacklevel=1)
+        return (p["w"] * x).sum()
+
+    compute = vgrad.per_sample_grad(loss)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="mine"):
+            compute(PARAMS, {}, X)
+
+
+def test_nothing_stays_behind_after_an_error():
+    for strategy in ("vmap", "loop"):
+        with pytest.raises(ZeroDivisionError):
+            vgrad.per_sample_grad(lambda p, b, x: 1 / 0, strategy=strategy)(
+                PARAMS, {}, X
+            )
+        assert torch.overrides._get_current_function_mode() is None
+        assert torch.is_autocast_cache_enabled()
+        assert torch._C._functorch.peek_interpreter_stack() is None

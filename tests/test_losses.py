@@ -1,0 +1,113 @@
+from collections import namedtuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import vgrad
+from tests import cases
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_criteria_may_reduce_by_mean_by_sum_or_not_at_all(reduction):
+    model = nn.Linear(3, 4)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    loss = vgrad.sample_loss(fmodel, nn.CrossEntropyLoss(reduction=reduction))
+    x, y = torch.randn(3), torch.tensor(2)
+    expected = F.cross_entropy(model(x), y)
+    torch.testing.assert_close(loss(params, buffers, x, y), expected)
+
+
+def test_a_loss_of_several_numbers_is_refused():
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(nn.Linear(3, 4))
+    loss = vgrad.sample_loss(fmodel, nn.MSELoss(reduction="none"))
+    with pytest.raises(ValueError, match=r"sample_loss.*one number.*\(1, 4\)"):
+        loss(params, buffers, torch.ones(3), torch.ones(4))
+    whole = vgrad.batch_loss(fmodel, nn.MSELoss(reduction="none"))
+    with pytest.raises(ValueError, match=r"batch_loss.*Reduce it in the criterion"):
+        whole(params, buffers, torch.ones(2, 3), torch.ones(2, 4))
+
+
+def test_dictionaries_among_the_inputs_become_keyword_arguments():
+    model = cases.TwoCalls()
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    loss = vgrad.sample_loss(fmodel, F.cross_entropy)
+    x, scale, y = torch.randn(4), torch.rand(4), torch.tensor(1)
+    expected = F.cross_entropy(model(x[None], scale=scale, twice=True), y[None])
+    found = loss(params, buffers, x, {"scale": scale, "twice": True}, y)
+    assert torch.equal(found, expected)
+    with pytest.raises(ValueError, match=r"once, got \['scale'\]"):
+        loss(params, buffers, x, {"scale": scale}, {"scale": scale}, y)
+
+
+def test_a_target_may_be_a_tree():
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(nn.Linear(3, 1))
+
+    def criterion(output, target):
+        assert target["mean"].shape == (1, 1)
+        return F.gaussian_nll_loss(output, target["mean"], target["variance"])
+
+    loss = vgrad.sample_loss(fmodel, criterion)
+    target = {"mean": torch.zeros(1), "variance": torch.ones(1)}
+    assert loss(params, buffers, torch.ones(3), target).shape == ()
+
+
+class Returns(nn.Module):
+    def __init__(self, wrap):
+        super().__init__()
+        self.head = nn.Linear(3, 2)
+        self.wrap = wrap
+
+    def forward(self, x, labels):
+        logits = self.head(x)
+        return self.wrap(F.cross_entropy(logits, labels), logits)
+
+
+Output = namedtuple("Output", "loss logits")
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda loss, logits: loss,
+        lambda loss, logits: (loss, logits),
+        lambda loss, logits: {"loss": loss, "logits": logits},
+        lambda loss, logits: Output(loss, logits),
+    ],
+)
+def test_models_may_return_their_own_loss(wrap):
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(Returns(wrap))
+    x, y = torch.randn(5, 3), torch.randint(2, (5,))
+    expected = F.cross_entropy(
+        F.linear(x, params["head.weight"], params["head.bias"]), y
+    )
+    whole = vgrad.batch_loss(fmodel, None)(params, buffers, x, {"labels": y})
+    assert torch.equal(whole, expected)
+    single = vgrad.sample_loss(fmodel, None)
+    losses = torch.vmap(lambda a, b: single(params, buffers, a, {"labels": b}))(x, y)
+    torch.testing.assert_close(losses.mean(), expected)
+
+
+def test_a_missing_target_or_loss_is_said():
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(nn.Linear(3, 2))
+    with pytest.raises(ValueError, match="got 1 items.*criterion=None"):
+        vgrad.sample_loss(fmodel, F.cross_entropy)(params, buffers, torch.ones(3))
+    model = Returns(lambda loss, logits: {"logits": logits})
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    with pytest.raises(ValueError, match="NoneType. Does the model need labels"):
+        vgrad.batch_loss(fmodel, None)(
+            params, buffers, torch.ones(1, 3), torch.zeros(1, dtype=torch.long)
+        )
+
+
+def test_batch_loss_returns_the_buffers_that_the_forward_pass_left():
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    loss = vgrad.batch_loss(fmodel, F.cross_entropy)
+    x, y = torch.randn(6, 3), torch.randint(2, (6,))
+    value, new = loss.with_buffers(params, buffers, x, y)
+    assert torch.equal(value, loss(params, buffers, x, y))
+    assert torch.equal(value, F.cross_entropy(model(x), y))
+    assert torch.equal(new["0.running_mean"], model[0].running_mean)
+    assert not buffers["0.running_mean"].any()

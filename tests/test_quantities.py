@@ -1,0 +1,511 @@
+import contextlib
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import vgrad
+from tests import cases, oracle
+
+STRATEGIES = ("vmap", "loop")
+
+
+@contextlib.contextmanager
+def fallbacks_allowed():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", vgrad.FallbackWarning)
+        yield
+
+
+def build(name, size, dtype):
+    torch.manual_seed(0)
+    case = cases.CASES[name]
+    model = case.model().to(dtype)
+    batch = torch.utils._pytree.tree_map_only(
+        torch.Tensor,
+        lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf,
+        case.batch(size),
+    )
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    loss = vgrad.sample_loss(fmodel, case.criterion)
+    expected = oracle.model_gradients(model, case.run, batch, size)
+    return case, loss, params, buffers, batch, expected
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", cases.CASES)
+def test_every_quantity_equals_the_reference(name, dtype, strategy):
+    case, loss, params, buffers, batch, expected = build(name, 5, dtype)
+    options = {"strategy": strategy}
+    if strategy == "vmap":
+        options["chunk_size"] = 2
+    tolerance = case.tolerance[dtype]
+    with fallbacks_allowed(), torch.no_grad():
+        grads = vgrad.per_sample_grad(loss, **options)(params, buffers, *batch)
+        assert all(grad.dtype == dtype for grad in grads.values())
+        assert oracle.error(grads, expected) < tolerance
+
+        norms = vgrad.per_sample_norm(loss, **options)(params, buffers, *batch)
+        exact = oracle.norms(expected)
+        torch.testing.assert_close(norms.double(), exact, rtol=tolerance, atol=0)
+
+        weights = torch.tensor([1.0, -2.0, 0.0, 0.5, 3.0], dtype=dtype)
+        total = vgrad.weighted_grad(loss, **options)(weights, params, buffers, *batch)
+        assert oracle.error(total, oracle.weighted(expected, weights)) < tolerance
+
+        bound = 0.9 * float(exact.mean())
+        compute = vgrad.clipped_grad(loss, max_norm=bound, **options)
+        result = compute(params, buffers, *batch)
+        assert oracle.error(result.grads, oracle.clipped(expected, bound)) < tolerance
+        torch.testing.assert_close(result.norms, norms)
+        assert int(result.clipped) == int((exact > bound).sum()) > 0
+        assert int(result.nonfinite) == 0
+        assert result.losses.shape == (5,)
+
+
+def test_a_planted_wrong_rule_fails_the_comparison():
+    _, loss, params, buffers, batch, expected = build("padding_idx", 4, torch.float64)
+    table = expected["0.weight"]
+    wrong = {**expected, "0.weight": table + 1e-6 * torch.ones_like(table)}
+    grads = vgrad.per_sample_grad(loss)(params, buffers, *batch)
+    assert oracle.error(grads, expected) < 1e-10
+    assert oracle.error(grads, wrong) > 1e-7
+    model = cases.CASES["padding_idx"].model().double()
+    model[0].padding_idx = None  # what a peer computes: the padding row has a gradient
+    model.load_state_dict({name: value.detach() for name, value in params.items()})
+    wrong = oracle.model_gradients(model, cases.CASES["padding_idx"].run, batch, 4)
+    assert oracle.error(grads, wrong) > 1e-3
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "name", ["mlp", "batch_norm_evaluated", "embedding_bag", "tied"]
+)
+def test_an_empty_batch_gives_zeros_without_running_the_loss(name, strategy):
+    case = cases.CASES[name]
+    _, params, buffers = vgrad.make_functional_with_buffers(case.model())
+    batch = torch.utils._pytree.tree_map_only(
+        torch.Tensor, lambda leaf: leaf[:0], case.batch(2)
+    )
+
+    def loss(params, buffers, *sample):
+        raise AssertionError("the loss ran")
+
+    options = {"strategy": strategy}
+    grads = vgrad.per_sample_grad(loss, **options)(params, buffers, *batch)
+    assert {n: g.shape for n, g in grads.items()} == {
+        n: (0, *p.shape) for n, p in params.items()
+    }
+    assert vgrad.per_sample_norm(loss, **options)(params, buffers, *batch).shape == (0,)
+    weights = torch.ones(0)
+    total = vgrad.weighted_grad(loss, **options)(weights, params, buffers, *batch)
+    clipped = vgrad.clipped_grad(loss, max_norm=1.0, **options)(params, buffers, *batch)
+    for sums in (total, clipped.grads):
+        assert {n: s.shape for n, s in sums.items()} == {
+            n: p.shape for n, p in params.items()
+        }
+        assert not any(bool(s.any()) for s in sums.values())
+    assert clipped.losses.shape == clipped.norms.shape == (0,)
+    assert int(clipped.nonfinite) == int(clipped.clipped) == 0
+
+
+def linear_loss(params, buffers, x):
+    return (params["w"] * x).sum() + params["b"] * x[0]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    size=st.sampled_from([1, 2, 5]),
+    width=st.integers(1, 6),
+    bound=st.sampled_from([1e-3, 1.0, 1e3]),
+    strategy=st.sampled_from(STRATEGIES),
+    chunk=st.sampled_from([None, 1, 2, 7]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    bad=st.sampled_from([None, float("nan"), float("inf"), -float("inf"), 1e30]),
+)
+def test_no_sample_adds_more_than_the_bound(
+    size, width, bound, strategy, chunk, dtype, bad
+):
+    torch.manual_seed(size * 100 + width)
+    x = (torch.randn(size, width) * 10).to(dtype)
+    if bad is not None:
+        x[0, 0] = bad
+    params = {"w": torch.randn(width).to(dtype), "b": torch.zeros((), dtype=dtype)}
+    compute = vgrad.clipped_grad(
+        linear_loss, max_norm=bound, strategy=strategy, chunk_size=chunk
+    )
+    for row in range(size):
+        one = compute(params, {}, x[row : row + 1])
+        squares = [value.double().square().sum() for value in one.grads.values()]
+        assert float(sum(squares)) ** 0.5 <= bound * (1 + 1e-6)
+        finite = bool(x[row].isfinite().all())
+        assert int(one.nonfinite) == (not finite)
+        if not finite:
+            assert not any(bool(value.any()) for value in one.grads.values())
+    whole = compute(params, {}, x)
+    assert all(bool(value.isfinite().all()) for value in whole.grads.values())
+    rest = compute(params, {}, x[1:])
+    gap = {n: whole.grads[n].double() - rest.grads[n].double() for n in params}
+    distance = float(sum(value.square().sum() for value in gap.values())) ** 0.5
+    assert distance <= compute.sensitivity.value * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "flattened"])
+def test_the_bound_holds_under_autocast_and_in_low_precision(name, dtype, strategy):
+    torch.manual_seed(0)
+    case = cases.CASES[name]
+    model = case.model().to(dtype)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    x, y = case.batch(3)
+    loss = vgrad.sample_loss(fmodel, lambda out, y: 100 * case.criterion(out, y))
+    compute = vgrad.clipped_grad(loss, max_norm=0.1, strategy=strategy)
+    for row in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            result = compute(
+                params, buffers, x[row : row + 1].to(dtype), y[row : row + 1]
+            )
+        assert all(value.dtype == torch.float32 for value in result.grads.values())
+        squares = [v.detach().double().square().sum() for v in result.grads.values()]
+        assert float(sum(squares)) ** 0.5 <= 0.1 * (1 + 1e-6)
+        assert float(sum(squares)) ** 0.5 >= 0.1 * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_loss_runs_under_the_autocast_of_the_caller(strategy):
+    seen = []
+
+    def loss(params, buffers, x):
+        product = x @ params["w"]
+        seen.append(product.dtype)
+        return product.float().square().sum()
+
+    compute = vgrad.per_sample_grad(loss, strategy=strategy)
+    params = {"w": torch.randn(3, 2)}
+    with torch.autocast("cpu", torch.bfloat16):
+        low = compute(params, {}, torch.randn(2, 4, 3))
+        again = compute(params, {}, torch.ones(2, 4, 3))
+    assert set(seen) == {torch.bfloat16}
+    assert low["w"].dtype == torch.float32
+    assert bool(again["w"].any())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_cast_weight_outlives_its_call_under_autocast(strategy):
+    def loss(params, buffers, x):
+        return (x @ params["w"]).float().sum()
+
+    params = {"w": torch.ones(3, 2, requires_grad=True)}
+    compute = vgrad.per_sample_grad(loss, strategy=strategy)
+    x = torch.randn(2, 4, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        _ = x @ params["w"]
+        first = compute(params, {}, x)["w"]
+        second = compute(params, {}, x)["w"]
+        assert torch.is_autocast_cache_enabled()
+    assert torch.equal(first, second)
+    assert bool(second.any())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_aux_is_stacked_over_samples(strategy):
+    def loss(params, buffers, x):
+        value = (params["w"] * x).sum()
+        return value, {"half": value / 2, "x": x}
+
+    params, x = {"w": torch.ones(2)}, torch.randn(5, 2)
+    options = {"strategy": strategy, "chunk_size": 2, "has_aux": True}
+    weights = torch.ones(5)
+    for result, aux in (
+        vgrad.per_sample_grad(loss, **options)(params, {}, x),
+        vgrad.per_sample_norm(loss, **options)(params, {}, x),
+        vgrad.weighted_grad(loss, **options)(weights, params, {}, x),
+        vgrad.clipped_grad(loss, max_norm=1.0, **options)(params, {}, x),
+    ):
+        assert result is not None
+        assert torch.equal(aux["x"], x)
+        torch.testing.assert_close(aux["half"], x.sum(1) / 2)
+    assert vgrad.per_sample_norm(loss, **options)(params, {}, x[:0])[1] is None
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 5, 100, "auto"])
+def test_results_do_not_depend_on_the_chunk_size(chunk_size):
+    _, loss, params, buffers, batch, _ = build("cnn", 5, torch.float64)
+    compute = vgrad.clipped_grad(loss, max_norm=0.5, chunk_size=chunk_size)
+    whole = vgrad.clipped_grad(loss, max_norm=0.5)(params, buffers, *batch)
+    found = compute(params, buffers, *batch)
+    assert oracle.error(found.grads, whole.grads) < 1e-12
+    torch.testing.assert_close(found.norms, whole.norms)
+    grads = vgrad.per_sample_grad(loss, chunk_size=chunk_size)(params, buffers, *batch)
+    assert grads["0.weight"].shape[0] == 5
+
+
+def test_the_order_of_samples_does_not_matter():
+    _, loss, params, buffers, (x, y), _ = build("mlp", 5, torch.float64)
+    compute = vgrad.clipped_grad(loss, max_norm=0.5)
+    order = torch.tensor([3, 1, 4, 0, 2])
+    one, other = (
+        compute(params, buffers, x, y),
+        compute(params, buffers, x[order], y[order]),
+    )
+    assert oracle.error(one.grads, other.grads) < 1e-12
+    torch.testing.assert_close(one.norms[order], other.norms)
+
+
+def test_memory_of_a_chunked_sum_does_not_grow_with_the_batch():
+    size = 64
+    live = []
+
+    def loss(params, buffers, x):
+        return (params["w"] * x).sum()
+
+    params = {"w": torch.zeros(100_000)}
+    x = torch.ones(size, 1)
+    weak = []
+    original = vgrad.persample.reductions.sample_norms
+
+    def watched(grads):
+        import weakref
+
+        weak.append(weakref.ref(grads["w"]))
+        live.append(sum(ref() is not None for ref in weak))
+        return original(grads)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vgrad.persample.reductions.sample_norms", watched)
+        vgrad.clipped_grad(loss, max_norm=1.0, chunk_size=4)(params, {}, x)
+    assert len(live) == size // 4
+    assert max(live) <= 2
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_inputs_and_modes_of_the_caller_stay_as_they_are(strategy):
+    _, loss, params, buffers, batch, _ = build("mlp", 3, torch.float32)
+    before = {name: value.clone() for name, value in params.items()}
+    state = torch.get_rng_state()
+    vgrad.clipped_grad(loss, max_norm=1.0, strategy=strategy)(params, buffers, *batch)
+    assert all(torch.equal(params[name], before[name]) for name in params)
+    assert all(value.grad is None for value in params.values())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.is_grad_enabled()
+    assert torch.overrides._get_current_function_mode() is None
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_loss_may_change_its_sample_but_not_its_parameters(strategy):
+    def changes_sample(params, buffers, x):
+        return (params["w"] * x.mul_(2)).sum()
+
+    x = torch.ones(3, 2)
+    params = {"w": torch.ones(2)}
+    grads = vgrad.per_sample_grad(changes_sample, strategy=strategy)(params, {}, x)
+    assert torch.equal(grads["w"], torch.full((3, 2), 2.0))
+    assert torch.equal(x, torch.ones(3, 2))
+
+    def changes_buffer(params, buffers, x):
+        buffers["n"].add_(1)
+        return (params["w"] * x).sum()
+
+    error = vgrad.UnsupportedOp if strategy == "vmap" else RuntimeError
+    compute = vgrad.per_sample_grad(changes_buffer, strategy=strategy)
+    with pytest.raises(error, match="in place"):
+        compute(params, {"n": torch.zeros(())}, x)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_it_works_where_gradients_are_off(strategy, mode):
+    _, loss, params, buffers, batch, expected = build("mlp", 3, torch.float64)
+    with mode():
+        made_here = {name: value * 1 for name, value in params.items()}
+        grads = vgrad.per_sample_grad(loss, strategy=strategy)(
+            made_here, buffers, *batch
+        )
+    assert oracle.error(grads, expected) < 1e-10
+    assert not any(grad.requires_grad for grad in grads.values())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_results_can_be_differentiated_where_inputs_require_grad(strategy):
+    def loss(params, buffers, x):
+        return (params["w"] * x).sum() ** 3
+
+    w = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    x = torch.randn(3, 2, dtype=torch.float64)
+    compute = vgrad.per_sample_norm(loss, strategy=strategy)
+    assert torch.autograd.gradcheck(lambda w: compute({"w": w}, {}, x), (w,))
+    weights = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    total = vgrad.weighted_grad(loss, strategy=strategy)(weights, {"w": w}, {}, x)
+    total["w"].sum().backward()
+    grads = vgrad.per_sample_grad(loss, strategy=strategy)({"w": w}, {}, x)["w"]
+    torch.testing.assert_close(weights.grad, grads.sum(1).detach())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_transforms_of_torch_func_go_around(strategy):
+    _, loss, params, buffers, (x, y), _ = build("mlp", 3, torch.float64)
+    params = {name: value.detach() for name, value in params.items()}
+    compute = vgrad.clipped_grad(loss, max_norm=0.5, strategy=strategy)
+    stacked = {name: torch.stack([value, value * 2]) for name, value in params.items()}
+    members = torch.vmap(compute, in_dims=(0, None, None, None))(stacked, buffers, x, y)
+    alone = compute({n: value * 2 for n, value in params.items()}, buffers, x, y)
+    assert (
+        oracle.error(
+            {name: value[1] for name, value in members.grads.items()}, alone.grads
+        )
+        < 1e-10
+    )
+    torch.testing.assert_close(members.norms[1], alone.norms)
+
+    def mean_norm(params):
+        return vgrad.per_sample_norm(loss, strategy=strategy)(
+            params, buffers, x, y
+        ).mean()
+
+    gradient = torch.func.grad(mean_norm)(params)
+    shifted = {name: value + 1e-6 * gradient[name] for name, value in params.items()}
+    slope = (mean_norm(shifted) - mean_norm(params)).detach() / 1e-6
+    squared = sum(value.square().sum() for value in gradient.values())
+    torch.testing.assert_close(slope, squared, rtol=1e-4, atol=1e-6)
+
+
+def drops(params, buffers, x):
+    return (params["w"] * F.dropout(x, 0.5)).sum()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_randomness_is_refused_drawn_per_sample_or_shared(strategy):
+    params, x = {"w": torch.ones(64)}, torch.ones(4, 64)
+
+    def masks(randomness, chunk_size=None):
+        options = {"strategy": strategy, "chunk_size": chunk_size}
+        compute = vgrad.per_sample_grad(drops, randomness=randomness, **options)
+        return compute(params, {}, x)["w"]
+
+    state = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match='randomness="different"'):
+        masks("error")
+    assert torch.equal(torch.get_rng_state(), state)
+    different = masks("different")
+    assert not torch.equal(different[0], different[1])
+    for chunk_size in (None, 3):
+        same = masks("same", chunk_size)
+        assert all(torch.equal(same[0], row) for row in same)
+
+
+def test_all_strategies_draw_the_same_shared_mask():
+    params, x = {"w": torch.ones(64)}, torch.ones(4, 64)
+    found = []
+    for strategy in STRATEGIES:
+        torch.manual_seed(3)
+        compute = vgrad.per_sample_grad(drops, strategy=strategy, randomness="same")
+        found.append(compute(params, {}, x)["w"])
+    assert torch.equal(*found)
+
+
+def test_the_sensitivity_is_the_bound_over_the_divisor():
+    compute = vgrad.clipped_grad(linear_loss, max_norm=2.0, normalize_by=8.0)
+    assert compute.sensitivity == vgrad.Sensitivity(0.25)
+    assert compute.sensitivity.neighbours == "add_or_remove_one"
+    params = {"w": torch.ones(2), "b": torch.zeros(())}
+    x = torch.full((1, 2), 100.0)
+    result = compute(params, {}, x)
+    squares = sum(value.square().sum() for value in result.grads.values())
+    assert float(squares**0.5) == pytest.approx(0.25, rel=1e-6)
+
+
+def test_parameters_of_several_dtypes_go_together():
+    def loss(params, buffers, x):
+        return (params["a"] * x).sum() + (params["b"].float() * x).sum()
+
+    params = {"a": torch.ones(2), "b": torch.ones(2, dtype=torch.bfloat16)}
+    x = torch.randn(3, 2)
+    grads = vgrad.per_sample_grad(loss)(params, {}, x)
+    assert grads["b"].dtype == torch.bfloat16
+    result = vgrad.clipped_grad(loss, max_norm=0.1)(params, {}, x)
+    assert result.grads["b"].dtype == result.norms.dtype == torch.float32
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match=r"max_norm=0\): expected max_norm > 0"):
+        vgrad.clipped_grad(linear_loss, max_norm=0)
+    with pytest.raises(TypeError, match="max_norm='1'.*a number"):
+        vgrad.clipped_grad(linear_loss, max_norm="1")
+    with pytest.raises(ValueError, match="normalize_by=-1"):
+        vgrad.clipped_grad(linear_loss, max_norm=1, normalize_by=-1)
+    with pytest.raises(ValueError, match="chunk_size=0"):
+        vgrad.per_sample_grad(linear_loss, chunk_size=0)
+    with pytest.raises(ValueError, match="chunk_size='some'.*'auto'"):
+        vgrad.per_sample_grad(linear_loss, chunk_size="some")
+    with pytest.raises(ValueError, match="randomness='all'.*'different'"):
+        vgrad.per_sample_grad(linear_loss, randomness="all")
+    with pytest.raises(TypeError, match="loss=3.*sample_loss"):
+        vgrad.per_sample_norm(3)
+
+
+def test_the_error_lists_the_strategies_there_are():
+    from vgrad.persample.strategies import STRATEGIES as table
+
+    with pytest.raises(ValueError, match="strategy='fast'") as caught:
+        vgrad.per_sample_grad(linear_loss, strategy="fast")
+    assert all(repr(name) in str(caught.value) for name in ("auto", *table))
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "message"),
+    [
+        ((torch.ones(3, 2), torch.ones(4)), ValueError, r"sizes \[3, 4\]"),
+        ((torch.ones(()),), ValueError, "without dimensions"),
+        ((3, None), ValueError, "no tensor"),
+        ((torch.ones(3, 2).numpy(),), TypeError, "ndarray"),
+    ],
+)
+def test_bad_batches_are_named(batch, error, message):
+    with pytest.raises(error, match=message):
+        vgrad.per_sample_grad(linear_loss)({"w": torch.ones(2)}, {}, *batch)
+
+
+def test_bad_parameters_and_weights_are_named():
+    x = torch.ones(3, 2)
+    compute = vgrad.per_sample_grad(linear_loss)
+    with pytest.raises(ValueError, match="at least one parameter"):
+        compute({}, {}, x)
+    with pytest.raises(ValueError, match=r"int64 in 'w'. Move it to the buffers"):
+        compute({"w": torch.ones(2, dtype=torch.long)}, {}, x)
+    with pytest.raises(TypeError, match="tensor in 'w', got a list"):
+        compute({"w": [1.0]}, {}, x)
+    params = {"w": torch.ones(2), "b": torch.zeros(())}
+    weighted = vgrad.weighted_grad(linear_loss)
+    with pytest.raises(ValueError, match=r"shape \(3,\), got \(2,\)"):
+        weighted(torch.ones(2), params, {}, x)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_loss_that_is_no_scalar_is_named(strategy):
+    x, params = torch.ones(3, 2), {"w": torch.ones(2)}
+    compute = vgrad.per_sample_grad(lambda p, b, x: p["w"] * x, strategy=strategy)
+    with pytest.raises(ValueError, match=r"without dimensions.*got \(2,\)"):
+        compute(params, {}, x)
+    compute = vgrad.per_sample_grad(
+        lambda p, b, x: ((p["w"] * x).sum(), x), strategy=strategy
+    )
+    with pytest.raises(ValueError, match="has_aux=True a pair.*tuple"):
+        compute(params, {}, x)
+
+
+def test_a_module_of_double_size_takes_a_frozen_part_as_constant():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).double()
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    trained, constant = vgrad.freeze(params, buffers, "0.*")
+    loss = vgrad.sample_loss(fmodel, F.cross_entropy)
+    x, y = torch.randn(3, 4).double(), torch.randint(3, (3,))
+    grads = vgrad.per_sample_grad(loss)(trained, constant, x, y)
+    expected = oracle.model_gradients(model, cases.CASES["mlp"].run, (x, y), 3)
+    assert grads.keys() == {"1.weight", "1.bias"}
+    assert oracle.error(grads, {name: expected[name] for name in grads}) < 1e-10

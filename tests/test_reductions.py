@@ -1,0 +1,113 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import vgrad
+from vgrad.persample import reductions
+
+
+@pytest.mark.parametrize("numbers", [1, 255, 256, 257, 100_000, 3_000_000])
+@pytest.mark.parametrize("kind", ["normal", "constant"])
+def test_norms_of_many_numbers_do_not_drift(numbers, kind):
+    generator = torch.Generator().manual_seed(0)
+    grad = torch.full((2, numbers), 0.1)
+    if kind == "normal":
+        grad = torch.randn(2, numbers, generator=generator)
+    exact = torch.linalg.vector_norm(grad.double(), dim=1)
+    found = reductions.sample_norms({"a": grad})
+    assert float(((found - exact) / exact).abs().max()) < 2e-7
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    exponent=st.integers(-38, 38),
+    dtype=st.sampled_from(
+        [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+    ),
+    shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=3),
+)
+def test_norms_are_right_for_any_finite_gradient(exponent, dtype, shapes):
+    generator = torch.Generator().manual_seed(exponent + 100)
+    grads = {
+        str(number): (
+            torch.rand(3, *shape, generator=generator, dtype=torch.float64)
+            * 10.0**exponent
+        ).to(dtype)
+        for number, shape in enumerate(shapes)
+    }
+    grads = {name: torch.nan_to_num(grad) for name, grad in grads.items()}
+    squares = [grad.double().reshape(3, -1).square().sum(1) for grad in grads.values()]
+    exact = torch.stack(squares).sum(0).sqrt()
+    torch.testing.assert_close(
+        reductions.sample_norms(grads), exact, rtol=2e-7, atol=0.0
+    )
+
+
+@pytest.mark.parametrize("value", [1e30, 1e-30, 3e38, 1e-44])
+def test_squares_neither_overflow_nor_underflow(value):
+    grad = torch.full((2, 300), value)
+    grad[1] = 1.0
+    found = reductions.sample_norms({"a": grad})
+    exact = torch.linalg.vector_norm(grad.double(), dim=1)
+    torch.testing.assert_close(found, exact, rtol=1e-6, atol=0.0)
+
+
+def test_double_norms_do_not_overflow_either():
+    grad = torch.tensor(
+        [[3e200, 4e200], [3e-200, 4e-200], [0.0, 0.0]], dtype=torch.float64
+    )
+    found = reductions.sample_norms({"a": grad})
+    exact = torch.tensor([5e200, 5e-200, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(found, exact, rtol=1e-15, atol=0.0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_the_norm_of_a_nonfinite_gradient_is_not_finite(value):
+    grad = torch.ones(3, 300)
+    grad[1, 7] = value
+    found = reductions.sample_norms({"a": grad, "b": torch.ones(3, 2)})
+    assert found.isfinite().tolist() == [True, False, True]
+
+
+def test_norms_inside_a_transform_equal_those_outside():
+    grad = torch.randn(4, 3, 300)
+    mapped = torch.vmap(lambda each: reductions.sample_norms({"a": each}))(grad)
+    alone = torch.stack([reductions.sample_norms({"a": each}) for each in grad])
+    torch.testing.assert_close(mapped, alone, rtol=2e-7, atol=0.0)
+
+
+def test_sums_leave_out_what_is_not_kept_and_use_no_matrix_product():
+    grad = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
+    grad[1] = torch.inf
+    keep = torch.tensor([True, False, True])
+    weights = torch.tensor([0.5, 0.0, 2.0])
+    exact = 0.5 * grad[0].double() + 2 * grad[2].double()
+    with torch.autocast("cpu", torch.bfloat16):
+        eager = reductions.weighted_sum({"a": grad}, weights, keep)["a"]
+        mapped = torch.vmap(
+            lambda g: reductions.weighted_sum({"a": g}, weights, keep)["a"]
+        )(grad[None])[0]
+    for found in (eager, mapped):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
+
+
+def test_sums_of_low_precision_gradients_are_float32():
+    grad = torch.full((1000, 2), 1.0, dtype=torch.bfloat16)
+    found = reductions.weighted_sum({"a": grad}, torch.full((1000,), 1.001))["a"]
+    torch.testing.assert_close(found, torch.full((2,), 1001.0), rtol=1e-5, atol=0)
+
+
+def test_complex_parameters_have_real_norms():
+    def loss(params, buffers, x):
+        return (params["w"] * x).abs().square().sum()
+
+    w = torch.tensor([1 + 1j, 2 - 1j])
+    x = torch.tensor([[1 + 0j, 2 + 1j], [0j, 1j]])
+    grads = vgrad.per_sample_grad(loss)({"w": w}, {}, x)["w"]
+    norms = vgrad.per_sample_norm(loss)({"w": w}, {}, x)
+    assert norms.dtype == torch.float32
+    torch.testing.assert_close(norms, torch.linalg.vector_norm(grads, dim=1))
+    clipped = vgrad.clipped_grad(loss, max_norm=1.0)({"w": w}, {}, x)
+    assert clipped.grads["w"].dtype == torch.complex64

@@ -1,0 +1,25 @@
+"""Every tutorial runs to its last assert."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "tutorials").glob("*.py")), ids=lambda path: path.stem
+)
+def test_it_runs_and_is_short(path):
+    assert len(path.read_text().splitlines()) <= 150
+    done = subprocess.run(
+        [sys.executable, "-W", "error", path], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_there_are_tutorials():
+    assert list((ROOT / "tutorials").glob("01_*.py"))

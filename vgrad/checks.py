@@ -1,0 +1,119 @@
+"""Argument checks of one line, whose message names function, argument and value.
+
+Each takes the function's name and the arguments by name, so that a call reads
+`positive("clipped_grad", max_norm=max_norm)`.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+
+
+def _number(function: str, name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        kind = type(value).__name__
+        raise TypeError(
+            f"{function}({name}={value!r}): expected a number, got a {kind}."
+        )
+
+
+def positive(function: str, **values: Any) -> None:
+    """Each value is a number above zero; infinity passes, NaN does not."""
+    for name, value in values.items():
+        _number(function, name, value)
+        if not value > 0:
+            raise ValueError(f"{function}({name}={value!r}): expected {name} > 0.")
+
+
+def non_negative(function: str, **values: Any) -> None:
+    """Each value is a number of zero or more; infinity passes, NaN does not."""
+    for name, value in values.items():
+        _number(function, name, value)
+        if not value >= 0:
+            raise ValueError(f"{function}({name}={value!r}): expected {name} >= 0.")
+
+
+def finite(function: str, **values: Any) -> None:
+    """Each value is a number that is neither infinite nor NaN."""
+    for name, value in values.items():
+        _number(function, name, value)
+        if not math.isfinite(value):
+            raise ValueError(f"{function}({name}={value!r}): expected a finite number.")
+
+
+def between(function: str, low: float, high: float, **values: Any) -> None:
+    """Each value is a number with `low < value < high`."""
+    for name, value in values.items():
+        _number(function, name, value)
+        if not low < value < high:
+            raise ValueError(
+                f"{function}({name}={value!r}): expected {low} < {name} < {high}."
+            )
+
+
+def whole(function: str, *, least: int, **values: Any) -> None:
+    """Each value is an int of at least `least`."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(
+                f"{function}({name}={value!r}): expected a whole number >= {least}."
+            )
+
+
+def one_of(function: str, allowed: Collection[Any], **values: Any) -> None:
+    """Each value is one of `allowed`; the message lists them."""
+    for name, value in values.items():
+        if value not in allowed:
+            names = ", ".join(repr(choice) for choice in allowed)
+            raise ValueError(f"{function}({name}={value!r}): expected one of {names}.")
+
+
+def listed(names: Iterable[str]) -> str:
+    """Quote names for a message, the first eight of them."""
+    quoted = [repr(name) for name in sorted(names)]
+    more = f" and {len(quoted) - 8} more" if len(quoted) > 8 else ""
+    return ", ".join(quoted[:8]) + more
+
+
+def same_names(function: str, expected: Iterable[str], given: Iterable[str]) -> None:
+    """The names are exactly those expected; the message lists the others."""
+    missing = set(expected) - set(given)
+    unexpected = set(given) - set(expected)
+    problems = [f"missing: {listed(missing)}"] if missing else []
+    problems += [f"unexpected: {listed(unexpected)}"] if unexpected else []
+    if problems:
+        raise ValueError(
+            f"{function}: expected the names of the model, got {'; '.join(problems)}."
+        )
+
+
+def same_shapes(
+    function: str, expected: Mapping[str, torch.Size], given: Mapping[str, Tensor]
+) -> None:
+    """Each entry is a tensor of the shape expected under its name."""
+    for name, shape in expected.items():
+        value = given[name]
+        if not isinstance(value, Tensor):
+            kind = type(value).__name__
+            raise TypeError(f"{function}: expected a tensor in {name!r}, got a {kind}.")
+        if value.shape != shape:
+            raise ValueError(
+                f"{function}: expected shape {tuple(shape)} in {name!r}, got "
+                f"{tuple(value.shape)}. Stacked entries go through vgrad.vmap."
+            )
+
+
+def inside_transform() -> bool:
+    """Tell whether a transform of `torch.func` is running around the caller."""
+    return peek_interpreter_stack() is not None
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Compare two tensors, NaN equal to NaN; unseen values, in a transform, pass."""
+    if a is b or inside_transform():
+        return True
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())

@@ -1,0 +1,175 @@
+"""One object for a private training run, so that its parts cannot disagree."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from vgrad import checks
+from vgrad.dp import accounting
+from vgrad.dp.noise import add_gaussian_noise, check_sensitivity
+from vgrad.dp.sampling import PoissonBatchSampler, check_rate
+from vgrad.persample.sensitivity import Sensitivity
+from vgrad.typing import Params
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the sampler, the noise and the accountant of one run have in common.
+
+    A step draws a Poisson batch, clips the gradient of each sample to the L2 norm
+    `max_norm`, divides the sum by `expected_batch_size` and adds noise. The divisor is
+    a constant of the plan and never the size of the batch drawn, which depends on the
+    data.
+
+    Choose `delta` well below `1 / dataset_size`: a `delta` of that size allows to
+    release one sample as it is.
+
+    Raises:
+        TypeError: a field is not a number.
+        ValueError: a field is outside its range.
+
+    Example:
+        >>> plan = Plan(
+        ...     dataset_size=60_000,
+        ...     sampling_rate=0.01,
+        ...     noise_multiplier=1.0,
+        ...     max_norm=1.0,
+        ...     steps=1000,
+        ...     delta=1e-6,
+        ... )
+        >>> plan.expected_batch_size
+        600.0
+        >>> round(plan.epsilon(), 2), round(plan.epsilon(steps=10), 2)
+        (2.12, 0.59)
+    """
+
+    dataset_size: int
+    sampling_rate: float
+    noise_multiplier: float
+    max_norm: float
+    steps: int
+    delta: float
+    accountant: str = "pld"
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        checks.whole("Plan", least=1, dataset_size=self.dataset_size, steps=self.steps)
+        check_rate("Plan", self.sampling_rate)
+        checks.non_negative("Plan", noise_multiplier=self.noise_multiplier)
+        checks.positive("Plan", max_norm=self.max_norm)
+        checks.finite(
+            "Plan", noise_multiplier=self.noise_multiplier, max_norm=self.max_norm
+        )
+        checks.between("Plan", 0, 1, delta=self.delta)
+        checks.one_of("Plan", accounting.ACCOUNTANTS, accountant=self.accountant)
+
+    @classmethod
+    def for_epsilon(
+        cls,
+        epsilon: float,
+        *,
+        dataset_size: int,
+        sampling_rate: float,
+        max_norm: float,
+        steps: int,
+        delta: float,
+        accountant: str = "pld",
+    ) -> "Plan":
+        """Make the plan with the least noise whose epsilon is at most `epsilon`.
+
+        Raises:
+            ValueError: as the class and `noise_multiplier_for`.
+            ImportError: `dp-accounting` is not installed.
+
+        Example:
+            >>> plan = Plan.for_epsilon(
+            ...     3.0,
+            ...     dataset_size=1000,
+            ...     sampling_rate=0.5,
+            ...     max_norm=1.0,
+            ...     steps=200,
+            ...     delta=1e-5,
+            ... )
+            >>> round(plan.noise_multiplier, 2), round(plan.epsilon(), 2)
+            (9.91, 3.0)
+        """
+        noise_multiplier = accounting.noise_multiplier_for(
+            epsilon=epsilon,
+            delta=delta,
+            sampling_rate=sampling_rate,
+            steps=steps,
+            accountant=accountant,
+        )
+        return cls(
+            dataset_size=dataset_size,
+            sampling_rate=sampling_rate,
+            noise_multiplier=noise_multiplier,
+            max_norm=max_norm,
+            steps=steps,
+            delta=delta,
+            accountant=accountant,
+        )
+
+    @property
+    def expected_batch_size(self) -> float:
+        """The mean size of a batch, `sampling_rate * dataset_size`, not rounded."""
+        return self.sampling_rate * self.dataset_size
+
+    def epsilon(self, steps: int | None = None) -> float:
+        """Return the epsilon spent after `steps` steps; after all of them by default.
+
+        Raises:
+            ValueError: `steps` is not a whole number from 0 to the steps of the plan.
+            ImportError: `dp-accounting` is not installed.
+        """
+        taken = self.steps if steps is None else steps
+        checks.whole("Plan.epsilon", least=0, steps=taken)
+        if taken > self.steps:
+            raise ValueError(
+                f"Plan.epsilon(steps={taken}): expected at most the {self.steps} steps "
+                f"of the plan, got {taken}. Make a plan with more steps."
+            )
+        return accounting.epsilon(
+            sampling_rate=self.sampling_rate,
+            noise_multiplier=self.noise_multiplier,
+            steps=taken,
+            delta=self.delta,
+            accountant=self.accountant,
+        )
+
+    def sampler(self, generator: torch.Generator) -> PoissonBatchSampler:
+        """Return the batches of the whole run, for one pass."""
+        return PoissonBatchSampler(
+            self.dataset_size, self.sampling_rate, self.steps, generator=generator
+        )
+
+    def add_noise(
+        self, sums: Params, sensitivity: Sensitivity, *, generator: torch.Generator
+    ) -> Params:
+        """Add the noise of one step to clipped sums. {name: shape} -> {name: shape}.
+
+        The sums must have been clipped to `max_norm` and divided by
+        `expected_batch_size`, so that their sensitivity is the quotient of the two,
+        and that is checked. Dtypes are those of `add_gaussian_noise`.
+
+        Raises:
+            ValueError: the sensitivity is another one (relative tolerance 1e-9), or as
+                `add_gaussian_noise`.
+            TypeError: as `add_gaussian_noise`.
+        """
+        check_sensitivity("Plan.add_noise", sensitivity)
+        expected = self.max_norm / self.expected_batch_size
+        if not math.isclose(sensitivity.value, expected, rel_tol=1e-9):
+            raise ValueError(
+                f"Plan.add_noise(sensitivity={sensitivity!r}): expected the value "
+                f"max_norm / expected_batch_size = {expected!r}, got "
+                f"{sensitivity.value!r}. Clip with clipped_grad(loss, "
+                "max_norm=plan.max_norm, normalize_by=plan.expected_batch_size)."
+            )
+        return add_gaussian_noise(
+            sums,
+            sensitivity,
+            noise_multiplier=self.noise_multiplier,
+            generator=generator,
+        )

@@ -1,0 +1,146 @@
+"""Poisson sampling: every sample is in a batch with the same probability, on its own.
+
+The batches vary in size and may be empty; both are part of the guarantee, and an empty
+batch gets noise and counts as a step like any other. Shuffled batches of a fixed size
+are not offered, because their privacy cannot be had from the accounting of Poisson
+batches: it may be considerably worse (arXiv 2403.17673), and for sampling without
+replacement epsilon was found above 10 where Poisson sampling gives about 1
+(arXiv 2405.20769).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import Dataset, default_collate
+
+from vgrad import checks
+from vgrad.typing import Tree
+
+
+def poisson_sample(
+    dataset_size: int, sampling_rate: float, *, generator: torch.Generator
+) -> Tensor:
+    """Draw a batch: each index with probability `sampling_rate`. -> [B], B varies.
+
+    B is binomial with mean `sampling_rate * dataset_size` and may be zero. The indices
+    are int64, ascending, on the generator's device. One float64 number is drawn per
+    sample of the data set, since those of float32 come in steps of 2^-24, too coarse
+    for small rates.
+
+    Raises:
+        ValueError: `dataset_size` is not a whole number of at least one, or
+            `sampling_rate` is not in (0, 1].
+
+    Example:
+        >>> source = torch.Generator().manual_seed(0)
+        >>> poisson_sample(10, 0.3, generator=source)
+        tensor([6, 9])
+    """
+    checks.whole("poisson_sample", least=1, dataset_size=dataset_size)
+    check_rate("poisson_sample", sampling_rate)
+    drawn = torch.rand(
+        dataset_size,
+        dtype=torch.float64,
+        device=generator.device,
+        generator=generator,
+    )
+    return (drawn < sampling_rate).nonzero().squeeze(1)
+
+
+@dataclass(frozen=True, eq=False)
+class PoissonBatchSampler:
+    """Poisson batches of indices for a `DataLoader`: `steps` lists, some maybe empty.
+
+    Hand it over as `DataLoader(dataset, batch_sampler=..., collate_fn=...)` with
+    `collate(dataset)`, which knows what an empty batch looks like. Going through it a
+    second time draws other batches, and spends as much privacy as the first time.
+
+    Raises:
+        ValueError: as `poisson_sample`, or `steps` is not a whole number of at least
+            one.
+
+    Example:
+        >>> source = torch.Generator().manual_seed(0)
+        >>> list(PoissonBatchSampler(4, 0.25, steps=3, generator=source))
+        [[], [2], [3]]
+    """
+
+    dataset_size: int
+    sampling_rate: float
+    steps: int
+    _: KW_ONLY
+    generator: torch.Generator
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        function = "PoissonBatchSampler"
+        checks.whole(function, least=1, dataset_size=self.dataset_size)
+        checks.whole(function, least=1, steps=self.steps)
+        check_rate(function, self.sampling_rate)
+
+    def __len__(self) -> int:
+        """Return the number of batches, empty ones included."""
+        return self.steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Draw the batches one by one."""
+        size, rate = self.dataset_size, self.sampling_rate
+        for _ in range(self.steps):
+            yield poisson_sample(size, rate, generator=self.generator).tolist()
+
+
+def collate(
+    dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Tree] = default_collate
+) -> Callable[[list[Any]], Tree]:
+    """Make a collate function that turns an empty batch into tensors of zero rows.
+
+    Batches with samples go to `collate_fn`. The tree, the trailing shapes and the
+    dtypes of an empty batch are learned now, from `collate_fn([dataset[0]])`; where
+    samples differ in shape, those of the first one are taken.
+
+    Raises:
+        TypeError: `collate_fn` returns something that is not a tree of tensors with
+            one row per sample.
+
+    Example:
+        >>> from torch.utils.data import TensorDataset
+        >>> dataset = TensorDataset(torch.ones(4, 2), torch.arange(4))
+        >>> x, y = collate(dataset)([])
+        >>> x.shape, y.dtype
+        (torch.Size([0, 2]), torch.int64)
+    """
+    one = collate_fn([dataset[0]])
+    for leaf in pytree.tree_leaves(one):
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != 1:
+            raise TypeError(
+                f"collate(collate_fn={collate_fn!r}): expected tensors with one row "
+                f"for one sample, got {leaf!r}. Return a tree of tensors with the "
+                "batch dimension in front, and nothing else."
+            )
+    empty = pytree.tree_map(lambda leaf: leaf[:0].clone(), one)
+    # A partial, unlike a closure, can be sent to the workers of a DataLoader.
+    return partial(_collate, collate_fn, empty)
+
+
+def _collate(
+    collate_fn: Callable[[list[Any]], Tree], empty: Tree, samples: list[Any]
+) -> Tree:
+    """Collate the samples, or make a new copy of the empty batch."""
+    if len(samples) > 0:
+        return collate_fn(samples)
+    return pytree.tree_map(torch.clone, empty)
+
+
+def check_rate(function: str, sampling_rate: Any) -> None:
+    """Refuse what is not a probability above zero."""
+    checks.positive(function, sampling_rate=sampling_rate)
+    if sampling_rate > 1:
+        raise ValueError(
+            f"{function}(sampling_rate={sampling_rate!r}): expected a probability, at "
+            "most 1. It is the expected batch size over the size of the data set."
+        )

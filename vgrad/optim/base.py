@@ -1,0 +1,152 @@
+"""What an optimizer is: a pair of pure functions, and how pairs are put together."""
+
+# Annotations stay text: torch.compile, which traces the making of an optimizer inside a
+# mapped function, cannot evaluate `Params | None`.
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from vgrad import checks
+from vgrad.tree import map_values
+from vgrad.typing import Params, Tree
+
+Grads = Mapping[str, Tensor | None]
+"""Gradients by name; `None` stands for a parameter that received none."""
+
+Updates = dict[str, Tensor | None]
+"""What is added to the parameters; `None` leaves one as it is."""
+
+
+class UpdateFn(Protocol):
+    """How a transformation turns gradients into updates."""
+
+    def __call__(
+        self, grads: Grads, state: Tree, params: Params | None = None
+    ) -> tuple[Updates, Tree]:
+        """Return the updates and the new state; the arguments stay as they are."""
+        ...
+
+
+class GradientTransformation(NamedTuple):
+    """Two pure functions, `init` and `update`: an optimizer, or a part of one.
+
+    `init(params) -> state` makes the state, a tree whose leaves are all tensors.
+    `update(grads, state, params=None) -> (updates, state)` makes one step of it. The
+    updates of a whole optimizer are what is added to the parameters: the sign of the
+    rate is already in them. They are never narrower than float32.
+
+    Nothing is changed in place and no value is looked at, so both functions run under
+    `torch.vmap`, `torch.compile` and `torch.func.grad`. For many members, put
+    `init` and `update` under `torch.vmap`, and build the optimizer inside the mapped
+    function where its rate differs from member to member.
+
+    A gradient of `None` gives an update of `None` and leaves what the state holds for
+    that parameter as it is. Step counters belong to the transformation, not to the
+    parameter, and run on.
+
+    Example:
+        >>> negate = GradientTransformation(
+        ...     lambda params: (),
+        ...     lambda grads, state, params=None: (map_values(torch.neg, grads), state),
+        ... )
+        >>> negate.update({"w": torch.ones(2)}, negate.init({"w": torch.zeros(2)}))
+        ({'w': tensor([-1., -1.])}, ())
+    """
+
+    init: Callable[[Params], Tree]
+    update: UpdateFn
+
+
+def chain(*transformations: GradientTransformation) -> GradientTransformation:
+    """Apply transformations one after the other; the state is the tuple of theirs.
+
+    `chain()` of nothing is the identity.
+
+    Raises:
+        ValueError: when updating, if the state was made by another chain.
+
+    Example:
+        >>> from vgrad.optim.transforms import scale_by_learning_rate, trace
+        >>> heavy_ball = chain(trace(0.9), scale_by_learning_rate(0.5))
+        >>> params = {"w": torch.zeros(2)}
+        >>> updates, state = heavy_ball.update(params, heavy_ball.init(params))
+        >>> len(state)
+        2
+    """
+
+    def init(params: Params) -> Tree:
+        return tuple(each.init(params) for each in transformations)
+
+    def update(
+        grads: Grads, state: Tree, params: Params | None = None
+    ) -> tuple[Updates, Tree]:
+        if len(state) != len(transformations):
+            raise ValueError(
+                f"chain(state of {len(state)} transformations): expected one of "
+                f"{len(transformations)}, as init of the same chain makes it."
+            )
+        updates, states = dict(grads), []
+        for each, old in zip(transformations, state, strict=True):
+            updates, new = each.update(updates, old, params)
+            states.append(new)
+        return updates, tuple(states)
+
+    return GradientTransformation(init, update)
+
+
+def apply_updates(params: Params, updates: Grads) -> Params:
+    """Add updates to parameters: `{name: shape}, {name: shape} -> {name: shape}`.
+
+    The sum is taken in `promote_types(dtype, float32)` and rounded once to the dtype of
+    the parameter, so what is below half a unit in the last place of a bfloat16 is lost.
+    Parameters whose update is `None` are returned as they came.
+
+    Raises:
+        ValueError: names or shapes differ, as they do when a gradient still has its
+            batch dimension.
+
+    Example:
+        >>> apply_updates({"w": torch.ones(2)}, {"w": torch.tensor([0.5, -1.0])})
+        {'w': tensor([1.5000, 0.0000])}
+    """
+    checks.same_names("apply_updates(updates)", params, updates)
+    given = {name: value for name, value in updates.items() if value is not None}
+    shapes = {name: params[name].shape for name in given}
+    checks.same_shapes("apply_updates(updates)", shapes, given)
+
+    def add(param: Tensor, update: Tensor | None) -> Tensor:
+        if update is None:
+            return param
+        wide = widened(param)
+        return (wide + update.to(wide.dtype)).to(param.dtype)
+
+    return map_values(add, params, updates)
+
+
+def step(
+    tx: GradientTransformation, grads: Grads, state: Tree, params: Params
+) -> tuple[Params, Tree]:
+    """Update and apply: `(grads, state, params) -> (new params, new state)`.
+
+    Like every function of tensors it records a graph if its inputs require grad, which
+    is what a gradient through the training itself needs. Ordinary training calls it
+    under `torch.no_grad()`, or with gradients and parameters of `torch.func`.
+
+    Example:
+        >>> from vgrad.optim.optimizers import sgd
+        >>> tx, params = sgd(0.5), {"w": torch.ones(2)}
+        >>> params, state = step(tx, {"w": torch.ones(2)}, tx.init(params), params)
+        >>> params
+        {'w': tensor([0.5000, 0.5000])}
+    """
+    updates, state = tx.update(grads, state, params)
+    return apply_updates(params, updates), state
+
+
+def widened(value: Tensor) -> Tensor:
+    """Cast a tensor to `promote_types(dtype, float32)`, the dtype of all arithmetic."""
+    return value.to(torch.promote_types(value.dtype, torch.float32))

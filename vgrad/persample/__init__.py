@@ -1,0 +1,1 @@
+"""Per-sample quantities: one transform each, several strategies behind them."""

@@ -1,0 +1,113 @@
+"""A batch as rows of tensors: its size, its chunks, and how large these may be.
+
+B is the number of samples; every tensor of a batch is `[B, ...]`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from vgrad import checks
+from vgrad.typing import Params, Tree
+
+ChunkSize = int | Literal["auto"] | None
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The leaves of a batch, and how they go together again."""
+
+    size: int
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+
+    def rows(self, start: int, stop: int) -> list[Tensor]:
+        """Return these rows of every tensor."""
+        tensors = (leaf for leaf in self.leaves if isinstance(leaf, Tensor))
+        return [tensor[start:stop] for tensor in tensors]
+
+    def sample(self, tensors: tuple[Tensor, ...]) -> Tree:
+        """Put the tensors of one sample where they are in the batch."""
+        given = iter(tensors)
+        leaves = [
+            next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves
+        ]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+def read(function: str, batch: Tree) -> Batch:
+    """Check a batch and find its size.
+
+    Raises:
+        TypeError: a leaf is neither a tensor nor a plain constant.
+        ValueError: there is no tensor, one has no batch dimension, or sizes differ.
+    """
+    leaves, spec = pytree.tree_flatten(batch)
+    sizes: set[int] = set()
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            if leaf.ndim == 0:
+                raise ValueError(
+                    f"{function}(params, buffers, *batch): expected tensors with a "
+                    f"batch dimension in front, got one without dimensions."
+                )
+            sizes.add(leaf.shape[0])
+        elif not isinstance(leaf, _PLAIN):
+            raise TypeError(
+                f"{function}(params, buffers, *batch): expected tensors in tuples, "
+                f"lists and dictionaries, got a {type(leaf).__name__}. Convert it, for "
+                f"example with dict(...) or torch.as_tensor(...)."
+            )
+    if len(sizes) != 1:
+        found = f"sizes {sorted(sizes)}" if sizes else "no tensor"
+        raise ValueError(
+            f"{function}(params, buffers, *batch): expected tensors of one batch size, "
+            f"got {found}."
+        )
+    return Batch(sizes.pop(), leaves, spec)
+
+
+def chunks(size: int, chunk_size: int | None) -> Iterator[tuple[int, int]]:
+    """Yield `(start, stop)` of consecutive chunks; none for an empty batch."""
+    step = chunk_size or max(size, 1)
+    for start in range(0, size, step):
+        yield start, min(start + step, size)
+
+
+def fitting(params: Params, saved_bytes: int, device: torch.device) -> int:
+    """Return how many samples at a time fit into half of the free memory.
+
+    One sample takes its activations twice (values and their gradients) and three times
+    its gradient (as computed, and two passes of arithmetic).
+    """
+    gradient = sum(value.numel() * value.element_size() for value in params.values())
+    return max(1, _free_bytes(device) // 2 // max(1, 3 * gradient + 2 * saved_bytes))
+
+
+def check_chunk_size(function: str, chunk_size: ChunkSize) -> None:
+    """Accept None, "auto" and whole numbers above zero."""
+    if chunk_size is None or chunk_size == "auto":
+        return
+    if isinstance(chunk_size, str):
+        checks.one_of(function, ("auto",), chunk_size=chunk_size)
+    checks.whole(function, least=1, chunk_size=chunk_size)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Return the memory that can still be had on a device."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device)
+        return free + reserved - torch.cuda.memory_allocated(device)
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return 2**31  # no portable way to ask: assume two gibibytes
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024

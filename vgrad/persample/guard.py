@@ -1,0 +1,136 @@
+"""What watches a loss while it runs: refused ops, clear errors, one warning."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from vgrad.batch_norm import refuse_batch_statistics
+
+
+class UnsupportedOp(NotImplementedError):
+    """A strategy cannot run an op of the loss; the message says which one can."""
+
+
+class LossGuard(TorchFunctionMode):
+    """Refuses batch statistics at the op; with `vmapped`, names the op that vmap lacks.
+
+    A function mode sees every torch function that a loss calls, in a module or not.
+    """
+
+    def __init__(self, *, vmapped: bool) -> None:
+        """Say whether the loss runs for all samples at once."""
+        super().__init__()
+        self._vmapped = vmapped
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Run one call."""
+        kwargs = kwargs or {}
+        refuse_batch_statistics(func, args, kwargs)
+        if not self._vmapped:
+            return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            in_place = _in_place(func, kwargs)
+            raise_clearly(error, _name(func), in_place=in_place)
+
+
+def raise_clearly(error: RuntimeError, op: str, *, in_place: bool = False) -> Any:
+    """Raise an error of vmap again in words that say what to do; others as they are."""
+    message = str(error)
+    if isinstance(error, torch.OutOfMemoryError | UnsupportedOp):
+        raise error
+    if "randomness error mode" in message:
+        raise RuntimeError(
+            f'{op}: expected a loss without random numbers, since randomness="error". '
+            f'Pass randomness="different" (each sample draws its own) or "same".'
+        ) from error
+    if "saved tensor hooks" in message or "setup_context" in message:
+        raise UnsupportedOp(
+            f"{op}: expected ops that transforms of torch.func can differentiate, got "
+            f"activation checkpointing or an autograd.Function without setup_context. "
+            f'Take it out and save memory with chunk_size, or use strategy="loop".'
+        ) from error
+    limits = ("vmap:", "Batching rule not implemented", "doesn't have storage")
+    if in_place or any(limit in message for limit in limits):
+        what = "writes in place into a tensor that all samples share" * in_place
+        raise UnsupportedOp(
+            f"{op}: expected ops that vmap can run for all samples at once, got one "
+            f"that {what or 'looks at values or has shapes that depend on them'}. Use "
+            f'strategy="loop", which runs it sample by sample.'
+        ) from error
+    error.add_note(
+        f"This happened in {op} while the loss of one sample ran for all samples at "
+        f'once. If the loss works on a single sample, strategy="loop" can run it.'
+    )
+    raise error
+
+
+class FallbackWarning(UserWarning):
+    """An op has no batching rule in torch: right numbers, one sample at a time."""
+
+
+class Fallbacks:
+    """Turns torch's warnings about missing batching rules into one that names the ops.
+
+    It remembers, for one transform, which ops were reported, and looks on only while
+    there is something to report: catching warnings makes Python forget which ones it
+    has already shown.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is known yet."""
+        self._known: set[str] | None = None
+
+    @contextmanager
+    def reported(self, function: str) -> Iterator[None]:
+        """Run a block, then warn about the ops that were not known before."""
+        if self._known == set():
+            yield
+            return
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                yield
+            finally:
+                found = {_missing_rule(str(each.message)) for each in caught} - {""}
+        for each in caught:
+            if not _missing_rule(str(each.message)):
+                warnings.warn_explicit(
+                    each.message, each.category, each.filename, each.lineno
+                )
+        new = found - (self._known or set())
+        self._known = (self._known or set()) | found
+        if new:
+            warnings.warn(
+                f"{function}: torch has no batching rule for {', '.join(sorted(new))} "
+                f"and loops over the samples there; the numbers are right, but slow.",
+                FallbackWarning,
+                stacklevel=7,
+            )
+
+
+def _missing_rule(message: str) -> str:
+    """Return the op that a warning of torch's fallback names, or nothing."""
+    if "batching rule for" not in message:
+        return ""
+    return message.split("batching rule for", 1)[1].split()[0].rstrip(".")
+
+
+def _name(func: Callable) -> str:
+    """Return the name under which a user knows a torch function."""
+    name = getattr(func, "__name__", repr(func))
+    return {"__get__": "attribute access"}.get(name, name)
+
+
+def _in_place(func: Callable, kwargs: dict) -> bool:
+    """Tell whether a call writes into one of its arguments."""
+    name = getattr(func, "__name__", "")
+    ends = name.endswith("_") and not name.endswith("__")
+    return ends or name == "__setitem__" or kwargs.get("out") is not None
