@@ -172,3 +172,8 @@ def test_results_keep_no_graph():
         new, metrics = step(state, x, y)
         leaves = pytree.tree_leaves((new, metrics))
         assert not any(leaf.requires_grad for leaf in leaves)
+
+
+def test_a_state_without_parameters_is_refused():
+    with pytest.raises(ValueError, match="at least one parameter"):
+        TrainState.create(vgrad.optim.sgd(0.1), {}, {})

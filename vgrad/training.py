@@ -1,6 +1,5 @@
 """Training steps as pure functions: `step(state, *batch) -> (new state, metrics)`."""
 
-import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vgrad import optim
+from vgrad.dp.noise import generator
 from vgrad.dp.plan import Plan
 from vgrad.optim.base import GradientTransformation
 from vgrad.persample.batches import ChunkSize
@@ -61,13 +61,12 @@ class TrainState(NamedTuple):
             tensor(0)
         """
         params, buffers = _detached(params), _detached(buffers)
-        device = next(iter(params.values())).device
+        device = _device(params)
         uses = {"noise": device, "cpu": torch.device("cpu"), device.type: device}
         generators = {}
         for number, (use, where) in enumerate(uses.items()):
-            chosen = secrets.randbits(63) if seed is None else seed + number
-            generator = torch.Generator(where).manual_seed(chosen)
-            generators[use] = generator.get_state()
+            chosen = None if seed is None else seed + number
+            generators[use] = generator(where, seed=chosen).get_state()
         return cls(params, buffers, tx.init(params), torch.tensor(0), generators)
 
 
@@ -144,8 +143,7 @@ def private_step(
             )
         with torch.no_grad(), _own_randomness(state) as generators:
             result = clipped(state.params, state.buffers, *batch)
-            device = next(iter(state.params.values())).device
-            noise = torch.Generator(device)
+            noise = torch.Generator(_device(state.params))
             noise.set_state(generators["noise"])
             grads = plan.add_noise(result.grads, clipped.sensitivity, generator=noise)
             params, optimizer = optim.step(tx, grads, state.optimizer, state.params)
@@ -169,7 +167,7 @@ def _own_randomness(state: TrainState) -> Iterator[dict[str, Tensor]]:
     Yields the generators' states, which hold the new ones when the block has ended.
     """
     generators = dict(state.generators)
-    device = next(iter(state.params.values())).device
+    device = _device(state.params)
     on_cuda = device.type == "cuda"
     with torch.random.fork_rng([device] if on_cuda else []):
         torch.set_rng_state(generators["cpu"])
@@ -183,3 +181,13 @@ def _own_randomness(state: TrainState) -> Iterator[dict[str, Tensor]]:
 
 def _detached(values: dict[str, Any]) -> dict[str, Any]:
     return map_values(torch.Tensor.detach, values)
+
+
+def _device(params: Params) -> torch.device:
+    """Return where the parameters are."""
+    if not params:
+        raise ValueError(
+            "TrainState(params={}): expected at least one parameter, got none. Are all "
+            "of them frozen?"
+        )
+    return next(iter(params.values())).device

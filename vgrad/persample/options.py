@@ -49,7 +49,7 @@ class Options:
 
     def chunks(self, params: Params, buffers: Buffers, batch: Tree) -> Iterator[Chunk]:
         """Run the strategy, then check that the loss left its inputs as they were."""
-        _check_params(self.function, params)
+        _check_tensors(self.function, params, buffers)
         problem = Problem(
             self.function,
             self.loss,
@@ -119,19 +119,20 @@ def _ordinary(value: Tensor) -> Tensor:
     return value.clone() if value.is_inference() else value
 
 
-def _check_params(function: str, params: Params) -> None:
-    """Refuse parameters that have no gradient."""
+def _check_tensors(function: str, params: Params, buffers: Buffers) -> None:
+    """Refuse parameters that have no gradient, and entries that are no tensors."""
     if not params:
         raise ValueError(
             f"{function}(params, ...): expected at least one parameter, got none. Are "
             f"all of them frozen?"
         )
-    for name, value in params.items():
+    for name, value in (*params.items(), *buffers.items()):
         if not isinstance(value, Tensor):
             raise TypeError(
-                f"{function}(params, ...): expected a tensor in {name!r}, got a "
-                f"{type(value).__name__}."
+                f"{function}(params, buffers, ...): expected a tensor in {name!r}, got "
+                f"a {type(value).__name__}."
             )
+    for name, value in params.items():
         if not (value.is_floating_point() or value.is_complex()):
             raise ValueError(
                 f"{function}(params, ...): expected floating-point parameters, got "

@@ -126,7 +126,8 @@ def per_sample_norm(
         found, parts = [], []
         for chunk in options.chunks(params, buffers, batch):
             found.append(reductions.sample_norms(chunk.grads).to(dtype))
-            parts.append(chunk.without_grads())
+            chunk = chunk.without_grads()  # frees them before the next ones come
+            parts.append(chunk)
         return options.result(joined(reductions.no_norms(params, dtype), found), parts)
 
     return norms
@@ -174,7 +175,8 @@ def weighted_grad(
             stop = start + len(chunk.losses)
             part = reductions.weighted_sum(chunk.grads, weights[start:stop])
             total = tree.map_values(torch.add, total, part)
-            parts.append(chunk.without_grads())
+            chunk = chunk.without_grads()  # frees them before the next ones come
+            parts.append(chunk)
             start = stop
         return options.result(total, parts)
 
@@ -249,7 +251,8 @@ class ClippedGradFn:
             part = reductions.weighted_sum(chunk.grads, factors, norms.isfinite())
             total = tree.map_values(torch.add, total, part)
             found.append(norms)
-            parts.append(chunk.without_grads())
+            chunk = chunk.without_grads()  # frees them before the next ones come
+            parts.append(chunk)
         norms = joined(reductions.no_norms(params, torch.float64), found)
         losses = [each.losses for each in parts]
         finite = norms.isfinite()

@@ -97,12 +97,13 @@ def vmap(problem: Problem, chunk_size: int | None) -> Iterator[Chunk]:
             _set_random_state(state)
         with problem.fallbacks.reported(problem.function), _no_weight_cache():
             try:
-                results = mapped(tuple(problem.batch.rows(start, stop)))
+                chunk = Chunk(*mapped(tuple(problem.batch.rows(start, stop))))
             except UnsupportedOp:
                 raise
             except RuntimeError as error:
                 raise_clearly(error, problem.function)
-        yield Chunk(*results)
+        yield chunk
+        del chunk  # the consumer may have let go of it: free it before the next one
 
 
 def loop(problem: Problem, _: int | None) -> Iterator[Chunk]:
