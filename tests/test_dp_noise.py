@@ -2,6 +2,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 
 from vgrad.dp import add_gaussian_noise, generator
@@ -111,6 +113,20 @@ def test_the_order_and_the_names_of_the_dictionary_are_kept():
     assert list(result) == ["b", "a"]
     assert result["b"].shape == (2, 3)
     assert result["a"].shape == ()
+
+
+SHAPES = st.lists(st.integers(0, 20), max_size=3)
+
+
+@given(shapes=st.lists(SHAPES, max_size=4), seed=st.integers(0, 2**32 - 1))
+def test_every_entry_of_any_shape_gets_its_own_noise(shapes, seed):
+    sums = {str(index): torch.zeros(shape) for index, shape in enumerate(shapes)}
+    noise = noised(sums, seed)
+    assert [list(value.shape) for value in noise.values()] == shapes
+    drawn = torch.cat([torch.zeros(0), *(value.flatten() for value in noise.values())])
+    # Among n float32 numbers some pairs agree by chance, far fewer than one in 100.
+    assert len(drawn.unique()) >= 0.99 * len(drawn)
+    assert bool((drawn.abs() < 6 * SIGMA).all())
 
 
 def test_only_the_generator_changes():

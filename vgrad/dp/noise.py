@@ -3,9 +3,8 @@
 What the noise protects against, and what it does not. The guarantee of the accountant
 is one about real numbers and a perfect source of randomness. This file has neither:
 
-* The draws come from torch's generators (Mersenne Twister on the CPU, Philox on GPUs).
-  They are statistical generators, not cryptographic ones. Whoever learns the state of
-  one learns the noise.
+* The draws come from torch's generators, which are statistical and not cryptographic.
+  Whoever learns the state of one learns the noise.
 * Sums and noise are floating-point numbers, and nothing here is hardened against
   attacks on the gaps between them: arXiv 2112.05307 reports up to 92.56 % success
   against DP-SGD.

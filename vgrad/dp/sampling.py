@@ -122,7 +122,7 @@ def collate(
                 f"for one sample, got {leaf!r}. Return a tree of tensors with the "
                 "batch dimension in front, and nothing else."
             )
-    empty = pytree.tree_map(lambda leaf: leaf[:0].clone(), one)
+    empty = pytree.tree_map(lambda leaf: leaf[:0], one)
     # A partial, unlike a closure, can be sent to the workers of a DataLoader.
     return partial(_collate, collate_fn, empty)
 

@@ -1,0 +1,123 @@
+"""What a GPU computes, against the float64 loop."""
+
+import pytest
+import torch
+
+import vgrad
+from tests import cases, oracle
+from vgrad.training import TrainState, private_step
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+    pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning"),
+]
+
+STRATEGIES = ("vmap", "loop")
+
+
+def build(name, dtype, size=5):
+    torch.manual_seed(0)
+    case = cases.CASES[name]
+    model = case.model().to("cuda", dtype)
+
+    def place(leaf):
+        return leaf.to("cuda", dtype if leaf.is_floating_point() else None)
+
+    batch = torch.utils._pytree.tree_map_only(torch.Tensor, place, case.batch(size))
+    split = vgrad.make_functional_with_buffers(model, disable_autograd_tracking=True)
+    return case, model, split, batch
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", cases.CASES)
+def test_quantities_equal_the_reference(name, strategy):
+    case, model, (fmodel, params, buffers), batch = build(name, torch.float64)
+    expected = oracle.model_gradients(model, case.run, batch, 5)
+    loss = vgrad.sample_loss(fmodel, case.criterion)
+    options = {"strategy": strategy, "chunk_size": 2}
+    grads = vgrad.per_sample_grad(loss, **options)(params, buffers, *batch)
+    assert oracle.error(grads, expected) < 1e-9
+    norms = vgrad.per_sample_norm(loss, **options)(params, buffers, *batch)
+    torch.testing.assert_close(norms, oracle.norms(expected), rtol=1e-9, atol=0)
+    compute = vgrad.clipped_grad(loss, max_norm=0.5, **options)
+    found = compute(params, buffers, *batch).grads
+    assert oracle.error(found, oracle.clipped(expected, 0.5)) < 1e-9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("precision", ["highest", "medium"])
+def test_the_bound_holds_in_every_precision(dtype, autocast, precision):
+    case, _, (fmodel, params, buffers), (x, y) = build("mlp", dtype)
+    loss = vgrad.sample_loss(fmodel, lambda out, y: 100 * case.criterion(out, y))
+    compute = vgrad.clipped_grad(loss, max_norm=0.1)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        for row in range(5):
+            one = slice(row, row + 1)
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                result = compute(params, buffers, x[one], y[one])
+            squares = sum(g.double().square().sum() for g in result.grads.values())
+            assert float(squares) ** 0.5 <= 0.1 * (1 + 1e-6)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_nonfinite_samples_add_nothing():
+    _, _, (fmodel, params, buffers), (x, y) = build("mlp", torch.float32)
+    loss = vgrad.sample_loss(fmodel, torch.nn.functional.cross_entropy)
+    compute = vgrad.clipped_grad(loss, max_norm=0.1)
+    bad = x.clone()
+    bad[2] = torch.nan
+    found = compute(params, buffers, bad, y)
+    keep = torch.tensor([0, 1, 3, 4], device="cuda")
+    expected = compute(params, buffers, x[keep], y[keep])
+    assert int(found.nonfinite) == 1
+    assert oracle.error(found.grads, expected.grads) < 1e-5
+
+
+def test_chunks_are_sized_by_the_memory_of_the_device():
+    case, _, (fmodel, params, buffers), batch = build("cnn", torch.float64)
+    loss = vgrad.sample_loss(fmodel, case.criterion)
+    compute = vgrad.clipped_grad(loss, max_norm=0.5, chunk_size="auto")
+    whole = vgrad.clipped_grad(loss, max_norm=0.5)(params, buffers, *batch)
+    found = compute(params, buffers, *batch)
+    assert oracle.error(found.grads, whole.grads) < 1e-10
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_all_samples_share_one_mask(strategy, chunk_size):
+    def loss(params, buffers, x):
+        return (torch.nn.functional.dropout(x, 0.5) * params["w"]).sum()
+
+    params = {"w": torch.ones(64, device="cuda")}
+    x = torch.ones(5, 64, device="cuda")
+    options = {"strategy": strategy, "chunk_size": chunk_size}
+    compute = vgrad.per_sample_grad(loss, randomness="same", **options)
+    masks = compute(params, {}, x)["w"]
+    assert all(torch.equal(masks[0], row) for row in masks)
+
+
+def test_a_private_run_stays_on_the_device_and_repeats_from_its_state():
+    case, _, (fmodel, params, buffers), (x, y) = build("cnn", torch.float32)
+    plan = vgrad.dp.Plan(
+        dataset_size=50,
+        sampling_rate=0.1,
+        noise_multiplier=1.0,
+        max_norm=1.0,
+        steps=3,
+        delta=1e-5,
+    )
+    tx = vgrad.optim.adam(0.01)
+    step = private_step(vgrad.sample_loss(fmodel, case.criterion), tx, plan)
+    state = TrainState.create(tx, params, buffers)
+    first, _ = step(state, x, y)
+    again, _ = step(state, x, y)
+    empty, _ = step(first, x[:0], y[:0])
+    for name, value in first.params.items():
+        assert value.is_cuda
+        assert torch.equal(value, again.params[name])
+        assert not torch.equal(value, empty.params[name])

@@ -1,0 +1,127 @@
+"""The README's comparison: what peers compute on cases of ours, where they are there.
+
+`pip install ".[peers]"` brings Opacus; BackPACK goes in with
+`pip install --no-deps backpack-for-pytorch einops unfoldNd`.
+"""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import vgrad
+from tests import cases, oracle
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+EXACT, WRONG, RAISES = "exact", "wrong", "raises"
+
+
+class CalledByKeyword(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(input=x)
+
+
+class TiedLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+class BroadcastPositions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(7, 4), nn.Embedding(3, 4)
+        self.head = nn.Linear(12, 3)
+        self.register_buffer("ids", torch.arange(3)[None])
+
+    def forward(self, x):
+        return self.head((self.token(x) + self.position(self.ids)).flatten(1))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable]] = {
+    "padding_idx": (cases.CASES["padding_idx"].model, cases.tokens(7, 3)),
+    "circular padding": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"),
+            nn.Flatten(),
+            nn.Linear(48, 3),
+        ),
+        cases.images(2, 4),
+    ),
+    "tied weights": (TiedLinear, cases.vectors(4)),
+    "broadcast positions": (BroadcastPositions, cases.tokens(7, 3)),
+    "flattened rows": (cases.Flattened, cases.CASES["flattened"].batch),
+    "keyword call": (CalledByKeyword, cases.vectors(4)),
+}
+
+README = {
+    "padding_idx": (WRONG, RAISES),
+    "circular padding": (WRONG, WRONG),
+    "tied weights": (EXACT, WRONG),
+    "broadcast positions": (RAISES, RAISES),
+    "flattened rows": (RAISES, RAISES),
+    "keyword call": (RAISES, RAISES),
+}
+
+
+def by_vgrad(model, x, y):
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    loss = vgrad.sample_loss(fmodel, F.cross_entropy)
+    return vgrad.per_sample_grad(loss)(params, buffers, x, y)
+
+
+def by_opacus(model, x, y):
+    module = pytest.importorskip("opacus.grad_sample", reason="Opacus is not installed")
+    wrapped = module.GradSampleModule(model, loss_reduction="sum", strict=False)
+    F.cross_entropy(wrapped(x), y, reduction="sum").backward()
+    named = wrapped._module.named_parameters()
+    return {name: parameter.grad_sample for name, parameter in named}
+
+
+def by_backpack(model, x, y):
+    backpack = pytest.importorskip("backpack", reason="BackPACK is not installed")
+    wrapped = backpack.extend(model)
+    criterion = backpack.extend(nn.CrossEntropyLoss(reduction="sum"))
+    with backpack.backpack(backpack.extensions.BatchGrad()):
+        criterion(wrapped(x), y).backward()
+    return {name: p.grad_batch for name, p in wrapped.named_parameters()}
+
+
+def outcome(compute, model, x, y, expected):
+    try:
+        found = compute(copy.deepcopy(model), x, y)
+        return EXACT if oracle.error(found, expected) < 1e-4 else WRONG
+    except Exception:
+        return RAISES
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("peer", ["vgrad", "opacus", "backpack"])
+def test_the_comparison_in_the_readme_is_true(name, peer):
+    torch.manual_seed(1)
+    build, make_batch = MODELS[name]
+    x, y = make_batch(3)
+    if name == "padding_idx":
+        x[0, 0] = 0
+    model = build()
+
+    def run(model, x, y):
+        return F.cross_entropy(model(x), y)
+
+    expected = oracle.model_gradients(model, run, (x, y), 3)
+    compute = {"vgrad": by_vgrad, "opacus": by_opacus, "backpack": by_backpack}[peer]
+    claimed = {"vgrad": EXACT, "opacus": README[name][0], "backpack": README[name][1]}
+    assert outcome(compute, model, x, y, expected) == claimed[peer]
