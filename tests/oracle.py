@@ -65,7 +65,9 @@ def loss_gradients(loss: Callable, params, buffers, batch, size: int) -> Grads:
 def norms(grads: Grads) -> Tensor:
     """Norm of each sample's gradient over all parameters."""
     return (
-        torch.stack([g.flatten(1).square().sum(1) for g in grads.values()]).sum(0)
+        torch.stack(
+            [g.reshape(len(g), -1).square().sum(1) for g in grads.values()]
+        ).sum(0)
         ** 0.5
     )
 

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "vgrad"
 
 LAYERS = [
     {"typing", "checks", "tree"},
-    {"slots", "functional"},
+    {"slots", "writing", "functional"},
     {"losses", "batch_norm", "optim"},
     {"persample"},
     {"dp"},

@@ -96,3 +96,17 @@ def test_evaluation_mode_is_not_refused():
     fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
     loss = vgrad.sample_loss(fmodel, F.cross_entropy)
     assert vgrad.per_sample_norm(loss)(params, buffers, *batch()).shape == (3,)
+
+
+def test_layers_that_do_more_are_refused():
+    class Activated(nn.BatchNorm2d):
+        def forward(self, x):
+            return super().forward(x).relu()
+
+    hooked = nn.BatchNorm2d(2)
+    hooked.register_forward_hook(lambda module, args, out: out + 1)
+    for layer in (Activated(2), hooked):
+        with pytest.raises(TypeError, match="does more. Replace it by hand"):
+            vgrad.replace_batch_norm(nn.Sequential(layer))
+    with pytest.raises(TypeError, match="replace_batch_norm.*lazy"):
+        vgrad.replace_batch_norm(nn.Sequential(nn.LazyBatchNorm2d()))

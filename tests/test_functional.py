@@ -466,3 +466,154 @@ def test_to_device_moves_any_tree_and_keeps_leaves():
     assert moved["a"][1] == 3
     assert moved["b"] is None
     assert vgrad.to_device(tree, "meta")["a"][0].device.type == "meta"
+
+
+class HoldsUnregistered(nn.Module):
+    """A tied head that is not registered, and things a forward pass changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(4, 2)
+        head = nn.Linear(2, 4, bias=False)
+        head.weight = self.embed.weight
+        self.hidden = [head]
+        self.history, self.seen, self.total = [], {}, torch.zeros(())
+
+    def forward(self, x):
+        self.history.append(x)
+        self.seen[len(self.history)] = x
+        self.total += 1
+        if not hasattr(self, "late"):
+            self.late = nn.Linear(2, 2)
+        return self.hidden[0](self.embed(x)) + len(self.history) + self.total
+
+
+def test_tied_weights_of_an_unregistered_module_are_exchanged():
+    model = HoldsUnregistered()
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    assert list(params) == ["embed.weight"]
+    table = torch.randn(4, 2)
+    x = torch.tensor([1, 3])
+    found = [fmodel({"embed.weight": table}, buffers, x) for _ in range(3)]
+    for each in found:
+        torch.testing.assert_close(each, table[x] @ table.T + 2)
+    assert fmodel._skeleton.history == []
+    assert not hasattr(fmodel._skeleton, "late")
+
+
+def test_placeholders_raise_instead_of_computing():
+    class Namespace:
+        pass
+
+    class Hides(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2, bias=False)
+            self.held = Namespace()
+            self.held.weight = self.layer.weight
+
+        def forward(self, x):
+            return x @ self.held.weight
+
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(Hides())
+    with pytest.raises(RuntimeError, match="held where it cannot be exchanged"):
+        fmodel(params, buffers, torch.ones(1, 2))
+
+
+def test_functions_that_close_over_the_model_are_refused():
+    model = nn.Linear(2, 2)
+    original = model.forward
+    model.forward = lambda x: original(x) * 2
+    with pytest.raises(TypeError, match="'forward' whose closure holds a part"):
+        vgrad.make_functional_with_buffers(model)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].register_forward_hook(lambda module, args, out: out @ model[1].weight)
+    with pytest.raises(TypeError, match=r"'0._forward_hooks' whose closure"):
+        vgrad.make_functional_with_buffers(model)
+
+
+def test_hooks_that_get_the_module_work():
+    model = nn.Linear(2, 2)
+    model.register_forward_hook(lambda module, args, out: out + module.weight.sum())
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    x = torch.ones(1, 2)
+    torch.testing.assert_close(fmodel(params, buffers, x), model(x))
+
+
+def test_a_call_from_inside_of_a_call_is_refused():
+    model = nn.Linear(2, 2)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+
+    def inner(module, args):
+        return fmodel(params, buffers, *args)
+
+    fmodel._skeleton.register_forward_pre_hook(inner)
+    with pytest.raises(RuntimeError, match="from inside of its own forward pass"):
+        fmodel(params, buffers, torch.ones(1, 2))
+
+
+def test_one_tensor_given_twice_stays_one():
+    class Same(nn.Module):
+        def forward(self, a, b):
+            return a.sum() + (a is b)
+
+    fmodel, _, _ = vgrad.make_functional_with_buffers(Same())
+    x = torch.zeros(2)
+    assert float(fmodel({}, {}, x, x)) == 1
+    assert float(fmodel({}, {}, x, x.clone())) == 0
+
+
+def test_complex_parameters_stay_trainable():
+    class Complex(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(Complex())
+    assert fmodel.to_module(params, buffers).phase.requires_grad
+
+
+def test_a_parameter_registered_as_buffer_too_is_a_parameter():
+    model = nn.Linear(2, 2)
+    model.register_buffer("alias", model.weight)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    assert list(params) == ["weight", "bias"]
+    assert fmodel.to_module(params, buffers).alias is not None
+
+
+def test_copy_to_refuses_what_it_cannot_write():
+    model = nn.Linear(2, 2)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    before = model.weight.detach().clone()
+    for bias in (torch.zeros(1).expand(2), torch.zeros(2, device="meta")):
+        model.bias = nn.Parameter(bias)
+        with pytest.raises(ValueError, match="memory of their own, got one in 'bias'"):
+            fmodel.copy_to_(model, {n: p + 1 for n, p in params.items()}, buffers)
+        assert torch.equal(model.weight, before)
+
+
+def test_copy_to_refuses_two_values_for_what_the_target_ties():
+    source = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    target = copy.deepcopy(source)
+    target[1].weight = target[0].weight
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(source)
+    with pytest.raises(ValueError, match="one value for '1.weight'"):
+        fmodel.copy_to_(target, params, buffers)
+    grads = {"0.weight": torch.ones(2, 2), "1.weight": torch.ones(2, 2)}
+    with pytest.raises(ValueError, match="one gradient for each parameter"):
+        vgrad.write_grads_(target, grads)
+
+
+def test_results_kept_as_attributes_are_copied():
+    model = nn.Linear(2, 2)
+    model.kept = model.weight * 1
+    model.listed = [model.weight * 2]
+    fmodel, _, _ = vgrad.make_functional_with_buffers(model)
+    assert fmodel._skeleton.kept.data_ptr() != model.kept.data_ptr()
+    assert torch.equal(fmodel._skeleton.listed[0], model.listed[0])
+
+
+def test_params_and_buffers_must_be_dictionaries():
+    fmodel, params, _ = vgrad.make_functional_with_buffers(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="params.*expected a dictionary.*a tuple"):
+        fmodel(tuple(params.values()), {}, torch.ones(1, 2))

@@ -151,3 +151,76 @@ def test_nothing_stays_behind_after_an_error():
         assert torch.overrides._get_current_function_mode() is None
         assert torch.is_autocast_cache_enabled()
         assert torch._C._functorch.peek_interpreter_stack() is None
+
+
+@pytest.mark.parametrize("kind", [torch.nn.RNN, torch.nn.GRU])
+def test_recurrent_nets_name_the_loop(kind):
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(kind(3, 2))
+    loss = vgrad.sample_loss(fmodel, lambda out, y: out[0].sum() + y.sum())
+    batch = torch.randn(2, 4, 3), torch.zeros(2)
+    with pytest.raises(vgrad.UnsupportedOp, match='strategy="loop"'):
+        vgrad.per_sample_grad(loss)(params, buffers, *batch)
+    vgrad.per_sample_grad(loss, strategy="loop")(params, buffers, *batch)
+
+
+def test_checkpointing_inside_a_functional_model_is_refused_by_both_strategies():
+    class Recomputes(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(2, 2, bias=False)
+
+        def forward(self, x):
+            return checkpoint(lambda z: self.inner(z).tanh(), x, use_reentrant=False)
+
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(Recomputes())
+    loss = vgrad.sample_loss(fmodel, torch.nn.functional.mse_loss)
+    batch = torch.randn(3, 2), torch.randn(3, 2)
+    for strategy in ("vmap", "loop"):
+        with pytest.raises(RuntimeError, match="chunk_size"):
+            vgrad.per_sample_grad(loss, strategy=strategy)(params, buffers, *batch)
+    with pytest.raises(RuntimeError, match="outside of its call"):
+        torch.autograd.grad(fmodel(params, buffers, batch[0]).sum(), [*params.values()])
+
+
+def test_threads_leave_the_warnings_of_the_process_as_they_are():
+    import threading
+    import time
+
+    def slow(p, b, x):
+        time.sleep(0.05)
+        return (p["w"] * x).sum()
+
+    before = list(warnings.filters), warnings.showwarning
+    threads = [
+        threading.Thread(target=lambda: vgrad.per_sample_grad(slow)(PARAMS, {}, X))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.02)
+    for thread in threads:
+        thread.join()
+    assert (list(warnings.filters), warnings.showwarning) == before
+
+
+def test_measuring_memory_leaks_none():
+    def loss(p, b, x):
+        return (p["w"] * x).exp().sum()
+
+    import gc
+    import weakref
+
+    alive = []
+
+    class Spy(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if getattr(func, "__name__", "") == "exp":
+                alive.append(weakref.ref(result))
+            return result
+
+    with Spy():
+        vgrad.per_sample_norm(loss, chunk_size="auto")(PARAMS, {}, X)
+    gc.collect()
+    assert alive
+    assert not any(ref() is not None for ref in alive)

@@ -114,6 +114,10 @@ def test_an_empty_batch_gives_zeros_without_running_the_loss(name, strategy):
     assert int(clipped.nonfinite) == int(clipped.clipped) == 0
 
 
+def product(params, buffers, x):
+    return (params["w"] * x).sum()
+
+
 def linear_loss(params, buffers, x):
     return (params["w"] * x).sum() + params["b"] * x[0]
 
@@ -490,7 +494,9 @@ def test_bad_parameters_and_weights_are_named():
 def test_a_loss_that_is_no_scalar_is_named(strategy):
     x, params = torch.ones(3, 2), {"w": torch.ones(2)}
     compute = vgrad.per_sample_grad(lambda p, b, x: p["w"] * x, strategy=strategy)
-    with pytest.raises(ValueError, match=r"without dimensions.*got \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"without dimensions.*got torch.float32 \(2,\)"
+    ):
         compute(params, {}, x)
     compute = vgrad.per_sample_grad(
         lambda p, b, x: ((p["w"] * x).sum(), x), strategy=strategy
@@ -509,3 +515,184 @@ def test_a_module_of_double_size_takes_a_frozen_part_as_constant():
     expected = oracle.model_gradients(model, cases.CASES["mlp"].run, (x, y), 3)
     assert grads.keys() == {"1.weight", "1.bias"}
     assert oracle.error(grads, {name: expected[name] for name in grads}) < 1e-10
+
+
+def test_a_nonfinite_sample_adds_nothing_inside_a_transform_either():
+    compute = vgrad.clipped_grad(product, max_norm=1.0)
+    x = torch.tensor([[1.0, 2.0], [float("nan"), 1.0], [0.1, 0.2]])
+    eager = compute({"w": torch.ones(2)}, {}, x).grads["w"]
+    mapped = torch.vmap(lambda w: compute({"w": w}, {}, x).grads["w"])(torch.ones(1, 2))
+    torch.testing.assert_close(mapped[0], eager)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_are_partial_where_a_parameter_is_reached_twice(strategy):
+    w = torch.tensor([1.0, 2.0], requires_grad=True)
+    x = torch.tensor([[3.0, 4.0], [5.0, 6.0]])
+
+    def anchored(params, buffers, x):
+        return product(params, buffers, x) + (params["w"] * buffers["anchor"]).sum()
+
+    compute = vgrad.per_sample_grad(anchored, strategy=strategy)
+    torch.testing.assert_close(compute({"w": w}, {"anchor": w}, x)["w"], x + w)
+    compute = vgrad.per_sample_grad(product, strategy=strategy)
+    torch.testing.assert_close(compute({"w": w}, {}, x * w)["w"], x * w)
+
+    def both(params, buffers, x):
+        return (params["a"] * x).sum() + (params["b"] ** 2).sum()
+
+    grads = vgrad.per_sample_grad(both, strategy=strategy)({"a": w, "b": w}, {}, x)
+    torch.testing.assert_close(grads["a"], x)
+    torch.testing.assert_close(grads["b"], (2 * w).expand(2, 2))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_a_loss_may_bind_names_anew_in_its_dictionaries(strategy, chunk_size):
+    def loss(params, buffers, x):
+        params["w"] = F.normalize(params["w"], dim=0)
+        value = product(params, buffers, x) * buffers["n"]
+        buffers["n"] = buffers["n"] + x.sum()
+        return value
+
+    x = torch.randn(4, 2, dtype=torch.float64)
+    params = {"w": torch.tensor([1.0, 2.0], dtype=torch.float64)}
+    buffers = {"n": torch.tensor(3.0, dtype=torch.float64)}
+    options = {"strategy": strategy, "chunk_size": chunk_size}
+    grads = vgrad.per_sample_grad(loss, **options)(params, buffers, x)
+    expected = oracle.loss_gradients(
+        lambda p, b, x: product({"w": F.normalize(p["w"], dim=0)}, b, x) * b["n"],
+        params,
+        buffers,
+        (x,),
+        4,
+    )
+    assert oracle.error(grads, expected) < 1e-12
+    assert float(buffers["n"]) == 3
+
+
+@pytest.mark.parametrize("bound", [1e-5, 1e-3, 1.0])
+@pytest.mark.parametrize("value", [1e36, 3e37, 3e38])
+def test_the_bound_holds_for_gradients_near_the_end_of_float32(bound, value):
+    compute = vgrad.clipped_grad(product, max_norm=bound)
+    result = compute({"w": torch.ones(1000)}, {}, torch.full((1, 1000), value))
+    assert float(result.grads["w"].double().norm()) <= bound * (1 + 1e-6)
+    if bound > 1e-5:  # below, the factor is less than any float32 but zero
+        assert float(result.grads["w"].double().norm()) > bound * 0.5
+
+
+def test_one_sample_moves_a_long_sum_by_no_more_than_the_sensitivity():
+    compute = vgrad.clipped_grad(product, max_norm=1.0)
+    pair = torch.tensor([[-(0.5 + 2**-12)], [0.5]]).repeat(2000, 1)
+    rest = torch.cat([torch.ones(4095, 1), torch.tensor([[0.25]]), pair])
+    params = {"w": torch.ones(1)}
+    one = compute(params, {}, torch.cat([torch.ones(1, 1), rest])).grads["w"]
+    other = compute(params, {}, rest).grads["w"]
+    # The results themselves are float32, near 4000: half a unit there is 1.2e-4.
+    assert abs(float(one - other)) <= compute.sensitivity.value + 5e-4
+
+
+def test_long_sums_do_not_drift():
+    weights = torch.full((100_000,), 0.1)
+    x = torch.ones(100_000, 1)
+    total = vgrad.weighted_grad(product)(weights, {"w": torch.ones(1)}, {}, x)["w"]
+    assert float(total) == pytest.approx(100_000 * float(weights[0]), rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("size", [1.0, 1e-26, 1e26])
+def test_second_derivatives_survive_a_sample_without_gradient(strategy, size):
+    def loss(params, buffers, x):
+        return (params["w"] * x).square().sum()
+
+    w = torch.tensor([1.0, 2.0], requires_grad=True)
+    x = torch.tensor([[1.0, 1.0], [0.0, 0.0]]) * size**0.5
+    norms = vgrad.per_sample_norm(loss, strategy=strategy)({"w": w}, {}, x)
+    (found,) = torch.autograd.grad(norms.sum(), w)
+    expected = 2 * size * w.detach() / w.detach().norm()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    clipped = vgrad.clipped_grad(loss, max_norm=1.0, strategy=strategy)({"w": w}, {}, x)
+    (found,) = torch.autograd.grad(clipped.grads["w"].sum(), w)
+    assert bool(found.isfinite().all())
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, about how linearize traces
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_forward_mode_sees_the_result(strategy):
+    def mean_norm(w):
+        def loss(params, buffers, x):
+            return (params["w"] * x).square().sum()
+
+        return vgrad.per_sample_norm(loss, strategy=strategy)({"w": w}, {}, x).mean()
+
+    x = torch.ones(2, 2)
+    _, tangent = vgrad.linearize(mean_norm, torch.tensor([1.0, 2.0]))
+    expected = torch.autograd.functional.jacobian(mean_norm, torch.tensor([1.0, 2.0]))
+    torch.testing.assert_close(tangent(torch.tensor([1.0, 0.0])), expected[0])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda p, b, x: product(p, b, x) * (1 + 1j), "real tensor.*complex64"),
+        (lambda p, b, x: (p["w"] > x).sum(), "real tensor.*int64"),
+    ],
+)
+def test_a_loss_that_is_not_real_is_refused(strategy, loss, message):
+    compute = vgrad.per_sample_grad(loss, strategy=strategy)
+    with pytest.raises(ValueError, match=message):
+        compute({"w": torch.ones(2)}, {}, torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_aux_must_be_a_pair_of_tensors(strategy):
+    params, x = {"w": torch.ones(2)}, torch.ones(3, 2)
+    for loss, error, message in (
+        (product, ValueError, r"returns \(scalar, aux\), got a Tensor"),
+        (lambda p, b, x: (product(p, b, x), {"n": 3}), TypeError, "aux, got a int"),
+    ):
+        compute = vgrad.per_sample_grad(loss, strategy=strategy, has_aux=True)
+        with pytest.raises(error, match=message):
+            compute(params, {}, x)
+
+
+def test_weights_keep_their_digits():
+    weights = torch.tensor([2**24 + 1])
+    params = {"w": torch.ones(1, dtype=torch.float64)}
+    x = torch.ones(1, 1, dtype=torch.float64)
+    total = vgrad.weighted_grad(product)(weights, params, {}, x)["w"]
+    assert float(total) == 2**24 + 1
+    with pytest.raises(ValueError, match="one real weight a sample"):
+        vgrad.weighted_grad(product)(torch.ones(1) * 1j, params, {}, x)
+
+
+def test_rows_of_a_result_share_no_memory():
+    def loss(params, buffers, x):
+        return params["u"].sum() + (params["w"] * x).sum()
+
+    params = {"u": torch.ones(2), "w": torch.ones(2)}
+    grads = vgrad.per_sample_grad(loss)(params, {}, torch.ones(3, 2))
+    grads["u"][0] = 7
+    assert torch.equal(grads["u"][1], torch.ones(2))
+
+
+@pytest.mark.parametrize("given", [None, (torch.ones(2),)])
+def test_what_is_no_dictionary_is_refused(given):
+    with pytest.raises(TypeError, match="buffers.*expected a dictionary"):
+        vgrad.per_sample_grad(product)({"w": torch.ones(2)}, given, torch.ones(3, 2))
+
+
+def test_sparse_gradients_are_made_dense_by_the_loop():
+    model = nn.Sequential(
+        nn.Embedding(5, 2, sparse=True), nn.Flatten(), nn.Linear(4, 3)
+    )
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    loss = vgrad.sample_loss(fmodel, F.cross_entropy)
+    batch = torch.tensor([[1, 1], [0, 3]]), torch.tensor([0, 2])
+    dense = cases.CASES["mlp"].run
+    model[0].sparse = False
+    expected = oracle.model_gradients(model, dense, batch, 2)
+    compute = vgrad.clipped_grad(loss, max_norm=0.1, strategy="loop")
+    found = compute(params, buffers, *batch).grads
+    assert oracle.error(found, oracle.clipped(expected, 0.1)) < 1e-5

@@ -17,7 +17,6 @@ from .batch_norm import replace_batch_norm as replace_batch_norm
 from .functional import FunctionalModel as FunctionalModel
 from .functional import make_functional as make_functional
 from .functional import make_functional_with_buffers as make_functional_with_buffers
-from .functional import write_grads_ as write_grads_
 from .losses import batch_loss as batch_loss
 from .losses import sample_loss as sample_loss
 from .persample.guard import FallbackWarning as FallbackWarning
@@ -30,3 +29,4 @@ from .persample.quantities import weighted_grad as weighted_grad
 from .persample.sensitivity import Sensitivity as Sensitivity
 from .tree import freeze as freeze
 from .tree import to_device as to_device
+from .writing import write_grads_ as write_grads_

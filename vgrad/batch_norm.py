@@ -14,28 +14,31 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from vgrad import slots
+
 _TRAINING = 5
 """The place of the argument `training`, the same in all of these."""
 
 _REFUSED = {"batch_norm", "native_batch_norm", "cudnn_batch_norm"}
 _REFUSED |= {"miopen_batch_norm", "_native_batch_norm_legit", "_batch_norm_impl_index"}
+_REFUSED |= {"_native_batch_norm_legit_functional"}
 _ALWAYS_REFUSED = {"batch_norm_stats", "_batch_norm_with_update"}
 
 
 def refuse_batch_statistics(function: Callable, args: tuple, kwargs: dict) -> None:
     """Raise if a call of a torch function normalises by statistics of its batch."""
-    name = getattr(function, "__name__", "").split(".")[0]
-    if name in _REFUSED:
+    name, _, overload = getattr(function, "__name__", "").partition(".")
+    if name in _REFUSED and overload != "no_stats":
         given = args[_TRAINING] if len(args) > _TRAINING else False
         training = kwargs.get("training", given)
     else:
-        training = name in _ALWAYS_REFUSED
+        training = name in _ALWAYS_REFUSED or overload == "no_stats"
     if training:
         raise ValueError(
             f"{name}(training=True): expected a loss that treats every sample by "
             f"itself, got batch normalisation with batch statistics, which has no "
-            f"per-sample gradient. Use vgrad.replace_batch_norm(model), or evaluation "
-            f"mode (fmodel.eval())."
+            f"per-sample gradient. Use vgrad.replace_batch_norm(model) or, for layers "
+            f"with running statistics, evaluation mode (fmodel.eval())."
         )
 
 
@@ -46,6 +49,10 @@ def replace_batch_norm(model: nn.Module) -> nn.Module:
     A layer of C channels gets gcd(32, C) groups, or C / 2 where that would leave one
     channel each; `BatchNorm1d`, whose input may have no positions, gets one group.
 
+    Raises:
+        TypeError: a layer is lazy, a subclass with a forward pass of its own, or has
+            hooks: what it does besides would be lost.
+
     Reference: Wu and He, Group Normalization, arXiv 1803.08494.
 
     Example:
@@ -53,6 +60,7 @@ def replace_batch_norm(model: nn.Module) -> nn.Module:
         >>> replace_batch_norm(model)[1].num_groups
         32
     """
+    slots.check_plain("replace_batch_norm", model)
     copied = copy.deepcopy(model)
     memo: dict[int, nn.Module] = {}
 
@@ -69,6 +77,12 @@ def replace_batch_norm(model: nn.Module) -> nn.Module:
 
 def _group_norm(layer: Any) -> nn.GroupNorm:
     """Make the GroupNorm that stands in for one BatchNorm."""
+    plain = type(layer).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+    if not plain or layer._forward_hooks or layer._forward_pre_hooks:
+        raise TypeError(
+            f"replace_batch_norm(model): expected layers of torch.nn without hooks, "
+            f"got a {type(layer).__name__} that does more. Replace it by hand."
+        )
     channels = layer.num_features
     groups = 1 if isinstance(layer, nn.BatchNorm1d) else math.gcd(32, channels)
     if groups == channels:  # a group of one channel and one pixel is always zero

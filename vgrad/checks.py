@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 
 
 def _number(function: str, name: str, value: Any) -> None:
@@ -72,6 +73,16 @@ def one_of(function: str, allowed: Collection[Any], **values: Any) -> None:
             raise ValueError(f"{function}({name}={value!r}): expected one of {names}.")
 
 
+def dictionaries(function: str, **values: Any) -> None:
+    """Each value is a dictionary, as `make_functional_with_buffers` makes them."""
+    for name, value in values.items():
+        if not isinstance(value, Mapping):
+            raise TypeError(
+                f"{function}({name}): expected a dictionary of tensors by name, got a "
+                f"{type(value).__name__}."
+            )
+
+
 def listed(names: Iterable[str]) -> str:
     """Quote names for a message, the first eight of them."""
     quoted = [repr(name) for name in sorted(names)]
@@ -108,8 +119,11 @@ def same_shapes(
 
 
 def inside_transform() -> bool:
-    """Tell whether a transform of `torch.func` is running around the caller."""
-    return peek_interpreter_stack() is not None
+    """Tell whether a transform of `torch.func` is running around the caller.
+
+    Forward mode counts, which `linearize` uses without a level of its own.
+    """
+    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:

@@ -11,15 +11,17 @@ from torch.utils import _pytree as pytree
 
 from vgrad import checks, slots
 from vgrad.typing import Buffers, Params
+from vgrad.writing import write_values_
 
 
 class FunctionalModel:
     """A module without values: `fmodel(params, buffers, *args, **kwargs) -> output`.
 
     Made by `make_functional_with_buffers`. A call is pure: it changes neither the
-    tensors it is given nor anything of itself. Buffers and inputs are copied before
-    the module sees them, and what the forward pass sets on the module is undone when
-    it ends, after an exception too. A lock lets threads share one object.
+    tensors it is given nor anything of itself. Buffers, inputs and tensors in plain
+    attributes are copied before the module sees them, and what the forward pass sets or
+    appends on the module is undone when it ends, after an exception too. A lock lets
+    threads share one object. Only writes through `.data` cannot be seen or undone.
 
     `params` and `buffers` together hold every name exactly once; which of the two a
     name is in is the caller's choice. A whole `state_dict()` may stand in for `params`
@@ -35,6 +37,7 @@ class FunctionalModel:
         self._skeleton = skeleton
         self._constants = constants
         self._lock = threading.RLock()
+        self._running = False
         self._aliases: dict[str, list[str]] = {}
         self._shapes: dict[str, torch.Size] = {}
         first_names: dict[int, str] = {}
@@ -47,7 +50,8 @@ class FunctionalModel:
         self._registered = slots.places(registries, first_names)
         self._referenced = slots.places(attributes, first_names)
         self._pristine = [(each, copy.copy(each)) for each in registries + attributes]
-        own_buffers = {id(tensor) for tensor in skeleton.buffers()}
+        self._loose = slots.loose(attributes, first_names)
+        own_buffers = slots.own_buffers(skeleton)
         copied = own_buffers | slots.renormalised(skeleton)
         self.names = tuple(self._aliases)
         self.buffer_names = tuple(
@@ -111,7 +115,10 @@ class FunctionalModel:
         for name in self.names:
             own[name] = values[name].detach().clone()
             if name not in self.buffer_names:
-                trained = name in params and own[name].is_floating_point()
+                real_or_complex = (
+                    own[name].is_floating_point() or own[name].is_complex()
+                )
+                trained = name in params and real_or_complex
                 own[name] = nn.Parameter(own[name], requires_grad=trained)
         FunctionalModel(module, self._constants)._fill(own)
         for each in module.modules():
@@ -126,18 +133,14 @@ class FunctionalModel:
             ValueError: the module lacks a name, has one more, or another shape.
         """
         values = self._check(params, buffers)
-        targets = dict(slots.named_tensors(model))
-        sources = {
-            alias: values[name]
-            for name, aliases in self._aliases.items()
-            for alias in aliases
-        }
-        checks.same_names("copy_to_(model, params, buffers)", targets, sources)
-        shapes = {name: target.shape for name, target in targets.items()}
-        checks.same_shapes("copy_to_(model, params, buffers)", shapes, sources)
-        with torch.no_grad():
-            for name, target in targets.items():
-                target.copy_(sources[name])
+        write_values_(
+            model,
+            {
+                alias: values[name]
+                for name, aliases in self._aliases.items()
+                for alias in aliases
+            },
+        )
 
     def __reduce__(self) -> tuple:
         """Copy and pickle by parts, since a lock can be neither."""
@@ -150,6 +153,7 @@ class FunctionalModel:
 
     def _check(self, params: Params, buffers: Buffers) -> dict[str, Tensor]:
         """Merge the two dictionaries into one value a name, or say what is wrong."""
+        checks.dictionaries("fmodel", params=params, buffers=buffers)
         both = params.keys() & buffers.keys()
         if both:
             raise ValueError(
@@ -190,20 +194,30 @@ class FunctionalModel:
             name: value.clone() if name in self._copied else value
             for name, value in values.items()
         }
-        args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
+        args, kwargs = _copied((args, kwargs))
         versions = {
             name: _version(value)
             for name, value in own.items()
             if name not in self._copied
         }
         with self._lock:
+            if self._running:
+                raise RuntimeError(
+                    "fmodel(params, buffers): expected a call that has ended, got one "
+                    "from inside of its own forward pass. Make a second function with "
+                    "make_functional_with_buffers."
+                )
+            self._running = True
             try:
                 self._fill(own)
+                for container, key, value in self._loose:
+                    container[key] = value.clone()
                 output = self._skeleton(*args, **kwargs)
                 left = {name: self._left(name, own[name]) for name in own}
             finally:
                 for container, before in self._pristine:
                     slots.restore(container, before)
+                self._running = False
         for name, version in versions.items():
             if _version(own[name]) != version or left[name] is not own[name]:
                 raise RuntimeError(
@@ -274,29 +288,26 @@ def make_functional_with_buffers(
         >>> list(params), list(buffers)
         (['weight', 'bias'], [])
     """
-    slots.check_plain(model)
-    own_buffers = {id(tensor) for tensor in model.buffers()}
+    slots.check_plain("make_functional_with_buffers", model)
+    slots.check_closures(model)
+    own_buffers = slots.own_buffers(model)
     constant = own_buffers - slots.persistent(model)
-    placeholders: dict[int, Tensor] = {}
+    placeholders: dict[int, slots.Placeholder] = {}
     params: Params = {}
     buffers: Buffers = {}
     constants: dict[str, Tensor] = {}
     for name, tensor in slots.named_tensors(model):
         if id(tensor) in placeholders:
             continue
-        placeholder = torch.empty_like(tensor, device="meta")
         value = tensor.detach().clone()
-        if id(tensor) in own_buffers:
-            buffers[name] = value
-        elif tensor.requires_grad:
-            placeholder = nn.Parameter(placeholder)
+        if id(tensor) not in own_buffers and tensor.requires_grad:
             params[name] = value.requires_grad_(not disable_autograd_tracking)
         else:
-            placeholder = nn.Parameter(placeholder, requires_grad=False)
             buffers[name] = value
         if id(tensor) in constant:
             constants[name] = value.clone()
-        placeholders[id(tensor)] = placeholder
+        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+        placeholders[id(tensor)] = empty.as_subclass(slots.Placeholder)
     skeleton = slots.duplicate(model, placeholders)
     return FunctionalModel(skeleton, constants), params, buffers
 
@@ -327,35 +338,16 @@ def make_functional(
     return BufferlessModel(fmodel), params
 
 
-def write_grads_(model: nn.Module, grads: Params) -> None:
-    """Fill `.grad` of a module's parameters, for a loop that uses `torch.optim`.
+def _copied(tree: Any) -> Any:
+    """Copy the tensors of a tree; one that is there twice stays one."""
+    copies: dict[int, Tensor] = {}
 
-    Each gradient is copied and cast to its parameter's dtype; parameters without one
-    get `None`, so that no gradient of an earlier step is applied again.
+    def once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.clone()
+        return copies[id(tensor)]
 
-    Raises:
-        ValueError: a name is not a parameter of the module.
-        ValueError: a gradient has the wrong shape.
-
-    Example:
-        >>> model = torch.nn.Linear(2, 1, bias=False)
-        >>> write_grads_(model, {"weight": torch.ones(1, 2)})
-        >>> model.weight.grad
-        tensor([[1., 1.]])
-    """
-    targets = dict(model.named_parameters(remove_duplicate=False))
-    unexpected = grads.keys() - targets.keys()
-    if unexpected:
-        raise ValueError(
-            f"write_grads_(model, grads): expected names of parameters, got "
-            f"{checks.listed(unexpected)}."
-        )
-    shapes = {name: targets[name].shape for name in grads}
-    checks.same_shapes("write_grads_(model, grads)", shapes, grads)
-    for target in targets.values():
-        target.grad = None
-    for name, grad in grads.items():
-        targets[name].grad = grad.detach().to(targets[name], copy=True)
+    return pytree.tree_map_only(Tensor, once, tree)
 
 
 def _version(value: Tensor) -> int:

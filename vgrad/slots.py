@@ -1,7 +1,8 @@
 """Where a module holds its tensors: registered, or in a plain attribute."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -11,15 +12,48 @@ from vgrad import checks
 
 Container = dict[Any, Any] | list[Any]
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Attributes that torch itself gives a module."""
 
-def check_plain(model: Any) -> None:
+
+class Placeholder(nn.Parameter):
+    """Stands where a value goes, and raises where a value would be needed.
+
+    It lies on the device `meta`. An ordinary tensor there would not do: some kernels
+    take it together with real ones and read memory that is not theirs.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Answer questions about shape and kind, refuse everything else."""
+        name = getattr(func, "__name__", "")
+        if name not in _ALLOWED:
+            raise RuntimeError(
+                f"{name}: expected a tensor that is passed to the functional model, "
+                f"got one that is used outside of its call, or held where it cannot be "
+                f"exchanged. Activation checkpointing recomputes after the call: take "
+                f"it out, or save memory with chunk_size. Register what holds "
+                f"parameters as a module."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+_ALLOWED = {"__get__", "__deepcopy__", "__reduce_ex__", "clone", "detach", "dim"}
+_ALLOWED |= {"is_floating_point", "is_complex", "numel", "requires_grad_", "size"}
+_ALLOWED |= {"element_size", "__hash__", "stride"}
+
+
+def check_plain(function: str, model: Any) -> None:
     """Refuse what cannot be copied or exchanged tensor by tensor."""
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     if not isinstance(model, nn.Module) or isinstance(
         model, (torch.jit.ScriptModule, *wrappers)
     ):
         raise TypeError(
-            f"make_functional_with_buffers({type(model).__name__}): expected a plain "
+            f"{function}({type(model).__name__}): expected a plain "
             f"torch.nn.Module. Pass the module itself, before it was scripted or "
             f"wrapped (`wrapped.module`)."
         )
@@ -30,16 +64,58 @@ def check_plain(model: Any) -> None:
     ]
     if lazy:
         raise TypeError(
-            f"make_functional_with_buffers({type(model).__name__}): expected "
+            f"{function}({type(model).__name__}): expected "
             f"initialised tensors, got lazy ones in {checks.listed(lazy)}. Run the "
             f"model once on a batch first."
         )
+
+
+def check_closures(model: nn.Module) -> None:
+    """Refuse functions that hold on to the module, which a copy of it would share."""
+    known = {id(module) for module in model.modules()}
+    known |= {id(tensor) for _, tensor in named_tensors(model)}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            for each in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(each, FunctionType) and _reaches(each, known):
+                    raise TypeError(
+                        f"make_functional_with_buffers(model): expected functions that "
+                        f"get the module as an argument, got one in "
+                        f"{f'{name}.{key}'.lstrip('.')!r} whose closure holds a part "
+                        f"of the model and would go on using its values. Make it a "
+                        f"method."
+                    )
+
+
+def _reaches(function: FunctionType, known: set[int]) -> bool:
+    """Tell whether a function's closure or defaults hold one of these objects."""
+    held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    held += [each.cell_contents for each in function.__closure__ or () if _full(each)]
+    held += [
+        each for group in held if isinstance(group, list | tuple) for each in group
+    ]
+    owners = [each.__self__ for each in held if isinstance(each, MethodType)]
+    return any(id(each) in known for each in (*held, *owners))
+
+
+def _full(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # a name that was never bound
+        return False
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter, then every buffer, under each of its names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
+
+
+def own_buffers(model: nn.Module) -> set[int]:
+    """Return the ids of the buffers that are not parameters as well."""
+    return {id(tensor) for tensor in model.buffers()} - {
+        id(tensor) for tensor in model.parameters()
+    }
 
 
 def persistent(model: nn.Module) -> set[int]:
@@ -70,10 +146,10 @@ def duplicate(model: nn.Module, placeholders: dict[int, Any]) -> nn.Module:
     graph, for the forward pass computes them anew.
     """
     memo = dict(placeholders)
-    for module in model.modules():
-        for value in vars(module).values():
+    for container in attributes(model, set()):
+        for value in _children(container):
             if isinstance(value, Tensor) and not value.is_leaf:
-                memo[id(value)] = value.detach()
+                memo[id(value)] = value.detach().clone()
     return copy.deepcopy(model, memo)
 
 
@@ -87,19 +163,17 @@ def registries(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def attributes(model: nn.Module, tensors: set[int]) -> list[Container]:
-    """Return each module's attributes, and the containers in them that hold a tensor.
+    """Return the attributes of each module, and every list and dictionary below them.
+
+    Modules that are held without being registered are looked into as well.
 
     Raises:
-        TypeError: a tuple holds one: its entry cannot be exchanged.
+        TypeError: a tuple holds one of `tensors`: its entry cannot be exchanged.
     """
     found: list[Container] = []
-    seen: set[int] = set()
+    seen = {id(module) for module in model.modules()}
     for name, module in model.named_modules():
-        found.append(vars(module))
-        skipped = ("_parameters", "_buffers", "_modules")
-        for key, value in vars(module).items():
-            if key not in skipped:
-                _collect(value, f"{name}.{key}".lstrip("."), tensors, seen, found)
+        _look_into(module, name, tensors, seen, found)
     return found
 
 
@@ -108,12 +182,21 @@ def places(
 ) -> dict[str, list[tuple[Any, Any]]]:
     """Return, by name, each container and key (or index) that holds the tensor."""
     found: dict[str, list[tuple[Any, Any]]] = {}
-    for container in containers:
-        is_dict = isinstance(container, dict)
-        for key, value in container.items() if is_dict else enumerate(container):
-            if id(value) in names:
-                found.setdefault(names[id(value)], []).append((container, key))
+    for container, key, value in _entries(containers):
+        if id(value) in names:
+            found.setdefault(names[id(value)], []).append((container, key))
     return found
+
+
+def loose(
+    containers: Sequence[Any], names: dict[int, str]
+) -> list[tuple[Any, Any, Tensor]]:
+    """Return the tensors that are neither parameters nor buffers, and their places."""
+    return [
+        (container, key, value)
+        for container, key, value in _entries(containers)
+        if isinstance(value, Tensor) and id(value) not in names
+    ]
 
 
 def restore(container: Container, before: Container) -> None:
@@ -125,20 +208,47 @@ def restore(container: Container, before: Container) -> None:
         container[:] = before
 
 
-def _collect(
-    value: Any, path: str, tensors: set[int], seen: set[int], found: list[Container]
+def _entries(containers: Sequence[Any]) -> Iterator[tuple[Any, Any, Any]]:
+    for container in containers:
+        is_dict = isinstance(container, dict)
+        for key, value in container.items() if is_dict else enumerate(container):
+            yield container, key, value
+
+
+def _children(value: Any) -> list[Any]:
+    return list(value.values() if isinstance(value, dict) else value)
+
+
+def _look_into(
+    module: nn.Module, path: str, tensors: set[int], seen: set[int], found: list
 ) -> None:
-    """Append the lists and dictionaries below `value` that hold one of `tensors`."""
-    if not isinstance(value, list | dict | tuple) or id(value) in seen:
+    """Append what a module holds, except by registering it."""
+    found += [vars(module), module._modules]
+    for key, value in vars(module).items():
+        if key not in _OF_EVERY_MODULE:
+            _collect(value, f"{path}.{key}".lstrip("."), tensors, seen, found)
+
+
+def _collect(
+    value: Any, path: str, tensors: set[int], seen: set[int], found: list
+) -> None:
+    """Append the lists and dictionaries that `value` is or holds."""
+    if id(value) in seen:
+        return
+    if isinstance(value, nn.Module):
+        for each in value.modules():
+            seen.add(id(each))
+            found += [each._parameters, each._buffers]
+            _look_into(each, path, tensors, seen, found)
+    if not isinstance(value, list | dict | tuple):
         return
     seen.add(id(value))
-    children = value.values() if isinstance(value, dict) else value
-    if any(id(child) in tensors for child in children):
-        if isinstance(value, tuple):
-            raise TypeError(
-                f"make_functional_with_buffers(model): expected parameters in modules, "
-                f"lists or dictionaries, got one in the tuple {path!r}. Make it a list."
-            )
+    if not isinstance(value, tuple):
         found.append(value)
-    for child in children:
+    elif any(id(child) in tensors for child in value):
+        raise TypeError(
+            f"make_functional_with_buffers(model): expected parameters in modules, "
+            f"lists or dictionaries, got one in the tuple {path!r}. Make it a list."
+        )
+    for child in _children(value):
         _collect(child, path, tensors, seen, found)

@@ -1,5 +1,6 @@
 """What watches a loss while it runs: refused ops, clear errors, one warning."""
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,15 +52,25 @@ def raise_clearly(error: RuntimeError, op: str, *, in_place: bool = False) -> An
             f'{op}: expected a loss without random numbers, since randomness="error". '
             f'Pass randomness="different" (each sample draws its own) or "same".'
         ) from error
-    if "saved tensor hooks" in message or "setup_context" in message:
+    if "saved tensor hooks" in message or "CheckpointFunction" in message:
         raise UnsupportedOp(
             f"{op}: expected ops that transforms of torch.func can differentiate, got "
-            f"activation checkpointing or an autograd.Function without setup_context. "
-            f'Take it out and save memory with chunk_size, or use strategy="loop".'
+            f"activation checkpointing (or other hooks on saved tensors). Take it out "
+            f'and save memory with chunk_size, or use strategy="loop" if the loss '
+            f"needs no functional model."
+        ) from error
+    if "setup_context" in message:
+        raise UnsupportedOp(
+            f"{op}: expected ops that transforms of torch.func can differentiate, got "
+            f"an autograd.Function without setup_context, as re-entrant activation "
+            f"checkpointing has one. Save memory with chunk_size, or use "
+            f'strategy="loop".'
         ) from error
     limits = ("vmap:", "Batching rule not implemented", "doesn't have storage")
-    if in_place or any(limit in message for limit in limits):
-        what = "writes in place into a tensor that all samples share" * in_place
+    inside = op in _RECURRENT and "broadcast shape" in message
+    if in_place or inside or any(limit in message for limit in limits):
+        shared = "writes in place into a tensor that all samples share, or is too small"
+        what = shared * in_place
         raise UnsupportedOp(
             f"{op}: expected ops that vmap can run for all samples at once, got one "
             f"that {what or 'looks at values or has shapes that depend on them'}. Use "
@@ -72,8 +83,17 @@ def raise_clearly(error: RuntimeError, op: str, *, in_place: bool = False) -> An
     raise error
 
 
+_RECURRENT = {"rnn_tanh", "rnn_relu", "lstm", "gru"}
+_RECURRENT |= {"rnn_tanh_cell", "rnn_relu_cell", "lstm_cell", "gru_cell"}
+"""What torch's vmap stumbles over with an error about shapes."""
+
+
 class FallbackWarning(UserWarning):
     """An op has no batching rule in torch: right numbers, one sample at a time."""
+
+
+_WATCHING = threading.RLock()
+"""Catching warnings swaps what all threads share, so one at a time does it."""
 
 
 class Fallbacks:
@@ -94,17 +114,18 @@ class Fallbacks:
         if self._known == set():
             yield
             return
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            try:
+        caught: list[warnings.WarningMessage] = []
+        try:
+            with _WATCHING, warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
                 yield
-            finally:
-                found = {_missing_rule(str(each.message)) for each in caught} - {""}
-        for each in caught:
-            if not _missing_rule(str(each.message)):
-                warnings.warn_explicit(
-                    each.message, each.category, each.filename, each.lineno
-                )
+        finally:
+            found = {_missing_rule(str(each.message)) for each in caught} - {""}
+            for each in caught:
+                if not _missing_rule(str(each.message)):
+                    warnings.warn_explicit(
+                        each.message, each.category, each.filename, each.lineno
+                    )
         new = found - (self._known or set())
         self._known = (self._known or set()) | found
         if new:

@@ -49,6 +49,7 @@ class Options:
 
     def chunks(self, params: Params, buffers: Buffers, batch: Tree) -> Iterator[Chunk]:
         """Run the strategy, then check that the loss left its inputs as they were."""
+        checks.dictionaries(self.function, params=params, buffers=buffers)
         _check_tensors(self.function, params, buffers)
         problem = Problem(
             self.function,

@@ -14,8 +14,8 @@ a function of `(params, buffers, *batch)`. B samples; every tensor of the batch 
   `aux` stacked over samples (`None` for an empty batch).
 
 The loss runs under the autocast of the caller; everything else is float32 or wider.
-Where an input requires grad (and grad mode is on), results can be differentiated; under
-`torch.no_grad()` they keep no graph.
+Where an argument requires grad (and grad mode is on), results can be differentiated;
+under `torch.no_grad()` they keep no graph. What a loss closes over is a constant.
 """
 
 from collections.abc import Callable
@@ -89,7 +89,7 @@ def per_sample_grad(
             )
             for name, value in params.items()
         }
-        return options.result(grads, parts)
+        return options.result(tree.map_values(_own_memory, grads), parts)
 
     return gradients
 
@@ -104,8 +104,9 @@ def per_sample_norm(
 ) -> Callable[..., Any]:
     """L2 norm of every sample's gradient: `(params, buffers, *batch) -> [B]`.
 
-    The norm is over all parameters, `sqrt(sum_p |dL_b/dp|^2)`, in float32 or wider,
-    right for every finite gradient however large or small its entries.
+    The norm is over all parameters, `sqrt(sum_p |dL_b/dp|^2)`, in float32 or wider. It
+    neither overflows nor underflows on the way; infinite is only what the dtype of the
+    result cannot hold.
 
     Raises:
         ValueError, UnsupportedOp: as `per_sample_grad`.
@@ -164,11 +165,12 @@ def weighted_grad(
         weights: Tensor, params: Params, buffers: Buffers, /, *batch: Tree
     ) -> Any:
         size = batches.read("weighted_grad", batch).size
-        if not isinstance(weights, Tensor) or weights.shape != (size,):
-            got = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights)
+        real = isinstance(weights, Tensor) and not weights.is_complex()
+        if not real or weights.shape != (size,):
+            got = tuple(weights.shape) if real else type(weights).__name__
             raise ValueError(
-                f"weighted_grad(loss)(weights, ...): expected one weight a sample, a "
-                f"tensor of shape ({size},), got {got}."
+                f"weighted_grad(loss)(weights, ...): expected one real weight a "
+                f"sample, a tensor of shape ({size},), got {got}."
             )
         total, parts, start = reductions.zero_sums(params), [], 0
         for chunk in options.chunks(params, buffers, batch):
@@ -178,7 +180,7 @@ def weighted_grad(
             chunk = chunk.without_grads()  # frees them before the next ones come
             parts.append(chunk)
             start = stop
-        return options.result(total, parts)
+        return options.result(reductions.rounded(total, params), parts)
 
     return weighted
 
@@ -202,7 +204,7 @@ def clipped_grad(
     Guarantee: no sample adds more than `max_norm (1 + 1e-6) / normalize_by` in L2 norm,
     in the arithmetic that ran, with parameters of any dtype and under autocast. A
     sample whose gradient is not finite adds exactly zero. An empty batch gives zeros
-    without running the loss.
+    without running the loss. The sum is kept in float64 and rounded once at the end.
 
     Reference: Abadi et al., Deep Learning with Differential Privacy, arXiv 1607.00133.
 
@@ -247,8 +249,9 @@ class ClippedGradFn:
         found, parts = [], []
         for chunk in self._options.chunks(params, buffers, batch):
             norms = reductions.sample_norms(chunk.grads)
-            factors = (self._max_norm / norms).clamp(max=1).to(dtype)
-            part = reductions.weighted_sum(chunk.grads, factors, norms.isfinite())
+            keep = norms.isfinite()
+            factors = _factors(self._max_norm, torch.where(keep, norms, 1), dtype)
+            part = reductions.weighted_sum(chunk.grads, factors, keep)
             total = tree.map_values(torch.add, total, part)
             found.append(norms)
             chunk = chunk.without_grads()  # frees them before the next ones come
@@ -256,11 +259,27 @@ class ClippedGradFn:
         norms = joined(reductions.no_norms(params, torch.float64), found)
         losses = [each.losses for each in parts]
         finite = norms.isfinite()
+        means = tree.map_values(lambda each: each / self._normalize_by, total)
         result = ClippedGrad(
-            grads={name: value / self._normalize_by for name, value in total.items()},
+            grads=reductions.rounded(means, params),
             norms=norms.to(dtype),
             losses=joined(reductions.no_norms(params, dtype), losses),
             clipped=(finite & (norms > self._max_norm)).sum(),
             nonfinite=(~finite).sum(),
         )
         return self._options.result(result, parts)
+
+
+def _factors(max_norm: float, norms: Tensor, dtype: torch.dtype) -> Tensor:
+    """Clip factors [B], rounded down so that no product is above the bound."""
+    exact = (max_norm / norms).clamp(max=1)
+    factors = exact.to(dtype)
+    below = torch.nextafter(factors, torch.zeros_like(factors))
+    return torch.where(factors > exact, below, factors)
+
+
+def _own_memory(grad: Tensor) -> Tensor:
+    """Give every entry memory of its own where vmap lets several share it."""
+    sizes = zip(grad.stride(), grad.shape, strict=True)
+    shared = any(step == 0 and size > 1 for step, size in sizes)
+    return grad.clone(memory_format=torch.contiguous_format) if shared else grad

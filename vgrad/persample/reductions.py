@@ -18,6 +18,9 @@ A single float32 norm loses up to 2e-3 over 3e7 numbers on a CPU; blocks of this
 lose 1e-7 and cost the same.
 """
 
+_ROWS = 32
+"""Samples that are summed in float32 before float64 takes over."""
+
 _LOW, _HIGH = 1e-10, 1e15
 """Between these no square that matters has left float32's range."""
 
@@ -41,52 +44,69 @@ def no_norms(params: Params, dtype: torch.dtype) -> Tensor:
 
 
 def zero_sums(params: Params) -> Params:
-    """Return the sums over an empty batch, {name: shape}."""
+    """Return sums over no samples, {name: shape}, in the dtype of `weighted_sum`."""
     return {
-        name: torch.zeros_like(value, dtype=wide(value.dtype), requires_grad=False)
+        name: torch.zeros_like(value, dtype=_widest(value.dtype), requires_grad=False)
         for name, value in params.items()
     }
+
+
+def rounded(sums: Params, params: Params) -> Params:
+    """Round sums once, to `promote_types(dtype, float32)` of the parameters."""
+    return {name: each.to(wide(params[name].dtype)) for name, each in sums.items()}
 
 
 def sample_norms(grads: Params) -> Tensor:
     """L2 norm of each sample's gradient over all parameters, float64. -> [B]."""
     flat = [_flat(grad) for grad in grads.values()]
-    double = any(each.dtype == torch.float64 for each in flat)
+    exact = any(each.dtype == torch.float64 or each.requires_grad for each in flat)
     with torch.autocast(flat[0].device.type, enabled=False):
-        if double or checks.inside_transform():
+        if exact or checks.inside_transform():
             return _scaled_norms(flat)
         norms = torch.stack([_square_norms(each) for each in flat]).sum(0).sqrt()
         doubtful = (~((norms > _LOW) & (norms < _HIGH))).nonzero().flatten()
         if len(doubtful):
-            exact = _scaled_norms([each[doubtful] for each in flat])
-            norms = norms.index_put((doubtful,), exact)
+            norms[doubtful] = _scaled_norms([each[doubtful] for each in flat])
         return norms
 
 
 def weighted_sum(grads: Params, weights: Tensor, keep: Tensor | None = None) -> Params:
-    """Sum gradients [B, ...] over samples with `weights [B]`, for every name.
+    """Sum gradients [B, ...] over samples with `weights [B]`, for every name. Float64.
 
-    A sample that `keep [B]` leaves out adds exactly zero, whatever its gradient holds.
+    A sample that `keep [B]` leaves out adds exactly zero, whatever its gradient and its
+    weight hold. Products are rounded to `promote_types(dtype, float32)`.
     """
     return {name: _weighted(grad, weights, keep) for name, grad in grads.items()}
 
 
 def _weighted(grad: Tensor, weights: Tensor, keep: Tensor | None) -> Tensor:
-    dtype = wide(grad.dtype)
-    weights = weights.to(wide(weights.dtype))
+    dtype, widest = wide(grad.dtype), _widest(grad.dtype)
+    weights = weights.to(dtype)
     with torch.autocast(grad.device.type, enabled=False):
         if grad.device.type != "cpu" or checks.inside_transform():
             column = (-1,) + (1,) * (grad.ndim - 1)
             if keep is not None:
                 grad = torch.where(keep.view(column), grad, 0)
-            return (weights.view(column) * grad.to(dtype)).sum(0).to(dtype)
+                weights = torch.where(keep, weights, 0)
+            return (weights.view(column) * grad.to(dtype)).sum(0, dtype=widest)
         # Row by row a sample stays in cache; the product as a whole would be written
-        # to memory and read again, which takes ten times as long.
-        total = torch.zeros(grad.shape[1:], dtype=dtype)
-        rows = range(len(grad)) if keep is None else keep.nonzero().flatten().tolist()
-        for row in rows:
-            total = total.addcmul_(grad[row].to(dtype), weights[row].to(dtype))
+        # to memory and read again, which takes ten times as long. Few rows are summed
+        # before float64 takes over, so that the sum does not drift as the batch grows.
+        total = torch.zeros(grad.shape[1:], dtype=widest, device=grad.device)
+        rows = list(range(len(grad)))
+        if keep is not None:
+            rows = keep.nonzero().flatten().tolist()
+        for start in range(0, len(rows), _ROWS):
+            part = torch.zeros(grad.shape[1:], dtype=dtype, device=grad.device)
+            for row in rows[start : start + _ROWS]:
+                part = part.addcmul_(grad[row].to(dtype), weights[row])
+            total = total.add_(part)
         return total
+
+
+def _widest(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which sums over samples are kept: float64, or complex."""
+    return torch.promote_types(dtype, torch.float64)
 
 
 def _flat(grad: Tensor) -> Tensor:
@@ -109,8 +129,12 @@ def _scaled_norms(flat: list[Tensor]) -> Tensor:
     """Norms [B] in float64; a sample is divided by its largest entry, then squared."""
     largest = torch.stack([_largest(each) for each in flat]).amax(0).detach()
     scale = torch.where(largest > 0, largest, 1.0)
-    squares = [(each.double() / scale[:, None]).square().sum(1) for each in flat]
-    return scale * torch.stack(squares).sum(0).sqrt()
+    parts = [(each.double() / scale[:, None]).square().sum(1) for each in flat]
+    squares = torch.stack(parts).sum(0)
+    # The root has no slope at zero; zero is taken, as torch does for its norms.
+    zero = squares == 0
+    roots = torch.where(zero, 0.0, torch.where(zero, 1.0, squares).sqrt())
+    return scale * roots
 
 
 def _largest(flat: Tensor) -> Tensor:

@@ -64,14 +64,28 @@ class Problem:
         """Return `(scalar, aux)` of one sample, a copy, which the loss may change."""
         sample = self.batch.sample(tuple(tensor.clone() for tensor in tensors))
         with LossGuard(vmapped=vmapped):
-            result = self.loss(params, self.buffers, *sample)
-        value, aux = result if self.has_aux else (result, ())
-        if not isinstance(value, Tensor) or value.ndim != 0:
-            got = tuple(value.shape) if isinstance(value, Tensor) else type(value)
+            # Dictionaries of its own, in which the loss may bind names anew.
+            result = self.loss(dict(params), dict(self.buffers), *sample)
+        if self.has_aux and not (isinstance(result, tuple) and len(result) == 2):
             raise ValueError(
-                f"{self.function}(loss): expected a loss that returns a tensor without "
-                f"dimensions (with has_aux=True a pair of it and aux), got {got}."
+                f"{self.function}(loss, has_aux=True): expected a loss that returns "
+                f"(scalar, aux), got a {type(result).__name__}."
             )
+        value, aux = result if self.has_aux else (result, ())
+        if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
+            tensor = isinstance(value, Tensor)
+            got = f"{value.dtype} {tuple(value.shape)}" if tensor else type(value)
+            raise ValueError(
+                f"{self.function}(loss): expected a loss that returns a real tensor "
+                f"without dimensions (with has_aux=True a pair of it and aux), got "
+                f"{got}."
+            )
+        for leaf in pytree.tree_leaves(aux):
+            if not isinstance(leaf, Tensor):
+                raise TypeError(
+                    f"{self.function}(loss, has_aux=True): expected tensors in aux, "
+                    f"got a {type(leaf).__name__}."
+                )
         return value, aux
 
 
@@ -142,7 +156,7 @@ def saved_bytes(problem: Problem) -> int:
     def count(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         seen[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # the tensor itself would make a cycle
 
     state = _random_state(problem)
     leaves = _leaves(problem)
@@ -157,11 +171,11 @@ def saved_bytes(problem: Problem) -> int:
 def _leaves(problem: Problem) -> Params:
     """Return what autograd differentiates: the parameters, or leaves of their values.
 
-    The leaves are made once, and the parameters themselves serve where a caller can
-    differentiate the result.
+    The leaves are made once. Where a caller can differentiate the result they are views
+    of the parameters and not these themselves, which the loss may reach on other ways.
     """
     return {
-        name: value
+        name: value.view_as(value)
         if problem.differentiable and value.requires_grad
         else value.detach().requires_grad_()
         for name, value in problem.params.items()
@@ -183,6 +197,7 @@ def _plain_gradient(of_params: Callable, leaves: Params, create_graph: bool) -> 
                 allow_unused=True,
                 materialize_grads=True,
             )
+    grads = [grad.to_dense() if grad.is_sparse else grad for grad in grads]
     if not create_graph:
         value, aux = pytree.tree_map_only(Tensor, torch.Tensor.detach, (value, aux))
     return Chunk(dict(zip(leaves, grads, strict=True)), value, aux)
