@@ -13,6 +13,8 @@ from torch.func import vmap as vmap
 
 from . import dp as dp
 from . import optim as optim
+from . import training as training
+from . import typing as typing
 from .batch_norm import replace_batch_norm as replace_batch_norm
 from .functional import FunctionalModel as FunctionalModel
 from .functional import make_functional as make_functional
