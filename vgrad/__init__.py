@@ -19,6 +19,7 @@ from .batch_norm import replace_batch_norm as replace_batch_norm
 from .functional import FunctionalModel as FunctionalModel
 from .functional import make_functional as make_functional
 from .functional import make_functional_with_buffers as make_functional_with_buffers
+from .job.checkpoint import load as load
 from .losses import batch_loss as batch_loss
 from .losses import sample_loss as sample_loss
 from .persample.guard import FallbackWarning as FallbackWarning

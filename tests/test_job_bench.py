@@ -1,0 +1,58 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import vgrad
+from vgrad.__main__ import main
+from vgrad.job import bench
+
+REPORT = {
+    "datetime": "2026-01-02T03:04:05",
+    "machine_info": {"node": "secret-host", "cpu": {"brand_raw": "A processor"}},
+    "benchmarks": [
+        {
+            "group": "per-sample gradients, cpu",
+            "params": {"name": name},
+            "stats": {"median": seconds, "iqr": 0.001, "rounds": 11},
+            "extra_info": {
+                "plain_seconds": 0.05,
+                "ratio_to_plain": seconds / 0.05,
+                "samples_per_second": 64 / seconds,
+                "oracle_error": 1e-13,
+                "threads": 2,
+                "torch": "2.13.0",
+            },
+        }
+        for name, seconds in (("loop", 0.4), ("vgrad", 0.1))
+    ],
+}
+
+
+def test_a_table_says_where_it_was_made_and_nothing_of_the_host():
+    rows = bench.rows(REPORT)
+    text = bench.markdown(rows)
+    assert "2026-01-02: A processor, 2 threads, torch 2.13.0" in text
+    assert "| loop | 400.0 ms | 50.0 ms | 8.00 | 160 | 1e-13 |" in text
+    assert "secret-host" not in text + json.dumps(rows)
+
+
+def test_it_needs_a_checkout(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(vgrad, "__file__", str(tmp_path / "vgrad" / "__init__.py"))
+    assert main(["bench"]) == 2
+    assert "expected a checkout" in capsys.readouterr().err
+
+
+def test_it_needs_a_folder_to_write_to(tmp_path):
+    with pytest.raises(FileNotFoundError, match="expected an existing folder"):
+        bench.run(tmp_path / "missing" / "out.json")
+
+
+def test_every_contender_is_right():
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "-m", "pytest", "bench", "-q", "--benchmark-disable"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout

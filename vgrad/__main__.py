@@ -1,0 +1,113 @@
+"""The command line: `python -m vgrad train`, `evaluate` and `bench`."""
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, NoReturn
+
+import torch
+
+from vgrad.job import arguments
+from vgrad.persample.guard import UnsupportedOp
+
+
+class Command(NamedTuple):
+    """A subcommand."""
+
+    summary: str
+    add_arguments: Callable[[ArgumentParser], None]
+    run: Callable[[Namespace], None]
+
+
+def _train(given: Namespace) -> None:
+    # Here and not above, so that what it needs on top is needed by it alone.
+    from vgrad.job.run import train
+
+    train(given)
+
+
+def _evaluate(given: Namespace) -> None:
+    from vgrad.job.evaluate import evaluate
+
+    evaluate(given)
+
+
+def _bench(given: Namespace) -> None:
+    from vgrad.job.bench import run
+
+    run(given.out)
+
+
+COMMANDS = {
+    "train": Command(
+        "Train a classifier with differential privacy, and one without beside it. The "
+        "folder gets model.safetensors, the only file meant for release; state.*, with "
+        "which the run can go on and which would reveal its noise; and metrics.jsonl, "
+        "plain.jsonl and curves.png, whose figures come from the private data without "
+        "noise.",
+        arguments.add_train,
+        _train,
+    ),
+    "evaluate": Command(
+        "Print the accuracy of the model in a folder on held-out data.",
+        arguments.add_evaluate,
+        _evaluate,
+    ),
+    "bench": Command(
+        "Run the benchmarks of a checkout and print them as tables: loop, vmap and "
+        "vgrad beside plain SGD.",
+        arguments.add_bench,
+        _bench,
+    ),
+}
+
+_DEMO = {"rich", "matplotlib", "sklearn"}
+"""Packages of the extra `demo`."""
+
+
+class _Parser(ArgumentParser):
+    """A parser that says what is wrong in one line, as everything here does."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the line and exit with status 2."""
+        sys.exit(_fail(f"{message}. See {self.prog} --help."))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand and return the exit status: 2 with one line for bad input."""
+    parser = _Parser(prog="vgrad", description="Private training with PyTorch.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        summary = command.summary
+        added = commands.add_parser(
+            name, help=summary.split(". ")[0], description=summary, allow_abbrev=False
+        )
+        command.add_arguments(added)
+        added.set_defaults(run=command.run)
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv:
+        parser.print_help(sys.stderr)
+        return 2
+    given = parser.parse_args(argv)
+    try:
+        given.run(given)
+    except ModuleNotFoundError as error:
+        advice = 'Run pip install "vgrad[demo]".' if error.name in _DEMO else ""
+        return _fail(f"{error}. {advice}" if advice else str(error))
+    except (OSError, ValueError, TypeError, ImportError, UnsupportedOp) as error:
+        return _fail(str(error))
+    except torch.OutOfMemoryError as error:
+        return _fail(str(error).splitlines()[0])
+    except KeyboardInterrupt:
+        _fail("interrupted; what was saved is good, and --resume DIR goes on from it")
+        return 130
+    return 0
+
+
+def _fail(message: str) -> int:
+    print("vgrad: " + " ".join(message.split()), file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""Run the benchmarks of a checkout and print what they measured as a table."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import vgrad
+
+COLUMNS = ("contender", "median", "plain step", "ratio to plain", "samples/s", "error")
+
+
+def run(out: Path | None) -> None:
+    """Run `bench/` beside the package; print tables and, with `out`, keep them.
+
+    `out` names a JSON file; a Markdown file of the same name gets the tables.
+
+    Raises:
+        FileNotFoundError: the package does not lie in a checkout.
+        SystemExit: a benchmark failed; the status is 1.
+    """
+    root = Path(vgrad.__file__).parent.parent
+    if not (root / "bench" / "measure.py").exists():
+        raise FileNotFoundError(
+            f"bench: expected a checkout of vgrad with its folder bench, got a package "
+            f"in {root}. Clone the repository and run it there."
+        )
+    if out is not None and not out.parent.is_dir():
+        raise FileNotFoundError(f"bench(--out {out}): expected an existing folder.")
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "pytest", "bench", "--benchmark-only"]
+        command += [f"--benchmark-json={report}", "--quiet", "--benchmark-quiet"]
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+        if done.returncode != 0:
+            sys.exit(f"bench: a benchmark failed.\n{done.stdout[-4000:]}")
+        measured = rows(json.loads(report.read_text()))
+    console = Console()
+    for group in sorted({row["group"] for row in measured}):
+        console.print(_table(group, measured))
+    if out is not None:
+        out.write_text(json.dumps(measured, indent=1) + "\n")
+        out.with_suffix(".md").write_text(markdown(measured))
+
+
+def rows(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Keep of pytest-benchmark's report what a table needs, and nothing of the host."""
+    processor = report["machine_info"].get("cpu", {}).get("brand_raw", "unknown")
+    return [
+        {
+            "group": each["group"],
+            "contender": each["params"]["name"],
+            "median_seconds": each["stats"]["median"],
+            "iqr_seconds": each["stats"]["iqr"],
+            "rounds": each["stats"]["rounds"],
+            **each["extra_info"],
+            "processor": processor,
+            "date": report["datetime"][:10],
+        }
+        for each in report["benchmarks"]
+    ]
+
+
+def markdown(measured: list[dict[str, Any]]) -> str:
+    """Return the tables, with the machine and the versions they were made on."""
+    first = measured[0]
+    text = [
+        f"Made by `python -m vgrad bench --out FILE` on {first['date']}: "
+        f"{first['processor']}, {first['threads']} threads, torch {first['torch']}.",
+    ]
+    for group in sorted({row["group"] for row in measured}):
+        text += ["", f"**{group}**", "", f"| {' | '.join(COLUMNS)} |"]
+        text += ["|" + " --- |" * len(COLUMNS)]
+        text += [
+            f"| {' | '.join(_cells(row))} |"
+            for row in measured
+            if row["group"] == group
+        ]
+    return "\n".join(text) + "\n"
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        row["contender"],
+        f"{1e3 * row['median_seconds']:.1f} ms",
+        f"{1e3 * row['plain_seconds']:.1f} ms",
+        f"{row['ratio_to_plain']:.2f}",
+        f"{row['samples_per_second']:.0f}",
+        f"{row['oracle_error']:.0e}",
+    ]
+
+
+def _table(group: str, measured: list[dict[str, Any]]) -> Table:
+    table = Table(title=group)
+    for number, column in enumerate(COLUMNS):
+        table.add_column(column, justify="left" if number == 0 else "right")
+    for row in measured:
+        if row["group"] == group:
+            table.add_row(*_cells(row))
+    return table

@@ -1,0 +1,224 @@
+"""What a training run is before its first step: data, model, plan and two trainers.
+
+Private and plain SGD start from the same weights, take the same number of steps at the
+same rate and size of batch, and differ in clipping, noise and how batches are drawn.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vgrad import dp, optim
+from vgrad.functional import FunctionalModel, make_functional_with_buffers
+from vgrad.job import data, models
+from vgrad.job.arguments import Settings
+from vgrad.job.data import Dataset
+from vgrad.job.files import Description
+from vgrad.losses import batch_loss, sample_loss
+from vgrad.persample.quantities import clipped_grad
+from vgrad.training import Step, TrainState, private_step, train_step
+from vgrad.typing import Buffers, Params
+
+STRATEGY = "auto"
+_GRADIENT_BYTES = 2**28
+_MOST_ROWS = 512
+
+
+class Model(NamedTuple):
+    """A model as a function, and the values that training starts from."""
+
+    function: FunctionalModel
+    params: Params
+    buffers: Buffers
+
+
+class Trainer(NamedTuple):
+    """One way to train: a step, how its batch is drawn, the privacy it has spent."""
+
+    step: Step
+    draw: Callable[[torch.Generator], Tensor]
+    epsilon: Callable[[int], float | None]
+
+
+class Pair(NamedTuple):
+    """The same thing for private and for plain SGD."""
+
+    private: Any
+    plain: Any
+
+
+class Job(NamedTuple):
+    """Everything about a run that does not change while it runs.
+
+    Attributes:
+        ends: the number of steps at the end of each epoch.
+        trainers: a pair of `Trainer`.
+        start: a pair of `TrainState`.
+        description: what has to be the same when the run goes on.
+    """
+
+    settings: Settings
+    data: Dataset
+    model: FunctionalModel
+    plan: dp.Plan
+    ends: list[int]
+    trainers: Pair
+    start: Pair
+    description: Description
+
+
+def prepare(settings: Settings) -> Job:
+    """Read the data, make the model, plan the noise; nothing is written.
+
+    Raises:
+        FileNotFoundError, ValueError: as `data.load` and `models.build`; or the batch
+            is larger than the data; or no noise meets the target; or the model takes
+            no such images or has no per-sample gradients.
+    """
+    found = data.load(settings.data, seed=settings.seed)
+    size = len(found.y_train)
+    if settings.batch_size > size:
+        raise ValueError(
+            f"--batch-size {settings.batch_size}: expected at most the {size} training "
+            f"samples that there are."
+        )
+    epoch = size / settings.batch_size
+    ends = [round(number * epoch) for number in range(1, settings.epochs + 1)]
+    model = _model(settings, found)
+    plan = dp.Plan.for_epsilon(
+        settings.epsilon,
+        dataset_size=size,
+        sampling_rate=settings.batch_size / size,
+        max_norm=settings.max_norm,
+        steps=ends[-1],
+        delta=settings.delta,
+    )
+    return Job(
+        settings,
+        found.to(torch.device(settings.device)),
+        model.function,
+        plan,
+        ends,
+        Pair(_private(settings, model, plan), _plain(settings, model, size)),
+        _start(settings, model),
+        _description(settings, found, model, plan),
+    )
+
+
+def _model(settings: Settings, found: Dataset) -> Model:
+    """Build the model and try it on blank images, so that what is wrong shows early."""
+    shape = found.shape
+    device = torch.device(settings.device)
+    module = models.build(settings.model, shape, seed=settings.seed).train().to(device)
+    images = torch.zeros(2, *shape[:3], device=device)
+    labels = torch.zeros(2, dtype=torch.int64, device=device)
+    try:
+        model = Model(*make_functional_with_buffers(module))
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            scores = model.function(model.params, model.buffers, images)
+            if scores.shape != (2, shape.classes):
+                raise ValueError(
+                    f"scores of shape {tuple(scores.shape)} for two images"
+                )
+            loss = sample_loss(model.function, F.cross_entropy)
+            gradient = clipped_grad(loss, max_norm=1.0, randomness="different")
+            gradient(model.params, model.buffers, images, labels)
+    except Exception as error:
+        # Code of the user's own may raise anything; the cause is kept.
+        raise ValueError(
+            f"--model {settings.model}: expected a model that scores {shape.classes} "
+            f"classes for images {list(shape[:3])} and has per-sample gradients, got "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return model
+
+
+def _private(settings: Settings, model: Model, plan: dp.Plan) -> Trainer:
+    """Train on Poisson batches, with clipping and noise."""
+    step = private_step(
+        sample_loss(model.function, F.cross_entropy),
+        optim.sgd(settings.lr),
+        plan,
+        strategy=STRATEGY,
+        chunk_size=_rows_at_a_time(model.params),
+        randomness="different",
+    )
+
+    def draw(source: torch.Generator) -> Tensor:
+        return dp.poisson_sample(
+            plan.dataset_size, plan.sampling_rate, generator=source
+        )
+
+    return Trainer(step, draw, plan.epsilon)
+
+
+def _plain(settings: Settings, model: Model, size: int) -> Trainer:
+    """Train on batches of fixed size, without clipping and noise."""
+    step = train_step(
+        batch_loss(model.function, F.cross_entropy), optim.sgd(settings.lr)
+    )
+
+    def draw(source: torch.Generator) -> Tensor:
+        return torch.randperm(size, generator=source)[: settings.batch_size]
+
+    return Trainer(step, draw, lambda step: None)
+
+
+def _start(settings: Settings, model: Model) -> Pair:
+    """Make the states before the first step; those of generators are part of them."""
+    # Four seeds that have nothing to do with each other, nor with the initialisation.
+    seeds = np.random.SeedSequence(settings.seed).generate_state(4).tolist()
+    chosen = Pair(seeds[:2] if settings.reproducible_noise else [None, None], seeds[2:])
+
+    def state(seed: int | None, sampler_seed: int | None) -> TrainState:
+        tx = optim.sgd(settings.lr)
+        made = TrainState.create(tx, model.params, model.buffers, seed=seed)
+        sampler = dp.generator(seed=sampler_seed).get_state()
+        return made._replace(generators={**made.generators, "sampler": sampler})
+
+    return Pair(state(*chosen.private), state(*chosen.plain))
+
+
+def _rows_at_a_time(params: Params) -> int:
+    """Choose a chunk size from the model alone.
+
+    Free memory, which `chunk_size="auto"` looks at, is another when a run goes on; the
+    sums would then be rounded otherwise.
+    """
+    gradient = sum(value.numel() * value.element_size() for value in params.values())
+    return max(1, min(_MOST_ROWS, _GRADIENT_BYTES // gradient))
+
+
+def _description(
+    settings: Settings, found: Dataset, model: Model, plan: dp.Plan
+) -> Description:
+    """Collect what has to be the same when the run goes on, as JSON has it."""
+    on_cuda = settings.device.startswith("cuda")
+    device = torch.device(settings.device)
+    description = {
+        "arguments": dataclasses.asdict(settings),
+        "data": {
+            "sha256": data.digest(found),
+            "held_out_samples": len(found.y_test),
+            "shape": found.shape._asdict(),
+        },
+        "plan": dataclasses.asdict(plan),
+        "model": {"source_sha256": models.source_digest(settings.model)},
+        "machine": {
+            "torch": torch.__version__,
+            "threads (OMP_NUM_THREADS)": torch.get_num_threads(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "device": torch.cuda.get_device_name(device) if on_cuda else "cpu",
+        },
+        "forms": {
+            "strategy": STRATEGY,
+            "chunk_size": _rows_at_a_time(model.params),
+        },
+    }
+    return json.loads(json.dumps(description))
