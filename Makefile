@@ -4,7 +4,7 @@ RUN := .venv/bin
 .PHONY: demo test bench clean
 
 demo: .venv/installed
-	$(RUN)/python -m vgrad train --out runs/demo
+	$(RUN)/python -m vgrad train --out runs/demo-$$(date +%Y%m%d-%H%M%S)
 
 test: .venv/installed
 	$(RUN)/ruff check .
