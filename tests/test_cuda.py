@@ -1,10 +1,12 @@
 """What a GPU computes, against the float64 loop."""
 
+import numpy as np
 import pytest
 import torch
 
 import vgrad
 from tests import cases, oracle
+from vgrad.__main__ import main
 from vgrad.training import TrainState, private_step
 
 pytestmark = [
@@ -121,3 +123,21 @@ def test_a_private_run_stays_on_the_device_and_repeats_from_its_state():
         assert value.is_cuda
         assert torch.equal(value, again.params[name])
         assert not torch.equal(value, empty.params[name])
+
+
+def test_the_main_job_runs_on_the_device(tmp_path):
+    source = np.random.default_rng(0)
+    arrays = {
+        f"{kind}_{split}": values
+        for split, size in (("train", 60), ("test", 20))
+        for kind, values in (
+            ("x", source.random((size, 4, 4), dtype=np.float32)),
+            ("y", np.arange(size) % 3),
+        )
+    }
+    np.savez(tmp_path / "data.npz", **arrays)
+    data = ["--data", str(tmp_path / "data.npz"), "--device", "cuda"]
+    options = ["--model", "mlp", "--epochs", "2", "--batch-size", "20"]
+    assert main(["train", "--out", str(tmp_path / "run"), *data, *options]) == 0
+    assert main(["evaluate", str(tmp_path / "run"), *data]) == 0
+    assert vgrad.load(tmp_path / "run")(torch.zeros(1, 1, 4, 4)).shape == (1, 3)

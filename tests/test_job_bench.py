@@ -39,6 +39,13 @@ def test_a_table_says_where_it_was_made_and_nothing_of_the_host():
     assert "secret-host" not in text + json.dumps(rows)
 
 
+def test_the_table_is_printed_for_each_group(capsys):
+    bench._print(bench.rows(REPORT))
+    printed = capsys.readouterr().out
+    assert "per-sample gradients, cpu" in printed
+    assert "400.0 ms" in printed
+
+
 def test_it_needs_a_checkout(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(vgrad, "__file__", str(tmp_path / "vgrad" / "__init__.py"))
     assert main(["bench"]) == 2

@@ -7,9 +7,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 import vgrad
 
 COLUMNS = ("contender", "median", "plain step", "ratio to plain", "samples/s", "error")
@@ -40,9 +37,7 @@ def run(out: Path | None) -> None:
         if done.returncode != 0:
             sys.exit(f"bench: a benchmark failed.\n{done.stdout[-4000:]}")
         measured = rows(json.loads(report.read_text()))
-    console = Console()
-    for group in sorted({row["group"] for row in measured}):
-        console.print(_table(group, measured))
+    _print(measured)
     if out is not None:
         out.write_text(json.dumps(measured, indent=1) + "\n")
         out.with_suffix(".md").write_text(markdown(measured))
@@ -95,11 +90,17 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _table(group: str, measured: list[dict[str, Any]]) -> Table:
-    table = Table(title=group)
-    for number, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if number == 0 else "right")
-    for row in measured:
-        if row["group"] == group:
-            table.add_row(*_cells(row))
-    return table
+def _print(measured: list[dict[str, Any]]) -> None:
+    """Print a table for each group."""
+    # Here and not above: without a checkout this must fail for want of one.
+    from rich.console import Console
+    from rich.table import Table
+
+    for group in sorted({row["group"] for row in measured}):
+        table = Table(title=group)
+        for number, column in enumerate(COLUMNS):
+            table.add_column(column, justify="left" if number == 0 else "right")
+        for row in measured:
+            if row["group"] == group:
+                table.add_row(*_cells(row))
+        Console().print(table)

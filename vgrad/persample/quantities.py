@@ -15,7 +15,8 @@ a function of `(params, buffers, *batch)`. B samples; every tensor of the batch 
 
 The loss runs under the autocast of the caller; everything else is float32 or wider.
 Where an argument requires grad (and grad mode is on), results can be differentiated;
-under `torch.no_grad()` they keep no graph. What a loss closes over is a constant.
+under `torch.no_grad()` they keep no graph. What a loss closes over is a constant for
+`"loop"`: hand it over in `params` or `buffers` to differentiate the result by it.
 """
 
 from collections.abc import Callable
