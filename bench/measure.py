@@ -16,6 +16,8 @@ import torch
 
 ROUNDS = {"cpu": 11, "cuda": 50}
 WARMUP = {"cpu": 2, "cuda": 15}
+FEWEST = 3
+"""Rounds of a contender that takes longer than the seconds it is given."""
 
 DEVICES = [
     "cpu",
@@ -45,11 +47,14 @@ def interleaved(
     device: str,
     samples: int,
     error: float,
+    seconds: float | None = None,
 ) -> None:
     """Time `contender` by pytest-benchmark, and `plain` before each of its rounds.
 
     `error` is the contender's largest relative error against the float64 reference; the
-    caller has checked it, and it is kept beside the times.
+    caller has checked it, and it is kept beside the times. With `seconds` there are as
+    many rounds as fit into them, but neither more than usual nor fewer than `FEWEST`;
+    both must have run before.
     """
     plain_seconds: list[float] = []
 
@@ -64,13 +69,20 @@ def interleaved(
         sync(device)
         return result
 
-    benchmark.pedantic(
-        timed, setup=run_plain, rounds=ROUNDS[device], warmup_rounds=WARMUP[device]
-    )
+    rounds, warmup = ROUNDS[device], WARMUP[device]
+    if seconds is not None and benchmark.enabled:
+        start = time.perf_counter()
+        run_plain()
+        timed()
+        took = time.perf_counter() - start
+        rounds = max(FEWEST, min(rounds, int(seconds / took)))
+        warmup = min(warmup, rounds - FEWEST)  # that was one
+        plain_seconds.clear()
+    benchmark.pedantic(timed, setup=run_plain, rounds=rounds, warmup_rounds=warmup)
     if benchmark.stats is None:  # --benchmark-disable
         return
-    seconds = benchmark.stats.stats.median
-    plain_median = statistics.median(plain_seconds[WARMUP[device] :])
+    median = benchmark.stats.stats.median
+    plain_median = statistics.median(plain_seconds[warmup:])
     name = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
     benchmark.extra_info.update(
         device=device,
@@ -79,7 +91,7 @@ def interleaved(
         torch=torch.__version__,
         tf32=torch.backends.cuda.matmul.allow_tf32,
         plain_seconds=plain_median,
-        ratio_to_plain=seconds / plain_median,
-        samples_per_second=samples / seconds,
+        ratio_to_plain=median / plain_median,
+        samples_per_second=samples / median,
         oracle_error=error,
     )

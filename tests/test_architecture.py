@@ -17,9 +17,10 @@ LAYERS = [
     {"typing", "checks", "tree"},
     {"slots", "writing", "functional"},
     {"losses", "batch_norm", "optim"},
+    {"lowering"},
     {"persample"},
     {"dp"},
-    {"training"},
+    {"testing", "training"},
     {"job"},
     {"__main__"},
 ]

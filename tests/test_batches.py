@@ -3,6 +3,9 @@ import torch
 
 import vgrad
 from vgrad.persample import batches, strategies
+from vgrad.persample.collectors import Gradients
+from vgrad.persample.guard import Fallbacks
+from vgrad.persample.problem import Problem
 
 PARAMS = {"w": torch.ones(1000)}
 
@@ -38,7 +41,7 @@ def test_automatic_chunks_follow_the_memory(monkeypatch):
 
 
 def test_the_bytes_kept_for_the_backward_pass_are_counted():
-    problem = strategies.Problem(
+    problem = Problem(
         "test",
         loss,
         PARAMS,
@@ -46,7 +49,8 @@ def test_the_bytes_kept_for_the_backward_pass_are_counted():
         batches.read("test", (torch.zeros(3, 1),)),
         "error",
         False,
-        strategies.Fallbacks(),
+        Fallbacks(),
+        Gradients,
     )
     # exp keeps its result, and the product keeps x for the gradient of w.
     assert strategies.saved_bytes(problem) == 4_000 + 4

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vgrad.dp import Plan, epsilon, noise_multiplier_for
-from vgrad.persample.quantities import clipped_grad
+from vgrad.persample.clipping import clipped_grad
 from vgrad.persample.sensitivity import Sensitivity
 
 PLAN = Plan(

@@ -111,22 +111,23 @@ def test_other_errors_stay_as_they_are_with_a_note():
         vgrad.per_sample_grad(raises)(PARAMS, {}, X)
 
 
-def attends(p, b, x):
-    query = (x * p["w"]).view(1, 1, 3, 1)
-    return F.scaled_dot_product_attention(query, query, query).square().sum()
+def multiplies_pairs(p, b, x):
+    w = p["w"]
+    return F.bilinear(x[None], x[None], w.outer(w)[None]).square().sum()
 
 
 def test_a_loop_inside_torch_becomes_one_warning_that_names_the_op():
-    compute = vgrad.per_sample_grad(attends)
+    compute = vgrad.per_sample_grad(multiplies_pairs, strategy="vmap")
     with pytest.warns(vgrad.FallbackWarning) as caught:
         found = compute(PARAMS, {}, X)["w"]
     assert len(caught) == 1
-    assert "scaled_dot_product" in str(caught[0].message)
+    assert "trilinear" in str(caught[0].message)
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = compute(PARAMS, {}, X)["w"]
-        looped = vgrad.per_sample_grad(attends, strategy="loop")(PARAMS, {}, X)["w"]
+        loop = vgrad.per_sample_grad(multiplies_pairs, strategy="loop")
+        looped = loop(PARAMS, {}, X)["w"]
     assert torch.equal(found, again)
     torch.testing.assert_close(found, looped)
 
@@ -143,7 +144,7 @@ def test_warnings_of_the_loss_itself_come_through():
 
 
 def test_nothing_stays_behind_after_an_error():
-    for strategy in ("vmap", "loop"):
+    for strategy in ("recorded", "vmap", "loop"):
         with pytest.raises(ZeroDivisionError):
             vgrad.per_sample_grad(lambda p, b, x: 1 / 0, strategy=strategy)(
                 PARAMS, {}, X
@@ -153,14 +154,18 @@ def test_nothing_stays_behind_after_an_error():
         assert torch._C._functorch.peek_interpreter_stack() is None
 
 
-@pytest.mark.parametrize("kind", [torch.nn.RNN, torch.nn.GRU])
-def test_recurrent_nets_name_the_loop(kind):
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(kind(3, 2))
+@pytest.mark.parametrize("kind", [torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM])
+@pytest.mark.parametrize("strategy", ["recorded", "vmap"])
+def test_recurrent_nets_need_no_loop(kind, strategy):
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(kind(3, 2).double())
     loss = vgrad.sample_loss(fmodel, lambda out, y: out[0].sum() + y.sum())
-    batch = torch.randn(2, 4, 3), torch.zeros(2)
-    with pytest.raises(vgrad.UnsupportedOp, match='strategy="loop"'):
-        vgrad.per_sample_grad(loss)(params, buffers, *batch)
-    vgrad.per_sample_grad(loss, strategy="loop")(params, buffers, *batch)
+    batch = torch.randn(2, 4, 3).double(), torch.zeros(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = vgrad.per_sample_grad(loss, strategy=strategy)(params, buffers, *batch)
+    looped = vgrad.per_sample_grad(loss, strategy="loop")(params, buffers, *batch)
+    for name, grad in looped.items():
+        torch.testing.assert_close(found[name], grad)
 
 
 def test_checkpointing_inside_a_functional_model_is_refused_by_both_strategies():

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 import vgrad
 from tests import cases, oracle
 
-STRATEGIES = ("vmap", "loop")
+STRATEGIES = ("recorded", "vmap", "loop")
+DIFFERENTIABLE = ("vmap", "loop")
 
 
 @contextlib.contextmanager
@@ -272,17 +273,17 @@ def test_memory_of_a_chunked_sum_does_not_grow_with_the_batch():
     params = {"w": torch.zeros(100_000)}
     x = torch.ones(size, 1)
     weak = []
-    original = vgrad.persample.reductions.sample_norms
+    original = vgrad.persample.reductions.row_norms
 
-    def watched(grads):
+    def watched(grad):
         import weakref
 
-        weak.append(weakref.ref(grads["w"]))
+        weak.append(weakref.ref(grad))
         live.append(sum(ref() is not None for ref in weak))
-        return original(grads)
+        return original(grad)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vgrad.persample.reductions.sample_norms", watched)
+        patch.setattr("vgrad.persample.reductions.row_norms", watched)
         vgrad.clipped_grad(loss, max_norm=1.0, chunk_size=4)(params, {}, x)
     assert len(live) == size // 4
     assert max(live) == 1
@@ -335,7 +336,7 @@ def test_it_works_where_gradients_are_off(strategy, mode):
     assert not any(grad.requires_grad for grad in grads.values())
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", DIFFERENTIABLE)
 def test_results_can_be_differentiated_where_inputs_require_grad(strategy):
     def loss(params, buffers, x):
         return (params["w"] * x).sum() ** 3
@@ -351,7 +352,26 @@ def test_results_can_be_differentiated_where_inputs_require_grad(strategy):
     torch.testing.assert_close(weights.grad, grads.sum(1).detach())
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("transform", ["grads", "norms", "clipped"])
+def test_differentiating_a_recorded_result_raises_and_names_the_strategy(transform):
+    params = {"w": torch.ones(2, requires_grad=True)}
+    computed = {
+        "grads": lambda x: vgrad.per_sample_grad(square_loss)(params, {}, x)["w"],
+        "norms": lambda x: vgrad.per_sample_norm(square_loss)(params, {}, x),
+        "clipped": lambda x: vgrad.clipped_grad(square_loss, max_norm=1.0)(
+            params, {}, x
+        ).grads["w"],
+    }[transform](torch.ones(3, 2))
+    with pytest.raises(RuntimeError, match='was recorded.*strategy="vmap"'):
+        computed.sum().backward()
+    assert params["w"].grad is None
+
+
+def square_loss(params, buffers, x):
+    return (params["w"] * x).square().sum()
+
+
+@pytest.mark.parametrize("strategy", DIFFERENTIABLE)
 def test_transforms_of_torch_func_go_around(strategy):
     _, loss, params, buffers, (x, y), _ = build("mlp", 3, torch.float64)
     params = {name: value.detach() for name, value in params.items()}
@@ -410,7 +430,8 @@ def test_all_strategies_draw_the_same_shared_mask():
         torch.manual_seed(3)
         compute = vgrad.per_sample_grad(drops, strategy=strategy, randomness="same")
         found.append(compute(params, {}, x)["w"])
-    assert torch.equal(*found)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 def test_the_sensitivity_is_the_bound_over_the_divisor():
@@ -599,7 +620,7 @@ def test_long_sums_do_not_drift():
     assert float(total) == pytest.approx(100_000 * float(weights[0]), rel=1e-6)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", DIFFERENTIABLE)
 @pytest.mark.parametrize("size", [1.0, 1e-26, 1e26])
 def test_second_derivatives_survive_a_sample_without_gradient(strategy, size):
     def loss(params, buffers, x):
@@ -617,7 +638,7 @@ def test_second_derivatives_survive_a_sample_without_gradient(strategy, size):
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, about how linearize traces
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", DIFFERENTIABLE)
 def test_forward_mode_sees_the_result(strategy):
     def mean_norm(w):
         def loss(params, buffers, x):

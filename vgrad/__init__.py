@@ -13,6 +13,7 @@ from torch.func import vmap as vmap
 
 from . import dp as dp
 from . import optim as optim
+from . import testing as testing
 from . import training as training
 from . import typing as typing
 from .batch_norm import replace_batch_norm as replace_batch_norm
@@ -22,14 +23,21 @@ from .functional import make_functional_with_buffers as make_functional_with_buf
 from .job.checkpoint import load as load
 from .losses import batch_loss as batch_loss
 from .losses import sample_loss as sample_loss
+from .persample.analysis import per_sample_gram as per_sample_gram
+from .persample.analysis import per_sample_projection as per_sample_projection
+from .persample.clipping import ClippedGrad as ClippedGrad
+from .persample.clipping import clipped_grad as clipped_grad
+from .persample.explain import Explanation as Explanation
+from .persample.explain import explain as explain
 from .persample.guard import FallbackWarning as FallbackWarning
 from .persample.guard import UnsupportedOp as UnsupportedOp
-from .persample.quantities import ClippedGrad as ClippedGrad
-from .persample.quantities import clipped_grad as clipped_grad
+from .persample.moments import GradientMoments as GradientMoments
+from .persample.moments import gradient_moments as gradient_moments
 from .persample.quantities import per_sample_grad as per_sample_grad
 from .persample.quantities import per_sample_norm as per_sample_norm
 from .persample.quantities import weighted_grad as weighted_grad
 from .persample.sensitivity import Sensitivity as Sensitivity
+from .persample.table import rule as rule
 from .tree import freeze as freeze
 from .tree import to_device as to_device
 from .writing import write_grads_ as write_grads_

@@ -1,4 +1,4 @@
-"""The command line: `python -m vgrad train`, `evaluate` and `bench`."""
+"""The command line: `python -m vgrad train`, `evaluate`, `bench` and `rules`."""
 
 import sys
 from argparse import ArgumentParser, Namespace
@@ -7,7 +7,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from vgrad.job import arguments
+from vgrad.job import arguments, rules
 from vgrad.persample.guard import UnsupportedOp
 
 
@@ -58,6 +58,12 @@ COMMANDS = {
         "vgrad beside plain SGD.",
         arguments.add_bench,
         _bench,
+    ),
+    "rules": Command(
+        "Print the ops that have a rule for per-sample gradients. With --model also "
+        "what a private step does with each parameter of that model.",
+        rules.add_arguments,
+        rules.run,
     ),
 }
 

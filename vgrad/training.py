@@ -12,8 +12,8 @@ from vgrad.dp.noise import generator
 from vgrad.dp.plan import Plan
 from vgrad.optim.base import GradientTransformation
 from vgrad.persample.batches import ChunkSize
-from vgrad.persample.quantities import clipped_grad
-from vgrad.persample.strategies import Randomness
+from vgrad.persample.clipping import clipped_grad
+from vgrad.persample.problem import Randomness
 from vgrad.tree import map_values
 from vgrad.typing import BatchLossFn, Buffers, LossFn, Params, Tree
 

@@ -21,7 +21,7 @@ from vgrad.job.arguments import Settings
 from vgrad.job.data import Dataset
 from vgrad.job.files import Description
 from vgrad.losses import batch_loss, sample_loss
-from vgrad.persample.quantities import clipped_grad
+from vgrad.persample.clipping import clipped_grad
 from vgrad.training import Step, TrainState, private_step, train_step
 from vgrad.typing import Buffers, Params
 

@@ -1,15 +1,19 @@
 """What watches a loss while it runs: refused ops, clear errors, one warning."""
 
+import contextlib
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from vgrad.batch_norm import refuse_batch_statistics
+from vgrad.lowering.vmapped import VMAPPED
 
 
 class UnsupportedOp(NotImplementedError):
@@ -32,14 +36,20 @@ class LossGuard(TorchFunctionMode):
     ) -> Any:
         """Run one call."""
         kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "__get__":
+            return self.run(func, args, kwargs) if self._vmapped else func(*args)
         refuse_batch_statistics(func, args, kwargs)
         if not self._vmapped:
             return func(*args, **kwargs)
         try:
-            return func(*args, **kwargs)
+            return self.run(func, args, kwargs)
         except RuntimeError as error:
             in_place = _in_place(func, kwargs)
             raise_clearly(error, _name(func), in_place=in_place)
+
+    def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run one call for all samples at once."""
+        return VMAPPED.get(func, func)(*args, **kwargs)
 
 
 def raise_clearly(error: RuntimeError, op: str, *, in_place: bool = False) -> Any:
@@ -133,8 +143,20 @@ class Fallbacks:
                 f"{function}: torch has no batching rule for {', '.join(sorted(new))} "
                 f"and loops over the samples there; the numbers are right, but slow.",
                 FallbackWarning,
-                stacklevel=7,
+                stacklevel=_frames_here() + 1,
             )
+
+
+def _frames_here() -> int:
+    """Count the frames of this package that a warning should not point at."""
+    here = str(Path(__file__).parent)
+    frame, count = sys._getframe(1), 0
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(here)
+        or frame.f_code.co_filename == contextlib.__file__
+    ):
+        frame, count = frame.f_back, count + 1
+    return count
 
 
 def _missing_rule(message: str) -> str:

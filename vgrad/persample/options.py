@@ -1,6 +1,5 @@
 """What every per-sample transform is given, and how it runs its strategy."""
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,14 +11,11 @@ from torch.utils import _pytree as pytree
 from vgrad import checks
 from vgrad.persample import batches
 from vgrad.persample.batches import ChunkSize
+from vgrad.persample.collectors import Collector
 from vgrad.persample.guard import Fallbacks
-from vgrad.persample.strategies import (
-    STRATEGIES,
-    Chunk,
-    Problem,
-    Randomness,
-    saved_bytes,
-)
+from vgrad.persample.problem import Problem, Randomness
+from vgrad.persample.randomness import random_state, set_random_state
+from vgrad.persample.strategies import STRATEGIES, Chunk, saved_bytes
 from vgrad.typing import Buffers, LossFn, Params, Tree
 
 
@@ -42,12 +38,18 @@ class Options:
                 f"{self.function}(loss={self.loss!r}): expected a function "
                 f"loss(params, buffers, *sample), for example from sample_loss."
             )
-        checks.one_of(self.function, ("auto", *STRATEGIES), strategy=self.strategy)
+        checks.one_of(self.function, tuple(STRATEGIES), strategy=self.strategy)
         batches.check_chunk_size(self.function, self.chunk_size)
         kinds = ("error", "different", "same")
         checks.one_of(self.function, kinds, randomness=self.randomness)
 
-    def chunks(self, params: Params, buffers: Buffers, batch: Tree) -> Iterator[Chunk]:
+    def chunks(
+        self,
+        params: Params,
+        buffers: Buffers,
+        batch: Tree,
+        collect: Callable[[], Collector],
+    ) -> Iterator[Chunk]:
         """Run the strategy, then check that the loss left its inputs as they were."""
         checks.dictionaries(self.function, params=params, buffers=buffers)
         _check_tensors(self.function, params, buffers)
@@ -60,13 +62,21 @@ class Options:
             self.randomness,
             self.has_aux,
             self.fallbacks,
+            collect,
         )
         if problem.batch.size == 0:
             return
         fixed = {**problem.params, **problem.buffers}
         versions = {name: value._version for name, value in fixed.items()}
-        strategy = "vmap" if self.strategy == "auto" else self.strategy
-        yield from STRATEGIES[strategy](problem, self._rows_at_a_time(problem))
+        run = STRATEGIES[self.strategy]
+        same = self.randomness == "same"
+        state = random_state(problem.tensors) if same else None
+        for start, stop in batches.chunks(
+            problem.batch.size, self._rows_at_a_time(problem)
+        ):
+            if state is not None:
+                set_random_state(state)
+            yield run(problem, start, stop)
         for name, version in versions.items():
             if fixed[name]._version != version:
                 raise RuntimeError(
@@ -76,14 +86,25 @@ class Options:
 
     def result(self, value: Any, parts: list[Chunk]) -> Any:
         """Add the stacked aux where the loss returns one."""
-        if not self.has_aux:
+        if self.has_aux:
+            trees = [part.aux for part in parts]
+            joint = parts and pytree.tree_map(lambda *each: torch.cat(each), *trees)
+            value = value, joint if parts else None
+        wanted = {id(each): each for part in parts for each in part.constants_of}
+        if not wanted:
             return value
-        trees = [part.aux for part in parts]
-        if not trees:
-            return value, None
-        return value, pytree.tree_map(lambda *leaves: torch.cat(leaves), *trees)
+
+        def guard(leaf: Tensor) -> Tensor:
+            real = leaf.is_floating_point() or leaf.is_complex()
+            return (
+                _Constant.apply(self.function, leaf, *wanted.values()) if real else leaf
+            )
+
+        return pytree.tree_map_only(Tensor, guard, value)
 
     def _rows_at_a_time(self, problem: Problem) -> int | None:
+        if self.strategy == "loop":
+            return 1
         if self.chunk_size != "auto":
             return self.chunk_size
         if checks.inside_transform():
@@ -95,17 +116,43 @@ class Options:
         return batches.fitting(problem.params, saved_bytes(problem), device)
 
 
-def outside_inference_mode(function: Callable) -> Callable:
-    """Run a function where autograd works, without a graph for the caller."""
+class _Constant(torch.autograd.Function):
+    """A recorded result: who differentiates it gets an error, not zeros."""
 
-    @functools.wraps(function)
-    def run(*args: Any) -> Any:
+    @staticmethod
+    def forward(ctx: Any, function: str, value: Tensor, *tensors: Tensor) -> Tensor:
+        """Return the value."""
+        ctx.function = function
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Say which strategy has a derivative."""
+        raise RuntimeError(
+            f"{ctx.function}: expected a result that is not differentiated again, "
+            f'since it was recorded in one backward pass. Use strategy="vmap", or '
+            f"torch.no_grad() or detached parameters if no derivative is wanted."
+        )
+
+
+class Transform:
+    """What the per-sample transforms return: a function of `(params, buffers, *batch)`.
+
+    Attributes:
+        options: what the transform was given.
+    """
+
+    def __init__(self, options: Options, compute: Callable) -> None:
+        """Take the function, which has the rest in its closure."""
+        self.options = options
+        self._compute = compute
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute; in inference mode, where autograd does not work, outside of it."""
         if not torch.is_inference_mode_enabled():
-            return function(*args)
+            return self._compute(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
-            return function(*args)
-
-    return run
+            return self._compute(*args, **kwargs)
 
 
 def joined(empty: Tensor, parts: list[Tensor]) -> Tensor:

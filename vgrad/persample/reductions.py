@@ -1,15 +1,21 @@
-"""Norms and weighted sums of per-sample gradients, exact where plain code is not.
+"""Norms and sums of per-sample gradients, exact where plain code is not.
 
-B samples, P numbers in one sample's gradient of one parameter. Everything here runs in
-float32 or wider with autocast off, whatever the gradients' dtype, and uses no matrix
-product, since TF32 and bfloat16 modes would round its factors.
+B samples, P numbers in one sample's gradient of one parameter, T positions. Everything
+runs in float32 or wider, with autocast off, whatever the dtype of the gradients.
 """
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vgrad import checks
 from vgrad.typing import Params
+
+ROWS_AT_ONCE = 65536
+"""Rows of one matrix product in float32; sums over more are kept in float64."""
 
 _BLOCK = 256
 """Numbers whose squares are summed in float32 before float64 takes over.
@@ -18,11 +24,75 @@ A single float32 norm loses up to 2e-3 over 3e7 numbers on a CPU; blocks of this
 lose 1e-7 and cost the same.
 """
 
-_ROWS = 32
+_SMALL = 2**18
+"""Numbers whose squares are summed in float64 at once, which takes one op."""
+
+_AT_ONCE = 2**24
+"""Numbers of gradients that are formed where norms from products were in doubt."""
+
+_SAMPLES = 32
 """Samples that are summed in float32 before float64 takes over."""
 
 _LOW, _HIGH = 1e-10, 1e15
 """Between these no square that matters has left float32's range."""
+
+_DOUBTFUL = 1e-4
+"""Cancellation below which a norm that was had from products is computed anew."""
+
+
+class Norm(NamedTuple):
+    """Norms of B gradients in float64, and upper bounds that hold despite rounding."""
+
+    value: Tensor
+    upper: Tensor
+
+    @classmethod
+    def exactly(cls, value: Tensor) -> "Norm":
+        """Make the norms that are right up to a rounding of float32."""
+        return cls(value, value)
+
+    @classmethod
+    def joint(cls, norms: Sequence["Norm"]) -> "Norm":
+        """Return the norms over several parameters."""
+        values = torch.stack([norm.value for norm in norms], dim=1)
+        if all(norm.value is norm.upper for norm in norms):
+            return cls.exactly(together(values))
+        uppers = torch.stack([norm.upper for norm in norms], dim=1)
+        return cls(together(values), together(uppers))
+
+
+class Sums:
+    """Sums over samples for each parameter, added up chunk by chunk.
+
+    One chunk is left as it is; more are added in float64 and rounded once at the end,
+    so that the sum does not drift as the batch grows.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing."""
+        self._sums: Params = {}
+
+    def add(self, part: Params) -> None:
+        """Add the sums of one chunk."""
+        if not self._sums:
+            self._sums = part
+            return
+        for name, value in part.items():
+            self._sums[name] = double(self._sums[name]) + value
+
+    def divide(self, by: float) -> None:
+        """Divide the sums by a number."""
+        if by != 1:
+            self._sums = {name: each / by for name, each in self._sums.items()}
+
+    def rounded(self, params: Params) -> Params:
+        """Return sums in `promote_types(dtype, float32)`, zeros if there are none."""
+        return {
+            name: self._sums[name].to(wide(value.dtype))
+            if self._sums
+            else torch.zeros_like(value, dtype=wide(value.dtype), requires_grad=False)
+            for name, value in params.items()
+        }
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -43,102 +113,195 @@ def no_norms(params: Params, dtype: torch.dtype) -> Tensor:
     return next(iter(params.values())).new_zeros(0, dtype=dtype)
 
 
-def zero_sums(params: Params) -> Params:
-    """Return sums over no samples, {name: shape}, in the dtype of `weighted_sum`."""
-    return {
-        name: torch.zeros_like(value, dtype=_widest(value.dtype), requires_grad=False)
-        for name, value in params.items()
-    }
+def total(parts: Sequence[Tensor]) -> Tensor:
+    """Add parts of a sum in float64, and round once."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.stack([double(part) for part in parts]).sum(0).to(parts[0].dtype)
 
 
-def rounded(sums: Params, params: Params) -> Params:
-    """Round sums once, to `promote_types(dtype, float32)` of the parameters."""
-    return {name: each.to(wide(params[name].dtype)) for name, each in sums.items()}
+def double(tensor: Tensor) -> Tensor:
+    """Widen to float64, or to its complex numbers."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float64))
 
 
-def sample_norms(grads: Params) -> Tensor:
-    """L2 norm of each sample's gradient over all parameters, float64. -> [B]."""
-    flat = [_flat(grad) for grad in grads.values()]
-    exact = any(each.dtype == torch.float64 or each.requires_grad for each in flat)
-    with torch.autocast(flat[0].device.type, enabled=False):
-        if exact or checks.inside_transform():
-            return _scaled_norms(flat)
-        norms = torch.stack([_square_norms(each) for each in flat]).sum(0).sqrt()
-        doubtful = (~((norms > _LOW) & (norms < _HIGH))).nonzero().flatten()
-        if len(doubtful):
-            norms[doubtful] = _scaled_norms([each[doubtful] for each in flat])
-        return norms
+def together(norms: Tensor) -> Tensor:
+    """Root of the sum of squares of float64 norms, [B, K] -> [B].
 
-
-def weighted_sum(grads: Params, weights: Tensor, keep: Tensor | None = None) -> Params:
-    """Sum gradients [B, ...] over samples with `weights [B]`, for every name. Float64.
-
-    A sample that `keep [B]` leaves out adds exactly zero, whatever its gradient and its
-    weight hold. Products are rounded to `promote_types(dtype, float32)`.
+    It neither overflows nor underflows. The root has no slope at zero; zero is taken,
+    as torch does for its norms.
     """
-    return {name: _weighted(grad, weights, keep) for name, grad in grads.items()}
-
-
-def _weighted(grad: Tensor, weights: Tensor, keep: Tensor | None) -> Tensor:
-    dtype, widest = wide(grad.dtype), _widest(grad.dtype)
-    weights = weights.to(dtype)
-    with torch.autocast(grad.device.type, enabled=False):
-        if grad.device.type != "cpu" or checks.inside_transform():
-            column = (-1,) + (1,) * (grad.ndim - 1)
-            if keep is not None:
-                grad = torch.where(keep.view(column), grad, 0)
-                weights = torch.where(keep, weights, 0)
-            return (weights.view(column) * grad.to(dtype)).sum(0, dtype=widest)
-        # Row by row a sample stays in cache; the product as a whole would be written
-        # to memory and read again, which takes ten times as long. Few rows are summed
-        # before float64 takes over, so that the sum does not drift as the batch grows.
-        total = torch.zeros(grad.shape[1:], dtype=widest, device=grad.device)
-        rows = list(range(len(grad)))
-        if keep is not None:
-            rows = keep.nonzero().flatten().tolist()
-        for start in range(0, len(rows), _ROWS):
-            part = torch.zeros(grad.shape[1:], dtype=dtype, device=grad.device)
-            for row in rows[start : start + _ROWS]:
-                part = part.addcmul_(grad[row].to(dtype), weights[row])
-            total = total.add_(part)
-        return total
-
-
-def _widest(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums over samples are kept: float64, or complex."""
-    return torch.promote_types(dtype, torch.float64)
-
-
-def _flat(grad: Tensor) -> Tensor:
-    """View a gradient as [B, P] of real numbers."""
-    real = torch.view_as_real(grad) if grad.is_complex() else grad
-    return real.reshape(len(real), -1)
-
-
-def _square_norms(flat: Tensor) -> Tensor:
-    """Sum of squares, [B, P] -> [B] in float64, by blocks in float32."""
-    flat = flat.float()
-    whole = flat.shape[1] // _BLOCK * _BLOCK
-    blocks = flat[:, :whole].unflatten(1, (-1, _BLOCK))
-    parts = [torch.linalg.vector_norm(blocks, dim=2)] if whole else []
-    parts.append(torch.linalg.vector_norm(flat[:, whole:], dim=1, keepdim=True))
-    return torch.cat(parts, dim=1).double().square().sum(1)
-
-
-def _scaled_norms(flat: list[Tensor]) -> Tensor:
-    """Norms [B] in float64; a sample is divided by its largest entry, then squared."""
-    largest = torch.stack([_largest(each) for each in flat]).amax(0).detach()
+    if norms.shape[1] == 1:
+        return norms[:, 0]
+    largest = norms.detach().amax(1) if norms.shape[1] else norms.new_zeros(len(norms))
     scale = torch.where(largest > 0, largest, 1.0)
-    parts = [(each.double() / scale[:, None]).square().sum(1) for each in flat]
-    squares = torch.stack(parts).sum(0)
-    # The root has no slope at zero; zero is taken, as torch does for its norms.
-    zero = squares == 0
-    roots = torch.where(zero, 0.0, torch.where(zero, 1.0, squares).sqrt())
-    return scale * roots
+    return scale * _root((norms / scale[:, None]).square().sum(1))
 
 
-def _largest(flat: Tensor) -> Tensor:
-    """Largest absolute value, [B, P] -> [B] in float64; zero for no numbers."""
+def row_norms(grad: Tensor) -> Tensor:
+    """L2 norm over all but the first dimension, [B, ...] -> [B] in float64."""
+    real = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
+    if not real.is_contiguous():
+        real = real.permute(_memory_order(real))
+    flat = real.reshape(len(real), math.prod(real.shape[1:]))
+    exact = flat.dtype == torch.float64 or flat.requires_grad
+    if exact or checks.inside_transform():
+        return _scaled_norms(flat)
+    if flat.device.type != "cpu" or flat.numel() <= _SMALL:
+        # Squares of float32 have room in float64; on a CPU this is slow.
+        return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
+    norms = _block_norms(flat.float())
+    doubtful = (~((norms > _LOW) & (norms < _HIGH))).nonzero().flatten()
+    if len(doubtful):
+        norms[doubtful] = torch.linalg.vector_norm(flat[doubtful].double(), dim=1)
+    return norms
+
+
+def weighted_rows(grad: Tensor, weights: Tensor) -> Tensor:
+    """Sum rows with weights, [B, ...] and [B] -> [...] in float32 or wider."""
+    axes = list(range(grad.ndim)) if grad.is_contiguous() else _memory_order(grad)
+    grad = grad.permute(axes)
+    flat = grad.reshape(len(grad), math.prod(grad.shape[1:]))
+    rows, row = products(flat, weights[None])
+    whole = len(rows) // _SAMPLES * _SAMPLES
+    if len(rows) <= _SAMPLES:
+        found = row @ rows
+    else:
+        left = row[:, :whole].reshape(-1, 1, _SAMPLES)
+        parts = torch.bmm(left, rows[:whole].unflatten(0, (-1, _SAMPLES)))
+        found = double(parts).sum(0) + double(row[:, whole:] @ rows[whole:])
+    found = found.to(wide(grad.dtype)).reshape(grad.shape[1:])
+    return found.permute([axes.index(axis) - 1 for axis in range(1, len(axes))])
+
+
+def products(*factors: Tensor) -> list[Tensor]:
+    """Bring the factors of a matrix product to the dtype in which it is exact.
+
+    That is float32 or wider; float64 where torch may round float32 factors to TF32 or
+    bfloat16, which would break the bound on clipped gradients.
+    """
+    dtype = torch.float32
+    for factor in factors:
+        dtype = torch.promote_types(dtype, factor.dtype)
+    if dtype in (torch.float32, torch.complex64) and _rounded(factors[0].device):
+        dtype = torch.promote_types(dtype, torch.float64)
+    return [factor.to(dtype) for factor in factors]
+
+
+def inner(a: Tensor, b: Tensor) -> Tensor:
+    """Inner products of rows, [B, ...] and [C, ...] -> [B, C]."""
+    dtype = wide(torch.promote_types(a.dtype, b.dtype))
+    a, b = products(*(x.reshape(len(x), math.prod(x.shape[1:])) for x in (a, b)))
+    return (a @ b.mH).to(dtype)
+
+
+def self_products(rows: Tensor) -> Tensor:
+    """Inner products of the positions of each sample, [N, T, I] -> [N, T, T]."""
+    (rows,) = products(rows)
+    return torch.bmm(rows, rows.transpose(1, 2))
+
+
+def gram_norm(
+    a: Tensor, b: Tensor, size: int, direct: Callable[[Tensor], Tensor]
+) -> Norm:
+    """Norms of `sum_t b_t x a_t` from products a, b [B * G, T, T] of the positions.
+
+    The square of a norm is `<a, b>`. Where its terms cancel, rounding is large against
+    it: such samples are computed from their gradients, `direct(rows)`, and for the
+    others the upper bound allows for what was lost.
+    """
+    squares = torch.linalg.vecdot(a.reshape(size, -1), b.reshape(size, -1)).double()
+    a_sizes, b_sizes = (each.diagonal(0, 1, 2).double() for each in (a, b))
+    terms = (a_sizes * b_sizes).clamp(min=0).sqrt().sum(1)
+    largest = terms.square().view(size, -1).sum(1)
+    eps, positions = torch.finfo(a.dtype).eps, max(1, a.shape[1])
+    # Twice the worst that was measured, over kinds of inputs of all sizes and dtypes.
+    slack = 20 * eps * largest / positions
+    # A square to which products on the edge of zero may have added is not to be used.
+    edge = torch.finfo(a.dtype).tiny * positions
+    edge = edge * (a_sizes + b_sizes).view(size, -1).sum(1)
+    squares = torch.where(edge < eps * squares, squares, 0.0)
+    return _checked(squares, slack, largest, direct)
+
+
+def summed_norm(
+    a: Norm, b: Norm, cross: Tensor, direct: Callable[[Tensor], Tensor]
+) -> Norm:
+    """Norms of the sum of two gradients of which norms and inner products are known."""
+    squares = a.value.square() + 2 * cross + b.value.square()
+    largest = (a.upper + b.upper).square()
+    known = a.upper.square() - a.value.square() + b.upper.square() - b.value.square()
+    slack = known + 4 * torch.finfo(torch.float64).eps * largest
+    return _checked(squares, slack, largest, direct)
+
+
+def _checked(
+    squares: Tensor, slack: Tensor, largest: Tensor, direct: Callable[[Tensor], Tensor]
+) -> Norm:
+    """Take roots of squares, and gradients where the squares are mostly rounding."""
+    fine = squares > _DOUBTFUL * largest
+    fine &= (largest > _LOW**2) & (largest < _HIGH**2)
+    norms = squares.clamp(min=0).sqrt()
+    upper = (squares + slack).clamp(min=0).sqrt()
+    doubtful = (~fine).nonzero().flatten()
+    step = 1  # the first one tells how many gradients are not too many
+    while len(doubtful):
+        rows, doubtful = doubtful[:step], doubtful[step:]
+        grads = direct(rows)
+        step = max(1, _AT_ONCE * len(rows) // max(1, grads.numel()))
+        exact = row_norms(grads)
+        norms[rows] = exact
+        # The weighted sum is made of the terms, and loses what they lose.
+        terms = largest[rows].sqrt()
+        lost = torch.finfo(wide(grads.dtype)).eps * terms
+        lost = torch.where(terms.isfinite(), lost, 0)
+        upper[rows] = exact * (1 + torch.finfo(grads.dtype).eps / 2) + lost
+    return Norm(norms, upper)
+
+
+def rounded_convolutions(device: torch.device) -> bool:
+    """Tell whether torch may round the factors of convolutions in float32."""
+    return device.type == "cuda" and torch.backends.cudnn.allow_tf32
+
+
+def _rounded(device: torch.device) -> bool:
+    """Tell whether torch may round the factors of products of float32 matrices."""
+    if device.type == "cuda":
+        return bool(torch.backends.cuda.matmul.allow_tf32)
+    return torch.get_float32_matmul_precision() != "highest"
+
+
+def _block_norms(flat: Tensor) -> Tensor:
+    """Norms [B, P] -> [B] in float64, by blocks in float32."""
+    whole = flat.shape[1] // _BLOCK * _BLOCK
+    if whole == flat.shape[1] == _BLOCK or whole == 0:
+        return torch.linalg.vector_norm(flat, dim=1).double()
+    blocks = torch.linalg.vector_norm(
+        flat[:, :whole].unflatten(1, (-1, _BLOCK)), dim=2
+    ).double()
+    squares = blocks.square_().sum(1)
+    if whole < flat.shape[1]:
+        rest = torch.linalg.vector_norm(flat[:, whole:], dim=1).double()
+        squares += rest.square_()
+    return squares.sqrt_()
+
+
+def _scaled_norms(flat: Tensor) -> Tensor:
+    """Norms [B] in float64; a sample is divided by its largest entry, then squared."""
     if flat.shape[1] == 0:
-        return flat.new_zeros(len(flat), dtype=torch.float64)
-    return flat.abs().amax(1).double()
+        return flat.sum(1, dtype=torch.float64)
+    largest = flat.detach().abs().amax(1).double()
+    scale = torch.where(largest > 0, largest, 1.0)
+    return scale * _root((flat.double() / scale[:, None]).square().sum(1))
+
+
+def _memory_order(grad: Tensor) -> list[int]:
+    """Return the axes as they lie in memory, so that flattening copies nothing."""
+    strides = grad.stride()
+    return [0, *sorted(range(1, grad.ndim), key=lambda axis: -strides[axis])]
+
+
+def _root(squares: Tensor) -> Tensor:
+    """Square root whose slope at zero is zero."""
+    zero = squares == 0
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, squares).sqrt())

@@ -1,100 +1,102 @@
 """The ways to compute per-sample gradients: same numbers, different cost.
 
-A strategy yields chunks of samples, in order, so that what is a sum can be reduced
-inside the chunk and memory does not grow with the batch.
+A strategy runs the loss on some consecutive samples and hands one factor for each
+parameter to a collector, so that what is a sum can be reduced inside the chunk and
+memory does not grow with the batch.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from vgrad import checks
-from vgrad.persample import batches
-from vgrad.persample.guard import Fallbacks, LossGuard, UnsupportedOp, raise_clearly
-from vgrad.typing import Buffers, LossFn, Params, Tree
-
-Randomness = Literal["error", "different", "same"]
+from vgrad.persample import rules as rules
+from vgrad.persample.factors import Dense
+from vgrad.persample.guard import LossGuard, UnsupportedOp, raise_clearly
+from vgrad.persample.problem import Problem
+from vgrad.persample.randomness import drawn_since, random_state, set_random_state
+from vgrad.persample.record import Recorder
+from vgrad.persample.table import RULES
+from vgrad.typing import Params, Tree
 
 
 class Chunk(NamedTuple):
-    """What a strategy knows about b samples: gradients [b, ...], losses [b], aux."""
+    """What a strategy knows about b samples.
 
-    grads: Params
+    Attributes:
+        collected: the collector, which has taken the factors of all parameters.
+        losses: the losses, [b].
+        aux: what else the loss returned, stacked.
+        constants_of: tensors by which the caller might want to differentiate what is a
+            constant here.
+    """
+
+    collected: Any
     losses: Tensor
     aux: Tree
-
-    def without_grads(self) -> "Chunk":
-        """Return what is kept of a chunk whose gradients have been reduced."""
-        return self._replace(grads={})
+    constants_of: tuple[Tensor, ...] = ()
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One call of a per-sample transform."""
-
-    function: str
-    loss: LossFn
-    params: Params
-    buffers: Buffers
-    batch: batches.Batch
-    randomness: Randomness
-    has_aux: bool
-    fallbacks: Fallbacks
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All tensors that were given."""
-        leaves = [leaf for leaf in self.batch.leaves if isinstance(leaf, Tensor)]
-        return [*self.params.values(), *self.buffers.values(), *leaves]
-
-    @property
-    def differentiable(self) -> bool:
-        """Whether the caller can differentiate the result once more."""
-        wanted = any(tensor.requires_grad for tensor in self.tensors)
-        return torch.is_grad_enabled() and wanted
-
-    def run_loss(
-        self, params: Params, tensors: tuple[Tensor, ...], *, vmapped: bool
-    ) -> tuple[Tensor, Tree]:
-        """Return `(scalar, aux)` of one sample, a copy, which the loss may change."""
-        sample = self.batch.sample(tuple(tensor.clone() for tensor in tensors))
-        with LossGuard(vmapped=vmapped):
-            # Dictionaries of its own, in which the loss may bind names anew.
-            result = self.loss(dict(params), dict(self.buffers), *sample)
-        if self.has_aux and not (isinstance(result, tuple) and len(result) == 2):
-            raise ValueError(
-                f"{self.function}(loss, has_aux=True): expected a loss that returns "
-                f"(scalar, aux), got a {type(result).__name__}."
-            )
-        value, aux = result if self.has_aux else (result, ())
-        if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
-            tensor = isinstance(value, Tensor)
-            got = f"{value.dtype} {tuple(value.shape)}" if tensor else type(value)
-            raise ValueError(
-                f"{self.function}(loss): expected a loss that returns a real tensor "
-                f"without dimensions (with has_aux=True a pair of it and aux), got "
-                f"{got}."
-            )
-        for leaf in pytree.tree_leaves(aux):
-            if not isinstance(leaf, Tensor):
-                raise TypeError(
-                    f"{self.function}(loss, has_aux=True): expected tensors in aux, "
-                    f"got a {type(leaf).__name__}."
-                )
-        return value, aux
+def auto(problem: Problem, start: int, stop: int) -> Chunk:
+    """Record; where that is not possible, differentiate under `torch.vmap`."""
+    if checks.inside_transform():
+        return vmap(problem, start, stop)
+    draws = problem.randomness != "error"
+    state = random_state(problem.tensors) if draws else None
+    try:
+        return recorded(problem, start, stop)
+    except UnsupportedOp:
+        if state is not None:
+            set_random_state(state)
+        return vmap(problem, start, stop)
 
 
-def vmap(problem: Problem, chunk_size: int | None) -> Iterator[Chunk]:
-    """Differentiate under `torch.vmap`: B gradients are stored, several times over."""
+def recorded(problem: Problem, start: int, stop: int) -> Chunk:
+    """Run one backward pass and keep the factors of every use of a parameter."""
+    if checks.inside_transform():
+        raise UnsupportedOp(
+            f'{problem.function}(strategy="recorded"): expected a call outside of '
+            f'transforms of torch.func. Use strategy="vmap" inside them.'
+        )
+    collected = problem.collect()
+    recorder = Recorder(
+        RULES,
+        problem.params,
+        stop - start,
+        problem.randomness,
+        collected.take,
+        getattr(collected, "tell", None),  # who explains wants every use
+    )
+
+    def one(tensors: tuple[Tensor, ...]) -> tuple:
+        return problem.run_loss(recorder.params, tensors, recorder.inside())
+
+    with _clear_errors(problem), torch.enable_grad():
+        mapped = torch.vmap(one, randomness=problem.randomness)
+        # What is computed again in the backward pass is not under vmap any more.
+        with torch.autograd.graph.disable_saved_tensors_hooks(_NO_HOOKS):
+            losses, aux = mapped(_detached(problem.batch.rows(start, stop)))
+        with torch.autocast(losses.device.type, enabled=False):
+            recorder.backward(losses)
+    losses, aux = pytree.tree_map_only(Tensor, torch.Tensor.detach, (losses, aux))
+    wanted = problem.tensors if problem.differentiable else []
+    constants_of = tuple(tensor for tensor in wanted if tensor.requires_grad)
+    return Chunk(collected, losses, aux, constants_of)
+
+
+_NO_HOOKS = "saved tensor hooks are not supported while a loss is recorded"
+
+
+def vmap(problem: Problem, start: int, stop: int) -> Chunk:
+    """Differentiate under `torch.vmap`: all gradients are stored, several times."""
 
     def one(tensors: tuple[Tensor, ...]) -> tuple:
         def of_params(params: Params) -> tuple[Tensor, Tree]:
-            return problem.run_loss(params, tensors, vmapped=True)
+            return problem.run_loss(params, tensors, LossGuard(vmapped=True))
 
         forward = torch.func.vjp(of_params, dict(problem.params), has_aux=True)
         value, pullback, aux = cast(tuple[Tensor, Callable, Tree], forward)
@@ -104,48 +106,39 @@ def vmap(problem: Problem, chunk_size: int | None) -> Iterator[Chunk]:
         return grads, value, aux
 
     mapped = torch.vmap(one, randomness=problem.randomness)
-    same = problem.randomness == "same"
-    state = _random_state(problem) if same else None
-    for start, stop in batches.chunks(problem.batch.size, chunk_size):
-        if state is not None:
-            _set_random_state(state)
-        with problem.fallbacks.reported(problem.function), _no_weight_cache():
-            try:
-                chunk = Chunk(*mapped(tuple(problem.batch.rows(start, stop))))
-            except UnsupportedOp:
-                raise
-            except RuntimeError as error:
-                raise_clearly(error, problem.function)
-        yield chunk
-        del chunk  # the consumer may have let go of it: free it before the next one
+    with _clear_errors(problem):
+        grads, losses, aux = mapped(tuple(problem.batch.rows(start, stop)))
+    return _collected(problem, grads, losses, aux)
 
 
-def loop(problem: Problem, _: int | None) -> Iterator[Chunk]:
-    """Differentiate sample after sample: runs whatever plain autograd runs."""
+def loop(problem: Problem, start: int, stop: int) -> Chunk:
+    """Differentiate one sample: runs whatever plain autograd runs."""
     inside = checks.inside_transform()
     gradient = _functional_gradient if inside else _plain_gradient
-    leaves = dict(problem.params) if inside else _leaves(problem)
-    state = _random_state(problem)
-    for start, stop in batches.chunks(problem.batch.size, 1):
-        if problem.randomness == "same":
-            _set_random_state(state)
-        tensors = tuple(row.squeeze(0) for row in problem.batch.rows(start, stop))
+    before = random_state(problem.tensors)
+    tensors = tuple(row.squeeze(0) for row in problem.batch.rows(start, stop))
 
-        def of_params(
-            params: Params, tensors: tuple[Tensor, ...] = tensors
-        ) -> tuple[Tensor, Tree]:
-            return problem.run_loss(params, tensors, vmapped=False)
+    def of_params(params: Params) -> tuple[Tensor, Tree]:
+        return problem.run_loss(params, tensors, LossGuard(vmapped=False))
 
-        with _no_weight_cache():
-            one = gradient(of_params, leaves, problem.differentiable)
-        if problem.randomness == "error":
-            _check_nothing_drawn(problem, state)
-        yield pytree.tree_map_only(Tensor, lambda leaf: leaf.unsqueeze(0), one)
+    with _no_weight_cache():
+        found = gradient(of_params, problem)
+    if problem.randomness == "error" and drawn_since(before, problem.tensors):
+        set_random_state(before)
+        raise RuntimeError(
+            f"{problem.function}: expected a loss without random numbers, since "
+            f'randomness="error". Pass randomness="different" (each sample draws its '
+            f'own) or "same".'
+        )
+    one = pytree.tree_map_only(Tensor, lambda leaf: leaf.unsqueeze(0), found)
+    return _collected(problem, *one)
 
 
-STRATEGIES: dict[str, Callable[[Problem, int | None], Iterator[Chunk]]] = {
-    "loop": loop,
+STRATEGIES: dict[str, Callable[[Problem, int, int], Chunk]] = {
+    "auto": auto,
+    "recorded": recorded,
     "vmap": vmap,
+    "loop": loop,
 }
 
 
@@ -158,21 +151,33 @@ def saved_bytes(problem: Problem) -> int:
         seen[storage.data_ptr()] = storage.nbytes()
         return tensor.detach()  # the tensor itself would make a cycle
 
-    state = _random_state(problem)
-    leaves = _leaves(problem)
+    state = random_state(problem.tensors)
     tensors = tuple(row.squeeze(0) for row in problem.batch.rows(0, 1))
     hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
     with hooks, torch.enable_grad(), _no_weight_cache():
-        problem.run_loss(leaves, tensors, vmapped=False)
-    _set_random_state(state)
+        problem.run_loss(_leaves(problem), tensors, LossGuard(vmapped=False))
+    set_random_state(state)
     return sum(seen.values())
+
+
+def _collected(problem: Problem, grads: Params, losses: Tensor, aux: Tree) -> Chunk:
+    """Hand stored gradients on, so that no more than one is held twice."""
+    collected = problem.collect()
+    with torch.autocast(losses.device.type, enabled=False):
+        for name in list(grads):
+            collected.take(name, Dense(grads.pop(name)))
+    return Chunk(collected, losses, aux)
+
+
+def _detached(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(tensor.detach() for tensor in tensors)
 
 
 def _leaves(problem: Problem) -> Params:
     """Return what autograd differentiates: the parameters, or leaves of their values.
 
-    The leaves are made once. Where a caller can differentiate the result they are views
-    of the parameters and not these themselves, which the loss may reach on other ways.
+    Where a caller can differentiate the result they are views of the parameters and not
+    these themselves, which the loss may reach on other ways.
     """
     return {
         name: value.view_as(value)
@@ -182,13 +187,14 @@ def _leaves(problem: Problem) -> Params:
     }
 
 
-def _plain_gradient(of_params: Callable, leaves: Params, create_graph: bool) -> Chunk:
+def _plain_gradient(of_params: Callable, problem: Problem) -> tuple:
     """Differentiate by autograd."""
+    leaves, create_graph = _leaves(problem), problem.differentiable
     with torch.enable_grad():
         value, aux = of_params(leaves)
         if not value.requires_grad:  # nothing that is differentiated has a part in it
             zeros = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-            return Chunk(zeros, value, aux)
+            return zeros, value, aux
         with torch.autocast(value.device.type, enabled=False):
             grads = torch.autograd.grad(
                 value,
@@ -200,13 +206,26 @@ def _plain_gradient(of_params: Callable, leaves: Params, create_graph: bool) -> 
     grads = [grad.to_dense() if grad.is_sparse else grad for grad in grads]
     if not create_graph:
         value, aux = pytree.tree_map_only(Tensor, torch.Tensor.detach, (value, aux))
-    return Chunk(dict(zip(leaves, grads, strict=True)), value, aux)
+    return dict(zip(leaves, grads, strict=True)), value, aux
 
 
-def _functional_gradient(of_params: Callable, leaves: Params, _: bool) -> Chunk:
+def _functional_gradient(of_params: Callable, problem: Problem) -> tuple:
     """Differentiate by torch.func, which works inside its other transforms."""
-    grads, (value, aux) = torch.func.grad_and_value(of_params, has_aux=True)(leaves)
-    return Chunk(grads, value, aux)
+    transform = torch.func.grad_and_value(of_params, has_aux=True)
+    grads, (value, aux) = transform(dict(problem.params))
+    return grads, value, aux
+
+
+@contextmanager
+def _clear_errors(problem: Problem) -> Iterator[None]:
+    """Say in errors and warnings of vmap what can be done."""
+    with problem.fallbacks.reported(problem.function), _no_weight_cache():
+        try:
+            yield
+        except UnsupportedOp:
+            raise
+        except RuntimeError as error:
+            raise_clearly(error, problem.function)
 
 
 @contextmanager
@@ -222,34 +241,3 @@ def _no_weight_cache() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(enabled)
-
-
-RandomState = tuple[Tensor, dict[int, Tensor]]
-
-
-def _random_state(problem: Problem) -> RandomState:
-    """Return the state of torch's own generators that the loss may use."""
-    devices = {each.device.index for each in problem.tensors if each.is_cuda}
-    states = {index: torch.cuda.get_rng_state(index) for index in devices}
-    return torch.get_rng_state(), states
-
-
-def _set_random_state(state: RandomState) -> None:
-    torch.set_rng_state(state[0])
-    for index, of_device in state[1].items():
-        torch.cuda.set_rng_state(of_device, index)
-
-
-def _check_nothing_drawn(problem: Problem, before: RandomState) -> None:
-    """Raise, with the generators as they were, if a sample drew random numbers."""
-    after = _random_state(problem)
-    drawn = not torch.equal(before[0], after[0]) or any(
-        not torch.equal(state, after[1][index]) for index, state in before[1].items()
-    )
-    if drawn:
-        _set_random_state(before)
-        raise RuntimeError(
-            f"{problem.function}: expected a loss without random numbers, since "
-            f'randomness="error". Pass randomness="different" (each sample draws its '
-            f'own) or "same".'
-        )

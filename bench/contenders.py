@@ -1,0 +1,293 @@
+"""Who computes the clipped sum of per-sample gradients, each in its own best way.
+
+A contender is built from a problem and gives a function of a batch that returns the
+result by the names of the model's parameters. It leaves no gradient behind, so that
+what one call needs is what memory it takes. Peers that are not installed raise
+`ModuleNotFoundError` when built.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import vgrad
+from bench.models import Positions, Problem
+
+MAX_NORM = 1.0
+STRATEGY = "auto"
+
+Grads = dict[str, Tensor]
+Run = Callable[[Tensor, Tensor], Grads]
+Build = Callable[[Problem], Run]
+
+
+class Contender(NamedTuple):
+    """A contender, and what it adds to a norm before it divides by it."""
+
+    build: Build
+    epsilon: float = 0.0
+
+
+def plain(problem: Problem) -> Run:
+    """Backward pass of plain SGD, which every other time is divided by."""
+    model = copy.deepcopy(problem.model)
+
+    def run(x: Tensor, y: Tensor) -> Grads:
+        problem.mean_loss(model(x), y).backward()
+        return _taken(model, "grad")
+
+    return run
+
+
+def loop(problem: Problem) -> Run:
+    """One sample after another, each added to the sum at once."""
+    model = copy.deepcopy(problem.model)
+    params = dict(model.named_parameters())
+
+    def run(x: Tensor, y: Tensor) -> Grads:
+        sums = {name: torch.zeros_like(value) for name, value in params.items()}
+        for row in range(len(x)):
+            loss = problem.mean_loss(model(x[row, None]), y[row, None])
+            grads = torch.autograd.grad(loss, list(params.values()))
+            factor = (MAX_NORM / nn.utils.get_total_norm(grads)).clamp(max=1)
+            for total, grad in zip(sums.values(), grads, strict=True):
+                total.addcmul_(grad, factor)
+        return sums
+
+    return run
+
+
+def loop_gradients(problem: Problem) -> Run:
+    model = copy.deepcopy(problem.model)
+    params = dict(model.named_parameters())
+
+    def run(x: Tensor, y: Tensor) -> Grads:
+        result = {n: p.new_empty(len(x), *p.shape) for n, p in params.items()}
+        for row in range(len(x)):
+            loss = problem.mean_loss(model(x[row, None]), y[row, None])
+            grads = torch.autograd.grad(loss, list(params.values()))
+            for each, grad in zip(result.values(), grads, strict=True):
+                each[row] = grad
+        return result
+
+    return run
+
+
+def vmap_gradients(problem: Problem) -> Run:
+    """Map the gradient of one sample over the batch, as torch.func's tutorial does."""
+    params = {name: p.detach() for name, p in problem.model.named_parameters()}
+
+    def loss(params: Grads, x: Tensor, y: Tensor) -> Tensor:
+        output = torch.func.functional_call(problem.model, params, (x[None],))
+        return problem.mean_loss(output, y[None])
+
+    mapped = torch.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
+    return lambda x, y: mapped(params, x, y)
+
+
+def clipped_by_hand(build: Build) -> Build:
+    """Clip and sum stored gradients as one would write it with torch alone."""
+
+    def build_clipped(problem: Problem) -> Run:
+        gradients = build(problem)
+        return lambda x, y: clip_and_sum(gradients(x, y))
+
+    return build_clipped
+
+
+def clip_and_sum(grads: Grads) -> Grads:
+    """Return the sum of clipped gradients; takes the stored ones out of `grads`."""
+    norms = [torch.linalg.vector_norm(g.flatten(1), dim=1) for g in grads.values()]
+    factors = _factors(torch.linalg.vector_norm(torch.stack(norms), dim=0))
+    return {
+        name: torch.tensordot(factors, grads.pop(name), dims=1) for name in list(grads)
+    }
+
+
+def vgrad_gradients(problem: Problem) -> Run:
+    loss, params, buffers = _functional(problem)
+    compute = vgrad.per_sample_grad(loss, strategy=STRATEGY)
+    return lambda x, y: compute(params, buffers, x, y)
+
+
+def vgrad_clipped(problem: Problem) -> Run:
+    loss, params, buffers = _functional(problem)
+    compute = vgrad.clipped_grad(loss, max_norm=MAX_NORM, strategy=STRATEGY)
+    return lambda x, y: compute(params, buffers, x, y).grads
+
+
+def opacus_gradients(mode: str) -> Build:
+    """Opacus up to `p.grad_sample`; `mode` is "hooks", "functorch" or "ew"."""
+
+    def build(problem: Problem) -> Run:
+        model, wrapped = _opacus(problem, mode)
+
+        def run(x: Tensor, y: Tensor) -> Grads:
+            problem.losses(wrapped(x), y).sum().backward()
+            model.zero_grad()
+            return _taken(model, "grad_sample")
+
+        return run
+
+    return build
+
+
+def opacus_clipped(mode: str) -> Build:
+    """Opacus up to the sum that its optimizer adds noise to."""
+
+    def build(problem: Problem) -> Run:
+        from opacus.optimizers import DPOptimizer
+
+        model, wrapped = _opacus(problem, mode)
+        optimizer = DPOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            noise_multiplier=0.0,
+            max_grad_norm=MAX_NORM,
+            expected_batch_size=None,
+            loss_reduction="sum",
+        )
+
+        def run(x: Tensor, y: Tensor) -> Grads:
+            problem.losses(wrapped(x), y).sum().backward()
+            optimizer.clip_and_accumulate()
+            result = _taken(model, "summed_grad")
+            optimizer.zero_grad(set_to_none=True)
+            return result
+
+        return run
+
+    return build
+
+
+def opacus_ghost(problem: Problem) -> Run:
+    """Opacus in two backward passes: norms first, then the sum of weighted losses."""
+    from opacus.optimizers import DPOptimizerFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+
+    model, wrapped = _opacus(problem, "ghost", max_grad_norm=MAX_NORM)
+    optimizer = DPOptimizerFastGradientClipping(
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        noise_multiplier=0.0,
+        max_grad_norm=MAX_NORM,
+        expected_batch_size=None,
+        loss_reduction="sum",
+    )
+
+    def losses(output: Tensor, target: Tensor) -> Tensor:
+        return problem.losses(output, target)
+
+    criterion = DPLossFastGradientClipping(wrapped, optimizer, losses, "sum")
+
+    def run(x: Tensor, y: Tensor) -> Grads:
+        criterion(wrapped(x), y).backward()
+        return _taken(model, "grad")
+
+    return run
+
+
+def backpack_gradients(problem: Problem) -> Run:
+    """BackPACK's `BatchGrad`."""
+    import backpack
+
+    model = backpack.extend(copy.deepcopy(problem.model))
+
+    def run(x: Tensor, y: Tensor) -> Grads:
+        with backpack.backpack(backpack.extensions.BatchGrad()):
+            problem.losses(model(x), y).sum().backward()
+        model.zero_grad()
+        return _taken(model, "grad_batch")
+
+    return run
+
+
+def backpack_norms(problem: Problem) -> Run:
+    """BackPACK's `BatchL2Grad`, then a backward pass of the weighted losses."""
+    import backpack
+
+    model = backpack.extend(copy.deepcopy(problem.model))
+    params = dict(model.named_parameters())
+
+    def run(x: Tensor, y: Tensor) -> Grads:
+        losses = problem.losses(model(x), y)
+        with backpack.backpack(backpack.extensions.BatchL2Grad()):
+            losses.sum().backward(retain_graph=True)
+        model.zero_grad()
+        squares = torch.stack(list(_taken(model, "batch_l2").values())).sum(0)
+        weighted = _factors(squares.sqrt()) @ losses
+        grads = torch.autograd.grad(weighted, list(params.values()))
+        return dict(zip(params, grads, strict=True))
+
+    return run
+
+
+GRADIENTS = {
+    "loop": loop_gradients,
+    "vmap": vmap_gradients,
+    "vgrad": vgrad_gradients,
+    "opacus-hooks": opacus_gradients("hooks"),
+    "opacus-functorch": opacus_gradients("functorch"),
+    "opacus-ew": opacus_gradients("ew"),
+    "backpack-grad": backpack_gradients,
+}
+
+CLIPPED = {
+    "loop": Contender(loop),
+    "vmap": Contender(clipped_by_hand(vmap_gradients)),
+    "vgrad": Contender(vgrad_clipped),
+    "opacus-hooks": Contender(opacus_clipped("hooks"), 1e-6),
+    "opacus-functorch": Contender(opacus_clipped("functorch"), 1e-6),
+    "opacus-ew": Contender(opacus_clipped("ew"), 1e-6),
+    "opacus-ghost": Contender(opacus_ghost, 1e-6),
+    "backpack-grad": Contender(clipped_by_hand(backpack_gradients)),
+    "backpack-l2": Contender(backpack_norms),
+}
+
+
+def _functional(problem: Problem) -> tuple[Callable, Grads, Grads]:
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(
+        problem.model, disable_autograd_tracking=True
+    )
+    return vgrad.sample_loss(fmodel, problem.mean_loss), params, buffers
+
+
+def _opacus(problem: Problem, mode: str, **options: Any) -> tuple[nn.Module, Any]:
+    """Return the model as Opacus wants it, and the same wrapped by Opacus.
+
+    Positions get a batch dimension, and Opacus's own LSTM stands in for torch's.
+    """
+    from opacus.grad_sample import wrap_model
+    from opacus.layers import DPLSTM
+
+    model = copy.deepcopy(problem.model)
+    for module in list(model.modules()):
+        if isinstance(module, Positions):
+            module.repeat = True
+        for name, child in module.named_children():
+            if isinstance(child, nn.LSTM):
+                own = DPLSTM(
+                    child.input_size,
+                    child.hidden_size,
+                    num_layers=child.num_layers,
+                    batch_first=child.batch_first,
+                )
+                own.load_state_dict(child.state_dict())
+                setattr(module, name, own.to(child.weight_ih_l0))
+    return model, wrap_model(model, mode, loss_reduction="sum", **options)
+
+
+def _factors(norms: Tensor) -> Tensor:
+    return (MAX_NORM / norms).clamp(max=1)
+
+
+def _taken(model: nn.Module, attribute: str) -> Grads:
+    """Take what a backward pass left at the parameters away from them."""
+    result = {}
+    for name, parameter in model.named_parameters():
+        result[name] = getattr(parameter, attribute, None)
+        if result[name] is None:
+            raise LookupError(f"no {attribute} at {name}")
+        setattr(parameter, attribute, None)
+    return result

@@ -1,0 +1,107 @@
+"""How much memory a contender needs: `python -m bench.memory SETTING CONTENDER`.
+
+It runs in a process of its own, after a warm-up on two samples that loads what is
+loaded once. The base is what the process then holds, parameters and batch included; the
+peak is what three runs on the whole batch need above it. On CUDA that is what torch's
+own allocator has handed out, on the CPU resident memory as Linux counts it.
+
+On the CPU every block of a mebibyte or more comes from the system and goes back to it
+(`M_MMAP_THRESHOLD`), for all contenders alike. As it comes, the allocator moves that
+limit while it runs, and holes in its heap made the peak of one and the same run differ
+by half; so it differs by a few hundredths. It also takes longer, which is why the
+seconds here are no benchmark. The result is one line of JSON.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import multiprocessing
+import platform
+import time
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.contenders import CLIPPED, plain
+from bench.measure import sync
+from bench.models import SETTINGS
+
+RUNS = 3
+STATUS = Path("/proc/self/status")
+CLEAR = Path("/proc/self/clear_refs")
+RESET_PEAK = "5"
+M_MMAP_THRESHOLD = -3
+MEBIBYTE = 1 << 20
+
+
+def measurable(device: str) -> bool:
+    """Whether the peak of a process can be read here."""
+    return device == "cuda" or platform.libc_ver()[0] == "glibc"
+
+
+def measure(setting: str, contender: str, device: str) -> dict[str, Any]:
+    """Run `peak` in a fresh process, forked from one that has done nothing but imports.
+
+    Raises:
+        BrokenProcessPool: the process was killed, for want of memory most likely.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["bench.memory", "opacus", "backpack"])
+    with ProcessPoolExecutor(1, mp_context=context) as process:
+        return process.submit(peak, setting, contender, device).result()
+
+
+def peak(setting: str, contender: str, device: str) -> dict[str, Any]:
+    """Measure in this process, which should have done nothing before."""
+    warnings.simplefilter("ignore")  # of vmap's fallbacks and of the peers' hooks
+    libc = ctypes.CDLL(None)
+    if device == "cpu":
+        libc.mallopt(M_MMAP_THRESHOLD, MEBIBYTE)
+    build = plain if contender == "plain" else CLIPPED[contender].build
+    chosen = SETTINGS[setting]
+    problem = chosen.problem(device, torch.float32, chosen.samples)
+    run = build(problem)
+    run(*(each[:2] for each in problem.batch))
+    sync(device)
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_allocated()
+    else:
+        libc.malloc_trim(0)  # or runs would need so much less
+        CLEAR.write_text(RESET_PEAK)
+        base = _status("VmRSS")
+    start = time.perf_counter()
+    for _ in range(RUNS):
+        run(*problem.batch)
+        sync(device)
+    seconds = (time.perf_counter() - start) / RUNS
+    on_cuda = device == "cuda"
+    highest = torch.cuda.max_memory_allocated() if on_cuda else _status("VmHWM")
+    return {
+        "setting": setting,
+        "contender": contender,
+        "base_bytes": base,
+        "peak_bytes": highest - base,
+        "seconds": seconds,
+    }
+
+
+def _status(field: str) -> int:
+    """Read a number of bytes from the status of this process."""
+    lines = STATUS.read_text().splitlines()
+    kibibytes = next(line for line in lines if line.startswith(f"{field}:"))
+    return int(kibibytes.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m bench.memory", description=__doc__)
+    parser.add_argument("setting", choices=SETTINGS)
+    parser.add_argument("contender", choices=["plain", *CLIPPED])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    given = parser.parse_args()
+    print(json.dumps(peak(given.setting, given.contender, given.device)))

@@ -1,0 +1,1 @@
+"""Forms of single operations that `torch.vmap` lacks or does slowly."""

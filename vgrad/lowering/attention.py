@@ -1,0 +1,248 @@
+"""Scaled dot product attention that stays one fused kernel under `torch.vmap`.
+
+torch has no batching rule for its fused attention kernels: under `torch.vmap` it calls
+them once per sample, forward and backward. Here the samples join the batch axis, and
+the kernel runs once for all of them.
+
+B samples of a vmap, N leading axes as one, H heads, L queries, S keys, E and V features
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import Function
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+Kernel = Callable[..., Tensor]
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attend as `torch.nn.functional.scaled_dot_product_attention` does, also in vmap.
+
+    `query [..., H, L, E]`, `key [..., H, S, E]` and `value [..., H, S, V]` give
+    `softmax(query @ key.mT * scale + attn_mask) @ value`, of shape `[..., H, L, V]`,
+    with the arguments, errors and dtypes of torch's function, autocast included.
+
+    Outside of `torch.func` this is torch's function. Inside, the axes of all vmaps
+    join the leading axes, so that one kernel serves all samples. What a vmap leaves
+    unbatched is expanded, which copies it only if a sample has leading axes of its own
+    besides the heads. The backward pass of `torch.func` runs the forward kernel once
+    more and keeps nothing but the inputs.
+
+    With dropout the samples run through torch's math backend, which knows all modes of
+    `randomness` but holds the weights `[B, ..., H, L, S]` of all samples at once.
+
+    Raises:
+        NotImplementedError: a second or forward-mode derivative inside `torch.func`.
+        RuntimeError: what torch's function refuses, and `dropout_p > 0` in a vmap whose
+            `randomness` is `"error"`.
+
+    Reference: https://arxiv.org/abs/2205.14135 (the fused kernel).
+
+    Example:
+        >>> x = torch.ones(7, 2, 5, 4)  # 7 samples, 2 heads, 5 positions
+        >>> torch.vmap(scaled_dot_product_attention)(x, x, x).shape
+        torch.Size([7, 2, 5, 4])
+    """
+    kernel = partial(
+        F.scaled_dot_product_attention,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+    if peek_interpreter_stack() is None:
+        return kernel(query, key, value, attn_mask, dropout_p)
+    if is_causal and attn_mask is not None:  # some backends of torch let it pass
+        raise RuntimeError(
+            "scaled_dot_product_attention(attn_mask, is_causal=True): expected one of "
+            "the two, got both. Put the causal mask into attn_mask."
+        )
+    if key.shape[-2:-1] != value.shape[-2:-1]:  # some kernels would read past the end
+        raise RuntimeError(
+            f"scaled_dot_product_attention(key {tuple(key.shape)}, value "
+            f"{tuple(value.shape)}): expected as many values as keys."
+        )
+    query, key, value = _autocast(query), _autocast(key), _autocast(value)
+    mask = None if attn_mask is None else _autocast(attn_mask)
+    if dropout_p != 0.0:
+        with sdpa_kernel(SDPBackend.MATH):
+            return kernel(query, key, value, mask, dropout_p)
+    dims = (None, None, None, None)
+    *folded, unfold = fold(dims, 1, query, key, value, mask, enable_gqa=enable_gqa)
+    return unfold(_attend(kernel, *folded)).squeeze(0)
+
+
+def fold(
+    in_dims: Sequence[int | None],
+    batch_size: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    enable_gqa: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Callable[[Tensor], Tensor]]:
+    """Join an axis of `batch_size` samples and all leading axes but the heads in one.
+
+    `in_dims` says for each of the four tensors where its axis of samples is, or None
+    where it has none. Returns `query`, `key` and `value` as `[N, H, L, E]`, the mask as
+    `[N or 1, ...]`, and a function from the `[N, H, L, V]` of their attention to
+    `[batch_size, *shape]`, the shape being that of one sample's attention.
+    """
+    given = zip((query, key, value), in_dims[:3], strict=True)
+    fronts = [_front(x, dim) for x, dim in given]
+    most = max(x.dim() for x in fronts)
+    rank = max(most, 4)  # of [B, ..., H, L, E]
+    padded = [_padded(x, rank) for x in fronts]
+    # Heads broadcast like the axes in front of them, unless they are grouped.
+    end = -3 if enable_gqa else -2
+    common = torch.broadcast_shapes(*(x.shape[1:end] for x in padded))
+    rows = (batch_size, *common[: rank - 4])
+    last = len(rows) - 1
+
+    def flat(x: Tensor, *sizes: int) -> Tensor:
+        return x.expand(*sizes, *x.shape[len(sizes) :]).flatten(0, last)
+
+    def unfold(out: Tensor) -> Tensor:
+        out = out.unflatten(0, rows)
+        return out if most == rank else out.squeeze(-3)
+
+    query, key, value = (flat(x, batch_size, *common) for x in padded)
+    if attn_mask is None:
+        return query, key, value, None, unfold
+    mask = _padded(_front(attn_mask, in_dims[3]), rank)
+    shared = in_dims[3] is None and mask.shape[1 : last + 1].numel() == 1
+    mask = mask.flatten(0, last) if shared else flat(mask, *rows)
+    return query, key, value, mask, unfold
+
+
+def _front(tensor: Tensor, dim: int | None) -> Tensor:
+    """Put the axis of samples in front, of size 1 where there is none."""
+    return tensor.unsqueeze(0) if dim is None else tensor.movedim(dim, 0)
+
+
+def _expanded(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+    """Put the axis of samples in front, of stride 0 where there is none."""
+    front = _front(tensor, dim)
+    return front.expand(size, *front.shape[1:])
+
+
+def _padded(tensor: Tensor, rank: int) -> Tensor:
+    """Insert axes of size 1 behind the first until there are `rank`."""
+    ones = [1] * (rank - tensor.dim())
+    return tensor.unflatten(0, (tensor.shape[0], *ones)) if ones else tensor
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    """Cast as autocast casts what enters attention, once for both passes."""
+    kind = tensor.device.type
+    eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
+    if not (eligible and torch.amp.is_autocast_available(kind)):
+        return tensor
+    enabled = torch.is_autocast_enabled(kind)
+    return tensor.to(torch.get_autocast_dtype(kind)) if enabled else tensor
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager:
+    """Leave dtypes alone, whatever surrounds the backward pass."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def _attend(kernel: Kernel, *inputs: Tensor | None) -> Tensor:
+    """Run the kernel if no transform is left, else hand on to the next."""
+    if peek_interpreter_stack() is None:
+        return kernel(*inputs)
+    return _Attention.apply(kernel, *inputs)
+
+
+class _Refusing(Function):
+    """A function without derivatives, unless a subclass has them."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(
+            "scaled_dot_product_attention(inside torch.func): expected one derivative, "
+            "in reverse mode, got a second one or forward mode. Call "
+            "torch.nn.functional.scaled_dot_product_attention inside "
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
+        )
+
+    jvp = backward
+
+
+class _Attention(_Refusing):
+    """Attention on `[N, H, L, E]`; the samples of a vmap join the axis N."""
+
+    @staticmethod
+    def forward(kernel: Kernel, *inputs: Tensor | None) -> Tensor:
+        return kernel(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.kernel, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        needed = ctx.needs_input_grad[1:]
+        found = iter(_Gradient.apply(ctx.kernel, needed, *grads, *ctx.saved_tensors))
+        return None, *(next(found) if need else None for need in needed)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, kernel: Kernel, *inputs: Any) -> Any:
+        # On [N, H, L, E] heads differ only where they are grouped.
+        *folded, unfold = fold(in_dims[1:], info.batch_size, *inputs, enable_gqa=True)
+        return unfold(_attend(kernel, *folded)), 0
+
+
+class _Gradient(_Refusing):
+    """The needed gradients of `_Attention`, from a second forward pass."""
+
+    # To keep what the first one returned would need code for each backend and device.
+
+    @staticmethod
+    def forward(
+        kernel: Kernel, needed: Sequence[bool], grad: Tensor, *inputs: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        pairs = zip(inputs, needed, strict=True)
+        leaves = [x if x is None else x.detach().requires_grad_(n) for x, n in pairs]
+        wanted = [x for x in leaves if x is not None and x.requires_grad]
+        with torch.enable_grad(), _no_autocast(grad.device):
+            out = kernel(*leaves)  # an empty output may not depend on its inputs
+            return torch.autograd.grad(out, wanted, grad, materialize_grads=True)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, *args: Any) -> Any:
+        kernel, needed, grad, *tensors = args
+        size, dims = info.batch_size, list(in_dims[3:])
+        if needed[3]:  # each sample has its own gradient of a mask that all share
+            tensors[3], dims[3] = _expanded(tensors[3], dims[3], size), 0
+        *folded, _ = fold(dims, size, *tensors, enable_gqa=True)
+        grad = _expanded(grad, in_dims[2], size)
+        found = _Gradient.apply(kernel, needed, grad.flatten(0, 1), *folded)
+        grads = [x.unflatten(0, grad.shape[:2]) for x in found]
+        if needed[3]:
+            grads[-1] = grads[-1].sum_to_size(tensors[3].shape)
+        return tuple(grads), (0,) * len(grads)

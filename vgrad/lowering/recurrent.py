@@ -1,0 +1,267 @@
+"""Recurrent nets by torch's kernels, with a backward pass that tells what it finds.
+
+The gradient of a sample's weights is a sum over time steps of outer products of the
+gradients before the gates with what entered there. The kernels add that up over all
+samples; here the backward pass hands both sides on instead. It keeps nothing but inputs
+and outputs, computes all gates again at once, and then goes through time with one GEMM
+and a few elementwise ops a step, everything else being done for all steps at once.
+
+T time steps, N sequences, I inputs, H features of a state, G gates (4 of an LSTM, 3 of
+a GRU, else 1), L layers, D directions
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from vgrad import checks
+from vgrad.lowering.cells import State, over_layers
+from vgrad.lowering.through_time import BACKWARD, Run, shifted
+
+Report = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""Takes `d_ih, d_hh [T, N, G * H]`, `x [T, N, I]` and `h_prev [T, N, H]`."""
+
+
+def recurrent(
+    mode: str,
+    x: Tensor,
+    hidden: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    report: Callable[[int, Tensor, Tensor, Tensor, Tensor], None],
+    *,
+    anchor: Tensor,
+    num_layers: int,
+    bidirectional: bool,
+    dropout: float,
+    training: bool,
+    batch_first: bool,
+) -> tuple[Tensor, ...]:
+    """Run `torch.lstm`, `torch.gru`, `torch.rnn_tanh` or `torch.rnn_relu`, reporting.
+
+    `x [T, N, I]` (`[N, T, I]` if `batch_first`) and `hidden = (h0,)` or `(h0, c0)`,
+    each `[L * D, N, H]`, give `(output, h_n)` or `(output, h_n, c_n)` with the shapes,
+    values and dtypes of torch. `weights` is torch's flat list, for each layer and
+    direction `w_ih, w_hh, [b_ih, b_hh]`. The backward pass calls `report(first, d_ih,
+    d_hh, x, h_prev)` for each layer and direction, `first` being the place of its
+    `w_ih` in the list and the rest as in `recurrent_layer`.
+
+    Dropout between the layers draws from torch's global generator, as torch does.
+
+    Raises:
+        ValueError: an unknown mode, an anchor or weights with the wrong
+        `requires_grad`.
+        NotImplementedError: projections, and a second derivative.
+        RuntimeError: what torch refuses: no time step, sizes that do not match.
+
+    Example:
+        >>> weights = [torch.ones(2, 3), torch.ones(2, 2)]
+        >>> anchor = torch.zeros((), requires_grad=True)
+        >>> output, h_n = recurrent("rnn_tanh", torch.ones(7, 5, 3),
+        ...     (torch.zeros(1, 5, 2),), weights,
+        ...     lambda first, *found: print(first, [tuple(x.shape) for x in found]),
+        ...     anchor=anchor, num_layers=1, bidirectional=False, dropout=0.0,
+        ...     training=True, batch_first=False)
+        >>> output.sum().backward()
+        0 [(7, 5, 2), (7, 5, 2), (7, 5, 3), (7, 5, 2)]
+    """
+
+    def layer(
+        first: int, x: Tensor, state: State, own: Sequence[Any], reverse: bool
+    ) -> tuple[Tensor, State]:
+        *own, w_hr = own
+        if w_hr is not None:
+            raise NotImplementedError(
+                "recurrent(w_hr): expected an LSTM without projections, got one with "
+                "them. Use steps."
+            )
+        tell = partial(report, first)
+        return recurrent_layer(
+            mode, x, state, own, tell, anchor=anchor, reverse=reverse
+        )
+
+    return over_layers(
+        "recurrent",
+        layer,
+        mode,
+        x,
+        hidden,
+        weights,
+        num_layers=num_layers,
+        bidirectional=bidirectional,
+        dropout=dropout,
+        training=training,
+        batch_first=batch_first,
+    )
+
+
+def recurrent_layer(
+    mode: str,
+    x: Tensor,
+    hidden: State,
+    weights: Sequence[Any],
+    report: Report,
+    *,
+    anchor: Tensor,
+    reverse: bool = False,
+) -> tuple[Tensor, State]:
+    """Run one layer in one direction, reporting both sides of the weights' gradients.
+
+    `x [T, N, I]` and `hidden = (h0,)` or `(h0, c0)`, each `[N, H]`, with `weights =
+    (w_ih [G * H, I], w_hh [G * H, H], b_ih, b_hh)`, the biases possibly None, give
+    `output [T, N, H]` and `(h_n,)` or `(h_n, c_n)`.
+
+    The backward pass calls `report(d_ih, d_hh, x, h_prev)` once: the gradients at what
+    the gates add up from the inputs and from the state, `[T, N, G * H]`, the inputs
+    `[T, N, I]` and the states `[T, N, H]` that every step began with, all in the order
+    of time of `x`. So with sums over t and n, or over t alone for each sample,
+
+        w_ih: d_ih[t, n] x x[t, n]        b_ih: d_ih[t, n]
+        w_hh: d_hh[t, n] x h_prev[t, n]   b_hh: d_hh[t, n]
+
+    `d_ih` and `d_hh` are one tensor but for a GRU; they may be kept and must not be
+    changed in place.
+
+    Cost: the forward pass of torch; backwards two thirds of the operations of torch's
+    backward pass for the gradients of inputs and states, the rest for the gates, and
+    about `2 G` numbers per output of memory, for the time of the pass. The kernel runs
+    under the surrounding autocast. The backward pass runs in the widest dtype of
+    inputs, states and weights, float32 at least, which is the dtype of `d_ih` and
+    `d_hh`; other gradients have the dtype of what they belong to.
+
+    Args:
+        weights: without gradients of their own: the report has them.
+        report: called without autograd and without autocast, in the thread that runs
+            the backward pass.
+        anchor: a scalar leaf that requires grad, on the device of `x`. It puts the
+            layer into the graph where nothing else needs a gradient; its own is zero.
+        reverse: whether to go from the last time step to the first.
+
+    Raises:
+        ValueError: an unknown mode, an anchor that does not require grad, or weights
+            that do.
+        NotImplementedError: a second derivative.
+
+    Example:
+        >>> weights = (torch.ones(2, 3), torch.ones(2, 2), None, None)
+        >>> found = []
+        >>> output, (h_n,) = recurrent_layer("rnn_tanh", torch.ones(7, 5, 3),
+        ...     (torch.zeros(5, 2),), weights, lambda *each: found.extend(each),
+        ...     anchor=torch.zeros((), requires_grad=True))
+        >>> h_n.sum().backward()
+        >>> d_ih, d_hh, x, h_prev = found
+        >>> torch.einsum("tno,tni->noi", d_ih, x).shape  # one gradient per sample
+        torch.Size([5, 2, 3])
+    """
+    checks.one_of("recurrent_layer", BACKWARD, mode=mode)
+    if not anchor.requires_grad:
+        raise ValueError(
+            "recurrent_layer(anchor): expected a scalar that requires grad, got one "
+            "that does not. Nothing would be reported."
+        )
+    if any(each is not None and each.requires_grad for each in weights):
+        raise ValueError(
+            "recurrent_layer(weights): expected weights without gradients of their "
+            "own, got some that require grad. Detach them: the report has their "
+            "gradients."
+        )
+    padded = hidden if mode == "lstm" else (*hidden, None)
+    output, *final = _Layer.apply(mode, report, reverse, anchor, x, *padded, *weights)
+    return output, tuple(final)
+
+
+class _Layer(Function):
+    """The kernel."""
+
+    @staticmethod
+    def forward(
+        mode: str,
+        report: Report,
+        reverse: bool,
+        anchor: Tensor,
+        x: Tensor,
+        h: Tensor,
+        c: Tensor | None,
+        *weights: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        hidden = h.unsqueeze(0) if c is None else (h.unsqueeze(0), c.unsqueeze(0))
+        flat = [each for each in weights if each is not None]
+        options = (len(flat) == 4, 1, 0.0, False, False, False)
+        kernel = getattr(torch, mode)
+        output, *final = kernel(x.flip(0) if reverse else x, hidden, flat, *options)
+        output = output.flip(0) if reverse else output
+        return output, *(each.squeeze(0) for each in final)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+        ctx.mode, ctx.report, ctx.reverse, _, *tensors = inputs
+        ctx.save_for_backward(output[0], *tensors)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        options = (ctx.mode, ctx.report, ctx.reverse, ctx.needs_input_grad[4])
+        d_output, d_h, d_c = (*grads, None)[:3]
+        found = _Gradient.apply(*options, d_output, d_h, d_c, *ctx.saved_tensors)
+        anchor = ctx.saved_tensors[0].new_zeros(())
+        return None, None, None, anchor, *found, None, None, None, None
+
+
+class _Gradient(Function):
+    """The backward pass, a function of its own so that a second one raises."""
+
+    @staticmethod
+    def forward(
+        mode: str,
+        report: Report,
+        reverse: bool,
+        needs_x: bool,
+        d_output: Tensor | None,
+        d_h: Tensor | None,
+        d_c: Tensor | None,
+        output: Tensor,
+        x: Tensor,
+        h: Tensor,
+        c: Tensor | None,
+        *weights: Any,
+    ) -> tuple[Tensor | None, ...]:
+        dtype = torch.float32
+        for each in (output, x, h, weights[0]):
+            dtype = torch.promote_types(dtype, each.dtype)
+        before = shifted(h, output, reverse)
+        zero = output.new_zeros(()).expand(output.shape)
+        given = (
+            zero if d_output is None else d_output,
+            zero[0] if d_h is None else d_h,
+            zero[0] if d_c is None else d_c,
+            *(x, before, output, c, *weights),
+        )
+        with _no_autocast(x.device):
+            wide: Any = (None if each is None else each.to(dtype) for each in given)
+            run = Run(reverse, *wide)
+            d_ih, d_hh, *d_state = BACKWARD[mode](run)
+            report(d_ih, d_hh, x, before)
+            d_x = d_ih @ run.w_ih if needs_x else None
+        own = zip((d_x, *d_state, None), (x, h, c), strict=False)
+        return tuple(None if d is None or e is None else d.to(e.dtype) for d, e in own)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(
+            "recurrent_layer: expected one derivative, got a second one. Use steps."
+        )
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager:
+    """Leave dtypes alone, whatever surrounds the backward pass."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)

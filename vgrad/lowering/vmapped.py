@@ -1,0 +1,74 @@
+"""Which torch functions have a form of ours under `torch.vmap`, and which it is."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vgrad.lowering import cells
+from vgrad.lowering.attention import scaled_dot_product_attention
+
+
+def _by_steps(mode: str) -> Callable[..., tuple[Tensor, ...]]:
+    """Make a function with torch's signature that runs a recurrent net in steps."""
+
+    def run(
+        input: Tensor,
+        hx: Any,
+        params: Any,
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> tuple[Tensor, ...]:
+        return cells.steps(
+            mode,
+            input,
+            (hx,) if isinstance(hx, Tensor) else tuple(hx),
+            params,
+            num_layers=num_layers,
+            bidirectional=bidirectional,
+            dropout=dropout,
+            training=train,
+            batch_first=batch_first,
+        )
+
+    return run
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """Look rows up; torch's rule for one table a sample pads in the first one only."""
+    rows = F.embedding(
+        input, weight, None, max_norm, norm_type, scale_grad_by_freq, sparse
+    )
+    if padding_idx is None:
+        return rows
+    padding = (input == padding_idx % len(weight)).unsqueeze(-1)
+    return torch.where(padding, rows.detach(), rows)
+
+
+VMAPPED: dict[Callable, Callable] = {
+    F.embedding: _embedding,
+    F.scaled_dot_product_attention: scaled_dot_product_attention,
+    torch.lstm: _by_steps("lstm"),
+    torch.gru: _by_steps("gru"),
+    torch.rnn_tanh: _by_steps("rnn_tanh"),
+    torch.rnn_relu: _by_steps("rnn_relu"),
+    torch.lstm_cell: cells.lstm_cell,
+    torch.gru_cell: cells.gru_cell,
+    torch.rnn_tanh_cell: cells.rnn_tanh_cell,
+    torch.rnn_relu_cell: cells.rnn_relu_cell,
+}
+"""Torch's own vmap loops over samples here, gives wrong numbers, or refuses."""

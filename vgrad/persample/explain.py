@@ -1,0 +1,321 @@
+"""What a per-sample transform does with a model and a batch, as a table."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from vgrad import checks
+from vgrad.persample import views
+from vgrad.persample.combined import Moved, Tied
+from vgrad.persample.convolutions import Conv
+from vgrad.persample.factors import Dense, Factor, Outer, Rows, Zero
+from vgrad.persample.guard import Fallbacks, UnsupportedOp
+from vgrad.persample.options import Options, Transform
+from vgrad.persample.randomness import random_state, set_random_state
+from vgrad.persample.sites import Use
+from vgrad.typing import Buffers, Params, Tree
+
+EXPANDED = "no rule fits: expanded over the samples"
+"""How the reason of a row begins whose op made autograd form every gradient."""
+
+_BACK = "through the computation"
+_UNUSED = "not used: no gradient reaches it"
+
+_Given = tuple[Params, Buffers, tuple[Tree, ...]]
+
+
+class Row(NamedTuple):
+    """One use of parameters, or the sum of several.
+
+    Attributes:
+        names: the parameters.
+        op: the op, or those that asked for copies of the parameter, one a sample.
+        factor: the kind of factor that holds the gradients.
+        form: how norms are had from it: from those of `"both sides"` of one outer
+            product, from inner products of positions (`"gram"`), from the `"rows"` of a
+            table or from the `"gradients"` themselves. Transforms that need no norms
+            have `"gradients"`, or a `"weighted sum"` without them.
+        bytes: memory that this form takes for the samples that were run.
+        why: how the factor came about.
+    """
+
+    names: tuple[str, ...]
+    op: str
+    factor: str
+    form: str
+    bytes: int
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What `explain` finds; `str` makes a table of it.
+
+    Attributes:
+        function: the transform's name.
+        strategy: the strategy that ran.
+        why: why it was that one.
+        samples: how many samples were run, those of the first chunk.
+        rows: what happens to each parameter.
+    """
+
+    function: str
+    strategy: str
+    why: str
+    samples: int
+    rows: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        """Return an aligned table in plain text."""
+        head = ("parameter", *Row._fields[1:])
+        cells = [
+            (", ".join(row.names), *row[1:4], f"{row.bytes:,}", row.why)
+            for row in self.rows
+        ]
+        samples = f"{self.samples} sample{'s' * (self.samples != 1)}"
+        return (
+            f"{self.function} of {samples}, strategy {self.strategy}: {self.why}\n\n"
+            f"{aligned([head, *cells], right={4})}"
+        )
+
+
+def explain(transform: Transform) -> Transform:
+    """Say what a transform does: `(params, buffers, *batch) -> Explanation`.
+
+    `transform` is what `per_sample_norm`, `clipped_grad` or another per-sample
+    transform returns. Its loss runs once, forward and backward, on the first chunk of
+    the batch and with the transform's options; random generators are put back. Print
+    the result, or read `.strategy` and `.rows`.
+
+    Each use of a parameter leaves a factor. Where the op has no rule that fits, the
+    parameter is expanded over the samples: exact, but all gradients are stored. What is
+    used several times, or computed from parameters, has a row more for each parameter's
+    sum, and only this one then takes memory.
+
+    Raises:
+        TypeError: `transform` is something else.
+        ValueError: the batch is empty; else as the transform.
+        UnsupportedOp: as the transform.
+
+    Example:
+        >>> import torch
+        >>> import vgrad
+        >>> loss = lambda params, buffers, x: (x @ params["w"] + params["b"]).sum()
+        >>> params = {"w": torch.ones(9, 8), "b": torch.ones(8), "c": torch.ones(1)}
+        >>> compute = vgrad.clipped_grad(loss, max_norm=1.0)
+        >>> explanation = explain(compute)(params, {}, torch.ones(4, 2, 9))
+        >>> explanation.strategy
+        'recorded'
+        >>> for row in explanation.rows:
+        ...     print(row.names, row.op, row.factor, row.form, row.bytes)
+        ('w',) matmul Outer gram 544
+        ('b',) add Dense gradients 128
+        ('c',)  Zero none 0
+    """
+    if not isinstance(transform, Transform):
+        raise TypeError(
+            f"explain(transform): expected what a per-sample transform returns, got a "
+            f"{type(transform).__name__}. Pass, for example, per_sample_norm(loss)."
+        )
+    # A memory of its own, so that the transform still warns of what was seen here.
+    options = dataclasses.replace(transform.options, fallbacks=Fallbacks())
+
+    def explanation(params: Params, buffers: Buffers, /, *batch: Tree) -> Explanation:
+        given = (params, buffers, batch)
+        leaves = pytree.tree_leaves(given)
+        state = random_state([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        try:
+            return _explained(options, given)
+        finally:
+            set_random_state(state)
+
+    return Transform(options, explanation)
+
+
+def aligned(lines: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
+    """Lay cells out in columns, those numbered in `right` at their right edge.
+
+    Example:
+        >>> print(aligned([("op", "bytes"), ("linear", "8")], right={1}))
+        op      bytes
+        linear      8
+    """
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if number in right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _explained(options: Options, given: _Given) -> Explanation:
+    """Take the strategy that the transform would take."""
+    chosen, why = options.strategy, f'as strategy="{options.strategy}" says'
+    if chosen == "auto" and checks.inside_transform():
+        chosen, why = "vmap", "inside a transform of torch.func"
+    elif chosen == "auto":
+        try:
+            return _recorded(options, "the loss can be recorded", given)
+        except UnsupportedOp as error:
+            chosen, why = "vmap", str(error)
+    if chosen == "recorded":
+        return _recorded(options, why, given)
+    return _stored(options, chosen, why, given)
+
+
+def _recorded(options: Options, why: str, given: _Given) -> Explanation:
+    """Record the loss, and list the uses of every parameter."""
+    found = _Found(options.function, given[0])
+    samples = _run(options, "recorded", found, given)
+    rows = tuple(found.rows())
+    return Explanation(options.function, "recorded", why, samples, rows)
+
+
+def _stored(options: Options, strategy: str, why: str, given: _Given) -> Explanation:
+    """Store all gradients, and see which ops take each parameter."""
+    watch = _Watch()
+
+    def watched(params: Params, buffers: Buffers, /, *sample: Tree) -> Any:
+        watch.names = {id(value): name for name, value in params.items()}
+        with watch:
+            return options.loss(params, buffers, *sample)
+
+    found = _Found(options.function, given[0])
+    watching = dataclasses.replace(options, loss=watched)
+    samples = _run(watching, strategy, found, given)
+    because = f"{strategy} stores all gradients"
+    rows = tuple(
+        Row((name,), ", ".join(ops), *found.wholes[name], because if ops else _UNUSED)
+        for name in given[0]
+        for ops in [watch.ops.get(name, ())]
+    )
+    return Explanation(options.function, strategy, why, samples, rows)
+
+
+def _run(options: Options, strategy: str, found: "_Found", given: _Given) -> int:
+    """Run the first chunk, and return its size."""
+    options = dataclasses.replace(options, strategy=strategy)
+    for chunk in options.chunks(*given, lambda: found):
+        return len(chunk.losses)
+    raise ValueError(
+        f"explain({options.function})(params, buffers, *batch): expected at least one "
+        f"sample, got an empty batch."
+    )
+
+
+class _Whole(NamedTuple):
+    """What is kept of a parameter's gradients: the cells of a row that say so."""
+
+    factor: str
+    form: str
+    bytes: int
+
+
+class _Found:
+    """A collector that the recorder also tells every use; it keeps no tensors."""
+
+    def __init__(self, function: str, params: Params) -> None:
+        """Start with nothing."""
+        self._form = _FORMS.get(function, _for_norms)
+        self._params = params
+        self._uses: list[Row] = []
+        self._computed: set[str] = set()
+        self.wholes: dict[str, _Whole] = {}
+
+    def tell(self, use: Use) -> None:
+        """Note a use."""
+        why = "has a rule" if use.ruled else EXPANDED
+        if use.computed:
+            self._computed.update(use.names)
+            why += ", for what is computed from parameters"
+        kind = type(use.factor).__name__
+        self._uses.append(Row(use.names, ", ".join(use.ops), kind, "", 0, why))
+
+    def take(self, name: str, factor: Factor) -> None:
+        """Note what is handed on for a parameter."""
+        form = self._form(factor, self._params[name].element_size())
+        self.wholes[name] = _Whole(type(factor).__name__, *form)
+
+    def rows(self) -> Iterator[Row]:
+        """Yield the uses of each parameter, and their sum where it is another."""
+        told = self._uses[::-1]  # the backward pass came to the last use first
+        shown: list[Row] = []
+        for name in self._params:
+            uses = [row for row in told if name in row.names]
+            whole = self.wholes[name]
+            if not uses:
+                yield Row((name,), "", *whole, _UNUSED)
+            elif len(uses) == 1 and name not in self._computed:
+                yield uses[0]._replace(form=whole.form, bytes=whole.bytes)
+            else:
+                others = [row for row in uses if row not in shown]
+                shown += [row for row in others if len(row.names) > 1]
+                yield from others
+                sums = f"sum of {len(uses)} uses" if len(uses) > 1 else _BACK
+                yield Row((name,), "", *whole, sums)
+
+
+class _Watch(TorchFunctionMode):
+    """Sees which ops take a parameter, whatever runs them."""
+
+    def __init__(self) -> None:
+        """Start with nothing."""
+        super().__init__()
+        self.names: dict[int, str] = {}
+        self.ops: dict[str, dict[str, None]] = {}
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Note the parameters among the arguments, and run the call."""
+        kwargs = kwargs or {}
+        op = getattr(func, "__name__", str(func))
+        if not views.only_reads(func):
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if (name := self.names.get(id(leaf))) is not None:
+                    self.ops.setdefault(name, {})[op] = None
+        return func(*args, **kwargs)
+
+
+def _for_norms(factor: Factor, number: int) -> tuple[str, int]:
+    """Say how norms are had, and what is kept until the sum can be weighted."""
+    match factor:
+        case Zero():
+            return "none", 0
+        case Rows():
+            return "rows", factor.bytes
+        case Outer() if factor.inputs.shape[2] == 1:
+            return "both sides", factor.bytes
+        case Outer(by_gram=True) | Conv(form="gram"):
+            return "gram", factor.bytes
+        case Tied() if factor.outer.by_gram:
+            return "gram and rows", factor.bytes
+        case Moved():
+            forms = [_for_norms(part, number) for part in factor.parts]
+            names = dict.fromkeys(name for name, _ in forms)
+            return ", ".join(names), sum(size for _, size in forms)
+        case Conv():
+            form, size = _for_gradients(factor, number)
+            return f"{form} by {factor.form}", size
+        case Dense() | Outer() | Tied():
+            return _for_gradients(factor, number)
+    return "its own", factor.bytes
+
+
+def _for_gradients(factor: Factor, number: int) -> tuple[str, int]:
+    return "gradients", factor.size * math.prod(factor.shape) * number
+
+
+def _for_sums(factor: Factor, number: int) -> tuple[str, int]:
+    return "weighted sum", factor.bytes
+
+
+_FORMS = {"per_sample_grad": _for_gradients, "weighted_grad": _for_sums}
+"""What transforms do that need no norms; `number` is the bytes of one."""

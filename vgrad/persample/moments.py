@@ -1,0 +1,156 @@
+"""Mean and spread of gradients over samples, and what these say about a batch size.
+
+N samples. The options are those that `quantities.py` explains.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vgrad import checks
+from vgrad.persample import reductions
+from vgrad.persample.batches import ChunkSize
+from vgrad.persample.collectors import Moments
+from vgrad.persample.options import Options, Transform, joined
+from vgrad.persample.problem import Randomness
+from vgrad.typing import Buffers, LossFn, Params, Tree
+
+
+class GradientMoments(NamedTuple):
+    """What `gradient_moments` computes over N samples, with g the gradient of one.
+
+    Attributes:
+        mean: `E[g]`, the gradient of the mean loss; `{name: shape}`.
+        variance: `sum_b |g_b - mean|^2 / (N - 1)`, unbiased; `{name: shape}`.
+        second_moment: `E[|g|^2]`, the diagonal of the empirical Fisher matrix;
+            `{name: shape}`.
+        noise_scale: the gradient noise scale `tr(Sigma) / |G|^2` with unbiased
+            estimates of both, `tr(Sigma)` the sum of `variance` and
+            `|G|^2 = |mean|^2 - tr(Sigma) / N`; a scalar.
+        signal_to_noise: `|mean|^2 / variance` (GSNR); `{name: shape}`.
+        losses: loss of each sample, `[N]`.
+    """
+
+    mean: Params
+    variance: Params
+    second_moment: Params
+    noise_scale: Tensor
+    signal_to_noise: Params
+    losses: Tensor
+
+
+def gradient_moments(
+    loss: LossFn,
+    *,
+    strategy: str = "auto",
+    chunk_size: ChunkSize = None,
+    randomness: Randomness = "error",
+) -> Transform:
+    """Moments of gradients: `(params, buffers, *batch) -> GradientMoments`.
+
+    Results are float32 or wider. Deviations are taken from the mean and summed in
+    float64, chunk by chunk, so that variances are right, and never negative, where the
+    mean is much larger.
+
+    What is undefined is NaN: the variance and what follows from it for a single sample,
+    all moments for none, the signal-to-noise ratio of a parameter that has no gradient
+    in any sample. The estimate of `|G|^2` may come out negative for small batches, and
+    the noise scale with it; to average over batches, average `tr(Sigma)` and `|G|^2`
+    and divide then. A sample whose gradient is not finite spoils its parameters.
+
+    Cost: a gradient for every sample, formed for one parameter at a time and dropped,
+    so that recorded memory is that of one layer's gradients, and 32 bytes for each
+    number of the parameters.
+
+    Reference: McCandlish et al., An Empirical Model of Large-Batch Training,
+    arXiv 1812.06162; Liu et al., Understanding Why Neural Networks Generalize Well
+    Through GSNR of Parameters, arXiv 2001.07384; for the sums Chan, Golub and LeVeque,
+    Algorithms for Computing the Sample Variance, 1983.
+
+    Raises:
+        ValueError: as `per_sample_grad`.
+        UnsupportedOp: as `per_sample_grad`.
+
+    Example:
+        >>> loss = lambda params, buffers, x: (params["w"] * x).sum()
+        >>> x = torch.tensor([[1.0, 5.0], [3.0, 5.0]])
+        >>> moments = gradient_moments(loss)({"w": torch.ones(2)}, {}, x)
+        >>> moments.mean, moments.variance
+        ({'w': tensor([2., 5.])}, {'w': tensor([2., 0.])})
+        >>> moments.second_moment, moments.signal_to_noise
+        ({'w': tensor([ 5., 25.])}, {'w': tensor([2., inf])})
+        >>> moments.noise_scale  # 2 / (29 - 2 / 2)
+        tensor(0.0714)
+    """
+    function = "gradient_moments"
+    options = Options(function, loss, strategy, chunk_size, randomness, has_aux=False)
+
+    def moments(params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
+        checks.dictionaries(function, params=params, buffers=buffers)
+        dtype = reductions.norm_dtype(params)
+        running, parts = _Running(), []
+        for chunk in options.chunks(params, buffers, batch, Moments):
+            running.add(len(chunk.losses), chunk.collected)
+            parts.append(chunk._replace(collected=None))
+        losses = [chunk.losses for chunk in parts]
+        losses = joined(reductions.no_norms(params, dtype), losses)
+        return options.result(running.result(params, losses), parts)
+
+    return Transform(options, moments)
+
+
+class _Running:
+    """Means and sums of squared deviations over the chunks so far, in float64."""
+
+    def __init__(self) -> None:
+        """Start with no samples."""
+        self._size = 0
+        self._means: Params = {}
+        self._squares: Params = {}
+
+    def add(self, size: int, part: Moments) -> None:
+        """Merge the moments of a chunk by the formula of Chan, Golub and LeVeque."""
+        if self._size == 0:
+            self._size, self._means, self._squares = size, part.means, part.squares
+            return
+        total = self._size + size
+        for name in self._means:
+            shift = part.means.pop(name) - self._means[name]
+            between = _squared(shift) * (self._size * size / total)
+            squares = self._squares[name] + part.squares.pop(name) + between
+            self._means[name] = self._means[name] + shift * (size / total)
+            self._squares[name] = squares
+        self._size = total
+
+    def result(self, params: Params, losses: Tensor) -> GradientMoments:
+        """Return the moments; 0 / 0 makes NaN of what too few samples leave open."""
+        size = self._size
+        if size == 0:
+            nothing = {name: _undefined(value) for name, value in params.items()}
+            self._means = nothing
+            self._squares = {name: value.real for name, value in nothing.items()}
+        trace = square = losses.new_zeros((), dtype=torch.float64)
+        found = GradientMoments({}, {}, {}, trace, {}, losses)
+        for name, value in params.items():
+            mean, squares = self._means.pop(name), self._squares.pop(name)
+            signal, variance = _squared(mean), squares / max(size - 1, 0)
+            trace, square = trace + variance.sum(), square + signal.sum()
+            dtype = reductions.wide(value.dtype)
+            found.mean[name] = mean.to(dtype)
+            found.variance[name] = variance.to(dtype.to_real())
+            found.second_moment[name] = (signal + squares / size).to(dtype.to_real())
+            found.signal_to_noise[name] = (signal / variance).to(dtype.to_real())
+        scale = trace / (square - trace / size)
+        return found._replace(noise_scale=scale.to(reductions.norm_dtype(params)))
+
+
+def _squared(tensor: Tensor) -> Tensor:
+    """Square of the absolute value."""
+    return (tensor * tensor.conj()).real
+
+
+def _undefined(value: Tensor) -> Tensor:
+    """NaN in float64 for every number of a parameter."""
+    dtype = torch.promote_types(value.dtype, torch.float64)
+    return torch.full_like(value, torch.nan, dtype=dtype, requires_grad=False)

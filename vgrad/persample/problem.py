@@ -1,0 +1,82 @@
+"""One call of a per-sample transform: what it was given, and how its loss is run."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from vgrad.persample import batches
+from vgrad.persample.collectors import Collector
+from vgrad.persample.guard import Fallbacks
+from vgrad.typing import Buffers, LossFn, Params, Tree
+
+Randomness = Literal["error", "different", "same"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of a per-sample transform.
+
+    Attributes:
+        function: the transform's name, for errors.
+        collect: makes what the factors of a chunk are handed to.
+    """
+
+    function: str
+    loss: LossFn
+    params: Params
+    buffers: Buffers
+    batch: batches.Batch
+    randomness: Randomness
+    has_aux: bool
+    fallbacks: Fallbacks
+    collect: Callable[[], Collector]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors that were given."""
+        leaves = [leaf for leaf in self.batch.leaves if isinstance(leaf, Tensor)]
+        return [*self.params.values(), *self.buffers.values(), *leaves]
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether the caller can differentiate the result once more."""
+        wanted = any(tensor.requires_grad for tensor in self.tensors)
+        return torch.is_grad_enabled() and wanted
+
+    def run_loss(
+        self,
+        params: Params,
+        tensors: tuple[Tensor, ...],
+        watch: AbstractContextManager,
+    ) -> tuple[Tensor, Tree]:
+        """Return `(scalar, aux)` of one sample, a copy, which the loss may change."""
+        sample = self.batch.sample(tuple(tensor.clone() for tensor in tensors))
+        with watch:
+            # Dictionaries of its own, in which the loss may bind names anew.
+            result = self.loss(dict(params), dict(self.buffers), *sample)
+        if self.has_aux and not (isinstance(result, tuple) and len(result) == 2):
+            raise ValueError(
+                f"{self.function}(loss, has_aux=True): expected a loss that returns "
+                f"(scalar, aux), got a {type(result).__name__}."
+            )
+        value, aux = result if self.has_aux else (result, ())
+        if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
+            tensor = isinstance(value, Tensor)
+            got = f"{value.dtype} {tuple(value.shape)}" if tensor else type(value)
+            raise ValueError(
+                f"{self.function}(loss): expected a loss that returns a real tensor "
+                f"without dimensions (with has_aux=True a pair of it and aux), got "
+                f"{got}."
+            )
+        for leaf in pytree.tree_leaves(aux):
+            if not isinstance(leaf, Tensor):
+                raise TypeError(
+                    f"{self.function}(loss, has_aux=True): expected tensors in aux, "
+                    f"got a {type(leaf).__name__}."
+                )
+        return value, aux

@@ -1,0 +1,289 @@
+"""Run the loss of one sample under vmap, keeping a factor of each use of a parameter.
+
+An op of the rule table runs on the physical tensors `[B, ...]`, and a hook on the node
+that autograd makes for it sees the gradient at its output during the one backward pass:
+with the op's input that is the factor. A parameter that reaches any other op is
+expanded over the samples there, so that autograd's gradient of the expansion is the
+per-sample gradient.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch._C import _functorch as functorch  # type: ignore[attr-defined]
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch.utils import _pytree as pytree
+
+from vgrad.persample import views
+from vgrad.persample.factors import Factor
+from vgrad.persample.guard import LossGuard, UnsupportedOp
+from vgrad.persample.sites import Site, Sites, Take, Use, leaf, op_name, replaced
+from vgrad.persample.table import Lowering, Maker, Rule
+from vgrad.typing import Params
+
+
+class Recorder(LossGuard):
+    """The function mode under which the loss runs, for B samples.
+
+    `take(name, factor)` is called once for each parameter, during the backward pass
+    where possible, so that what it drops is freed before the next factor comes. `tell`
+    is for who wants to know every single use.
+    """
+
+    def __init__(
+        self,
+        rules: Mapping[Callable, Rule | Lowering],
+        params: Params,
+        size: int,
+        randomness: str,
+        take: Take,
+        tell: Callable[[Use], None] | None = None,
+    ) -> None:
+        """Make the stand-ins for the parameters."""
+        super().__init__(vmapped=True)
+        self.size = size
+        self.randomness = randomness
+        self._rules = rules
+        self._sites = Sites(params, size, take, tell)
+        self._lowering: Callable | None = None
+        self._level = 0
+        self._running = False
+        self._anchors: list[Tensor] = []
+        self.params = self._sites.params
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Watch a loss that runs under vmap."""
+        self._level = functorch.maybe_current_level()
+        with self:
+            yield
+
+    def backward(self, losses: Tensor) -> None:
+        """Run the one backward pass, and hand on the factors of every parameter."""
+        self._running = True
+        try:
+            self._sites.differentiate(losses, self._anchors)
+        finally:
+            self._running = False
+
+    def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run one call of a torch function."""
+        if views.only_reads(func):
+            return func(*args, **kwargs)
+        sites = self._sites.among(args, kwargs)
+        entry = self._rules.get(func)
+        here = functorch.maybe_current_level() == self._level
+        if entry is not None and here:
+            output = None
+            if isinstance(entry, Lowering):
+                if _any_batched(args, kwargs):
+                    output = self._lowered(entry, func, args, kwargs)
+            elif sites:
+                output = self._by_rule(entry, func, args, kwargs)
+            if output is not None:
+                return output
+        if not sites:
+            return super().run(func, args, kwargs)
+        if here and not _any_batched(args, kwargs):
+            return self._sites.derive(func, args, kwargs, sites)
+        copies = {id(site.handed): self._expanded(site, func) for site in sites}
+        args, kwargs = replaced((args, kwargs), copies)
+        return super().run(func, args, kwargs)
+
+    def physical(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the loss with the samples in front."""
+        if not functorch.is_batchedtensor(tensor):
+            return tensor.expand(self.size, *tensor.shape)
+        axis = functorch.maybe_get_bdim(tensor)
+        tensor = functorch.get_unwrapped(tensor)
+        return tensor.movedim(axis, 0) if axis else tensor
+
+    def logical(self, tensor: Tensor) -> Tensor:
+        """Hide the samples of a physical tensor."""
+        return functorch._add_batch_dim(tensor, 0, self._level)
+
+    def below(self) -> AbstractContextManager:
+        """Compute with physical tensors."""
+        return temporarily_pop_interpreter_stack()
+
+    def watching(self) -> AbstractContextManager:
+        """Run ops as if the loss had called them, each by its own rule."""
+        return self
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor stands for a parameter."""
+        return self._sites.find(tensor) is not None
+
+    def is_batched(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor differs from sample to sample."""
+        return functorch.is_batchedtensor(tensor)
+
+    def copies(self, tensor: Tensor) -> Tensor:
+        """Return what is `physical` of a tensor, or a parameter's expansion."""
+        site = self._sites.find(tensor)
+        if site is None:
+            return self.physical(tensor)
+        return self._sites.expand(site, self._lowering, ruled=True)
+
+    def plain(self, tensor: Tensor) -> Tensor:
+        """Return the values of a parameter, for an op that needs no gradient of it."""
+        site = self._sites.find(tensor)
+        return tensor if site is None else site.plain
+
+    def anchor(self, value: Tensor) -> Tensor:
+        """Return a leaf of these values at which the backward pass ends."""
+        self._anchors.append(leaf(value))
+        return self._anchors[-1]
+
+    def use(self, tensor: Tensor) -> Callable[[Factor], None] | None:
+        """Return what the factor of a use of a parameter has to be given to."""
+        site = self._sites.find(tensor)
+        if site is None:
+            return None
+        name = op_name(self._lowering)
+        self._sites.expect(site)
+
+        def arrived(factor: Factor) -> None:
+            self._check_running()
+            self._sites.arrived(site, factor, name)
+
+        return arrived
+
+    def _lowered(self, entry: Lowering, func: Callable, args: tuple, kwargs: dict):
+        """Run an op by its lowering; None where that does not fit this call."""
+        around, self._lowering = self._lowering, self._lowering or func
+        try:
+            return entry.run(self, *args, **kwargs)
+        finally:
+            self._lowering = around
+
+    def _by_rule(self, rule: Rule, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run an op of the table; None where its rule does not fit this call."""
+        bound = rule.bind(args, kwargs)
+        if bound is None:
+            return None
+        weights: dict[str, Site] = {}
+        batched = follows = False
+        physical = dict(bound)
+        for name, value in bound.items():
+            if not isinstance(value, Tensor):
+                continue
+            site = self._sites.find(value)
+            if name in rule.weights:
+                if functorch.is_batchedtensor(value) or value.is_complex():
+                    return None
+                if site is not None:
+                    weights[name] = site
+                follows |= site is None and value.requires_grad
+                continue
+            if site is not None:
+                value = self._expanded(site, func)
+            batched |= functorch.is_batchedtensor(value)
+            physical[name] = self.physical(value)
+            follows |= physical[name].requires_grad
+        if not weights or (not batched and follows):
+            return None
+        for name, site in weights.items():
+            # Only where no input leads on to other parameters does a weight have to
+            # require grad, for the pass to come here at all.
+            physical[name] = site.plain if follows else self.anchor(site.plain)
+        # What is kept must not keep the graph alive.
+        kept = {
+            name: value.detach() if isinstance(value, Tensor) else value
+            for name, value in physical.items()
+        }
+        makers = rule.factors(**kept)
+        if makers is None:
+            return None
+        with self.below():
+            if batched:
+                output = rule.run(*physical.values())
+            else:  # the same for all samples: computed once
+                once = {n: physical[n] if n in weights else bound[n] for n in bound}
+                output = rule.run(*once.values())
+                output = output.expand(self.size, *output.shape)
+            if output.requires_grad:  # not under no_grad
+                uses = [(site, makers[name]) for name, site in weights.items()]
+                name = op_name(self._lowering or func)
+                output = self._tapped(name, output, uses, skip=not follows)
+            return self.logical(output)
+
+    def _tapped(
+        self, op: str, output: Tensor, uses: list[tuple[Site, Maker]], *, skip: bool
+    ) -> Tensor:
+        """Hook the node of an op's output; with `skip` the backward pass ends there."""
+        whole, base = output, output._base
+        if output._is_view() and base is not None and base.grad_fn is not None:
+            # An op that writes into a view replaces the view's node, never its base's.
+            whole = base
+            if not _same_memory(whole, output):
+                whole = output = output.clone()
+        number, shape = whole.output_nr, output.shape
+        left = [
+            (site, maker, [(each, each._version) for each in _captured(maker)])
+            for site, maker in uses
+        ]
+        for site, _ in uses:
+            self._sites.expect(site)
+
+        def hook(grads: tuple[Tensor | None, ...]) -> Any:
+            self._check_running()
+            g = grads[number]
+            while left:
+                site, maker, captured = left.pop()
+                _check_unchanged(op, captured)
+                factor = None if g is None else maker(g.reshape(shape))
+                del maker, captured  # so that inputs are freed as early as possible
+                self._sites.arrived(site, factor, op)
+                del factor
+            return (None,) * len(grads) if skip else None
+
+        node: Any = whole.grad_fn
+        node.register_prehook(hook)
+        return output
+
+    def _expanded(self, site: Site, op: Callable) -> Tensor:
+        """Return a parameter's copies for the samples, which an op asks for."""
+        copies = self._sites.expand(site, op, ruled=op is self._lowering)
+        return self.logical(copies)
+
+    def _check_running(self) -> None:
+        if not self._running:
+            raise UnsupportedOp(
+                "loss: expected a loss that runs no backward pass of its own, got one "
+                "that calls torch.autograd (as gradient penalties do). Use "
+                'torch.func.grad inside it, or strategy="loop".'
+            )
+
+
+def _check_unchanged(op: str, captured: list[tuple[Tensor, int]]) -> None:
+    for tensor, version in captured:
+        if tensor._version != version:
+            raise RuntimeError(
+                f"{op}: expected an input that stays as it is until the backward pass, "
+                f"but an op of the loss wrote into it in place."
+            )
+
+
+def _captured(maker: Maker) -> list[Tensor]:
+    """Return the tensors that a function refers to."""
+    cells = getattr(maker, "__closure__", None) or ()
+    values = (cell.cell_contents for cell in cells)
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _same_memory(base: Tensor, view: Tensor) -> bool:
+    """Tell whether a view holds all numbers of its base in their order."""
+    if base.shape == view.shape and base.stride() == view.stride():
+        return True
+    contiguous = base.is_contiguous() and view.is_contiguous()
+    return contiguous and base.numel() == view.numel()
+
+
+def _any_batched(args: tuple, kwargs: dict) -> bool:
+    leaves = pytree.tree_leaves((args, kwargs))
+    return any(
+        isinstance(each, Tensor) and functorch.is_batchedtensor(each) for each in leaves
+    )

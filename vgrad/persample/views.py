@@ -1,0 +1,98 @@
+"""Which functions of a parameter only move its numbers, so that norms are kept."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_CASTS = {"to", "type", "float", "double", "half", "bfloat16", "type_as"}
+_COPIES = {"clone", "contiguous", "alias", "view_as", "cpu", "cuda"}
+_TRANSPOSES = {"t", "T", "mT", "transpose", "swapaxes", "swapdims", "permute"}
+_VIEWS = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "movedim"}
+_PARTS = {"chunk", "split", "unbind", "tensor_split", "narrow", "select", "__getitem__"}
+_PARTS |= {"split_with_sizes", "unsafe_chunk", "unsafe_split"}
+
+_READS = {"size", "dim", "ndimension", "numel", "nelement", "stride", "element_size"}
+_READS |= {"storage_offset", "get_device", "is_contiguous", "is_floating_point"}
+_READS |= {"is_complex", "is_inference", "is_signed", "is_same_size", "__len__"}
+_TENSORS = {"T", "mT", "H", "mH", "real", "imag", "data", "grad"}
+"""Attributes that are tensors; the others say something about one."""
+
+
+@dataclass(frozen=True)
+class View:
+    """How numbers were moved.
+
+    Attributes:
+        replay: does the same to another tensor.
+        same_numbers: every number stayed in its place.
+        transposes: a matrix was transposed.
+    """
+
+    replay: Callable[[Tensor], Tensor]
+    same_numbers: bool
+    transposes: bool
+
+
+def only_reads(func: Callable) -> bool:
+    """Tell whether a call asks for sizes and the like, and computes nothing."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(func.__self__, "__name__", "") not in _TENSORS
+    return name in _READS
+
+
+def itself(tensor: Tensor) -> Tensor:
+    """Return the tensor."""
+    return tensor
+
+
+def after(
+    first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor], Tensor]:
+    """Compose two functions."""
+    return lambda tensor: second(first(tensor))
+
+
+def describe(
+    func: Callable, args: tuple, kwargs: dict, source: Tensor, place: int | None
+) -> View | None:
+    """Describe a call that moves numbers of `source`; None for any other.
+
+    `place` is the number of the tensor among several that the call returned.
+    """
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        name = getattr(getattr(func, "__self__", None), "__name__", "")
+    cast = name in _CASTS | _COPIES
+    if not cast and name not in _TRANSPOSES | _VIEWS | _PARTS:
+        return None
+    if name == "__getitem__" and not _basic(args[1]):
+        return None
+
+    def replay(tensor: Tensor) -> Tensor:
+        if cast:
+            return tensor
+        given, named = pytree.tree_map_only(
+            Tensor, lambda leaf: tensor if leaf is source else leaf, (args, kwargs)
+        )
+        output = func(*given, **named)
+        return output if place is None else output[place]
+
+    if cast:
+        return View(replay, same_numbers=True, transposes=False)
+    output = replay(source)
+    matrix = source.ndim == 2 and output.shape == source.shape[::-1]
+    swapped = matrix and output.stride() == source.stride()[::-1]
+    return View(replay, same_numbers=False, transposes=name in _TRANSPOSES and swapped)
+
+
+def _basic(index: Any) -> bool:
+    """Tell whether an index takes parts without repeating any."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(
+        part is None or part is Ellipsis or isinstance(part, int | slice)
+        for part in parts
+    )

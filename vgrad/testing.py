@@ -1,0 +1,182 @@
+"""Checks for those who write rules of their own.
+
+The reference is a loop over samples of plain autograd in float64, B samples. It knows
+nothing of factors, so that a mistake in a rule shows against it.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from vgrad.persample import batches
+from vgrad.persample.clipping import Kind, clipped_grad
+from vgrad.persample.explain import EXPANDED, Row, explain
+from vgrad.persample.quantities import per_sample_grad, per_sample_norm, weighted_grad
+from vgrad.typing import Buffers, LossFn, Params, Tree
+
+_KINDS: tuple[Kind, ...] = ("flat", "per_layer", "automatic")
+_GAMMA = 0.01
+"""What automatic clipping adds to a norm."""
+
+
+def check_rule(
+    loss: LossFn,
+    params: Params,
+    buffers: Buffers,
+    /,
+    *batch: Tree,
+    tolerance: float = 1e-10,
+    expanded: bool = False,
+) -> None:
+    """Compare all quantities of a recorded loss with those of plain autograd.
+
+    Tensors are cast to float64. Losses, gradients, norms, a weighted sum and clipped
+    sums of every kind are computed with `strategy="recorded"`, and again from the
+    gradients that a loop over samples stores. The error is relative to the largest
+    number that a parameter has in a quantity.
+
+    Let the loss use the op as models do, with a layer in front of it, so that the
+    gradient at its input counts too, and on a sample of several positions.
+
+    Args:
+        tolerance: the largest relative error.
+        expanded: whether parameters may be expanded over the samples where no rule
+            fits.
+
+    Raises:
+        AssertionError: a quantity differs, or no rule fits a use of a parameter.
+        ValueError: the batch has fewer than two samples, or plain autograd finds
+            gradients that are not finite, or only zeros.
+
+    Example:
+        >>> loss = lambda params, buffers, x: (x @ params["w"]).square().sum()
+        >>> check_rule(loss, {"w": torch.randn(3, 2)}, {}, torch.randn(4, 5, 3))
+    """
+    size = batches.read("check_rule", batch).size
+    if size < 2:
+        raise ValueError(
+            f"check_rule(loss)(params, buffers, *batch): expected at least two "
+            f"samples, which a rule could mix up, got {size}."
+        )
+    params, buffers, samples = _in_double((params, buffers, batch))
+    given = (params, buffers, *samples)
+    recorded: dict[str, Any] = {"strategy": "recorded"}
+    if not expanded:
+        _check_ruled(explain(per_sample_norm(loss, **recorded))(*given).rows)
+    losses, grads = _reference(loss, params, buffers, samples, size)
+    norms = {name: grad.flatten(1).norm(dim=1) for name, grad in grads.items()}
+
+    def check(quantity: str, found: Params, expected: Params) -> None:
+        for name, value in expected.items():
+            _check_equal(f"{quantity} of {name!r}", found[name], value, tolerance)
+
+    check("gradients", per_sample_grad(loss, **recorded)(*given), grads)
+    computed = per_sample_norm(loss, groups="parameter", **recorded)(*given)
+    check("norms", computed, norms)
+    weights = torch.linspace(-1, 2, size, dtype=torch.float64, device=losses.device)
+    sums = weighted_grad(loss, **recorded)(weights, *given)
+    check("weighted sum", sums, _weighted(grads, dict.fromkeys(grads, weights)))
+    bound = 0.9 * float(_joint(norms, list(norms)).mean())  # clips some samples
+    for kind in _KINDS:
+        compute = clipped_grad(loss, max_norm=bound, clipping=kind, **recorded)
+        result = compute(*given)
+        expected = _weighted(grads, _factors(kind, norms, bound))
+        check(f"sum with clipping={kind!r}", result.grads, expected)
+        _check_equal("losses", result.losses, losses, tolerance)
+
+
+def _check_ruled(rows: Sequence[Row]) -> None:
+    """Refuse what autograd did instead of a rule."""
+    for row in rows:
+        if row.why.startswith(EXPANDED):
+            names = ", ".join(map(repr, row.names))
+            raise AssertionError(
+                f"check_rule(loss): expected a rule for each op that takes a "
+                f"parameter, but none fits the use of {names} by {row.op}. Register "
+                f"one, or pass expanded=True if another op is meant."
+            )
+
+
+def _check_equal(what: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
+    if found.shape != expected.shape:
+        raise AssertionError(
+            f"check_rule(loss): expected the {what} in the shape "
+            f"{tuple(expected.shape)}, got {tuple(found.shape)}."
+        )
+    scale = expected.abs().amax() if expected.numel() else torch.zeros(())
+    gap = (found - expected).abs().amax() if expected.numel() else torch.zeros(())
+    error = float(gap / scale) if scale > 0 else float(gap)
+    if not error <= tolerance:  # NaN is no less
+        raise AssertionError(
+            f"check_rule(loss): expected the {what} as plain autograd has them, got a "
+            f"relative error of {error:.1e}, more than {tolerance:.0e}."
+        )
+
+
+def _in_double(tree: Tree) -> Any:
+    """Copy the floating-point tensors of a tree in float64, without their graph."""
+
+    def widen(leaf: Tensor) -> Tensor:
+        kept = leaf.detach().clone()
+        return kept.double() if leaf.is_floating_point() else kept
+
+    return pytree.tree_map_only(Tensor, widen, tree)
+
+
+def _reference(
+    loss: LossFn, params: Params, buffers: Buffers, batch: Tree, size: int
+) -> tuple[Tensor, Params]:
+    """Run plain autograd sample by sample, -> losses [B], gradients [B, *shape]."""
+    values, found = [], {name: [] for name in params}
+    for row in range(size):
+        leaves = {n: value.clone().requires_grad_() for n, value in params.items()}
+        sample = pytree.tree_map_only(Tensor, lambda leaf, i=row: leaf[i], batch)
+        with torch.enable_grad():
+            value = loss(leaves, _in_double(buffers), *_in_double(sample))
+            grads = torch.autograd.grad(
+                value, list(leaves.values()), allow_unused=True, materialize_grads=True
+            )
+        values.append(value.detach())
+        for name, grad in zip(params, grads, strict=True):
+            found[name].append(grad)
+    stacked = {name: torch.stack(each) for name, each in found.items()}
+    finite = all(bool(grad.isfinite().all()) for grad in stacked.values())
+    if not finite or not any(bool(grad.any()) for grad in stacked.values()):
+        raise ValueError(
+            f"check_rule(loss): expected gradients that say something, got "
+            f"{'only zeros' if finite else 'infinity or NaN'} from plain autograd."
+        )
+    return torch.stack(values), stacked
+
+
+def _weighted(grads: Params, weights: Params) -> Params:
+    """Sum over samples with weights [B] for each parameter."""
+    return {
+        name: torch.einsum("b,b...->...", weights[name], grad)
+        for name, grad in grads.items()
+    }
+
+
+def _joint(norms: Params, names: list[str]) -> Tensor:
+    """Norms [B] over several parameters."""
+    return torch.stack([norms[name] for name in names]).norm(dim=0)
+
+
+def _factors(kind: Kind, norms: Params, bound: float) -> Params:
+    """Factors [B] of each parameter, by the definitions of `clipped_grad`."""
+    if kind == "automatic":
+        factors = bound / (_joint(norms, list(norms)) + _GAMMA)
+        return dict.fromkeys(norms, factors)
+    layers = {name: name.rpartition(".")[0] for name in norms}
+    if kind == "flat":
+        layers = dict.fromkeys(norms, "")
+    share = bound / math.sqrt(len(set(layers.values())))
+    factors = {}
+    for name, layer in layers.items():
+        together = [other for other in norms if layers[other] == layer]
+        factors[name] = (share / _joint(norms, together)).clamp(max=1)
+    return factors
