@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning"),
 ]
 
-STRATEGIES = ("vmap", "loop")
+STRATEGIES = ("auto", "vmap", "loop")
 
 
 def build(name, dtype, size=5):
@@ -101,6 +101,53 @@ def test_all_samples_share_one_mask(strategy, chunk_size):
     compute = vgrad.per_sample_grad(loss, randomness="same", **options)
     masks = compute(params, {}, x)["w"]
     assert all(torch.equal(masks[0], row) for row in masks)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+def test_autocast_means_the_same_under_every_strategy(name):
+    case, _, (fmodel, params, buffers), batch = build(name, torch.float32)
+    loss = vgrad.sample_loss(fmodel, case.criterion)
+    found = {}
+    for strategy in STRATEGIES:
+        with torch.autocast("cuda", torch.bfloat16):
+            compute = vgrad.per_sample_grad(loss, strategy=strategy)
+            found[strategy] = compute(params, buffers, *batch)
+    exact = vgrad.per_sample_grad(loss)(params, buffers, *batch)
+    assert oracle.error(found["auto"], exact) > 1e-5
+    for strategy in STRATEGIES:
+        assert oracle.error(found[strategy], found["loop"]) < 0.03
+
+
+@pytest.mark.parametrize("strategy", ["auto", "vmap", "hybrid"])
+def test_members_are_what_they_are_alone(strategy):
+    torch.manual_seed(0)
+    case = cases.CASES["cnn"]
+    models = [case.model().to("cuda", torch.float64) for _ in range(3)]
+    _, _, _, batch = build("cnn", torch.float64)
+    fmodel, params, buffers = vgrad.stack(models)
+    loss = vgrad.batch_loss(fmodel, case.criterion)
+    found = vgrad.ensemble_grad(loss, strategy=strategy)(params, buffers, *batch)
+    alone = vgrad.ensemble_grad(loss, strategy="loop")(params, buffers, *batch)
+    torch.testing.assert_close(found.losses, alone.losses, rtol=1e-10, atol=0)
+    for name, value in alone.grads.items():
+        torch.testing.assert_close(found.grads[name], value, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_a_donated_step_has_the_numbers_of_a_pure_one(name):
+    tx = getattr(vgrad.optim, name)(torch.tensor(0.1, device="cuda"))
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw():
+        return {"w": torch.randn(3, 4, device="cuda", generator=generator)}
+
+    params, grads = draw(), [draw() for _ in range(5)]
+    given = {"w": params["w"].clone()}
+    state, given_state = tx.init(params), tx.init(given)
+    for grad in grads:
+        params, state = vgrad.optim.step(tx, grad, state, params)
+        given, given_state = vgrad.optim.step(tx, grad, given_state, given, donate=True)
+    torch.testing.assert_close(given["w"], params["w"], rtol=1e-5, atol=1e-6)
 
 
 def test_a_private_run_stays_on_the_device_and_repeats_from_its_state():
