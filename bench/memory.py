@@ -20,9 +20,10 @@ import multiprocessing
 import platform
 import time
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -36,6 +37,8 @@ CLEAR = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
 M_MMAP_THRESHOLD = -3
 MEBIBYTE = 1 << 20
+
+Result = TypeVar("Result")
 
 
 def measurable(device: str) -> bool:
@@ -55,24 +58,31 @@ class Job(NamedTuple):
 
 
 def measure(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Run `peak` on a `Job` in a fresh process, forked from one that only imported.
+    """Run `peak` on a `Job` in a fresh process."""
+    return in_fresh_process(peak, Job(*args, **kwargs))
+
+
+def in_fresh_process(function: Callable[..., Result], *args: Any) -> Result:
+    """Run a function in a process forked from one that only imported.
 
     Raises:
         BrokenProcessPool: the process was killed, for want of memory most likely.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["bench.memory", "opacus", "backpack"])
-    with ProcessPoolExecutor(1, mp_context=context) as process:
-        return process.submit(peak, Job(*args, **kwargs)).result()
+    with ProcessPoolExecutor(1, mp_context=context, initializer=prepare) as process:
+        return process.submit(function, *args).result()
+
+
+def prepare() -> None:
+    """Set the allocator's limit, before anything is allocated."""
+    warnings.simplefilter("ignore")  # of vmap's fallbacks and of the peers' hooks
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MEBIBYTE)
 
 
 def peak(job: Job) -> dict[str, Any]:
     """Measure in this process, which should have done nothing before."""
-    warnings.simplefilter("ignore")  # of vmap's fallbacks and of the peers' hooks
-    libc = ctypes.CDLL(None)
     device = job.device
-    if device == "cpu":
-        libc.mallopt(M_MMAP_THRESHOLD, MEBIBYTE)
     chosen = SETTINGS[job.setting]
     problem = chosen.problem(device, torch.float32, job.samples or chosen.samples)
     if job.chunk_size is not None:
@@ -83,29 +93,32 @@ def peak(job: Job) -> dict[str, Any]:
         made = CLIPPED[job.contender].build(problem)
     run = in_precision(made, device, job.precision)
     run(*(each[:2] for each in problem.batch))
+    return {
+        "setting": job.setting,
+        "contender": job.contender,
+        **above_base(lambda: run(*problem.batch), device),
+    }
+
+
+def above_base(run: Callable[[], Any], device: str) -> dict[str, float]:
+    """Measure some runs in a process that has warmed up."""
     sync(device)
     gc.collect()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         base = torch.cuda.memory_allocated()
     else:
-        libc.malloc_trim(0)  # or runs would need so much less
+        ctypes.CDLL(None).malloc_trim(0)  # or runs would need so much less
         CLEAR.write_text(RESET_PEAK)
         base = _status("VmRSS")
     start = time.perf_counter()
     for _ in range(RUNS):
-        run(*problem.batch)
+        run()
         sync(device)
     seconds = (time.perf_counter() - start) / RUNS
     on_cuda = device == "cuda"
     highest = torch.cuda.max_memory_allocated() if on_cuda else _status("VmHWM")
-    return {
-        "setting": job.setting,
-        "contender": job.contender,
-        "base_bytes": base,
-        "peak_bytes": highest - base,
-        "seconds": seconds,
-    }
+    return {"base_bytes": base, "peak_bytes": highest - base, "seconds": seconds}
 
 
 def _status(field: str) -> int:
@@ -121,4 +134,5 @@ if __name__ == "__main__":
     parser.add_argument("contender", choices=["plain", *CLIPPED])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     given = parser.parse_args()
+    prepare()
     print(json.dumps(peak(Job(given.setting, given.contender, given.device))))

@@ -5,7 +5,8 @@ one batch, which all members get, to new parameters: gradients, and SGD with mom
 The loop keeps one module and one `torch.optim` optimizer a member; times are given as
 ratios to it, so a number below one is a gain.
 
-Every contender is checked in float64 before it is timed in float32.
+Every contender is checked in float64 before it is timed in float32. `peak_bytes` is
+what a call needs above members and batch, in a fresh process (`memory.py`).
 """
 
 import copy
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import vgrad
+from bench import memory
 from bench.measure import DEVICES, interleaved
 from bench.models import SETTINGS as MODELS
 from vgrad.ensemble import EnsembleState
@@ -254,6 +256,23 @@ def checked(kind: str, name: str, setting: str, device: str) -> float:
     )
 
 
+def prepared(
+    kind: str, name: str, setting: str, members: int, device: str
+) -> Callable[[], Any]:
+    """Make what is timed, on a whole batch in float32, and run it once."""
+    problem = Problem(setting, members, device, torch.float32, SETTINGS[setting][2])
+    run, _ = CONTENDERS[kind][name](problem)
+    run()
+    return run
+
+
+def peak(
+    kind: str, name: str, setting: str, members: int, device: str
+) -> dict[str, float]:
+    """Measure the memory of a contender in this process."""
+    return memory.above_base(prepared(kind, name, setting, members, device), device)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("members", SIZES)
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -271,19 +290,18 @@ def test_ensemble(
     assert error < 1e-8
     if benchmark.disabled:
         return
-    samples = SETTINGS[setting][2]
-    problem = Problem(setting, members, device, torch.float32, samples)
-    run, _ = CONTENDERS[kind][name](problem)
-    baseline, _ = CONTENDERS[kind]["loop"](problem)
-    run()
-    baseline()
+    case = (setting, members, device)
+    run, baseline = prepared(kind, name, *case), prepared(kind, "loop", *case)
     interleaved(
         benchmark,
         run,
         baseline,
         device=device,
-        samples=members * samples,
+        samples=members * SETTINGS[setting][2],
         error=error,
         seconds=SECONDS,
     )
     benchmark.extra_info["members"] = members
+    if memory.measurable(device):
+        needed = memory.in_fresh_process(peak, kind, name, *case)
+        benchmark.extra_info["peak_bytes"] = needed["peak_bytes"]

@@ -10,6 +10,9 @@ a sample is a step.
 Every contender makes three steps before it is timed, after which its parameters are
 compared with those of the plain step. With `--benchmark-disable` that is all, on small
 tensors, and compiled code stays Python.
+
+`peak_bytes` is what a step needs above parameters, gradients and state, in a fresh
+process (`memory.py`), `memory_ratio` that number over the bytes of the parameters.
 """
 
 import math
@@ -20,6 +23,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from bench import memory
 from bench.measure import DEVICES, interleaved
 from vgrad import optim
 from vgrad.typing import Params
@@ -175,6 +179,17 @@ CONTENDERS = {
 }
 
 
+def peak(
+    name: str, optimizer: str, shapes: str, device: str, backend: str
+) -> dict[str, float]:
+    """Measure the memory of a contender in this process."""
+    contender = CONTENDERS[name](
+        optimizer, problem(shapes, device, small=False), backend
+    )
+    contender.step()
+    return memory.above_base(contender.step, device)
+
+
 def difference(found: Params, expected: Params, start: Params) -> float:
     """Norm of the difference over the norm of the way from the start."""
 
@@ -221,3 +236,9 @@ def test_optimizer_step(
         error=error,
         seconds=SECONDS,
     )
+    if memory.measurable(device):
+        found = memory.in_fresh_process(peak, name, optimizer, shapes, device, backend)
+        size = sum(p.numel() * p.element_size() for p in given.params.values())
+        benchmark.extra_info.update(
+            peak_bytes=found["peak_bytes"], memory_ratio=found["peak_bytes"] / size
+        )

@@ -63,7 +63,7 @@ def test_every_module_has_a_layer_and_imports_go_one_way():
 
 
 def test_optim_needs_the_ground_floor_only():
-    for path in (PACKAGE / "optim").glob("*.py"):
+    for path in (PACKAGE / "optim").rglob("*.py"):
         assert set(imported(path)) <= {"typing", "checks", "tree", "optim"}
 
 

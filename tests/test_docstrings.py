@@ -26,7 +26,8 @@ def test_examples_run(name):
 
 
 def public():
-    for holder in (vgrad, vgrad.optim, vgrad.dp):
+    schedules = vgrad.optim.schedules
+    for holder in (vgrad, vgrad.optim, schedules, vgrad.dp, vgrad.ensemble):
         for name, value in vars(holder).items():
             own = getattr(value, "__module__", "").startswith("vgrad")
             if own and inspect.isfunction(value):

@@ -57,6 +57,20 @@ def test_it_needs_a_folder_to_write_to(tmp_path):
         bench.run(tmp_path / "missing" / "out.json")
 
 
+def test_an_unknown_suite_is_named(capsys):
+    assert main(["bench", "clipped", "speed"]) == 2
+    assert "no suite speed; there are clipped," in capsys.readouterr().err
+
+
+def test_memory_has_a_column_where_it_was_measured():
+    rows = bench.rows(REPORT)
+    rows[1]["peak_bytes"] = 3 << 20
+    text = bench.markdown(rows)
+    assert "| error | peak memory |" in text
+    assert "| 1e-13 |  |\n" in text
+    assert "| 1e-13 | 3 MiB |\n" in text
+
+
 def test_every_contender_is_right():
     root = Path(__file__).parent.parent
     command = [sys.executable, "-m", "pytest", "bench", "-q", "--benchmark-disable"]

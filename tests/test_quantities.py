@@ -434,6 +434,16 @@ def test_all_strategies_draw_the_same_shared_mask():
     assert torch.equal(found[0], found[2])
 
 
+def test_a_loop_draws_the_masks_that_the_loss_would_draw_by_itself():
+    params, x = {"w": torch.ones(64)}, torch.ones(4, 64)
+    compute = vgrad.per_sample_grad(drops, strategy="loop", randomness="different")
+    torch.manual_seed(3)
+    found = compute(params, {}, x)["w"]
+    torch.manual_seed(3)
+    expected = [torch.func.grad(drops)(params, {}, row)["w"] for row in x]
+    assert torch.equal(found, torch.stack(expected))
+
+
 def test_the_sensitivity_is_the_bound_over_the_divisor():
     compute = vgrad.clipped_grad(linear_loss, max_norm=2.0, normalize_by=8.0)
     assert compute.sensitivity == vgrad.Sensitivity(0.25)

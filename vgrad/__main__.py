@@ -35,7 +35,7 @@ def _evaluate(given: Namespace) -> None:
 def _bench(given: Namespace) -> None:
     from vgrad.job.bench import run
 
-    run(given.out)
+    run(given.out, given.suites)
 
 
 COMMANDS = {
@@ -54,8 +54,8 @@ COMMANDS = {
         _evaluate,
     ),
     "bench": Command(
-        "Run the benchmarks of a checkout and print them as tables: loop, vmap and "
-        "vgrad beside plain SGD.",
+        "Run the benchmarks of a checkout and print them as tables: loop, vmap, vgrad "
+        "and the peers that are installed.",
         arguments.add_bench,
         _bench,
     ),

@@ -38,12 +38,8 @@ def save_ensemble(
     Example:
         >>> import tempfile
         >>> params = {"weight": torch.tensor([[1.0], [2.0], [3.0]])}
-        >>> template = {"weight": torch.zeros(1)}
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = f"{folder}/ensemble.safetensors"
-        ...     save_ensemble(path, params, {})
-        ...     load_member(path, 2, template, {})
-        ({'weight': tensor([3.])}, {})
+        ...     save_ensemble(f"{folder}/ensemble.safetensors", params, {})
     """
     values = _merged("save_ensemble", params, buffers)
     stacked, whole = split(values, shared)
@@ -72,6 +68,17 @@ def load_ensemble(
         FileNotFoundError: there is no such file.
         ValueError: it is damaged or no ensemble, or its members, names, shapes, dtypes
             or shared entries are others than those of the templates.
+
+    Example:
+        >>> import tempfile
+        >>> params = {"weight": torch.tensor([[1.0], [2.0], [3.0]])}
+        >>> templates = {"weight": torch.zeros(3, 1)}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = f"{folder}/ensemble.safetensors"
+        ...     save_ensemble(path, params, {})
+        ...     read, _ = load_ensemble(path, templates, {})
+        >>> torch.equal(read["weight"], params["weight"])
+        True
     """
     path = Path(path)
     templates = _merged("load_ensemble", params, buffers)
@@ -109,6 +116,16 @@ def load_member(
         FileNotFoundError: there is no such file.
         ValueError: it is damaged or no ensemble, has no such member, or holds other
             names, shapes or dtypes than the templates.
+
+    Example:
+        >>> import tempfile
+        >>> params = {"weight": torch.tensor([[1.0], [2.0], [3.0]])}
+        >>> template = {"weight": torch.zeros(1)}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = f"{folder}/ensemble.safetensors"
+        ...     save_ensemble(path, params, {})
+        ...     load_member(path, 2, template, {})
+        ({'weight': tensor([3.])}, {})
     """
     path = Path(path)
     templates = _merged("load_member", params, buffers)

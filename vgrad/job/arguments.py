@@ -166,6 +166,12 @@ def add_evaluate(parser: ArgumentParser) -> None:
 def add_bench(parser: ArgumentParser) -> None:
     """Declare the arguments of `bench`."""
     parser.add_argument(
+        "suites",
+        metavar="SUITE",
+        nargs="*",
+        help="run only bench/test_SUITE.py, for instance: clipped optim",
+    )
+    parser.add_argument(
         "--out",
         type=Path,
         metavar="FILE",

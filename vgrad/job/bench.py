@@ -4,21 +4,33 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import vgrad
 
-COLUMNS = ("contender", "median", "plain step", "ratio to plain", "samples/s", "error")
+COLUMNS: tuple[str, ...] = (
+    "contender",
+    "median",
+    "plain step",
+    "ratio to plain",
+    "samples/s",
+    "error",
+)
+MEMORY = "peak memory"
+MEBIBYTE = 1 << 20
 
 
-def run(out: Path | None) -> None:
+def run(out: Path | None, suites: Sequence[str] = ()) -> None:
     """Run `bench/` beside the package; print tables and, with `out`, keep them.
 
-    `out` names a JSON file; a Markdown file of the same name gets the tables.
+    `out` names a JSON file; a Markdown file of the same name gets the tables. Of the
+    files `bench/test_*.py` only those that `suites` names run, or all.
 
     Raises:
         FileNotFoundError: the package does not lie in a checkout.
+        ValueError: there is no such suite.
         SystemExit: a benchmark failed; the status is 1.
     """
     root = Path(vgrad.__file__).parent.parent
@@ -29,9 +41,16 @@ def run(out: Path | None) -> None:
         )
     if out is not None and not out.parent.is_dir():
         raise FileNotFoundError(f"bench(--out {out}): expected an existing folder.")
+    known = {p.stem.removeprefix("test_"): p for p in root.glob("bench/test_*.py")}
+    if unknown := set(suites) - set(known):
+        raise ValueError(
+            f"bench: no suite {', '.join(sorted(unknown))}; there are "
+            f"{', '.join(sorted(known))}."
+        )
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "pytest", "bench", "--benchmark-only"]
+        command = [sys.executable, "-m", "pytest", "--benchmark-only"]
+        command += [str(known[name]) for name in suites or sorted(known)]
         command += [f"--benchmark-json={report}", "--quiet", "--benchmark-quiet"]
         done = subprocess.run(command, cwd=root, capture_output=True, text=True)
         if done.returncode != 0:
@@ -68,15 +87,26 @@ def markdown(measured: list[dict[str, Any]]) -> str:
         f"Made by `python -m vgrad bench --out FILE` on {first['date']}: "
         f"{first['processor']}, {first['threads']} threads, torch {first['torch']}.",
     ]
-    for group in sorted({row["group"] for row in measured}):
-        text += ["", f"**{group}**", "", f"| {' | '.join(COLUMNS)} |"]
-        text += ["|" + " --- |" * len(COLUMNS)]
-        text += [
-            f"| {' | '.join(_cells(row))} |"
-            for row in measured
-            if row["group"] == group
-        ]
+    for group, columns, lines in _tables(measured):
+        text += ["", f"**{group}**", "", f"| {' | '.join(columns)} |"]
+        text += ["|" + " --- |" * len(columns)]
+        text += [f"| {' | '.join(cells)} |" for cells in lines]
     return "\n".join(text) + "\n"
+
+
+def _tables(
+    measured: list[dict[str, Any]],
+) -> Iterator[tuple[str, Sequence[str], list[list[str]]]]:
+    """Yield the name of each group, its columns and its lines."""
+    for group in sorted({row["group"] for row in measured}):
+        chosen = [row for row in measured if row["group"] == group]
+        columns, lines = list(COLUMNS), [_cells(row) for row in chosen]
+        if any("peak_bytes" in row for row in chosen):
+            columns.append(MEMORY)
+            for row, cells in zip(chosen, lines, strict=True):
+                peak = row.get("peak_bytes")
+                cells.append("" if peak is None else f"{peak / MEBIBYTE:.0f} MiB")
+        yield group, columns, lines
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -96,11 +126,10 @@ def _print(measured: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    for group in sorted({row["group"] for row in measured}):
+    for group, columns, lines in _tables(measured):
         table = Table(title=group)
-        for number, column in enumerate(COLUMNS):
+        for number, column in enumerate(columns):
             table.add_column(column, justify="left" if number == 0 else "right")
-        for row in measured:
-            if row["group"] == group:
-                table.add_row(*_cells(row))
+        for cells in lines:
+            table.add_row(*cells)
         Console().print(table)

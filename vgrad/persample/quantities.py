@@ -13,7 +13,9 @@ a function of `(params, buffers, *batch)`. B samples; every tensor of the batch 
 * `chunk_size`: how many samples at a time; `None` for all, `"auto"` for what fits into
   half of the free memory (found by running the loss on one sample).
 * `randomness`: what a random op in the loss does: `"error"`, `"different"` (each
-  sample draws its own) or `"same"` (all samples draw the same).
+  sample draws its own) or `"same"` (all samples draw the same). From one state of the
+  generator a loop draws what the model would, called with one sample after another; the
+  others draw for all samples at once, and agree with it under `"same"` alone.
 * `loss_scale`: a loss scale of `vgrad.precision`. Losses are multiplied by it before
   the backward pass, so that gradients in float16 do not become zero on the way, and
   each sample's gradient is divided by it before anything else: results do not depend on
