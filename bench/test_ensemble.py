@@ -238,6 +238,11 @@ CONTENDERS: dict[str, dict[str, Callable[[Problem], Contender]]] = {
     },
 }
 NAMES = ("loop", "vmap", "tensordict", "vgrad")
+GROWTH = {
+    "SimpleMLP 784-128-128-10": (1, 2, 4, 8, 16, 32, 64),
+    MODELS["simple-cnn"].title: (1, 2, 4, 8, 16),
+}
+"""Members of a training step, to see how time and memory grow (`growth.py`)."""
 
 
 def checked(kind: str, name: str, setting: str, device: str) -> float:
@@ -288,8 +293,33 @@ def test_ensemble(
         pytest.skip("checked with few members")
     error = checked(kind, name, setting, device)
     assert error < 1e-8
+    if not benchmark.disabled:
+        timed(benchmark, kind, name, setting, members, device, error)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("setting", "name"), [(s, size) for s, sizes in GROWTH.items() for size in sizes]
+)
+def test_members(benchmark: Any, device: str, setting: str, name: int) -> None:
     if benchmark.disabled:
-        return
+        pytest.skip("test_ensemble has checked it")
+    benchmark.group = f"members, training step, {setting}, {device}"
+    kind, ours = "training step", "vgrad"
+    error = checked(kind, ours, setting, device)
+    timed(benchmark, kind, ours, setting, name, device, error)
+
+
+def timed(
+    benchmark: Any,
+    kind: str,
+    name: str,
+    setting: str,
+    members: int,
+    device: str,
+    error: float,
+) -> None:
+    """Time a contender beside the loop, and measure its memory."""
     case = (setting, members, device)
     run, baseline = prepared(kind, name, *case), prepared(kind, "loop", *case)
     interleaved(

@@ -179,23 +179,31 @@ def _donated(
             return None
         counts = [leaf for leaf in pytree.tree_leaves(state.members) if _counts(leaf)]
         if not values and all(bool((each == each[0]).all()) for each in counts):
-            joint = pytree.tree_map(lambda x: x[0] if _counts(x) else x, state.members)
-            done = _in_place(of([]), grads, joint, params)
-            states = None if done is None else [done] * len(some)
+            members = _as_one(of([]), grads, state.members, params)
         elif sum(value[0].numel() for value in params.values()) < LEAST:
             return None
         else:
-            states = _one_by_one(of, values, grads, state.members, params)
-        if states is None:
+            members = _one_by_one(of, values, grads, state.members, params)
+        if members is None:
             return None
-
-        def joined(old: Tensor, *new: Tensor) -> Tensor:
-            return torch.stack(new) if _counts(old) else old
-
-        members = pytree.tree_map(joined, state.members, *states)
         return dict(params), MembersState(members, state.shared)
 
     return step
+
+
+def _as_one(
+    tx: GradientTransformation, grads: Grads, state: Tree, params: Params
+) -> Tree | None:
+    """Step all members as if they were one: they have taken equally many steps."""
+    joint = pytree.tree_map(lambda x: x[0] if _counts(x) else x, state)
+    done = _in_place(tx, grads, joint, params)
+    if done is None:
+        return None
+
+    def counted(old: Tensor, new: Tensor) -> Tensor:
+        return new.expand(old.shape).clone() if _counts(old) else old
+
+    return pytree.tree_map(counted, state, done)
 
 
 def _one_by_one(
@@ -204,8 +212,8 @@ def _one_by_one(
     grads: Grads,
     state: Tree,
     params: Params,
-) -> list[Tree] | None:
-    """Step each member in its part of the tensors; return the states."""
+) -> Tree | None:
+    """Step each member in its part of the tensors."""
     states = []
     for member in range(len(next(iter(params.values())))):
         tx = of([value[member].item() for value in values])
@@ -214,7 +222,11 @@ def _one_by_one(
         if done is None:
             return None
         states.append(done)
-    return states
+
+    def counted(old: Tensor, *new: Tensor) -> Tensor:
+        return torch.stack(new) if _counts(old) else old
+
+    return pytree.tree_map(counted, state, *states)
 
 
 def _in_place(
