@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -195,11 +195,7 @@ class FunctionalModel:
             for name, value in values.items()
         }
         args, kwargs = _copied((args, kwargs))
-        versions = {
-            name: _version(value)
-            for name, value in own.items()
-            if name not in self._copied
-        }
+        versions = _versions(own, self._copied)
         with self._lock:
             if self._running:
                 raise RuntimeError(
@@ -218,8 +214,8 @@ class FunctionalModel:
                 for container, before in self._pristine:
                     slots.restore(container, before)
                 self._running = False
-        for name, version in versions.items():
-            if _version(own[name]) != version or left[name] is not own[name]:
+        for name, version in _versions(own, self._copied).items():
+            if versions[name] != version or left[name] is not own[name]:
                 raise RuntimeError(
                     f"fmodel(params, buffers): expected a forward pass that leaves "
                     f"parameters alone, but it changed {name!r}. Keep what changes in "
@@ -350,6 +346,11 @@ def _copied(tree: Any) -> Any:
     return pytree.tree_map_only(Tensor, once, tree)
 
 
-def _version(value: Tensor) -> int:
-    """Return how often a tensor was changed in place, as far as torch counts it."""
-    return 0 if value.is_inference() else value._version
+def _versions(values: Mapping[str, Tensor], but: Container[str]) -> dict[str, int]:
+    """Return how often tensors were changed in place, as far as torch counts it."""
+    with torch._C.DisableTorchFunction():  # modes have no say in it
+        return {
+            name: 0 if value.is_inference() else value._version
+            for name, value in values.items()
+            if name not in but
+        }

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from vgrad import checks
@@ -107,12 +105,7 @@ class Chooser:
 
 def _key(call: Call) -> Any:
     """Tell calls apart whose work differs."""
-    leaves, structure = pytree.tree_flatten(call.args)
-    shapes = tuple(
-        (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else None
-        for leaf in leaves
-    )
-    return shapes, str(structure)
+    return tuple((each.shape, each.dtype, each.device) for each in call.tensors())
 
 
 def _by_work(function: Callable, call: Call) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 The function takes parameters, buffers and a batch of one member. E members.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
@@ -61,6 +62,12 @@ class Call:
     def instead(self, rows: Tensor) -> tuple:
         """Return the arguments with member `rows[i]` in the place of member i."""
         return self._each(lambda value, dim: value.index_select(dim, rows))
+
+    def with_params(self, params: Params) -> "Call":
+        """Return the same call with other parameters, of the same shapes."""
+        other = copy.copy(self)
+        other.args = (dict(params), *self.args[1:])
+        return other
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors that were given."""

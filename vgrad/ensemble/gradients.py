@@ -81,7 +81,7 @@ class EnsembleGradFn:
             return self._by_members(call, loss_scale)
 
         def total(params: Params) -> tuple[Tensor, tuple[Tensor, Buffers]]:
-            inner = self._call(params, buffers, batch)
+            inner = call.with_params(params)
             if strategy == "loop":
                 pairs = looped(self._with_buffers, inner, self._randomness)
                 losses, new = inner.stacked_with_buffers(pairs)

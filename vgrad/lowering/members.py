@@ -140,11 +140,19 @@ def _batched(form: Form, *tensors: Tensor | None) -> Tensor:
 def _baddbmm(
     members: int, stacked: list[bool], x: Tensor, weight: Tensor, bias: Tensor
 ) -> Tensor:
-    """Compute `x @ weight.mT + bias` for `x [E or nothing, ..., I]`."""
+    """Compute `x @ weight.mT + bias` for `x [E or nothing, ..., I]`.
+
+    The gradient of a product's right factor comes out transposed, and who wants it as
+    the weight lies would copy it. So the weight is the left factor where it is larger
+    than the outputs, which are copied then.
+    """
     if not stacked[0]:
         x = x.expand(members, *x.shape)
     rows = x.reshape(members, x.shape[1:-1].numel(), x.shape[-1])
-    out = torch.baddbmm(bias.unsqueeze(1), rows, weight.mT)
+    if weight.requires_grad and rows.shape[1] < rows.shape[2]:
+        out = torch.baddbmm(bias.unsqueeze(2), weight, rows.mT).mT.contiguous()
+    else:
+        out = torch.baddbmm(bias.unsqueeze(1), rows, weight.mT)
     return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
