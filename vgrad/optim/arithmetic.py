@@ -7,6 +7,8 @@ Results are in `promote_types(dtype, float32)`, and a gradient of None is passed
 # mapped function, cannot evaluate `float | Tensor`.
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -72,9 +74,31 @@ def blend(old: Params, keep: Number, new: Grads, take: Number) -> Params:
         if value is None:
             return before
         value = value.to(before.dtype)
-        return scalar(keep, before) * before + scalar(take, before) * value
+        return plus(scalar(keep, before) * before, take, value)
 
     return map_values(mix, old, new)
+
+
+def lerp(old: Params, new: Grads, share: Number) -> Params:
+    """`(1 - share) * old + share * new`, in the dtype of `old`; without `new`, `old`.
+
+    For `share = 1 - decay` the exponential moving average. One pass over the values.
+    """
+
+    def mix(before: Tensor, value: Tensor | None) -> Tensor:
+        if value is None:
+            return before
+        weight: Any = scalar(share, before)
+        return torch.lerp(before, value.to(before.dtype), weight)
+
+    return map_values(mix, old, new)
+
+
+def plus(value: Tensor, factor: Number, other: Tensor) -> Tensor:
+    """`value + factor * other`, in one pass if the factor is a number."""
+    if isinstance(factor, Tensor):
+        return value + scalar(factor, other) * other
+    return torch.add(value, other, alpha=factor)
 
 
 def scalar(value: Number, like: Tensor) -> Number:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from vgrad import checks
-from vgrad.optim.arithmetic import Number, blend, counter, scalar, zeros
+from vgrad.optim.arithmetic import Number, counter, lerp, scalar, zeros
 from vgrad.optim.base import (
     GradientTransformation,
     Grads,
@@ -75,7 +75,7 @@ def ema(decay: Number, *, debias: bool = True) -> GradientTransformation:
     ) -> tuple[Updates, EmaState]:
         checks.same_names("ema(grads)", state.mean, grads)
         count = state.count + 1
-        mean = blend(state.mean, decay, grads, 1 - decay)
+        mean = lerp(state.mean, grads, 1 - decay)
         correction = 1 - decay ** count.double()
 
         def direction(grad: Tensor | None, m: Tensor) -> Tensor | None:

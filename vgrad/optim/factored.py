@@ -18,9 +18,9 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.optim.arithmetic import (
     Number,
-    blend,
     check_real,
     counter,
+    lerp,
     scalar,
     squared,
     zeros,
@@ -106,7 +106,7 @@ def scale_by_factored_rms(
 
         def averaged(old: Params, dim: int | None) -> Params:
             means = {name: _mean(now[name], dim) for name in old}
-            return blend(old, 1 - take, means, take)
+            return lerp(old, means, take)
 
         rows, columns = averaged(state.rows, -1), averaged(state.columns, -2)
         squares = averaged(state.squares, None)

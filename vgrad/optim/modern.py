@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arithmetic import Number, blend, check_real, scalar, zeros
+from vgrad.optim.arithmetic import Number, check_real, lerp, scalar, zeros
 from vgrad.optim.averaging import required
 from vgrad.optim.base import (
     GradientTransformation,
@@ -74,8 +74,8 @@ def scale_by_lion(
         grads: Grads, state: LionState, params: Params | None = None
     ) -> tuple[Updates, LionState]:
         checks.same_names("scale_by_lion(grads)", state.mean, grads)
-        mixed = blend(state.mean, beta1, grads, 1 - beta1)
-        mean = blend(state.mean, beta2, grads, 1 - beta2)
+        mixed = lerp(state.mean, grads, 1 - beta1)
+        mean = lerp(state.mean, grads, 1 - beta2)
 
         def direction(grad: Tensor | None, mix: Tensor) -> Tensor | None:
             return None if grad is None else mix.sign()

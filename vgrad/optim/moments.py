@@ -18,9 +18,9 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.optim.arithmetic import (
     Number,
-    blend,
     check_real,
     counter,
+    lerp,
     root,
     scalar,
     squared,
@@ -94,8 +94,8 @@ def scale_by_amsgrad(
     ) -> tuple[Updates, AmsgradState]:
         checks.same_names("scale_by_amsgrad(grads)", state.mean, grads)
         count = state.count + 1
-        mean = blend(state.mean, beta1, grads, 1 - beta1)
-        square = blend(state.square, beta2, squared(grads), 1 - beta2)
+        mean = lerp(state.mean, grads, 1 - beta1)
+        square = lerp(state.square, squared(grads), 1 - beta2)
         largest = map_values(torch.maximum, state.largest, square)
         steps = count.double()
         correction1, correction2 = 1 - beta1**steps, 1 - beta2**steps
@@ -153,8 +153,8 @@ def scale_by_nadam(
     ) -> tuple[Updates, NadamState]:
         checks.same_names("scale_by_nadam(grads)", state.mean, grads)
         count = state.count + 1
-        mean = blend(state.mean, beta1, grads, 1 - beta1)
-        square = blend(state.square, beta2, squared(grads), 1 - beta2)
+        mean = lerp(state.mean, grads, 1 - beta1)
+        square = lerp(state.square, squared(grads), 1 - beta2)
         steps = count.double()
         now, ahead = momentum(steps), momentum(steps + 1)
         product = state.product * now
@@ -208,8 +208,8 @@ def scale_by_radam(
     ) -> tuple[Updates, AdamState]:
         checks.same_names("scale_by_radam(grads)", state.mean, grads)
         count = state.count + 1
-        mean = blend(state.mean, beta1, grads, 1 - beta1)
-        square = blend(state.square, beta2, squared(grads), 1 - beta2)
+        mean = lerp(state.mean, grads, 1 - beta1)
+        square = lerp(state.square, squared(grads), 1 - beta2)
         steps = count.double()
         correction1, correction2 = 1 - beta1**steps, 1 - beta2**steps
         limit = (2 / (1 - beta2) - 1) * torch.ones_like(steps)
@@ -263,7 +263,7 @@ def scale_by_adamax(
     ) -> tuple[Updates, AdamaxState]:
         checks.same_names("scale_by_adamax(grads)", state.mean, grads)
         count = state.count + 1
-        mean = blend(state.mean, beta1, grads, 1 - beta1)
+        mean = lerp(state.mean, grads, 1 - beta1)
         correction = 1 - beta1 ** count.double()
 
         def grow(before: Tensor, grad: Tensor | None) -> Tensor:

@@ -21,6 +21,7 @@ from vgrad.optim.arithmetic import (
     Number,
     blend,
     check_real,
+    lerp,
     root,
     scalar,
     squared,
@@ -128,7 +129,7 @@ def scale_by_rms(alpha: Number = 0.99, eps: Number = 1e-8) -> GradientTransforma
         grads: Grads, state: RmsState, params: Params | None = None
     ) -> tuple[Updates, RmsState]:
         checks.same_names("scale_by_rms(grads)", state.square, grads)
-        square = blend(state.square, alpha, squared(grads), 1 - alpha)
+        square = lerp(state.square, squared(grads), 1 - alpha)
         return map_values(_divider(eps), grads, square), RmsState(square)
 
     return GradientTransformation(init, update)
@@ -162,8 +163,8 @@ def scale_by_stddev(alpha: Number = 0.99, eps: Number = 1e-8) -> GradientTransfo
         grads: Grads, state: StddevState, params: Params | None = None
     ) -> tuple[Updates, StddevState]:
         checks.same_names("scale_by_stddev(grads)", state.mean, grads)
-        mean = blend(state.mean, alpha, grads, 1 - alpha)
-        square = blend(state.square, alpha, squared(grads), 1 - alpha)
+        mean = lerp(state.mean, grads, 1 - alpha)
+        square = lerp(state.square, squared(grads), 1 - alpha)
         variance = map_values(lambda m, v: v - m * m, mean, square)
         updates = map_values(_divider(eps), grads, variance)
         return updates, StddevState(mean, square)
@@ -198,7 +199,7 @@ def scale_by_adadelta(rho: Number = 0.9, eps: Number = 1e-6) -> GradientTransfor
         grads: Grads, state: AdadeltaState, params: Params | None = None
     ) -> tuple[Updates, AdadeltaState]:
         checks.same_names("scale_by_adadelta(grads)", state.square, grads)
-        square = blend(state.square, rho, squared(grads), 1 - rho)
+        square = lerp(state.square, squared(grads), 1 - rho)
 
         def direction(grad: Tensor | None, v: Tensor, d: Tensor) -> Tensor | None:
             if grad is None:
@@ -207,7 +208,7 @@ def scale_by_adadelta(rho: Number = 0.9, eps: Number = 1e-6) -> GradientTransfor
             return root(d + least) / root(v + least) * grad.to(v.dtype)
 
         updates = map_values(direction, grads, square, state.moved)
-        moved = blend(state.moved, rho, squared(updates), 1 - rho)
+        moved = lerp(state.moved, squared(updates), 1 - rho)
         return updates, AdadeltaState(square, moved)
 
     return GradientTransformation(init, update)

@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 from vgrad import checks
 from vgrad.optim.arithmetic import (
     Number,
-    blend,
     check_real,
     counter,
+    lerp,
     root,
     scalar,
     squared,
@@ -124,7 +124,7 @@ def schedule_free(
 
         iterate = map_values(move, state.iterate, moves)
         reached = {n: None if moves[n] is None else z for n, z in iterate.items()}
-        average = blend(state.average, 1 - share, reached, share)
+        average = lerp(state.average, reached, share)
         updates = map_values(mix, moves, iterate, average, params)
         count = state.count + 1
         return updates, ScheduleFreeState(count, total, new, iterate, average)
@@ -241,7 +241,7 @@ def _scale_by_square(beta: Number, eps: Number) -> GradientTransformation:
         grads: Grads, state: SquareState, params: Params | None = None
     ) -> tuple[Updates, SquareState]:
         count = state.count + 1
-        square = blend(state.square, beta, squared(grads), 1 - beta)
+        square = lerp(state.square, squared(grads), 1 - beta)
         correction = 1 - beta ** count.double()
 
         def direction(grad: Tensor | None, v: Tensor) -> Tensor | None:
