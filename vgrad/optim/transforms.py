@@ -203,7 +203,8 @@ def scale_by_adam(
         steps = count.double()
         # Both corrections go into the denominator, by which there are fewer passes.
         correction = 1 - beta1**steps
-        factor, least = correction / (1 - beta2**steps).sqrt(), correction * eps
+        factor = correction / (1 - beta2**steps).sqrt()
+        least = correction * scalar(eps, correction)
 
         def direction(grad: Tensor | None, m: Tensor, v: Tensor) -> Tensor | None:
             if grad is None:
