@@ -191,6 +191,14 @@ def peak(
     return memory.above_base(contender.step, device)
 
 
+COUNTERPARTS = {
+    "vgrad eager": "torchopt",
+    "vgrad compiled": "torch foreach",
+    "vgrad donated": "torch fused",
+}
+"""What each of ours has to be compared with: the one that works in the same way."""
+
+
 def difference(found: Params, expected: Params, start: Params) -> float:
     """Norm of the difference over the norm of the way from the start."""
 
@@ -245,3 +253,37 @@ def test_optimizer_step(
         benchmark.extra_info.update(
             peak_bytes=found["peak_bytes"], memory_ratio=found["peak_bytes"] / size
         )
+
+
+@pytest.mark.parametrize("name", COUNTERPARTS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_against_the_counterpart(
+    benchmark: Any, device: str, shapes: str, optimizer: str, name: str
+) -> None:
+    """Interleaved, so that a few hundredths mean something; the plain step is it."""
+    if benchmark.disabled:
+        pytest.skip("test_optimizer_step has checked it")
+    if name == "vgrad compiled" and shapes == UNCOMPILED:
+        pytest.skip("compiling so many tensors takes more than eight minutes")
+    other = COUNTERPARTS[name]
+    benchmark.group = f"{optimizer} step / that of {other}, {shapes}, {device}"
+    given = problem(shapes, device, small=False)
+    torch.compiler.reset()
+    contender = CONTENDERS[name](optimizer, given, "inductor")
+    counterpart = CONTENDERS[other](optimizer, given, "inductor")
+    for _ in range(CHECKED_STEPS):
+        contender.step()
+        counterpart.step()
+    error = difference(contender.params(), counterpart.params(), given.params)
+    assert error < CLOSE
+    interleaved(
+        benchmark,
+        contender.step,
+        counterpart.step,
+        device=device,
+        samples=1,
+        error=error,
+        seconds=2 * SECONDS,
+    )

@@ -188,3 +188,21 @@ def test_the_main_job_runs_on_the_device(tmp_path):
     assert main(["train", "--out", str(tmp_path / "run"), *data, *options]) == 0
     assert main(["evaluate", str(tmp_path / "run"), *data]) == 0
     assert vgrad.load(tmp_path / "run")(torch.zeros(1, 1, 4, 4)).shape == (1, 3)
+
+
+def test_ensembles_stop_early_and_scale_their_losses_on_the_device():
+    models = [torch.nn.Linear(4, 2).to("cuda") for _ in range(3)]
+    fmodel, params, buffers = vgrad.stack(models)
+    loss = vgrad.batch_loss(fmodel, torch.nn.functional.mse_loss)
+    tx = vgrad.optim.sgd(0.1)
+    step = vgrad.ensemble_train_step(loss, tx, policy="mixed_float16")
+    state = vgrad.ensemble.EnsembleState.create(tx, params, buffers)
+    x, y = torch.ones(5, 4, device="cuda"), torch.ones(5, 2, device="cuda")
+    state, _ = step(state, x, y)
+    before = state.params["weight"]
+    state = state._replace(active=torch.tensor([True, False, True]))
+    state, _ = step(state, x, y)
+    same = [
+        torch.equal(a, b) for a, b in zip(before, state.params["weight"], strict=True)
+    ]
+    assert same == [False, True, False]

@@ -85,3 +85,55 @@ def test_a_state_that_was_given_away_is_empty():
     assert not state.params
     with pytest.raises(ValueError, match="expected at least one parameter, got none"):
         step(state, x[0], torch.arange(B) % 3)
+
+
+LARGE = (2, 150, 150)
+
+
+def one_step(tx, params, *, donate):
+    given = {"w": params.clone() if params.is_contiguous() else params}
+    grads = {"w": torch.ones(LARGE)}
+    return optim.step(tx, grads, tx.init(given), given, donate=donate)[0]["w"]
+
+
+@pytest.mark.parametrize(
+    ("make", "numbers"),
+    [
+        (optim.sgd, {"momentum": 0.9, "dampening": torch.tensor([0.0, 0.5])}),
+        (optim.sgd, {"momentum": 0.9, "dampening": torch.tensor([0.5, 0.0])}),
+        (optim.adam, {"eps": torch.tensor([1e-8, 0.0])}),
+    ],
+)
+def test_members_that_no_kernel_takes_are_stepped_once_too(make, numbers):
+    tx = vgrad.for_members(make, lr=0.1, **numbers)
+    start = torch.full(LARGE, 2.0)
+    pure, donated = (one_step(tx, start, donate=d) for d in (False, True))
+    torch.testing.assert_close(donated, pure)
+
+
+def test_members_that_share_memory_are_not_stepped_in_place():
+    start = torch.zeros(LARGE[1:])
+    tx = vgrad.for_members(optim.sgd, lr=torch.tensor([0.1, 1.0]))
+    found = one_step(tx, start.expand(LARGE), donate=True)
+    assert found[:, 0, 0].tolist() == pytest.approx([-0.1, -1.0])
+    assert not start.any()
+
+
+def test_an_optimizer_that_cannot_be_made_leaves_all_members_alone():
+    def make(momentum):
+        if momentum == 0.5:
+            raise ValueError("half")
+        return optim.sgd(0.1, momentum=momentum)
+
+    tx = vgrad.for_members(make, momentum=torch.tensor([0.9, 0.5]))
+    params = {"w": torch.zeros(LARGE)}
+    state = vgrad.for_members(optim.sgd, lr=0.1, momentum=0.9).init(params)
+    with pytest.raises(ValueError, match="half"):
+        optim.step(tx, {"w": torch.ones(LARGE)}, state, params, donate=True)
+    assert not params["w"].any()
+
+
+def test_rates_that_are_learned_keep_their_graph():
+    rates = torch.tensor([0.1, 1.0], requires_grad=True)
+    tx = vgrad.for_members(optim.sgd, lr=rates)
+    assert one_step(tx, torch.zeros(LARGE), donate=True).requires_grad

@@ -494,3 +494,16 @@ def test_bad_arguments_are_refused_with_what_was_expected():
         pair(params, buffers, x, x[:4])
     with pytest.raises(TypeError, match="params.*dictionary"):
         ensemble_forward(fmodel)(list(params.values()), buffers, x)
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "loop", "hybrid"])
+def test_all_entries_may_stand_among_the_parameters(strategy):
+    fmodel, params, buffers = vgrad.stack([nn.BatchNorm1d(3) for _ in range(2)])
+    forward = vgrad.ensemble_forward(fmodel, strategy=strategy)
+    x = torch.randn(4, 3)
+    out, new = forward.with_buffers({**params, **buffers}, {}, x)
+    expected, left = forward.with_buffers(params, buffers, x)
+    assert torch.equal(out, expected)
+    assert new.keys() == left.keys()
+    for name, value in left.items():
+        assert torch.equal(new[name], value)

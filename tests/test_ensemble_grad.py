@@ -411,3 +411,15 @@ def test_bad_arguments_are_refused_with_what_was_expected():
     params, buffers, x = tensors()
     with pytest.raises(ValueError, match=r"in_dims=\(0,\).*3 members along axis 0"):
         ensemble_grad(quadratic, in_dims=0)(params, buffers, x)
+
+
+@strategies
+def test_a_number_as_loss_scale_is_not_rounded(strategy):
+    fmodel, params, buffers = stack([mlp() for _ in range(2)])
+    loss = vgrad.batch_loss(fmodel, F.cross_entropy)
+    x, y = torch.randn(5, 4, dtype=torch.float64), torch.arange(5) % 3
+    compute = ensemble_grad(loss, strategy=strategy)
+    plain = compute(params, buffers, x, y).grads
+    scaled = compute(params, buffers, x, y, loss_scale=0.1).grads
+    for name, value in plain.items():
+        torch.testing.assert_close(scaled[name], 0.1 * value, rtol=1e-14, atol=1e-16)

@@ -95,3 +95,14 @@ def test_numbers_of_members_have_to_agree():
         compute.add_noise(
             params, noise_multiplier=1.0, generators=[vgrad.dp.generator(seed=0)]
         )
+
+
+def test_bounds_by_layer_may_be_those_of_all_members_or_of_each():
+    loss, params, buffers, x, y = problem()
+    bounds = {"0.*": 0.1, "2.*": 0.5}
+    options = {"clipping": "per_layer", "in_dims": (0, None)}
+    one = ensemble_clipped_grad(loss, max_norm=bounds, **options)
+    each = ensemble_clipped_grad(loss, max_norm=[bounds] * E, **options)
+    found, same = one(params, buffers, x, y), each(params, buffers, x, y)
+    for name, value in found.grads.items():
+        assert torch.equal(value, same.grads[name])

@@ -12,7 +12,9 @@ from vgrad.ensemble.prediction import (
     predict_values,
     value_prediction,
 )
+from vgrad.ensemble.stacking import stack
 from vgrad.functional import make_functional_with_buffers
+from vgrad.persample.guard import UnsupportedOp
 
 WIDTH = 3
 
@@ -416,3 +418,29 @@ def test_inputs_have_one_batch_size():
     fmodel, params, x, _ = linear(2, 3, 2)
     with pytest.raises(ValueError, match="predict.*one batch size"):
         predict(fmodel, params, {}, x, torch.ones(4))
+
+
+def test_infinite_outputs_do_not_depend_on_the_order_of_members():
+    outputs = torch.tensor([[torch.inf], [1.0], [torch.inf]])
+    for order in ([0, 1, 2], [1, 0, 2]):
+        found = value_prediction(outputs[order], quantiles=[0.0, 0.5, 0.75, 1.0])
+        assert found.mean.item() == torch.inf
+        assert found.quantiles.flatten().tolist() == [1.0, *[torch.inf] * 3]
+
+
+@pytest.mark.parametrize("predict", [predict, predict_values])
+def test_what_cannot_run_for_all_members_at_once_runs_in_a_loop(predict):
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.layer(x) if self.layer.weight.sum() > 0 else -self.layer(x)
+
+    fmodel, params, buffers = stack([Branches() for _ in range(3)])
+    x = torch.randn(4, 3)
+    with pytest.raises(UnsupportedOp, match="all members at once"):
+        predict(fmodel, params, buffers, x, strategy="vmap")
+    found = predict(fmodel, params, buffers, x, strategy="loop")
+    assert found.mean.shape == (4, 2)

@@ -848,3 +848,38 @@ def test_a_state_starts_without_a_scale_and_with_all_members():
     assert isinstance(state.loss_scale, NoOpLossScale)
     assert state.active.tolist() == [True] * E
     assert int(state.step) == 0
+
+
+def test_all_parameters_may_be_shared_where_buffers_are_not():
+    torch.manual_seed(0)
+    models = [
+        nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double() for _ in range(E)
+    ]
+    fmodel, params, buffers = stack(models)
+    names = list(params)
+    params, buffers = share(params, buffers, *names)
+    tx, loss = optim.sgd(0.1, momentum=0.9), vgrad.batch_loss(fmodel, F.mse_loss)
+    step = ensemble_train_step(loss, tx, in_dims=0, shared=names)
+    state = EnsembleState.create(tx, params, buffers, shared=names)
+    x = torch.randn(E, 5, 4, dtype=torch.float64)
+    state, metrics = step(state, x, torch.zeros(E, 5, 3, dtype=torch.float64))
+    assert metrics["loss"].shape == (E,)
+    assert state.params["0.weight"].shape == (3, 4)
+    assert not torch.equal(state.params["0.weight"], params["0.weight"])
+    means = state.buffers["1.running_mean"]
+    assert means.shape == (E, 3)
+    assert not torch.equal(means[0], means[1])
+
+
+def test_a_parameter_without_entries_trains_and_is_skipped():
+    def loss(params, buffers, x):
+        return (params["w"] @ x).sum() + params["empty"].sum()
+
+    params = {"w": torch.ones(E, 2), "empty": torch.ones(E, 0)}
+    tx = optim.sgd(0.1)
+    state = EnsembleState.create(tx, params, {})
+    x = torch.ones(E, 2)
+    x[1] = torch.nan
+    state, metrics = ensemble_train_step(loss, tx, in_dims=0)(state, x)
+    assert metrics["skipped"].tolist() == [0, 1, 0]
+    assert state.params["w"].isfinite().all()

@@ -648,3 +648,20 @@ def test_sgd_with_momentum_takes_complex_parameters():
         lambda p: torch.optim.SGD(p, **options), start, loss, 10
     )
     assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(optim.adam, torch.optim.Adam), (optim.rmsprop, torch.optim.RMSprop)],
+)
+def test_a_square_that_overflows_stays_infinite_as_in_torch(ours, theirs):
+    param = torch.ones(1, requires_grad=True)
+    reference, tx = theirs([param], lr=0.1), ours(0.1)
+    params = {"w": torch.ones(1)}
+    state = tx.init(params)
+    for number in (1e20, 1.0, -2.0):
+        param.grad = torch.tensor([number])
+        reference.step()
+        params, state = optim.step(tx, {"w": param.grad}, state, params)
+    assert params["w"].isfinite().all()
+    assert torch.equal(params["w"], param.detach())

@@ -813,3 +813,19 @@ def test_states_of_others_are_refused_and_change_nothing():
     with pytest.raises(ValueError, match="load_state_dict: expected the names"):
         optimizer.load_state_dict(other.state_dict())
     assert_same_saved(optimizer.state_dict(), before)
+
+
+def test_a_copy_of_an_adapted_optimizer_is_one_of_its_own():
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = as_torch(adam(0.1), model.named_parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    other, copied = copy.deepcopy((model, optimizer))
+    before = model.weight.clone()
+    other(torch.ones(1, 2)).sum().backward()  # copies come without gradients
+    copied.step()
+    assert torch.equal(model.weight, before)
+    optimizer.step()
+    assert torch.equal(model.weight, other.weight)
+    assert not torch.equal(model.weight, before)

@@ -178,3 +178,21 @@ def test_a_state_that_does_not_fit_is_named():
         load_state_dict(state, {n: v.float() for n, v in saved.items()})
     with pytest.raises(TypeError, match=r"expected a tensor at \['n'\], got a int"):
         state_dict({"n": 3})
+
+
+def test_a_rate_that_is_learned_keeps_its_graph():
+    rate = torch.tensor(0.1, requires_grad=True)
+    params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
+    for tx in (optim.sgd(rate), optim.adam(lambda count: rate)):
+        new, _ = optim.step(tx, grads, tx.init(params), dict(params), donate=True)
+        assert new["w"].requires_grad
+        assert torch.equal(params["w"], torch.ones(2))
+
+
+def test_one_tensor_under_two_names_is_stepped_once_for_each():
+    tensor = torch.ones(2)
+    params, grads = {"a": tensor, "b": tensor}, dict.fromkeys("ab", torch.ones(2))
+    tx = optim.sgd(0.1)
+    new, _ = optim.step(tx, grads, tx.init(params), params, donate=True)
+    assert torch.equal(new["a"], torch.full((2,), 0.9))
+    assert torch.equal(new["b"], new["a"])

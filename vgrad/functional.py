@@ -53,6 +53,11 @@ class FunctionalModel:
         self._loose = slots.loose(attributes, first_names)
         own_buffers = slots.own_buffers(skeleton)
         copied = own_buffers | slots.renormalised(skeleton)
+        self._hooked = [
+            name or type(module).__name__
+            for name, module in skeleton.named_modules()
+            if module._backward_hooks or module._backward_pre_hooks
+        ]
         self.names = tuple(self._aliases)
         self.buffer_names = tuple(
             name for key, name in first_names.items() if key in own_buffers
@@ -190,6 +195,13 @@ class FunctionalModel:
         self, values: dict[str, Tensor], args: tuple, kwargs: dict
     ) -> tuple[Any, dict[str, Tensor]]:
         """Call the module with copies of what it may change; return what it left."""
+        if self._hooked and checks.inside_transform():
+            raise RuntimeError(
+                f"fmodel(params, buffers): expected a model without backward hooks, "
+                f"which transforms of torch.func skip, got some on "
+                f"{checks.listed(self._hooked)}. Remove them, or use "
+                f'strategy="loop".'
+            )
         own = {
             name: value.clone() if name in self._copied else value
             for name, value in values.items()

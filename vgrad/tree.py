@@ -64,8 +64,9 @@ def state_dict(tree: Tree) -> dict[str, Tensor]:
 def load_state_dict(template: Tree, tensors: Mapping[str, Tensor]) -> Tree:
     """Build a tree like `template` from tensors named by `state_dict`.
 
-    Each tensor goes to the device of the one it replaces. The template stays as it is;
-    for an optimizer it is `tx.init(params)`.
+    Each tensor goes to the device of the one it replaces, those already there are not
+    copied: a donated step would write to them. The template stays as it is; for an
+    optimizer it is `tx.init(params)`.
 
     Raises:
         ValueError: names, shapes or dtypes are others.

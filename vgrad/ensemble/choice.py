@@ -62,9 +62,7 @@ class Chooser:
         self._strategy: Strategy = strategy
         self._known: dict[Any, tuple[str, str]] = {}
 
-    def choose(
-        self, function: Callable, call: Call, randomness: Randomness
-    ) -> tuple[str, str]:
+    def choose(self, function: Callable, call: Call) -> tuple[str, str]:
         """Return the strategy and why it is that one."""
         if self._strategy != "auto":
             return self._strategy, f'as strategy="{self._strategy}" says'
@@ -83,7 +81,7 @@ class Chooser:
         self, function: Callable, call: Call, randomness: Randomness
     ) -> EnsembleExplanation:
         """Run the forward pass once, and say what happened; generators are put back."""
-        strategy, why = self.choose(function, call, randomness)
+        strategy, why = self.choose(function, call)
         forms: list[tuple[str, str]] = []
         if strategy != "loop":
             state = random_state(call.tensors())

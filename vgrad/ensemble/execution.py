@@ -81,9 +81,9 @@ class Call:
             ValueError: they left different values in a buffer that they share.
         """
         values, buffers = zip(*pairs, strict=True)
-        joined = {}
+        joined, dims = {}, {**self.dims[0], **self.dims[1]}
         for name, first in buffers[0].items():
-            if self.dims[1][name] is not None:
+            if dims[name] is not None:
                 joined[name] = torch.stack([each[name] for each in buffers])
             elif all(checks.same_values(each[name], first) for each in buffers):
                 joined[name] = first
@@ -132,7 +132,7 @@ def vmapped(
         run = torch.vmap(one, call.dims, out_dims, randomness)
         return run(*call.args)
     except RuntimeError as error:
-        raise_clearly(error, "ensemble")
+        raise_clearly(error, "ensemble", one="member")
 
 
 def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:

@@ -77,6 +77,9 @@ class EnsembleForward:
     def explain(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
         """Say which strategy is taken, why, and the form of each op."""
         call = self._call(params, buffers, batch)
+        if self._chunk_size is not None:
+            rows, *_ = self._chunks(call, batch)
+            call = self._call(params, buffers, rows)
         return self.chooser.explain(self._fmodel, call, self._randomness)
 
     def _call(self, params: Params, buffers: Buffers, batch: tuple) -> Call:
@@ -85,7 +88,7 @@ class EnsembleForward:
         return Call(name, params, buffers, batch, **options)
 
     def _of(self, function: Callable, call: Call, *, with_buffers: bool = False) -> Any:
-        strategy, _ = self.chooser.choose(function, call, self._randomness)
+        strategy, _ = self.chooser.choose(function, call)
         if strategy == "loop":
             results = looped(function, call, self._randomness)
             return (call.stacked_with_buffers if with_buffers else stacked)(results)

@@ -76,7 +76,7 @@ class EnsembleGradFn:
                 f"expected a number, or one for each of the {call.members} members."
             )
         with torch.enable_grad():  # a loss may differentiate on its own
-            strategy, _ = self.chooser.choose(self._loss, call, self._randomness)
+            strategy, _ = self.chooser.choose(self._loss, call)
         if strategy == "loop" and not checks.inside_transform():
             return self._by_members(call, loss_scale)
 
@@ -114,7 +114,9 @@ class EnsembleGradFn:
     def _by_members(self, call: Call, loss_scale: Tensor | float) -> EnsembleGrads:
         """Write each member's gradients into their place: nothing is copied twice."""
         given, dims = call.args[0], call.dims[0]
-        scales = torch.as_tensor(loss_scale).expand(call.members).unbind(0)
+        if not isinstance(loss_scale, Tensor):
+            loss_scale = torch.tensor(loss_scale, dtype=torch.float64)
+        scales = loss_scale.expand(call.members).unbind(0)
         grads = {
             name: torch.zeros_like(value)
             if dims[name] is None

@@ -13,7 +13,13 @@ from torch.utils import _pytree as pytree
 
 from vgrad import checks
 from vgrad.ensemble.execution import check_patterns
-from vgrad.optim.base import Donated, GradientTransformation, Grads, Updates
+from vgrad.optim.base import (
+    Donated,
+    GradientTransformation,
+    Grads,
+    Updates,
+    apply_updates,
+)
 from vgrad.typing import Params, Tree
 
 
@@ -117,8 +123,10 @@ def for_members(
 
     def init(params: Params) -> MembersState:
         mine, common_params = split(params)
-        check(mine)
         rest = common.init(common_params) if common is not None else ()
+        if not mine:
+            return MembersState((), rest)
+        check(mine)
         made = torch.vmap(lambda params, *values: of(list(values)).init(params))(
             mine, *on_device(mine)
         )
@@ -140,10 +148,12 @@ def for_members(
             some = {name: each for name, each in updates.items() if each is not None}
             return some, state
 
-        check(given or present)
-        mapped = torch.vmap(one)(
-            present, state.members, given or {}, *on_device(given or present)
-        )
+        mapped: tuple = {}, state.members
+        if mine:
+            check(given or present)
+            mapped = torch.vmap(one)(
+                present, state.members, given or {}, *on_device(given or present)
+            )
         updates, rest = {}, state.shared
         if common is not None:
             updates, rest = common.update(common_grads, rest, common_params)
@@ -176,6 +186,10 @@ def _donated(
         if some is None or any(grad is None for grad in grads.values()):
             return None
         if some.device.type != "cpu":  # where looking at values is free
+            return None
+        if torch.is_grad_enabled() and any(value.requires_grad for value in values):
+            return None
+        if not all(map(_apart, pytree.tree_leaves((params, state.members)))):
             return None
         counts = [leaf for leaf in pytree.tree_leaves(state.members) if _counts(leaf)]
         if not values and all(bool((each == each[0]).all()) for each in counts):
@@ -213,20 +227,38 @@ def _one_by_one(
     state: Tree,
     params: Params,
 ) -> Tree | None:
-    """Step each member in its part of the tensors."""
+    """Step each member in its part of the tensors; None if no kernel takes the first.
+
+    One that takes the first may refuse another, for its numbers.
+    """
     states = []
-    for member in range(len(next(iter(params.values())))):
-        tx = of([value[member].item() for value in values])
+    # All are made before the first one writes, since making one may raise.
+    numbers = zip(*(value.tolist() for value in values), strict=True)
+    count = len(next(iter(params.values())))
+    made = [of(list(own)) for own in numbers] if values else [of([])] * count
+    for member, tx in enumerate(made):
         mine = pytree.tree_map(lambda x, i=member: x[i], (dict(grads), state, params))
         done = _in_place(tx, *mine)
-        if done is None:
+        if done is None and member == 0:
             return None
-        states.append(done)
+        states.append(_written(tx, *mine) if done is None else done)
 
     def counted(old: Tensor, *new: Tensor) -> Tensor:
         return torch.stack(new) if _counts(old) else old
 
     return pytree.tree_map(counted, state, *states)
+
+
+def _written(
+    tx: GradientTransformation, grads: Grads, state: Tree, params: Params
+) -> Tree:
+    """Step by the pure functions, and write the result over what was given."""
+    updates, new = tx.update(grads, state, params)
+    results = pytree.tree_leaves((apply_updates(params, updates), new))
+    for old, value in zip(pytree.tree_leaves((params, state)), results, strict=True):
+        if not _counts(old):
+            old.copy_(value)
+    return new
 
 
 def _in_place(
@@ -240,6 +272,11 @@ def _in_place(
 def _counts(leaf: Tensor) -> bool:
     """Tell a count of steps, which is new after a step, from what is written to."""
     return not leaf.is_floating_point()
+
+
+def _apart(stacked: Tensor) -> bool:
+    """Tell whether each member has memory of its own; those of an expansion share."""
+    return len(stacked) < 2 or stacked.stride(0) >= stacked[0].numel()
 
 
 def of_members(

@@ -4,7 +4,7 @@ Members run one after the other, each through the recorded engine: the samples o
 fill the device, and its gradients need not be stored. E members, B samples
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,18 +25,19 @@ class EnsemblePerSampleFn:
 
     def __init__(
         self,
+        function: str,
         transforms: Sequence[Transform],
         in_dims: InDims,
         shared: Sequence[str],
     ) -> None:
         """Take one transform, or one for each member."""
+        self._function = function
         self._transforms = tuple(transforms)
         self._options: dict[str, Any] = {"in_dims": in_dims, "shared": tuple(shared)}
 
     def __call__(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
         """Return the result of every member, stacked along a new first axis."""
-        name = "ensemble_per_sample"
-        call = Call(name, params, buffers, batch, **self._options)
+        call = Call(self._function, params, buffers, batch, **self._options)
         own = self._transforms
         if len(own) not in (1, call.members):
             raise ValueError(
@@ -56,10 +57,14 @@ class EnsembleClippedGradFn(EnsemblePerSampleFn):
     """
 
     def __init__(
-        self, transforms: Sequence[Any], in_dims: InDims, shared: Sequence[str]
+        self,
+        function: str,
+        transforms: Sequence[Any],
+        in_dims: InDims,
+        shared: Sequence[str],
     ) -> None:
         """Keep what the transforms know of their sums."""
-        super().__init__(transforms, in_dims, shared)
+        super().__init__(function, transforms, in_dims, shared)
         self.sensitivities: tuple[Sensitivity, ...] = tuple(
             each.sensitivity for each in transforms
         )
@@ -129,22 +134,24 @@ def ensemble_per_sample_grad(
         >>> grads["weight"].shape
         torch.Size([4, 5, 2, 3])
     """
-    return EnsemblePerSampleFn([per_sample_grad(loss, **options)], in_dims, shared)
+    transforms = [per_sample_grad(loss, **options)]
+    name = "ensemble_per_sample_grad"
+    return EnsemblePerSampleFn(name, transforms, in_dims, shared)
 
 
 def ensemble_clipped_grad(
     loss: LossFn,
     *,
-    max_norm: float | Tensor | Sequence[float],
+    max_norm: float | Mapping[str, float] | Tensor | Sequence[float],
     in_dims: InDims = None,
     shared: Sequence[str] = (),
     **options: Any,
 ) -> EnsembleClippedGradFn:
     """Sum of clipped gradients of every member: a `ClippedGrad` of `[E, ...]`.
 
-    `max_norm` is one number, or one for each member. `in_dims` and `shared` are those
-    of `ensemble_grad`, all other options those of `clipped_grad`. `.add_noise` adds
-    each member's noise.
+    `max_norm` is what `clipped_grad` takes, or a list of that for each member.
+    `in_dims` and `shared` are those of `ensemble_grad`, all other options those of
+    `clipped_grad`. `.add_noise` adds each member's noise.
 
     Raises:
         ValueError: when called, if there are not as many clip norms as members.
@@ -160,8 +167,11 @@ def ensemble_clipped_grad(
         >>> result.grads["weight"].shape, result.norms.shape
         (torch.Size([2, 2, 3]), torch.Size([2, 5]))
     """
-    bounds = [max_norm] if isinstance(max_norm, int | float) else max_norm
-    if isinstance(bounds, Tensor):
-        bounds = bounds.reshape(-1).tolist()
+    bounds: Any = max_norm
+    if isinstance(max_norm, Tensor):
+        bounds = max_norm.reshape(-1).tolist()
+    elif not isinstance(max_norm, Sequence):
+        bounds = [max_norm]
     transforms = [clipped_grad(loss, max_norm=bound, **options) for bound in bounds]
-    return EnsembleClippedGradFn(transforms, in_dims, shared)
+    name = "ensemble_clipped_grad"
+    return EnsembleClippedGradFn(name, transforms, in_dims, shared)

@@ -5,12 +5,13 @@ E members, N samples, C classes, Q quantiles.
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vgrad import checks
+from vgrad.ensemble.execution import Strategy
 from vgrad.ensemble.forward import ensemble_forward
 from vgrad.functional import FunctionalModel
 from vgrad.persample import batches
@@ -65,11 +66,13 @@ def predict(
     /,
     *inputs: Tree,
     chunk_size: int | None = None,
+    strategy: Strategy = "auto",
     shared: Sequence[str] = (),
 ) -> EnsemblePrediction:
     """Probabilities and uncertainty of an ensemble: `inputs [N, ...] -> [N, C]`, `[N]`.
 
-    The model returns logits `[N, C]`. `params` and `buffers` have a member axis in
+    The model takes inputs by position and returns logits `[N, C]` alone; a module of
+    yours around it can see to both. `params` and `buffers` have a member axis in
     front, but for entries that match the patterns in `shared`; all members see the same
     inputs. The fields of the result are explained at `EnsemblePrediction`. The ensemble
     counts as a mixture of its members in equal parts, so variances are over E and those
@@ -85,7 +88,9 @@ def predict(
     float64 where the logits are.
 
     Cost: one forward pass of each member. `chunk_size` samples are run at a time, and
-    outputs of all members, `[E, chunk_size, C]`, exist for those alone.
+    outputs of all members, `[E, chunk_size, C]`, exist for those alone. `strategy` is
+    that of `ensemble_forward`; for "auto" one member runs once more on a CPU, to count
+    its work.
 
     Reference: Lakshminarayanan et al., Simple and Scalable Predictive Uncertainty
     Estimation using Deep Ensembles, arXiv 1612.01474; Houlsby et al., Bayesian Active
@@ -110,8 +115,8 @@ def predict(
         >>> found.expected_entropy, found.mutual_information
         (tensor([0.6931, 0.0012]), tensor([0.0000, 0.6919]))
     """
-    function = "predict"
-    chunks = _outputs(function, fmodel, params, buffers, inputs, chunk_size, shared)
+    options: Any = {"strategy": strategy, "shared": shared}
+    chunks = _outputs("predict", fmodel, params, buffers, inputs, chunk_size, options)
     parts = [class_prediction(logits) for logits in chunks]
     return EnsemblePrediction(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
@@ -124,6 +129,7 @@ def predict_values(
     *inputs: Tree,
     quantiles: Sequence[float] = (),
     chunk_size: int | None = None,
+    strategy: Strategy = "auto",
     shared: Sequence[str] = (),
 ) -> ValuePrediction:
     """Mean, variance and quantiles of an ensemble: `inputs [N, ...] -> [N, ...]`.
@@ -154,7 +160,8 @@ def predict_values(
     """
     function = "predict_values"
     _check_quantiles(function, quantiles)
-    chunks = _outputs(function, fmodel, params, buffers, inputs, chunk_size, shared)
+    options: Any = {"strategy": strategy, "shared": shared}
+    chunks = _outputs(function, fmodel, params, buffers, inputs, chunk_size, options)
     parts = [value_prediction(outputs, quantiles=quantiles) for outputs in chunks]
     means, variances, found = zip(*parts, strict=True)
     return ValuePrediction(
@@ -228,12 +235,12 @@ def _outputs(
     buffers: Buffers,
     inputs: tuple[Tree, ...],
     chunk_size: int | None,
-    shared: Sequence[str],
+    options: dict[str, Any],
 ) -> Iterator[Tensor]:
     """Yield what all members say about each chunk of samples, `[E, chunk, ...]`."""
     if chunk_size is not None:
         checks.whole(function, least=1, chunk_size=chunk_size)
-    forward = ensemble_forward(fmodel.eval(), shared=shared, strategy="auto")
+    forward = ensemble_forward(fmodel.eval(), **options)
     batch = batches.read(function, inputs)
     # An empty batch is run too: it knows the shape of its outputs.
     for start, stop in list(batches.chunks(batch.size, chunk_size)) or [(0, 0)]:
@@ -285,7 +292,8 @@ def _moments(each: Tensor) -> tuple[Tensor, Tensor]:
     """
     deviations = each - each[0]
     shift = deviations.mean(0)
-    return each[0] + shift, (deviations - shift).square().mean(0)
+    mean = torch.where(shift.isfinite(), each[0] + shift, each.mean(0))
+    return mean, (deviations - shift).square().mean(0)
 
 
 def _entropy(probabilities: Tensor) -> Tensor:
@@ -304,6 +312,8 @@ def _quantiles(each: Tensor, quantiles: Sequence[float]) -> Tensor:
     for row, quantile in zip(found, quantiles, strict=True):
         place = quantile * (len(each) - 1)
         low, high = math.floor(place), math.ceil(place)
-        row.copy_(torch.lerp(ordered[low], ordered[high], place - low))
+        below, above = ordered[low], ordered[high]
+        between = torch.lerp(below, above, place - low)
+        row.copy_(torch.where(below == above, below, between))  # infinite ones too
         row.masked_fill_(missing, torch.nan)
     return found

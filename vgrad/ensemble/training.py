@@ -18,11 +18,13 @@ from vgrad.precision.modules import loss_under
 from vgrad.training import (
     TrainState,
     check_scale,
+    device_of,
     in_float16,
     kept_dtypes,
     own_randomness,
     wide,
 )
+from vgrad.tree import to_device
 from vgrad.typing import BatchLossFn, Buffers, Params, Tree
 
 Metrics = dict[str, Tensor]
@@ -141,9 +143,13 @@ def ensemble_train_step(
     compute = ensemble_grad(loss, strategy=strategy, shared=shared, **options)
 
     def step(state: EnsembleState, /, *batch: Tree) -> tuple[EnsembleState, Metrics]:
+        # What stops members early may count on the CPU.
+        active = state.active.to(device_of(state.params))
+        state = state._replace(active=active)
         scale = state.loss_scale
         if loss_scale is not None and isinstance(scale, NoOpLossScale):
-            scale = _of_each(loss_scale, len(state.active))
+            scale = to_device(loss_scale, state.active.device)
+            scale = _of_each(scale, len(state.active))
         scaled = not isinstance(scale, NoOpLossScale)
         whole = shared_names([*state.params, *state.buffers], shared)
         if scaled and whole & state.params.keys():
@@ -223,7 +229,7 @@ class EarlyStopping(NamedTuple):
     Attributes:
         best: each member's best value so far, `[E]`.
         waited: how many values in a row were no better, `[E]`.
-        patience: how many may be.
+        patience: after how many such values a member stops.
         min_delta: how much lower a value has to be to count as better.
 
     Example:
@@ -326,7 +332,8 @@ def _finite(grads: Sequence[Tensor], like: Tensor) -> Tensor:
         if all(bool(each.isfinite()) for each in sums):
             return finite
     for grad in grads:
-        finite = finite & grad.isfinite().reshape(len(finite), -1).all(1)
+        each = grad.isfinite().reshape(len(finite), grad[0].numel())
+        finite = finite & each.all(1)
     return finite
 
 

@@ -113,10 +113,12 @@ def prepare(settings: Settings) -> Job:
 def _strategy(settings: Settings, model: Model, found: Dataset) -> Strategy:
     """Choose a strategy: the cheapest, or the loop where an op cannot be batched."""
     device = torch.device(settings.device)
-    images = torch.zeros(2, *found.shape[:3], device=device)
-    labels = torch.zeros(2, dtype=torch.int64, device=device)
+    count = settings.members
+    images = torch.zeros(count, 2, *found.shape[:3], device=device)
+    labels = torch.zeros(count, 2, dtype=torch.int64, device=device)
     function = under(settings.precision, model.function)
-    compute = ensemble_grad(batch_loss(function, F.cross_entropy))
+    loss = batch_loss(function, F.cross_entropy)
+    compute = ensemble_grad(loss, in_dims=0, strategy="hybrid")
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
             compute(model.params, model.buffers, images, labels)
@@ -148,9 +150,10 @@ def _private_advance(advance: Callable) -> Callable:
         states, taken = zip(*results, strict=True)
         losses, samples, skipped = zip(*taken, strict=True)
         return PrivateMembers(states), Taken(
-            torch.stack([loss.double() for loss in losses]).sum(),
+            # One by one: what an empty batch counts is on the CPU.
+            sum((loss.double() for loss in losses), torch.zeros(())),
             sum(samples),
-            torch.stack(skipped).sum(),
+            sum(skipped, torch.zeros(())),
         )
 
     return run

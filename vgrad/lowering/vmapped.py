@@ -59,8 +59,21 @@ def _embedding(
     return torch.where(padding, rows.detach(), rows)
 
 
+def _lookup(
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """Do the same for `torch.embedding`, which `F.embedding` calls."""
+    padding = None if padding_idx < 0 else padding_idx
+    return _embedding(indices, weight, padding, None, 2.0, scale_grad_by_freq, sparse)
+
+
 VMAPPED: dict[Callable, Callable] = {
     F.embedding: _embedding,
+    torch.embedding: _lookup,
     F.scaled_dot_product_attention: scaled_dot_product_attention,
     torch.lstm: _by_steps("lstm"),
     torch.gru: _by_steps("gru"),

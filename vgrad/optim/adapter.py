@@ -131,6 +131,12 @@ class _Adapter(Optimizer):
         super().load_state_dict({**state_dict, "state": {}})
         self._tree = new
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all of it: torch's own method leaves out what a subclass adds."""
+        names = ("_transformation", "_names", "_tree", "_shown", "_unread")
+        own = {name: getattr(self, name) for name in names}
+        return {**super().__getstate__(), **own}
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse, but for the one group that the optimizer is made with."""
         if self.param_groups:

@@ -67,6 +67,12 @@ def root(square: Tensor) -> Tensor:
     return square.clamp_min(torch.finfo(square.dtype).tiny).sqrt()
 
 
+def length(square: Tensor) -> Tensor:
+    """Take the root of a squared norm; at zero it is zero, and so is its slope."""
+    zero = square == 0
+    return square.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
+
+
 def blend(old: Params, keep: Number, new: Grads, take: Number) -> Params:
     """`keep * old + take * new` in the dtype of `old`; where `new` is None, `old`."""
 
@@ -79,10 +85,30 @@ def blend(old: Params, keep: Number, new: Grads, take: Number) -> Params:
     return map_values(mix, old, new)
 
 
+def blend_squares(old: Params, keep: Number, grads: Grads) -> Params:
+    """`keep * old + (1 - keep) * g * g` in the dtype of `old`; without `g`, `old`.
+
+    In this form, torch's own, a square that overflows stays infinite.
+    """
+
+    def mix(before: Tensor, grad: Tensor | None) -> Tensor:
+        if grad is None:
+            return before
+        kept = scalar(keep, before) * before
+        # Widened before the product: the square of a float16 overflows from 256 on.
+        grad = grad.to(kept.dtype)
+        if isinstance(keep, Tensor):
+            return kept + scalar(1 - keep, before) * grad.square()
+        return torch.addcmul(kept, grad, grad, value=1 - keep)
+
+    return map_values(mix, old, grads)
+
+
 def lerp(old: Params, new: Grads, share: Number) -> Params:
     """`(1 - share) * old + share * new`, in the dtype of `old`; without `new`, `old`.
 
-    For `share = 1 - decay` the exponential moving average. One pass over the values.
+    For `share = 1 - decay` the exponential moving average. One pass over the values,
+    and exact where the share is 1 or both are the same.
     """
 
     def mix(before: Tensor, value: Tensor | None) -> Tensor:

@@ -278,11 +278,7 @@ def average_after(
         count = state.count + 1
         way = share(count)
 
-        # In this form the average of a parameter that stays is exactly the parameter.
-        def move(average: Tensor, param: Tensor) -> Tensor:
-            return average + scalar(way, average) * (param - average)
-
-        average = map_values(move, state.average, apply_updates(params, grads))
+        average = lerp(state.average, apply_updates(params, grads), way)
         return dict(grads), AverageState(count, average)
 
     return GradientTransformation(init, update)

@@ -169,7 +169,8 @@ def rprop(
 
     `p -= sign(g) * s`, where the step size `s` starts at `lr` and grows or shrinks by
     `etas` as `scale_by_rprop` describes. It is meant for gradients of all the data at
-    once. State: two tensors of the size of each parameter.
+    once. A rate that changes later, in a state of `inject_hyperparams`, changes
+    nothing. State: two tensors of the size of each parameter.
 
     Raises:
         TypeError: the rate is a schedule, which step sizes that adapt cannot follow.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arithmetic import Number, root, scalar
+from vgrad.optim.arithmetic import Number, length, root, scalar
 from vgrad.optim.base import GradientTransformation, Grads, Updates, widened
 from vgrad.tree import map_values
 from vgrad.typing import Params, Tree
@@ -57,7 +57,8 @@ def clip_by_global_norm(max_norm: Number) -> GradientTransformation:
 
     The factor is `min(max_norm / (norm + 1e-6), 1)` with the norm of `global_norm`: the
     formula of `torch.nn.utils.clip_grad_norm_`, under which the norm ends up a little
-    below `max_norm`. There is no state. A norm that is not finite makes entries NaN.
+    below `max_norm`. There is no state. Entries that are not finite become NaN, and
+    an infinite norm makes zeros of the others.
 
     Raises:
         ValueError: the norm is not positive.
@@ -105,7 +106,7 @@ def global_norm(grads: Grads) -> Tensor:
             square = widened(grad).abs().square().sum()
             # Without dimensions on either side, the wider dtype of the two.
             total = total.to(square.device) + square
-    return root(total)
+    return length(total)
 
 
 def clip_by_block_rms(threshold: Number) -> GradientTransformation:

@@ -47,6 +47,8 @@ def donated_sgd(
         if groups is None:
             return None
         rate, last = _rate(lr, state[-1])
+        if not _taken(rate, params):
+            return None
         for device, names in groups:
             aten._fused_sgd_(
                 [params[name] for name in names],
@@ -94,6 +96,8 @@ def donated_adam(
         if groups is None:
             return None
         rate, last = _rate(lr, state[-1])
+        if not _taken(rate, params):
+            return None
         count = moments.count + 1
         for device, names in groups:
             kernel(
@@ -140,28 +144,33 @@ def _groups(
     if checks.inside_transform() or torch.compiler.is_compiling():
         return None
     checks.same_names("step(grads)", params, grads)
+    places = [param.data_ptr() for param in params.values() if param.numel()]
+    if len(set(places)) < len(places):  # one tensor under two names: two updates
+        return None
     graph = torch.is_grad_enabled()
     groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     for name, param in params.items():
         grad = grads[name]
         if grad is None:
             continue
-        if param.dtype not in (torch.float32, torch.float64):
+        shape, dtype, device = param.shape, param.dtype, param.device
+        if dtype not in (torch.float32, torch.float64):
             return None
         own = [moment[name] for moment in moments]
-        if any(each.stride() != param.stride() for each in own):
+        strides = param.stride()
+        if any(each.stride() != strides for each in own):
             return None
         for other in (grad, *own):
             if (
-                other.shape != param.shape
-                or other.dtype != param.dtype
-                or other.device != param.device
+                other.dtype != dtype
+                or other.shape != shape
+                or other.device != device
                 or (graph and other.requires_grad)
             ):
                 return None
         if not _dense(param) or (graph and param.requires_grad):
             return None
-        groups.setdefault((param.device, param.dtype), []).append(name)
+        groups.setdefault((device, dtype), []).append(name)
     return [(device, names) for (device, _), names in groups.items()]
 
 
@@ -184,6 +193,16 @@ def _rate(lr: Number | Schedule, state: Any) -> tuple[Number, Any]:
     if isinstance(lr, Tensor) or not callable(lr):
         return lr, state
     return lr(state.count), ScheduleState(state.count + 1)
+
+
+def _taken(rate: Number, params: Params) -> bool:
+    """Tell whether a kernel takes a rate as it is: no graph, on a device float32."""
+    if not isinstance(rate, Tensor):
+        return True
+    if rate.requires_grad and torch.is_grad_enabled():
+        return False
+    on_cpu = rate.device.type == "cpu"
+    return on_cpu or all(each.dtype == torch.float32 for each in params.values())
 
 
 def _on(rate: Number, device: torch.device) -> Any:

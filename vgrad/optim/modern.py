@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arithmetic import Number, check_real, lerp, scalar, zeros
+from vgrad.optim.arithmetic import Number, check_real, length, lerp, scalar, zeros
 from vgrad.optim.averaging import required
 from vgrad.optim.base import (
     GradientTransformation,
@@ -120,9 +120,9 @@ def scale_by_trust_ratio(
             if grad is None:
                 return None
             grad, param = widened(grad), widened(param)
-            size, length = _norm(param), _norm(grad)
+            size, slope = _norm(param), _norm(grad)
             decay = scalar(weight_decay, size)
-            whole = length + decay * size
+            whole = slope + decay * size
             still = (size == 0) | (whole == 0)
             ratio = scalar(trust_coefficient, size) * size / whole.masked_fill(still, 1)
             return ratio.masked_fill(still, 1) * (grad + decay * param)
@@ -254,6 +254,4 @@ def lars(
 
 def _norm(value: Tensor) -> Tensor:
     """Return the norm of all entries; its gradient is zero where the norm is."""
-    square = value.abs().square().sum()
-    zero = square == 0
-    return square.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
+    return length(value.abs().square().sum())

@@ -18,12 +18,12 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.optim.arithmetic import (
     Number,
+    blend_squares,
     check_real,
     counter,
     lerp,
     root,
     scalar,
-    squared,
     zeros,
 )
 from vgrad.optim.base import GradientTransformation, Grads, Updates
@@ -95,7 +95,7 @@ def scale_by_amsgrad(
         checks.same_names("scale_by_amsgrad(grads)", state.mean, grads)
         count = state.count + 1
         mean = lerp(state.mean, grads, 1 - beta1)
-        square = lerp(state.square, squared(grads), 1 - beta2)
+        square = blend_squares(state.square, beta2, grads)
         largest = map_values(torch.maximum, state.largest, square)
         steps = count.double()
         correction1, correction2 = 1 - beta1**steps, 1 - beta2**steps
@@ -154,7 +154,7 @@ def scale_by_nadam(
         checks.same_names("scale_by_nadam(grads)", state.mean, grads)
         count = state.count + 1
         mean = lerp(state.mean, grads, 1 - beta1)
-        square = lerp(state.square, squared(grads), 1 - beta2)
+        square = blend_squares(state.square, beta2, grads)
         steps = count.double()
         now, ahead = momentum(steps), momentum(steps + 1)
         product = state.product * now
@@ -209,10 +209,10 @@ def scale_by_radam(
         checks.same_names("scale_by_radam(grads)", state.mean, grads)
         count = state.count + 1
         mean = lerp(state.mean, grads, 1 - beta1)
-        square = lerp(state.square, squared(grads), 1 - beta2)
+        square = blend_squares(state.square, beta2, grads)
         steps = count.double()
         correction1, correction2 = 1 - beta1**steps, 1 - beta2**steps
-        limit = (2 / (1 - beta2) - 1) * torch.ones_like(steps)
+        limit = 2 / (1 - scalar(beta2, steps)) - torch.ones_like(steps)
         length = limit - 2 * steps * beta2**steps / correction2
         reliable = length > 5
         # Lengths for which all is finite, because gradients flow through both branches.
@@ -224,7 +224,8 @@ def scale_by_radam(
             if grad is None:
                 return None
             scale = scalar(rectified, v) / (root(v) + scalar(eps, v))
-            return m / scalar(correction1, m) * torch.where(reliable, scale, 1)
+            scale = torch.where(reliable.to(v.device), scale, 1)
+            return m / scalar(correction1, m) * scale
 
         updates = map_values(direction, grads, mean, square)
         return updates, AdamState(count, mean, square)

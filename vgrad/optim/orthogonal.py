@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from vgrad import checks
-from vgrad.optim.arithmetic import Number, check_real, scalar, zeros
+from vgrad.optim.arithmetic import Number, check_real, lerp, scalar, zeros
 from vgrad.optim.base import (
     GradientTransformation,
     Grads,
@@ -192,18 +192,12 @@ def _average(momentum: Number, nesterov: bool) -> GradientTransformation:
     ) -> tuple[Updates, MuonState]:
         checks.same_names("muon(grads)", state.mean, grads)
 
-        # `lerp`, so that what is rounded to bfloat16 next has the bits it has in torch.
-        def blend(old: Tensor, grad: Tensor | None) -> Tensor:
-            if grad is None:
-                return old
-            return old.lerp(grad.to(old.dtype), scalar(1 - momentum, old))
-
         def direction(grad: Tensor | None, mean: Tensor) -> Tensor | None:
             if grad is None or not nesterov:
                 return None if grad is None else mean
             return grad.to(mean.dtype).lerp(mean, scalar(momentum, mean))
 
-        mean = map_values(blend, state.mean, grads)
+        mean = lerp(state.mean, grads, 1 - momentum)
         return map_values(direction, grads, mean), MuonState(mean)
 
     return GradientTransformation(init, update)

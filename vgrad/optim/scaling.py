@@ -20,6 +20,7 @@ from vgrad import checks
 from vgrad.optim.arithmetic import (
     Number,
     blend,
+    blend_squares,
     check_real,
     lerp,
     root,
@@ -129,7 +130,7 @@ def scale_by_rms(alpha: Number = 0.99, eps: Number = 1e-8) -> GradientTransforma
         grads: Grads, state: RmsState, params: Params | None = None
     ) -> tuple[Updates, RmsState]:
         checks.same_names("scale_by_rms(grads)", state.square, grads)
-        square = lerp(state.square, squared(grads), 1 - alpha)
+        square = blend_squares(state.square, alpha, grads)
         return map_values(_divider(eps), grads, square), RmsState(square)
 
     return GradientTransformation(init, update)
@@ -164,7 +165,7 @@ def scale_by_stddev(alpha: Number = 0.99, eps: Number = 1e-8) -> GradientTransfo
     ) -> tuple[Updates, StddevState]:
         checks.same_names("scale_by_stddev(grads)", state.mean, grads)
         mean = lerp(state.mean, grads, 1 - alpha)
-        square = lerp(state.square, squared(grads), 1 - alpha)
+        square = blend_squares(state.square, alpha, grads)
         variance = map_values(lambda m, v: v - m * m, mean, square)
         updates = map_values(_divider(eps), grads, variance)
         return updates, StddevState(mean, square)
@@ -199,7 +200,7 @@ def scale_by_adadelta(rho: Number = 0.9, eps: Number = 1e-6) -> GradientTransfor
         grads: Grads, state: AdadeltaState, params: Params | None = None
     ) -> tuple[Updates, AdadeltaState]:
         checks.same_names("scale_by_adadelta(grads)", state.square, grads)
-        square = lerp(state.square, squared(grads), 1 - rho)
+        square = blend_squares(state.square, rho, grads)
 
         def direction(grad: Tensor | None, v: Tensor, d: Tensor) -> Tensor | None:
             if grad is None:
@@ -208,7 +209,7 @@ def scale_by_adadelta(rho: Number = 0.9, eps: Number = 1e-6) -> GradientTransfor
             return root(d + least) / root(v + least) * grad.to(v.dtype)
 
         updates = map_values(direction, grads, square, state.moved)
-        moved = lerp(state.moved, squared(updates), 1 - rho)
+        moved = blend_squares(state.moved, rho, updates)
         return updates, AdadeltaState(square, moved)
 
     return GradientTransformation(init, update)

@@ -16,12 +16,12 @@ from torch.utils import _pytree as pytree
 from vgrad import checks
 from vgrad.optim.arithmetic import (
     Number,
+    blend_squares,
     check_real,
     counter,
     lerp,
     root,
     scalar,
-    squared,
     zeros,
 )
 from vgrad.optim.averaging import copies, required
@@ -241,7 +241,7 @@ def _scale_by_square(beta: Number, eps: Number) -> GradientTransformation:
         grads: Grads, state: SquareState, params: Params | None = None
     ) -> tuple[Updates, SquareState]:
         count = state.count + 1
-        square = lerp(state.square, squared(grads), 1 - beta)
+        square = blend_squares(state.square, beta, grads)
         correction = 1 - beta ** count.double()
 
         def direction(grad: Tensor | None, v: Tensor) -> Tensor | None:

@@ -17,6 +17,7 @@ from vgrad import checks
 from vgrad.optim.arithmetic import (
     Number,
     blend,
+    blend_squares,
     check_real,
     counter,
     is_zero,
@@ -24,7 +25,6 @@ from vgrad.optim.arithmetic import (
     plus,
     root,
     scalar,
-    squared,
     zeros,
 )
 from vgrad.optim.base import (
@@ -199,7 +199,7 @@ def scale_by_adam(
         checks.same_names("scale_by_adam(grads)", state.mean, grads)
         count = state.count + 1
         mean = lerp(state.mean, grads, 1 - beta1)
-        square = lerp(state.square, squared(grads), 1 - beta2)
+        square = blend_squares(state.square, beta2, grads)
         steps = count.double()
         # Both corrections go into the denominator, by which there are fewer passes.
         correction = 1 - beta1**steps

@@ -146,7 +146,9 @@ def multi_steps(
         )
 
         def waiting(total: Tensor, grad: Tensor | None) -> Tensor:
-            return total if grad is None else torch.where(last, 0.0, total)
+            if grad is None:
+                return total
+            return torch.where(last.to(total.device), 0.0, total)
 
         return _kept_or_zero(last, updates), MultiStepsState(
             torch.where(last, 0, count),

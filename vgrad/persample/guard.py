@@ -52,20 +52,25 @@ class LossGuard(TorchFunctionMode):
         return VMAPPED.get(func, func)(*args, **kwargs)
 
 
-def raise_clearly(error: RuntimeError, op: str, *, in_place: bool = False) -> Any:
-    """Raise an error of vmap again in words that say what to do; others as they are."""
+def raise_clearly(
+    error: RuntimeError, op: str, *, in_place: bool = False, one: str = "sample"
+) -> Any:
+    """Raise an error of vmap again in words that say what to do; others as they are.
+
+    `one` is what vmap maps over.
+    """
     message = str(error)
     if isinstance(error, torch.OutOfMemoryError | UnsupportedOp):
         raise error
     if "randomness error mode" in message:
         raise RuntimeError(
             f'{op}: expected a loss without random numbers, since randomness="error". '
-            f'Pass randomness="different" (each sample draws its own) or "same".'
+            f'Pass randomness="different" (each {one} draws its own) or "same".'
         ) from error
     if "does not currently support same randomness" in message:
         raise UnsupportedOp(
-            f"{op}: expected random numbers that all samples can share, since "
-            f'randomness="same", got some whose distribution depends on the sample. '
+            f"{op}: expected random numbers that all {one}s can share, since "
+            f'randomness="same", got some whose distribution depends on the {one}. '
             f'Pass randomness="different", or use strategy="loop".'
         ) from error
     if "saved tensor hooks" in message or "CheckpointFunction" in message:
@@ -88,16 +93,16 @@ def raise_clearly(error: RuntimeError, op: str, *, in_place: bool = False) -> An
     limits = ("vmap:", "Batching rule not implemented", "doesn't have storage")
     inside = op in _RECURRENT and "broadcast shape" in message
     if in_place or inside or any(limit in message for limit in limits):
-        shared = "writes in place into a tensor that all samples share, or is too small"
+        shared = f"writes in place into a tensor that all {one}s share, or is too small"
         what = shared * in_place
         raise UnsupportedOp(
-            f"{op}: expected ops that vmap can run for all samples at once, got one "
+            f"{op}: expected ops that vmap can run for all {one}s at once, got one "
             f"that {what or 'looks at values or has shapes that depend on them'}. Use "
-            f'strategy="loop", which runs it sample by sample.'
+            f'strategy="loop", which runs it {one} by {one}.'
         ) from error
     error.add_note(
-        f"This happened in {op} while the loss of one sample ran for all samples at "
-        f'once. If the loss works on a single sample, strategy="loop" can run it.'
+        f"This happened in {op} while one {one} stood for all {one}s at once. If it "
+        f'works for a single {one}, strategy="loop" can run it.'
     )
     raise error
 

@@ -6,7 +6,7 @@ runs in float32 or wider, with autocast off, whatever the dtype of the gradients
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -271,14 +271,20 @@ def _checked(
 
 def rounded_convolutions(device: torch.device) -> bool:
     """Tell whether torch may round the factors of convolutions in float32."""
-    return device.type == "cuda" and torch.backends.cudnn.allow_tf32
+    on_cuda = device.type == "cuda"
+    backend: Any = torch.backends.cudnn if on_cuda else torch.backends.mkldnn
+    return backend.conv.fp32_precision not in _UNROUNDED
 
 
 def _rounded(device: torch.device) -> bool:
     """Tell whether torch may round the factors of products of float32 matrices."""
-    if device.type == "cuda":
-        return bool(torch.backends.cuda.matmul.allow_tf32)
-    return torch.get_float32_matmul_precision() != "highest"
+    on_cuda = device.type == "cuda"
+    backend: Any = torch.backends.cuda if on_cuda else torch.backends.mkldnn
+    return backend.matmul.fp32_precision not in _UNROUNDED
+
+
+_UNROUNDED = {"none", "ieee"}
+"""What torch's switches say, old ones and new ones, where float32 is float32."""
 
 
 def _block_norms(flat: Tensor) -> Tensor:

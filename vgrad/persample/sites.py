@@ -115,6 +115,13 @@ class Sites:
         self, func: Callable, args: tuple, kwargs: dict, sites: list[Site]
     ) -> Any:
         """Run a function of parameters alone, once; its tensors are new sites."""
+        if op_name(func) in _AROUND:
+            names = ", ".join(name for site in sites for name in site.names)
+            raise UnsupportedOp(
+                f"{op_name(func)}: expected a loss that leaves {names} as it is, got "
+                f"one that writes to its data or puts a hook on it. Compute a new "
+                f'tensor from it instead, or use strategy="loop".'
+            )
         sources = {id(site.handed): site.source for site in sites}
         args, kwargs = replaced((args, kwargs), sources)
         names = tuple(dict.fromkeys(name for site in sites for name in site.names))
@@ -264,6 +271,10 @@ def leaf(value: Tensor) -> Tensor:
 def replaced(tree: Any, by: Mapping[int, Tensor]) -> Any:
     """Put other tensors in the place of some."""
     return pytree.tree_map_only(Tensor, lambda each: by.get(id(each), each), tree)
+
+
+_AROUND = {"__set__", "register_hook", "register_post_accumulate_grad_hook"}
+"""What acts on the very tensor a loss was handed, and not on its values."""
 
 
 def op_name(op: Callable | None) -> str:

@@ -154,9 +154,11 @@ def saved_bytes(problem: Problem) -> int:
     state = random_state(problem.tensors)
     tensors = tuple(row.squeeze(0) for row in problem.batch.rows(0, 1))
     hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
-    with hooks, torch.enable_grad(), _no_weight_cache():
-        problem.run_loss(_leaves(problem), tensors, LossGuard(vmapped=False))
-    set_random_state(state)
+    try:
+        with hooks, torch.enable_grad(), _no_weight_cache():
+            problem.run_loss(_leaves(problem), tensors, LossGuard(vmapped=False))
+    finally:
+        set_random_state(state)
     return sum(seen.values())
 
 

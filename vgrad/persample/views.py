@@ -80,9 +80,13 @@ def describe(
     if output.is_complex() != source.is_complex():
         return None  # the way back drops imaginary parts
 
+    shape = output.shape
+
     def replay(tensor: Tensor) -> Tensor:
         if cast:
             return tensor
+        if name in ("view", "view_as"):
+            return tensor.reshape(shape)  # it may not lie in memory as the source did
         given, named = pytree.tree_map_only(
             Tensor, lambda leaf: tensor if leaf is source else leaf, (args, kwargs)
         )

@@ -147,7 +147,7 @@ class Autocast(TorchFunctionMode):
         if to is not None and any(dtype != to for dtype in dtypes):
             args, kwargs = self._cast((args, kwargs), to)
         output = func(*args, **kwargs)
-        return output.to(dtypes[0]) if kind is Kind.NORM else output
+        return output.to(dtypes[0]) if kind is Kind.NORM and dtypes else output
 
     def _cast(self, tree: Any, dtype: torch.dtype) -> Any:
         """Cast the tensors of a tree that autocast may cast."""
