@@ -46,6 +46,14 @@ def test_the_table_is_printed_for_each_group(capsys):
     assert "400.0 ms" in printed
 
 
+def test_contenders_may_be_sizes(capsys):
+    sized = [{**each, "params": {"name": 32}} for each in REPORT["benchmarks"]]
+    rows = bench.rows({**REPORT, "benchmarks": sized})
+    bench._print(rows)
+    assert "| 32 | 400.0 ms" in bench.markdown(rows)
+    assert " 32 " in capsys.readouterr().out
+
+
 def test_it_needs_a_checkout(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(vgrad, "__file__", str(tmp_path / "vgrad" / "__init__.py"))
     assert main(["bench"]) == 2

@@ -56,10 +56,10 @@ def run(out: Path | None, suites: Sequence[str] = ()) -> None:
         if done.returncode != 0:
             sys.exit(f"bench: a benchmark failed.\n{done.stdout[-4000:]}")
         measured = rows(json.loads(report.read_text()))
-    _print(measured)
     if out is not None:
         out.write_text(json.dumps(measured, indent=1) + "\n")
         out.with_suffix(".md").write_text(markdown(measured))
+    _print(measured)
 
 
 def rows(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -68,7 +68,7 @@ def rows(report: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {
             "group": each["group"],
-            "contender": each["params"]["name"],
+            "contender": str(each["params"]["name"]),
             "median_seconds": each["stats"]["median"],
             "iqr_seconds": each["stats"]["iqr"],
             "rounds": each["stats"]["rounds"],
