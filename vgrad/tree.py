@@ -15,7 +15,7 @@ from vgrad.typing import Buffers, Params, Tree
 def map_values(function: Callable[..., Any], *trees: Mapping[str, Any]) -> dict:
     """Apply `function` to the entries of one name, for every name of the first tree."""
     first = trees[0]
-    return {name: function(*(tree[name] for tree in trees)) for name in first}
+    return {name: function(*[tree[name] for tree in trees]) for name in first}
 
 
 def to_device(tree: Tree, device: torch.device | str) -> Tree:

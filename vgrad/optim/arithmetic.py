@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vgrad.optim.base import Grads, Updates, widened
+from vgrad.optim.base import Grads, Updates, cast, widened
 from vgrad.tree import map_values
 from vgrad.typing import Params
 
@@ -79,7 +79,9 @@ def blend(old: Params, keep: Number, new: Grads, take: Number) -> Params:
     def mix(before: Tensor, value: Tensor | None) -> Tensor:
         if value is None:
             return before
-        value = value.to(before.dtype)
+        value = cast(value, before.dtype)
+        if not isinstance(take, Tensor) and take == 1:
+            return plus(value, keep, before)
         return plus(scalar(keep, before) * before, take, value)
 
     return map_values(mix, old, new)
@@ -96,7 +98,7 @@ def blend_squares(old: Params, keep: Number, grads: Grads) -> Params:
             return before
         kept = scalar(keep, before) * before
         # Widened before the product: the square of a float16 overflows from 256 on.
-        grad = grad.to(kept.dtype)
+        grad = cast(grad, kept.dtype)
         if isinstance(keep, Tensor):
             return kept + scalar(1 - keep, before) * grad.square()
         return torch.addcmul(kept, grad, grad, value=1 - keep)
@@ -115,7 +117,7 @@ def lerp(old: Params, new: Grads, share: Number) -> Params:
         if value is None:
             return before
         weight: Any = scalar(share, before)
-        return torch.lerp(before, value.to(before.dtype), weight)
+        return torch.lerp(before, cast(value, before.dtype), weight)
 
     return map_values(mix, old, new)
 
@@ -140,4 +142,10 @@ def scalar(value: Number, like: Tensor) -> Number:
             f"number or a tensor without dimensions. For one value per member, build "
             f"the optimizer inside the function that torch.vmap maps."
         )
-    return value.to(like.device, like.dtype)
+    value = value.to(like.device, like.dtype)
+    if torch.compiler.is_compiling():
+        # Inductor would compute what the scalar is made of, powers of the decays above
+        # all, in every loop over a parameter, time and again: three times as slow. The
+        # input of as_strided it writes to memory first.
+        value = value.as_strided((), ())
+    return value

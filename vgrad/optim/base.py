@@ -133,7 +133,7 @@ def apply_updates(params: Params, updates: Grads) -> Params:
         if update is None:
             return param
         wide = widened(param)
-        return (wide + update.to(wide.dtype)).to(param.dtype)
+        return cast(wide + cast(update, wide.dtype), param.dtype)
 
     return map_values(add, params, updates)
 
@@ -189,4 +189,9 @@ def _dictionaries(tree: Tree) -> list[dict]:
 
 def widened(value: Tensor) -> Tensor:
     """Cast a tensor to `promote_types(dtype, float32)`, the dtype of all arithmetic."""
-    return value.to(torch.promote_types(value.dtype, torch.float32))
+    return cast(value, torch.promote_types(value.dtype, torch.float32))
+
+
+def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast a tensor; `to` without effect would cost as much as a small sum."""
+    return value if value.dtype == dtype else value.to(dtype)

@@ -8,7 +8,9 @@ anything has changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,6 +24,9 @@ from vgrad.optim.transforms import AdamState, ScheduleState, TraceState
 from vgrad.typing import Params, Schedule, Tree
 
 aten = torch.ops.aten
+
+_DEVICE, _DTYPE, _SHAPE = map(attrgetter, ("device", "dtype", "shape"))
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def donated_sgd(
@@ -49,14 +54,14 @@ def donated_sgd(
         rate, last = _rate(lr, state[-1])
         if not _taken(rate, params):
             return None
-        for device, names in groups:
+        for own, given, *kept in groups:
             aten._fused_sgd_(
-                [params[name] for name in names],
-                [_like(params[name], grads[name]) for name in names],
-                [moments.momentum[name] for name in names] if moments else [],
+                own,
+                given,
+                *(kept or [[]]),
                 weight_decay=weight_decay,
                 momentum=momentum,
-                lr=_on(rate, device),
+                lr=_on(rate, own[0].device),
                 dampening=0.0,
                 nesterov=nesterov,
                 maximize=maximize,
@@ -99,14 +104,15 @@ def donated_adam(
         if not _taken(rate, params):
             return None
         count = moments.count + 1
-        for device, names in groups:
+        for own, given, means, squares, *largest in groups:
+            device = own[0].device
             kernel(
-                [params[name] for name in names],
-                [_like(params[name], grads[name]) for name in names],
-                [moments.mean[name] for name in names],
-                [moments.square[name] for name in names],
-                [moments.largest[name] for name in names] if amsgrad else [],
-                [count.to(device, torch.float32)] * len(names),
+                own,
+                given,
+                means,
+                squares,
+                *(largest or [[]]),
+                [count.to(device, torch.float32)] * len(own),
                 lr=_on(rate, device),
                 beta1=betas[0],
                 beta2=betas[1],
@@ -136,47 +142,52 @@ def _own(state: Tree, kind: type) -> tuple[int, Any]:
 
 def _groups(
     params: Params, grads: Grads, moments: list[Params]
-) -> Iterable[tuple[torch.device, list[str]]] | None:
-    """Group the names by device and dtype, or return None if one is not plain.
+) -> list[tuple[list[Tensor], ...]] | None:
+    """Make lists of parameters, gradients and moments, for each device and dtype.
 
-    The kernels walk through memory and look neither at strides nor at dtypes.
+    Returns None if a tensor is not plain: the kernels walk through memory and look
+    neither at strides nor at dtypes. For a thousand small tensors these looks cost
+    more than the step, so they go through whole lists.
     """
     if checks.inside_transform() or torch.compiler.is_compiling():
         return None
     checks.same_names("step(grads)", params, grads)
-    places = [param.data_ptr() for param in params.values() if param.numel()]
-    if len(set(places)) < len(places):  # one tensor under two names: two updates
+    names = [name for name, grad in grads.items() if grad is not None]
+    columns = [[tree[name] for name in names] for tree in (params, grads, *moments)]
+    own, given, *kept = columns
+    places = [each.data_ptr() for each in own]
+    if len(set(places)) < len(places) and _share_memory(own):
         return None
-    graph = torch.is_grad_enabled()
-    groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
-    for name, param in params.items():
-        grad = grads[name]
-        if grad is None:
-            continue
-        shape, dtype, device = param.shape, param.dtype, param.device
-        if dtype not in (torch.float32, torch.float64):
+    if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, itertools.chain(*columns))):
+        return None
+
+    def alike(of: Callable[[Tensor], Any], others: list[list[Tensor]]) -> bool:
+        expected = list(map(of, own))
+        return all(list(map(of, each)) == expected for each in others)
+
+    if not all(alike(of, columns[1:]) for of in (_DTYPE, _SHAPE, _DEVICE)):
+        return None
+    if not all(map(Tensor.is_contiguous, itertools.chain(*columns))):
+        if not (alike(Tensor.stride, kept) and all(map(_dense, own))):
             return None
-        own = [moment[name] for moment in moments]
-        strides = param.stride()
-        if any(each.stride() != strides for each in own):
-            return None
-        for other in (grad, *own):
-            if (
-                other.dtype != dtype
-                or other.shape != shape
-                or other.device != device
-                or (graph and other.requires_grad)
-            ):
-                return None
-        if not _dense(param) or (graph and param.requires_grad):
-            return None
-        groups.setdefault((device, dtype), []).append(name)
-    return [(device, names) for (device, _), names in groups.items()]
+        given = [_like(param, grad) for param, grad in zip(own, given, strict=True)]
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, ...]]] = {}
+    for row in zip(own, given, *kept, strict=True):
+        groups.setdefault((row[0].device, row[0].dtype), []).append(row)
+    if any(dtype not in (torch.float32, torch.float64) for _, dtype in groups):
+        return None
+    return [tuple(map(list, zip(*rows, strict=True))) for rows in groups.values()]
 
 
-def _like(param: Tensor, grad: Tensor | None) -> Tensor | None:
+def _share_memory(params: list[Tensor]) -> bool:
+    """Tell whether one tensor has two names: it would get two updates."""
+    places = [param.data_ptr() for param in params if param.numel()]
+    return len(set(places)) < len(places)
+
+
+def _like(param: Tensor, grad: Tensor) -> Tensor:
     """Bring a gradient into the order in which the parameter lies in memory."""
-    if grad is None or grad.stride() == param.stride():
+    if grad.stride() == param.stride():
         return grad
     return torch.empty_like(param).copy_(grad)
 

@@ -31,6 +31,7 @@ from vgrad.optim.base import (
     GradientTransformation,
     Grads,
     Updates,
+    cast,
     chain,
     widened,
 )
@@ -155,7 +156,7 @@ def trace(
                 return None
             if not nesterov:
                 return total
-            return plus(grad.to(total.dtype), momentum, total)
+            return plus(cast(grad, total.dtype), momentum, total)
 
         return map_values(direction, grads, sums), TraceState(state.count + 1, sums)
 
@@ -209,7 +210,7 @@ def scale_by_adam(
         def direction(grad: Tensor | None, m: Tensor, v: Tensor) -> Tensor | None:
             if grad is None:
                 return None
-            return m / torch.addcmul(least.to(v), root(v), factor.to(v))
+            return m / torch.addcmul(scalar(least, v), root(v), scalar(factor, v))
 
         updates = map_values(direction, grads, mean, square)
         return updates, AdamState(count, mean, square)
