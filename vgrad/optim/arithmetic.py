@@ -142,6 +142,11 @@ def scalar(value: Number, like: Tensor) -> Number:
             f"number or a tensor without dimensions. For one value per member, build "
             f"the optimizer inside the function that torch.vmap maps."
         )
+    return placed(value, like)
+
+
+def placed(value: Tensor, like: Tensor) -> Tensor:
+    """Bring a tensor without dimensions to the dtype and the device of `like`."""
     value = value.to(like.device, like.dtype)
     if torch.compiler.is_compiling():
         # Inductor would compute what the scalar is made of, powers of the decays above

@@ -153,7 +153,8 @@ def _groups(
         return None
     checks.same_names("step(grads)", params, grads)
     names = [name for name, grad in grads.items() if grad is not None]
-    columns = [[tree[name] for name in names] for tree in (params, grads, *moments)]
+    trees: list[Any] = [params, grads, *moments]
+    columns: list[list[Tensor]] = [[tree[name] for name in names] for tree in trees]
     own, given, *kept = columns
     places = [each.data_ptr() for each in own]
     if len(set(places)) < len(places) and _share_memory(own):

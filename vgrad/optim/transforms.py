@@ -22,6 +22,7 @@ from vgrad.optim.arithmetic import (
     counter,
     is_zero,
     lerp,
+    placed,
     plus,
     root,
     scalar,
@@ -210,7 +211,7 @@ def scale_by_adam(
         def direction(grad: Tensor | None, m: Tensor, v: Tensor) -> Tensor | None:
             if grad is None:
                 return None
-            return m / torch.addcmul(scalar(least, v), root(v), scalar(factor, v))
+            return m / torch.addcmul(placed(least, v), root(v), placed(factor, v))
 
         updates = map_values(direction, grads, mean, square)
         return updates, AdamState(count, mean, square)
