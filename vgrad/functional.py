@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from vgrad import checks, slots
+from vgrad.tree import map_tensors
 from vgrad.typing import Buffers, Params
 from vgrad.writing import write_values_
 
@@ -355,7 +355,7 @@ def _copied(tree: Any) -> Any:
             copies[id(tensor)] = tensor.clone()
         return copies[id(tensor)]
 
-    return pytree.tree_map_only(Tensor, once, tree)
+    return map_tensors(once, tree)
 
 
 def _versions(values: Mapping[str, Tensor], but: Container[str]) -> dict[str, int]:

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from vgrad.functional import FunctionalModel
+from vgrad.tree import map_tensors
 from vgrad.typing import BatchLossFn, Buffers, LossFn, Params, Tree
 
 Criterion = Callable[[Any, Any], Tensor] | None
@@ -37,7 +37,7 @@ def sample_loss(fmodel: FunctionalModel, criterion: Criterion) -> LossFn:
     """
 
     def loss(params: Params, buffers: Buffers, /, *sample: Tree) -> Tensor:
-        batch = pytree.tree_map_only(Tensor, lambda leaf: leaf.unsqueeze(0), sample)
+        batch = map_tensors(lambda leaf: leaf.unsqueeze(0), sample)
         inputs, target = _split("sample_loss", batch, criterion)
         value = _value(_call(fmodel, params, buffers, inputs), target, criterion)
         return _scalar("sample_loss", value)

@@ -18,6 +18,44 @@ def map_values(function: Callable[..., Any], *trees: Mapping[str, Any]) -> dict:
     return {name: function(*[tree[name] for tree in trees]) for name in first}
 
 
+def tensors(tree: Tree) -> list[Tensor]:
+    """List the tensors of a tree, in order.
+
+    Example:
+        >>> tensors({"weight": torch.ones(2), "steps": [3, torch.tensor(4)]})
+        [tensor([1., 1.]), tensor(4)]
+    """
+    # Dictionaries and sequences go without pytree, which is slower than small kernels.
+    if isinstance(tree, Tensor):
+        return [tree]
+    if type(tree) is dict:
+        tree = tree.values()
+    elif not _is_sequence(tree):
+        return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [leaf for each in tree for leaf in tensors(each)]
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
+    """Apply `function` to the tensors of a tree; everything else stays as it is.
+
+    Example:
+        >>> map_tensors(torch.neg, {"weight": torch.ones(2), "steps": 3})
+        {'weight': tensor([-1., -1.]), 'steps': 3}
+    """
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if type(tree) is dict:
+        return {key: map_tensors(function, value) for key, value in tree.items()}
+    if not _is_sequence(tree):
+        return pytree.tree_map_only(Tensor, function, tree)
+    mapped = [map_tensors(function, each) for each in tree]
+    return tree._make(mapped) if hasattr(tree, "_make") else type(tree)(mapped)
+
+
+def _is_sequence(tree: Tree) -> bool:
+    return type(tree) in (list, tuple) or pytree.is_namedtuple_instance(tree)
+
+
 def to_device(tree: Tree, device: torch.device | str) -> Tree:
     """Move every tensor of a tree to `device`; everything else stays as it is.
 
@@ -29,14 +67,12 @@ def to_device(tree: Tree, device: torch.device | str) -> Tree:
         {'weight': tensor([1., 1.]), 'steps': 3}
     """
 
-    def move(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
+    def move(leaf: Tensor) -> Tensor:
         if leaf.is_leaf and leaf.requires_grad:
             return leaf.detach().to(device).requires_grad_()
         return leaf.to(device)
 
-    return pytree.tree_map(move, tree)
+    return map_tensors(move, tree)
 
 
 def state_dict(tree: Tree) -> dict[str, Tensor]:

@@ -68,8 +68,6 @@ class Chooser:
             return self._strategy, f'as strategy="{self._strategy}" says'
         if checks.inside_transform():
             return "hybrid", "inside a transform of torch.func"
-        if call.tensors()[0].device.type != "cpu":
-            return "hybrid", "an accelerator has room for all members at once"
         if call.members == 1:
             return "loop", "there is one member"
         key = _key(call)
@@ -108,6 +106,8 @@ def _key(call: Call) -> Any:
 
 def _by_work(function: Callable, call: Call) -> tuple[str, str]:
     """Count the work of one member, in a forward pass of its own."""
+    if call.tensors()[0].device.type != "cpu":
+        return "hybrid", "an accelerator has room for all members at once"
     state = random_state(call.tensors())
     counter = FlopCounterMode(display=False)
     try:

@@ -5,11 +5,16 @@ The function takes parameters, buffers and a batch of one member. E members.
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._C._functorch import _add_batch_dim, _remove_batch_dim
+from torch._functorch.vmap import (
+    lazy_load_decompositions,  # pyright: ignore[reportPrivateImportUsage]
+    vmap_increment_nesting,
+)
 from torch.utils import _pytree as pytree
 
 from vgrad import checks
@@ -18,6 +23,7 @@ from vgrad.lowering.members import Members, mapped_here
 from vgrad.persample.guard import raise_clearly
 from vgrad.persample.randomness import drawn_since, random_state, set_random_state
 from vgrad.precision.autocast import Autocast
+from vgrad.tree import map_tensors, tensors
 from vgrad.typing import Buffers, Params, Tree
 
 Strategy = Literal["auto", "vmap", "loop", "hybrid"]
@@ -33,6 +39,8 @@ class Call:
 
     Attributes:
         members: how many there are, E.
+        args: parameters, buffers and the items of the batch.
+        dims: their member axes, by name and for each item; None if they are shared.
     """
 
     def __init__(
@@ -47,12 +55,20 @@ class Call:
     ) -> None:
         """Check that all sizes fit."""
         self.members = members(params, buffers, shared)
-        whole = shared_names([*params, *buffers], shared)
+        whole = shared_names([*params, *buffers], shared) if shared else ()
         self.args = (dict(params), dict(buffers), *batch)
         self.dims = (
             {name: None if name in whole else 0 for name in params},
             {name: None if name in whole else 0 for name in buffers},
             *_batch_dims(function, in_dims, batch, self.members),
+        )
+
+    @property
+    def axes(self) -> tuple[Tree, ...]:
+        """The member axis of each tensor, as `torch.vmap` takes it."""
+        return (
+            *self.dims[:2],
+            *map(_leaf_dims, self.args[2:], self.dims[2:]),
         )
 
     def of(self, member: int) -> tuple:
@@ -63,6 +79,10 @@ class Call:
         """Return the arguments with member `rows[i]` in the place of member i."""
         return self._each(lambda value, dim: value.index_select(dim, rows))
 
+    def mapped(self, level: int) -> tuple:
+        """Return the arguments as a vmap of that level sees them."""
+        return self._each(lambda x, dim: _add_batch_dim(x, dim % x.ndim, level))
+
     def with_params(self, params: Params) -> "Call":
         """Return the same call with other parameters, of the same shapes."""
         other = copy.copy(self)
@@ -71,8 +91,7 @@ class Call:
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors that were given."""
-        leaves = pytree.tree_leaves(self.args)
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return tensors(self.args)
 
     def stacked_with_buffers(self, pairs: Sequence[tuple[Tree, Buffers]]) -> tuple:
         """Join what the members returned and the buffers that they left.
@@ -91,13 +110,20 @@ class Call:
                 raise _changed(name)
         return stacked(values), joined
 
-    def _each(self, function: Callable[[Tensor, int], Tensor]) -> tuple:
+    def _each(self, function: Callable[..., Tensor]) -> tuple:
         """Apply a function to what each member has its own of."""
-
-        def apply(dim: int | None, value: Any) -> Any:
-            return value if dim is None else function(value, dim)
-
-        return pytree.tree_map(apply, self.dims, self.args)
+        named = [
+            {
+                name: value if dims[name] is None else function(value, dims[name])
+                for name, value in values.items()
+            }
+            for values, dims in zip(self.args[:2], self.dims[:2], strict=True)
+        ]
+        items = [
+            item if dim is None else map_tensors(partial(function, dim=dim), item)
+            for item, dim in zip(self.args[2:], self.dims[2:], strict=True)
+        ]
+        return *named, *items
 
 
 def vmapped(
@@ -115,30 +141,42 @@ def vmapped(
     those that the members share stay as they are, without the axis.
     """
 
-    def one(params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
-        with ExitStack() as modes:
-            modes.enter_context(Members(told, chosen=hybrid))
-            modes.enter_context(Autocast(params.values()))
-            result = function(params, buffers, *batch)
-        for name in shared:
-            if mapped_here(result[1][name]):
-                raise _changed(name)
-        return result
-
-    dims = call.dims[1] if with_buffers else {}
-    shared = [name for name, dim in dims.items() if dim is None]
-    out_dims: Any = (0, dims) if shared else 0
+    lazy_load_decompositions()
     try:
-        run = torch.vmap(one, call.dims, out_dims, randomness)
-        return run(*call.args)
+        # What torch.vmap does, but for its general treatment of trees, which costs as
+        # much as a small model.
+        with vmap_increment_nesting(call.members, randomness) as level:
+            params, buffers, *batch = call.mapped(level)
+            with Members(told, chosen=hybrid), Autocast(params.values()):
+                result = function(params, buffers, *batch)
+
+            def joined(value: Any) -> Tensor:
+                if isinstance(value, Tensor):
+                    return _remove_batch_dim(value, level, call.members, 0)
+                raise TypeError(
+                    f"ensemble: expected a model that returns tensors, got a "
+                    f"{type(value).__name__} among its outputs."
+                )
+
+            if not with_buffers:
+                return _map_leaves(joined, result)
+            value, buffers = result
+            dims = {**call.dims[0], **call.dims[1]}  # any entry may be a buffer
+            new = {}
+            for name, left in buffers.items():
+                if dims[name] is None and mapped_here(left):
+                    raise _changed(name)
+                new[name] = left if dims[name] is None else joined(left)
+            return _map_leaves(joined, value), new
     except RuntimeError as error:
         raise_clearly(error, "ensemble", one="member")
 
 
 def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:
     """Run the function for one member after the other; return their results."""
-    tensors = call.tensors()
-    before = random_state(tensors)
+    # Each member draws from where the one before it stopped, unless told otherwise.
+    given = () if randomness == "different" else call.tensors()
+    before = random_state(given)
     results = []
     for member in range(call.members):
         if randomness == "same":
@@ -146,7 +184,7 @@ def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:
         params, buffers, *batch = call.of(member)
         with Autocast(params.values()):
             results.append(function(params, buffers, *batch))
-        if randomness == "error" and drawn_since(before, tensors):
+        if randomness == "error" and drawn_since(before, given):
             set_random_state(before)
             raise RuntimeError(
                 'ensemble: expected no random numbers, since randomness="error". Pass '
@@ -157,7 +195,7 @@ def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:
 
 def stacked(results: Sequence[Tree]) -> Tree:
     """Join trees of tensors `[...]` of the members to one of `[E, ...]`."""
-    return pytree.tree_map(lambda *leaves: torch.stack(leaves), *results)
+    return _map_leaves(lambda *leaves: torch.stack(leaves), *results)
 
 
 def check_options(
@@ -189,8 +227,8 @@ def _changed(name: str) -> ValueError:
 
 def _batch_dims(
     function: str, in_dims: InDims, batch: tuple[Tree, ...], count: int
-) -> tuple[Tree, ...]:
-    """Return the member axis of each tensor of the batch, checked."""
+) -> tuple[int | None, ...]:
+    """Return the member axis of each item of the batch, checked."""
     if in_dims is None or isinstance(in_dims, int):
         in_dims = (in_dims,) * len(batch)
     if len(in_dims) != len(batch):
@@ -200,18 +238,27 @@ def _batch_dims(
             f"share."
         )
     for number, (dim, item) in enumerate(zip(in_dims, batch, strict=True)):
-        for leaf in pytree.tree_leaves(item):
-            if dim is None or not isinstance(leaf, Tensor):
-                continue
+        if dim is None:
+            continue
+        for leaf in tensors(item):
             if not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] != count:
                 raise ValueError(
                     f"{function}(in_dims={tuple(in_dims)}): expected {count} members "
                     f"along axis {dim} of item {number} of the batch, got shape "
                     f"{tuple(leaf.shape)}. in_dims=None gives all members the same."
                 )
-    return tuple(
-        pytree.tree_map(
-            lambda leaf, dim=dim: dim if isinstance(leaf, Tensor) else None, x
-        )
-        for dim, x in zip(in_dims, batch, strict=True)
-    )
+    return tuple(in_dims)
+
+
+def _map_leaves(function: Callable, *trees: Tree) -> Tree:
+    """Apply a function to leaves of trees of one structure, mostly single tensors."""
+    if isinstance(trees[0], Tensor):
+        return function(*trees)
+    return pytree.tree_map(function, *trees)
+
+
+def _leaf_dims(item: Tree, dim: int | None) -> Tree:
+    """Give every tensor of an item its axis, and what is no tensor none."""
+    if isinstance(item, Tensor):
+        return dim
+    return pytree.tree_map(lambda leaf: dim if isinstance(leaf, Tensor) else None, item)

@@ -20,6 +20,7 @@ from vgrad.optim.base import (
     Updates,
     apply_updates,
 )
+from vgrad.tree import map_tensors, tensors
 from vgrad.typing import Params, Tree
 
 
@@ -189,9 +190,10 @@ def _donated(
             return None
         if torch.is_grad_enabled() and any(value.requires_grad for value in values):
             return None
-        if not all(map(_apart, pytree.tree_leaves((params, state.members)))):
+        held = tensors((params, state.members))
+        if not all(map(_apart, held)):
             return None
-        counts = [leaf for leaf in pytree.tree_leaves(state.members) if _counts(leaf)]
+        counts = [each for each in held if _counts(each)]
         if not values and all(bool((each == each[0]).all()) for each in counts):
             members = _as_one(of([]), grads, state.members, params)
         elif sum(value[0].numel() for value in params.values()) < LEAST:
@@ -209,15 +211,14 @@ def _as_one(
     tx: GradientTransformation, grads: Grads, state: Tree, params: Params
 ) -> Tree | None:
     """Step all members as if they were one: they have taken equally many steps."""
-    joint = pytree.tree_map(lambda x: x[0] if _counts(x) else x, state)
+    joint = map_tensors(lambda x: x[0] if _counts(x) else x, state)
     done = _in_place(tx, grads, joint, params)
     if done is None:
         return None
-
-    def counted(old: Tensor, new: Tensor) -> Tensor:
-        return new.expand(old.shape).clone() if _counts(old) else old
-
-    return pytree.tree_map(counted, state, done)
+    members = len(next(iter(params.values())))
+    return map_tensors(
+        lambda x: x.expand(members, *x.shape).clone() if _counts(x) else x, done
+    )
 
 
 def _one_by_one(
@@ -237,7 +238,7 @@ def _one_by_one(
     count = len(next(iter(params.values())))
     made = [of(list(own)) for own in numbers] if values else [of([])] * count
     for member, tx in enumerate(made):
-        mine = pytree.tree_map(lambda x, i=member: x[i], (dict(grads), state, params))
+        mine = map_tensors(lambda x, i=member: x[i], (dict(grads), state, params))
         done = _in_place(tx, *mine)
         if done is None and member == 0:
             return None
@@ -254,8 +255,8 @@ def _written(
 ) -> Tree:
     """Step by the pure functions, and write the result over what was given."""
     updates, new = tx.update(grads, state, params)
-    results = pytree.tree_leaves((apply_updates(params, updates), new))
-    for old, value in zip(pytree.tree_leaves((params, state)), results, strict=True):
+    results = tensors((apply_updates(params, updates), new))
+    for old, value in zip(tensors((params, state)), results, strict=True):
         if not _counts(old):
             old.copy_(value)
     return new
@@ -276,7 +277,8 @@ def _counts(leaf: Tensor) -> bool:
 
 def _apart(stacked: Tensor) -> bool:
     """Tell whether each member has memory of its own; those of an expansion share."""
-    return len(stacked) < 2 or stacked.stride(0) >= stacked[0].numel()
+    members = stacked.shape[0]
+    return members < 2 or stacked.stride(0) >= stacked.numel() // members
 
 
 def of_members(

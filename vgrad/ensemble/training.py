@@ -1,5 +1,6 @@
 """Training steps of all members at once: `step(state, *batch) -> (state, metrics)`."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -328,8 +329,7 @@ def _finite(grads: Sequence[Tensor], like: Tensor) -> Tensor:
     finite = torch.ones_like(like)
     if like.device.type == "cpu":
         # A sum that is finite says so of all it is of, in a fraction of the time.
-        sums = [grad.sum() for grad in grads]
-        if all(bool(each.isfinite()) for each in sums):
+        if all(math.isfinite(grad.sum().item()) for grad in grads):
             return finite
     for grad in grads:
         each = grad.isfinite().reshape(len(finite), grad[0].numel())

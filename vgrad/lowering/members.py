@@ -7,6 +7,7 @@ its own. Everything else it batches as well as can be done.
 E members, B rows, I inputs, O outputs
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from vgrad.checks import inside_transform
 from vgrad.lowering.opened import is_python, opened
 from vgrad.lowering.vmapped import VMAPPED
 
@@ -74,7 +76,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Chosen:
         return None, "torch"
     if not (mapped_here(weight) and mapped_here(bias)):
         return None, "torch"
-    return lambda: _batched(_baddbmm, input, weight, bias), "baddbmm"
+    return lambda: _batched(_linear, input, weight, bias), "baddbmm"
 
 
 def convolution(plain: Callable) -> Callable[..., Chosen]:
@@ -129,7 +131,7 @@ def _batched(form: Form, *tensors: Tensor | None) -> Tensor:
         dim = None
         if tensor is not None:
             tensor, dim = _unwrap_batched(tensor, level)
-            tensor = tensor if dim is None else tensor.movedim(dim, 0)
+            tensor = tensor.movedim(dim, 0) if dim else tensor
         given.append(tensor)
         stacked.append(dim is not None)
     with interpreter.lower():
@@ -137,23 +139,43 @@ def _batched(form: Form, *tensors: Tensor | None) -> Tensor:
     return _add_batch_dim(out, 0, level)
 
 
-def _baddbmm(
+def _linear(
     members: int, stacked: list[bool], x: Tensor, weight: Tensor, bias: Tensor
 ) -> Tensor:
-    """Compute `x @ weight.mT + bias` for `x [E or nothing, ..., I]`.
-
-    The gradient of a product's right factor comes out transposed, and who wants it as
-    the weight lies would copy it. So the weight is the left factor where it is larger
-    than the outputs, which are copied then.
-    """
-    if not stacked[0]:
-        x = x.expand(members, *x.shape)
-    rows = x.reshape(members, x.shape[1:-1].numel(), x.shape[-1])
-    if weight.requires_grad and rows.shape[1] < rows.shape[2]:
-        out = torch.baddbmm(bias.unsqueeze(2), weight, rows.mT).mT.contiguous()
+    """Compute `x @ weight.mT + bias` for `x [E or nothing, ..., I]`."""
+    shape = x.shape if stacked[0] else (members, *x.shape)
+    rows = x if stacked[0] else x.expand(shape)
+    if len(shape) != 3:
+        rows = rows.reshape(members, math.prod(shape[1:-1]), shape[-1])
+    if weight.requires_grad and torch.is_grad_enabled() and not inside_transform():
+        out = _Product.apply(rows, weight, bias)
     else:
         out = torch.baddbmm(bias.unsqueeze(1), rows, weight.mT)
-    return out.reshape(*x.shape[:-1], out.shape[-1])
+    return out if len(shape) == 3 else out.reshape(*shape[:-1], out.shape[-1])
+
+
+class _Product(torch.autograd.Function):
+    """`[E, B, I], [E, O, I], [E, O] -> [E, B, O]`, whose gradients lie like the inputs.
+
+    In autograd the right factor of a product gets its gradient transposed, and who
+    wants it as the weight lies has to copy it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        to_x, to_weight, to_bias = ctx.needs_input_grad
+        return (
+            torch.bmm(grad, weight) if to_x else None,
+            torch.bmm(grad.mT, x) if to_weight else None,
+            grad.sum(1) if to_bias else None,
+        )
 
 
 class _Separate:
