@@ -83,15 +83,16 @@ def members(params: Params, buffers: Buffers, shared: Iterable[str] = ()) -> int
                 f"members(params, buffers): expected a member axis in {name!r}, got a "
                 f"scalar. If the members share it, name it in shared=."
             )
-        if len(value) != len(stacked[first]):
+        if value.shape[0] != stacked[first].shape[0]:
             raise ValueError(
                 f"members(params, buffers): expected {len(stacked[first])} members in "
                 f"{name!r} as in {first!r}, got {len(value)}. If the members share one "
                 f"of them, name it in shared=."
             )
-    if not len(stacked[first]):
+    count = stacked[first].shape[0]
+    if not count:
         raise ValueError(
             f"members(params, buffers): expected at least one member, got none in "
             f"{first!r}."
         )
-    return len(stacked[first])
+    return count

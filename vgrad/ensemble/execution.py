@@ -5,6 +5,7 @@ The function takes parameters, buffers and a batch of one member. E members.
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -177,12 +178,14 @@ def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:
     # Each member draws from where the one before it stopped, unless told otherwise.
     given = () if randomness == "different" else call.tensors()
     before = random_state(given)
+    # Elsewhere torch does what is needed.
+    casts = torch._C._is_any_autocast_enabled() or checks.inside_transform()
     results = []
     for member in range(call.members):
         if randomness == "same":
             set_random_state(before)
         params, buffers, *batch = call.of(member)
-        with Autocast(params.values()):
+        with Autocast(params.values()) if casts else nullcontext():
             results.append(function(params, buffers, *batch))
         if randomness == "error" and drawn_since(before, given):
             set_random_state(before)

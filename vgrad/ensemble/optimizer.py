@@ -177,6 +177,7 @@ def _donated(
     of: Callable[[list], GradientTransformation], values: list[Tensor]
 ) -> Donated:
     """Step in place: all members as one if they are alike, else one by one."""
+    common = None if values else of([])
 
     def step(
         grads: Grads, state: MembersState, params: Params
@@ -194,8 +195,8 @@ def _donated(
         if not all(map(_apart, held)):
             return None
         counts = [each for each in held if _counts(each)]
-        if not values and all(bool((each == each[0]).all()) for each in counts):
-            members = _as_one(of([]), grads, state.members, params)
+        if common and all(bool((each == each[0]).all()) for each in counts):
+            members = _as_one(common, grads, state.members, params)
         elif sum(value[0].numel() for value in params.values()) < LEAST:
             return None
         else:

@@ -182,22 +182,22 @@ def ensemble_train_step(
                 tx, grads, *given, donate=donate and everyone
             )
             buffers = kept_dtypes(result.buffers, state.buffers)
-            common = [grad.isfinite().all() for n, grad in grads.items() if n in whole]
-            together = torch.stack([state.active.any(), *common]).all()
-
-            def chosen(new: dict, old: dict) -> dict:
-                if everyone:
-                    return new
-                return {
-                    n: torch.where(
-                        together if n in whole else _aligned(trained, new[n]),
-                        new[n],
-                        old[n],
-                    )
-                    for n in new
-                }
-
             if not everyone:
+                common = [grads[name].isfinite().all() for name in whole & grads.keys()]
+                together = torch.stack([state.active.any(), *common]).all()
+
+                def chosen(new: dict, old: dict) -> dict:
+                    return {
+                        n: torch.where(
+                            together if n in whole else _aligned(trained, new[n]),
+                            new[n],
+                            old[n],
+                        )
+                        for n in new
+                    }
+
+                params = chosen(params, state.params)
+                buffers = chosen(buffers, state.buffers)
                 optimizer = MembersState(
                     _where(trained, optimizer.members, state.optimizer.members),
                     _where(together, optimizer.shared, state.optimizer.shared),
@@ -211,8 +211,8 @@ def ensemble_train_step(
                 adjusted = torch.vmap(lambda scale, ok: scale.adjust(ok))(scale, finite)
                 scale = _where(state.active, adjusted, scale)
         new = EnsembleState(
-            chosen(params, state.params),
-            chosen(buffers, state.buffers),
+            params,
+            buffers,
             optimizer,
             state.step + 1,
             generators,
