@@ -466,6 +466,36 @@ def test_inside_of_a_transform_members_run_at_once():
         close(found, torch.stack(expected))
 
 
+@pytest.mark.parametrize("strategy", ["vmap", "loop", "hybrid"])
+def test_models_that_return_more_than_tensors_are_refused(strategy):
+    _, fmodel, params, buffers = build()
+
+    def with_none(params, buffers, x):
+        return fmodel(params, buffers, x), None
+
+    x = torch.randn(5, 4, dtype=torch.float64)
+    with pytest.raises(TypeError, match="NoneType"):
+        ensemble_forward(with_none, strategy=strategy)(params, buffers, x)
+
+
+@strategies
+def test_models_of_buffers_alone_run(strategy):
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.randn(4))
+
+        def forward(self, x):
+            return x * self.scale
+
+    models = [Scale(), Scale()]
+    fmodel, params, buffers = vgrad.stack(models)
+    x = torch.randn(5, 4)
+    found = ensemble_forward(fmodel, strategy=strategy)(params, buffers, x)
+    assert not params
+    close(found, torch.stack([each(x) for each in models]))
+
+
 def test_bad_arguments_are_refused_with_what_was_expected():
     _, fmodel, params, buffers = build()
     x = torch.randn(5, 4, dtype=torch.float64)

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from vgrad.lowering.members import FORMS, Members
@@ -266,6 +267,38 @@ def test_forward_mode_and_second_derivatives_around_are_right(plain):
         return torch.func.grad(lambda w: (inner(w) * direction).sum())(weight)
 
     torch.testing.assert_close(product(mapped), product(looped), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("plain", [F.linear, F.conv1d], ids=["linear", "conv1d"])
+def test_autograd_may_differentiate_twice_and_for_many_vectors_at_once(plain):
+    shapes = {F.linear: ((5, 4), (2, 4), (2,)), F.conv1d: ((2, 4, 5), (3, 4, 3), (3,))}
+    x, *others = (random(*shape) for shape in shapes[plain])
+    tensors = [x, *(torch.stack([each, 2 * each, -each]) for each in others)]
+
+    def derivatives(run):
+        leaves = [each.clone().requires_grad_() for each in tensors]
+        value = run(plain, (None, 0, 0), *leaves).pow(3)
+        grads = torch.autograd.grad(value.sum(), leaves, create_graph=True)
+        squares = sum((grad * grad).sum() for grad in grads)
+        twice = torch.autograd.grad(squares, leaves, retain_graph=True)
+        many = random(4, *value.shape)
+        return *twice, *torch.autograd.grad(value, leaves, many, is_grads_batched=True)
+
+    for found, expected in zip(derivatives(mapped), derivatives(looped), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_forward_mode_of_autograd_goes_through_a_linear_layer():
+    x, weight, bias = random(5, 4), random(E, 2, 4), random(E, 2)
+    direction = random(*weight.shape, seed=3)
+
+    def tangent(run):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(weight.clone().requires_grad_(), direction)
+            out = run(F.linear, (None, 0, 0), x, dual, bias)
+            return forward_ad.unpack_dual(out).tangent
+
+    torch.testing.assert_close(tangent(mapped), tangent(looped))
 
 
 def test_what_is_told_is_the_form_that_ran():

@@ -64,14 +64,6 @@ class Call:
             *_batch_dims(function, in_dims, batch, self.members),
         )
 
-    @property
-    def axes(self) -> tuple[Tree, ...]:
-        """The member axis of each tensor, as `torch.vmap` takes it."""
-        return (
-            *self.dims[:2],
-            *map(_leaf_dims, self.args[2:], self.dims[2:]),
-        )
-
     def of(self, member: int) -> tuple:
         """Return the arguments of one member."""
         return self._each(lambda value, dim: value.select(dim, member))
@@ -141,7 +133,6 @@ def vmapped(
     With `with_buffers` it returns a pair, the second of which are new buffers. There
     those that the members share stay as they are, without the axis.
     """
-
     lazy_load_decompositions()
     try:
         # What torch.vmap does, but for its general treatment of trees, which costs as
@@ -258,10 +249,3 @@ def _map_leaves(function: Callable, *trees: Tree) -> Tree:
     if isinstance(trees[0], Tensor):
         return function(*trees)
     return pytree.tree_map(function, *trees)
-
-
-def _leaf_dims(item: Tree, dim: int | None) -> Tree:
-    """Give every tensor of an item its axis, and what is no tensor none."""
-    if isinstance(item, Tensor):
-        return dim
-    return pytree.tree_map(lambda leaf: dim if isinstance(leaf, Tensor) else None, item)

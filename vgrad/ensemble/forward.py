@@ -103,7 +103,8 @@ class EnsembleForward:
     def _chunks(self, call: Call, batch: tuple) -> list[tuple]:
         """Split the batch along the axis after the members'."""
         leaves, structure = pytree.tree_flatten(batch)
-        dims = pytree.tree_leaves(call.axes[2:])
+        items = zip(batch, call.dims[2:], strict=True)
+        dims = [dim for item, dim in items for _ in pytree.tree_leaves(item)]
         axes = [_axis(*each) for each in zip(leaves, dims, strict=True)]
         pairs = list(zip(leaves, axes, strict=True))
         sizes = {leaf.shape[axis] for leaf, axis in pairs if axis is not None}
