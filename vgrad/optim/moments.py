@@ -218,14 +218,14 @@ def scale_by_radam(
         # Lengths for which all is finite, because gradients flow through both branches.
         n, most = torch.where(reliable, length, 6), torch.where(reliable, limit, 6)
         ratio = (n - 4) * (n - 2) * most / ((most - 4) * (most - 2) * n)
-        rectified = (ratio * correction2).sqrt()
+        rectified = torch.where(reliable, (ratio * correction2).sqrt(), 0)
+        plain = torch.where(reliable, 0, torch.ones_like(ratio))
 
         def direction(grad: Tensor | None, m: Tensor, v: Tensor) -> Tensor | None:
             if grad is None:
                 return None
             scale = scalar(rectified, v) / (root(v) + scalar(eps, v))
-            scale = torch.where(reliable.to(v.device), scale, 1)
-            return m / scalar(correction1, m) * scale
+            return m / scalar(correction1, m) * (scale + scalar(plain, v))
 
         updates = map_values(direction, grads, mean, square)
         return updates, AdamState(count, mean, square)
