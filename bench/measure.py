@@ -19,8 +19,8 @@ import vgrad
 
 ROUNDS = {"cpu": 11, "cuda": 50}
 WARMUP = {"cpu": 2, "cuda": 15}
-FEWEST = 3
-"""Rounds of a contender that takes longer than the seconds it is given."""
+FEWEST, MOST = 3, 100
+"""Rounds of contenders that are given some seconds, which they fill or exceed."""
 
 DEVICES = [
     "cpu",
@@ -89,8 +89,7 @@ def interleaved(
 
     `error` is the contender's largest relative error against the float64 reference; the
     caller has checked it, and it is kept beside the times. With `seconds` there are as
-    many rounds as fit into them, but neither more than usual nor fewer than `FEWEST`;
-    both must have run before.
+    many rounds as fit into them, from `FEWEST` to `MOST`; both must have run before.
     """
     plain_seconds: list[float] = []
 
@@ -111,7 +110,7 @@ def interleaved(
         run_plain()
         timed()
         took = time.perf_counter() - start
-        rounds = max(FEWEST, min(rounds, int(seconds / took)))
+        rounds = max(FEWEST, min(MOST, int(seconds / took)))
         warmup = min(warmup, rounds - FEWEST)  # that was one
         plain_seconds.clear()
     benchmark.pedantic(timed, setup=run_plain, rounds=rounds, warmup_rounds=warmup)

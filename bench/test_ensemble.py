@@ -54,11 +54,12 @@ def rows(width: int) -> Callable[[int, torch.Generator], tuple[Tensor, Tensor]]:
     return make
 
 
+SMALL = ("MLP 64-64-10", "SimpleMLP 784-128-128-10")
 LARGE = ("simple-cnn", "wrn-16-2", "transformer")
 
 SETTINGS = {
-    "MLP 64-64-10": (dense(64, 64, 10), rows(64), 64),
-    "SimpleMLP 784-128-128-10": (dense(784, 128, 128, 10), rows(784), 64),
+    SMALL[0]: (dense(64, 64, 10), rows(64), 64),
+    SMALL[1]: (dense(784, 128, 128, 10), rows(784), 64),
     **{
         MODELS[name].title: (
             MODELS[name].model,
@@ -239,7 +240,7 @@ CONTENDERS: dict[str, dict[str, Callable[[Problem], Contender]]] = {
 }
 NAMES = ("loop", "vmap", "tensordict", "vgrad")
 GROWTH = {
-    "SimpleMLP 784-128-128-10": (1, 2, 4, 8, 16, 32, 64),
+    SMALL[1]: (1, 2, 4, 8, 16, 32, 64),
     MODELS["simple-cnn"].title: (1, 2, 4, 8, 16),
 }
 """Members of a training step, to see how time and memory grow (`growth.py`)."""
@@ -297,6 +298,22 @@ def test_ensemble(
         timed(benchmark, kind, name, setting, members, device, error)
 
 
+@pytest.mark.parametrize("name", ["vgrad"])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("members", SIZES)
+@pytest.mark.parametrize("setting", SMALL)
+@pytest.mark.parametrize("kind", CONTENDERS)
+def test_against_vmap(
+    benchmark: Any, device: str, members: int, setting: str, kind: str, name: str
+) -> None:
+    """Interleaved, where vmap is faster than the loop; the plain step is its."""
+    if benchmark.disabled:
+        pytest.skip("test_ensemble has checked it")
+    benchmark.group = f"{kind} / that of vmap, {setting}, {members} members, {device}"
+    error = checked(kind, name, setting, device)
+    timed(benchmark, kind, name, setting, members, device, error, baseline="vmap")
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("setting", "name"), [(s, size) for s, sizes in GROWTH.items() for size in sizes]
@@ -318,14 +335,14 @@ def timed(
     members: int,
     device: str,
     error: float,
+    baseline: str = "loop",
 ) -> None:
-    """Time a contender beside the loop, and measure its memory."""
+    """Time a contender beside the baseline, and measure its memory."""
     case = (setting, members, device)
-    run, baseline = prepared(kind, name, *case), prepared(kind, "loop", *case)
     interleaved(
         benchmark,
-        run,
-        baseline,
+        prepared(kind, name, *case),
+        prepared(kind, baseline, *case),
         device=device,
         samples=members * SETTINGS[setting][2],
         error=error,

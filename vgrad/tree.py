@@ -49,7 +49,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
     if not _is_sequence(tree):
         return pytree.tree_map_only(Tensor, function, tree)
     mapped = [map_tensors(function, each) for each in tree]
-    return tree._make(mapped) if hasattr(tree, "_make") else type(tree)(mapped)
+    return type(tree)(mapped) if type(tree) in (list, tuple) else type(tree)(*mapped)
 
 
 def _is_sequence(tree: Tree) -> bool:

@@ -5,7 +5,6 @@ The function takes parameters, buffers and a batch of one member. E members.
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -95,7 +94,7 @@ class Call:
         values, buffers = zip(*pairs, strict=True)
         joined, dims = {}, {**self.dims[0], **self.dims[1]}
         for name, first in buffers[0].items():
-            if dims[name] is not None:
+            if dims.get(name, 0) is not None:
                 joined[name] = torch.stack([each[name] for each in buffers])
             elif all(checks.same_values(each[name], first) for each in buffers):
                 joined[name] = first
@@ -104,7 +103,7 @@ class Call:
         return stacked(values), joined
 
     def _each(self, function: Callable[..., Tensor]) -> tuple:
-        """Apply a function to what each member has its own of."""
+        """Apply a function to what each member has its own of, in new containers."""
         named = [
             {
                 name: value if dims[name] is None else function(value, dims[name])
@@ -113,7 +112,7 @@ class Call:
             for values, dims in zip(self.args[:2], self.dims[:2], strict=True)
         ]
         items = [
-            item if dim is None else map_tensors(partial(function, dim=dim), item)
+            map_tensors(_itself if dim is None else partial(function, dim=dim), item)
             for item, dim in zip(self.args[2:], self.dims[2:], strict=True)
         ]
         return *named, *items
@@ -143,12 +142,7 @@ def vmapped(
                 result = function(params, buffers, *batch)
 
             def joined(value: Any) -> Tensor:
-                if isinstance(value, Tensor):
-                    return _remove_batch_dim(value, level, call.members, 0)
-                raise TypeError(
-                    f"ensemble: expected a model that returns tensors, got a "
-                    f"{type(value).__name__} among its outputs."
-                )
+                return _remove_batch_dim(_tensor(value), level, call.members, 0)
 
             if not with_buffers:
                 return _map_leaves(joined, result)
@@ -156,28 +150,30 @@ def vmapped(
             dims = {**call.dims[0], **call.dims[1]}  # any entry may be a buffer
             new = {}
             for name, left in buffers.items():
-                if dims[name] is None and mapped_here(left):
+                if dims.get(name, 0) is not None:
+                    new[name] = joined(left)
+                elif mapped_here(left):
                     raise _changed(name)
-                new[name] = left if dims[name] is None else joined(left)
+                else:
+                    new[name] = left
             return _map_leaves(joined, value), new
     except RuntimeError as error:
         raise_clearly(error, "ensemble", one="member")
 
 
 def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:
-    """Run the function for one member after the other; return their results."""
+    """Run the function for one member after the other; return their results.
+
+    What it is to be cast in under autocast, it has to say itself: see `autocasting`.
+    """
     # Each member draws from where the one before it stopped, unless told otherwise.
     given = () if randomness == "different" else call.tensors()
     before = random_state(given)
-    # Elsewhere torch does what is needed.
-    casts = torch._C._is_any_autocast_enabled() or checks.inside_transform()
     results = []
     for member in range(call.members):
         if randomness == "same":
             set_random_state(before)
-        params, buffers, *batch = call.of(member)
-        with Autocast(params.values()) if casts else nullcontext():
-            results.append(function(params, buffers, *batch))
+        results.append(function(*call.of(member)))
         if randomness == "error" and drawn_since(before, given):
             set_random_state(before)
             raise RuntimeError(
@@ -189,7 +185,17 @@ def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:
 
 def stacked(results: Sequence[Tree]) -> Tree:
     """Join trees of tensors `[...]` of the members to one of `[E, ...]`."""
-    return _map_leaves(lambda *leaves: torch.stack(leaves), *results)
+    return _map_leaves(lambda *leaves: torch.stack([*map(_tensor, leaves)]), *results)
+
+
+def autocasting(function: Callable) -> Callable:
+    """Run a function of a member under the mode that casts its weights once."""
+
+    def run(params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
+        with Autocast(params.values()):
+            return function(params, buffers, *batch)
+
+    return run
 
 
 def check_options(
@@ -242,6 +248,19 @@ def _batch_dims(
                     f"{tuple(leaf.shape)}. in_dims=None gives all members the same."
                 )
     return tuple(in_dims)
+
+
+def _tensor(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    raise TypeError(
+        f"ensemble: expected a model that returns tensors, got a "
+        f"{type(value).__name__} among its outputs."
+    )
+
+
+def _itself(value: Tensor) -> Tensor:
+    return value
 
 
 def _map_leaves(function: Callable, *trees: Tree) -> Tree:

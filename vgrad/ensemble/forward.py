@@ -15,6 +15,7 @@ from vgrad.ensemble.execution import (
     InDims,
     Randomness,
     Strategy,
+    autocasting,
     check_options,
     looped,
     stacked,
@@ -90,7 +91,7 @@ class EnsembleForward:
     def _of(self, function: Callable, call: Call, *, with_buffers: bool = False) -> Any:
         strategy, _ = self.chooser.choose(function, call)
         if strategy == "loop":
-            results = looped(function, call, self._randomness)
+            results = looped(autocasting(function), call, self._randomness)
             return (call.stacked_with_buffers if with_buffers else stacked)(results)
         return vmapped(
             function,
@@ -154,6 +155,7 @@ def ensemble_forward(
 
     Raises:
         ValueError: sizes do not fit, or an option is none of those allowed.
+        TypeError: the model returns something else than tensors.
         UnsupportedOp: an op cannot run for all members at once; `strategy="loop"` can.
 
     Example:

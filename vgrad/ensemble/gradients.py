@@ -13,6 +13,7 @@ from vgrad.ensemble.execution import (
     InDims,
     Randomness,
     Strategy,
+    autocasting,
     check_options,
     looped,
     vmapped,
@@ -83,7 +84,8 @@ class EnsembleGradFn:
         def total(params: Params) -> tuple[Tensor, tuple[Tensor, Buffers]]:
             inner = call.with_params(params)
             if strategy == "loop":
-                pairs = looped(self._with_buffers, inner, self._randomness)
+                one = autocasting(self._with_buffers)
+                pairs = looped(one, inner, self._randomness)
                 losses, new = inner.stacked_with_buffers(pairs)
             else:
                 losses, new = vmapped(
@@ -124,12 +126,13 @@ class EnsembleGradFn:
             for name, value in given.items()
         }
         numbers = iter(range(call.members))
+        run = autocasting(self._with_buffers)
 
         def one(params: Params, buffers: Buffers, /, *batch: Tree) -> tuple:
             member = next(numbers)
 
             def scaled(params: Params) -> tuple[Tensor, tuple[Tensor, Buffers]]:
-                loss, new = self._with_buffers(params, buffers, *batch)
+                loss, new = run(params, buffers, *batch)
                 return loss * scales[member].to(loss.device, loss.dtype), (loss, new)
 
             found, loss, new = _gradient(scaled, params)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.dp.noise import add_gaussian_noise
-from vgrad.ensemble.execution import Call, InDims, looped, stacked
+from vgrad.ensemble.execution import Call, InDims, autocasting, looped, stacked
 from vgrad.persample.clipping import clipped_grad
 from vgrad.persample.options import Transform
 from vgrad.persample.quantities import per_sample_grad
@@ -45,7 +45,8 @@ class EnsemblePerSampleFn:
                 f"number or one for each of the {call.members} members."
             )
         turns = iter(own * call.members if len(own) == 1 else own)
-        return stacked(looped(lambda *args: next(turns)(*args), call, "different"))
+        one = autocasting(lambda *args: next(turns)(*args))
+        return stacked(looped(one, call, "different"))
 
 
 class EnsembleClippedGradFn(EnsemblePerSampleFn):

@@ -1,6 +1,5 @@
 """Training steps of all members at once: `step(state, *batch) -> (state, metrics)`."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -329,7 +328,7 @@ def _finite(grads: Sequence[Tensor], like: Tensor) -> Tensor:
     finite = torch.ones_like(like)
     if like.device.type == "cpu":
         # A sum that is finite says so of all it is of, in a fraction of the time.
-        if all(math.isfinite(grad.sum().item()) for grad in grads):
+        if all(bool(grad.sum().isfinite()) for grad in grads):
             return finite
     for grad in grads:
         each = grad.isfinite().reshape(len(finite), grad[0].numel())

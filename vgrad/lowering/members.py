@@ -163,7 +163,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
         return torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
 
     @staticmethod
@@ -172,8 +172,8 @@ class _Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         to_x, to_weight, to_bias = ctx.needs_input_grad
         return (
-            torch.bmm(grad, weight) if to_x else None,
-            torch.bmm(grad.mT, x) if to_weight else None,
+            torch.bmm(grad, weight.conj()) if to_x else None,
+            torch.bmm(grad.mT, x.conj()) if to_weight else None,
             grad.sum(1) if to_bias else None,
         )
 

@@ -147,10 +147,9 @@ def scalar(value: Number, like: Tensor) -> Number:
 
 def placed(value: Tensor, like: Tensor) -> Tensor:
     """Bring a tensor without dimensions to the dtype and the device of `like`."""
-    value = value.to(like.device, like.dtype)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and not value.is_complex():
         # Inductor would compute what the scalar is made of, powers of the decays above
-        # all, in every loop over a parameter, time and again: three times as slow. The
-        # input of as_strided it writes to memory first.
-        value = value.as_strided((), ())
-    return value
+        # all, in every loop over a parameter, time and again: three times as slow. What
+        # comes of a reduction (of so many that it is not unrolled) it writes to memory.
+        value = value.expand(16).amax()
+    return value.to(like.device, like.dtype)

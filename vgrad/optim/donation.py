@@ -152,13 +152,13 @@ def _groups(
     if checks.inside_transform() or torch.compiler.is_compiling():
         return None
     checks.same_names("step(grads)", params, grads)
+    places = [param.data_ptr() for param in params.values()]
+    if len(set(places)) < len(places) and _share_memory(params):
+        return None
     names = [name for name, grad in grads.items() if grad is not None]
     trees: list[Any] = [params, grads, *moments]
     columns: list[list[Tensor]] = [[tree[name] for name in names] for tree in trees]
     own, given, *kept = columns
-    places = [each.data_ptr() for each in own]
-    if len(set(places)) < len(places) and _share_memory(own):
-        return None
     if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, itertools.chain(*columns))):
         return None
 
@@ -180,9 +180,9 @@ def _groups(
     return [tuple(map(list, zip(*rows, strict=True))) for rows in groups.values()]
 
 
-def _share_memory(params: list[Tensor]) -> bool:
-    """Tell whether one tensor has two names: it would get two updates."""
-    places = [param.data_ptr() for param in params if param.numel()]
+def _share_memory(params: Params) -> bool:
+    """Tell whether one tensor has two names: each update would change both."""
+    places = [param.data_ptr() for param in params.values() if param.numel()]
     return len(set(places)) < len(places)
 
 
