@@ -423,3 +423,74 @@ def test_a_number_as_loss_scale_is_not_rounded(strategy):
     scaled = compute(params, buffers, x, y, loss_scale=0.1).grads
     for name, value in plain.items():
         torch.testing.assert_close(scaled[name], 0.1 * value, rtol=1e-14, atol=1e-16)
+
+
+@strategies
+def test_complex_members_have_the_gradients_of_their_own_backward_pass(strategy):
+    torch.manual_seed(0)
+    kind = torch.complex128
+    models = [
+        nn.Sequential(nn.Linear(3, 2, dtype=kind), nn.Linear(2, 2, dtype=kind))
+        for _ in range(3)
+    ]
+    fmodel, params, buffers = stack(models)
+    x = torch.randn(5, 3, dtype=kind)
+
+    def loss(params, buffers, x):
+        return fmodel(params, buffers, x).abs().square().sum()
+
+    found = ensemble_grad(loss, strategy=strategy)(params, buffers, x).grads
+    for index, model in enumerate(models):
+        model(x).abs().square().sum().backward()
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(found[name][index], param.grad)
+
+
+@strategies
+def test_a_loss_may_change_the_containers_it_is_given(strategy):
+    fmodel, params, buffers = stack([mlp() for _ in range(3)])
+    x, y = torch.randn(5, 4, dtype=torch.float64), torch.randint(3, (5,))
+
+    def scaled(params, buffers, batch):
+        batch["x"] = batch["x"] / 2
+        return F.cross_entropy(fmodel(params, buffers, batch["x"]), batch.pop("y"))
+
+    batch = {"x": x, "y": y}
+    found = ensemble_grad(scaled, strategy=strategy)(params, buffers, batch)
+    plain = vgrad.batch_loss(fmodel, F.cross_entropy)
+    expected = ensemble_grad(plain, strategy="loop")(params, buffers, x / 2, y)
+    assert batch.keys() == {"x", "y"}
+    assert batch["x"] is x
+    torch.testing.assert_close(found.losses, expected.losses)
+    torch.testing.assert_close(found.grads, expected.grads)
+
+
+@strategies
+def test_a_loss_may_map_over_samples_under_an_autocast_of_its_own(strategy):
+    torch.manual_seed(0)
+    fmodel, params, buffers = stack([nn.Linear(4, 3) for _ in range(3)])
+    x, dtypes = torch.randn(5, 4), set()
+
+    def loss(params, buffers, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            rows = torch.vmap(lambda row: fmodel(params, buffers, row))(x)
+        dtypes.add(rows.dtype)
+        return rows.float().sum()
+
+    ensemble_grad(loss, strategy=strategy)(params, buffers, x)
+    assert dtypes == {torch.bfloat16}
+
+
+@strategies
+def test_a_loss_may_return_more_buffers_than_there_were(strategy):
+    class Counting:
+        def __call__(self, params, buffers, x):
+            return self.with_buffers(params, buffers, x)[0]
+
+        def with_buffers(self, params, buffers, x):
+            total = params["w"].sum() * x.sum()
+            return total, {**buffers, "total": total.detach()}
+
+    params = {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}
+    found = ensemble_grad(Counting(), strategy=strategy)(params, {}, torch.ones(2))
+    assert found.buffers["total"].tolist() == [6, 14]

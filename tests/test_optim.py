@@ -1,5 +1,7 @@
 """Optimizers against `torch.optim`, alone, per member, and under the transforms."""
 
+import shutil
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -665,3 +667,21 @@ def test_a_square_that_overflows_stays_infinite_as_in_torch(ours, theirs):
         params, state = optim.step(tx, {"w": param.grad}, state, params)
     assert params["w"].isfinite().all()
     assert torch.equal(params["w"], param.detach())
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="Inductor needs a compiler")
+@pytest.mark.filterwarnings("ignore")
+def test_inductor_steps_with_the_rate_it_is_given():
+    params, grads = {"w": torch.zeros(20)}, {"w": torch.ones(20)}
+    state = optim.adamw(0.1).init(params)
+
+    def step(base):
+        rates = base * 2  # of which one is a view
+        tx = optim.adamw(rates[1], betas=(0.9, 0.99))
+        return optim.step(tx, grads, state, params)
+
+    torch.compiler.reset()
+    base = torch.tensor([1.0, 0.25])
+    found, expected = torch.compile(step, fullgraph=True)(base), step(base)
+    torch.testing.assert_close(found[0], expected[0])
+    torch.testing.assert_close(found[1][0].square, expected[1][0].square)

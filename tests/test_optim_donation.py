@@ -196,3 +196,12 @@ def test_one_tensor_under_two_names_is_stepped_once_for_each():
     new, _ = optim.step(tx, grads, tx.init(params), params, donate=True)
     assert torch.equal(new["a"], torch.full((2,), 0.9))
     assert torch.equal(new["b"], new["a"])
+
+
+def test_a_tied_tensor_without_a_gradient_stays_as_it_is():
+    tensor = torch.ones(2)
+    params, grads = {"a": tensor, "b": tensor}, {"a": torch.ones(2), "b": None}
+    tx = optim.sgd(0.5)
+    params, _ = optim.step(tx, grads, tx.init(params), params, donate=True)
+    assert params["a"].tolist() == [0.5, 0.5]
+    assert params["b"].tolist() == [1, 1]

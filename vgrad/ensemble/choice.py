@@ -13,7 +13,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from vgrad import checks
-from vgrad.ensemble.execution import Call, Randomness, Strategy, vmapped
+from vgrad.ensemble.execution import (
+    Call,
+    Randomness,
+    Strategy,
+    autocasting,
+    vmapped,
+)
 from vgrad.persample.explain import aligned
 from vgrad.persample.randomness import random_state, set_random_state
 
@@ -112,7 +118,7 @@ def _by_work(function: Callable, call: Call) -> tuple[str, str]:
     counter = FlopCounterMode(display=False)
     try:
         with counter:
-            function(*call.of(0))
+            autocasting(function)(*call.of(0))
     finally:
         set_random_state(state)
     found = counter.get_flop_counts().get("Global", {})  # which is not there for none
