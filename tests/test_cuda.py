@@ -8,6 +8,7 @@ import vgrad
 from tests import cases, oracle
 from vgrad.__main__ import main
 from vgrad.training import TrainState, private_step
+from vgrad.tree import tensors
 
 pytestmark = [
     pytest.mark.cuda,
@@ -148,6 +149,42 @@ def test_a_donated_step_has_the_numbers_of_a_pure_one(name):
         params, state = vgrad.optim.step(tx, grad, state, params)
         given, given_state = vgrad.optim.step(tx, grad, given_state, given, donate=True)
     torch.testing.assert_close(given["w"], params["w"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "radam", "lamb", "lion"])
+def test_a_captured_step_replays_with_the_numbers_of_a_called_one(name):
+    tx = getattr(vgrad.optim, name)(0.01)
+    torch.manual_seed(0)
+    start = {"w": torch.randn(4, 3, device="cuda")}
+    grads = {"w": torch.randn(4, 3, device="cuda")}
+    params = {"w": start["w"].clone()}
+    state = tx.init(params)
+    held = tensors((params, state))
+
+    def step():
+        new = vgrad.optim.step(tx, grads, state, params)
+        for old, value in zip(held, tensors(new), strict=True):
+            old.copy_(value)
+
+    before = [each.clone() for each in held]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for old, value in zip(held, before, strict=True):
+        old.copy_(value)
+    expected, expected_state = start, tx.init(start)
+    for _ in range(3):
+        grads["w"].normal_()
+        graph.replay()
+        expected, expected_state = vgrad.optim.step(
+            tx, grads, expected_state, expected
+        )
+    torch.testing.assert_close(params["w"], expected["w"])
 
 
 def test_a_private_run_stays_on_the_device_and_repeats_from_its_state():
