@@ -181,9 +181,7 @@ def test_a_captured_step_replays_with_the_numbers_of_a_called_one(name):
     for _ in range(3):
         grads["w"].normal_()
         graph.replay()
-        expected, expected_state = vgrad.optim.step(
-            tx, grads, expected_state, expected
-        )
+        expected, expected_state = vgrad.optim.step(tx, grads, expected_state, expected)
     torch.testing.assert_close(params["w"], expected["w"])
 
 
