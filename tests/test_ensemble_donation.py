@@ -8,7 +8,7 @@ from torch.nn import functional as F
 import vgrad
 from vgrad import optim
 from vgrad.ensemble import EnsembleState
-from vgrad.tree import state_dict
+from vgrad.tree import state_dict, tensors
 
 E, B = 3, 4
 RATES = torch.tensor([0.01, 0.02, 0.05], dtype=torch.float64)
@@ -137,3 +137,53 @@ def test_rates_that_are_learned_keep_their_graph():
     rates = torch.tensor([0.1, 1.0], requires_grad=True)
     tx = vgrad.for_members(optim.sgd, lr=rates)
     assert one_step(tx, torch.zeros(LARGE), donate=True).requires_grad
+
+
+def test_a_donated_step_counts_the_members_like_a_pure_one():
+    params = {"w": torch.ones(10, 20_000)}
+    tx = vgrad.for_members(optim.sgd, lr=0.1, momentum=0.9)
+    state = tx.init(params)
+    for count in (1, 11):
+        wrong = vgrad.for_members(optim.sgd, lr=torch.full((count,), 0.1), momentum=0.9)
+        for donate in (False, True):
+            with pytest.raises(ValueError, match="expected one number of members"):
+                optim.step(wrong, params, state, params, donate=donate)
+    assert torch.equal(params["w"], torch.ones(10, 20_000))
+
+
+@pytest.mark.parametrize("momenta", [[0.9, 0.0], [0.0, 0.9], [0.0, 0.0]])
+@pytest.mark.parametrize("dampening", [[0.0, 0.0], [0.0, 0.5]])
+def test_some_members_may_have_no_momentum(momenta, dampening):
+    tx = vgrad.for_members(
+        optim.sgd,
+        lr=0.1,
+        momentum=torch.tensor(momenta),
+        dampening=torch.tensor(dampening),
+    )
+    torch.manual_seed(0)
+    start = {"w": torch.randn(2, 20_000)}
+    runs = []
+    for donate in (False, True):
+        params = {"w": start["w"].clone()}
+        state = tx.init(params)
+        for number in range(3):
+            grads = {"w": start["w"] * (number + 1)}
+            params, state = optim.step(tx, grads, state, params, donate=donate)
+        runs.append((params["w"], state.members))
+    torch.testing.assert_close(runs[1][0], runs[0][0])
+    torch.testing.assert_close(tensors(runs[1][1]), tensors(runs[0][1]))
+
+
+def test_members_inside_of_another_transformation_are_refused():
+    params = {"w": torch.ones(3, 3, 2)}
+    tx = optim.chain(vgrad.for_members(optim.clip_by_global_norm(1.0)), optim.sgd(0.1))
+    with pytest.raises(ValueError, match="a single member.*Wrap the whole"):
+        vgrad.for_members(tx).init(params)
+
+
+def test_parameters_without_members_and_gradients_are_named_or_passed_over():
+    tx = vgrad.for_members(optim.sgd, lr=torch.tensor([0.1, 0.2]))
+    with pytest.raises(ValueError, match="member axis in 'w', got a scalar"):
+        tx.init({"w": torch.tensor(1.0)})
+    state = tx.init({"w": torch.ones(2)})
+    assert tx.update({"w": None}, state)[0] == {"w": None}

@@ -494,3 +494,9 @@ def test_a_loss_may_return_more_buffers_than_there_were(strategy):
     params = {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}
     found = ensemble_grad(Counting(), strategy=strategy)(params, {}, torch.ones(2))
     assert found.buffers["total"].tolist() == [6, 14]
+
+
+def test_a_loss_of_one_sample_is_refused():
+    fmodel, _, _ = stack([mlp() for _ in range(3)])
+    with pytest.raises(TypeError, match="whole batch.*of a sample.*batch_loss"):
+        ensemble_grad(vgrad.sample_loss(fmodel, F.cross_entropy))

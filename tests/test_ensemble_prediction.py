@@ -444,3 +444,13 @@ def test_what_cannot_run_for_all_members_at_once_runs_in_a_loop(predict):
         predict(fmodel, params, buffers, x, strategy="vmap")
     found = predict(fmodel, params, buffers, x, strategy="loop")
     assert found.mean.shape == (4, 2)
+
+
+@pytest.mark.parametrize("run", [predict, predict_values])
+def test_statistics_of_a_chunk_are_refused(run):
+    models = [nn.BatchNorm1d(3, track_running_stats=False) for _ in range(2)]
+    fmodel, params, buffers = stack(models)
+    x = torch.randn(6, 3)
+    run(fmodel, params, buffers, x)
+    with pytest.raises(ValueError, match="batch statistics"):
+        run(fmodel, params, buffers, x, chunk_size=2)

@@ -829,3 +829,11 @@ def test_a_copy_of_an_adapted_optimizer_is_one_of_its_own():
     optimizer.step()
     assert torch.equal(model.weight, other.weight)
     assert not torch.equal(model.weight, before)
+
+
+def test_parameters_that_share_memory_without_being_one_are_refused():
+    encoder, decoder = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    decoder.weight.data = encoder.weight.data
+    named = {"encoder": encoder.weight, "decoder": decoder.weight}
+    with pytest.raises(ValueError, match="memory of their own.*'encoder'.*'decoder'"):
+        as_torch(sgd(0.1), named)

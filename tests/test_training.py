@@ -553,3 +553,8 @@ def test_what_is_no_scale_is_refused_by_steps():
         train_step(loss, tx, policy=torch.float16)
     with pytest.raises(ValueError, match="expected dtypes among"):
         private_step(loss, tx, plan(), policy="mixed_float8")
+
+
+def test_a_loss_that_returns_no_buffers_is_refused():
+    with pytest.raises(TypeError, match="whole batch that also.*batch_loss"):
+        train_step(lambda params, buffers, x: x.sum(), vgrad.optim.sgd(0.1))

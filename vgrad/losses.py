@@ -36,13 +36,23 @@ def sample_loss(fmodel: FunctionalModel, criterion: Criterion) -> LossFn:
         torch.Size([])
     """
 
-    def loss(params: Params, buffers: Buffers, /, *sample: Tree) -> Tensor:
-        batch = map_tensors(lambda leaf: leaf.unsqueeze(0), sample)
-        inputs, target = _split("sample_loss", batch, criterion)
-        value = _value(_call(fmodel, params, buffers, inputs), target, criterion)
-        return _scalar("sample_loss", value)
+    return SampleLoss(fmodel, criterion)
 
-    return loss
+
+class SampleLoss(LossFn):
+    """What `sample_loss` returns."""
+
+    def __init__(self, fmodel: FunctionalModel, criterion: Criterion) -> None:
+        """Keep the model and the criterion."""
+        self._fmodel = fmodel
+        self._criterion = criterion
+
+    def __call__(self, params: Params, buffers: Buffers, /, *sample: Tree) -> Tensor:
+        """Return the loss of one sample."""
+        batch = map_tensors(lambda leaf: leaf.unsqueeze(0), sample)
+        inputs, target = _split("sample_loss", batch, self._criterion)
+        output = _call(self._fmodel, params, buffers, inputs)
+        return _scalar("sample_loss", _value(output, target, self._criterion))
 
 
 def batch_loss(fmodel: FunctionalModel, criterion: Criterion) -> "BatchLoss":

@@ -122,7 +122,12 @@ def train_step(
     check_scale("train_step", loss_scale)
     if loss_scale is None and in_float16(policy):
         loss_scale = DynamicLossScale()
-    with_buffers = loss.with_buffers
+    with_buffers = getattr(loss, "with_buffers", None)
+    if with_buffers is None:
+        raise TypeError(
+            f"train_step(loss={loss!r}): expected a loss of a whole batch that also "
+            f"returns buffers, as batch_loss makes it."
+        )
     run = with_buffers if policy is None else loss_under(policy, with_buffers)
 
     def step(state: TrainState, /, *batch: Tree) -> tuple[TrainState, Metrics]:
@@ -284,9 +289,15 @@ def own_randomness(state: Any) -> Iterator[dict[str, Tensor]]:
     device = device_of(state.params)
     on_cuda = device.type == "cuda"
     with torch.random.fork_rng([device] if on_cuda else []):
-        torch.set_rng_state(generators["cpu"])
+        torch.set_rng_state(generators["cpu"].cpu())
+        if on_cuda and "cuda" not in generators:
+            raise ValueError(
+                "TrainState(generators): expected the state of a generator on 'cuda', "
+                "where the parameters are, got none. Create the state with parameters "
+                "that are there already."
+            )
         if on_cuda:
-            torch.cuda.set_rng_state(generators["cuda"], device)
+            torch.cuda.set_rng_state(generators["cuda"].cpu(), device)
         yield generators
         generators["cpu"] = torch.get_rng_state()
         if on_cuda:

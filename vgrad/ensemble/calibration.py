@@ -3,8 +3,7 @@
 N samples, C classes. Probabilities are those of a model or the mean of an ensemble.
 """
 
-import importlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ _BELOW_ONE = 1 - 2**-24
 """The largest number of float32 below one."""
 
 _TOLERANCE = 0.01
-"""How far from one the probabilities of a sample may sum, in float16 and bfloat16."""
+"""How far from one the probabilities of a sample may sum: bfloat16 has few digits."""
 
 
 class Calibration(NamedTuple):
@@ -56,9 +55,9 @@ def calibration(
 ) -> Calibration:
     """Calibration error, Brier score and likelihood: `[N, C], [N] -> three scalars`.
 
-    The calibration error comes from `torchmetrics`, which counts in float32, and is of
-    the bins that `reliability` shows. The other two are summed in float64. Results are
-    float32, or float64 where the probabilities are; for no samples they are NaN.
+    The calibration error is of the bins that `reliability` shows. All sums are taken in
+    float64, of any number of samples. Results are float32, or float64 where the
+    probabilities are; for no samples they are NaN.
 
     Reference: Guo et al., On Calibration of Modern Neural Networks, arXiv 1706.04599;
     Brier, Verification of Forecasts Expressed in Terms of Probability, 1950.
@@ -67,22 +66,18 @@ def calibration(
         ValueError: these are not probabilities `[N, C]` of N samples with classes from
             0 to C - 1, or there is no bin.
         TypeError: probabilities are not floating point, or targets not whole numbers.
-        ImportError: `torchmetrics` is not installed.
 
     Example:
         >>> probabilities = torch.tensor([[0.9, 0.1], [0.6, 0.4]])
-        >>> found = calibration(  # doctest: +SKIP
-        ...     probabilities, torch.tensor([0, 1])
-        ... )
-        >>> found.expected_calibration_error, found.brier_score  # doctest: +SKIP
+        >>> found = calibration(probabilities, torch.tensor([0, 1]))
+        >>> found.expected_calibration_error, found.brier_score
         (tensor(0.3500), tensor(0.3700))
     """
     _check("calibration", probabilities, targets, bins)
     p, targets = probabilities.detach().double(), targets.long()
-    # torchmetrics takes what is above one for logits, and has a bin of its own for one.
-    calibration_error = _library().multiclass_calibration_error(
-        p.clamp(max=_BELOW_ONE), targets, p.shape[1], bins, validate_args=False
-    )
+    shown = reliability(p, targets, bins=bins)
+    gaps = (shown.accuracy - shown.confidence).abs() * shown.count / len(p)
+    calibration_error = gaps.nansum() if len(p) else gaps.sum()
     brier_score = (p - one_hot(targets, p.shape[1])).square().sum(1).mean()
     likelihood = p.gather(1, targets[:, None]).log().mean()
     found = Calibration(calibration_error, brier_score, -likelihood)
@@ -96,7 +91,7 @@ def reliability(
 
     The confidence of a sample is the probability of its most probable class. Bin k of K
     holds those in `[k / K, (k + 1) / K)`, the last one also those of one; they are
-    compared in float32, as `torchmetrics` does it. Means are taken in float64. Results
+    compared in float32, as torchmetrics does it. Means are taken in float64. Results
     are float32, or float64 where the probabilities are, and whole numbers.
 
     Reference: Guo et al., On Calibration of Modern Neural Networks, arXiv 1706.04599.
@@ -168,14 +163,3 @@ def _check(function: str, probabilities: Tensor, targets: Tensor, bins: int) -> 
             f"{function}(targets): expected classes from 0 to {classes - 1}, got "
             f"{int(targets.min())} to {int(targets.max())}."
         )
-
-
-def _library() -> Any:
-    """Import `torchmetrics`, which only this file needs."""
-    try:
-        return importlib.import_module("torchmetrics.functional.classification")
-    except ImportError as error:
-        raise ImportError(
-            "calibration: expected the package torchmetrics, which is not installed. "
-            'Run pip install "vgrad[metrics]".'
-        ) from error

@@ -18,6 +18,7 @@ from vgrad.ensemble.execution import (
     looped,
     vmapped,
 )
+from vgrad.losses import SampleLoss
 from vgrad.tree import map_values
 from vgrad.typing import BatchLossFn, Buffers, Params, Tree
 
@@ -185,6 +186,11 @@ def ensemble_grad(
         raise TypeError(
             f"ensemble_grad(loss={loss!r}): expected a function loss(params, buffers, "
             f"*batch), for example from batch_loss."
+        )
+    if isinstance(loss, SampleLoss):
+        raise TypeError(
+            "ensemble_grad(loss): expected a loss of a whole batch, got one of a "
+            "sample. Make it with batch_loss."
         )
     return EnsembleGradFn(loss, in_dims, randomness, strategy, shared)
 

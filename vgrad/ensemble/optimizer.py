@@ -104,6 +104,12 @@ def for_members(
         common = of([])
 
     def check(params: Params) -> None:
+        for name, value in params.items():
+            if value.ndim == 0:
+                raise ValueError(
+                    f"for_members(params): expected a member axis in {name!r}, got a "
+                    f"scalar. If the members share it, name it in shared=."
+                )
         sizes = {name: len(value) for name, value in params.items()}
         sizes |= {f"hyperparameter {i}": len(value) for i, value in enumerate(values)}
         if len(set(sizes.values())) > 1:
@@ -118,9 +124,9 @@ def for_members(
         mine = {name: value for name, value in tree.items() if name not in whole}
         return mine, {name: tree[name] for name in tree if name in whole}
 
-    def on_device(params: Params) -> list[Tensor]:
-        device = next(iter(params.values())).device
-        return [value.to(device) for value in values]
+    def on_device(tree: Tree) -> list[Tensor]:
+        held = tensors(tree)
+        return [value.to(held[0].device) if held else value for value in values]
 
     def init(params: Params) -> MembersState:
         mine, common_params = split(params)
@@ -131,6 +137,11 @@ def for_members(
         made = torch.vmap(lambda params, *values: of(list(values)).init(params))(
             mine, *on_device(mine)
         )
+        if any(map(_is_members, pytree.tree_leaves(made, is_leaf=_is_members))):
+            raise ValueError(
+                "for_members(transformation): expected one of a single member, got one "
+                "that has for_members in it. Wrap the whole: for_members(chain(...))."
+            )
         # What does not depend on the member comes as one value that all of them show.
         made = pytree.tree_map(torch.Tensor.contiguous, made)
         return MembersState(made, rest)
@@ -153,7 +164,7 @@ def for_members(
         if mine:
             check(given or present)
             mapped = torch.vmap(one)(
-                present, state.members, given or {}, *on_device(given or present)
+                present, state.members, given or {}, *on_device((given, present))
             )
         updates, rest = {}, state.shared
         if common is not None:
@@ -163,7 +174,7 @@ def for_members(
         return ordered, MembersState(mapped[1], rest)
 
     # What members share would need a step of its own.
-    donated = None if patterns else _donated(of, values)
+    donated = None if patterns else _donated(of, values, check)
     made = MembersTransformation(init, update, donated)
     made.shared = patterns
     return made
@@ -174,7 +185,9 @@ LEAST = 20_000
 
 
 def _donated(
-    of: Callable[[list], GradientTransformation], values: list[Tensor]
+    of: Callable[[list], GradientTransformation],
+    values: list[Tensor],
+    check: Callable[[Params], None],
 ) -> Donated:
     """Step in place: all members as one if they are alike, else one by one."""
     common = None if values else of([])
@@ -191,6 +204,7 @@ def _donated(
             return None
         if torch.is_grad_enabled() and any(value.requires_grad for value in values):
             return None
+        check(params)
         held = tensors((params, state.members))
         if not all(map(_apart, held)):
             return None
@@ -243,7 +257,11 @@ def _one_by_one(
         done = _in_place(tx, *mine)
         if done is None and member == 0:
             return None
-        states.append(_written(tx, *mine) if done is None else done)
+        if done is None:
+            # As tensors, with which a state has the same parts whatever their values.
+            pure = of([value[member] for value in values])
+            done = _written(pure, *mine)
+        states.append(done)
 
     def counted(old: Tensor, *new: Tensor) -> Tensor:
         return torch.stack(new) if _counts(old) else old
@@ -269,6 +287,10 @@ def _in_place(
     """Return the new state, if the step could be made."""
     done = tx.donated(grads, state, params) if tx.donated is not None else None
     return None if done is None else done[1]
+
+
+def _is_members(node: Any) -> bool:
+    return isinstance(node, MembersState)
 
 
 def _counts(leaf: Tensor) -> bool:

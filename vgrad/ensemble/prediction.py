@@ -5,6 +5,7 @@ E members, N samples, C classes, Q quantiles.
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from vgrad.ensemble.execution import Strategy
 from vgrad.ensemble.forward import ensemble_forward
 from vgrad.functional import FunctionalModel
 from vgrad.persample import batches
+from vgrad.persample.guard import LossGuard
 from vgrad.persample.reductions import wide
 from vgrad.typing import Buffers, Params, Tree
 
@@ -244,7 +246,10 @@ def _outputs(
     batch = batches.read(function, inputs)
     # An empty batch is run too: it knows the shape of its outputs.
     for start, stop in list(batches.chunks(batch.size, chunk_size)) or [(0, 0)]:
-        with torch.no_grad():
+        # Statistics of a chunk would not be those of the batch.
+        chunked = chunk_size is not None
+        guard = LossGuard(vmapped=False) if chunked else nullcontext()
+        with torch.no_grad(), guard:
             rows = batch.sample(tuple(batch.rows(start, stop)))
             outputs = forward(params, buffers, *rows)
         _check(function, outputs)

@@ -110,7 +110,8 @@ def ensemble_train_step(
     A member that is not active, or whose gradients are not finite, keeps parameters,
     optimizer and buffers as they were, and does so alone. What members share gets the
     sum of the active members' gradients, and is skipped when that is not finite; then
-    the loss of a member that is not active is not computed, and NaN.
+    the loss of a member that is not active is not computed, and NaN. Transformations
+    that mend gradients which are not finite, such as `zero_nans`, thus never see any.
 
     With `donate=True` the state that a step is given must not be used again: its memory
     may be written to, which saves time for models with many parameters, as in

@@ -37,7 +37,8 @@ def as_torch(
 
     Raises:
         TypeError: the parameters are not pairs of a name and a tensor.
-        ValueError: a name comes twice; a group is added later; in `step`, a gradient is
+        ValueError: a name comes twice, or two parameters share memory without being
+            one; a group is added later; in `step`, a gradient is
             sparse, or a rate was set that the transformation does not read; in
             `load_state_dict`, names, shapes or dtypes are others.
 
@@ -70,6 +71,15 @@ def as_torch(
             "as_torch(params): expected a name for each parameter, got one name for "
             "several."
         )
+    places: dict[int, str] = {}
+    for name, param in named.items():
+        first = places.setdefault(param.data_ptr(), name)
+        if first != name and param.numel():
+            raise ValueError(
+                f"as_torch(params): expected parameters with memory of their own, got "
+                f"{first!r} and {name!r}, of which one update would overwrite the "
+                f"other. Let the modules hold one parameter."
+            )
     return _Adapter(transformation, named)
 
 

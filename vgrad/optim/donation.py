@@ -47,6 +47,9 @@ def donated_sgd(
         if not _numbers(momentum, dampening, weight_decay) or dampening != 0:
             return None
         index, moments = _own(state, TraceState)
+        # Without momentum there are no sums, and the kernel refuses what there is.
+        if (moments is None) != (momentum == 0):
+            return None
         sums = [moments.momentum] if moments else []
         groups = _groups(params, grads, sums)
         if groups is None:
@@ -96,6 +99,8 @@ def donated_adam(
             return None
         kind = AmsgradState if amsgrad else AdamState
         index, moments = _own(state, kind)
+        if moments is None:
+            return None
         kept = moments[1:]  # all but the count
         groups = _groups(params, grads, list(kept))
         if groups is None:

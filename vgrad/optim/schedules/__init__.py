@@ -5,8 +5,9 @@ zero at the first step. It returns the rate, entry by entry and in float64, so t
 `cosine(0.1, 100)(torch.arange(200))` is the whole curve. Optimizers take one as `lr`.
 
 The rate that torch reads from its optimizer is the argument `lr`, and lengths are
-called `steps` where torch says `total_iters`, `T_max`, `T_0` or `total_steps`. All
-other names, defaults and numbers are those of torch. `LambdaLR` and `ChainedScheduler`
+called `steps` where torch says `total_iters`, `T_max`, `T_0` or `total_steps`; they
+have no defaults, but for `constant`, which by default is just that. All other names,
+defaults and numbers are those of torch. `LambdaLR` and `ChainedScheduler`
 have no counterpart, because every function of the count is a schedule, a product too.
 Nor has `cycle_momentum`: `inject_hyperparams` takes a schedule of the momentum itself.
 
