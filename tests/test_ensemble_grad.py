@@ -500,3 +500,9 @@ def test_a_loss_of_one_sample_is_refused():
     fmodel, _, _ = stack([mlp() for _ in range(3)])
     with pytest.raises(TypeError, match="whole batch.*of a sample.*batch_loss"):
         ensemble_grad(vgrad.sample_loss(fmodel, F.cross_entropy))
+    with pytest.raises(TypeError, match="whole batch.*of a sample.*batch_loss"):
+        vgrad.ensemble_train_step(
+            vgrad.sample_loss(fmodel, F.cross_entropy),
+            vgrad.optim.sgd(0.1),
+            policy="mixed_bfloat16",
+        )

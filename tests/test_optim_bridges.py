@@ -837,3 +837,8 @@ def test_parameters_that_share_memory_without_being_one_are_refused():
     named = {"encoder": encoder.weight, "decoder": decoder.weight}
     with pytest.raises(ValueError, match="memory of their own.*'encoder'.*'decoder'"):
         as_torch(sgd(0.1), named)
+
+
+def test_parameters_without_memory_share_none():
+    model = nn.Linear(2, 2, device="meta")
+    assert len(as_torch(sgd(0.1), model.named_parameters()).param_groups) == 1

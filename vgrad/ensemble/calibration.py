@@ -75,7 +75,7 @@ def calibration(
     """
     _check("calibration", probabilities, targets, bins)
     p, targets = probabilities.detach().double(), targets.long()
-    shown = reliability(p, targets, bins=bins)
+    shown = _in_bins(p, targets, bins)
     gaps = (shown.accuracy - shown.confidence).abs() * shown.count / len(p)
     calibration_error = gaps.nansum() if len(p) else gaps.sum()
     brier_score = (p - one_hot(targets, p.shape[1])).square().sum(1).mean()
@@ -110,6 +110,11 @@ def reliability(
         tensor([0, 0, 2, 1])
     """
     _check("reliability", probabilities, targets, bins)
+    return _in_bins(probabilities, targets, bins)
+
+
+def _in_bins(probabilities: Tensor, targets: Tensor, bins: int) -> Reliability:
+    """Compute what `reliability` returns, of what was checked."""
     confidence, predicted = probabilities.detach().double().max(1)
     edges = torch.linspace(0, 1, bins + 1, device=confidence.device)
     below_one = confidence.clamp(max=_BELOW_ONE).float()

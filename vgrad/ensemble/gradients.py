@@ -182,17 +182,22 @@ def ensemble_grad(
         (torch.Size([4, 2, 3]), torch.Size([4]))
     """
     check_options("ensemble_grad", strategy, randomness, shared)
+    check_loss("ensemble_grad", loss)
+    return EnsembleGradFn(loss, in_dims, randomness, strategy, shared)
+
+
+def check_loss(function: str, loss: BatchLossFn) -> None:
+    """Refuse what is no function, and losses of one sample."""
     if not callable(loss):
         raise TypeError(
-            f"ensemble_grad(loss={loss!r}): expected a function loss(params, buffers, "
+            f"{function}(loss={loss!r}): expected a function loss(params, buffers, "
             f"*batch), for example from batch_loss."
         )
     if isinstance(loss, SampleLoss):
         raise TypeError(
-            "ensemble_grad(loss): expected a loss of a whole batch, got one of a "
-            "sample. Make it with batch_loss."
+            f"{function}(loss): expected a loss of a whole batch, got one of a sample. "
+            f"Make it with batch_loss."
         )
-    return EnsembleGradFn(loss, in_dims, randomness, strategy, shared)
 
 
 def _gradient(function: Callable, params: Params) -> tuple[Params, Tensor, Buffers]:

@@ -10,7 +10,12 @@ from torch.utils import _pytree as pytree
 from vgrad import checks, optim
 from vgrad.ensemble.axes import members, shared_names
 from vgrad.ensemble.execution import Call, InDims, Randomness, Strategy
-from vgrad.ensemble.gradients import EnsembleGradFn, EnsembleGrads, ensemble_grad
+from vgrad.ensemble.gradients import (
+    EnsembleGradFn,
+    EnsembleGrads,
+    check_loss,
+    ensemble_grad,
+)
 from vgrad.ensemble.optimizer import MembersState, of_members
 from vgrad.optim.base import GradientTransformation
 from vgrad.precision import DynamicLossScale, LossScale, NoOpLossScale, Policy
@@ -134,6 +139,7 @@ def ensemble_train_step(
         >>> metrics["loss"].shape
         torch.Size([3])
     """
+    check_loss("ensemble_train_step", loss)
     check_scale("ensemble_train_step", loss_scale)
     if loss_scale is None and in_float16(policy):
         loss_scale = DynamicLossScale()

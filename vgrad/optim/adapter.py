@@ -74,7 +74,7 @@ def as_torch(
     places: dict[int, str] = {}
     for name, param in named.items():
         first = places.setdefault(param.data_ptr(), name)
-        if first != name and param.numel():
+        if first != name and param.numel() and not param.is_meta:
             raise ValueError(
                 f"as_torch(params): expected parameters with memory of their own, got "
                 f"{first!r} and {name!r}, of which one update would overwrite the "
