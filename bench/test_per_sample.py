@@ -2,7 +2,8 @@
 
 `gradients`: the gradient of every sample, stored. `private step`: a whole step, from
 the batch to new parameters (forward, backward, norms, clipping, sum, noise, SGD). Both
-are given as ratios to a plain SGD step of `torch.nn` and `torch.optim`.
+are given as ratios to a plain SGD step of `torch.nn` and `torch.optim`. `noise`: what
+private noise costs over that of `torch.randn` in float32, for as many parameters.
 
 Every contender is checked in float64 before it is timed in float32: in float32 a tie of
 the pooling layer may break the other way, which moves a gradient by far more than
@@ -140,16 +141,17 @@ def private_step(setting: Setting, clipped: Gradients) -> Callable[[], None]:
         delta=1e-5,
     )
     sensitivity = vgrad.Sensitivity(MAX_NORM / plan.expected_batch_size)
-    generator = vgrad.dp.generator(setting.device)
+    key, taken = vgrad.dp.secret_key(), 0
     tx = vgrad.optim.sgd(RATE)
     params, state = setting.params, tx.init(setting.params)
 
     def step() -> None:
-        nonlocal params, state
+        nonlocal params, state, taken
         sums = {
             name: each / plan.expected_batch_size for name, each in clipped().items()
         }
-        noisy = plan.add_noise(sums, sensitivity, generator=generator)
+        noisy = plan.add_noise(sums, sensitivity, key=key, step=taken)
+        taken += 1
         params, state = vgrad.optim.step(tx, noisy, state, params)
 
     return step
@@ -196,4 +198,55 @@ def test_private_step(benchmark: Any, setting: Setting, name: str) -> None:
         device=setting.device,
         samples=SAMPLES,
         error=check(CLIPPED[name], setting.device, clip=True),
+    )
+
+
+def torch_noise(setting: Setting, dtype: torch.dtype) -> Gradients:
+    """Add the noise of torch's own generator to zeros of the parameters' shapes."""
+    zeros = {name: torch.zeros_like(each) for name, each in setting.params.items()}
+
+    def run() -> dict[str, Tensor]:
+        return {
+            name: (each + torch.randn_like(each, dtype=dtype)).to(each.dtype)
+            for name, each in zeros.items()
+        }
+
+    return run
+
+
+def vgrad_noise(setting: Setting) -> Gradients:
+    zeros = {name: torch.zeros_like(each) for name, each in setting.params.items()}
+    key, sensitivity, taken = vgrad.dp.secret_key(), vgrad.Sensitivity(1.0), 0
+
+    def run() -> dict[str, Tensor]:
+        nonlocal taken
+        taken += 1
+        return vgrad.dp.add_gaussian_noise(
+            zeros, sensitivity, noise_multiplier=1.0, key=key, step=taken
+        )
+
+    return run
+
+
+NOISE = {
+    "torch, float32": lambda setting: torch_noise(setting, torch.float32),
+    "torch, float64": lambda setting: torch_noise(setting, torch.float64),
+    "vgrad": vgrad_noise,
+}
+
+
+@pytest.mark.parametrize("name", NOISE)
+def test_noise(benchmark: Any, setting: Setting, name: str) -> None:
+    benchmark.group = f"noise, {setting.device}"
+    run = NOISE[name](setting)
+    drawn = torch.cat([each.flatten() for each in run().values()]).double()
+    error = float(abs(drawn.std() - 1))
+    assert error < 5 / len(drawn) ** 0.5
+    interleaved(
+        benchmark,
+        run,
+        torch_noise(setting, torch.float32),
+        device=setting.device,
+        samples=len(drawn),
+        error=error,
     )

@@ -1,28 +1,37 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from vgrad.dp import add_gaussian_noise, generator
+from tests import streams
+from vgrad.dp import add_gaussian_noise, secret_key
+from vgrad.dp.noise import _CUDA_BLOCK, _Normals
 from vgrad.persample.sensitivity import Sensitivity
 
 MULTIPLIER, SENSITIVITY = 1.5, 0.4
 SIGMA = MULTIPLIER * SENSITIVITY
+GRID = 2.0 ** math.floor(math.log2(SIGMA / 2**16))
 
 
-def source(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-def noised(sums, seed=0, noise_multiplier=MULTIPLIER, sensitivity=SENSITIVITY):
+def noised(
+    sums,
+    seed=0,
+    noise_multiplier=MULTIPLIER,
+    sensitivity=SENSITIVITY,
+    step=0,
+    member=0,
+):
     return add_gaussian_noise(
         sums,
         Sensitivity(sensitivity),
         noise_multiplier=noise_multiplier,
-        generator=source(seed),
+        key=secret_key(seed=seed),
+        step=step,
+        member=member,
     )
 
 
@@ -50,6 +59,68 @@ def test_the_variance_is_within_three_sigma_for_a_million_draws():
     noise = noised({"a": torch.zeros(1000, 1000)})["a"].double() / SIGMA
     assert abs(float(noise.mean())) < 3 / 1000
     assert abs(float((noise**2).mean()) - 1) < 3 * math.sqrt(2 / 1e6)
+
+
+def test_the_tails_are_those_of_a_normal_number():
+    noise = noised({"a": torch.zeros(4_000_000)})["a"].abs() / SIGMA
+    for deviations in (3.0, 4.0, 4.5):
+        mean = 4_000_000 * 2 * stats.norm.sf(deviations)
+        low, high = stats.poisson(mean).interval(1 - 1e-6)
+        assert low <= int((noise > deviations).sum()) <= high
+
+
+SHIFTS = [0.0, 1e-30, 0.3, -7.7, 1e4, math.pi * 1e-9]
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_what_can_be_released_does_not_depend_on_the_sum(shift):
+    # Whoever knows all other samples must not see a sample in the gaps between numbers.
+    sums = {"a": torch.full((50_000,), shift, dtype=torch.float64)}
+    released = noised(sums)["a"] / GRID
+    assert torch.equal(released, released.round())
+    assert len(released.unique()) > 30_000
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_is_drawn_in_float64_and_rounded_once(dtype, shift):
+    total = torch.full((70_000,), shift, dtype=dtype)
+    drawn = streams.noise(
+        secret_key(seed=0).tolist(),
+        3,
+        "a",
+        (70_000,),
+        multiplier=MULTIPLIER,
+        sensitivity=SENSITIVITY,
+    )
+    expected = ((total.double() + drawn) / GRID).round() * GRID
+    assert torch.equal(noised({"a": total}, step=3)["a"], expected.to(dtype))
+
+
+def test_all_blocks_of_a_stream_are_apart():
+    # Counters that differ in their lowest word share 16 of 20 numbers.
+    drawn = streams.filled(
+        5 * streams.BLOCK,
+        lambda source, n: source.standard_normal(n),
+        secret_key(seed=0).tolist(),
+        "a",
+    )
+    assert len(np.unique(drawn)) == len(drawn)
+    parts = drawn.reshape(5, -1)
+    for first, second in ((0, 1), (1, 2), (0, 4)):
+        found = np.corrcoef(parts[first], parts[second])[0, 1]
+        assert abs(found) < 5 / math.sqrt(streams.BLOCK)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2**16, 2**16 + 1, 200_000])
+def test_threads_do_not_change_the_noise(count):
+    sums, before = {"a": torch.zeros(count)}, torch.get_num_threads()
+    found = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        found.append(noised(sums)["a"])
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -90,22 +161,39 @@ def test_leaves_have_independent_noise():
         assert not torch.equal(noise[first][:100], noise[second][:100])
 
 
-def test_steps_have_independent_noise():
-    size, one = 100_000, source()
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"step": 1},
+        {"member": 1},
+        {"seed": 1},
+        {"noise_multiplier": 2 * MULTIPLIER},
+        {"noise_multiplier": 2 * MULTIPLIER, "sensitivity": SENSITIVITY / 2},
+        {"sensitivity": 2 * SENSITIVITY},
+    ],
+    ids=str,
+)
+def test_noise_of_anything_else_is_independent(other):
+    size = 100_000
     sums = {"a": torch.zeros(size)}
-    steps = [
-        add_gaussian_noise(sums, Sensitivity(1.0), noise_multiplier=1.0, generator=one)
-        for _ in range(3)
-    ]
-    for first, second in ((0, 1), (0, 2), (1, 2)):
-        found = correlation(steps[first]["a"], steps[second]["a"])
-        assert abs(found) < 4 / math.sqrt(size)
+    one, another = noised(sums)["a"], noised(sums, **other)["a"]
+    assert abs(correlation(one, another)) < 5 / math.sqrt(size)
+    assert not torch.equal(one[:100], another[:100])
+
+
+def test_the_same_call_draws_the_same_noise_in_any_order():
+    sums = {"a": torch.zeros(3), "b": torch.zeros(2, 2)}
+    first = noised(sums)
+    again = noised({name: sums[name] for name in "ba"})
+    assert all(torch.equal(first[name], again[name]) for name in sums)
 
 
 def test_noise_is_independent_of_what_it_is_added_to():
-    values = torch.randn(1000, generator=source(1), dtype=torch.float64)
+    torch.manual_seed(1)
+    values = torch.randn(1000, dtype=torch.float64)
     plain = noised({"a": torch.zeros(1000, dtype=torch.float64)})["a"]
-    torch.testing.assert_close(noised({"a": values})["a"], values + plain)
+    gap = noised({"a": values})["a"] - (values + plain)
+    assert float(gap.abs().max()) <= GRID
 
 
 def test_the_order_and_the_names_of_the_dictionary_are_kept():
@@ -129,45 +217,83 @@ def test_every_entry_of_any_shape_gets_its_own_noise(shapes, seed):
     assert bool((drawn.abs() < 7 * SIGMA).all())
 
 
-def test_only_the_generator_changes():
-    sums, one = {"a": torch.ones(5)}, source()
-    before, global_state = one.get_state(), torch.get_rng_state()
-    add_gaussian_noise(sums, Sensitivity(1.0), noise_multiplier=1.0, generator=one)
+def test_nothing_changes():
+    sums, key = {"a": torch.ones(5)}, secret_key(seed=0)
+    global_state, numpys = torch.get_rng_state(), np.random.get_state()[1].copy()
+    add_gaussian_noise(sums, Sensitivity(1.0), noise_multiplier=1.0, key=key, step=0)
     assert torch.equal(sums["a"], torch.ones(5))
-    assert not torch.equal(one.get_state(), before)
+    assert torch.equal(key, secret_key(seed=0))
     assert torch.equal(torch.get_rng_state(), global_state)
+    assert np.array_equal(np.random.get_state()[1], numpys)
 
 
 def test_values_that_are_not_finite_stay_visible():
-    result = noised({"a": torch.tensor([math.nan, math.inf, -math.inf, 0.0])})["a"]
+    sums = {"a": torch.tensor([math.nan, math.inf, -math.inf, 0.0, 3e38])}
+    result = noised(sums)["a"]
     assert math.isnan(result[0])
     assert result[1:3].tolist() == [math.inf, -math.inf]
     assert result[3] != 0
+    assert result[4] == sums["a"][4]
+
+
+@pytest.mark.parametrize("sensitivity", [1e-270, 1e-30, 1.0, 1e30, 1e270])
+def test_noise_has_its_deviation_at_any_scale(sensitivity):
+    sums = {"a": torch.zeros(20_000, dtype=torch.float64)}
+    noise = noised(sums, sensitivity=sensitivity)["a"]
+    assert is_gaussian(noise / sensitivity, MULTIPLIER)
+
+
+@pytest.mark.parametrize("sensitivity", [1e-290, 1e290])
+def test_a_deviation_that_has_no_grid_is_refused(sensitivity):
+    with pytest.raises(ValueError, match="expected a standard deviation between"):
+        noised({}, sensitivity=sensitivity)
 
 
 def test_a_noise_multiplier_of_zero_adds_nothing_and_shares_nothing():
-    sums = {"a": torch.randn(5, generator=source())}
+    sums = {"a": torch.randn(5)}
     result = noised(sums, noise_multiplier=0)
     assert torch.equal(result["a"], sums["a"])
     assert result["a"].data_ptr() != sums["a"].data_ptr()
 
 
+@pytest.mark.parametrize("members", [1, 3])
+def test_places_in_the_stream_of_a_device_are_apart(members):
+    sizes = {"a": 3 * _CUDA_BLOCK + 1, "b": 0, "c": 1, "d": _CUDA_BLOCK}
+    sums = {name: torch.empty(size, device="meta") for name, size in sizes.items()}
+    key = secret_key(seed=0)
+    taken = []
+    for member in range(members):
+        normals = _Normals(key, sums, member)
+        for name, size in sizes.items():
+            start = normals._starts[name]
+            taken += range(start, start + math.ceil(size / _CUDA_BLOCK))
+    assert sorted(taken) == list(range(members * 6))
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_noise_on_a_gpu_has_its_standard_deviation():
-    result = add_gaussian_noise(
-        {"a": torch.zeros(50_000, device="cuda")},
-        Sensitivity(SENSITIVITY),
-        noise_multiplier=MULTIPLIER,
-        generator=generator("cuda", seed=0),
-    )
+def test_noise_on_a_gpu_has_its_standard_deviation_and_repeats():
+    sums = {
+        "a": torch.zeros(50_000, device="cuda"),
+        "b": torch.zeros(3 * _CUDA_BLOCK + 7, device="cuda"),
+    }
+    result, again = noised(sums), noised(sums)
     assert is_gaussian(result["a"].cpu(), SIGMA)
+    assert is_gaussian(result["b"].cpu()[:: 2**5], SIGMA)
+    assert all(torch.equal(result[name], again[name]) for name in sums)
+    assert not torch.equal(result["a"], noised(sums, member=1)["a"])
+    # Blocks that overlapped would repeat numbers of one another.
+    parts = result["b"][: 3 * _CUDA_BLOCK].view(3, -1)
+    for first, second in ((0, 1), (1, 2), (0, 2)):
+        assert abs(correlation(parts[first], parts[second])) < 5 / _CUDA_BLOCK**0.5
+    drawn = _Normals(secret_key(seed=0), sums, 0).of("b", sums["b"])
+    assert len(drawn.unique()) > 0.999 * len(drawn)
 
 
 @pytest.mark.parametrize("bare", [1.0, torch.tensor(1.0), None])
 def test_a_bare_number_is_no_sensitivity(bare):
     with pytest.raises(TypeError, match=r"clipped_grad\(\.\.\.\)\.sensitivity"):
-        add_gaussian_noise({}, bare, noise_multiplier=1.0, generator=source())
+        add_gaussian_noise({}, bare, noise_multiplier=1.0, key=secret_key(), step=0)
 
 
 def test_an_infinite_sensitivity_is_refused():
@@ -188,60 +314,26 @@ def test_sums_that_are_not_real_floats_are_refused(dtype):
         noised({"a": torch.zeros(2, dtype=dtype)})
 
 
-def test_a_generator_on_another_device_is_refused():
-    sums = {"a": torch.zeros(2), "b": torch.zeros(2, device="meta")}
-    with pytest.raises(ValueError, match=r"sums\['b'\].*generator's device cpu.*meta"):
-        noised(sums)
+@pytest.mark.parametrize("name", ["step", "member"])
+@pytest.mark.parametrize("value", [-1, 1.5, True])
+def test_places_that_are_not_whole_are_refused(name, value):
+    with pytest.raises(ValueError, match=rf"add_gaussian_noise\({name}="):
+        noised({}, **{name: value})
 
 
-def test_generators_without_a_seed_differ():
-    states = [generator().get_state() for _ in range(5)]
-    for index, state in enumerate(states):
-        assert all(not torch.equal(state, other) for other in states[:index])
+@pytest.mark.parametrize("key", [b"0" * 32, torch.zeros(32), torch.zeros(16).byte()])
+def test_what_is_no_key_is_refused(key):
+    with pytest.raises(TypeError, match=r"expected a key as vgrad\.dp\.secret_key"):
+        add_gaussian_noise({}, Sensitivity(1.0), noise_multiplier=1.0, key=key, step=0)
 
 
-def test_generators_with_a_seed_agree_with_torch():
-    drawn = torch.randn(100, generator=generator(seed=3))
-    assert torch.equal(drawn, torch.randn(100, generator=source(3)))
-
-
-def test_a_generator_without_a_seed_is_not_one_of_the_seeds_of_torch():
-    # On the CPU torch keeps 32 bits of a seed: few enough to try them all.
-    wide = torch.randn(100, generator=source(3 + 2**40))
-    assert torch.equal(wide, torch.randn(100, generator=source(3)))
-    made = generator()
-    again = source(made.initial_seed())
-    assert not torch.equal(
-        torch.randn(100, generator=made), torch.randn(100, generator=again)
-    )
-
-
-def test_all_words_of_the_state_come_from_the_operating_system(monkeypatch):
-    # The state is that of seed 5489, the reference seed of the Mersenne Twister, when
-    # its words are put in by hand: they are where they should be, and all are used.
-    words = [5489]
-    for index in range(1, 624):
-        last = words[-1]
-        words.append((1812433253 * (last ^ (last >> 30)) + index) % 2**32)
-    packed = b"".join(word.to_bytes(4, "little") for word in words)
-    monkeypatch.setattr("secrets.token_bytes", lambda size: packed[:size])
-    drawn = torch.rand(1000, dtype=torch.float64, generator=generator())
-    expected = torch.rand(1000, dtype=torch.float64, generator=source(5489))
-    assert torch.equal(drawn, expected)
-
-
-def test_noise_of_a_generator_without_a_seed_is_gaussian():
+def test_noise_of_a_key_of_the_system_is_gaussian():
     result = add_gaussian_noise(
         {"a": torch.zeros(20_000)},
         Sensitivity(SENSITIVITY),
         noise_multiplier=MULTIPLIER,
-        generator=generator(),
+        key=secret_key(),
+        step=0,
     )
     pvalue = stats.kstest(result["a"].double().numpy() / SIGMA, "norm").pvalue
-    assert pvalue > 1e-9  # The seed is not fixed here.
-
-
-@pytest.mark.parametrize("seed", [-1, 1.5, True])
-def test_a_seed_that_is_not_whole_is_refused(seed):
-    with pytest.raises(ValueError, match=r"generator\(seed="):
-        generator(seed=seed)
+    assert pvalue > 1e-9  # The key is not fixed here.

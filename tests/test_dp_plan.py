@@ -1,10 +1,12 @@
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from vgrad.dp import Plan, epsilon, noise_multiplier_for
+from tests import streams
+from vgrad.dp import Plan, epsilon, noise_multiplier_for, secret_key
 from vgrad.persample.clipping import clipped_grad
 from vgrad.persample.sensitivity import Sensitivity
 
@@ -18,8 +20,11 @@ PLAN = Plan(
 )
 
 
-def source(seed=0):
-    return torch.Generator().manual_seed(seed)
+KEY = secret_key(seed=0)
+
+
+def state(step=0):
+    return SimpleNamespace(key=KEY, step=torch.tensor(step))
 
 
 def test_the_expected_batch_size_is_not_rounded():
@@ -62,15 +67,52 @@ def test_steps_that_are_not_whole_are_refused(steps):
 
 
 def test_the_sampler_draws_as_planned():
-    sampler = PLAN.sampler(source())
-    fields = sampler.dataset_size, sampler.sampling_rate, sampler.steps
-    assert fields == (105, 0.1, 20)
-    assert len(list(sampler)) == 20
+    own = streams.of_plan(KEY.tolist(), dataclasses.asdict(PLAN))
+    expected = [streams.batch(own, step, 105, 0.1) for step in range(20)]
+    sampler = PLAN.sampler(state())
+    assert len(sampler) == 20
+    assert list(sampler) == expected
+    assert PLAN.sample(key=KEY, step=7).tolist() == expected[7]
+
+
+def test_the_sampler_of_a_state_that_was_saved_goes_on():
+    whole = list(PLAN.sampler(state()))
+    assert list(PLAN.sampler(state(17))) == whole[17:]
+    assert list(PLAN.sampler(state(20))) == []
+    with pytest.raises(ValueError, match="expected a start of at most"):
+        PLAN.sampler(state(21))
+
+
+CHANGES = {
+    "dataset_size": 106,
+    "sampling_rate": 0.2,
+    "noise_multiplier": 2.5,
+    "max_norm": 3.5,
+}
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_plans_that_differ_share_neither_batches_nor_noise(field):
+    # A larger rate with the same numbers would draw a batch that holds the other one.
+    other = dataclasses.replace(PLAN, **{field: CHANGES[field]})
+    batches = [list(each.sampler(state())) for each in (PLAN, other)]
+    assert not any(first == second for first, second in zip(*batches, strict=True))
+    sums, drawn = {"a": torch.zeros(10_000)}, []
+    for each in (PLAN, other):
+        sensitivity = Sensitivity(each.max_norm / each.expected_batch_size)
+        drawn.append(each.add_noise(sums, sensitivity, key=KEY, step=0)["a"])
+    found = float(torch.corrcoef(torch.stack(drawn))[0, 1])
+    assert abs(found) < 0.05
+
+
+def test_more_steps_leave_the_first_ones_as_they_were():
+    longer = dataclasses.replace(PLAN, steps=30, delta=1e-6)
+    assert list(longer.sampler(state()))[:20] == list(PLAN.sampler(state()))
 
 
 def test_noise_has_the_planned_standard_deviation():
     sums = {"a": torch.zeros(1000, 100)}
-    noise = PLAN.add_noise(sums, Sensitivity(3.0 / 10.5), generator=source())["a"]
+    noise = PLAN.add_noise(sums, Sensitivity(3.0 / 10.5), key=KEY, step=0)["a"]
     expected = 2.0 * 3.0 / 10.5
     relative = float((noise.double() ** 2).mean()) / expected**2
     assert abs(relative - 1) < 3 * math.sqrt(2 / noise.numel())
@@ -84,11 +126,11 @@ def test_a_clipped_sum_made_by_the_plan_fits_it(samples):
     clipped = clipped_grad(
         loss, max_norm=PLAN.max_norm, normalize_by=PLAN.expected_batch_size
     )
-    x = 100 * torch.randn(samples, 4, generator=source())
+    x = 100 * torch.randn(samples, 4)
     sums = clipped({"w": torch.ones(4)}, {}, x).grads
-    noisy = PLAN.add_noise(sums, clipped.sensitivity, generator=source(1))
+    noisy = PLAN.add_noise(sums, clipped.sensitivity, key=KEY, step=1)
     zeros = {"w": torch.zeros(4)}
-    noise = PLAN.add_noise(zeros, clipped.sensitivity, generator=source(1))
+    noise = PLAN.add_noise(zeros, clipped.sensitivity, key=KEY, step=1)
     torch.testing.assert_close(noisy["w"], sums["w"] + noise["w"])
 
 
@@ -99,25 +141,23 @@ def test_a_clipped_sum_made_by_the_plan_fits_it(samples):
 )
 def test_a_sensitivity_of_another_plan_is_refused(value):
     with pytest.raises(ValueError, match=r"max_norm / expected_batch_size = 0.2857"):
-        PLAN.add_noise({}, Sensitivity(value), generator=source())
+        PLAN.add_noise({}, Sensitivity(value), key=KEY, step=0)
 
 
 def test_a_sensitivity_equal_up_to_rounding_is_accepted():
     value = 3.0 / 10.5 * (1 + 1e-10)
-    result = PLAN.add_noise(
-        {"a": torch.zeros(1)}, Sensitivity(value), generator=source()
-    )
+    result = PLAN.add_noise({"a": torch.zeros(1)}, Sensitivity(value), key=KEY, step=0)
     assert result["a"].isfinite().all()
 
 
 def test_a_bare_number_is_no_sensitivity():
     with pytest.raises(TypeError, match=r"Plan.add_noise\(sensitivity=0.2857"):
-        PLAN.add_noise({}, 3.0 / 10.5, generator=source())
+        PLAN.add_noise({}, 3.0 / 10.5, key=KEY, step=0)
 
 
 def test_an_infinite_sensitivity_is_refused():
     with pytest.raises(ValueError, match="expected a finite sensitivity"):
-        PLAN.add_noise({}, Sensitivity(math.inf), generator=source())
+        PLAN.add_noise({}, Sensitivity(math.inf), key=KEY, step=0)
 
 
 @pytest.mark.parametrize(

@@ -6,19 +6,21 @@ import torch
 from scipy import stats
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from vgrad.dp import PoissonBatchSampler, collate, poisson_sample
+from tests import streams
+from vgrad.dp import PoissonBatchSampler, collate, poisson_sample, secret_key
+
+KEY = secret_key(seed=0)
 
 
-def source(seed=0):
-    return torch.Generator().manual_seed(seed)
+def sample(size, rate, step=0):
+    return poisson_sample(size, rate, key=KEY, step=step)
 
 
-def inclusions(size, rate, draws, seed=0):
+def inclusions(size, rate, draws):
     """Which samples were in which batch, [draws, size]."""
-    generator = source(seed)
     table = torch.zeros(draws, size, dtype=torch.float64)
-    for row in table:
-        row[poisson_sample(size, rate, generator=generator)] = 1
+    for step, row in enumerate(table):
+        row[sample(size, rate, step)] = 1
     return table
 
 
@@ -50,7 +52,7 @@ def test_batch_sizes_are_binomial_and_not_fixed():
 
 
 def test_indices_are_distinct_ascending_and_int64():
-    drawn = poisson_sample(1000, 0.5, generator=source())
+    drawn = sample(1000, 0.5)
     assert drawn.dtype == torch.int64
     assert bool((drawn.diff() > 0).all())
     assert int(drawn.min()) >= 0
@@ -58,13 +60,13 @@ def test_indices_are_distinct_ascending_and_int64():
 
 
 def test_rate_one_draws_everything():
-    drawn = poisson_sample(1000, 1.0, generator=source())
+    drawn = sample(1000, 1.0)
     assert torch.equal(drawn, torch.arange(1000))
 
 
 def test_empty_batches_come_as_often_as_they_should():
     size, rate, steps = 10, 0.1, 4000
-    batches = list(PoissonBatchSampler(size, rate, steps, generator=source()))
+    batches = list(PoissonBatchSampler(size, rate, steps, key=KEY))
     empty = sum(batch == [] for batch in batches)
     assert stats.binomtest(empty, steps, (1 - rate) ** size).pvalue > 0.001
 
@@ -72,48 +74,76 @@ def test_empty_batches_come_as_often_as_they_should():
 def test_a_rate_far_below_the_steps_of_float32_is_honoured():
     # In float32 the smallest number drawn has probability 2^-24, 60 times this rate,
     # which would give 6 samples here; in float64 it is 0.1.
-    generator = source()
-    drawn = [poisson_sample(10**7, 1e-9, generator=generator) for _ in range(10)]
+    drawn = [sample(10**7, 1e-9, step) for step in range(10)]
     assert sum(len(batch) for batch in drawn) <= 1
 
 
 def test_a_small_rate_gives_its_share_of_samples():
-    drawn = poisson_sample(10**7, 2e-5, generator=source())
+    drawn = sample(10**7, 2e-5)
     assert stats.poisson(200).interval(0.999)[0] < len(drawn)
     assert len(drawn) < stats.poisson(200).interval(0.999)[1]
 
 
 def test_the_sampler_yields_the_steps_asked_for_and_lists_of_ints():
-    sampler = PoissonBatchSampler(5, 0.5, 7, generator=source())
+    sampler = PoissonBatchSampler(5, 0.5, 7, key=KEY)
     batches = list(sampler)
     assert len(sampler) == len(batches) == 7
     assert all(type(index) is int for batch in batches for index in batch)
 
 
-def test_another_pass_draws_other_batches():
-    sampler = PoissonBatchSampler(100, 0.5, 3, generator=source())
-    first, second = list(sampler), list(sampler)
-    assert first != second
+def test_batches_are_those_of_the_reference():
+    size = 70_000  # more than one block
+    for step in (0, 3):
+        expected = streams.batch(KEY.tolist(), step, size, 0.01)
+        assert sample(size, 0.01, step).tolist() == expected
 
 
-def test_the_same_seed_draws_the_same_batches():
-    first = list(PoissonBatchSampler(100, 0.5, 3, generator=source(1)))
-    again = list(PoissonBatchSampler(100, 0.5, 3, generator=source(1)))
-    other = list(PoissonBatchSampler(100, 0.5, 3, generator=source(2)))
+def test_a_second_pass_is_refused():
+    # It would draw the same batches again, whose steps have been accounted for.
+    sampler = PoissonBatchSampler(100, 0.5, 3, key=KEY)
+    assert len(list(sampler)) == 3
+    with pytest.raises(RuntimeError, match="expected one pass over the batches"):
+        next(iter(sampler))
+
+
+def test_a_second_pass_is_refused_before_the_first_one_has_ended():
+    sampler = PoissonBatchSampler(100, 0.5, 3, key=KEY)
+    next(iter(sampler))
+    with pytest.raises(RuntimeError, match=r"plan\.sampler\(state\)"):
+        list(sampler)
+
+
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_a_run_that_goes_on_gets_the_batches_that_it_would_have_had(start):
+    whole = list(PoissonBatchSampler(100, 0.5, 3, key=KEY))
+    rest = PoissonBatchSampler(100, 0.5, 3, key=KEY, start=start)
+    assert len(rest) == 3 - start
+    assert list(rest) == whole[start:]
+
+
+def test_a_start_behind_the_end_is_refused():
+    with pytest.raises(ValueError, match=r"start=4, steps=3\): expected a start"):
+        PoissonBatchSampler(100, 0.5, 3, key=KEY, start=4)
+
+
+def test_the_same_key_draws_the_same_batches():
+    first = list(PoissonBatchSampler(100, 0.5, 3, key=secret_key(seed=1)))
+    again = list(PoissonBatchSampler(100, 0.5, 3, key=secret_key(seed=1)))
+    other = list(PoissonBatchSampler(100, 0.5, 3, key=secret_key(seed=2)))
     assert first == again
     assert first != other
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_data_loader_passes_on_empty_and_other_batches(num_workers):
-    dataset = TensorDataset(torch.randn(6, 3, 2, generator=source()), torch.arange(6))
+    dataset = TensorDataset(torch.randn(6, 3, 2), torch.arange(6))
     loader = DataLoader(
         dataset,
-        batch_sampler=PoissonBatchSampler(6, 0.1, 50, generator=source(1)),
+        batch_sampler=PoissonBatchSampler(6, 0.1, 50, key=KEY),
         collate_fn=collate(dataset),
         num_workers=num_workers,
     )
-    expected = list(PoissonBatchSampler(6, 0.1, 50, generator=source(1)))
+    expected = list(PoissonBatchSampler(6, 0.1, 50, key=KEY))
     assert any(batch == [] for batch in expected)
     assert any(len(batch) > 1 for batch in expected)
     assert len(loader) == 50
@@ -191,15 +221,26 @@ def test_collate_refuses_what_cannot_be_made_empty(collate_fn):
 @pytest.mark.parametrize("rate", [0.0, -0.1, 1.1, float("nan")])
 def test_a_rate_that_is_no_probability_is_refused(rate):
     with pytest.raises(ValueError, match=r"poisson_sample\(sampling_rate="):
-        poisson_sample(10, rate, generator=source())
+        sample(10, rate)
     with pytest.raises(ValueError, match=r"PoissonBatchSampler\(sampling_rate="):
-        PoissonBatchSampler(10, rate, 1, generator=source())
+        PoissonBatchSampler(10, rate, 1, key=KEY)
 
 
 def test_sizes_that_are_not_whole_are_refused():
     with pytest.raises(ValueError, match=r"poisson_sample\(dataset_size=0\)"):
-        poisson_sample(0, 0.5, generator=source())
+        sample(0, 0.5)
     with pytest.raises(ValueError, match=r"PoissonBatchSampler\(dataset_size=2.0\)"):
-        PoissonBatchSampler(2.0, 0.5, 1, generator=source())
+        PoissonBatchSampler(2.0, 0.5, 1, key=KEY)
     with pytest.raises(ValueError, match=r"PoissonBatchSampler\(steps=0\)"):
-        PoissonBatchSampler(2, 0.5, 0, generator=source())
+        PoissonBatchSampler(2, 0.5, 0, key=KEY)
+    with pytest.raises(ValueError, match=r"PoissonBatchSampler\(start=-1\)"):
+        PoissonBatchSampler(2, 0.5, 1, key=KEY, start=-1)
+    with pytest.raises(ValueError, match=r"poisson_sample\(step=-1\)"):
+        sample(2, 0.5, -1)
+
+
+def test_what_is_no_key_is_refused():
+    with pytest.raises(TypeError, match=r"PoissonBatchSampler\(key\): expected a key"):
+        PoissonBatchSampler(2, 0.5, 1, key=torch.zeros(32))
+    with pytest.raises(TypeError, match=r"poisson_sample\(key\): expected a key"):
+        poisson_sample(2, 0.5, key=7, step=0)

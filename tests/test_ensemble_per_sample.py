@@ -67,23 +67,41 @@ def test_shared_parameters_have_a_gradient_for_every_member():
     assert compute(params, buffers, x[0], y)["0.weight"].shape == (E, B, 6, 4)
 
 
-def test_noise_is_that_of_each_members_generator():
+def test_noise_is_that_of_the_key_and_of_each_member():
     loss, params, *_ = problem()
     compute = ensemble_clipped_grad(loss, max_norm=[0.1, 1.0, 10.0])
     grads = {n: torch.zeros_like(p) for n, p in params.items()}
 
+    key = vgrad.dp.secret_key(seed=0)
+
     def noisy(multiplier):
-        generators = [vgrad.dp.generator(seed=each) for each in range(E)]
-        return compute.add_noise(
-            grads, noise_multiplier=multiplier, generators=generators
-        )
+        return compute.add_noise(grads, noise_multiplier=multiplier, key=key, step=5)
 
     one = noisy(1.0)
-    for name, value in noisy([1.0, 2.0, 1.0]).items():
-        torch.testing.assert_close(value[1], 2 * one[name][1])
+    for name, value in noisy([1.0, 3.0, 1.0]).items():
+        assert float(value[1].abs().mean()) > 1.5 * float(one[name][1].abs().mean())
         assert torch.equal(value[2], one[name][2])
     weight = one["0.weight"].flatten(1).std(1)
     assert weight[0] < 0.3 < weight[1] < 3 < weight[2]
+    for member, bound in enumerate((0.1, 1.0, 10.0)):
+        alone = vgrad.dp.add_gaussian_noise(
+            {name: value[member] for name, value in grads.items()},
+            vgrad.Sensitivity(bound),
+            noise_multiplier=1.0,
+            key=key,
+            step=5,
+            member=member,
+        )
+        assert all(torch.equal(one[name][member], alone[name]) for name in one)
+
+
+def test_no_two_members_share_noise():
+    compute = ensemble_clipped_grad(lambda params, buffers, x: x, max_norm=1.0)
+    sums = {"w": torch.zeros(4, 20_000)}
+    key = vgrad.dp.secret_key(seed=0)
+    noise = compute.add_noise(sums, noise_multiplier=1.0, key=key, step=0)["w"]
+    off = torch.corrcoef(noise) - torch.eye(4)
+    assert float(off.abs().max()) < 5 / 20_000**0.5
 
 
 def test_numbers_of_members_have_to_agree():
@@ -91,10 +109,12 @@ def test_numbers_of_members_have_to_agree():
     with pytest.raises(ValueError, match="one for each of the 3 members"):
         ensemble_clipped_grad(loss, max_norm=[1.0, 2.0])(params, buffers, x[0], y)
     compute = ensemble_clipped_grad(loss, max_norm=1.0)
-    with pytest.raises(ValueError, match="expected as many members in grads"):
-        compute.add_noise(
-            params, noise_multiplier=1.0, generators=[vgrad.dp.generator(seed=0)]
-        )
+    key = vgrad.dp.secret_key()
+    with pytest.raises(ValueError, match="expected as many members in every entry"):
+        compute.add_noise(params, noise_multiplier=[1.0, 1.0], key=key, step=0)
+    uneven = {"a": torch.zeros(2, 3), "b": torch.zeros(3, 3)}
+    with pytest.raises(ValueError, match=r"got \[2, 3\]"):
+        compute.add_noise(uneven, noise_multiplier=1.0, key=key, step=0)
 
 
 def test_bounds_by_layer_may_be_those_of_all_members_or_of_each():

@@ -14,6 +14,7 @@ from rich.console import Console
 from torch.nn import functional as F
 
 import vgrad
+from tests import streams
 from tests.test_job_run import (
     BATCH,
     KEYS,
@@ -23,7 +24,6 @@ from tests.test_job_run import (
     cached,
     error,
     lines,
-    source,
     stop,
     train,
     write_data,
@@ -169,19 +169,21 @@ def test_the_budget_is_that_of_all_members_together(images, tmp_path, capsys):
     assert one["noise_multiplier"] < plan["noise_multiplier"]
 
 
-def reference(images, member, private, samplers, noise, *, multiplier):
+def reference(images, member, private, key, plan):
     """Train one member in plain torch, sample by sample, for eight steps."""
     held = np.load(images)
     x = torch.from_numpy(held["x_train"]).float()[:, None, None]
     y = torch.from_numpy(held["y_train"])
     model = models.build("mlp", shape_of(images), seed=member_seed(0, member))
     params = list(model.parameters())
-    for _ in range(8):
+    own = streams.of_plan(key, plan)
+    sizes = {"multiplier": plan["noise_multiplier"], "sensitivity": 0.8 / BATCH}
+    for step in range(8):
         if private:
-            drawn = torch.rand(SIZE, dtype=torch.float64, generator=samplers)
-            index = [row for row in range(SIZE) if drawn[row] < BATCH / SIZE]
+            index = streams.batch(own, step, SIZE, BATCH / SIZE)
         else:
-            orders = [torch.randperm(SIZE, generator=samplers) for _ in range(3)]
+            shuffles = streams.shuffle(key, step)
+            orders = [torch.randperm(SIZE, generator=shuffles) for _ in range(3)]
             index = orders[member][:BATCH].tolist()
         total = [torch.zeros_like(param) for param in params]
         for row in index:
@@ -192,11 +194,13 @@ def reference(images, member, private, samplers, noise, *, multiplier):
             for sum_, grad in zip(total, grads, strict=True):
                 sum_ += factor * grad
         with torch.no_grad():
-            for param, sum_ in zip(params, total, strict=True):
+            for (name, param), sum_ in zip(
+                model.named_parameters(), total, strict=True
+            ):
+                mean = sum_ / BATCH
                 if private:
-                    drawn = torch.randn(param.shape, generator=noise)
-                    sum_ += multiplier * 0.8 * drawn
-                param -= 0.5 * sum_ / BATCH
+                    mean += streams.noise(own, step, name, param.shape, **sizes)
+                param -= 0.5 * mean
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
@@ -207,22 +211,20 @@ def test_members_are_what_plain_torch_computes_for_each_of_them(
     more = [FIXED, "--max-norm", "0.8"]
     interrupted(images, out, monkeypatch, *more, where=(report, "display"))
     before, description = checkpoint.read_state(out)
-    multiplier = description["plan"]["noise_multiplier"]
+    plan = description["plan"]
     assert main(["train", "--resume", str(out)]) == 0
     after, _ = checkpoint.read_state(out)
     for i in range(3):
         own = f".private.members[{i}]"
-        drawn = [
-            source(before[f"{own}.generators['{use}']"]) for use in ("sampler", "noise")
-        ]
-        expected = reference(images, i, True, *drawn, multiplier=multiplier)
+        key = before[f"{own}.key"].tolist()
+        expected = reference(images, i, True, key, plan)
         params, _ = load_member(out / "ensemble.safetensors", i, *templates(images))
         for name, value in expected.items():
             found = after[f"{own}.params['{name}']"]
             torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-5)
             assert torch.equal(params[name], found)
-        sampler = source(before[".plain.generators['sampler']"])
-        expected = reference(images, i, False, sampler, None, multiplier=0.0)
+        key = before[".plain.key"].tolist()
+        expected = reference(images, i, False, key, plan)
         for name, value in expected.items():
             found = after[f".plain.params['{name}']"][i]
             torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-5)
@@ -231,18 +233,20 @@ def test_members_are_what_plain_torch_computes_for_each_of_them(
 def test_every_member_has_noise_and_batches_of_its_own(images, tmp_path, monkeypatch):
     seen, add_noise = [], dp.Plan.add_noise
 
-    def watched(self, sums, sensitivity, *, generator):
-        seen.append(generator.get_state().numpy().tobytes())
-        return add_noise(self, sums, sensitivity, generator=generator)
+    def watched(self, sums, sensitivity, *, key, step):
+        zeros = {name: torch.zeros_like(value) for name, value in sums.items()}
+        noise = add_noise(self, zeros, sensitivity, key=key, step=step)
+        seen.append(noise["1.weight"].numpy().tobytes())
+        return add_noise(self, sums, sensitivity, key=key, step=step)
 
-    batches, poisson = [], dp.poisson_sample
+    batches, sample = [], dp.Plan.sample
 
-    def drawing(*args, **kwargs):
-        batches.append(tuple(poisson(*args, **kwargs).tolist()))
+    def drawing(self, **place):
+        batches.append(tuple(sample(self, **place).tolist()))
         return torch.tensor(batches[-1], dtype=torch.int64)
 
     monkeypatch.setattr(dp.Plan, "add_noise", watched)
-    monkeypatch.setattr(dp, "poisson_sample", drawing)
+    monkeypatch.setattr(dp.Plan, "sample", drawing)
     for more in ([], [FIXED]):
         seen.clear()
         batches.clear()
@@ -258,9 +262,8 @@ def test_the_seed_fixes_the_start_and_never_the_noise(images, tmp_path):
     assert a["plain.jsonl"] == b["plain.jsonl"]
     assert a["ensemble"] != b["ensemble"]
     for i in range(3):
-        for use in ("noise", "sampler", "cpu"):
-            name = f".private.members[{i}].generators['{use}']"
-            assert a["state"][name] != b["state"][name]
+        name = f".private.members[{i}].key"
+        assert a["state"][name] != b["state"][name]
 
 
 def test_reproducible_noise_repeats_the_run_and_claims_nothing(

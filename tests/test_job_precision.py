@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import vgrad
+from tests import streams
 from tests.test_job_run import (
     BATCH,
     KEYS,
@@ -22,7 +23,6 @@ from tests.test_job_run import (
     interrupted,
     lines,
     results,
-    source,
     stop,
     train,
     write_data,
@@ -186,7 +186,7 @@ def test_a_model_that_does_not_say_its_precision_is_of_float32(
     sys.modules.pop("own_dtype")
 
 
-def reference(images, sampler, noise, private, dtype, multiplier, steps):
+def reference(images, key, plan, private, dtype, steps):
     """Train in plain torch under its own autocast, sample by sample."""
     held = np.load(images)
     x = torch.from_numpy(held["x_train"]).float()[:, None, None]
@@ -194,12 +194,14 @@ def reference(images, sampler, noise, private, dtype, multiplier, steps):
     shape = data.load(str(images), seed=0).shape
     model = models.build("mlp", shape, seed=0)
     params = list(model.parameters())
-    for _ in range(steps):
+    own = streams.of_plan(key, plan)
+    sizes = {"multiplier": plan["noise_multiplier"], "sensitivity": 0.8 / BATCH}
+    for step in range(steps):
         if private:
-            drawn = torch.rand(SIZE, dtype=torch.float64, generator=sampler)
-            index = torch.nonzero(drawn < BATCH / SIZE)[:, 0].tolist()
+            index = streams.batch(own, step, SIZE, BATCH / SIZE)
         else:
-            index = torch.randperm(SIZE, generator=sampler)[:BATCH].tolist()
+            order = torch.randperm(SIZE, generator=streams.shuffle(key, step))
+            index = order[:BATCH].tolist()
         total = [torch.zeros_like(param) for param in params]
         for row in index:
             with torch.autocast("cpu", dtype=dtype):
@@ -212,11 +214,13 @@ def reference(images, sampler, noise, private, dtype, multiplier, steps):
             for sum_, grad in zip(total, grads, strict=True):
                 sum_ += factor * grad
         with torch.no_grad():
-            for param, sum_ in zip(params, total, strict=True):
+            for (name, param), sum_ in zip(
+                model.named_parameters(), total, strict=True
+            ):
+                mean = sum_ / BATCH
                 if private:
-                    drawn = torch.randn(param.shape, generator=noise)
-                    sum_ += multiplier * 0.8 * drawn
-                param -= 0.5 * sum_ / BATCH
+                    mean += streams.noise(own, step, name, param.shape, **sizes)
+                param -= 0.5 * mean
     return {key: param.detach() for key, param in model.named_parameters()}
 
 
@@ -231,13 +235,11 @@ def test_both_runs_are_what_torch_computes_under_autocast(
         with pytest.raises(Killed):
             train_in(name, images, out, FIXED, "--max-norm", "0.8")
     before, description = checkpoint.read_state(out)
-    uses = ("sampler", "noise")
-    states = [before[f".{which}.generators['{use}']"] for use in uses]
+    key = before[f".{which}.key"].tolist()
     assert main(["train", "--resume", str(out)]) == 0
     after, _ = checkpoint.read_state(out)
-    multiplier = description["plan"]["noise_multiplier"]
-    rest = which == "private", DTYPES[name], multiplier, 8
-    expected = reference(images, *map(source, states), *rest)
+    rest = which == "private", DTYPES[name], 8
+    expected = reference(images, key, description["plan"], *rest)
     # One rounding in bfloat16 is 2**-8, in float16 2**-11; gradients are of order one.
     error = {"bfloat16": 0.01, "float16": 0.001}[name]
     for key, value in expected.items():

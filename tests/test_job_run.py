@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 
 import vgrad
+from tests import streams
 from vgrad import dp
 from vgrad.__main__ import COMMANDS, main
 from vgrad.dp import accounting
@@ -136,25 +137,24 @@ def test_epsilon_is_what_the_accountant_says_and_ends_at_the_target(images, tmp_
     assert description["epsilon"] == spent[-1]
 
 
-def source(state):
-    generator = torch.Generator()
-    generator.set_state(state)
-    return generator
-
-
-def reference(images, sampler, noise, private, *, lr, max_norm, multiplier, steps):
-    """Train in plain torch, sample by sample, from the states of the generators."""
+def reference(images, key, plan, private, *, lr, max_norm, steps):
+    """Train in plain torch, sample by sample, from the key of the state."""
     held = np.load(images)
     x = torch.from_numpy(held["x_train"]).float()[:, None, None]
     y = torch.from_numpy(held["y_train"])
     model = vgrad.job.models.build("mlp", data.load(str(images), seed=0).shape, seed=0)
     params = list(model.parameters())
-    for _ in range(steps):
+    own = streams.of_plan(key, plan)
+    sizes = {
+        "multiplier": plan["noise_multiplier"],
+        "sensitivity": max_norm / BATCH,
+    }
+    for step in range(steps):
         if private:
-            drawn = torch.rand(SIZE, dtype=torch.float64, generator=sampler)
-            index = [row for row in range(SIZE) if drawn[row] < BATCH / SIZE]
+            index = streams.batch(own, step, SIZE, BATCH / SIZE)
         else:
-            index = torch.randperm(SIZE, generator=sampler)[:BATCH].tolist()
+            order = torch.randperm(SIZE, generator=streams.shuffle(key, step))
+            index = order[:BATCH].tolist()
         total = [torch.zeros_like(param) for param in params]
         for row in index:
             scores = model(x[row : row + 1])
@@ -166,11 +166,13 @@ def reference(images, sampler, noise, private, *, lr, max_norm, multiplier, step
                 sum_ + factor * grad for sum_, grad in zip(total, grads, strict=True)
             ]
         with torch.no_grad():
-            for param, sum_ in zip(params, total, strict=True):
+            for (name, param), sum_ in zip(
+                model.named_parameters(), total, strict=True
+            ):
+                mean = sum_ / BATCH
                 if private:
-                    drawn = torch.randn(param.shape, generator=noise)
-                    sum_ += multiplier * max_norm * drawn
-                param -= lr * sum_ / BATCH
+                    mean += streams.noise(own, step, name, param.shape, **sizes)
+                param -= lr * mean
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
@@ -184,17 +186,15 @@ def test_both_runs_are_what_plain_torch_computes_sample_by_sample(
         with pytest.raises(Killed):
             train(images, out, "--reproducible-noise", "--max-norm", "0.8", epochs=3)
     before, description = checkpoint.read_state(out)
-    uses = ("sampler", "noise")
-    sources = [source(before[f".{which}.generators['{use}']"]) for use in uses]
     assert main(["train", "--resume", str(out)]) == 0
     after, _ = checkpoint.read_state(out)
     expected = reference(
         images,
-        *sources,
+        before[f".{which}.key"].tolist(),
+        description["plan"],
         which == "private",
         lr=0.5,
         max_norm=0.8,
-        multiplier=description["plan"]["noise_multiplier"],
         steps=12,
     )
     for name, value in expected.items():
@@ -207,7 +207,7 @@ def test_the_noise_has_the_size_that_the_arguments_ask_for(
 ):
     # Where every batch is empty, noise is all that moves the parameters.
     empty = torch.zeros(0, dtype=torch.int64)
-    monkeypatch.setattr(dp, "poisson_sample", lambda *args, **kwargs: empty)
+    monkeypatch.setattr(dp.Plan, "sample", lambda *args, **kwargs: empty)
     out = tmp_path / "run"
     assert train(images, out, "--max-norm", "0.25", epochs=4) == 0
     start = vgrad.job.models.build("mlp", data.load(str(images), seed=0).shape, seed=0)
@@ -241,9 +241,7 @@ def test_the_seed_fixes_the_start_and_never_the_noise(images, tmp_path):
     a, b = results(tmp_path / "a"), results(tmp_path / "b")
     assert a["plain.jsonl"] == b["plain.jsonl"]
     assert a["metrics.jsonl"] != b["metrics.jsonl"]
-    for use in ("noise", "sampler", "cpu"):
-        name = f".private.generators['{use}']"
-        assert a["state"][name] != b["state"][name]
+    assert a["state"][".private.key"] != b["state"][".private.key"]
     assert train(images, tmp_path / "c", "--seed", "6") == 0
     assert results(tmp_path / "c")["plain.jsonl"] != a["plain.jsonl"]
 
@@ -328,11 +326,13 @@ def test_killed_by_a_signal_a_run_goes_on_with_the_same_numbers(images, tmp_path
 def test_noise_is_drawn_again_for_the_same_step_only(images, tmp_path, monkeypatch):
     seen, add_noise = [], dp.Plan.add_noise
 
-    def watched(self, sums, sensitivity, *, generator):
-        seen.append(generator.get_state().numpy().tobytes())
+    def watched(self, sums, sensitivity, *, key, step):
+        zeros = {name: torch.zeros_like(value) for name, value in sums.items()}
+        noise = add_noise(self, zeros, sensitivity, key=key, step=step)
+        seen.append(noise["1.weight"].numpy().tobytes())
         if len(seen) == 7:  # in the middle of the second of three epochs
             raise Killed
-        return add_noise(self, sums, sensitivity, generator=generator)
+        return add_noise(self, sums, sensitivity, key=key, step=step)
 
     monkeypatch.setattr(dp.Plan, "add_noise", watched)
     with pytest.raises(Killed):

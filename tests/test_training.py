@@ -1,4 +1,5 @@
 import copy
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -70,7 +71,11 @@ def test_a_train_step_updates_buffers_and_draws_dropout_from_the_state():
         pytree.tree_leaves(one), pytree.tree_leaves(again), strict=True
     ):
         assert torch.equal(left, right)
-    assert not torch.equal(one.generators["cpu"], following.generators["cpu"])
+    moved = [
+        two.params["2.weight"] - was.params["2.weight"]
+        for was, two in ((state, one), (one, following))
+    ]
+    assert not torch.equal(*moved)
     assert int(one.buffers["0.num_batches_tracked"]) == 1
     assert not state.buffers["0.running_mean"].any()
 
@@ -141,13 +146,86 @@ def test_a_run_cannot_outlast_its_plan():
         step(state, x, y)
 
 
-def test_noise_differs_between_runs_unless_a_seed_says_otherwise():
+def test_a_batch_larger_than_the_data_set_is_refused():
+    _, fmodel, criterion, params, buffers, x, y = build()
+    tx = vgrad.optim.sgd(0.1)
+    small = plan(dataset_size=5)
+    step = private_step(vgrad.sample_loss(fmodel, criterion), tx, small)
+    state = TrainState.create(tx, params, buffers)
+    with pytest.raises(ValueError, match=r"at most the 5 samples .* got 6\."):
+        step(state, x, y)
+    step(state, x[:5], y[:5])
+
+
+def test_a_state_of_fewer_than_no_steps_is_refused():
+    _, fmodel, criterion, params, buffers, x, y = build()
+    tx = vgrad.optim.sgd(0.1)
+    step = private_step(vgrad.sample_loss(fmodel, criterion), tx, plan())
+    state = TrainState.create(tx, params, buffers)._replace(step=torch.tensor(-1))
+    with pytest.raises(RuntimeError, match=r"fewer than the 5 steps .* got -1"):
+        step(state, x, y)
+
+
+def test_keys_differ_between_runs_unless_a_seed_says_otherwise():
     tx = vgrad.optim.sgd(0.1)
     params = {"w": torch.zeros(3)}
     first, second = (TrainState.create(tx, params, {}) for _ in range(2))
-    assert not torch.equal(first.generators["noise"], second.generators["noise"])
+    assert not torch.equal(first.key, second.key)
     first, second = (TrainState.create(tx, params, {}, seed=1) for _ in range(2))
-    assert torch.equal(first.generators["noise"], second.generators["noise"])
+    assert torch.equal(first.key, second.key)
+
+
+def releases(state, chosen, *, steps=4):
+    """Train on the plan's batches; return the batches and what each step released."""
+    data = torch.arange(200.0).reshape(100, 2).sin()
+    tx = vgrad.optim.sgd(1.0)
+    step = private_step(lambda p, b, x: (p["w"] * x).sum(), tx, chosen)
+    sampler = chosen.sampler(state)
+    batches, released = [], []
+    for indices in itertools.islice(sampler, steps):
+        before = state.params["w"]
+        state, _ = step(state, data[indices])
+        batches.append(indices)
+        released.append(state.params["w"] - before)
+    return state, batches, released
+
+
+def test_a_run_that_goes_on_repeats_batches_and_releases():
+    tx = vgrad.optim.sgd(1.0)
+    chosen = plan(steps=8)
+    start = TrainState.create(tx, {"w": torch.zeros(2)}, {})
+    saved, _, _ = releases(start, chosen, steps=3)
+    lost = releases(saved, chosen)
+    again = releases(pytree.tree_map(torch.clone, saved), chosen)
+    assert lost[1] == again[1]
+    assert all(map(torch.equal, lost[2], again[2]))
+    assert len({tuple(each) for each in lost[1]}) == 4
+
+
+def test_runs_from_copies_of_one_state_need_a_fork():
+    # Without one, the difference of two releases is the difference of clipped sums.
+    tx, chosen = vgrad.optim.sgd(1.0), plan(noise_multiplier=100.0)
+    params = {"w": torch.zeros(20_000, dtype=torch.float64)}
+    step = private_step(lambda p, b, x: (p["w"] * x).sum(), tx, chosen)
+    state = TrainState.create(tx, params, {})
+    x = torch.ones(1, 20_000, dtype=torch.float64)
+    clipped = 0.5 / 20_000**0.5 / chosen.expected_batch_size
+    one, other = (step(state, each)[0].params["w"] for each in (x, x[:0]))
+    grid = 2.0**-16 * 100 * 0.5 / chosen.expected_batch_size
+    torch.testing.assert_close(other - one, clipped * x[0], rtol=0, atol=grid)
+    forked = state.fork()
+    assert not torch.equal(forked.key, state.key)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(
+            pytree.tree_leaves(forked._replace(key=state.key)),
+            pytree.tree_leaves(state),
+            strict=True,
+        )
+    )
+    another = step(forked, x[:0])[0].params["w"]
+    found = float(torch.corrcoef(torch.stack([one, another]))[0, 1])
+    assert abs(found) < 5 / 20_000**0.5
 
 
 def test_steps_continue_from_a_copied_state_with_the_same_numbers():
@@ -424,8 +502,6 @@ def test_private_steps_clip_and_add_noise_without_knowing_the_scale(policy):
     for power in (0, 8):
         error = oracle.error(states[power].params, states[10].params)
         assert error < 1e-6
-        left, right = states[power].generators, states[10].generators
-        assert torch.equal(left["noise"], right["noise"])
     quiet = private_step(
         loss,
         tx,

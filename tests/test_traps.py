@@ -7,6 +7,7 @@ JAX-Privacy 2.0, EW torch's expanded weights, FN `torch.func.vmap(grad(...))`.
 
 import gc
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
 STRATEGIES = ("recorded", "vmap", "loop")
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 EXACT = 1e-12
+KEY = vgrad.dp.secret_key(seed=0)
 
 
 def source(seed=0):
@@ -505,7 +507,7 @@ def test_a_step_that_draws_nothing_still_takes_place():
         product, max_norm=plan.max_norm, normalize_by=plan.expected_batch_size
     )
     params, data = {"w": torch.zeros(400)}, 100 * torch.ones(21, 400)
-    batches = list(plan.sampler(source()))
+    batches = list(plan.sampler(SimpleNamespace(key=KEY, step=0)))
     assert len(batches) == 30
     assert any(not batch for batch in batches)
     noise = []
@@ -513,7 +515,7 @@ def test_a_step_that_draws_nothing_still_takes_place():
         sums = compute(params, {}, data[batch]).grads
         each = length(sums) * 1.05 / 3.0  # by the expected size, whatever was drawn
         assert each == pytest.approx(len(batch), rel=1e-5)
-        noisy = plan.add_noise(sums, compute.sensitivity, generator=source(step))
+        noisy = plan.add_noise(sums, compute.sensitivity, key=KEY, step=step)
         noise.append(noisy["w"] - sums["w"])
     scale = float(torch.cat(noise).double().square().mean().sqrt()) / (6.0 / 1.05)
     assert abs(scale - 1) < 3 / math.sqrt(2 * 30 * 400)
@@ -873,7 +875,7 @@ def test_noise_of_a_bfloat16_sum_has_the_digits_of_float32():
     sums = {"w": torch.ones(1000, dtype=torch.bfloat16)}
     sensitivity = vgrad.Sensitivity(1.0)
     noisy = vgrad.dp.add_gaussian_noise(
-        sums, sensitivity, noise_multiplier=1.0, generator=source()
+        sums, sensitivity, noise_multiplier=1.0, key=KEY, step=0
     )["w"]
     assert noisy.dtype == torch.float32
     assert bool((noisy != noisy.bfloat16()).float().mean() > 0.9)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from vgrad import optim
-from vgrad.dp.noise import generator
 from vgrad.dp.plan import Plan
+from vgrad.generators import secret_key, torch_seed
 from vgrad.optim.base import GradientTransformation
+from vgrad.persample import batches
 from vgrad.persample.batches import ChunkSize
 from vgrad.persample.clipping import clipped_grad
 from vgrad.persample.problem import Randomness
@@ -40,8 +41,9 @@ class TrainState(NamedTuple):
         buffers: the buffers.
         optimizer: the optimizer's state.
         step: how many steps were taken, int64 without dimensions.
-        generators: states of random generators by use: `noise` for private noise, the
-            names of devices for what the loss draws (dropout).
+        key: the secret key, uint8 `[32]`. With the step it fixes all that a step draws:
+            the batch of `plan.sampler(state)`, noise, dropout. Who has it can take the
+            noise away: it is no more for release than the data.
         loss_scale: the loss scale of the next step, a tree of tensors too.
     """
 
@@ -49,7 +51,7 @@ class TrainState(NamedTuple):
     buffers: Buffers
     optimizer: Tree
     step: Tensor
-    generators: dict[str, Tensor]
+    key: Tensor
     loss_scale: LossScale = NoOpLossScale()
 
     @classmethod
@@ -62,11 +64,12 @@ class TrainState(NamedTuple):
         seed: int | None = None,
         loss_scale: LossScale | None = None,
     ) -> "TrainState":
-        """Start a run; the generators are seeded by the operating system or by `seed`.
+        """Start a run with a new secret key from the operating system.
 
-        The state holds detached tensors, not copies: no step changes them. A fixed seed
-        fixes the noise too, which voids every claim of privacy. Without `loss_scale`
-        the state takes that of the first step.
+        The state holds detached tensors, not copies: no step changes them. With a
+        `seed` the key is a hash of it: whoever guesses the seed knows the noise, which
+        voids every claim of privacy. Without `loss_scale` the state takes that of the
+        first step.
 
         Example:
             >>> from vgrad import optim
@@ -78,13 +81,25 @@ class TrainState(NamedTuple):
         check_scale("TrainState.create", loss_scale)
         params, buffers = detached(params), detached(buffers)
         device = device_of(params)
-        uses = {"noise": device, "cpu": torch.device("cpu"), device.type: device}
-        generators = {}
-        for number, (use, where) in enumerate(uses.items()):
-            chosen = None if seed is None else seed + number
-            generators[use] = generator(where, seed=chosen).get_state()
         scale = NoOpLossScale() if loss_scale is None else to_device(loss_scale, device)
-        return cls(params, buffers, tx.init(params), torch.tensor(0), generators, scale)
+        key = secret_key(seed=seed)
+        return cls(params, buffers, tx.init(params), torch.tensor(0), key, scale)
+
+    def fork(self) -> "TrainState":
+        """Return the same state with a new secret key.
+
+        A state that was copied or saved repeats its steps: that is what makes a run go
+        on. Where two runs go on from it that differ in anything (data, loss, optimizer)
+        all but one need a fork. Otherwise both add the same noise to different sums,
+        and the difference of what they release shows the private data.
+
+        Example:
+            >>> from vgrad import optim
+            >>> state = TrainState.create(optim.sgd(0.1), {"w": torch.zeros(2)}, {})
+            >>> torch.equal(state.fork().key, state.key)
+            False
+        """
+        return self._replace(key=secret_key())
 
 
 def train_step(
@@ -139,7 +154,7 @@ def train_step(
                 value, buffers = run(params, state.buffers, *batch)
             return scale.scale(value), (value, buffers)
 
-        with torch.no_grad(), own_randomness(state) as generators:
+        with torch.no_grad(), own_randomness(state):
             grads, aux = torch.func.grad(of_params, has_aux=True)(state.params)
             value, buffers = aux
             grads = scale.unscale(grads)
@@ -156,7 +171,7 @@ def train_step(
         params, optimizer, buffers = new
         following = state.step + 1
         return TrainState(
-            params, buffers, optimizer, following, generators, scale
+            params, buffers, optimizer, following, state.key, scale
         ), metrics
 
     return step
@@ -180,6 +195,11 @@ def private_step(
     is worked on at a time. The clipped sum is divided by the expected batch size.
     Buffers do not change: statistics of private data would be released without noise.
 
+    Noise follows from the state's key and step. A step repeated from the same state on
+    the same batch is the same release, so a run may go on from a checkpoint; batches
+    must then come from `plan.sampler(state)`, which repeats them too. A step on another
+    batch, or with another loss or optimizer, needs `state.fork()` first.
+
     The metrics are `loss` (mean over the batch, NaN where it is empty), `samples`,
     `clipped` and `nonfinite`. They are computed from the private data without noise: to
     publish them is to leave the guarantee.
@@ -195,7 +215,9 @@ def private_step(
     Reference: Abadi et al., Deep Learning with Differential Privacy, arXiv 1607.00133.
 
     Raises:
-        RuntimeError: when called, if the plan's steps have all been taken.
+        RuntimeError: when called, if the plan's steps have all been taken, or the state
+            says that fewer than none were.
+        ValueError: when called, if the batch has more samples than the data set.
     """
     check_scale("private_step", loss_scale)
     if loss_scale is None and in_float16(policy):
@@ -210,22 +232,29 @@ def private_step(
     )
 
     def step(state: TrainState, /, *batch: Tree) -> tuple[TrainState, Metrics]:
-        if int(state.step) >= plan.steps:
+        taken = int(state.step)
+        if not 0 <= taken < plan.steps:
             raise RuntimeError(
                 f"private_step(plan)(state): expected a state of fewer than the "
-                f"{plan.steps} steps that the plan accounts for, got {int(state.step)}."
+                f"{plan.steps} steps that the plan accounts for, got {taken}."
+            )
+        size = batches.read("private_step", batch).size
+        if size > plan.dataset_size:
+            raise ValueError(
+                f"private_step(plan)(state, *batch): expected a batch of at most the "
+                f"{plan.dataset_size} samples of the plan's data set, got {size}. Draw "
+                f"batches with plan.sampler(state)."
             )
         scale = _scale_of(state, loss_scale)
         compute = clipped
         if not isinstance(scale, NoOpLossScale):
             compute = clipped.with_loss_scale(scale)
-        with torch.no_grad(), own_randomness(state) as generators:
+        with torch.no_grad(), own_randomness(state):
             result = compute(state.params, state.buffers, *batch)
-            noise = torch.Generator(device_of(state.params))
-            noise.set_state(generators["noise"])
-            grads = plan.add_noise(result.grads, clipped.sensitivity, generator=noise)
+            grads = plan.add_noise(
+                result.grads, clipped.sensitivity, key=state.key, step=taken
+            )
             params, optimizer = optim.step(tx, grads, state.optimizer, state.params)
-            generators["noise"] = noise.get_state()
         metrics = {
             "loss": wide(result.losses).mean(),
             "samples": torch.tensor(len(result.losses)),
@@ -235,7 +264,7 @@ def private_step(
         scale = scale.adjust(result.nonfinite == 0)
         following = state.step + 1
         return TrainState(
-            params, state.buffers, optimizer, following, generators, scale
+            params, state.buffers, optimizer, following, state.key, scale
         ), metrics
 
     return step
@@ -280,28 +309,20 @@ def wide(value: Tensor) -> Tensor:
 
 
 @contextmanager
-def own_randomness(state: Any) -> Iterator[dict[str, Tensor]]:
-    """Let torch's own generators run from the state, and leave them as they were.
+def own_randomness(state: Any) -> Iterator[None]:
+    """Let torch's own generators draw what follows from the state's key and step.
 
-    Yields the generators' states, which hold the new ones when the block has ended.
+    They are left as they were.
     """
-    generators = dict(state.generators)
     device = device_of(state.params)
     on_cuda = device.type == "cuda"
+    seed = torch_seed(state.key, "loss", int(state.step))
     with torch.random.fork_rng([device] if on_cuda else []):
-        torch.set_rng_state(generators["cpu"].cpu())
-        if on_cuda and "cuda" not in generators:
-            raise ValueError(
-                "TrainState(generators): expected the state of a generator on 'cuda', "
-                "where the parameters are, got none. Create the state with parameters "
-                "that are there already."
-            )
+        torch.default_generator.manual_seed(seed)
         if on_cuda:
-            torch.cuda.set_rng_state(generators["cuda"].cpu(), device)
-        yield generators
-        generators["cpu"] = torch.get_rng_state()
-        if on_cuda:
-            generators["cuda"] = torch.cuda.get_rng_state(device)
+            own = torch.Generator(device).manual_seed(seed)
+            torch.cuda.set_rng_state(own.get_state(), device)
+        yield
 
 
 def detached(values: dict[str, Any]) -> dict[str, Any]:

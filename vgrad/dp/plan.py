@@ -2,15 +2,30 @@
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
-import torch
+from torch import Tensor
 
-from vgrad import checks
+from vgrad import checks, generators
 from vgrad.dp import accounting
 from vgrad.dp.noise import add_gaussian_noise, check_sensitivity
-from vgrad.dp.sampling import PoissonBatchSampler, check_rate
+from vgrad.dp.sampling import PoissonBatchSampler, check_rate, poisson_sample
 from vgrad.persample.sensitivity import Sensitivity
 from vgrad.typing import Params
+
+
+class Keyed(Protocol):
+    """A state of a run, from whose key and step its randomness follows."""
+
+    @property
+    def key(self) -> Tensor:
+        """The secret key."""
+        ...
+
+    @property
+    def step(self) -> Tensor:
+        """How many steps have been taken."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -138,20 +153,49 @@ class Plan:
             accountant=self.accountant,
         )
 
-    def sampler(self, generator: torch.Generator) -> PoissonBatchSampler:
-        """Return the batches of the whole run, for one pass."""
+    def sample(self, *, key: Tensor, step: int) -> Tensor:
+        """Draw the Poisson batch of one step. -> indices, int64 [B], B varies.
+
+        Raises:
+            TypeError, ValueError: as `poisson_sample`.
+        """
+        own = self._own(key)
+        return poisson_sample(self.dataset_size, self.sampling_rate, key=own, step=step)
+
+    def sampler(self, state: Keyed) -> PoissonBatchSampler:
+        """Return the batches from the state's step to the last one, for one pass.
+
+        The state is a `TrainState` or whatever else has a `key` and a `step`. Batches
+        follow from these two: those of a state that was saved are the ones that the
+        lost run drew. Steps on batches of your own are not the plan's, and nothing can
+        see that.
+
+        Raises:
+            ValueError: the state has taken more steps than the plan has.
+        """
         return PoissonBatchSampler(
-            self.dataset_size, self.sampling_rate, self.steps, generator=generator
+            self.dataset_size,
+            self.sampling_rate,
+            self.steps,
+            key=self._own(state.key),
+            start=int(state.step),
         )
 
     def add_noise(
-        self, sums: Params, sensitivity: Sensitivity, *, generator: torch.Generator
+        self,
+        sums: Params,
+        sensitivity: Sensitivity,
+        *,
+        key: Tensor,
+        step: int,
+        member: int = 0,
     ) -> Params:
         """Add the noise of one step to clipped sums. {name: shape} -> {name: shape}.
 
         The sums must have been clipped to `max_norm` and divided by
         `expected_batch_size`, so that their sensitivity is the quotient of the two,
-        and that is checked. Dtypes are those of `add_gaussian_noise`.
+        and that is checked. The noise follows from the key, the step, the member and
+        the plan; dtypes are those of `add_gaussian_noise`.
 
         Raises:
             ValueError: the sensitivity is another one (relative tolerance 1e-9), or as
@@ -171,5 +215,17 @@ class Plan:
             sums,
             sensitivity,
             noise_multiplier=self.noise_multiplier,
-            generator=generator,
+            key=self._own(key),
+            step=step,
+            member=member,
+        )
+
+    def _own(self, key: Tensor) -> Tensor:
+        """Derive the plan's own key, so that two plans never share batches or noise."""
+        return generators.subkey(
+            key,
+            self.dataset_size,
+            float(self.sampling_rate),
+            float(self.noise_multiplier),
+            float(self.max_norm),
         )

@@ -9,89 +9,120 @@ replacement epsilon was found above 10 where Poisson sampling gives about 1
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, default_collate
 
-from vgrad import checks
+from vgrad import checks, generators
 from vgrad.typing import Tree
 
 
 def poisson_sample(
-    dataset_size: int, sampling_rate: float, *, generator: torch.Generator
+    dataset_size: int, sampling_rate: float, *, key: Tensor, step: int
 ) -> Tensor:
     """Draw a batch: each index with probability `sampling_rate`. -> [B], B varies.
 
     B is binomial with mean `sampling_rate * dataset_size` and may be zero. The indices
-    are int64, ascending, on the generator's device. One float64 number is drawn per
-    sample of the data set, since those of float32 come in steps of 2^-24, too coarse
-    for small rates.
+    are int64, ascending, on the CPU. They are a function of the arguments: the batch of
+    a step can be drawn again, and those of two steps are independent. One float64
+    number is drawn per sample of the data set, since those of float32 come in steps of
+    2^-24, too coarse for small rates.
 
     Raises:
-        ValueError: `dataset_size` is not a whole number of at least one, or
-            `sampling_rate` is not in (0, 1].
+        TypeError: `key` is not what `secret_key` returns.
+        ValueError: `dataset_size` is not a whole number of at least one, `step` not one
+            of zero or more, or `sampling_rate` is not in (0, 1].
 
     Example:
-        >>> source = torch.Generator().manual_seed(0)
-        >>> poisson_sample(10, 0.3, generator=source)
-        tensor([6, 9])
+        >>> from vgrad.dp import secret_key
+        >>> poisson_sample(10, 0.3, key=secret_key(seed=0), step=0)
+        tensor([0, 4])
     """
     checks.whole("poisson_sample", least=1, dataset_size=dataset_size)
+    checks.whole("poisson_sample", least=0, step=step)
     check_rate("poisson_sample", sampling_rate)
-    drawn = torch.rand(
-        dataset_size,
-        dtype=torch.float64,
-        device=generator.device,
-        generator=generator,
-    )
-    return (drawn < sampling_rate).nonzero().squeeze(1)
+    generators.check_key("poisson_sample", key)
+    stream = generators.stream(key, "batch", step)
+    drawn = generators.drawn(_uniform, stream, dataset_size)
+    return torch.from_numpy((drawn < sampling_rate).nonzero()[0])
 
 
-@dataclass(frozen=True, eq=False)
+def _uniform(source: np.random.Generator, out: np.ndarray) -> None:
+    source.random(out=out)
+
+
 class PoissonBatchSampler:
-    """Poisson batches of indices for a `DataLoader`: `steps` lists, some maybe empty.
+    """Poisson batches of indices for a `DataLoader`, from step `start` to `steps`.
 
     Hand it over as `DataLoader(dataset, batch_sampler=..., collate_fn=...)` with
-    `collate(dataset)`, which knows what an empty batch looks like. Going through it a
-    second time draws other batches, and spends as much privacy as the first time.
+    `collate(dataset)`, which knows what an empty batch looks like. Batches are lists of
+    indices, some maybe empty, those of `poisson_sample`: a worker may read ahead, and a
+    run that goes on at step `start` gets the batches that it would have had.
+
+    It serves one pass. A second one would repeat batches that have been released.
 
     Raises:
-        ValueError: as `poisson_sample`, or `steps` is not a whole number of at least
-            one.
+        TypeError, ValueError: as `poisson_sample`, or `steps` is not a whole number of
+            at least one, or `start` not one from zero to `steps`.
+        RuntimeError: when a second pass begins.
 
     Example:
-        >>> source = torch.Generator().manual_seed(0)
-        >>> list(PoissonBatchSampler(4, 0.25, steps=3, generator=source))
-        [[], [2], [3]]
+        >>> from vgrad.dp import secret_key
+        >>> list(PoissonBatchSampler(4, 0.25, steps=3, key=secret_key(seed=0)))
+        [[0], [3], []]
     """
 
-    dataset_size: int
-    sampling_rate: float
-    steps: int
-    _: KW_ONLY
-    generator: torch.Generator
-
-    def __post_init__(self) -> None:
-        """Check the fields."""
+    def __init__(
+        self,
+        dataset_size: int,
+        sampling_rate: float,
+        steps: int,
+        *,
+        key: Tensor,
+        start: int = 0,
+    ) -> None:
+        """Check the arguments."""
         function = "PoissonBatchSampler"
-        checks.whole(function, least=1, dataset_size=self.dataset_size)
-        checks.whole(function, least=1, steps=self.steps)
-        check_rate(function, self.sampling_rate)
+        checks.whole(function, least=1, dataset_size=dataset_size, steps=steps)
+        checks.whole(function, least=0, start=start)
+        check_rate(function, sampling_rate)
+        generators.check_key(function, key)
+        if start > steps:
+            raise ValueError(
+                f"PoissonBatchSampler(start={start}, steps={steps}): expected a start "
+                f"of at most the number of steps. All of them have been taken; make a "
+                f"plan with more."
+            )
+        self.dataset_size = dataset_size
+        self.sampling_rate = sampling_rate
+        self.steps = steps
+        self.start = start
+        self._key = key
+        self._served = False
 
     def __len__(self) -> int:
         """Return the number of batches, empty ones included."""
-        return self.steps
+        return self.steps - self.start
 
     def __iter__(self) -> Iterator[list[int]]:
         """Draw the batches one by one."""
+        # Asked when the first one is drawn: a DataLoader with workers makes two
+        # iterators and uses one.
+        if self._served:
+            raise RuntimeError(
+                "PoissonBatchSampler: expected one pass over the batches of a run, got "
+                "a second one, which would draw the same batches again. Make a sampler "
+                "from the state that the run has reached, plan.sampler(state)."
+            )
+        self._served = True
         size, rate = self.dataset_size, self.sampling_rate
-        for _ in range(self.steps):
-            yield poisson_sample(size, rate, generator=self.generator).tolist()
+        for step in range(self.start, self.steps):
+            yield poisson_sample(size, rate, key=self._key, step=step).tolist()
 
 
 def collate(

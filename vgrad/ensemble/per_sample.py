@@ -7,7 +7,6 @@ fill the device, and its gradients need not be stored. E members, B samples
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vgrad import checks
@@ -75,16 +74,23 @@ class EnsembleClippedGradFn(EnsemblePerSampleFn):
         grads: Params,
         *,
         noise_multiplier: float | Sequence[float],
-        generators: Sequence[torch.Generator],
+        key: Tensor,
+        step: int,
     ) -> Params:
-        """Add Gaussian noise to the sums `[E, ...]`, by each member's own generator.
+        """Add Gaussian noise to the sums `[E, ...]`, independent for every member.
 
         The standard deviation is the member's noise multiplier times its sensitivity.
-        Members trained on the same data are composed: E of them cost E times the steps
-        of one.
+        The noise follows from `key`, `step` and the member's number, as that of
+        `dp.add_gaussian_noise`. Members trained on the same data are composed: E of
+        them cost E times the steps of one.
+
+        Raises:
+            ValueError: sums, noise multipliers and clip norms are not equally many;
+                else as `dp.add_gaussian_noise`.
         """
-        count = len(generators)
         checks.dictionaries("add_noise", grads=grads)
+        sizes = {len(value) for value in grads.values()}
+        count = max(sizes, default=0)
         multipliers = (
             [noise_multiplier] * count
             if isinstance(noise_multiplier, int | float)
@@ -92,12 +98,12 @@ class EnsembleClippedGradFn(EnsemblePerSampleFn):
         )
         own = self.sensitivities
         sensitivities = own * count if len(own) == 1 else own
-        sizes = {len(value) for value in grads.values()}
         sizes |= {len(multipliers), len(sensitivities)}
         if sizes != {count}:
             raise ValueError(
-                f"add_noise({count} generators): expected as many members in grads, "
-                f"noise_multiplier and max_norm, got {sorted(sizes)}."
+                f"add_noise(grads of {count} members): expected as many members in "
+                f"every entry, in noise_multiplier and in max_norm, got "
+                f"{sorted(sizes)}."
             )
         return stacked(
             [
@@ -105,9 +111,11 @@ class EnsembleClippedGradFn(EnsemblePerSampleFn):
                     {name: value[member] for name, value in grads.items()},
                     sensitivities[member],
                     noise_multiplier=multipliers[member],
-                    generator=generator,
+                    key=key,
+                    step=step,
+                    member=member,
                 )
-                for member, generator in enumerate(generators)
+                for member in range(count)
             ]
         )
 

@@ -17,6 +17,7 @@ from vgrad.ensemble.gradients import (
     ensemble_grad,
 )
 from vgrad.ensemble.optimizer import MembersState, of_members
+from vgrad.generators import secret_key
 from vgrad.optim.base import GradientTransformation
 from vgrad.precision import DynamicLossScale, LossScale, NoOpLossScale, Policy
 from vgrad.precision.modules import loss_under
@@ -44,7 +45,7 @@ class EnsembleState(NamedTuple):
         buffers: the buffers, likewise.
         optimizer: the optimizer's state, of each member and of what they share.
         step: how many steps were taken, int64 without dimensions.
-        generators: states of random generators by use, as in `TrainState`.
+        key: the secret key, as in `TrainState`: all that a step draws follows from it.
         loss_scale: each member's loss scale of the next step.
         active: which members are trained, bool `[E]`. The others stay as they are; put
             your own with `state._replace(active=...)`.
@@ -54,7 +55,7 @@ class EnsembleState(NamedTuple):
     buffers: Buffers
     optimizer: Tree
     step: Tensor
-    generators: dict[str, Tensor]
+    key: Tensor
     loss_scale: LossScale
     active: Tensor
 
@@ -90,6 +91,10 @@ class EnsembleState(NamedTuple):
             _of_each(start.loss_scale, count),
             torch.ones(count, dtype=torch.bool, device=device),
         )
+
+    def fork(self) -> "EnsembleState":
+        """Return the same state with a new secret key, as `TrainState.fork` does."""
+        return self._replace(key=secret_key())
 
 
 def ensemble_train_step(
@@ -165,7 +170,7 @@ def ensemble_train_step(
                 f"one of the two, got both: each member has a scale of its own. "
                 f"Compute in bfloat16, which needs no scale."
             )
-        with torch.no_grad(), own_randomness(state) as generators:
+        with torch.no_grad(), own_randomness(state):
             given = (state.params, state.buffers, *batch)
             if scaled:
                 result = compute(*given, loss_scale=scale.loss_scale)
@@ -221,7 +226,7 @@ def ensemble_train_step(
             buffers,
             optimizer,
             state.step + 1,
-            generators,
+            state.key,
             scale,
             state.active,
         )

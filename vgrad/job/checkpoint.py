@@ -1,7 +1,7 @@
 """What a run leaves in its folder: the state it can go on from, and the model.
 
-`state.safetensors` is the truth: every tensor of the training, generators included, and
-a description of the run. Generator states tell the noise, so it is for the owner alone.
+`state.safetensors` is the truth: every tensor of the training, the secret key included,
+and a description of the run. The key tells the noise, so it is for the owner alone.
 `state.json` repeats the description for people. `model.safetensors` holds parameters
 and buffers and is the only file meant for release; `ensemble.safetensors`, with what
 `ensemble.json` says about it, takes its place in the run of an ensemble. Nothing is

@@ -13,7 +13,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -172,7 +171,8 @@ def _plain_advance(
     )
     size = len(found.y_train)
 
-    def draw(source: torch.Generator) -> Tensor:
+    def draw(state: EnsembleState) -> Tensor:
+        source = setup.shuffles(state)
         orders = [
             torch.randperm(size, generator=source)[: settings.batch_size]
             for _ in range(settings.members)
@@ -183,15 +183,12 @@ def _plain_advance(
 
 
 def _start(settings: Settings, model: Model) -> Pair:
-    """Make the states before the first step, from seeds of the members' own."""
-    count = settings.members
-    source = np.random.SeedSequence(settings.seed)
-    *seeds, seed, sampler_seed = source.generate_state(2 * count + 2).tolist()
+    """Make the states before the first step, each with a key of its own."""
     plain = setup.first(
         settings,
         EnsembleState.create,
         model,
-        [seed, sampler_seed],
+        setup.plain_key(settings),
         DynamicLossScale(),
     )
     if not settings.private:
@@ -201,10 +198,10 @@ def _start(settings: Settings, model: Model) -> Pair:
             settings,
             TrainState.create,
             Model(model.function, member(model.params, i), member(model.buffers, i)),
-            seeds[2 * i : 2 * i + 2] if settings.reproducible_noise else [None, None],
+            setup.private_key(settings, i),
             setup.PRIVATE_SCALE,
         )
-        for i in range(count)
+        for i in range(settings.members)
     ]
     return Pair(PrivateMembers(tuple(states)), plain)
 

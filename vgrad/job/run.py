@@ -4,9 +4,10 @@ After each epoch the figures are appended to the metrics, then both states are s
 then the model is. A run can be killed at any moment, and goes on from the last state
 with the numbers that it would have had.
 
-Noise never serves two different releases. What was drawn after the last state is drawn
-again, for the same steps on the same batches; a run that would differ in anything which
-changes these steps is refused; and what the lost steps left in the metrics is cut off.
+Noise never serves two different releases. Batches and noise of a step follow from the
+key in the state, so the steps after the last state are taken again as they were; a run
+that would differ in anything which changes these steps is refused; and what the lost
+steps left in the metrics is cut off.
 """
 
 import fcntl

@@ -6,16 +6,16 @@ same rate and size of batch, and differ in clipping, noise and how batches are d
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vgrad import dp, optim
 from vgrad.functional import FunctionalModel, make_functional_with_buffers
+from vgrad.generators import subkey, torch_seed
 from vgrad.job import data, models
 from vgrad.job.arguments import Settings
 from vgrad.job.data import Dataset
@@ -196,10 +196,8 @@ def private_advance(settings: Settings, model: Model, plan: dp.Plan) -> Callable
         policy=POLICIES[settings.precision],
     )
 
-    def draw(source: torch.Generator) -> Tensor:
-        return dp.poisson_sample(
-            plan.dataset_size, plan.sampling_rate, generator=source
-        )
+    def draw(state: TrainState) -> Tensor:
+        return plan.sample(key=state.key, step=int(state.step))
 
     return advance(step, draw)
 
@@ -213,28 +211,27 @@ def _plain_advance(settings: Settings, model: Model, found: Dataset) -> Callable
         policy=POLICIES[settings.precision],
     )
 
-    def draw(source: torch.Generator) -> Tensor:
-        return torch.randperm(size, generator=source)[: settings.batch_size]
+    def draw(state: TrainState) -> Tensor:
+        return torch.randperm(size, generator=shuffles(state))[: settings.batch_size]
 
     return advance(step, draw)
 
 
+def shuffles(state: Any) -> torch.Generator:
+    """Return the generator of the batch that follows on a state without privacy."""
+    seed = torch_seed(state.key, "batch", int(state.step))
+    return torch.Generator().manual_seed(seed)
+
+
 def advance(
     step: Callable[..., tuple[Any, dict[str, Tensor]]],
-    draw: Callable[[torch.Generator], Tensor],
+    draw: Callable[[Any], Tensor],
 ) -> Callable[[Any, Dataset], tuple[Any, Taken]]:
-    """Draw a batch by the sampler that is in the state, and take a step on it."""
+    """Draw the batch that follows on a state, and take a step on it."""
 
     def run(state: Any, data: Dataset) -> tuple[Any, Taken]:
-        source = torch.Generator()
-        source.set_state(state.generators["sampler"])
-        index = draw(source)
-        generators = {**state.generators, "sampler": source.get_state()}
-        state, figures = step(
-            state._replace(generators=generators),
-            data.x_train[index],
-            data.y_train[index],
-        )
+        index = draw(state)
+        state, figures = step(state, data.x_train[index], data.y_train[index])
         samples, loss = index.numel(), torch.zeros(())
         if samples:  # the mean over no samples is no number
             loss = figures["loss"].double().mean() * samples
@@ -246,38 +243,44 @@ def advance(
 
 
 def _start(settings: Settings, model: Model) -> Pair:
-    """Make the states before the first step; those of generators are part of them."""
-    # Four seeds that have nothing to do with each other, nor with the initialisation.
-    seeds = np.random.SeedSequence(settings.seed).generate_state(4).tolist()
-    chosen = Pair(seeds[:2] if settings.reproducible_noise else [None, None], seeds[2:])
+    """Make the states before the first step; their keys are part of them."""
     return Pair(
-        first(settings, TrainState.create, model, chosen.private, PRIVATE_SCALE),
-        first(settings, TrainState.create, model, chosen.plain, DynamicLossScale()),
+        first(settings, TrainState.create, model, private_key(settings), PRIVATE_SCALE),
+        first(
+            settings, TrainState.create, model, plain_key(settings), DynamicLossScale()
+        ),
     )
+
+
+def private_key(settings: Settings, member: int = 0) -> Tensor:
+    """Return the secret key of a private run; no secret where noise is reproducible."""
+    seed = settings.seed if settings.reproducible_noise else None
+    return dp.secret_key(seed=seed, member=member)
+
+
+def plain_key(settings: Settings) -> Tensor:
+    """Return the key of the run without privacy, which is no secret."""
+    return subkey(dp.secret_key(seed=settings.seed), "plain")
 
 
 def first(
     settings: Settings,
     create: Callable[..., Any],
     model: Model,
-    seeds: Sequence[int | None],
+    key: Tensor,
     scale: LossScale,
 ) -> Any:
-    """Make a state before the first step, from one seed for it and one for batches.
+    """Make a state before the first step.
 
     The scale is the one that the step begins with of its own accord; it is given here,
     so that a state saved before the first step is the same tree as any other.
     """
-    seed, sampler_seed = seeds
-    made = create(
+    return create(
         optim.sgd(settings.lr),
         model.params,
         model.buffers,
-        seed=seed,
         loss_scale=scale if settings.precision == "float16" else None,
-    )
-    sampler = dp.generator(seed=sampler_seed).get_state()
-    return made._replace(generators={**made.generators, "sampler": sampler})
+    )._replace(key=key)
 
 
 def forms(params: Params) -> Description:
