@@ -62,6 +62,7 @@ def test_indices_are_distinct_ascending_and_int64():
 def test_rate_one_draws_everything():
     drawn = sample(1000, 1.0)
     assert torch.equal(drawn, torch.arange(1000))
+    assert sample(1, 1.0).tolist() == [0]
 
 
 def test_empty_batches_come_as_often_as_they_should():
