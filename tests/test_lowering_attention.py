@@ -5,11 +5,12 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tests.examples import examples
 from vgrad.lowering.attention import fold, scaled_dot_product_attention
 
 DEVICES = [
@@ -117,7 +118,7 @@ def problems(draw):
 
 
 @given(problems(), st.sampled_from([torch.float64, torch.float32]))
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_outputs_and_gradients_equal_those_of_a_loop(problem, dtype):
     size, tensors, in_dims, options = problem
     tensors = [x.to(dtype) if x.is_floating_point() else x for x in tensors]

@@ -8,10 +8,11 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
+from tests.examples import examples
 from tests.test_optim import (
     assert_close,
     assert_same_tree,
@@ -394,7 +395,7 @@ shapes = st.lists(st.integers(0, 3), max_size=4).map(tuple)
 
 
 @given(st.dictionaries(names, shapes, max_size=4), st.sampled_from(sorted(MODERN)))
-@settings(max_examples=80, deadline=None, derandomize=True)
+@examples(80)
 def test_updates_of_every_shape_are_finite_and_per_parameter(shapes, name):
     make, options = MODERN[name]
     if make is exact_muon:
@@ -422,7 +423,7 @@ def test_updates_of_every_shape_are_finite_and_per_parameter(shapes, name):
 
 
 @given(st.lists(st.integers(1, 4), max_size=4).map(tuple))
-@settings(max_examples=30, deadline=None, derandomize=True)
+@examples(30)
 def test_every_shape_agrees_with_the_adafactor_of_torch(shape):
     zeros = {"w": torch.zeros(shape, dtype=torch.float64)}
     params = random_gradients(zeros, seed=1)
@@ -438,7 +439,7 @@ def test_every_shape_agrees_with_the_adafactor_of_torch(shape):
 
 
 @given(st.tuples(st.integers(1, 9), st.integers(1, 9)))
-@settings(max_examples=30, deadline=None, derandomize=True)
+@examples(30)
 def test_every_shape_agrees_with_the_muon_of_torch(shape):
     zeros = {"w": torch.zeros(shape, dtype=torch.float64)}
     params = random_gradients(zeros, seed=1)

@@ -3,13 +3,14 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
 import vgrad
 from tests import cases, oracle
+from tests.examples import examples
 
 STRATEGIES = ("recorded", "vmap", "loop")
 DIFFERENTIABLE = ("vmap", "loop")
@@ -123,7 +124,7 @@ def linear_loss(params, buffers, x):
     return (params["w"] * x).sum() + params["b"] * x[0]
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(
     size=st.sampled_from([1, 2, 5]),
     width=st.integers(1, 6),

@@ -10,13 +10,14 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, wrap_torch_function
 
 import vgrad
 from tests import oracle
+from tests.examples import examples
 from vgrad.persample import batches, strategies
 from vgrad.persample.collectors import Factors
 from vgrad.persample.combined import Tied
@@ -620,7 +621,7 @@ def test_other_calls_that_no_rule_fits_are_expanded():
 
 
 SIZES = st.sampled_from([1, 2, 5])
-SHORT = settings(max_examples=15, deadline=None)
+SHORT = examples(15)
 
 
 @SHORT
@@ -695,7 +696,7 @@ def convolutions(draw):
     )
 
 
-@settings(SHORT, max_examples=30)
+@examples(30)
 @given(made=convolutions(), size=SIZES)
 def test_convolutions_of_any_shape(made, size):
     check_gradients(made, size)
@@ -742,7 +743,7 @@ USES = {
 }
 
 
-@settings(SHORT, max_examples=40)
+@examples(40)
 @given(names=st.lists(st.sampled_from(sorted(USES)), min_size=2, max_size=3))
 def test_several_uses_of_one_parameter(names):
     def op(w, x, i):
@@ -877,7 +878,7 @@ def test_both_forms_of_a_tied_factor(by_gram, positions, lookups, high):
 
 
 @pytest.mark.parametrize("form", ["gram", "groups", "offsets"])
-@settings(SHORT, max_examples=8)
+@examples(8)
 @given(data=st.data())
 def test_all_forms_of_a_convolution(form, data):
     dims = data.draw(st.integers(1, 3))
