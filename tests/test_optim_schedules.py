@@ -200,7 +200,7 @@ def test_a_warmup_agrees_with_a_linear_rate_in_sequence(name, data):
     lr, steps, start = data.draw(RATES), data.draw(LENGTHS), data.draw(FACTORS)
     options = data.draw(st.fixed_dictionaries(OPTIONS[name]))
     ours, theirs = pair(name, lr, options)
-    rises_to = ours(torch.zeros(1)).item() / lr
+    rises_to = min(1.0, ours(torch.zeros(1)).item() / lr)  # torch takes no 1 + 1e-16
 
     def sequence(optimizer):
         rise = lr_scheduler.LinearLR(
