@@ -226,7 +226,7 @@ def test_one_step_of_muon_has_the_bits_of_torch():
         leaf.grad = grads[name].clone()
     optimizer.step()
     for name, leaf in leaves.items():
-        torch.testing.assert_close(found[name], leaf.detach(), rtol=2e-7, atol=0)
+        torch.testing.assert_close(found[name], leaf.detach(), rtol=5e-7, atol=0)
 
 
 @pytest.mark.parametrize(
