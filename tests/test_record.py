@@ -636,6 +636,7 @@ def test_transforms_and_functions_inside_the_loss_are_exact(name):
     check(INSIDE[name], params, batch)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("how", [torch.vmap, torch.func.jacrev, torch.func.jacfwd])
 def test_transforms_around_find_what_vmap_finds(how):
     """The recorder stands back there; norms are functions of the parameters again."""
