@@ -23,8 +23,6 @@ DEVICES = [
         ],
     ),
 ]
-# torch's own code for forward mode calls what torch deprecates.
-FORWARD_MODE = "ignore:.*torch.jit.script:DeprecationWarning"
 
 
 def normal(*shape, seed=0, dtype=torch.float64, device="cpu"):
@@ -455,7 +453,6 @@ def second(query, key, value):
         ),
     ],
 )
-@pytest.mark.filterwarnings(FORWARD_MODE)
 def test_other_derivatives_are_refused_with_the_way_out(derive):
     with pytest.raises(
         NotImplementedError, match=r"inside torch.nn.attention.sdpa_ker"

@@ -249,7 +249,6 @@ def test_a_member_may_differentiate_inside(plain, argument):
     check(penalty, (0, 0, 0), *tensors)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("plain", [F.linear, F.conv1d], ids=["linear", "conv1d"])
 def test_forward_mode_and_second_derivatives_around_are_right(plain):
     shapes = {F.linear: ((5, 4), (2, 4), (2,)), F.conv1d: ((2, 4, 5), (3, 4, 3), (3,))}

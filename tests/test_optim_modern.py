@@ -832,7 +832,6 @@ def test_gradients_through_ten_steps_match_finite_differences(make, options):
     assert (by_weight != 0).all()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_tangents_pass_through_orthogonal_updates_as_gradients_do():
     grads = random_gradients({"w": torch.zeros(3, 4).double()}, seed=0)["w"]
     tangent, cotangent = (

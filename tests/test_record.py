@@ -629,14 +629,12 @@ INSIDE = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("name", INSIDE)
 def test_transforms_and_functions_inside_the_loss_are_exact(name):
     params, batch = given(W)
     check(INSIDE[name], params, batch)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("how", [torch.vmap, torch.func.jacrev, torch.func.jacfwd])
 def test_transforms_around_find_what_vmap_finds(how):
     """The recorder stands back there; norms are functions of the parameters again."""
