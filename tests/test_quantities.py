@@ -116,6 +116,16 @@ def test_an_empty_batch_gives_zeros_without_running_the_loss(name, strategy):
     assert int(clipped.nonfinite) == int(clipped.clipped) == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("condition", [1.0, 1e4])
+def test_the_tolerance_for_rounding_grows_with_the_condition_alone(condition, dtype):
+    def near_zero(x):
+        return {"y": x - (1 - 1 / condition)}
+
+    found = oracle.rounding(near_zero, torch.ones(20), dtype=dtype)
+    assert 0.4 < found / (condition * torch.finfo(dtype).eps) < 1.001
+
+
 def product(params, buffers, x):
     return (params["w"] * x).sum()
 
