@@ -3,6 +3,7 @@
 import pytest
 import torch
 from hypothesis import HealthCheck, register_random, settings
+from hypothesis.internal.conjecture import providers
 
 # How long an example takes says how busy the machine is.
 untimed = settings(
@@ -13,6 +14,10 @@ settings.register_profile(
 )
 settings.register_profile("random", untimed, max_examples=1000)  # `make test-random`
 settings.load_profile("fixed")
+
+# Hypothesis also draws numbers that it finds in the modules loaded so far, which differ
+# with the tests selected: a failure would not come again when its test runs alone.
+pytest.MonkeyPatch().setattr(providers, "_get_local_constants", providers.Constants)
 
 
 class Generator:
