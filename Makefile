@@ -1,7 +1,7 @@
 PYTHON ?= python3
 RUN := .venv/bin
 
-.PHONY: demo test bench clean
+.PHONY: demo test test-random bench clean
 
 demo: .venv/installed
 	$(RUN)/python -m vgrad train --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -11,6 +11,9 @@ test: .venv/installed
 	$(RUN)/ruff format --check .
 	$(RUN)/pyright
 	$(RUN)/python -m pytest tests
+
+test-random: .venv/installed
+	$(RUN)/python -m pytest tests -m hypothesis --hypothesis-profile=random
 
 bench: .venv/installed
 	$(RUN)/python -m pytest --benchmark-only

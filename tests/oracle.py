@@ -95,3 +95,27 @@ def error(found: Grads, expected: Grads) -> float:
         gap = (found[name].detach().double() - reference).abs()
         worst = max(worst, float((gap / scale).max()) if gap.numel() else 0.0)
     return worst
+
+
+def rounding(
+    compute: Callable[..., Grads], *inputs, dtype: torch.dtype = torch.float64
+) -> float:
+    """How far `compute` moves when each number given to it moves in its last place.
+
+    Processors differ in how they add, and in the last place of an `exp` or a `sin`:
+    each has the exact result for inputs that differ about so much from those given.
+    A small multiple of this is the tolerance of a problem that is badly conditioned,
+    on every processor, and a wrong formula stays outside, as it is wrong by more. Where
+    the problem need not be badly conditioned, a better one is the better test.
+    """
+    inputs, generator = in_double(inputs), torch.Generator().manual_seed(0)
+
+    def move(leaf):
+        if not leaf.is_floating_point():
+            return leaf
+        drawn = torch.rand(leaf.shape, dtype=leaf.dtype, generator=generator)
+        return leaf * (1 + torch.finfo(dtype).eps * (2 * drawn - 1))
+
+    exact = compute(*inputs)
+    moved = [pytree.tree_map_only(Tensor, move, inputs) for _ in range(4)]
+    return max(error(compute(*each), exact) for each in moved)

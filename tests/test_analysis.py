@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 import vgrad
 from tests import cases, oracle
+from tests.examples import examples
 from vgrad.persample import analysis
 from vgrad.persample.analysis import per_sample_gram, per_sample_projection
 
@@ -144,7 +145,7 @@ def test_an_empty_batch_does_not_run_the_loss():
     assert (found.shape, found.dtype, aux) == ((0, 3), torch.float32, None)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(
     shapes=st.lists(
         st.lists(st.integers(0, 3), max_size=3).map(tuple), min_size=1, max_size=3
@@ -428,7 +429,7 @@ def test_products_of_normal_projections_have_the_mean_and_variance_documented(pa
     plain = spread((a, b), (c, d), structured=False)
     assert abs(float(each.mean() - exact)) < 5 * (variance / dim) ** 0.5
     assert float(each.var()) == pytest.approx(variance, rel=0.15)
-    assert plain <= variance <= 4 * plain
+    assert plain <= variance <= 4 * plain * (1 + 1e-12)
     if pair == "rank one":
         assert variance == pytest.approx(4 * plain)
     # Against directions without structure, which the same parameters get when flat.

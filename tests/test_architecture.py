@@ -76,6 +76,18 @@ def test_no_module_outgrows_one_idea():
     assert not long
 
 
+def test_no_test_keeps_the_profile_from_drawing_more_examples():
+    """They are counted by `examples`, which multiplies where the profile says so."""
+    own = [
+        f"{path.name}: settings"
+        for path in sorted(ROOT.glob("tests/test_*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module == "hypothesis"
+        if "settings" in [alias.name for alias in node.names]
+    ]
+    assert not own
+
+
 def test_the_public_names_are_exported_once():
     source = (PACKAGE / "__init__.py").read_text()
     names = [

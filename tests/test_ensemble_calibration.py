@@ -2,10 +2,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torchmetrics.functional.classification import multiclass_calibration_error
 
+from tests.examples import examples
 from vgrad.ensemble.calibration import calibration, reliability
 
 
@@ -29,7 +30,7 @@ def by_hand(probabilities, targets, bins):
     return found
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(
     samples=st.integers(0, 40),
     classes=st.integers(2, 6),

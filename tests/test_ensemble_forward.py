@@ -4,12 +4,13 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
 import vgrad
+from tests.examples import examples
 from vgrad.ensemble.choice import BUSY, CONVOLVED
 from vgrad.ensemble.forward import ensemble_forward
 from vgrad.ensemble.stacking import share, stack
@@ -160,7 +161,7 @@ def test_items_and_results_may_be_trees_with_axes_of_their_own(strategy, chunk_s
     own=st.booleans(),
     strategy=st.sampled_from(STRATEGIES),
 )
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40)
 def test_chunks_change_nothing(size, chunk_size, own, strategy):
     models, fmodel, params, buffers = build()
     x = torch.randn(*([3] if own else []), size, 4, dtype=torch.float64)

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
 import vgrad
+from tests.examples import examples
 from vgrad.ensemble.gradients import EnsembleGrads, ensemble_grad
 from vgrad.ensemble.stacking import share, stack
 
@@ -111,7 +112,7 @@ def test_all_strategies_give_the_gradients_of_plain_autograd(name, own, strategy
     bias=st.booleans(),
     strategy=st.sampled_from(STRATEGIES),
 )
-@settings(max_examples=30, deadline=None, derandomize=True)
+@examples(30)
 def test_any_sizes_are_right(members, rows, widths, bias, strategy):
     torch.manual_seed(0)
     inner, outer = widths

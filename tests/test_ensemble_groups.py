@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.examples import examples
 from vgrad.ensemble.groups import group
 
 
@@ -62,7 +63,7 @@ def test_groups_cannot_be_changed():
         groups.params = ()
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=6))
 def test_any_mixture_comes_back_in_order(widths):
     torch.manual_seed(0)

@@ -2,10 +2,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.examples import examples
 from vgrad.ensemble.prediction import (
     class_prediction,
     predict,
@@ -149,7 +150,7 @@ def test_the_chunk_size_does_not_change_the_result(chunk_size):
     torch.testing.assert_close(tuple(parts), tuple(whole), rtol=0, atol=1e-13)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     members=st.integers(1, 4),
     samples=st.integers(0, 5),
@@ -181,7 +182,7 @@ def test_one_member_has_no_uncertainty_of_its_own():
     assert (values.quantiles == values.mean).all()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     row=st.lists(st.floats(-1e4, 1e4), min_size=2, max_size=5),
     members=st.integers(2, 12),

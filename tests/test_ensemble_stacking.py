@@ -5,11 +5,12 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from tests import cases
+from tests.examples import examples
 from vgrad.ensemble.axes import members, shared_names
 from vgrad.ensemble.matching import difference
 from vgrad.ensemble.stacking import (
@@ -151,7 +152,7 @@ def test_nothing_is_shared_with_the_modules(count):
         assert same_state(c, b)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     st.integers(1, 4),
     st.lists(st.integers(1, 4), min_size=1, max_size=3),
@@ -215,7 +216,7 @@ def test_members_and_ensembles_of_neighbouring_seeds_all_differ():
     assert len(rows.flatten(1).unique(dim=0)) == 20
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.integers(0, 2**70), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
 def test_no_two_members_have_one_seed(seed, i, j):
     seeds = member_seed(seed, i), member_seed(seed, j)

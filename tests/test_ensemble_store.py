@@ -7,10 +7,11 @@ import pickle
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.examples import examples
 from vgrad import files
 from vgrad.ensemble.stacking import init_ensemble, member, share
 from vgrad.ensemble.store import load_ensemble, load_member, save_ensemble
@@ -125,7 +126,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 DTYPES += [torch.bool, torch.uint8, torch.complex64]
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     st.integers(1, 12),
     st.lists(st.integers(0, 3), max_size=3),

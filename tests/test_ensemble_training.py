@@ -5,13 +5,14 @@ from functools import cache, partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import vgrad
+from tests.examples import examples
 from vgrad import optim
 from vgrad.ensemble.optimizer import for_members
 from vgrad.ensemble.stacking import share, stack
@@ -293,7 +294,7 @@ def test_a_transformation_of_one_member_serves_all(wrapped):
     shapes=st.lists(st.lists(st.integers(1, 3), max_size=3), min_size=1, max_size=3),
     missing=st.booleans(),
 )
-@settings(max_examples=25, deadline=None, derandomize=True)
+@examples(25)
 def test_updates_of_any_shapes_are_those_of_one_member(members, shapes, missing):
     made = torch.Generator().manual_seed(0)
     random = partial(torch.randn, generator=made, dtype=torch.float64)
@@ -756,7 +757,7 @@ def test_a_loss_of_ones_own_is_enough(policy):
     patience=st.integers(1, 3),
     min_delta=st.sampled_from([0.0, 0.4]),
 )
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 def test_early_stopping_counts_values_that_are_no_better(values, patience, min_delta):
     stopping = EarlyStopping.create(3, patience=patience, min_delta=min_delta)
     best, waited = [float("inf")] * 3, [0] * 3

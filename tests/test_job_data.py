@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
+from tests.examples import examples
 from vgrad.job import data
 
 
@@ -191,7 +192,7 @@ def test_nothing_is_unpickled(written, tmp_path):
     assert not (tmp_path / "sprung").exists()
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     place=st.floats(0, 1, exclude_max=True),
     byte=st.integers(1, 255),

@@ -28,10 +28,11 @@ def factory(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", models.MODELS)
 def test_gradients_of_single_samples_are_those_of_batches_of_one(name):
-    model = models.build(name, SHAPE, seed=0)
+    model = models.build(name, SHAPE, seed=0).double()
     fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
     source = torch.Generator().manual_seed(0)
     x, y = torch.rand(3, 2, 9, 7, generator=source), torch.tensor([0, 4, 2])
+    x = x.double()
     loss = vgrad.sample_loss(fmodel, F.cross_entropy)
     grads = vgrad.per_sample_grad(loss)(params, buffers, x, y)
     for row in range(3):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 import vgrad
 from tests import cases, oracle
+from tests.examples import examples
 from vgrad.precision import DynamicLossScale, NoOpLossScale, StaticLossScale
 
 STRATEGIES = ("auto", "recorded", "vmap", "loop")
@@ -341,7 +342,7 @@ def test_a_sample_that_overflows_adds_exactly_zero_and_is_counted(clipping, stra
 # Clipping.
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(
     st.floats(2.0**-10, 2.0**20),
     st.sampled_from(["flat", "per_layer", "automatic"]),

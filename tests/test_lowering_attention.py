@@ -5,11 +5,12 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tests.examples import examples
 from vgrad.lowering.attention import fold, scaled_dot_product_attention
 
 DEVICES = [
@@ -22,8 +23,6 @@ DEVICES = [
         ],
     ),
 ]
-# torch's own code for forward mode calls what torch deprecates.
-FORWARD_MODE = "ignore:.*torch.jit.script:DeprecationWarning"
 
 
 def normal(*shape, seed=0, dtype=torch.float64, device="cpu"):
@@ -117,7 +116,7 @@ def problems(draw):
 
 
 @given(problems(), st.sampled_from([torch.float64, torch.float32]))
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_outputs_and_gradients_equal_those_of_a_loop(problem, dtype):
     size, tensors, in_dims, options = problem
     tensors = [x.to(dtype) if x.is_floating_point() else x for x in tensors]
@@ -454,7 +453,6 @@ def second(query, key, value):
         ),
     ],
 )
-@pytest.mark.filterwarnings(FORWARD_MODE)
 def test_other_derivatives_are_refused_with_the_way_out(derive):
     with pytest.raises(
         NotImplementedError, match=r"inside torch.nn.attention.sdpa_ker"

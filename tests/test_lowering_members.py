@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
+from tests.examples import examples
 from vgrad.lowering.members import FORMS, Members
 
 E = 3
@@ -87,7 +88,7 @@ def test_linear_equals_the_loop_whatever_members_share(input, weight, bias, chos
     shared=st.booleans(),
     dim=st.integers(0, 1),
 )
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 def test_linear_takes_all_shapes(members, rows, width, outputs, shared, dim):
     x = random(*rows, width) if shared else random(members, *rows, width)
     weight = random(members, outputs, width).movedim(0, dim)
@@ -186,7 +187,7 @@ def test_convolutions_of_one_sample_have_no_batch_dimension(plain):
     dilation=st.integers(1, 2),
     dim=st.integers(0, 3),
 )
-@settings(max_examples=30, deadline=None, derandomize=True)
+@examples(30)
 def test_convolutions_take_all_sizes(
     members, batch, groups, kernel, stride, padding, dilation, dim
 ):
@@ -248,7 +249,6 @@ def test_a_member_may_differentiate_inside(plain, argument):
     check(penalty, (0, 0, 0), *tensors)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("plain", [F.linear, F.conv1d], ids=["linear", "conv1d"])
 def test_forward_mode_and_second_derivatives_around_are_right(plain):
     shapes = {F.linear: ((5, 4), (2, 4), (2,)), F.conv1d: ((2, 4, 5), (3, 4, 3), (3,))}

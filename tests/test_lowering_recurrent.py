@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import vgrad
+from tests.examples import examples
 from vgrad.lowering import cells
 from vgrad.lowering.recurrent import recurrent, recurrent_layer
 from vgrad.testing import check_rule
@@ -264,7 +265,7 @@ def test_dropout_between_layers_draws_what_torch_draws(
     assert_equal(reported(mode, x, hidden, weights, evaluated)[0], whole)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     mode=st.sampled_from(list(GATES)),
     steps=st.integers(1, 5),

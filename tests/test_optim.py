@@ -4,10 +4,11 @@ import shutil
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
+from tests.examples import examples
 from vgrad import optim
 
 SGD = [
@@ -183,7 +184,7 @@ shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
 
 
 @given(st.dictionaries(names, shapes, max_size=4), st.sampled_from(EVERY))
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40)
 def test_every_shape_agrees_with_torch(shapes, case):
     name, options = case
     ours, theirs = OPTIMIZERS[name]

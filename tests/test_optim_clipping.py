@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.test_optim import assert_close, double, perceptron, random_gradients
 from vgrad.optim.clipping import (
     adaptive_grad_clip,
@@ -53,7 +54,7 @@ shapes = st.lists(st.lists(st.integers(0, 3), max_size=3).map(tuple), max_size=4
 
 
 @given(shapes, st.floats(0.01, 10.0))
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40)
 def test_every_shape_is_clipped_as_torch_does(shapes, bound):
     zeros = {str(i): torch.zeros(s).double() for i, s in enumerate(shapes)}
     grads = random_gradients(zeros, seed=len(shapes))

@@ -8,10 +8,11 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
+from tests.examples import examples
 from tests.test_optim import (
     assert_close,
     assert_same_tree,
@@ -225,7 +226,7 @@ def test_one_step_of_muon_has_the_bits_of_torch():
         leaf.grad = grads[name].clone()
     optimizer.step()
     for name, leaf in leaves.items():
-        torch.testing.assert_close(found[name], leaf.detach(), rtol=2e-7, atol=0)
+        torch.testing.assert_close(found[name], leaf.detach(), rtol=5e-7, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -394,7 +395,7 @@ shapes = st.lists(st.integers(0, 3), max_size=4).map(tuple)
 
 
 @given(st.dictionaries(names, shapes, max_size=4), st.sampled_from(sorted(MODERN)))
-@settings(max_examples=80, deadline=None, derandomize=True)
+@examples(80)
 def test_updates_of_every_shape_are_finite_and_per_parameter(shapes, name):
     make, options = MODERN[name]
     if make is exact_muon:
@@ -422,7 +423,7 @@ def test_updates_of_every_shape_are_finite_and_per_parameter(shapes, name):
 
 
 @given(st.lists(st.integers(1, 4), max_size=4).map(tuple))
-@settings(max_examples=30, deadline=None, derandomize=True)
+@examples(30)
 def test_every_shape_agrees_with_the_adafactor_of_torch(shape):
     zeros = {"w": torch.zeros(shape, dtype=torch.float64)}
     params = random_gradients(zeros, seed=1)
@@ -438,7 +439,7 @@ def test_every_shape_agrees_with_the_adafactor_of_torch(shape):
 
 
 @given(st.tuples(st.integers(1, 9), st.integers(1, 9)))
-@settings(max_examples=30, deadline=None, derandomize=True)
+@examples(30)
 def test_every_shape_agrees_with_the_muon_of_torch(shape):
     zeros = {"w": torch.zeros(shape, dtype=torch.float64)}
     params = random_gradients(zeros, seed=1)
@@ -831,7 +832,6 @@ def test_gradients_through_ten_steps_match_finite_differences(make, options):
     assert (by_weight != 0).all()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_tangents_pass_through_orthogonal_updates_as_gradients_do():
     grads = random_gradients({"w": torch.zeros(3, 4).double()}, seed=0)["w"]
     tangent, cotangent = (

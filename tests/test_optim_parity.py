@@ -5,10 +5,11 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
+from tests.examples import examples
 from tests.test_optim import (
     assert_close,
     assert_same_tree,
@@ -231,7 +232,7 @@ shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
 
 @pytest.mark.usefixtures("_double_by_default")
 @given(st.dictionaries(names, shapes, max_size=4), st.sampled_from(EVERY))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 def test_every_shape_agrees_with_torch_empty_ones_too(shapes, case):
     name, options = case
     ours, theirs = OPTIMIZERS[name]

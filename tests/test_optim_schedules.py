@@ -5,14 +5,15 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
+from tests.examples import examples
 from vgrad import optim
 from vgrad.optim import schedules
 
-tried = settings(max_examples=40, deadline=None, derandomize=True)
+tried = examples(40)
 
 
 def double(values):
@@ -156,7 +157,7 @@ def test_a_long_cosine_agrees_with_the_closed_form_of_torch(steps):
         )
     ),
 )
-@settings(tried, max_examples=150)
+@examples(150)
 def test_one_cycle_agrees_with_torch_and_then_stays(lr, steps, options):
     # There torch divides by the zero steps of its first phase.
     assume(options["pct_start"] * steps != 1)
@@ -194,12 +195,12 @@ MAINS += ["cosine_with_restarts", "constant", "linear"]
 
 @pytest.mark.parametrize("name", MAINS)
 @given(st.data())
-@settings(tried, max_examples=20)
+@examples(20)
 def test_a_warmup_agrees_with_a_linear_rate_in_sequence(name, data):
     lr, steps, start = data.draw(RATES), data.draw(LENGTHS), data.draw(FACTORS)
     options = data.draw(st.fixed_dictionaries(OPTIONS[name]))
     ours, theirs = pair(name, lr, options)
-    rises_to = ours(torch.zeros(1)).item() / lr
+    rises_to = min(1.0, ours(torch.zeros(1)).item() / lr)  # torch takes no 1 + 1e-16
 
     def sequence(optimizer):
         rise = lr_scheduler.LinearLR(

@@ -147,7 +147,8 @@ LOSSES = {
     "squares": squares,
 }
 
-ROUNDINGS = 2
+# Kernels for one sample and for several round in other places, once in each op.
+ROUNDINGS = 4
 
 
 def build(name, device="cpu", size=2):

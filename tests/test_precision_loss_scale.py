@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -144,7 +144,6 @@ def test_the_defaults_are_those_that_the_documentation_names():
     assert scale.counter.dtype == torch.int64
 
 
-@settings(deadline=None)
 @given(mostly_finite, st.integers(1, 6), st.sampled_from([2.0, 4.0]))
 def test_between_the_limits_the_trace_is_that_of_a_grad_scaler(finite, period, factor):
     scale = DynamicLossScale(1.0, period=period, factor=factor, **WIDEST)
@@ -152,7 +151,6 @@ def test_between_the_limits_the_trace_is_that_of_a_grad_scaler(finite, period, f
     assert trace(scale, finite) == expected
 
 
-@settings(deadline=None)
 @given(sequences, st.integers(1, 6), st.floats(1.1, 5.0), st.floats(1e-3, 1.0))
 def test_the_trace_is_that_of_jmp_down_to_the_smallest_scale(
     finite, period, factor, minimum
@@ -170,7 +168,6 @@ def test_the_trace_is_that_of_jmp_down_to_the_smallest_scale(
     )
 
 
-@settings(deadline=None)
 @given(sequences, st.integers(1, 3), st.integers(0, 3), st.integers(0, 3))
 def test_the_scale_stays_within_its_limits_and_reaches_them(finite, period, low, high):
     minimum, maximum = 3.0 / 2**low, 3.0 * 2**high / 1.5
@@ -361,7 +358,6 @@ def test_a_member_backs_off_alone():
     assert {name: getattr(result, name) for name in FIXED} == FIXED
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(*[st.booleans()] * 3), min_size=1, max_size=20))
 def test_vmapped_scales_move_as_each_would_alone(finite):
     scales = stacked([DynamicLossScale(2.0**power, **FIXED) for power in (-20, 0, 20)])
@@ -603,7 +599,6 @@ def test_a_tree_without_floating_numbers_is_finite(tree):
     assert (finite.dtype, finite.shape, finite.item()) == (torch.bool, (), True)
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.floats(width=32), max_size=4), max_size=4))
 def test_all_finite_agrees_with_python(rows):
     tree = {str(place): torch.tensor(row) for place, row in enumerate(rows)}

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -29,7 +29,6 @@ F16, BF16, F32, F64 = SPELLINGS
 # Text.
 
 
-@settings(deadline=None)
 @given(policies)
 def test_a_policy_is_what_its_text_says(policy):
     assert Policy.parse(str(policy)) == policy
@@ -41,7 +40,6 @@ def test_the_text_is_the_long_form():
     assert f"{Policy(F32, BF16, F64)}" == expected
 
 
-@settings(deadline=None)
 @given(st.data(), st.lists(dtypes, min_size=3, max_size=3))
 def test_keys_come_in_any_order_and_number_long_or_short(data, values):
     given_keys = data.draw(

@@ -3,13 +3,14 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
 import vgrad
 from tests import cases, oracle
+from tests.examples import examples
 
 STRATEGIES = ("recorded", "vmap", "loop")
 DIFFERENTIABLE = ("vmap", "loop")
@@ -115,6 +116,16 @@ def test_an_empty_batch_gives_zeros_without_running_the_loss(name, strategy):
     assert int(clipped.nonfinite) == int(clipped.clipped) == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("condition", [1.0, 1e4])
+def test_the_tolerance_for_rounding_grows_with_the_condition_alone(condition, dtype):
+    def near_zero(x):
+        return {"y": x - (1 - 1 / condition)}
+
+    found = oracle.rounding(near_zero, torch.ones(20), dtype=dtype)
+    assert 0.4 < found / (condition * torch.finfo(dtype).eps) < 1.001
+
+
 def product(params, buffers, x):
     return (params["w"] * x).sum()
 
@@ -123,7 +134,7 @@ def linear_loss(params, buffers, x):
     return (params["w"] * x).sum() + params["b"] * x[0]
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(
     size=st.sampled_from([1, 2, 5]),
     width=st.integers(1, 6),

@@ -200,10 +200,9 @@ TO = {
         torch.float64: w.double,
     }[dtype](),
 }
-DIGITS = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float64: 1e-6}
 
 
-@pytest.mark.parametrize("dtype", DIGITS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("how", TO)
 def test_a_parameter_in_another_dtype_keeps_its_factor(how, dtype):
     def run(p, x):
@@ -215,14 +214,19 @@ def test_a_parameter_in_another_dtype_keeps_its_factor(how, dtype):
     params, x = {"w": normal(5, 4).float()}, normal(B, 4).float()
     (row,) = rows_of(run, params, (x,))
     assert (row.op, row.factor, row.form) == ("linear", "Outer", "both sides")
-    expected = oracle.loss_gradients(
-        lambda p, b, x: out_of(F.linear(x, p["w"])), params, {}, (x,), B
-    )
+
+    def reference(params, x):
+        return oracle.loss_gradients(
+            lambda p, b, x: out_of(F.linear(x, p["w"])), params, {}, (x,), B
+        )
+
+    expected = reference(params, x)
+    tolerance = max(1e-6, 2 * oracle.rounding(reference, params, x, dtype=dtype))
     grads = vgrad.per_sample_grad(loss, **RECORDED)(params, {}, x)
     clipped = vgrad.clipped_grad(loss, max_norm=1.0, **RECORDED)(params, {}, x).grads
     assert grads["w"].dtype == clipped["w"].dtype == torch.float32
-    assert oracle.error(grads, expected) < DIGITS[dtype]
-    assert oracle.error(clipped, oracle.clipped(expected, 1.0)) < DIGITS[dtype]
+    assert oracle.error(grads, expected) < tolerance
+    assert oracle.error(clipped, oracle.clipped(expected, 1.0)) < tolerance
 
 
 def spectral_norm(p, x):
@@ -432,7 +436,7 @@ IN_PLACE = {
     "through a view": lambda h, x: (h.mT[1:3].tanh_(), h)[1],
     "through parts": lambda h, x: (h.narrow(-1, 0, 2).sin_(), h[1:].exp_(), h)[2],
     "fill": lambda h, x: h.masked_fill_(torch.arange(5) > 2, 0.0),
-    "several": lambda h, x: h.neg_().add_(x.sum()).mul_(2).exp_(),
+    "several": lambda h, x: h.neg_().add_(x.mean()).mul_(0.5).exp_(),
     "clamp": lambda h, x: h.clamp_(-0.5, 0.5),
     "addcmul": lambda h, x: h.addcmul_(h.detach().clone(), h.detach().clone()),
 }
@@ -440,7 +444,7 @@ BEFORE = {
     "linear": ({**W, "b": (5,)}, lambda p, x: F.linear(x, p["w"], p["b"])),
     "matmul": ({"w": (4, 5)}, lambda p, x: x @ p["w"]),
     "product of a view": ({"w": (4, 10)}, lambda p, x: x @ p["w"][:, 5:]),
-    "computed": (W, lambda p, x: F.linear(x, p["w"].exp())),
+    "computed": (W, lambda p, x: F.linear(x, p["w"].tanh())),
     "convolution": (
         {"w": (5, 4, 1), "b": (5,)},
         lambda p, x: F.conv1d(x.mT[None], p["w"], p["b"])[0].mT,
@@ -625,7 +629,6 @@ INSIDE = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("name", INSIDE)
 def test_transforms_and_functions_inside_the_loss_are_exact(name):
     params, batch = given(W)

@@ -1,9 +1,10 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import vgrad
+from tests.examples import examples
 from vgrad.persample import reductions
 from vgrad.persample.collectors import Settled
 from vgrad.persample.factors import Dense
@@ -36,7 +37,7 @@ def test_norms_of_many_numbers_do_not_drift(numbers, kind):
     assert float(((found - exact) / exact).abs().max()) < 2e-7
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     exponent=st.integers(-38, 38),
     dtype=st.sampled_from(

@@ -1,0 +1,37 @@
+"""The same random numbers in every test on every run, and another run on purpose."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, register_random, settings
+from hypothesis.internal.conjecture import providers
+
+# How long an example takes says how busy the machine is.
+untimed = settings(
+    deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "fixed", untimed, max_examples=100, derandomize=True, database=None
+)
+settings.register_profile("random", untimed, max_examples=1000)  # `make test-random`
+settings.load_profile("fixed")
+
+# Hypothesis also draws numbers that it finds in the modules loaded so far, which differ
+# with the tests selected: a failure would not come again when its test runs alone.
+pytest.MonkeyPatch().setattr(providers, "_get_local_constants", providers.Constants)
+
+
+class Generator:
+    """Torch's global generator, for hypothesis to seed before every example."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+register_random(Generator)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Let no test depend on the tests before it."""
+    torch.manual_seed(0)
