@@ -16,7 +16,7 @@ def joint_norms(grads):
     return Norm.joint(norms).value
 
 
-def clipped_sum(grad, weights, keep):
+def clipped_sum(grad, weights, keep=None):
     """Sum what is to be kept of one parameter's gradients."""
     settled = Settled()
     settled.take("a", Dense(grad))

@@ -8,7 +8,7 @@ outer products of the output's gradient and the patch of the input that is seen 
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -42,8 +42,12 @@ class Conv(Factor):
     @property
     def bytes(self) -> int:
         """Memory of both factors."""
-        pair = (self.inputs, self.outputs)
-        return sum(each.numel() * each.element_size() for each in pair)
+        return sum(each.numel() * each.element_size() for each in self.sides)
+
+    @property
+    def sides(self) -> tuple[Tensor, Tensor]:
+        """Both factors."""
+        return self.inputs, self.outputs
 
     @property
     def form(self) -> costs.ConvForm:
@@ -57,8 +61,12 @@ class Conv(Factor):
 
     def take(self, rows: Tensor) -> "Conv":
         """Return the factor of these samples."""
-        geometry = (self.shape, self.stride, self.pads, self.dilation, self.groups)
-        return Conv(self.inputs[rows], self.outputs[rows], *geometry)
+        return replace(self, inputs=self.inputs[rows], outputs=self.outputs[rows])
+
+    def double(self) -> "Conv":
+        """Widen both factors."""
+        inputs, outputs = map(reductions.double, self.sides)
+        return replace(self, inputs=inputs, outputs=outputs)
 
     def grad(self) -> Tensor:
         """Gradients by one grouped convolution, or by products for every offset."""
@@ -72,7 +80,7 @@ class Conv(Factor):
             self._patch_products(),
             reductions.self_products(self._split(self.outputs).flatten(2).mT),
             self.size,
-            lambda rows: self.take(rows).grad(),
+            lambda rows: self.take(rows).double().grad(),
         )
 
     def settled(self) -> tuple[Factor, Norm]:

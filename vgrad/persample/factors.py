@@ -49,10 +49,19 @@ class Factor(ABC):
     def take(self, rows: Tensor) -> "Factor":
         """Return the factor of these samples."""
 
+    @abstractmethod
+    def double(self) -> "Factor":
+        """Return the same gradients, made of float64 numbers."""
+
     @property
     @abstractmethod
     def bytes(self) -> int:
         """Memory that the factor holds."""
+
+    @property
+    def sides(self) -> tuple[Tensor, ...]:
+        """What a weighted sum multiplies in float32 before it adds, [B, ...] each."""
+        return ()
 
     def norm(self) -> Norm:
         """Return the norms of the gradients, [B]."""
@@ -109,6 +118,10 @@ class Dense(Factor):
         """Return the gradients of these samples."""
         return Dense(self.g[rows])
 
+    def double(self) -> "Dense":
+        """Widen the gradients."""
+        return Dense(reductions.double(self.g))
+
     def project(self, probes: Probes) -> Tensor:
         """Contract the longer side of the gradients, then the other."""
         g = torch.view_as_real(self.g) if self.g.is_complex() else self.g
@@ -154,6 +167,10 @@ class Zero(Factor):
         """Return the zeros of these samples."""
         return Zero(len(rows), self.like)
 
+    def double(self) -> "Zero":
+        """Widen the zeros."""
+        return Zero(self.size, reductions.double(self.like))
+
     def gram(self, other: Factor) -> Tensor:
         """Return zeros."""
         dtype = reductions.wide(self.like.dtype)
@@ -198,8 +215,12 @@ class Outer(Factor):
     @property
     def bytes(self) -> int:
         """Memory of both factors."""
-        pair = (self.inputs, self.outputs)
-        return sum(each.numel() * each.element_size() for each in pair)
+        return sum(each.numel() * each.element_size() for each in self.sides)
+
+    @property
+    def sides(self) -> tuple[Tensor, Tensor]:
+        """Both factors."""
+        return self.inputs, self.outputs
 
     @property
     def is_matrix(self) -> bool:
@@ -227,16 +248,16 @@ class Outer(Factor):
     def norm(self) -> Norm:
         """Norms without gradients where they are cheaper so."""
         if self.inputs.shape[2] == 1:
-            rows = reductions.row_norms(self.inputs.flatten(0, 1))
-            rows = rows * reductions.row_norms(self.outputs.flatten(0, 1))
-            return Norm.exactly(reductions.together(rows.view(self.size, -1)))
+            a = reductions.row_norms(self.inputs.flatten(0, 1)).view(self.size, -1)
+            b = reductions.row_norms(self.outputs.flatten(0, 1)).view(self.size, -1)
+            return Norm.exactly(reductions.together(a * b), (a + b).sum(1))
         if self.by_gram:
             outputs = self.shared or Positions(self.outputs)
             return reductions.gram_norm(
                 reductions.self_products(self.inputs.flatten(0, 1)),
                 outputs.products,
                 self.size,
-                lambda rows: self.take(rows).grad(),
+                lambda rows: self.take(rows).double().grad(),
             )
         return Dense(self.grad()).norm()
 
@@ -259,6 +280,11 @@ class Outer(Factor):
     def take(self, rows: Tensor) -> "Outer":
         """Return the factor of these samples."""
         return Outer(self.inputs[rows], self.outputs[rows], self.shape)
+
+    def double(self) -> "Outer":
+        """Widen both factors."""
+        inputs, outputs = map(reductions.double, self.sides)
+        return Outer(inputs, outputs, self.shape)
 
     def gram(self, other: Factor) -> Tensor:
         """Inner products of factors where that is cheaper than of gradients."""

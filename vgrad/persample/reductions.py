@@ -41,24 +41,29 @@ _DOUBTFUL = 1e-4
 
 
 class Norm(NamedTuple):
-    """Norms of B gradients in float64, and upper bounds that hold despite rounding."""
+    """Norms of B gradients in float64, and upper bounds that hold despite rounding.
+
+    `reach` is no less than any number that is multiplied for a weighted sum.
+    """
 
     value: Tensor
     upper: Tensor
+    reach: Tensor
 
     @classmethod
-    def exactly(cls, value: Tensor) -> "Norm":
+    def exactly(cls, value: Tensor, reach: Tensor | None = None) -> "Norm":
         """Make the norms that are right up to a rounding of float32."""
-        return cls(value, value)
+        return cls(value, value, value if reach is None else reach)
 
     @classmethod
     def joint(cls, norms: Sequence["Norm"]) -> "Norm":
         """Return the norms over several parameters."""
         values = torch.stack([norm.value for norm in norms], dim=1)
+        reach = torch.stack([norm.reach for norm in norms], dim=1).amax(1)
         if all(norm.value is norm.upper for norm in norms):
-            return cls.exactly(together(values))
+            return cls.exactly(together(values), reach)
         uppers = torch.stack([norm.upper for norm in norms], dim=1)
-        return cls(together(values), together(uppers))
+        return cls(together(values), together(uppers), reach)
 
 
 class Sums:
@@ -157,6 +162,36 @@ def row_norms(grad: Tensor) -> Tensor:
     return norms
 
 
+def peaks(*tensors: Tensor) -> Tensor:
+    """Largest absolute number of each sample in several tensors, [B] in float64."""
+    flat = [each.reshape(len(each), math.prod(each.shape[1:])) for each in tensors]
+    found = [
+        torch.linalg.vector_norm(each, math.inf, dim=1).double()
+        if each.shape[1]
+        else each.new_zeros(len(each), dtype=torch.float64)
+        for each in flat
+    ]
+    return torch.stack(found).amax(0)
+
+
+def ordinary(reach: Tensor, weights: Tensor) -> Tensor:
+    """Tell for which samples a weighted sum of products stays far from float32's ends.
+
+    Numbers are at most `reach` [B]. For others a weight may take one side of a product
+    past the end, or to where there are few digits, before it meets the other side.
+    """
+    sizes = weights.double().abs()
+    fine = (reach <= _HIGH) & (sizes * reach.square() <= _HIGH**2)
+    return fine & ((sizes >= 1 / _HIGH**2) | (sizes == 0))
+
+
+def rounded_down(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round positive numbers to a dtype so that none becomes larger."""
+    found = numbers.to(dtype)
+    below = torch.nextafter(found, torch.zeros_like(found))
+    return torch.where(found > numbers, below, found)
+
+
 def weighted_rows(grad: Tensor, weights: Tensor) -> Tensor:
     """Sum rows with weights, [B, ...] and [B] -> [...] in float32 or wider."""
     axes = list(range(grad.ndim)) if grad.is_contiguous() else _memory_order(grad)
@@ -218,36 +253,48 @@ def gram_norm(
     # Twice the worst that was measured, over kinds of inputs of all sizes and dtypes;
     # where positions are equal, so are their errors, and do not average out.
     slack = eps * max(4.0, 20 / positions) * largest
+    sizes = (a_sizes + b_sizes).view(size, -1).sum(1)
     # A square to which products on the edge of zero may have added is not to be used.
-    edge = torch.finfo(a.dtype).tiny * positions
-    edge = edge * (a_sizes + b_sizes).view(size, -1).sum(1)
+    edge = torch.finfo(a.dtype).tiny * positions * sizes
     squares = torch.where(edge < eps * squares, squares, 0.0)
-    return _checked(squares, slack, largest, torch.zeros_like(squares), direct)
+    lost = eps * largest.sqrt()
+    return _checked(squares, slack, largest, lost, sizes.sqrt(), direct)
 
 
 def summed_norm(
-    a: Norm, b: Norm, cross: Tensor, direct: Callable[[Tensor], Tensor]
+    a: Norm,
+    b: Norm,
+    cross: Tensor,
+    dtype: torch.dtype,
+    direct: Callable[[Tensor], Tensor],
 ) -> Norm:
-    """Norms of the sum of two gradients of which norms and inner products are known."""
+    """Norms of the sum of two gradients of which norms and inner products are known.
+
+    Their weighted sums are formed in `dtype`.
+    """
     squares = a.value.square() + 2 * cross + b.value.square()
     largest = (a.upper + b.upper).square()
     known = a.upper.square() - a.value.square() + b.upper.square() - b.value.square()
     slack = known + 4 * torch.finfo(torch.float64).eps * largest
-    parts = a.upper - a.value + b.upper - b.value
-    return _checked(squares, slack, largest, parts, direct)
+    lost = a.upper - a.value + b.upper - b.value
+    lost = lost + torch.finfo(dtype).eps * largest.sqrt()
+    reach = torch.maximum(a.reach, b.reach)
+    return _checked(squares, slack, largest, lost, reach, direct)
 
 
 def _checked(
     squares: Tensor,
     slack: Tensor,
     largest: Tensor,
-    parts: Tensor,
+    lost: Tensor,
+    reach: Tensor,
     direct: Callable[[Tensor], Tensor],
 ) -> Norm:
     """Take roots of squares, and gradients where the squares are mostly rounding.
 
     Each has a `slack` that its square may be too small by, the square of the sum of
-    terms of which it is made, and what the terms may themselves have lost.
+    terms of which it is made, and what a weighted sum of the terms loses. `direct`
+    forms gradients in float64, where nothing leaves the range.
     """
     fine = squares > _DOUBTFUL * largest
     fine &= (largest > _LOW**2) & (largest < _HIGH**2)
@@ -261,12 +308,9 @@ def _checked(
         step = max(1, _AT_ONCE * len(rows) // max(1, grads.numel()))
         exact = row_norms(grads)
         norms[rows] = exact
-        # The weighted sum is made of the terms, and loses what they lose.
-        terms = largest[rows].sqrt()
-        lost = torch.finfo(wide(grads.dtype)).eps * terms + parts[rows]
-        lost = torch.where(lost.isfinite(), lost, 0)
-        upper[rows] = exact * (1 + torch.finfo(grads.dtype).eps / 2) + lost
-    return Norm(norms, upper)
+        # Where that is not finite, the sum will be one of gradients in float64.
+        upper[rows] = exact + torch.where(lost[rows].isfinite(), lost[rows], 0)
+    return Norm(norms, upper, reach)
 
 
 def rounded_convolutions(device: torch.device) -> bool:
