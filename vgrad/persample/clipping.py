@@ -15,8 +15,9 @@ from vgrad.persample.collectors import Settled
 from vgrad.persample.grouping import Grouping
 from vgrad.persample.options import Options, Transform, joined
 from vgrad.persample.problem import Randomness
-from vgrad.persample.reductions import Norm, Sums
+from vgrad.persample.reductions import Norm
 from vgrad.persample.sensitivity import Sensitivity
+from vgrad.persample.sums import Sums, ordinary, rounded_down
 from vgrad.precision.loss_scale import LossScale
 from vgrad.typing import Buffers, LossFn, Params, Tree
 
@@ -27,7 +28,7 @@ _LEAST, _MOST = 1e-20, 1e20
 """Between these a sum in float32 keeps a bound."""
 
 _FAR = 1e25
-"""Times the smallest float32 this has no part in a bound's first seven digits."""
+"""So many times a bound, times float32's smallest numbers, is nothing to the bound."""
 
 Kind = Literal["flat", "per_layer", "automatic"]
 
@@ -189,18 +190,17 @@ class _Clip:
         """Say from the norms what becomes of each sample; weights are of `dtype`."""
         joint = [Norm.joint([norms[name] for name in names]) for names, _ in parts]
         keep = torch.stack([each.upper for each in joint]).isfinite().all(0)
-        above, ordinary = torch.zeros_like(keep), torch.ones_like(keep)
+        above, simple = torch.zeros_like(keep), torch.ones_like(keep)
         weights: dict[str, Tensor] = {}
         for (names, bound), norm in zip(parts, joint, strict=True):
             factors = self.factors(torch.where(keep, norm.upper, 1), bound)
             # Rounded down, so that no product is above the bound.
-            rounded = reductions.rounded_down(factors, dtype)
+            rounded = rounded_down(factors, dtype)
             weights.update(dict.fromkeys(names, rounded))
             above |= keep & (norm.value > bound)
-            ordinary &= reductions.ordinary(norm.reach, factors)
-            # Beyond that, a number on the edge of zero makes what the bound would show.
-            ordinary &= norm.reach <= bound * _FAR
-        return _Decision(Norm.joint(joint).value, weights, keep, above, ordinary)
+            # A product with a number on the edge of zero must not count either.
+            simple &= ordinary(norm.reach, factors) & (norm.reach <= bound * _FAR)
+        return _Decision(Norm.joint(joint).value, weights, keep, above, simple)
 
 
 class _Decision(NamedTuple):
@@ -211,14 +211,14 @@ class _Decision(NamedTuple):
         weights: what each parameter's gradients are multiplied by.
         keep: which are finite, so that they count.
         above: which of these have a norm above a bound.
-        ordinary: which can be summed from their factors, far from float32's ends.
+        simple: which can be summed from their factors, far from the ends of float32.
     """
 
     norms: Tensor
     weights: dict[str, Tensor]
     keep: Tensor
     above: Tensor
-    ordinary: Tensor
+    simple: Tensor
 
 
 class ClippedGradFn(Transform):
@@ -273,12 +273,12 @@ class ClippedGradFn(Transform):
         """Yield the sums of clipped gradients, in parts that are to be added."""
         keep: Tensor | None = decision.keep
         if not checks.inside_transform():
-            keep = decision.keep & decision.ordinary
+            keep = decision.keep & decision.simple
             if bool(keep.all()):
                 keep = None
             else:
                 # The norms of the very numbers that are summed, whatever they are.
-                for some in settled.gradients(decision.keep & ~decision.ordinary):
+                for some in settled.gradients(decision.keep & ~decision.simple):
                     again = self._clip.decide(some.norms, parts, torch.float64)
                     yield some.weighted(again.weights, again.keep)
         yield settled.weighted(decision.weights, keep)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.persample import reductions
 from vgrad.persample.factors import Dense, Factor, Probes, Zero
 from vgrad.persample.reductions import Norm, double
+from vgrad.persample.sums import ordinary, reach, total
 from vgrad.typing import Params
 
 _AT_ONCE = 2**18
@@ -67,16 +67,15 @@ class Weighted:
     def take(self, name: str, factor: Factor) -> None:
         """Sum the gradients of one parameter."""
         weights = self._weights[: factor.size]
-        sides = factor.sides
-        fine = reductions.ordinary(reductions.peaks(*sides), weights) if sides else None
+        fine = ordinary(reach(factor.sides), weights) if factor.sides else None
         if fine is None or bool(fine.all()):
             self.sums[name] = factor.weighted(weights)
             return
         rows = fine.nonzero().flatten()
-        sums = [factor.take(rows).weighted(weights[rows])]
+        parts = [factor.take(rows).weighted(weights[rows])]
         for rows in _slices(~fine, factor.shape):
-            sums.append(_gradients(factor, rows).weighted(weights[rows]))
-        self.sums[name] = reductions.total(sums)
+            parts.append(_gradients(factor, rows).weighted(weights[rows]))
+        self.sums[name] = total(parts)
 
 
 class Factors:

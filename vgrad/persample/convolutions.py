@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vgrad.persample import costs, reductions
+from vgrad.persample import costs, reductions, sums
 from vgrad.persample.factors import Dense, Factor, Probes
 from vgrad.persample.reductions import Norm
 
@@ -80,6 +80,7 @@ class Conv(Factor):
             self._patch_products(),
             reductions.self_products(self._split(self.outputs).flatten(2).mT),
             self.size,
+            max(math.prod(self.shape[1:]), self.shape[0]),
             lambda rows: self.take(rows).double().grad(),
         )
 
@@ -97,9 +98,9 @@ class Conv(Factor):
             inputs = inputs * column
         else:
             outputs = outputs * column
-        step = max(1, reductions.ROWS_AT_ONCE // math.prod(outputs.shape[2:]))
+        step = max(1, sums.ROWS_AT_ONCE // math.prod(outputs.shape[2:]))
         parts = zip(inputs.split(step), outputs.split(step), strict=True)
-        return reductions.total([self._weight_gradient(*part, 1) for part in parts])
+        return sums.total([self._weight_gradient(*part, 1) for part in parts])
 
     def project(self, probes: Probes) -> Tensor:
         """Convolve with the right sides of the probes, multiply with the left ones."""

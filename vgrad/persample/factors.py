@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vgrad.persample import costs, reductions
+from vgrad.persample import costs, reductions, sums
 from vgrad.persample.reductions import Norm
 
 
@@ -112,7 +112,7 @@ class Dense(Factor):
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Sum over samples."""
-        return reductions.weighted_rows(self.g, weights)
+        return sums.weighted_rows(self.g, weights)
 
     def take(self, rows: Tensor) -> "Dense":
         """Return the gradients of these samples."""
@@ -257,6 +257,7 @@ class Outer(Factor):
                 reductions.self_products(self.inputs.flatten(0, 1)),
                 outputs.products,
                 self.size,
+                max(self.inputs.shape[3], self.outputs.shape[3]),
                 lambda rows: self.take(rows).double().grad(),
             )
         return Dense(self.grad()).norm()
@@ -272,10 +273,10 @@ class Outer(Factor):
         a, b = reductions.products(self.inputs, self.outputs)
         column = weights.to(a.dtype).view(-1, 1, 1, 1)
         a, b = (a * column, b) if a.shape[3] <= b.shape[3] else (a, b * column)
-        step = max(1, reductions.ROWS_AT_ONCE // max(1, a.shape[2]))
+        step = max(1, sums.ROWS_AT_ONCE // max(1, a.shape[2]))
         parts = zip(a.split(step), b.split(step), strict=True)
         found = [_summed_outer(*part) for part in parts]
-        return reductions.total(found).reshape(self.shape)
+        return sums.total(found).reshape(self.shape)
 
     def take(self, rows: Tensor) -> "Outer":
         """Return the factor of these samples."""

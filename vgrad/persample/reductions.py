@@ -1,4 +1,4 @@
-"""Norms and sums of per-sample gradients, exact where plain code is not.
+"""Norms of per-sample gradients, exact where plain code is not.
 
 B samples, P numbers in one sample's gradient of one parameter, T positions. Everything
 runs in float32 or wider, with autocast off, whatever the dtype of the gradients.
@@ -14,9 +14,6 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.typing import Params
 
-ROWS_AT_ONCE = 65536
-"""Rows of one matrix product in float32; sums over more are kept in float64."""
-
 _BLOCK = 256
 """Numbers whose squares are summed in float32 before float64 takes over.
 
@@ -29,9 +26,6 @@ _SMALL = 2**18
 
 _AT_ONCE = 2**24
 """Numbers of gradients that are formed where norms from products were in doubt."""
-
-_SAMPLES = 32
-"""Samples that are summed in float32 before float64 takes over."""
 
 _LOW, _HIGH = 1e-10, 1e15
 """Between these no square that matters has left float32's range."""
@@ -66,40 +60,6 @@ class Norm(NamedTuple):
         return cls(together(values), together(uppers), reach)
 
 
-class Sums:
-    """Sums over samples for each parameter, added up chunk by chunk.
-
-    One chunk is left as it is; more are added in float64 and rounded once at the end,
-    so that the sum does not drift as the batch grows.
-    """
-
-    def __init__(self) -> None:
-        """Start with nothing."""
-        self._sums: Params = {}
-
-    def add(self, part: Params) -> None:
-        """Add the sums of one chunk."""
-        if not self._sums:
-            self._sums = part
-            return
-        for name, value in part.items():
-            self._sums[name] = double(self._sums[name]) + value
-
-    def divide(self, by: float) -> None:
-        """Divide the sums by a number."""
-        if by != 1:
-            self._sums = {name: each / by for name, each in self._sums.items()}
-
-    def rounded(self, params: Params) -> Params:
-        """Return sums in `promote_types(dtype, float32)`, zeros if there are none."""
-        return {
-            name: self._sums[name].to(wide(value.dtype))
-            if self._sums
-            else torch.zeros_like(value, dtype=wide(value.dtype), requires_grad=False)
-            for name, value in params.items()
-        }
-
-
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype for sums of numbers of `dtype`: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
@@ -116,13 +76,6 @@ def norm_dtype(params: Params) -> torch.dtype:
 def no_norms(params: Params, dtype: torch.dtype) -> Tensor:
     """Return the norms of an empty batch, [0]."""
     return next(iter(params.values())).new_zeros(0, dtype=dtype)
-
-
-def total(parts: Sequence[Tensor]) -> Tensor:
-    """Add parts of a sum in float64, and round once."""
-    if len(parts) == 1:
-        return parts[0]
-    return torch.stack([double(part) for part in parts]).sum(0).to(parts[0].dtype)
 
 
 def double(tensor: Tensor) -> Tensor:
@@ -147,7 +100,7 @@ def row_norms(grad: Tensor) -> Tensor:
     """L2 norm over all but the first dimension, [B, ...] -> [B] in float64."""
     real = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
     if not real.is_contiguous():
-        real = real.permute(_memory_order(real))
+        real = real.permute(memory_order(real))
     flat = real.reshape(len(real), math.prod(real.shape[1:]))
     exact = flat.dtype == torch.float64 or flat.requires_grad
     if exact or checks.inside_transform():
@@ -160,53 +113,6 @@ def row_norms(grad: Tensor) -> Tensor:
     if len(doubtful):
         norms[doubtful] = torch.linalg.vector_norm(flat[doubtful].double(), dim=1)
     return norms
-
-
-def peaks(*tensors: Tensor) -> Tensor:
-    """Largest absolute number of each sample in several tensors, [B] in float64."""
-    flat = [each.reshape(len(each), math.prod(each.shape[1:])) for each in tensors]
-    found = [
-        torch.linalg.vector_norm(each, math.inf, dim=1).double()
-        if each.shape[1]
-        else each.new_zeros(len(each), dtype=torch.float64)
-        for each in flat
-    ]
-    return torch.stack(found).amax(0)
-
-
-def ordinary(reach: Tensor, weights: Tensor) -> Tensor:
-    """Tell for which samples a weighted sum of products stays far from float32's ends.
-
-    Numbers are at most `reach` [B]. For others a weight may take one side of a product
-    past the end, or to where there are few digits, before it meets the other side.
-    """
-    sizes = weights.double().abs()
-    fine = (reach <= _HIGH) & (sizes * reach.square() <= _HIGH**2)
-    return fine & ((sizes >= 1 / _HIGH**2) | (sizes == 0))
-
-
-def rounded_down(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round positive numbers to a dtype so that none becomes larger."""
-    found = numbers.to(dtype)
-    below = torch.nextafter(found, torch.zeros_like(found))
-    return torch.where(found > numbers, below, found)
-
-
-def weighted_rows(grad: Tensor, weights: Tensor) -> Tensor:
-    """Sum rows with weights, [B, ...] and [B] -> [...] in float32 or wider."""
-    axes = list(range(grad.ndim)) if grad.is_contiguous() else _memory_order(grad)
-    grad = grad.permute(axes)
-    flat = grad.reshape(len(grad), math.prod(grad.shape[1:]))
-    rows, row = products(flat, weights[None])
-    whole = len(rows) // _SAMPLES * _SAMPLES
-    if len(rows) <= _SAMPLES:
-        found = row @ rows
-    else:
-        left = row[:, :whole].reshape(-1, 1, _SAMPLES)
-        parts = torch.bmm(left, rows[:whole].unflatten(0, (-1, _SAMPLES)))
-        found = double(parts).sum(0) + double(row[:, whole:] @ rows[whole:])
-    found = found.to(wide(grad.dtype)).reshape(grad.shape[1:])
-    return found.permute([axes.index(axis) - 1 for axis in range(1, len(axes))])
 
 
 def products(*factors: Tensor) -> list[Tensor]:
@@ -237,9 +143,11 @@ def self_products(rows: Tensor) -> Tensor:
 
 
 def gram_norm(
-    a: Tensor, b: Tensor, size: int, direct: Callable[[Tensor], Tensor]
+    a: Tensor, b: Tensor, size: int, length: int, direct: Callable[[Tensor], Tensor]
 ) -> Norm:
     """Norms of `sum_t b_t x a_t` from products a, b [B * G, T, T] of the positions.
+
+    Those are sums of up to `length` products of numbers.
 
     The square of a norm is `<a, b>`. Where its terms cancel, rounding is large against
     it: such samples are computed from their gradients, `direct(rows)`, and for the
@@ -254,8 +162,9 @@ def gram_norm(
     # where positions are equal, so are their errors, and do not average out.
     slack = eps * max(4.0, 20 / positions) * largest
     sizes = (a_sizes + b_sizes).view(size, -1).sum(1)
-    # A square to which products on the edge of zero may have added is not to be used.
-    edge = torch.finfo(a.dtype).tiny * positions * sizes
+    # A square to which products on the edge of zero may have added is not to be used:
+    # where denormal numbers are flushed, all of a sum may be gone.
+    edge = torch.finfo(a.dtype).tiny * length * positions * sizes
     squares = torch.where(edge < eps * squares, squares, 0.0)
     lost = eps * largest.sqrt()
     return _checked(squares, slack, largest, lost, sizes.sqrt(), direct)
@@ -355,7 +264,7 @@ def _scaled_norms(flat: Tensor) -> Tensor:
     return scale * _root((flat.double() / scale[:, None]).square().sum(1))
 
 
-def _memory_order(grad: Tensor) -> list[int]:
+def memory_order(grad: Tensor) -> list[int]:
     """Return the axes as they lie in memory, so that flattening copies nothing."""
     strides = grad.stride()
     return [0, *sorted(range(1, grad.ndim), key=lambda axis: -strides[axis])]
