@@ -396,7 +396,7 @@ def test_with_loss_scale_makes_another_function_and_keeps_all_else():
     "kind",
     [
         {"max_norm": BOUND, "clipping": "per_layer"},
-        {"max_norm": {"0.*": 0.1, "2.*": 3.0}, "clipping": "per_layer"},
+        {"max_norm": {"net.0.*": 0.1, "net.2.*": 3.0}, "clipping": "per_layer"},
         {"max_norm": BOUND, "clipping": "automatic"},
     ],
 )
@@ -413,7 +413,7 @@ def test_with_loss_scale_clips_as_before(kind):
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     flat_bound = expected.sensitivity.value * 3.0
     plain = vgrad.clipped_grad(loss, max_norm=flat_bound, **options)(*given_values)
-    assert error(plain.grads, wanted) > 0.01
+    assert error(plain.grads, wanted) > 1e-3
 
 
 # Errors.
