@@ -170,7 +170,7 @@ WEIGHTS = st.one_of(st.sampled_from([-30.0, 0.0, 20.0, 30.0]), st.floats(-30, 30
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=25)
 @given(
     name=st.sampled_from(list(OPS)),
     kind=st.sampled_from(list(CLIPPING)),
@@ -222,7 +222,7 @@ def test_a_sample_of_any_size_is_clipped(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=25)
 @given(
     name=st.sampled_from(list(OPS)),
     dtype=st.sampled_from([torch.float32, torch.float32, torch.float64]),
@@ -377,6 +377,22 @@ def test_gradients_below_float16_are_clipped_as_their_factors_say():
     compute = vgrad.clipped_grad(loss, max_norm=1e-13, strategy="recorded")
     found = flat(compute(params, {}, *batch).grads).norm()
     assert 0 < float(found) <= 1e-13 * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("name", ["linear", "linear, products", "twice", "tied"])
+def test_inner_products_of_ordinary_gradients_are_right_whatever_they_are_made_of(name):
+    rows = [(1e30, 1e-30, 1.0), (1.0, 1.0, 1.0), (1e37, 0.0, 1.0), (1e-22, 1e18, 1.0)]
+    loss, params, batch = made(name, rows, torch.float32)
+    exact = oracle.loss_gradients(loss, params, {}, batch, len(rows))
+    whole = torch.cat([grad.flatten(1) for grad in exact.values()], dim=1)
+    lengths = whole.norm(dim=1)
+    given = params, {}, *batch
+    gram = vgrad.per_sample_gram(loss, strategy="recorded")(*given)
+    gap = (gram - whole @ whole.T).abs()
+    assert bool((gap < 1e-6 * lengths[:, None] * lengths).all())
+    cross = (each[2:] for each in batch)
+    strip = vgrad.per_sample_gram(loss, strategy="recorded")(*given, cross=tuple(cross))
+    torch.testing.assert_close(strip, gram[:, 2:], rtol=1e-5, atol=1e-12)
 
 
 def test_members_of_an_ensemble_keep_their_bounds():

@@ -17,6 +17,9 @@ from torch import Tensor
 from vgrad.persample import costs, reductions, sums
 from vgrad.persample.reductions import Norm
 
+_APART = 1e8
+"""Up to which float32 holds the products of four numbers."""
+
 
 class Probes(NamedTuple):
     """Random directions in the space of one parameter, `dim` of them.
@@ -293,6 +296,11 @@ class Outer(Factor):
             return super().gram(other)
         if not costs.cross_by_gram(self.inputs.shape, self.outputs.shape, other.size):
             return super().gram(other)
+        far = any(
+            bool((sums.reach(each.sides) > _APART).any()) for each in (self, other)
+        )
+        if far and self.inputs.dtype not in (torch.float64, torch.complex128):
+            return self.double().gram(other.double())
         sizes = (self.size, self.inputs.shape[2], other.size, other.inputs.shape[2])
         k = reductions.inner(self.inputs.flatten(0, 2), other.inputs.flatten(0, 2))
         k *= reductions.inner(self.outputs.flatten(0, 2), other.outputs.flatten(0, 2))
