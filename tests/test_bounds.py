@@ -181,7 +181,7 @@ WEIGHTS = st.one_of(st.sampled_from([-30.0, 0.0, 20.0, 30.0]), st.floats(-30, 30
         st.tuples(EXPONENTS, EXPONENTS, EXPONENTS), min_size=1, max_size=3
     ),
     bound=st.sampled_from([1e-12, 1e-6, 1e-2, 1.0, 1e4]),
-    scale=st.sampled_from([None, 2.0**-10, 2.0**16]),
+    scale=st.sampled_from([None, None, 2.0**-120, 2.0**-10, 2.0**16, 2.0**120]),
     flush=st.booleans(),
 )
 def test_a_sample_of_any_size_is_clipped(
@@ -393,6 +393,24 @@ def test_inner_products_of_ordinary_gradients_are_right_whatever_they_are_made_o
     cross = (each[2:] for each in batch)
     strip = vgrad.per_sample_gram(loss, strategy="recorded")(*given, cross=tuple(cross))
     torch.testing.assert_close(strip, gram[:, 2:], rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["linear, direct", "linear, products", "normalised"])
+@pytest.mark.parametrize("scale", [1e-37, 1e-30, 1e30])
+def test_the_bound_holds_for_loss_scales_at_the_ends_of_float32(scale, name):
+    # Clipped gradients of so small a scale are denormal until they are divided by it.
+    loss, params, batch = made(name, [(1.0, 1.0, 1.0), (0.1, 3.0, 1.0)], torch.float32)
+    for bound in (1e-6, 1e-3):
+        compute = vgrad.clipped_grad(
+            loss,
+            max_norm=bound,
+            strategy="recorded",
+            loss_scale=StaticLossScale(scale),
+        )
+        for row in range(2):
+            found = compute(params, {}, *(each[row : row + 1] for each in batch))
+            assert bound * (1 - 1e-4) < float(flat(found.grads).norm())
+            assert float(flat(found.grads).norm()) <= bound * (1 + 1e-6)
 
 
 def test_members_of_an_ensemble_keep_their_bounds():

@@ -84,11 +84,13 @@ def clipped_grad(
       alike.
 
     Guarantee: no sample adds more than `max_norm (1 + 1e-6) / normalize_by` in L2 norm,
-    in the arithmetic that ran, with parameters of any dtype and under autocast. A
-    sample whose gradient is not finite adds exactly zero. An empty batch gives zeros
-    without running the loss. Chunks are added up in float64.
+    in the arithmetic that ran, with parameters of any dtype, under autocast, and for
+    numbers of any size that the dtype holds. A sample whose gradient is not finite adds
+    exactly zero. An empty batch gives zeros without running the loss. Chunks are added
+    up in float64.
 
-    Cost: about that of plain SGD's backward pass when recorded.
+    Cost: about that of plain SGD's backward pass when recorded. A sample with inputs or
+    gradients beyond 1e15 has its gradient formed in float64, by itself.
 
     Reference: Abadi et al., Deep Learning with Differential Privacy, arXiv 1607.00133;
     Bu et al., Automatic Clipping, arXiv 2206.07136.

@@ -77,6 +77,6 @@ class Scaled(Factor):
         return self.factor.project(probes) / self.scale
 
     def _unscaled(self, norm: Norm) -> Norm:
-        # What a scale below 1 enlarges: the sum, and what the sum has lost.
-        reach = torch.maximum(norm.reach, norm.reach / self.scale)
+        # One over the scale is multiplied as well, by the sum and by what it has lost.
+        reach = torch.maximum(norm.reach, norm.reach.clamp(min=1) / self.scale)
         return Norm(norm.value / self.scale, norm.upper / self.scale, reach)
