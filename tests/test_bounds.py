@@ -70,6 +70,7 @@ def grouped(w, x, g):
 OPS = {
     "linear": (linear, (4, 3), (1, 3), (1, 4)),
     "linear, products": (linear, (4, 3), (2, 3), (2, 4)),
+    "linear, many products": (linear, (64, 64), (30, 64), (30, 64)),
     "linear, direct": (linear, (2, 3), (40, 3), (40, 2)),
     "linear, wide": (linear, (3, 12), (1, 12), (1, 3)),
     "conv, products": (convolved, (6, 6, 3), (6, 4), (6, 4)),
@@ -292,6 +293,18 @@ def test_the_bound_is_met_exactly_by_the_largest_of_numbers(name, bound, strateg
     for row in range(2):
         found = compute(params, {}, *(each[row : row + 1] for each in batch))
         assert float(flat(found.grads).norm()) == pytest.approx(bound, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["linear, many products", "conv, products", "tied"])
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e4])
+def test_room_for_rounding_is_not_more_than_rounding_needs(name, size):
+    loss, params, batch = made(name, [(size, size, 0.0)], torch.float32)
+    batch = [each.abs() for each in batch]
+    for bound in (1e-4, 0.1):
+        bound = bound * size**2
+        compute = vgrad.clipped_grad(loss, max_norm=bound, strategy="recorded")
+        found = float(flat(compute(params, {}, *batch).grads).norm())
+        assert bound * (1 - 2e-6) < found <= bound * (1 + 1e-6)
 
 
 def test_a_weight_is_not_lost_between_large_and_small_numbers():
