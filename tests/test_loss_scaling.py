@@ -393,6 +393,30 @@ def test_with_loss_scale_makes_another_function_and_keeps_all_else():
         assert error(lost, expected) > 0.05
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"max_norm": BOUND, "clipping": "per_layer"},
+        {"max_norm": {"net.0.*": 0.1, "net.2.*": 3.0}, "clipping": "per_layer"},
+        {"max_norm": BOUND, "clipping": "automatic"},
+    ],
+)
+def test_with_loss_scale_clips_as_before(kind):
+    loss, given_values, _ = half(1.0)
+    scale = StaticLossScale(2.0**4)
+    options = {"normalize_by": 3.0, "strategy": "loop", "loss_scale": scale}
+    expected = vgrad.clipped_grad(loss, **kind, **options)
+    changed = vgrad.clipped_grad(loss, **kind, **{**options, "loss_scale": None})
+    changed = changed.with_loss_scale(scale)
+    assert changed.sensitivity == expected.sensitivity
+    assert changed.options.strategy == "loop"
+    found, wanted = changed(*given_values).grads, expected(*given_values).grads
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    flat_bound = expected.sensitivity.value * 3.0
+    plain = vgrad.clipped_grad(loss, max_norm=flat_bound, **options)(*given_values)
+    assert error(plain.grads, wanted) > 1e-3
+
+
 # Errors.
 
 

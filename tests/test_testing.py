@@ -102,8 +102,8 @@ class SumTwice(Dense):
 
 class UpperTwice(Dense):
     def norm(self):
-        value, upper = super().norm()
-        return Norm(value, 2 * upper)
+        value, upper, reach = super().norm()
+        return Norm(value, 2 * upper, reach)
 
 
 def gradients(x, g):

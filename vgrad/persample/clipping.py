@@ -1,7 +1,7 @@
 """Sums of clipped per-sample gradients, and the sensitivity that they have."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -15,15 +15,25 @@ from vgrad.persample.collectors import Settled
 from vgrad.persample.grouping import Grouping
 from vgrad.persample.options import Options, Transform, joined
 from vgrad.persample.problem import Randomness
-from vgrad.persample.reductions import Norm, Sums
+from vgrad.persample.reductions import Norm
 from vgrad.persample.sensitivity import Sensitivity
+from vgrad.persample.sums import Sums, ordinary, rounded_down
 from vgrad.precision.loss_scale import LossScale
 from vgrad.typing import Buffers, LossFn, Params, Tree
 
 _GAMMA = 0.01
 """What automatic clipping adds to a norm, as its authors do."""
 
+_LEAST, _MOST = 1e-20, 1e20
+"""Between these a sum in float32 keeps a bound."""
+
+_FAR = 1e25
+"""So many times a bound, times float32's smallest numbers, is nothing to the bound."""
+
 Kind = Literal["flat", "per_layer", "automatic"]
+
+_Parts = list[tuple[list[str], float]]
+"""Names of parameters that are clipped together, and their bound."""
 
 
 class ClippedGrad(NamedTuple):
@@ -74,19 +84,22 @@ def clipped_grad(
       alike.
 
     Guarantee: no sample adds more than `max_norm (1 + 1e-6) / normalize_by` in L2 norm,
-    in the arithmetic that ran, with parameters of any dtype and under autocast. A
-    sample whose gradient is not finite adds exactly zero. An empty batch gives zeros
-    without running the loss. Chunks are added up in float64.
+    in the arithmetic that ran, with parameters of any dtype, under autocast, and for
+    numbers of any size that the dtype holds. A sample whose gradient is not finite adds
+    exactly zero. An empty batch gives zeros without running the loss. Chunks are added
+    up in float64.
 
-    Cost: about that of plain SGD's backward pass when recorded.
+    Cost: about that of plain SGD's backward pass when recorded. A sample with inputs or
+    gradients beyond 1e15 has its gradient formed in float64, by itself.
 
     Reference: Abadi et al., Deep Learning with Differential Privacy, arXiv 1607.00133;
     Bu et al., Automatic Clipping, arXiv 2206.07136.
 
     Raises:
-        ValueError: `max_norm` or `normalize_by` is not positive; when called, a pattern
-            of `max_norm` matches no parameter, or a parameter not exactly one; else as
-            `per_sample_grad`.
+        ValueError: `max_norm` or `normalize_by` is not positive; a bound, or a bound
+            divided by `normalize_by`, is not between 1e-20 and 1e20; when called, a
+            pattern of `max_norm` matches no parameter, or a parameter not exactly one;
+            else as `per_sample_grad`.
 
     Example:
         >>> loss = lambda params, buffers, x: (params["w"] * x).sum()
@@ -107,11 +120,11 @@ def clipped_grad(
                 f'expected a number, or with clipping="per_layer" a dictionary that is '
                 f"not empty."
             )
-        for pattern, bound in max_norm.items():
-            checks.positive("clipped_grad", **{f"max_norm[{pattern!r}]": bound})
+        named = {f"max_norm[{each!r}]": bound for each, bound in max_norm.items()}
+        _check_bounds(named, normalize_by)
         max_norm = {pattern: float(bound) for pattern, bound in max_norm.items()}
     else:
-        checks.positive("clipped_grad", max_norm=max_norm)
+        _check_bounds({"max_norm": max_norm}, normalize_by)
         max_norm = float(max_norm)
     options = Options(
         "clipped_grad",
@@ -123,6 +136,14 @@ def clipped_grad(
         loss_scale=loss_scale,
     )
     return ClippedGradFn(options, _Clip(clipping, max_norm), float(normalize_by))
+
+
+def _check_bounds(named: Mapping[str, float], normalize_by: float) -> None:
+    """Refuse bounds that a sum in float32 cannot keep, for want of digits or range."""
+    for name, bound in named.items():
+        checks.positive("clipped_grad", **{name: bound})
+        sizes = {name: bound, f"{name} / normalize_by": bound / normalize_by}
+        checks.between("clipped_grad", _LEAST, _MOST, **sizes)
 
 
 @dataclass(frozen=True)
@@ -139,7 +160,7 @@ class _Clip:
             return math.hypot(*self.max_norm.values())
         return self.max_norm
 
-    def parts(self, params: Params) -> list[tuple[list[str], float]]:
+    def parts(self, params: Params) -> _Parts:
         """Return the names of parameters that are clipped together, and the bound."""
         if isinstance(self.max_norm, Mapping):
             groups = {pattern: pattern for pattern in self.max_norm}
@@ -157,15 +178,49 @@ class _Clip:
         bound = self.max_norm / math.sqrt(len(layers))
         return [(names, bound) for names in layers.values()]
 
-    def factors(self, norms: Tensor, bound: float, dtype: torch.dtype) -> Tensor:
-        """Factors [B], rounded down so that no product is above the bound."""
+    def factors(self, norms: Tensor, bound: float) -> Tensor:
+        """Factors [B] in float64; those that have few digits are zero."""
         if self.kind == "automatic":
             exact = bound / (norms + _GAMMA)
         else:
             exact = (bound / norms).clamp(max=1)
-        factors = exact.to(dtype)
-        below = torch.nextafter(factors, torch.zeros_like(factors))
-        return torch.where(factors > exact, below, factors)
+        return torch.where(exact < torch.finfo(exact.dtype).tiny, 0.0, exact)
+
+    def decide(
+        self, norms: Mapping[str, Norm], parts: _Parts, dtype: torch.dtype
+    ) -> "_Decision":
+        """Say from the norms what becomes of each sample; weights are of `dtype`."""
+        joint = [Norm.joint([norms[name] for name in names]) for names, _ in parts]
+        keep = torch.stack([each.upper for each in joint]).isfinite().all(0)
+        above, simple = torch.zeros_like(keep), torch.ones_like(keep)
+        weights: dict[str, Tensor] = {}
+        for (names, bound), norm in zip(parts, joint, strict=True):
+            factors = self.factors(torch.where(keep, norm.upper, 1), bound)
+            # Rounded down, so that no product is above the bound.
+            rounded = rounded_down(factors, dtype)
+            weights.update(dict.fromkeys(names, rounded))
+            above |= keep & (norm.value > bound)
+            # A product with a number on the edge of zero must not count either.
+            simple &= ordinary(norm.reach, factors) & (norm.reach <= bound * _FAR)
+        return _Decision(Norm.joint(joint).value, weights, keep, above, simple)
+
+
+class _Decision(NamedTuple):
+    """What becomes of B samples.
+
+    Attributes:
+        norms: of their gradients.
+        weights: what each parameter's gradients are multiplied by.
+        keep: which are finite, so that they count.
+        above: which of these have a norm above a bound.
+        simple: which can be summed from their factors, far from the ends of float32.
+    """
+
+    norms: Tensor
+    weights: dict[str, Tensor]
+    keep: Tensor
+    above: Tensor
+    simple: Tensor
 
 
 class ClippedGradFn(Transform):
@@ -195,23 +250,12 @@ class ClippedGradFn(Transform):
         sums, found, above, parts = Sums(), [], [], []
         for chunk in self.options.chunks(params, buffers, batch, Settled):
             settled = chunk.collected
-            joint = [
-                Norm.joint([settled.norms[name] for name in names])
-                for names, _ in clipped_parts
-            ]
-            norms = Norm.joint(joint).value
-            keep = torch.stack([each.upper for each in joint]).isfinite().all(0)
-            weights: dict[str, Tensor] = {}
-            over = torch.zeros_like(keep)
-            for (names, bound), norm in zip(clipped_parts, joint, strict=True):
-                upper = torch.where(keep, norm.upper, 1)
-                factors = self._clip.factors(upper, bound, dtype)
-                weights.update(dict.fromkeys(names, factors))
-                over |= keep & (norm.value > bound)
-            with torch.autocast(keep.device.type, enabled=False):
-                sums.add(settled.weighted(weights, keep))
-            found.append(norms)
-            above.append(over)
+            decision = self._clip.decide(settled.norms, clipped_parts, dtype)
+            with torch.autocast(decision.keep.device.type, enabled=False):
+                for part in self._sums(settled, decision, clipped_parts):
+                    sums.add(part)
+            found.append(decision.norms)
+            above.append(decision.above)
             parts.append(chunk._replace(collected=None))
         norms = joined(reductions.no_norms(params, torch.float64), found)
         losses = [each.losses for each in parts]
@@ -224,3 +268,19 @@ class ClippedGradFn(Transform):
             nonfinite=(~norms.isfinite()).sum(),
         )
         return self.options.result(result, parts)
+
+    def _sums(
+        self, settled: Settled, decision: _Decision, parts: _Parts
+    ) -> Iterator[Params]:
+        """Yield the sums of clipped gradients, in parts that are to be added."""
+        keep: Tensor | None = decision.keep
+        if not checks.inside_transform():
+            keep = decision.keep & decision.simple
+            if bool(keep.all()):
+                keep = None
+            else:
+                # The norms of the very numbers that are summed, whatever they are.
+                for some in settled.gradients(decision.keep & ~decision.simple):
+                    again = self._clip.decide(some.norms, parts, torch.float64)
+                    yield some.weighted(again.weights, again.keep)
+        yield settled.weighted(decision.weights, keep)

@@ -5,7 +5,7 @@ parameter, as early as the backward pass allows.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -14,10 +14,14 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.persample.factors import Dense, Factor, Probes, Zero
 from vgrad.persample.reductions import Norm, double
+from vgrad.persample.sums import ordinary, reach, total
 from vgrad.typing import Params
 
 _AT_ONCE = 2**18
 """Numbers that are widened at once."""
+
+_FORMED = 2**24
+"""Numbers of gradients that are formed where a sum of products is not to be trusted."""
 
 
 class Collector(Protocol):
@@ -62,7 +66,16 @@ class Weighted:
 
     def take(self, name: str, factor: Factor) -> None:
         """Sum the gradients of one parameter."""
-        self.sums[name] = factor.weighted(self._weights[: factor.size])
+        weights = self._weights[: factor.size]
+        fine = ordinary(reach(factor.sides), weights) if factor.sides else None
+        if fine is None or bool(fine.all()):
+            self.sums[name] = factor.weighted(weights)
+            return
+        rows = fine.nonzero().flatten()
+        parts = [factor.take(rows).weighted(weights[rows])]
+        for rows in _slices(~fine, factor.shape):
+            parts.append(_gradients(factor, rows).weighted(weights[rows]))
+        self.sums[name] = total(parts)
 
 
 class Factors:
@@ -128,17 +141,26 @@ class Settled:
         """Settle on the form of one parameter."""
         self.factors[name], self.norms[name] = factor.settled()
 
-    def weighted(self, weights: Mapping[str, Tensor], keep: Tensor) -> Params:
+    def gradients(self, keep: Tensor) -> Iterator["Settled"]:
+        """Form the gradients of some samples in float64, a few samples at a time."""
+        shapes = [factor.shape for factor in self.factors.values()]
+        for rows in _slices(keep, *shapes):
+            some = Settled()
+            for name, factor in self.factors.items():
+                some.take(name, _gradients(factor, rows))
+            yield some
+
+    def weighted(self, weights: Mapping[str, Tensor], keep: Tensor | None) -> Params:
         """Sum over the samples to keep, with weights [B] for every parameter.
 
         The others add exactly zero, whatever their gradients hold.
         """
-        if checks.inside_transform():
+        if keep is not None and checks.inside_transform():
             return {
                 name: _masked(factor, keep).weighted(weights[name])
                 for name, factor in self.factors.items()
             }
-        rows = None if bool(keep.all()) else keep.nonzero().flatten()
+        rows = None if keep is None else keep.nonzero().flatten()
         sums = {}
         for name in list(self.factors):
             factor, weight = self.factors.pop(name), weights[name]
@@ -146,6 +168,17 @@ class Settled:
                 factor, weight = factor.take(rows), weight[rows]
             sums[name] = factor.weighted(weight)
         return sums
+
+
+def _slices(keep: Tensor, *shapes: torch.Size) -> Sequence[Tensor]:
+    """Number the samples to keep, as many at a time as gradients may be formed of."""
+    numbers = sum(math.prod(shape) for shape in shapes)
+    return keep.nonzero().flatten().split(max(1, _FORMED // max(1, numbers)))
+
+
+def _gradients(factor: Factor, rows: Tensor) -> Dense:
+    """Form the gradients of some samples, of numbers of any size."""
+    return Dense(factor.take(rows).double().grad())
 
 
 def _masked(factor: Factor, keep: Tensor) -> Factor:

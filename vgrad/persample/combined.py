@@ -101,7 +101,11 @@ class Tied(Factor):
             torch.bmm(a, self.rows.outputs.double().mT).flatten(1),
         )
         return reductions.summed_norm(
-            outer, rows, cross, lambda which: self.take(which).grad()
+            outer,
+            rows,
+            cross,
+            reductions.wide(self.outer.inputs.dtype),
+            lambda which: self.take(which).double().grad(),
         )
 
     def settled(self) -> tuple[Factor, Norm]:
@@ -117,6 +121,15 @@ class Tied(Factor):
     def take(self, rows: Tensor) -> "Tied":
         """Return the factor of these samples."""
         return Tied(self.outer.take(rows), self.rows.take(rows))
+
+    def double(self) -> "Tied":
+        """Widen both."""
+        return Tied(self.outer.double(), self.rows.double())
+
+    @property
+    def sides(self) -> tuple[Tensor, ...]:
+        """Return those of the product; rows are scaled in float64."""
+        return self.outer.sides
 
     def project(self, probes: Probes) -> Tensor:
         """Add the projections of both."""
@@ -168,6 +181,16 @@ class Moved(Factor):
         """Return the factor of these samples."""
         parts = tuple(part.take(rows) for part in self.parts)
         return Moved(parts, self.replays, self.shape)
+
+    def double(self) -> "Moved":
+        """Widen each part."""
+        parts = tuple(part.double() for part in self.parts)
+        return Moved(parts, self.replays, self.shape)
+
+    @property
+    def sides(self) -> tuple[Tensor, ...]:
+        """Return those of all parts."""
+        return tuple(side for part in self.parts for side in part.sides)
 
     def _moved(self, grads: Tensor, replay: Replay) -> Tensor:
         return pulled(grads, replay, self.shape)

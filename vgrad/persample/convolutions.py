@@ -8,13 +8,13 @@ outer products of the output's gradient and the patch of the input that is seen 
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vgrad.persample import costs, reductions
+from vgrad.persample import costs, reductions, sums
 from vgrad.persample.factors import Dense, Factor, Probes
 from vgrad.persample.reductions import Norm
 
@@ -42,8 +42,12 @@ class Conv(Factor):
     @property
     def bytes(self) -> int:
         """Memory of both factors."""
-        pair = (self.inputs, self.outputs)
-        return sum(each.numel() * each.element_size() for each in pair)
+        return sum(each.numel() * each.element_size() for each in self.sides)
+
+    @property
+    def sides(self) -> tuple[Tensor, Tensor]:
+        """Both factors."""
+        return self.inputs, self.outputs
 
     @property
     def form(self) -> costs.ConvForm:
@@ -57,8 +61,12 @@ class Conv(Factor):
 
     def take(self, rows: Tensor) -> "Conv":
         """Return the factor of these samples."""
-        geometry = (self.shape, self.stride, self.pads, self.dilation, self.groups)
-        return Conv(self.inputs[rows], self.outputs[rows], *geometry)
+        return replace(self, inputs=self.inputs[rows], outputs=self.outputs[rows])
+
+    def double(self) -> "Conv":
+        """Widen both factors."""
+        inputs, outputs = map(reductions.double, self.sides)
+        return replace(self, inputs=inputs, outputs=outputs)
 
     def grad(self) -> Tensor:
         """Gradients by one grouped convolution, or by products for every offset."""
@@ -72,7 +80,8 @@ class Conv(Factor):
             self._patch_products(),
             reductions.self_products(self._split(self.outputs).flatten(2).mT),
             self.size,
-            lambda rows: self.take(rows).grad(),
+            max(math.prod(self.shape[1:]), self.shape[0]),
+            lambda rows: self.take(rows).double().grad(),
         )
 
     def settled(self) -> tuple[Factor, Norm]:
@@ -89,9 +98,9 @@ class Conv(Factor):
             inputs = inputs * column
         else:
             outputs = outputs * column
-        step = max(1, reductions.ROWS_AT_ONCE // math.prod(outputs.shape[2:]))
+        step = max(1, sums.ROWS_AT_ONCE // math.prod(outputs.shape[2:]))
         parts = zip(inputs.split(step), outputs.split(step), strict=True)
-        return reductions.total([self._weight_gradient(*part, 1) for part in parts])
+        return sums.total([self._weight_gradient(*part, 1) for part in parts])
 
     def project(self, probes: Probes) -> Tensor:
         """Convolve with the right sides of the probes, multiply with the left ones."""

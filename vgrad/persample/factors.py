@@ -14,8 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vgrad.persample import costs, reductions
+from vgrad.persample import costs, reductions, sums
 from vgrad.persample.reductions import Norm
+
+_APART = 1e8
+"""Up to which float32 holds the products of four numbers."""
 
 
 class Probes(NamedTuple):
@@ -49,10 +52,19 @@ class Factor(ABC):
     def take(self, rows: Tensor) -> "Factor":
         """Return the factor of these samples."""
 
+    @abstractmethod
+    def double(self) -> "Factor":
+        """Return the same gradients, made of float64 numbers."""
+
     @property
     @abstractmethod
     def bytes(self) -> int:
         """Memory that the factor holds."""
+
+    @property
+    def sides(self) -> tuple[Tensor, ...]:
+        """What a weighted sum multiplies in float32 before it adds, [B, ...] each."""
+        return ()
 
     def norm(self) -> Norm:
         """Return the norms of the gradients, [B]."""
@@ -103,11 +115,15 @@ class Dense(Factor):
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Sum over samples."""
-        return reductions.weighted_rows(self.g, weights)
+        return sums.weighted_rows(self.g, weights)
 
     def take(self, rows: Tensor) -> "Dense":
         """Return the gradients of these samples."""
         return Dense(self.g[rows])
+
+    def double(self) -> "Dense":
+        """Widen the gradients."""
+        return Dense(reductions.double(self.g))
 
     def project(self, probes: Probes) -> Tensor:
         """Contract the longer side of the gradients, then the other."""
@@ -154,6 +170,10 @@ class Zero(Factor):
         """Return the zeros of these samples."""
         return Zero(len(rows), self.like)
 
+    def double(self) -> "Zero":
+        """Widen the zeros."""
+        return Zero(self.size, reductions.double(self.like))
+
     def gram(self, other: Factor) -> Tensor:
         """Return zeros."""
         dtype = reductions.wide(self.like.dtype)
@@ -198,8 +218,12 @@ class Outer(Factor):
     @property
     def bytes(self) -> int:
         """Memory of both factors."""
-        pair = (self.inputs, self.outputs)
-        return sum(each.numel() * each.element_size() for each in pair)
+        return sum(each.numel() * each.element_size() for each in self.sides)
+
+    @property
+    def sides(self) -> tuple[Tensor, Tensor]:
+        """Both factors."""
+        return self.inputs, self.outputs
 
     @property
     def is_matrix(self) -> bool:
@@ -227,16 +251,17 @@ class Outer(Factor):
     def norm(self) -> Norm:
         """Norms without gradients where they are cheaper so."""
         if self.inputs.shape[2] == 1:
-            rows = reductions.row_norms(self.inputs.flatten(0, 1))
-            rows = rows * reductions.row_norms(self.outputs.flatten(0, 1))
-            return Norm.exactly(reductions.together(rows.view(self.size, -1)))
+            a = reductions.row_norms(self.inputs.flatten(0, 1)).view(self.size, -1)
+            b = reductions.row_norms(self.outputs.flatten(0, 1)).view(self.size, -1)
+            return Norm.exactly(reductions.together(a * b), (a + b).sum(1))
         if self.by_gram:
             outputs = self.shared or Positions(self.outputs)
             return reductions.gram_norm(
                 reductions.self_products(self.inputs.flatten(0, 1)),
                 outputs.products,
                 self.size,
-                lambda rows: self.take(rows).grad(),
+                max(self.inputs.shape[3], self.outputs.shape[3]),
+                lambda rows: self.take(rows).double().grad(),
             )
         return Dense(self.grad()).norm()
 
@@ -251,14 +276,19 @@ class Outer(Factor):
         a, b = reductions.products(self.inputs, self.outputs)
         column = weights.to(a.dtype).view(-1, 1, 1, 1)
         a, b = (a * column, b) if a.shape[3] <= b.shape[3] else (a, b * column)
-        step = max(1, reductions.ROWS_AT_ONCE // max(1, a.shape[2]))
+        step = max(1, sums.ROWS_AT_ONCE // max(1, a.shape[2]))
         parts = zip(a.split(step), b.split(step), strict=True)
         found = [_summed_outer(*part) for part in parts]
-        return reductions.total(found).reshape(self.shape)
+        return sums.total(found).reshape(self.shape)
 
     def take(self, rows: Tensor) -> "Outer":
         """Return the factor of these samples."""
         return Outer(self.inputs[rows], self.outputs[rows], self.shape)
+
+    def double(self) -> "Outer":
+        """Widen both factors."""
+        inputs, outputs = map(reductions.double, self.sides)
+        return Outer(inputs, outputs, self.shape)
 
     def gram(self, other: Factor) -> Tensor:
         """Inner products of factors where that is cheaper than of gradients."""
@@ -266,6 +296,11 @@ class Outer(Factor):
             return super().gram(other)
         if not costs.cross_by_gram(self.inputs.shape, self.outputs.shape, other.size):
             return super().gram(other)
+        far = any(
+            bool((sums.reach(each.sides) > _APART).any()) for each in (self, other)
+        )
+        if far and self.inputs.dtype not in (torch.float64, torch.complex128):
+            return self.double().gram(other.double())
         sizes = (self.size, self.inputs.shape[2], other.size, other.inputs.shape[2])
         k = reductions.inner(self.inputs.flatten(0, 2), other.inputs.flatten(0, 2))
         k *= reductions.inner(self.outputs.flatten(0, 2), other.outputs.flatten(0, 2))

@@ -43,7 +43,8 @@ from vgrad.persample.collectors import Gradients, Norms, Weighted
 from vgrad.persample.grouping import Grouping
 from vgrad.persample.options import Options, Transform, joined
 from vgrad.persample.problem import Randomness
-from vgrad.persample.reductions import Norm, Sums
+from vgrad.persample.reductions import Norm
+from vgrad.persample.sums import Sums
 from vgrad.precision.loss_scale import LossScale
 from vgrad.typing import Buffers, LossFn, Params, Tree
 

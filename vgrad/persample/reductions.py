@@ -1,4 +1,4 @@
-"""Norms and sums of per-sample gradients, exact where plain code is not.
+"""Norms of per-sample gradients, exact where plain code is not.
 
 B samples, P numbers in one sample's gradient of one parameter, T positions. Everything
 runs in float32 or wider, with autocast off, whatever the dtype of the gradients.
@@ -14,9 +14,6 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.typing import Params
 
-ROWS_AT_ONCE = 65536
-"""Rows of one matrix product in float32; sums over more are kept in float64."""
-
 _BLOCK = 256
 """Numbers whose squares are summed in float32 before float64 takes over.
 
@@ -30,9 +27,6 @@ _SMALL = 2**18
 _AT_ONCE = 2**24
 """Numbers of gradients that are formed where norms from products were in doubt."""
 
-_SAMPLES = 32
-"""Samples that are summed in float32 before float64 takes over."""
-
 _LOW, _HIGH = 1e-10, 1e15
 """Between these no square that matters has left float32's range."""
 
@@ -41,58 +35,29 @@ _DOUBTFUL = 1e-4
 
 
 class Norm(NamedTuple):
-    """Norms of B gradients in float64, and upper bounds that hold despite rounding."""
+    """Norms of B gradients in float64, and upper bounds that hold despite rounding.
+
+    `reach` is no less than any number that is multiplied for a weighted sum.
+    """
 
     value: Tensor
     upper: Tensor
+    reach: Tensor
 
     @classmethod
-    def exactly(cls, value: Tensor) -> "Norm":
+    def exactly(cls, value: Tensor, reach: Tensor | None = None) -> "Norm":
         """Make the norms that are right up to a rounding of float32."""
-        return cls(value, value)
+        return cls(value, value, value if reach is None else reach)
 
     @classmethod
     def joint(cls, norms: Sequence["Norm"]) -> "Norm":
         """Return the norms over several parameters."""
         values = torch.stack([norm.value for norm in norms], dim=1)
+        reach = torch.stack([norm.reach for norm in norms], dim=1).amax(1)
         if all(norm.value is norm.upper for norm in norms):
-            return cls.exactly(together(values))
+            return cls.exactly(together(values), reach)
         uppers = torch.stack([norm.upper for norm in norms], dim=1)
-        return cls(together(values), together(uppers))
-
-
-class Sums:
-    """Sums over samples for each parameter, added up chunk by chunk.
-
-    One chunk is left as it is; more are added in float64 and rounded once at the end,
-    so that the sum does not drift as the batch grows.
-    """
-
-    def __init__(self) -> None:
-        """Start with nothing."""
-        self._sums: Params = {}
-
-    def add(self, part: Params) -> None:
-        """Add the sums of one chunk."""
-        if not self._sums:
-            self._sums = part
-            return
-        for name, value in part.items():
-            self._sums[name] = double(self._sums[name]) + value
-
-    def divide(self, by: float) -> None:
-        """Divide the sums by a number."""
-        if by != 1:
-            self._sums = {name: each / by for name, each in self._sums.items()}
-
-    def rounded(self, params: Params) -> Params:
-        """Return sums in `promote_types(dtype, float32)`, zeros if there are none."""
-        return {
-            name: self._sums[name].to(wide(value.dtype))
-            if self._sums
-            else torch.zeros_like(value, dtype=wide(value.dtype), requires_grad=False)
-            for name, value in params.items()
-        }
+        return cls(together(values), together(uppers), reach)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -111,13 +76,6 @@ def norm_dtype(params: Params) -> torch.dtype:
 def no_norms(params: Params, dtype: torch.dtype) -> Tensor:
     """Return the norms of an empty batch, [0]."""
     return next(iter(params.values())).new_zeros(0, dtype=dtype)
-
-
-def total(parts: Sequence[Tensor]) -> Tensor:
-    """Add parts of a sum in float64, and round once."""
-    if len(parts) == 1:
-        return parts[0]
-    return torch.stack([double(part) for part in parts]).sum(0).to(parts[0].dtype)
 
 
 def double(tensor: Tensor) -> Tensor:
@@ -142,7 +100,7 @@ def row_norms(grad: Tensor) -> Tensor:
     """L2 norm over all but the first dimension, [B, ...] -> [B] in float64."""
     real = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
     if not real.is_contiguous():
-        real = real.permute(_memory_order(real))
+        real = real.permute(memory_order(real))
     flat = real.reshape(len(real), math.prod(real.shape[1:]))
     exact = flat.dtype == torch.float64 or flat.requires_grad
     if exact or checks.inside_transform():
@@ -155,23 +113,6 @@ def row_norms(grad: Tensor) -> Tensor:
     if len(doubtful):
         norms[doubtful] = torch.linalg.vector_norm(flat[doubtful].double(), dim=1)
     return norms
-
-
-def weighted_rows(grad: Tensor, weights: Tensor) -> Tensor:
-    """Sum rows with weights, [B, ...] and [B] -> [...] in float32 or wider."""
-    axes = list(range(grad.ndim)) if grad.is_contiguous() else _memory_order(grad)
-    grad = grad.permute(axes)
-    flat = grad.reshape(len(grad), math.prod(grad.shape[1:]))
-    rows, row = products(flat, weights[None])
-    whole = len(rows) // _SAMPLES * _SAMPLES
-    if len(rows) <= _SAMPLES:
-        found = row @ rows
-    else:
-        left = row[:, :whole].reshape(-1, 1, _SAMPLES)
-        parts = torch.bmm(left, rows[:whole].unflatten(0, (-1, _SAMPLES)))
-        found = double(parts).sum(0) + double(row[:, whole:] @ rows[whole:])
-    found = found.to(wide(grad.dtype)).reshape(grad.shape[1:])
-    return found.permute([axes.index(axis) - 1 for axis in range(1, len(axes))])
 
 
 def products(*factors: Tensor) -> list[Tensor]:
@@ -202,9 +143,11 @@ def self_products(rows: Tensor) -> Tensor:
 
 
 def gram_norm(
-    a: Tensor, b: Tensor, size: int, direct: Callable[[Tensor], Tensor]
+    a: Tensor, b: Tensor, size: int, length: int, direct: Callable[[Tensor], Tensor]
 ) -> Norm:
     """Norms of `sum_t b_t x a_t` from products a, b [B * G, T, T] of the positions.
+
+    Those are sums of up to `length` products of numbers.
 
     The square of a norm is `<a, b>`. Where its terms cancel, rounding is large against
     it: such samples are computed from their gradients, `direct(rows)`, and for the
@@ -218,36 +161,49 @@ def gram_norm(
     # Twice the worst that was measured, over kinds of inputs of all sizes and dtypes;
     # where positions are equal, so are their errors, and do not average out.
     slack = eps * max(4.0, 20 / positions) * largest
-    # A square to which products on the edge of zero may have added is not to be used.
-    edge = torch.finfo(a.dtype).tiny * positions
-    edge = edge * (a_sizes + b_sizes).view(size, -1).sum(1)
+    sizes = (a_sizes + b_sizes).view(size, -1).sum(1)
+    # A square to which products on the edge of zero may have added is not to be used:
+    # where denormal numbers are flushed, all of a sum may be gone.
+    edge = torch.finfo(a.dtype).tiny * length * positions * sizes
     squares = torch.where(edge < eps * squares, squares, 0.0)
-    return _checked(squares, slack, largest, torch.zeros_like(squares), direct)
+    lost = eps * largest.sqrt()
+    return _checked(squares, slack, largest, lost, sizes.sqrt(), direct)
 
 
 def summed_norm(
-    a: Norm, b: Norm, cross: Tensor, direct: Callable[[Tensor], Tensor]
+    a: Norm,
+    b: Norm,
+    cross: Tensor,
+    dtype: torch.dtype,
+    direct: Callable[[Tensor], Tensor],
 ) -> Norm:
-    """Norms of the sum of two gradients of which norms and inner products are known."""
+    """Norms of the sum of two gradients of which norms and inner products are known.
+
+    Their weighted sums are formed in `dtype`.
+    """
     squares = a.value.square() + 2 * cross + b.value.square()
     largest = (a.upper + b.upper).square()
     known = a.upper.square() - a.value.square() + b.upper.square() - b.value.square()
     slack = known + 4 * torch.finfo(torch.float64).eps * largest
-    parts = a.upper - a.value + b.upper - b.value
-    return _checked(squares, slack, largest, parts, direct)
+    lost = a.upper - a.value + b.upper - b.value
+    lost = lost + torch.finfo(dtype).eps * largest.sqrt()
+    reach = torch.maximum(a.reach, b.reach)
+    return _checked(squares, slack, largest, lost, reach, direct)
 
 
 def _checked(
     squares: Tensor,
     slack: Tensor,
     largest: Tensor,
-    parts: Tensor,
+    lost: Tensor,
+    reach: Tensor,
     direct: Callable[[Tensor], Tensor],
 ) -> Norm:
     """Take roots of squares, and gradients where the squares are mostly rounding.
 
     Each has a `slack` that its square may be too small by, the square of the sum of
-    terms of which it is made, and what the terms may themselves have lost.
+    terms of which it is made, and what a weighted sum of the terms loses. `direct`
+    forms gradients in float64, where nothing leaves the range.
     """
     fine = squares > _DOUBTFUL * largest
     fine &= (largest > _LOW**2) & (largest < _HIGH**2)
@@ -261,12 +217,9 @@ def _checked(
         step = max(1, _AT_ONCE * len(rows) // max(1, grads.numel()))
         exact = row_norms(grads)
         norms[rows] = exact
-        # The weighted sum is made of the terms, and loses what they lose.
-        terms = largest[rows].sqrt()
-        lost = torch.finfo(wide(grads.dtype)).eps * terms + parts[rows]
-        lost = torch.where(lost.isfinite(), lost, 0)
-        upper[rows] = exact * (1 + torch.finfo(grads.dtype).eps / 2) + lost
-    return Norm(norms, upper)
+        # Where that is not finite, the sum will be one of gradients in float64.
+        upper[rows] = exact + torch.where(lost[rows].isfinite(), lost[rows], 0)
+    return Norm(norms, upper, reach)
 
 
 def rounded_convolutions(device: torch.device) -> bool:
@@ -311,7 +264,7 @@ def _scaled_norms(flat: Tensor) -> Tensor:
     return scale * _root((flat.double() / scale[:, None]).square().sum(1))
 
 
-def _memory_order(grad: Tensor) -> list[int]:
+def memory_order(grad: Tensor) -> list[int]:
     """Return the axes as they lie in memory, so that flattening copies nothing."""
     strides = grad.stride()
     return [0, *sorted(range(1, grad.ndim), key=lambda axis: -strides[axis])]

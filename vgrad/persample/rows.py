@@ -51,7 +51,7 @@ class Rows(Factor):
         norms = reductions.row_norms(sums)
         value = reductions.together(norms.view(self.size, -1))
         eps = torch.finfo(reductions.wide(self.outputs.dtype)).eps
-        return Norm(value, value * (1 + eps))
+        return Norm(value, value * (1 + eps), value)
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Scale the rows, add up those of one index, and write them into a table."""
@@ -64,6 +64,10 @@ class Rows(Factor):
     def take(self, rows: Tensor) -> "Rows":
         """Return the factor of these samples."""
         return Rows(self.index[rows], self.outputs[rows], self.shape)
+
+    def double(self) -> "Rows":
+        """Widen the rows."""
+        return Rows(self.index, reductions.double(self.outputs), self.shape)
 
     def gram(self, other: Factor) -> Tensor:
         """Inner products of rows of equal index."""

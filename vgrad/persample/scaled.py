@@ -57,6 +57,15 @@ class Scaled(Factor):
         """Return the gradients of these samples."""
         return Scaled(self.factor.take(rows), self.scale)
 
+    def double(self) -> "Scaled":
+        """Widen the scaled gradients."""
+        return Scaled(self.factor.double(), self.scale)
+
+    @property
+    def sides(self) -> tuple[Tensor, ...]:
+        """Return those of the scaled gradients."""
+        return self.factor.sides
+
     def gram(self, other: Factor) -> Tensor:
         """Inner products; both have a scale."""
         if not isinstance(other, Scaled):
@@ -68,4 +77,6 @@ class Scaled(Factor):
         return self.factor.project(probes) / self.scale
 
     def _unscaled(self, norm: Norm) -> Norm:
-        return Norm(norm.value / self.scale, norm.upper / self.scale)
+        # One over the scale is multiplied as well, by the sum and by what it has lost.
+        reach = torch.maximum(norm.reach, norm.reach.clamp(min=1) / self.scale)
+        return Norm(norm.value / self.scale, norm.upper / self.scale, reach)
