@@ -506,3 +506,16 @@ def test_a_loss_of_one_sample_is_refused():
             vgrad.optim.sgd(0.1),
             policy="mixed_bfloat16",
         )
+
+
+@strategies
+def test_gradients_are_differentiated_again_inside_a_transform(strategy):
+    def loss(params, buffers, x):
+        return (params["w"] * x).sum() ** 3
+
+    params = {"w": torch.randn(3, 2, dtype=torch.float64)}
+    x = torch.randn(2, dtype=torch.float64)
+    compute = ensemble_grad(loss, strategy=strategy)
+    found = torch.func.grad(lambda p: compute(p, {}, x).grads["w"].sum())(params)
+    expected = 6 * (params["w"] @ x)[:, None] * x.sum() * x
+    torch.testing.assert_close(found["w"], expected)

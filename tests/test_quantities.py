@@ -1,4 +1,5 @@
 import contextlib
+import types
 import warnings
 
 import pytest
@@ -365,6 +366,58 @@ def test_differentiating_a_recorded_result_raises_and_names_the_strategy(transfo
     with pytest.raises(RuntimeError, match='was recorded.*strategy="vmap"'):
         computed.sum().backward()
     assert params["w"].grad is None
+
+
+@pytest.mark.parametrize("also", [False, True])
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("strategy", ["auto", *STRATEGIES])
+def test_weighted_sums_are_differentiated_by_their_weights_or_refuse(
+    strategy, chunk_size, also
+):
+    def loss(params, buffers, x):  # the second parameter has no rule, the third no use
+        return (F.linear(x, params["w"]) * params["v"]).sin().sum()
+
+    torch.manual_seed(0)
+    shapes = {"w": (2, 3), "v": (2,), "none": (1,)}
+    params = {n: torch.randn(s, dtype=torch.float64) for n, s in shapes.items()}
+    x = torch.randn(5, 3, dtype=torch.float64)
+    weights = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    exact = oracle.loss_gradients(loss, params, {}, (x,), 5)
+    if also:
+        params = {name: value.requires_grad_() for name, value in params.items()}
+    compute = vgrad.weighted_grad(loss, strategy=strategy, chunk_size=chunk_size)
+    total = compute(weights, params, {}, x)
+    assert oracle.error(total, oracle.weighted(exact, weights)) < 1e-12
+    for name, value in total.items():
+        # Only together with something else would a constant go unnoticed.
+        mixed = value.sum() + weights.sum()
+        if strategy in DIFFERENTIABLE:
+            (found,) = torch.autograd.grad(mixed, weights, retain_graph=True)
+            torch.testing.assert_close(found, 1 + exact[name].flatten(1).sum(1))
+        else:
+            with pytest.raises(RuntimeError, match='was recorded.*strategy="vmap"'):
+                torch.autograd.grad(mixed, weights)
+    with torch.no_grad():
+        total = compute(weights, params, {}, x)
+    assert not any(value.requires_grad for value in total.values())
+    gradient = torch.func.grad(
+        lambda weights: compute(weights, params, {}, x)["w"][0, 0]
+    )
+    if strategy != "recorded":
+        torch.testing.assert_close(gradient(weights.detach()), exact["w"][:, 0, 0])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_results_are_no_function_of_a_loss_scale(strategy):
+    scale = torch.tensor(8.0, requires_grad=True)
+    compute = vgrad.per_sample_grad(
+        square_loss,
+        strategy=strategy,
+        loss_scale=types.SimpleNamespace(loss_scale=scale),  # a scale of one's own
+    )
+    grads = compute({"w": torch.ones(2)}, {}, torch.ones(3, 2))
+    assert torch.equal(grads["w"], torch.full((3, 2), 2.0))
+    assert not grads["w"].requires_grad
 
 
 def square_loss(params, buffers, x):

@@ -206,7 +206,7 @@ def weighted_grad(
             start = sum(len(each.losses) for each in parts)
             return Weighted(weights[start:])
 
-        for chunk in options.chunks(params, buffers, batch, collect):
+        for chunk in options.chunks(params, buffers, batch, collect, (weights,)):
             sums.add(chunk.collected.sums)
             parts.append(chunk._replace(collected=None))
         return options.result(sums.rounded(params), parts)

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from vgrad import checks
 from vgrad.persample import rules as rules
-from vgrad.persample.factors import Dense
+from vgrad.persample.factors import Dense, Factor
 from vgrad.persample.guard import LossGuard, UnsupportedOp, raise_clearly
 from vgrad.persample.problem import Problem
 from vgrad.persample.randomness import drawn_since, random_state, set_random_state
@@ -63,12 +63,17 @@ def recorded(problem: Problem, start: int, stop: int) -> Chunk:
             f'transforms of torch.func. Use strategy="vmap" inside them.'
         )
     collected = problem.collect()
+
+    def take(name: str, factor: Factor) -> None:
+        with torch.no_grad():
+            collected.take(name, problem.unscaled(factor))
+
     recorder = Recorder(
         RULES,
         problem.params,
         stop - start,
         problem.randomness,
-        lambda name, factor: collected.take(name, problem.unscaled(factor)),
+        take,
         getattr(collected, "tell", None),  # who explains wants every use
     )
 
@@ -83,9 +88,7 @@ def recorded(problem: Problem, start: int, stop: int) -> Chunk:
         with torch.autocast(losses.device.type, enabled=False):
             recorder.backward(losses, problem.cotangent(losses))
     losses, aux = pytree.tree_map_only(Tensor, torch.Tensor.detach, (losses, aux))
-    wanted = problem.tensors if problem.differentiable else []
-    constants_of = tuple(tensor for tensor in wanted if tensor.requires_grad)
-    return Chunk(collected, losses, aux, constants_of)
+    return Chunk(collected, losses, aux, problem.wanted)
 
 
 _NO_HOOKS = "saved tensor hooks are not supported while a loss is recorded"
