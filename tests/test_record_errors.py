@@ -20,9 +20,9 @@ from tests import oracle
 from tests.cases import CASES
 from tests.test_record import RECORDED, B, W, check, fixed, given, normal, out_of
 from tests.test_record import one_thread as one_thread
-from vgrad.persample import table
 from vgrad.persample.factors import Dense
 from vgrad.persample.strategies import STRATEGIES
+from vgrad.persample.table import RULES
 
 # Torch says where it loops over the samples.
 pytestmark = pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
@@ -142,11 +142,10 @@ def test_a_rule_may_hold_its_input_on_any_way(holder, changed, monkeypatch):
     def scaled(x, weight):
         return x * weight
 
-    monkeypatch.setattr("vgrad.persample.table.RULES", {})
-    vgrad.rule(scaled, weights=("weight",))(
+    monkeypatch.setitem(RULES, scaled, None)  # and taken out again
+    vgrad.rule(scaled, weights=("weight",), replace=True)(
         lambda x, weight: {"weight": HOLDERS[holder](x)}
     )
-    monkeypatch.setattr("vgrad.persample.strategies.RULES", table.RULES)
 
     def loss(params, buffers, x):
         a = x * 1
