@@ -314,8 +314,7 @@ def make_functional_with_buffers(
             buffers[name] = value
         if id(tensor) in constant:
             constants[name] = value.clone()
-        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
-        placeholders[id(tensor)] = empty.as_subclass(slots.Placeholder)
+        placeholders[id(tensor)] = slots.placeholder(tensor)
     skeleton = slots.duplicate(model, placeholders)
     return FunctionalModel(skeleton, constants), params, buffers
 
