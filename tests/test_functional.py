@@ -1,6 +1,9 @@
+import contextlib
 import copy
+import operator
 import pickle
 import threading
+import types
 
 import pytest
 import torch
@@ -200,8 +203,138 @@ def test_a_forward_pass_that_changes_a_parameter_is_refused():
             return super().forward(x)
 
     fmodel, params, buffers = vgrad.make_functional_with_buffers(Clamps(2, 2))
-    with pytest.raises(RuntimeError, match="changed 'weight'"):
+    with pytest.raises(RuntimeError, match="alone, got clamp_, which writes.*'weight'"):
         fmodel(params, buffers, torch.zeros(1, 2))
+
+
+def clamps_weights(model, args):
+    with torch.no_grad():
+        model.weight.clamp_(-0.1, 0.1)
+
+
+@torch.library.custom_op("vgrad_tests::halve", mutates_args=("x",))
+def halve(x: torch.Tensor) -> None:
+    x.mul_(0.5)
+
+
+WRITES = {
+    "clamp_": lambda w: w.clamp_(-0.1, 0.1),
+    "a view": lambda w: w.t()[1:].zero_(),
+    "data": lambda w: w.data.zero_(),
+    "detached": lambda w: w.detach().fill_(1),
+    "an item": lambda w: w.__setitem__(0, 1.0),
+    "an operator": lambda w: operator.imul(w, 2),
+    "out": lambda w: torch.exp(w, out=w),
+    "several": lambda w: torch._foreach_mul_([torch.ones(1), w], 2.0),
+    "inplace": lambda w: F.relu(w, inplace=True),
+    "by position": lambda w: F.dropout(w, 0.5, True, True),
+    "init": lambda w: nn.init.normal_(w),
+    "an op": lambda w: torch.ops.aten.clamp_.default(w, -0.1, 0.1),
+    "an op, by its name": lambda w: torch.ops.aten.clamp_(w, -0.1, 0.1),
+    "one's own op": lambda w: halve(w),
+    "one's own op, by its name": lambda w: torch.ops.vgrad_tests.halve(w),
+    "another data": lambda w: setattr(w, "data", torch.zeros_like(w)),
+    "a table": lambda w: F.embedding(torch.tensor([0]), w, max_norm=0.01),
+    "statistics": lambda w: F.batch_norm(torch.ones(3, 2), w[0], w[1], training=True),
+    "statistics, below": lambda w: torch.batch_norm(
+        torch.ones(3, 2), None, None, w[0], w[1], True, 0.1, 1e-5, False
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, None])
+@pytest.mark.parametrize("tracked", [False, True])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_forward_pass_that_writes_into_a_parameter_has_not_done_so(
+    write, tracked, mode
+):
+    class Writes(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                WRITES[write](self.weight)
+            return super().forward(x)
+
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(
+        Writes(2, 2), disable_autograd_tracking=not tracked
+    )
+    before, refused = bits(params), "alone, got .*weight|`data` under vmap"
+    x, stacked = torch.ones(1, 2), {n: torch.stack([p]) for n, p in params.items()}
+    for call in (
+        lambda: fmodel(params, buffers, x),
+        lambda: torch.vmap(fmodel, (0, None, None))(stacked, buffers, x),
+        lambda: torch.func.jacrev(lambda p: fmodel(p, buffers, x))(params),
+    ):
+        with contextlib.ExitStack() as stack:
+            if mode is not None:
+                stack.enter_context(mode())
+            stack.enter_context(pytest.raises(RuntimeError, match=refused))
+            call()
+        assert unchanged(params, before)
+        assert torch.equal(stacked["weight"][0], before["weight"])
+        assert params["weight"]._version == 0
+
+
+def test_a_forward_pass_may_write_into_what_is_its_own():
+    class Writes(nn.Linear):
+        def forward(self, x):
+            own = self.weight.clone()
+            own.clamp_(0, 1).detach().requires_grad_()
+            with torch.no_grad():
+                x.add_(self.weight[0])
+                torch.add(x, self.bias, out=x)
+                x.addmm_(x, self.weight)
+                F.batch_norm(x, *self.weight, training=False)
+            self.calls.add_(1)
+            return F.linear(x, own, self.bias)
+
+    model = Writes(2, 2)
+    model.register_buffer("calls", torch.zeros(()))
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    x = torch.randn(3, 2)
+    assert torch.equal(fmodel(params, buffers, x), model(x.clone()))
+
+
+def test_a_module_of_another_model_inside_of_a_loss_is_not_written_to_either():
+    """A teacher, whose parameters the transform was not given."""
+    teacher, given, rest = vgrad.make_functional_with_buffers(hooked())
+    before = bits(given)
+
+    def loss(params, buffers, x):
+        return (params["w"] @ teacher(given, rest, x)).sum()
+
+    for options in EXACT:
+        compute = vgrad.per_sample_norm(loss, **options)
+        with torch.no_grad(), pytest.raises(RuntimeError, match="alone, got clamp_"):
+            compute({"w": torch.ones(2, 2)}, {}, torch.ones(3, 2))
+        assert unchanged(given, before)
+
+
+def hooked():
+    model = nn.Linear(2, 2)
+    model.register_forward_pre_hook(clamps_weights)
+    return model
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda model: model,
+        nn.Sequential,
+        nn.utils.parametrizations.orthogonal,
+    ],
+)
+def test_modules_of_torch_that_write_by_hooks_or_overrides_are_watched(wrap):
+    plain = wrap(hooked())
+    replaced = nn.Linear(2, 2)
+    replaced.forward = types.MethodType(
+        lambda self, x: x @ self.weight.data.clamp_(0, 1), replaced
+    )
+    for model in (plain, replaced):
+        fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+        before = bits(params)
+        with torch.no_grad(), contextlib.suppress(RuntimeError):
+            fmodel(params, buffers, torch.ones(1, 2))
+        assert unchanged(params, before)
 
 
 def test_max_norm_of_an_embedding_leaves_the_given_table_alone():

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import vgrad
 from tests import cases, oracle
+from vgrad.persample.explain import explain
 
 STRATEGIES = ("recorded", "vmap", "loop")
 DIFFERENTIABLE = ("vmap", "loop")
@@ -314,14 +315,55 @@ def test_a_loss_may_change_its_sample_but_not_its_parameters(strategy):
     assert torch.equal(grads["w"], torch.full((3, 2), 2.0))
     assert torch.equal(x, torch.ones(3, 2))
 
-    def changes_buffer(params, buffers, x):
-        buffers["n"].add_(1)
-        return (params["w"] * x).sum()
 
-    error = vgrad.UnsupportedOp if strategy == "vmap" else RuntimeError
-    compute = vgrad.per_sample_grad(changes_buffer, strategy=strategy)
-    with pytest.raises(error, match="in place"):
-        compute(params, {"n": torch.zeros(())}, x)
+def through_no_grad(write):
+    def run(params, buffers):
+        with torch.no_grad():
+            write(params["w"])
+
+    return run
+
+
+WRITES = {
+    "a buffer": lambda params, buffers: buffers["n"].add_(1),
+    "a table": lambda params, buffers: F.embedding(
+        torch.tensor([0]), params["w"], max_norm=0.01
+    ),
+    "a parameter": through_no_grad(lambda w: w.clamp_(0, 0.5)),
+    "a view": through_no_grad(lambda w: w.t()[0].zero_()),
+    "data": through_no_grad(lambda w: w.data.clamp_(0, 0.5)),
+    "detached": through_no_grad(lambda w: w.detach().view(-1).mul_(2)),
+    "an item": through_no_grad(lambda w: w.__setitem__(0, 1.0)),
+    "out": through_no_grad(lambda w: torch.sin(w, out=w)),
+    "inplace": through_no_grad(lambda w: F.relu(w, inplace=True)),
+    "several": through_no_grad(lambda w: torch._foreach_mul_([w], 2.0)),
+    "an op": through_no_grad(lambda w: torch.ops.aten.mul_.Tensor(w, w)),
+}
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("strategy", ["auto", *STRATEGIES])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_loss_that_writes_into_what_it_is_given_has_not_done_so(
+    write, strategy, requires_grad
+):
+    def loss(params, buffers, x):
+        WRITES[write](params, buffers)
+        return (params["w"] @ x).sin().sum()
+
+    params = {"w": torch.full((2, 3), 0.9, requires_grad=requires_grad)}
+    buffers, x = {"n": torch.zeros(())}, torch.randn(4, 3)
+    saved = [each.clone() for each in (params["w"], buffers["n"], x)]
+    refused = "changes nothing it is given, got|`data` under vmap"
+    for compute in (
+        vgrad.per_sample_norm(loss, strategy=strategy),
+        vgrad.clipped_grad(loss, max_norm=1.0, strategy=strategy, chunk_size="auto"),
+        explain(vgrad.per_sample_norm(loss, strategy=strategy)),
+    ):
+        with pytest.raises(RuntimeError, match=refused):
+            compute(params, buffers, x)
+    for each, before in zip((params["w"], buffers["n"], x), saved, strict=True):
+        assert torch.equal(each, before)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

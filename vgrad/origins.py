@@ -19,11 +19,11 @@ class Origins:
         """Note the tensors and their memory."""
         tensors = [*model.parameters(), *model.buffers()]
         self._ids = {id(tensor) for tensor in tensors}
-        self._memory = {_memory(tensor) for tensor in tensors} - {None}
+        self._memory = {memory(tensor) for tensor in tensors} - {None}
 
     def hold(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is one of them, or shares memory with one."""
-        return id(tensor) in self._ids or _memory(tensor) in self._memory
+        return id(tensor) in self._ids or memory(tensor) in self._memory
 
     def lead_to(self, tensor: Tensor) -> bool:
         """Tell the same, and whether a tensor was computed from them."""
@@ -39,9 +39,9 @@ def check_apart(function: str, model: nn.Module) -> None:
     """
     groups: dict[int, dict[int, tuple[str, Tensor]]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        memory = _memory(tensor)
-        if memory is not None:
-            groups.setdefault(memory, {}).setdefault(id(tensor), (name, tensor))
+        where = memory(tensor)
+        if where is not None:
+            groups.setdefault(where, {}).setdefault(id(tensor), (name, tensor))
     for group in groups.values():
         names, tensors = zip(*group.values(), strict=True)
         if len(tensors) > 1 and _overlap(tensors):
@@ -53,7 +53,7 @@ def check_apart(function: str, model: nn.Module) -> None:
             )
 
 
-def _memory(tensor: Tensor) -> int | None:
+def memory(tensor: Tensor) -> int | None:
     """Tell memory apart; None is for tensors that have none of the usual kind."""
     if not torch._C._has_storage(tensor):
         return None

@@ -180,6 +180,16 @@ def renormalised(model: nn.Module) -> set[int]:
     }
 
 
+def only_of_torch(model: nn.Module) -> bool:
+    """Tell whether all that runs in a forward pass are modules of torch itself."""
+    return all(
+        type(module).__module__.startswith("torch.nn.modules.")
+        and "forward" not in vars(module)
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        for module in model.modules()
+    )
+
+
 def duplicate(model: nn.Module, placeholders: dict[int, Any]) -> nn.Module:
     """Copy a module with its tensors, by id, replaced wherever they are held.
 

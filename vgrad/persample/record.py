@@ -24,7 +24,7 @@ from vgrad.persample.factors import Factor
 from vgrad.persample.guard import LossGuard, own_backward_pass
 from vgrad.persample.sites import Site, Sites, Take, Use, leaf, op_name, replaced
 from vgrad.persample.table import Lowering, Maker, Rule
-from vgrad.typing import Params
+from vgrad.typing import Buffers, Params
 
 
 class Recorder(LossGuard):
@@ -43,9 +43,11 @@ class Recorder(LossGuard):
         randomness: str,
         take: Take,
         tell: Callable[[Use], None] | None = None,
+        *,
+        buffers: Buffers,
     ) -> None:
         """Make the stand-ins for the parameters."""
-        super().__init__(vmapped=True)
+        super().__init__(vmapped=True, given={**params, **buffers})
         self.size = size
         self.randomness = randomness
         self._rules = rules

@@ -75,6 +75,7 @@ def recorded(problem: Problem, start: int, stop: int) -> Chunk:
         problem.randomness,
         take,
         getattr(collected, "tell", None),  # who explains wants every use
+        buffers=problem.buffers,
     )
 
     def one(tensors: tuple[Tensor, ...]) -> tuple:
@@ -99,7 +100,7 @@ def vmap(problem: Problem, start: int, stop: int) -> Chunk:
 
     def one(tensors: tuple[Tensor, ...]) -> tuple:
         def of_params(params: Params) -> tuple[Tensor, Tree]:
-            return problem.run_loss(params, tensors, LossGuard(vmapped=True))
+            return problem.run_loss(params, tensors, _guard(problem, vmapped=True))
 
         forward = torch.func.vjp(of_params, dict(problem.params), has_aux=True)
         value, pullback, aux = cast(tuple[Tensor, Callable, Tree], forward)
@@ -122,7 +123,7 @@ def loop(problem: Problem, start: int, stop: int) -> Chunk:
     tensors = tuple(row.squeeze(0) for row in problem.batch.rows(start, stop))
 
     def of_params(params: Params) -> tuple[Tensor, Tree]:
-        return problem.run_loss(params, tensors, LossGuard(vmapped=False))
+        return problem.run_loss(params, tensors, _guard(problem, vmapped=False))
 
     with _no_weight_cache():
         found = gradient(of_params, problem)
@@ -159,10 +160,15 @@ def saved_bytes(problem: Problem) -> int:
     hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
     try:
         with hooks, torch.enable_grad(), _no_weight_cache():
-            problem.run_loss(_leaves(problem), tensors, LossGuard(vmapped=False))
+            problem.run_loss(_leaves(problem), tensors, _guard(problem, vmapped=False))
     finally:
         set_random_state(state)
     return sum(seen.values())
+
+
+def _guard(problem: Problem, *, vmapped: bool) -> LossGuard:
+    """Watch a loss that is handed the memory of the caller's tensors."""
+    return LossGuard(vmapped=vmapped, given={**problem.params, **problem.buffers})
 
 
 def _collected(problem: Problem, grads: Params, losses: Tensor, aux: Tree) -> Chunk:
