@@ -15,7 +15,7 @@ PACKAGE = ROOT / "vgrad"
 
 LAYERS = [
     {"typing", "checks", "generators", "tree"},
-    {"files", "slots", "writing", "functional"},
+    {"files", "origins", "slots", "untouched", "writing", "functional"},
     {"losses", "batch_norm", "optim"},
     {"lowering"},
     {"precision"},

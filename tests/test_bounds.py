@@ -9,12 +9,13 @@ import contextlib
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import vgrad
 from tests import oracle
+from tests.examples import examples
 from vgrad.ensemble.per_sample import ensemble_clipped_grad
 from vgrad.precision.loss_scale import StaticLossScale
 from vgrad.training import TrainState, private_step
@@ -171,7 +172,7 @@ WEIGHTS = st.one_of(st.sampled_from([-30.0, 0.0, 20.0, 30.0]), st.floats(-30, 30
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(
     name=st.sampled_from(list(OPS)),
     kind=st.sampled_from(list(CLIPPING)),
@@ -223,7 +224,7 @@ def test_a_sample_of_any_size_is_clipped(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(
     name=st.sampled_from(list(OPS)),
     dtype=st.sampled_from([torch.float32, torch.float32, torch.float64]),

@@ -507,3 +507,53 @@ def test_a_loss_of_one_sample_is_refused():
             vgrad.optim.sgd(0.1),
             policy="mixed_bfloat16",
         )
+
+
+@strategies
+def test_gradients_are_differentiated_again_inside_a_transform(strategy):
+    def loss(params, buffers, x):
+        return (params["w"] * x).sum() ** 3
+
+    params = {"w": torch.randn(3, 2, dtype=torch.float64)}
+    x = torch.randn(2, dtype=torch.float64)
+    compute = ensemble_grad(loss, strategy=strategy)
+    found = torch.func.grad(lambda p: compute(p, {}, x).grads["w"].sum())(params)
+    expected = 6 * (params["w"] @ x)[:, None] * x.sum() * x
+    torch.testing.assert_close(found["w"], expected)
+
+
+WRITES = {
+    "a parameter": lambda params, buffers, x: params["w"].clamp_(0, 0.1),
+    "data": lambda params, buffers, x: params["w"].detach().t()[0].zero_(),
+    "a buffer": lambda params, buffers, x: buffers["b"].add_(1),
+    "the batch": lambda params, buffers, x: x.mul_(2),
+    "statistics": lambda params, buffers, x: F.batch_norm(
+        x, buffers["b"], buffers["b"], training=True
+    ),
+}
+
+
+@pytest.mark.parametrize("shared", [(), ("*",)])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("write", WRITES)
+@strategies
+def test_a_loss_that_writes_into_what_it_is_given_has_not_done_so(
+    strategy, write, own, shared
+):
+    def loss(params, buffers, x):
+        with torch.no_grad():
+            WRITES[write](params, buffers, x)
+        return (x @ params["w"] + params["v"] + buffers["b"].sum()).sum()
+
+    params = {"w": torch.ones(3, 2, 2), "v": torch.ones(3, 2)}
+    buffers = {"b": torch.ones(3, 2)}
+    if shared:
+        params["w"], buffers["b"] = torch.ones(2, 2), torch.ones(2)
+        shared = ("w", "b")
+    x = torch.ones(3, 4, 2) if own else torch.ones(4, 2)
+    options = {"strategy": strategy, "shared": shared, "in_dims": 0 if own else None}
+    compute = ensemble_grad(loss, **options)
+    with pytest.raises(RuntimeError, match="ensemble: .* nothing it is given, got"):
+        compute(params, buffers, x)
+    for each in (*params.values(), *buffers.values(), x):
+        assert torch.equal(each, torch.ones_like(each))

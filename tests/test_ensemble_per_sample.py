@@ -117,6 +117,15 @@ def test_numbers_of_members_have_to_agree():
         compute.add_noise(uneven, noise_multiplier=1.0, key=key, step=0)
 
 
+def test_bounds_by_which_a_result_would_be_differentiated_are_refused():
+    loss, params, buffers, x, y = problem()
+    bounds = torch.tensor([0.1, 1.0, 10.0], requires_grad=True)
+    with pytest.raises(ValueError, match="tensor that requires grad.*detach"):
+        ensemble_clipped_grad(loss, max_norm=bounds)
+    compute = ensemble_clipped_grad(loss, max_norm=bounds.detach())
+    assert len(compute(params, buffers, x[0], y).clipped) == E
+
+
 def test_bounds_by_layer_may_be_those_of_all_members_or_of_each():
     loss, params, buffers, x, y = problem()
     bounds = {"0.*": 0.1, "2.*": 0.5}

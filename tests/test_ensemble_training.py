@@ -1,5 +1,6 @@
 """Members trained together are what each of them becomes alone."""
 
+import copy
 import math
 from functools import cache, partial
 
@@ -818,6 +819,30 @@ def test_bad_arguments_are_refused_with_what_was_expected():
             function(*given, for_members(tx, shared=["3.*"]), *more, shared=["0.*"])
     with pytest.raises(ValueError, match="pattern that matches an entry, got none"):
         EnsembleState.create(tx, params, buffers, shared=["typo"])
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        copy.copy,
+        copy.deepcopy,
+        lambda tx: tx._replace(donated=None),
+        lambda tx: type(tx)(*tx),
+        lambda tx: tx._make(tx),
+    ],
+)
+def test_an_optimizer_of_members_stays_one_however_it_is_copied(again):
+    _, loss, params, buffers, data = build()
+    whole, rest = vgrad.ensemble.share(params, buffers, "0.*")
+    given = for_members(optim.sgd(0.1), shared=["0.*"])
+    tx = again(given)
+    assert (tx.init, tx.update) == (given.init, given.update)
+    assert tx.shared == ("0.*",)
+    state = EnsembleState.create(tx, whole, rest, shared=["0.*"])
+    state, _ = ensemble_train_step(loss, tx, shared=["0.*"])(state, *data[0])
+    assert state.params["0.weight"].shape == whole["0.weight"].shape
+    init, update, *_ = tx
+    assert (init, update) == given[:2]
 
 
 def test_optimizers_of_members_refuse_what_does_not_fit():

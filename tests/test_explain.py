@@ -1,5 +1,6 @@
 """What a transform does is told as it is, and telling changes nothing."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 import vgrad
 from vgrad.persample.explain import EXPANDED, Explanation, aligned, explain
 from vgrad.persample.guard import UnsupportedOp
+from vgrad.persample.options import Transform
 
 B = 4
 
@@ -217,6 +219,14 @@ FORMS = {
     vgrad.per_sample_norm: ("both sides", B * 50 * 4),
     vgrad.weighted_grad: ("weighted sum", B * 50 * 4),
 }
+
+
+def test_a_transform_whose_forms_are_not_known_is_refused():
+    options = dataclasses.replace(vgrad.per_sample_grad(linear).options, function="own")
+    with pytest.raises(
+        ValueError, match=r"explain\(transform='own'\): expected one of"
+    ):
+        explain(Transform(options, linear))
 
 
 @pytest.mark.parametrize("transform", FORMS, ids=lambda each: each.__name__)

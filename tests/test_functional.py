@@ -1,6 +1,9 @@
+import contextlib
 import copy
+import operator
 import pickle
 import threading
+import types
 
 import pytest
 import torch
@@ -200,8 +203,138 @@ def test_a_forward_pass_that_changes_a_parameter_is_refused():
             return super().forward(x)
 
     fmodel, params, buffers = vgrad.make_functional_with_buffers(Clamps(2, 2))
-    with pytest.raises(RuntimeError, match="changed 'weight'"):
+    with pytest.raises(RuntimeError, match="alone, got clamp_, which writes.*'weight'"):
         fmodel(params, buffers, torch.zeros(1, 2))
+
+
+def clamps_weights(model, args):
+    with torch.no_grad():
+        model.weight.clamp_(-0.1, 0.1)
+
+
+@torch.library.custom_op("vgrad_tests::halve", mutates_args=("x",))
+def halve(x: torch.Tensor) -> None:
+    x.mul_(0.5)
+
+
+WRITES = {
+    "clamp_": lambda w: w.clamp_(-0.1, 0.1),
+    "a view": lambda w: w.t()[1:].zero_(),
+    "data": lambda w: w.data.zero_(),
+    "detached": lambda w: w.detach().fill_(1),
+    "an item": lambda w: w.__setitem__(0, 1.0),
+    "an operator": lambda w: operator.imul(w, 2),
+    "out": lambda w: torch.exp(w, out=w),
+    "several": lambda w: torch._foreach_mul_([torch.ones(1), w], 2.0),
+    "inplace": lambda w: F.relu(w, inplace=True),
+    "by position": lambda w: F.dropout(w, 0.5, True, True),
+    "init": lambda w: nn.init.normal_(w),
+    "an op": lambda w: torch.ops.aten.clamp_.default(w, -0.1, 0.1),
+    "an op, by its name": lambda w: torch.ops.aten.clamp_(w, -0.1, 0.1),
+    "one's own op": lambda w: halve(w),
+    "one's own op, by its name": lambda w: torch.ops.vgrad_tests.halve(w),
+    "another data": lambda w: setattr(w, "data", torch.zeros_like(w)),
+    "a table": lambda w: F.embedding(torch.tensor([0]), w, max_norm=0.01),
+    "statistics": lambda w: F.batch_norm(torch.ones(3, 2), w[0], w[1], training=True),
+    "statistics, below": lambda w: torch.batch_norm(
+        torch.ones(3, 2), None, None, w[0], w[1], True, 0.1, 1e-5, False
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, None])
+@pytest.mark.parametrize("tracked", [False, True])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_forward_pass_that_writes_into_a_parameter_has_not_done_so(
+    write, tracked, mode
+):
+    class Writes(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                WRITES[write](self.weight)
+            return super().forward(x)
+
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(
+        Writes(2, 2), disable_autograd_tracking=not tracked
+    )
+    before, refused = bits(params), "alone, got .*weight|`data` under vmap"
+    x, stacked = torch.ones(1, 2), {n: torch.stack([p]) for n, p in params.items()}
+    for call in (
+        lambda: fmodel(params, buffers, x),
+        lambda: torch.vmap(fmodel, (0, None, None))(stacked, buffers, x),
+        lambda: torch.func.jacrev(lambda p: fmodel(p, buffers, x))(params),
+    ):
+        with contextlib.ExitStack() as stack:
+            if mode is not None:
+                stack.enter_context(mode())
+            stack.enter_context(pytest.raises(RuntimeError, match=refused))
+            call()
+        assert unchanged(params, before)
+        assert torch.equal(stacked["weight"][0], before["weight"])
+        assert params["weight"]._version == 0
+
+
+def test_a_forward_pass_may_write_into_what_is_its_own():
+    class Writes(nn.Linear):
+        def forward(self, x):
+            own = self.weight.clone()
+            own.clamp_(0, 1).detach().requires_grad_()
+            with torch.no_grad():
+                x.add_(self.weight[0])
+                torch.add(x, self.bias, out=x)
+                x.addmm_(x, self.weight)
+                F.batch_norm(x, *self.weight, training=False)
+            self.calls.add_(1)
+            return F.linear(x, own, self.bias)
+
+    model = Writes(2, 2)
+    model.register_buffer("calls", torch.zeros(()))
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    x = torch.randn(3, 2)
+    assert torch.equal(fmodel(params, buffers, x), model(x.clone()))
+
+
+def test_a_module_of_another_model_inside_of_a_loss_is_not_written_to_either():
+    """A teacher, whose parameters the transform was not given."""
+    teacher, given, rest = vgrad.make_functional_with_buffers(hooked())
+    before = bits(given)
+
+    def loss(params, buffers, x):
+        return (params["w"] @ teacher(given, rest, x)).sum()
+
+    for options in EXACT:
+        compute = vgrad.per_sample_norm(loss, **options)
+        with torch.no_grad(), pytest.raises(RuntimeError, match="alone, got clamp_"):
+            compute({"w": torch.ones(2, 2)}, {}, torch.ones(3, 2))
+        assert unchanged(given, before)
+
+
+def hooked():
+    model = nn.Linear(2, 2)
+    model.register_forward_pre_hook(clamps_weights)
+    return model
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda model: model,
+        nn.Sequential,
+        nn.utils.parametrizations.orthogonal,
+    ],
+)
+def test_modules_of_torch_that_write_by_hooks_or_overrides_are_watched(wrap):
+    plain = wrap(hooked())
+    replaced = nn.Linear(2, 2)
+    replaced.forward = types.MethodType(
+        lambda self, x: x @ self.weight.data.clamp_(0, 1), replaced
+    )
+    for model in (plain, replaced):
+        fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+        before = bits(params)
+        with torch.no_grad(), contextlib.suppress(RuntimeError):
+            fmodel(params, buffers, torch.ones(1, 2))
+        assert unchanged(params, before)
 
 
 def test_max_norm_of_an_embedding_leaves_the_given_table_alone():
@@ -520,6 +653,37 @@ def test_placeholders_raise_instead_of_computing():
         fmodel(params, buffers, torch.ones(1, 2))
 
 
+def holding(held):
+    return lambda module, args, out: out @ held["w"]
+
+
+@pytest.mark.parametrize(
+    "holds",
+    [
+        lambda m, part: lambda module, args, out: out @ part,
+        lambda m, part: lambda module, args, out, held=[part]: out @ held[0],
+        lambda m, part: lambda module, args, out, *, held=(part,): out @ held[0],
+        lambda m, part: holding({"w": part}),
+    ],
+)
+@pytest.mark.parametrize("part", [lambda w: w, lambda w: w[:], lambda w: w.data.t()])
+def test_functions_that_close_over_a_part_of_a_weight_are_refused(holds, part):
+    model = nn.Linear(2, 2)
+    model.register_forward_hook(holds(model, part(model.weight)))
+    with pytest.raises(TypeError, match="'_forward_hooks' whose closure holds a part"):
+        vgrad.make_functional_with_buffers(model)
+
+
+def test_hooks_may_collect_results():
+    model, found = nn.Linear(2, 2), []
+    model.register_forward_hook(lambda module, args, out: found.append(out))
+    x = torch.ones(1, 2)
+    expected = model(x)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    assert torch.equal(fmodel(params, buffers, x), expected)
+    assert len(found) == 2
+
+
 def test_functions_that_close_over_the_model_are_refused():
     model = nn.Linear(2, 2)
     original = model.forward
@@ -604,13 +768,241 @@ def test_copy_to_refuses_two_values_for_what_the_target_ties():
         vgrad.write_grads_(target, grads)
 
 
-def test_results_kept_as_attributes_are_copied():
-    model = nn.Linear(2, 2)
-    model.kept = model.weight * 1
-    model.listed = [model.weight * 2]
-    fmodel, _, _ = vgrad.make_functional_with_buffers(model)
-    assert fmodel._skeleton.kept.data_ptr() != model.kept.data_ptr()
-    assert torch.equal(fmodel._skeleton.listed[0], model.listed[0])
+class Keeps(nn.Module):
+    """A forward pass that multiplies by what it holds beside its weight."""
+
+    def __init__(self, keep, use=lambda held: held, anew=None):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("b", torch.randn(4, 4))
+        self.anew, self.use = anew, use
+        self.held = keep(self)
+
+    def forward(self, x):
+        if self.anew is not None:
+            self.held = self.anew(self)
+        return x @ self.use(self.held) + (x @ self.w + self.b[0]).sin()
+
+
+class Namespace:
+    def __init__(self, part):
+        self.part = part
+
+
+def unregistered(weight):
+    layer = nn.Linear(4, 4, bias=False)
+    layer.weight = nn.Parameter(weight)
+    return [layer]
+
+
+KEPT = {
+    "a view": Keeps(lambda m: m.w.t()),
+    "its transpose": Keeps(lambda m: m.w.t(), lambda held: held.T),
+    "its data": Keeps(lambda m: m.w.t(), lambda held: held.data),
+    "parts": Keeps(lambda m: [m.w[:3], m.w[3:]], torch.cat),
+    "a dictionary": Keeps(lambda m: {"t": m.w.t()}, lambda held: held["t"]),
+    "a nested list": Keeps(lambda m: [[{"t": [m.w.t()]}]], lambda h: h[0][0]["t"][0]),
+    "a tuple": Keeps(lambda m: (m.w[:3], m.w[3:]), torch.cat),
+    "an object": Keeps(lambda m: Namespace(m.w.t()), lambda held: held.part),
+    "a detached view": Keeps(lambda m: m.w.detach()[:, :4]),
+    "a detached view in a tuple": Keeps(
+        lambda m: (m.w.data.t(),), lambda held: held[0]
+    ),
+    "a view of a buffer": Keeps(lambda m: m.b.t()),
+    "a result": Keeps(lambda m: m.w * 2),
+    "a result of results": Keeps(lambda m: torch.stack([(m.w * 2).exp()] * 4)[0]),
+    "a module": Keeps(
+        lambda m: unregistered(m.w[:4]), lambda held: held[0].weight.clone()
+    ),
+    "a module with a view": Keeps(
+        lambda m: unregistered(m.w), lambda held: held[0].weight
+    ),
+}
+EXACT = {"strategy": "loop"}, {"strategy": "vmap"}, {"strategy": "recorded"}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_would_not_follow_a_parameter_cannot_be_used(name):
+    model = KEPT[name]
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    x = torch.randn(3, 4)
+    for each in (fmodel, copy.deepcopy(fmodel), fmodel.eval()):
+        with pytest.raises(RuntimeError, match="that the module keeps in an attribute"):
+            each(params, buffers, x)
+    loss = vgrad.sample_loss(fmodel, lambda output, target: output.sum())
+    for options in EXACT:
+        with pytest.raises(RuntimeError, match="Compute it in the forward pass"):
+            vgrad.per_sample_grad(loss, **options)(params, buffers, x, x)
+    fmodel, params, buffers = vgrad.stack([model, model])
+    for strategy in ("loop", "vmap", "hybrid"):
+        with pytest.raises(RuntimeError, match="Compute it in the forward pass"):
+            vgrad.ensemble_forward(fmodel, strategy=strategy)(params, buffers, x)
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda m: m.w.t(),
+        lambda m: m.w.detach().t(),
+        lambda m: (m.w * 2,),
+        lambda m: None,
+    ],
+)
+def test_what_each_forward_pass_computes_anew_follows(keep):
+    model = Keeps(keep, lambda held: held[0], anew=lambda m: [m.w.t()])
+    x = torch.randn(3, 4)
+    model(x)
+    model.anew(model)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    doubled = {"w": (2 * params["w"]).detach()}
+    expected = x @ doubled["w"].t() + (x @ doubled["w"] + buffers["b"][0]).sin()
+    torch.testing.assert_close(fmodel(doubled, buffers, x), expected)
+    torch.testing.assert_close(fmodel.to_module(doubled, buffers)(x), expected)
+
+
+def test_what_cannot_be_used_cannot_be_used_after_pickling_either():
+    model = nn.Linear(4, 4)
+    model.held = [model.weight.t()]
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    skeleton = pickle.loads(pickle.dumps(fmodel))._skeleton
+    for value in (skeleton.weight, skeleton.held[0]):
+        assert value.shape == (4, 4)
+        assert torch.equal(fmodel(params, buffers, torch.zeros(4)), params["bias"])
+        for compute in (lambda x: x @ x, lambda x: x.T + 1, lambda x: x.detach().exp()):
+            with pytest.raises(RuntimeError, match="expected a tensor that"):
+                compute(value)
+
+
+def test_what_a_module_keeps_without_using_it_is_in_nobodys_way():
+    model = nn.Linear(4, 4)
+    x = torch.randn(3, 4)
+    model.register_forward_hook(lambda module, args, out: setattr(module, "last", out))
+    expected = model(x)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    assert torch.equal(fmodel(params, buffers, x), expected)
+
+
+def test_constants_stay_constants():
+    other = torch.randn(4, 4, requires_grad=True)
+    held = {
+        "a copy": Keeps(lambda m: m.w.detach().clone()),
+        "a result of another": Keeps(lambda m: (other * 2,), lambda held: held[0]),
+    }
+    x = torch.randn(3, 4)
+    for model in held.values():
+        fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+        output = fmodel(params, buffers, x)
+        torch.testing.assert_close(output, model(x))
+        output.sum().backward()
+        model.zero_grad()
+        model(x).sum().backward()
+        torch.testing.assert_close(params["w"].grad, model.w.grad)
+
+
+def twice(model):
+    """Two parameters on one memory."""
+    model.other = nn.Parameter(model.weight)
+
+
+def overlapping(model):
+    """A buffer that sees every second column of the weight."""
+    model.register_buffer("columns", model.weight.detach()[:, ::2])
+
+
+@pytest.mark.parametrize("tie", [twice, overlapping])
+@pytest.mark.parametrize(
+    "function",
+    [
+        vgrad.make_functional_with_buffers,
+        vgrad.make_functional,
+        lambda model: vgrad.stack([nn.Linear(4, 4), model]),
+    ],
+)
+def test_tensors_on_one_memory_are_refused(function, tie):
+    model = nn.Linear(4, 4)
+    tie(model)
+    with pytest.raises(TypeError, match="memory of their own.*'weight', '"):
+        function(model)
+
+
+def test_tensors_that_are_parts_of_one_memory_are_split():
+    whole = torch.randn(4, 6)
+    model = nn.Module()
+    model.left, model.right = nn.Parameter(whole[:, ::2]), nn.Parameter(whole[:, 1::2])
+    model.row = nn.Parameter(torch.randn(3).expand(2, 3))
+    model.tied = model.left
+    model.none = nn.Parameter(whole[:0])
+    _, params, _ = vgrad.make_functional_with_buffers(model)
+    assert list(params) == ["left", "right", "row", "none"]
+    assert torch.equal(params["right"], whole[:, 1::2])
+
+
+def masked(weight):
+    mask = torch.eye(4)
+    weight.register_hook(lambda grad: grad * mask)
+
+
+class Masked(nn.Module):
+    """What a hook that masks the gradient does, as a parametrization."""
+
+    def forward(self, weight):
+        mask = torch.eye(4)
+        return weight * mask + (weight - weight * mask).detach()
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [masked, lambda weight: weight.register_post_accumulate_grad_hook(lambda p: None)],
+)
+@pytest.mark.parametrize(
+    "function",
+    [
+        vgrad.make_functional_with_buffers,
+        vgrad.make_functional,
+        vgrad.replace_batch_norm,
+        lambda model: vgrad.stack([nn.Linear(4, 2), model]),
+    ],
+)
+def test_hooks_of_parameters_are_refused(function, hook):
+    model = nn.Linear(4, 2)
+    handle = hook(model.weight)
+    with pytest.raises(TypeError, match=r"hooks.* on 'weight'.*handle.remove\(\)"):
+        function(model)
+    if handle is not None:
+        handle.remove()
+        function(model)
+
+
+def test_a_parametrization_does_what_a_hook_did():
+    hooked, model = nn.Linear(4, 4), nn.Linear(4, 4)
+    hooked.load_state_dict(model.state_dict())
+    masked(hooked.weight)
+    x = torch.randn(3, 4)
+    hooked(x).sin().sum().backward()
+    nn.utils.parametrize.register_parametrization(model, "weight", Masked())
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    loss = vgrad.sample_loss(fmodel, lambda output, target: output.sin().sum())
+    for options in EXACT:
+        grads = vgrad.per_sample_grad(loss, **options)(params, buffers, x, x)
+        found = grads["parametrizations.weight.original"].sum(0)
+        torch.testing.assert_close(found, hooked.weight.grad)
+
+
+@pytest.mark.parametrize("again", [lambda model: None, lambda model: model(X).sum()])
+def test_pruned_modules_work(again):
+    """Pruning masks the weight in a hook of the module."""
+    model = nn.utils.prune.random_unstructured(nn.Linear(4, 2), "weight", 0.5)
+    again(model)
+    model(X).sin().sum().backward()
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    loss = vgrad.sample_loss(fmodel, lambda output, target: output.sin().sum())
+    for options in EXACT:
+        grads = vgrad.per_sample_grad(loss, **options)(params, buffers, X, X)
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad.sum(0), model.get_parameter(name).grad)
+
+
+X = torch.randn(3, 4)
 
 
 def test_params_and_buffers_must_be_dictionaries():

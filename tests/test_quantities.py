@@ -1,4 +1,5 @@
 import contextlib
+import types
 import warnings
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 import vgrad
 from tests import cases, oracle
 from tests.examples import examples
+from vgrad.persample.explain import explain
 
 STRATEGIES = ("recorded", "vmap", "loop")
 DIFFERENTIABLE = ("vmap", "loop")
@@ -324,14 +326,55 @@ def test_a_loss_may_change_its_sample_but_not_its_parameters(strategy):
     assert torch.equal(grads["w"], torch.full((3, 2), 2.0))
     assert torch.equal(x, torch.ones(3, 2))
 
-    def changes_buffer(params, buffers, x):
-        buffers["n"].add_(1)
-        return (params["w"] * x).sum()
 
-    error = vgrad.UnsupportedOp if strategy == "vmap" else RuntimeError
-    compute = vgrad.per_sample_grad(changes_buffer, strategy=strategy)
-    with pytest.raises(error, match="in place"):
-        compute(params, {"n": torch.zeros(())}, x)
+def through_no_grad(write):
+    def run(params, buffers):
+        with torch.no_grad():
+            write(params["w"])
+
+    return run
+
+
+WRITES = {
+    "a buffer": lambda params, buffers: buffers["n"].add_(1),
+    "a table": lambda params, buffers: F.embedding(
+        torch.tensor([0]), params["w"], max_norm=0.01
+    ),
+    "a parameter": through_no_grad(lambda w: w.clamp_(0, 0.5)),
+    "a view": through_no_grad(lambda w: w.t()[0].zero_()),
+    "data": through_no_grad(lambda w: w.data.clamp_(0, 0.5)),
+    "detached": through_no_grad(lambda w: w.detach().view(-1).mul_(2)),
+    "an item": through_no_grad(lambda w: w.__setitem__(0, 1.0)),
+    "out": through_no_grad(lambda w: torch.sin(w, out=w)),
+    "inplace": through_no_grad(lambda w: F.relu(w, inplace=True)),
+    "several": through_no_grad(lambda w: torch._foreach_mul_([w], 2.0)),
+    "an op": through_no_grad(lambda w: torch.ops.aten.mul_.Tensor(w, w)),
+}
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("strategy", ["auto", *STRATEGIES])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_loss_that_writes_into_what_it_is_given_has_not_done_so(
+    write, strategy, requires_grad
+):
+    def loss(params, buffers, x):
+        WRITES[write](params, buffers)
+        return (params["w"] @ x).sin().sum()
+
+    params = {"w": torch.full((2, 3), 0.9, requires_grad=requires_grad)}
+    buffers, x = {"n": torch.zeros(())}, torch.randn(4, 3)
+    saved = [each.clone() for each in (params["w"], buffers["n"], x)]
+    refused = "changes nothing it is given, got|`data` under vmap"
+    for compute in (
+        vgrad.per_sample_norm(loss, strategy=strategy),
+        vgrad.clipped_grad(loss, max_norm=1.0, strategy=strategy, chunk_size="auto"),
+        explain(vgrad.per_sample_norm(loss, strategy=strategy)),
+    ):
+        with pytest.raises(RuntimeError, match=refused):
+            compute(params, buffers, x)
+    for each, before in zip((params["w"], buffers["n"], x), saved, strict=True):
+        assert torch.equal(each, before)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -376,6 +419,58 @@ def test_differentiating_a_recorded_result_raises_and_names_the_strategy(transfo
     with pytest.raises(RuntimeError, match='was recorded.*strategy="vmap"'):
         computed.sum().backward()
     assert params["w"].grad is None
+
+
+@pytest.mark.parametrize("also", [False, True])
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("strategy", ["auto", *STRATEGIES])
+def test_weighted_sums_are_differentiated_by_their_weights_or_refuse(
+    strategy, chunk_size, also
+):
+    def loss(params, buffers, x):  # the second parameter has no rule, the third no use
+        return (F.linear(x, params["w"]) * params["v"]).sin().sum()
+
+    torch.manual_seed(0)
+    shapes = {"w": (2, 3), "v": (2,), "none": (1,)}
+    params = {n: torch.randn(s, dtype=torch.float64) for n, s in shapes.items()}
+    x = torch.randn(5, 3, dtype=torch.float64)
+    weights = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    exact = oracle.loss_gradients(loss, params, {}, (x,), 5)
+    if also:
+        params = {name: value.requires_grad_() for name, value in params.items()}
+    compute = vgrad.weighted_grad(loss, strategy=strategy, chunk_size=chunk_size)
+    total = compute(weights, params, {}, x)
+    assert oracle.error(total, oracle.weighted(exact, weights)) < 1e-12
+    for name, value in total.items():
+        # Only together with something else would a constant go unnoticed.
+        mixed = value.sum() + weights.sum()
+        if strategy in DIFFERENTIABLE:
+            (found,) = torch.autograd.grad(mixed, weights, retain_graph=True)
+            torch.testing.assert_close(found, 1 + exact[name].flatten(1).sum(1))
+        else:
+            with pytest.raises(RuntimeError, match='was recorded.*strategy="vmap"'):
+                torch.autograd.grad(mixed, weights)
+    with torch.no_grad():
+        total = compute(weights, params, {}, x)
+    assert not any(value.requires_grad for value in total.values())
+    gradient = torch.func.grad(
+        lambda weights: compute(weights, params, {}, x)["w"][0, 0]
+    )
+    if strategy != "recorded":
+        torch.testing.assert_close(gradient(weights.detach()), exact["w"][:, 0, 0])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_results_are_no_function_of_a_loss_scale(strategy):
+    scale = torch.tensor(8.0, requires_grad=True)
+    compute = vgrad.per_sample_grad(
+        square_loss,
+        strategy=strategy,
+        loss_scale=types.SimpleNamespace(loss_scale=scale),  # a scale of one's own
+    )
+    grads = compute({"w": torch.ones(2)}, {}, torch.ones(3, 2))
+    assert torch.equal(grads["w"], torch.full((3, 2), 2.0))
+    assert not grads["w"].requires_grad
 
 
 def square_loss(params, buffers, x):

@@ -37,6 +37,34 @@ def test_a_view_of_a_copy_in_another_layout_is_exact(move, quantity):
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
+SQUARES = {
+    "of stride zero": lambda: torch.full((1, 1), 0.3).double().expand(4, 4),
+    "of equal strides": lambda: W.reshape(-1)[:7].as_strided((4, 4), (1, 1)),
+    "of swapped strides": lambda: W[:4, :4].t(),
+}
+ORDERS = {
+    "permute": lambda w: w.permute(0, 1),
+    "transpose": lambda w: w.transpose(0, 0),
+    "swapaxes, there and back": lambda w: w.swapaxes(0, 1).swapaxes(-1, -2),
+    "t": lambda w: w.t(),
+    "permute, swapped": lambda w: torch.permute(w, dims=(-1, 0)),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("square", SQUARES)
+def test_a_square_matrix_of_any_strides_is_transposed_where_the_loss_says_so(
+    square, order
+):
+    def loss(params, buffers, x):
+        return F.linear(x, ORDERS[order](params["w"])).sin().sum()
+
+    params = {"w": SQUARES[square]()}
+    found = vgrad.per_sample_grad(loss, strategy="recorded")(params, {}, X)
+    expected = oracle.loss_gradients(loss, params, {}, (X,), len(X))
+    assert oracle.error(found, expected) < 1e-12
+
+
 def test_a_view_of_a_convolution_in_channels_last_is_exact():
     weight = torch.randn(4, 3, 2, 2, dtype=torch.float64)
     weight = weight.to(memory_format=torch.channels_last)

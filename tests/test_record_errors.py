@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._C import _functorch as functorch
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, wrap_torch_function
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +20,9 @@ from tests import oracle
 from tests.cases import CASES
 from tests.test_record import RECORDED, B, W, check, fixed, given, normal, out_of
 from tests.test_record import one_thread as one_thread
+from vgrad.persample.factors import Dense
 from vgrad.persample.strategies import STRATEGIES
+from vgrad.persample.table import RULES
 
 # Torch says where it loops over the samples.
 pytestmark = pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
@@ -87,6 +89,78 @@ def test_an_input_that_is_changed_in_place_raises(name, leads_on, write):
     ours = f"^{name}: expected an input that stays as it is until the backward pass"
     with pytest.raises(RuntimeError, match=f"{ours}|modified by an inplace operation"):
         vgrad.per_sample_grad(loss, **RECORDED)(params, {}, *batch)
+
+
+class Product:
+    """A function of `g` that is an object, or one of its methods."""
+
+    __slots__ = ("x",)
+
+    def __init__(self, x):
+        self.x = x
+
+    def __call__(self, g):
+        return Dense(g * self.x)
+
+    def factor(self, g):
+        return self(g)
+
+
+def a_default(x):
+    return lambda g, *, x=x: Dense(g * x)
+
+
+def a_closure_of_a_closure(x):
+    def inner(g):
+        return Dense(g * x)
+
+    return lambda g: inner(g)
+
+
+def nested_containers(x):
+    held = {"x": [(x,)]}
+    return lambda g: Dense(g * held["x"][0][0])
+
+
+HOLDERS = {
+    "a closure": lambda x: lambda g: Dense(g * x),
+    "a view": lambda x: lambda g, x=x[:]: Dense(g * x),
+    "a partial function": lambda x: functools.partial(lambda x, g: Dense(g * x), x),
+    "a partial keyword": lambda x: functools.partial(lambda g, x: Dense(g * x), x=x),
+    "an object": Product,
+    "a method": lambda x: Product(x).factor,
+    "a default": a_default,
+    "a closure of a closure": a_closure_of_a_closure,
+    "containers": nested_containers,
+}
+
+
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_rule_may_hold_its_input_on_any_way(holder, changed, monkeypatch):
+    @wrap_torch_function(lambda x, weight: (x, weight))
+    def scaled(x, weight):
+        return x * weight
+
+    monkeypatch.setitem(RULES, scaled, None)  # and taken out again
+    vgrad.rule(scaled, weights=("weight",), replace=True)(
+        lambda x, weight: {"weight": HOLDERS[holder](x)}
+    )
+
+    def loss(params, buffers, x):
+        a = x * 1
+        h = scaled(a, params["w"])
+        if changed:
+            a.mul_(2)
+        return h.sum()
+
+    params, batch = {"w": fixed(3)}, (normal(B, 3),)
+    compute = vgrad.per_sample_grad(loss, **RECORDED)
+    if changed:
+        with pytest.raises(RuntimeError, match="^scaled: expected an input that stays"):
+            compute(params, {}, *batch)
+    else:
+        assert torch.equal(compute(params, {}, *batch)["w"], batch[0])
 
 
 def test_a_parameter_that_is_changed_in_place_is_refused():

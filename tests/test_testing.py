@@ -6,7 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import (
+    handle_torch_function,
+    has_torch_function,
+    wrap_torch_function,
+)
 
 import vgrad
 from tests import cases
@@ -204,6 +208,26 @@ def test_a_rule_that_does_not_fit_the_call_counts_as_none():
 
     with pytest.raises(AssertionError, match="none fits the use of 'w' by linear"):
         check_rule(batched, {"w": torch.randn(2, 5)}, {}, torch.randn(B, 3, 5))
+
+
+def test_a_rule_is_not_asked_about_an_argument_that_it_cannot_know():
+    @wrap_torch_function(lambda x, weight, times=3.0: (x, weight))
+    def scaled(x, weight, times=3.0):
+        return x * weight * (1.0 if times is None else times)
+
+    @rule(scaled, weights=("weight",))
+    def scaled_rule(x, weight, times):
+        return {"weight": lambda g: Dense(g * x if times is None else g * x * times)}
+
+    def used(params, buffers, x, *times):
+        return scaled(x, params["w"], *times).sum()
+
+    params, x = {"w": torch.ones(3)}, torch.randn(B, 3)
+    found = vgrad.per_sample_grad(used)(params, {}, x)["w"]
+    torch.testing.assert_close(found, 3 * x)
+    with pytest.raises(AssertionError, match="none fits the use of 'w' by scaled"):
+        check_rule(used, params, {}, x)
+    check_rule(lambda *given: used(*given, 2.0), params, {}, x)
 
 
 @pytest.mark.parametrize("name", ["mlp", "tied", "padding_idx", "two_calls_and_unused"])

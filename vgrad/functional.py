@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from vgrad import checks, slots
-from vgrad.tree import map_tensors
+from vgrad.tree import copied
 from vgrad.typing import Buffers, Params
+from vgrad.untouched import Promise, untouched
 from vgrad.writing import write_values_
 
 
@@ -20,8 +21,10 @@ class FunctionalModel:
     Made by `make_functional_with_buffers`. A call is pure: it changes neither the
     tensors it is given nor anything of itself. Buffers, inputs and tensors in plain
     attributes are copied before the module sees them, and what the forward pass sets or
-    appends on the module is undone when it ends, after an exception too. A lock lets
-    threads share one object. Only writes through `.data` cannot be seen or undone.
+    appends on the module is undone when it ends, after an exception too. An op that
+    would write into a parameter is refused before it runs, `.data` or not. Only what
+    torch does not see could: `.detach().numpy()[0] = 0`, or compiled code. A lock lets
+    threads share one object.
 
     `params` and `buffers` together hold every name exactly once; which of the two a
     name is in is the caller's choice. A whole `state_dict()` may stand in for `params`
@@ -63,6 +66,9 @@ class FunctionalModel:
             name for key, name in first_names.items() if key in own_buffers
         )
         self._copied = {name for key, name in first_names.items() if key in copied}
+        # Torch's own modules write into no parameter; to watch them would only cost.
+        only_torch = slots.only_of_torch(skeleton)
+        self._watched = () if only_torch else set(self.names) - self._copied
 
     def __call__(
         self, params: Params, buffers: Buffers, /, *args: Any, **kwargs: Any
@@ -72,7 +78,8 @@ class FunctionalModel:
         Raises:
             ValueError: an entry is missing, unexpected, of the wrong shape or in both
                 dictionaries, or tied names have different values.
-            RuntimeError: the forward pass changes a parameter in place.
+            RuntimeError: the forward pass changes a parameter in place, or uses a view
+                of one that the module keeps.
         """
         return self._run(self._check(params, buffers), args, kwargs)[0]
 
@@ -206,8 +213,9 @@ class FunctionalModel:
             name: value.clone() if name in self._copied else value
             for name, value in values.items()
         }
-        args, kwargs = _copied((args, kwargs))
+        args, kwargs = copied((args, kwargs))
         versions = _versions(own, self._copied)
+        given = {name: own[name] for name in self._watched}
         with self._lock:
             if self._running:
                 raise RuntimeError(
@@ -220,7 +228,8 @@ class FunctionalModel:
                 self._fill(own)
                 for container, key, value in self._loose:
                     container[key] = value.clone()
-                output = self._skeleton(*args, **kwargs)
+                with untouched(Promise(given, _EXPECTED, _ADVICE)):
+                    output = self._skeleton(*args, **kwargs)
                 left = {name: self._left(name, own[name]) for name in own}
             finally:
                 for container, before in self._pristine:
@@ -228,11 +237,7 @@ class FunctionalModel:
                 self._running = False
         for name, version in _versions(own, self._copied).items():
             if versions[name] != version or left[name] is not own[name]:
-                raise RuntimeError(
-                    f"fmodel(params, buffers): expected a forward pass that leaves "
-                    f"parameters alone, but it changed {name!r}. Keep what changes in "
-                    f"a buffer (register_buffer) and use call_and_update."
-                )
+                raise RuntimeError(f"{_EXPECTED}, but it changed {name!r}. {_ADVICE}")
         return output, left
 
     def _fill(self, values: Mapping[str, Tensor]) -> None:
@@ -283,9 +288,13 @@ def make_functional_with_buffers(
     require grad unless `disable_autograd_tracking`; those that do not require grad in
     the module are constants and come back among the buffers.
 
+    Views and results of them that the module keeps in attributes, detached or not,
+    would be constants: until the forward pass has set one anew, its use raises.
+
     Raises:
         TypeError: not a module, or one that cannot be copied (scripted, lazy and not
-            yet initialised, wrapped for data parallelism, with a parameter in a tuple).
+            yet initialised, wrapped for data parallelism, with a parameter in a tuple,
+            with hooks on parameters or with several of them on one memory).
 
     Example:
         >>> model = torch.nn.Linear(3, 2)
@@ -314,8 +323,7 @@ def make_functional_with_buffers(
             buffers[name] = value
         if id(tensor) in constant:
             constants[name] = value.clone()
-        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
-        placeholders[id(tensor)] = empty.as_subclass(slots.Placeholder)
+        placeholders[id(tensor)] = slots.placeholder(tensor)
     skeleton = slots.duplicate(model, placeholders)
     return FunctionalModel(skeleton, constants), params, buffers
 
@@ -346,16 +354,10 @@ def make_functional(
     return BufferlessModel(fmodel), params
 
 
-def _copied(tree: Any) -> Any:
-    """Copy the tensors of a tree; one that is there twice stays one."""
-    copies: dict[int, Tensor] = {}
-
-    def once(tensor: Tensor) -> Tensor:
-        if id(tensor) not in copies:
-            copies[id(tensor)] = tensor.clone()
-        return copies[id(tensor)]
-
-    return map_tensors(once, tree)
+_EXPECTED = (
+    "fmodel(params, buffers): expected a forward pass that leaves parameters alone"
+)
+_ADVICE = "Keep what changes in a buffer (register_buffer) and use call_and_update."
 
 
 def _versions(values: Mapping[str, Tensor], but: Container[str]) -> dict[str, int]:

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from vgrad import checks
+from vgrad.origins import Origins, check_apart
 
 Container = dict[Any, Any] | list[Any]
 
@@ -23,6 +25,13 @@ class Placeholder(nn.Parameter):
     take it together with real ones and read memory that is not theirs.
     """
 
+    refusal = (
+        "expected a tensor that is passed to the functional model, got one that is "
+        "used outside of its call, or held where it cannot be exchanged. Activation "
+        "checkpointing recomputes after the call: take it out, or save memory with "
+        "chunk_size. Register what holds parameters as a module."
+    )
+
     @classmethod
     def __torch_function__(
         cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -30,18 +39,33 @@ class Placeholder(nn.Parameter):
         """Answer questions about shape and kind, refuse everything else."""
         name = getattr(func, "__name__", "")
         if name not in _ALLOWED:
-            raise RuntimeError(
-                f"{name}: expected a tensor that is passed to the functional model, "
-                f"got one that is used outside of its call, or held where it cannot be "
-                f"exchanged. Activation checkpointing recomputes after the call: take "
-                f"it out, or save memory with chunk_size. Register what holds "
-                f"parameters as a module."
-            )
+            raise RuntimeError(f"{name}: {cls.refusal}")
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            value = func(*args, **(kwargs or {}))
+            return value.as_subclass(cls) if isinstance(value, Tensor) else value
+
+    def __deepcopy__(self, memo: dict) -> "Placeholder":
+        """Return another one."""
+        return placeholder(self, type(self))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        """Pickle as the same class, and not as a parameter."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return Tensor.as_subclass, (self.as_subclass(Tensor), type(self))
 
 
-_ALLOWED = {"__get__", "__deepcopy__", "__reduce_ex__", "clone", "detach", "dim"}
+class Stale(Placeholder):
+    """Stands for a view or a result of registered tensors until it is set anew."""
+
+    refusal = (
+        "expected a tensor that the forward pass computes before it uses it, got a "
+        "view or a result of parameters or buffers that the module keeps in an "
+        "attribute and that would not follow their values. Compute it in the forward "
+        "pass, for example in a property."
+    )
+
+
+_ALLOWED = {"__get__", "clone", "detach", "dim"}
 _ALLOWED |= {"is_floating_point", "is_complex", "numel", "requires_grad_", "size"}
 _ALLOWED |= {"element_size", "__hash__", "stride"}
 
@@ -68,16 +92,30 @@ def check_plain(function: str, model: Any) -> None:
             f"initialised tensors, got lazy ones in {checks.listed(lazy)}. Run the "
             f"model once on a batch first."
         )
+    hooked = [
+        name
+        for name, tensor in named_tensors(model)
+        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks
+    ]
+    if hooked:
+        raise TypeError(
+            f"{function}({type(model).__name__}): expected tensors without hooks, "
+            f"which gradients of other tensors would not run, got some on "
+            f"{checks.listed(hooked)}. Remove them (`handle.remove()`). What they do "
+            f"to a gradient can be done by a parametrization, whose backward pass does "
+            f"it (torch.nn.utils.parametrize)."
+        )
+    check_apart(function, model)
 
 
 def check_closures(model: nn.Module) -> None:
     """Refuse functions that hold on to the module, which a copy of it would share."""
     known = {id(module) for module in model.modules()}
-    known |= {id(tensor) for _, tensor in named_tensors(model)}
+    origins = Origins(model)
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             for each in value.values() if isinstance(value, dict) else (value,):
-                if isinstance(each, FunctionType) and _reaches(each, known):
+                if isinstance(each, FunctionType) and _reaches(each, known, origins):
                     raise TypeError(
                         f"make_functional_with_buffers(model): expected functions that "
                         f"get the module as an argument, got one in "
@@ -87,15 +125,19 @@ def check_closures(model: nn.Module) -> None:
                     )
 
 
-def _reaches(function: FunctionType, known: set[int]) -> bool:
-    """Tell whether a function's closure or defaults hold one of these objects."""
+def _reaches(function: FunctionType, known: set[int], origins: Origins) -> bool:
+    """Tell whether a function's closure or defaults hold a part of the module."""
     held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     held += [each.cell_contents for each in function.__closure__ or () if _full(each)]
-    held += [
-        each for group in held if isinstance(group, list | tuple) for each in group
-    ]
-    owners = [each.__self__ for each in held if isinstance(each, MethodType)]
-    return any(id(each) in known for each in (*held, *owners))
+    groups = [each for each in held if isinstance(each, list | tuple | dict)]
+    inside = [each for group in groups for each in _children(group)]
+    owners = [each.__self__ for each in held + inside if isinstance(each, MethodType)]
+    return (
+        any(id(each) in known for each in (*held, *inside, *owners))
+        or any(isinstance(each, Tensor) and origins.lead_to(each) for each in held)
+        # Not what was computed: hooks collect results that they do not use.
+        or any(isinstance(each, Tensor) and origins.hold(each) for each in inside)
+    )
 
 
 def _full(cell: Any) -> bool:
@@ -138,19 +180,55 @@ def renormalised(model: nn.Module) -> set[int]:
     }
 
 
+def only_of_torch(model: nn.Module) -> bool:
+    """Tell whether all that runs in a forward pass are modules of torch itself."""
+    return all(
+        type(module).__module__.startswith("torch.nn.modules.")
+        and "forward" not in vars(module)
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        for module in model.modules()
+    )
+
+
 def duplicate(model: nn.Module, placeholders: dict[int, Any]) -> nn.Module:
     """Copy a module with its tensors, by id, replaced wherever they are held.
 
-    Results of a computation that a module keeps as an attribute, as the old
-    `torch.nn.utils.weight_norm` does, cannot be copied by torch; they are cut off their
-    graph, for the forward pass computes them anew.
+    Views and results of them have to be computed anew in each call, as the old
+    `torch.nn.utils.weight_norm` does: until then, nothing can be done with them.
     """
-    memo = dict(placeholders)
-    for container in attributes(model, set()):
-        for value in _children(container):
-            if isinstance(value, Tensor) and not value.is_leaf:
-                memo[id(value)] = value.detach().clone()
-    return copy.deepcopy(model, memo)
+    origins, memo = Origins(model), dict(placeholders)
+    for *_, value in _entries(attributes(model, set())):
+        # One that is not registered; its class copies it unseen.
+        if isinstance(value, nn.Parameter) and origins.hold(value):
+            memo.setdefault(id(value), placeholder(value, Stale))
+    with _Copying(origins):
+        return copy.deepcopy(model, memo)
+
+
+class _Copying(TorchFunctionMode):
+    """Sees each tensor that is copied with a module, whatever holds it."""
+
+    def __init__(self, origins: Origins) -> None:
+        super().__init__()
+        self._origins = origins
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor = args[0]
+        if self._origins.lead_to(tensor):
+            return placeholder(tensor, Stale)
+        # Torch copies leaves alone; those of other results are constants here.
+        return tensor.detach().clone() if not tensor.is_leaf else func(*args)
+
+
+def placeholder(tensor: Tensor, kind: type[Placeholder] = Placeholder) -> Placeholder:
+    """Return what stands in the place of a tensor."""
+    with torch._C.DisableTorchFunctionSubclass():
+        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+        return empty.as_subclass(kind)
 
 
 def registries(model: nn.Module) -> list[dict[str, Any]]:
@@ -195,7 +273,9 @@ def loose(
     return [
         (container, key, value)
         for container, key, value in _entries(containers)
-        if isinstance(value, Tensor) and id(value) not in names
+        if isinstance(value, Tensor)
+        and id(value) not in names
+        and not isinstance(value, Stale)
     ]
 
 

@@ -52,6 +52,18 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
     return type(tree)(mapped) if type(tree) in (list, tuple) else type(tree)(*mapped)
 
 
+def copied(tree: Tree) -> Tree:
+    """Copy the tensors of a tree; one that is there twice stays one."""
+    copies: dict[int, Tensor] = {}
+
+    def once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.clone()
+        return copies[id(tensor)]
+
+    return map_tensors(once, tree)
+
+
 def _is_sequence(tree: Tree) -> bool:
     return type(tree) in (list, tuple) or pytree.is_namedtuple_instance(tree)
 

@@ -22,6 +22,7 @@ from vgrad.ensemble.execution import (
 )
 from vgrad.persample.explain import aligned
 from vgrad.persample.randomness import random_state, set_random_state
+from vgrad.untouched import untouched
 
 BUSY = 50.0
 """MFLOP of a member's forward pass from which on it keeps a CPU busy by itself."""
@@ -117,7 +118,7 @@ def _by_work(function: Callable, call: Call) -> tuple[str, str]:
     state = random_state(call.tensors())
     counter = FlopCounterMode(display=False)
     try:
-        with counter:
+        with counter, untouched(call.promise()):
             autocasting(function)(*call.of(0))
     finally:
         set_random_state(state)

@@ -25,6 +25,7 @@ from vgrad.persample.randomness import drawn_since, random_state, set_random_sta
 from vgrad.precision.autocast import Autocast
 from vgrad.tree import map_tensors, tensors
 from vgrad.typing import Buffers, Params, Tree
+from vgrad.untouched import Promise, untouched
 
 Strategy = Literal["auto", "vmap", "loop", "hybrid"]
 Randomness = Literal["error", "different", "same"]
@@ -85,6 +86,13 @@ class Call:
         """Return all tensors that were given."""
         return tensors(self.args)
 
+    def promise(self) -> Promise:
+        """Promise that all of them stay as they are."""
+        params, buffers, *batch = self.args
+        items = {f"tensor {n} of the batch": x for n, x in enumerate(tensors(batch))}
+        expected = "ensemble: expected a function that changes nothing it is given"
+        return Promise({**items, **buffers, **params}, expected, "Copy it first.")
+
     def stacked_with_buffers(self, pairs: Sequence[tuple[Tree, Buffers]]) -> tuple:
         """Join what the members returned and the buffers that they left.
 
@@ -138,7 +146,8 @@ def vmapped(
         # much as a small model.
         with vmap_increment_nesting(call.members, randomness) as level:
             params, buffers, *batch = call.mapped(level)
-            with Members(told, chosen=hybrid), Autocast(params.values()):
+            guard = Members(told, call.promise(), chosen=hybrid)
+            with guard, Autocast(params.values()):
                 result = function(params, buffers, *batch)
 
             def joined(value: Any) -> Tensor:
@@ -173,7 +182,8 @@ def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:
     for member in range(call.members):
         if randomness == "same":
             set_random_state(before)
-        results.append(function(*call.of(member)))
+        with untouched(call.promise()):
+            results.append(function(*call.of(member)))
         if randomness == "error" and drawn_since(before, given):
             set_random_state(before)
             raise RuntimeError(

@@ -51,7 +51,9 @@ class EnsembleForward:
         call = self._call(params, buffers, batch)
         if self._chunk_size is None:
             return self._of(self._fmodel, call)
-        with LossGuard(vmapped=False):  # statistics of a chunk are not the batch's
+        with LossGuard(
+            vmapped=False, given={}
+        ):  # statistics of a chunk are not the batch's
             parts = [
                 self._of(self._fmodel, self._call(params, buffers, rows))
                 for rows in self._chunks(call, batch)
@@ -144,7 +146,8 @@ def ensemble_forward(
     entries that match the patterns in `shared`. With `in_dims=None` all members get the
     same batch, with `0` each its own (`x[indices]` with indices `[E, B]` for a
     bootstrap); a sequence says it for each item. `.with_buffers(...)` returns
-    `(output, new_buffers)`, for batch statistics. Nothing that was given changes.
+    `(output, new_buffers)`, for batch statistics. Nothing that was given changes; only
+    what torch does not see could write there, as `.detach().numpy()[0] = 0` does.
 
     `strategy="loop"` runs one member after the other, `"vmap"` all in one pass by
     torch's rules, `"hybrid"` all in one pass with each op in the form that suits the

@@ -164,6 +164,9 @@ def ensemble_grad(
     `[E, ...]`, `.losses` `[E]` and `.buffers`. The gradient of one member depends on no
     other; gradients of parameters that match `shared` are sums over the members.
 
+    Results are constants, as those of `torch.autograd.grad` are; inside a transform of
+    `torch.func` they can be differentiated.
+
     The options are those of `ensemble_forward`. Except in a loop all members' gradients
     come from one backward pass, and activations of all members are held at once.
 

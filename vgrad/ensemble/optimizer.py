@@ -17,6 +17,7 @@ from vgrad.optim.base import (
     Donated,
     GradientTransformation,
     Grads,
+    UpdateFn,
     Updates,
     apply_updates,
 )
@@ -31,14 +32,23 @@ class MembersState(NamedTuple):
     shared: Tree
 
 
-class MembersTransformation(GradientTransformation):
+class _Fields(NamedTuple):
+    """Those of a transformation in their places, and one more, which copies keep."""
+
+    init: Callable[[Params], Tree]
+    update: UpdateFn
+    donated: Donated | None
+    shared: tuple[str, ...]
+
+
+class MembersTransformation(  # pyright: ignore[reportGeneralTypeIssues]  # it is longer
+    _Fields, GradientTransformation
+):
     """What `for_members` returns.
 
     Attributes:
         shared: patterns of the parameters without a member axis.
     """
-
-    shared: tuple[str, ...]
 
 
 def for_members(
@@ -175,9 +185,7 @@ def for_members(
 
     # What members share would need a step of its own.
     donated = None if patterns else _donated(of, values, check)
-    made = MembersTransformation(init, update, donated)
-    made.shared = patterns
-    return made
+    return MembersTransformation(init, update, donated, patterns)
 
 
 LEAST = 20_000

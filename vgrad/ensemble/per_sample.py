@@ -163,7 +163,8 @@ def ensemble_clipped_grad(
     `clipped_grad`. `.add_noise` adds each member's noise.
 
     Raises:
-        ValueError: when called, if there are not as many clip norms as members.
+        ValueError: `max_norm` requires grad; when called, if there are not as many clip
+            norms as members.
 
     Example:
         >>> import vgrad
@@ -178,6 +179,12 @@ def ensemble_clipped_grad(
     """
     bounds: Any = max_norm
     if isinstance(max_norm, Tensor):
+        if max_norm.requires_grad:
+            raise ValueError(
+                "ensemble_clipped_grad(max_norm): expected numbers, by which results "
+                "are not differentiated, got a tensor that requires grad. Pass "
+                "max_norm.detach()."
+            )
         bounds = max_norm.reshape(-1).tolist()
     elif not isinstance(max_norm, Sequence):
         bounds = [max_norm]

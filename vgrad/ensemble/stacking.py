@@ -33,7 +33,8 @@ def stack(
     Raises:
         ValueError: there is no model, or one is not like the first; the message names
             the entry, or the submodule and its attribute, and the member.
-        TypeError: a model is not a module, or cannot be copied.
+        TypeError: a model is not a module, or cannot be copied; else as
+            `make_functional_with_buffers`.
 
     Example:
         >>> fmodel, params, buffers = stack([nn.Linear(3, 2) for _ in range(5)])

@@ -22,17 +22,17 @@ from torch._C._functorch import (
 )
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from vgrad.checks import inside_transform
 from vgrad.lowering.opened import is_python, opened
 from vgrad.lowering.vmapped import VMAPPED
+from vgrad.untouched import Promise, Untouched
 
 Form = Callable[..., Tensor]
 """From E and tensors `[E, ...]` (those that all members share: `[...]`) to the same."""
 
 
-class Members(TorchFunctionMode):
+class Members(Untouched):
     """Under `torch.vmap` over members, runs each op in its best form.
 
     `told` gets the name of each op that has several forms, and of the one it took. With
@@ -41,10 +41,13 @@ class Members(TorchFunctionMode):
     """
 
     def __init__(
-        self, told: Callable[[str, str], None] | None = None, *, chosen: bool = True
+        self,
+        told: Callable[[str, str], None] | None = None,
+        *promises: Promise,
+        chosen: bool = True,
     ) -> None:
-        """Say who wants to know, and whether there is a choice."""
-        super().__init__()
+        """Say who wants to know, what is to stay, and whether there is a choice."""
+        super().__init__(*promises)
         self._told = told
         self._forms = FORMS if chosen else {}
 
@@ -53,6 +56,7 @@ class Members(TorchFunctionMode):
     ) -> Any:
         """Run one call."""
         kwargs = kwargs or {}
+        self.check(func, args, kwargs)
         if func in VMAPPED:
             return VMAPPED[func](*args, **kwargs)
         if is_python(func):

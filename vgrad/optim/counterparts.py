@@ -153,8 +153,8 @@ def fields_of(state: Any) -> list[tuple[str, str, Any]]:
     """List field, name in torch and value of a state of one transformation."""
     if state == ():
         return []
-    named = FIELDS[type(state)]
-    return [(f, named.get(f, "step"), held) for f, held in state._asdict().items()]
+    named = {"count": "step", **FIELDS[type(state)]}
+    return [(field, named[field], held) for field, held in state._asdict().items()]
 
 
 def steps_of(entry: Entry) -> float:

@@ -101,7 +101,8 @@ def explain(transform: Any) -> Callable[..., Any]:
 
     Raises:
         TypeError: `transform` is something else.
-        ValueError: the batch is empty; else as the transform.
+        ValueError: it is a transform that has no forms here; when called, the batch is
+            empty; else as the transform.
         UnsupportedOp: as the transform.
 
     Example:
@@ -127,6 +128,7 @@ def explain(transform: Any) -> Callable[..., Any]:
             f"returns, got a {type(transform).__name__}. Pass, for example, "
             f"per_sample_norm(loss)."
         )
+    checks.one_of("explain", _FORMS, transform=transform.options.function)
     # A memory of its own, so that the transform still warns of what was seen here.
     options = dataclasses.replace(
         transform.options, loss_scale=None, fallbacks=Fallbacks()
@@ -230,7 +232,7 @@ class _Found:
 
     def __init__(self, function: str, params: Params) -> None:
         """Start with nothing."""
-        self._form = _FORMS.get(function, _for_norms)
+        self._form = _FORMS[function]
         self._params = params
         self._uses: list[Row] = []
         self._computed: set[str] = set()
@@ -333,10 +335,12 @@ def _for_projections(factor: Factor, number: int) -> tuple[str, int]:
 
 
 _FORMS = {
+    "per_sample_norm": _for_norms,
+    "clipped_grad": _for_norms,
     "per_sample_grad": _for_gradients,
     "gradient_moments": _for_gradients,
     "weighted_grad": _for_sums,
     "per_sample_gram": _for_pairs,
     "per_sample_projection": _for_projections,
 }
-"""What transforms do that need no norms; `number` is the bytes of one."""
+"""What each transform does with a factor; `number` is the bytes of one."""

@@ -4,31 +4,34 @@ import contextlib
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from vgrad.batch_norm import refuse_batch_statistics
 from vgrad.lowering.vmapped import VMAPPED
+from vgrad.untouched import Promise, Untouched
 
 
 class UnsupportedOp(NotImplementedError):
     """A strategy cannot run an op of the loss; the message says which one can."""
 
 
-class LossGuard(TorchFunctionMode):
+class LossGuard(Untouched):
     """Refuses batch statistics at the op; with `vmapped`, names the op that vmap lacks.
 
     A function mode sees every torch function that a loss calls, in a module or not.
+    `given` is what the loss must not write into.
     """
 
-    def __init__(self, *, vmapped: bool) -> None:
+    def __init__(self, *, vmapped: bool, given: Mapping[str, Tensor]) -> None:
         """Say whether the loss runs for all samples at once."""
-        super().__init__()
+        expected = "loss: expected one that changes nothing it is given"
+        super().__init__(Promise(given, expected, "Copy it first."))
         self._vmapped = vmapped
 
     def __torch_function__(
@@ -39,6 +42,7 @@ class LossGuard(TorchFunctionMode):
         if getattr(func, "__name__", "") == "__get__":
             return self.run(func, args, kwargs) if self._vmapped else func(*args)
         refuse_batch_statistics(func, args, kwargs)
+        self.check(func, args, kwargs)
         if not self._vmapped:
             return func(*args, **kwargs)
         try:

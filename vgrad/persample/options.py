@@ -64,8 +64,12 @@ class Options:
         buffers: Buffers,
         batch: Tree,
         collect: Callable[[], Collector],
+        others: tuple[Tensor, ...] = (),
     ) -> Iterator[Chunk]:
-        """Run the strategy, then check that the loss left its inputs as they were."""
+        """Run the strategy, then check that the loss left its inputs as they were.
+
+        `others` are tensors that the caller computes the result from as well.
+        """
         checks.dictionaries(self.function, params=params, buffers=buffers)
         _check_tensors(self.function, params, buffers)
         problem = Problem(
@@ -79,6 +83,7 @@ class Options:
             self.fallbacks,
             collect,
             self.loss_scale,
+            others,
         )
         if problem.batch.size == 0:
             return

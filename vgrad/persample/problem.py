@@ -28,6 +28,7 @@ class Problem:
     Attributes:
         function: the transform's name, for errors.
         collect: makes what the factors of a chunk are handed to.
+        others: tensors that the result depends on, though the loss does not.
     """
 
     function: str
@@ -40,6 +41,7 @@ class Problem:
     fallbacks: Fallbacks
     collect: Callable[[], Collector]
     loss_scale: LossScale | None = None
+    others: tuple[Tensor, ...] = ()
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -49,9 +51,15 @@ class Problem:
 
     @property
     def differentiable(self) -> bool:
-        """Whether the caller can differentiate the result once more."""
+        """Whether the caller can differentiate the gradients once more."""
         wanted = any(tensor.requires_grad for tensor in self.tensors)
         return torch.is_grad_enabled() and wanted
+
+    @property
+    def wanted(self) -> tuple[Tensor, ...]:
+        """The tensors by which the caller can differentiate the result."""
+        given = (*self.tensors, *self.others) if torch.is_grad_enabled() else ()
+        return tuple(tensor for tensor in given if tensor.requires_grad)
 
     def cotangent(self, losses: Tensor) -> Tensor:
         """Return what losses are multiplied by before the backward pass."""
@@ -67,8 +75,9 @@ class Problem:
     def _scale(self, dtype: torch.dtype) -> Tensor:
         device = next(iter(self.params.values())).device
         scale = self.loss_scale.loss_scale if self.loss_scale else 1.0
-        # What a loss of any dtype can be multiplied by without rounding.
-        scale = torch.as_tensor(scale, device=device).to(torch.bfloat16)
+        # What a loss of any dtype can be multiplied by without rounding. It is divided
+        # by again, so results are no function of it.
+        scale = torch.as_tensor(scale, device=device).detach().to(torch.bfloat16)
         return scale.to(dtype)
 
     def run_loss(

@@ -23,6 +23,10 @@ a function of `(params, buffers, *batch)`. B samples; every tensor of the batch 
 * `has_aux`: the loss returns `(scalar, aux)` and the function `(result, aux)`, with
   `aux` stacked over samples (`None` for an empty batch).
 
+What a transform is given does not change: samples are copies, and an op of the loss
+that would write into parameters or buffers, `.data` or not, is refused before it runs.
+Only what torch does not see could, as `.detach().numpy()[0] = 0` or compiled code.
+
 The loss runs under the autocast of the caller; everything else is float32 or wider.
 Recorded results are constants: where an argument requires grad (and grad mode is on),
 differentiating one raises. Those of `"vmap"` and `"loop"` can be differentiated; what
@@ -207,7 +211,7 @@ def weighted_grad(
             start = sum(len(each.losses) for each in parts)
             return Weighted(weights[start:])
 
-        for chunk in options.chunks(params, buffers, batch, collect):
+        for chunk in options.chunks(params, buffers, batch, collect, (weights,)):
             sums.add(chunk.collected.sums)
             parts.append(chunk._replace(collected=None))
         return options.result(sums.rounded(params), parts)

@@ -7,8 +7,10 @@ expanded over the samples there, so that autograd's gradient of the expansion is
 per-sample gradient.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +24,7 @@ from vgrad.persample.factors import Factor
 from vgrad.persample.guard import LossGuard, own_backward_pass
 from vgrad.persample.sites import Site, Sites, Take, Use, leaf, op_name, replaced
 from vgrad.persample.table import Lowering, Maker, Rule
-from vgrad.typing import Params
+from vgrad.typing import Buffers, Params
 
 
 class Recorder(LossGuard):
@@ -41,9 +43,11 @@ class Recorder(LossGuard):
         randomness: str,
         take: Take,
         tell: Callable[[Use], None] | None = None,
+        *,
+        buffers: Buffers,
     ) -> None:
         """Make the stand-ins for the parameters."""
-        super().__init__(vmapped=True)
+        super().__init__(vmapped=True, given={**params, **buffers})
         self.size = size
         self.randomness = randomness
         self._rules = rules
@@ -273,10 +277,24 @@ def _check_unchanged(op: str, captured: list[tuple[Tensor, int]]) -> None:
 
 
 def _captured(maker: Maker) -> list[Tensor]:
-    """Return the tensors that a function refers to."""
-    cells = getattr(maker, "__closure__", None) or ()
-    values = (cell.cell_contents for cell in cells)
-    return [value for value in values if isinstance(value, Tensor)]
+    """Return the tensors that a function refers to, itself or through other objects."""
+    found: list[Tensor] = []
+    seen: set[int] = set()
+    left: list[Any] = [maker]
+    while left:
+        value = left.pop()
+        known = id(value) in seen or isinstance(value, type | ModuleType)
+        if known or not gc.is_tracked(value):  # numbers and the like refer to nothing
+            continue
+        seen.add(id(value))
+        if isinstance(value, FunctionType):  # not to its globals
+            held = (value.__defaults__, value.__kwdefaults__, vars(value))
+            left += gc.get_referents(*(value.__closure__ or ()), *held)
+        elif isinstance(value, Tensor):
+            found.append(value)
+        else:
+            left += gc.get_referents(value)
+    return found
 
 
 def _same_memory(base: Tensor, view: Tensor) -> bool:

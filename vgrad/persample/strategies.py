@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from vgrad import checks
 from vgrad.persample import rules as rules
-from vgrad.persample.factors import Dense
+from vgrad.persample.factors import Dense, Factor
 from vgrad.persample.guard import LossGuard, UnsupportedOp, raise_clearly
 from vgrad.persample.problem import Problem
 from vgrad.persample.randomness import drawn_since, random_state, set_random_state
@@ -63,13 +63,19 @@ def recorded(problem: Problem, start: int, stop: int) -> Chunk:
             f'transforms of torch.func. Use strategy="vmap" inside them.'
         )
     collected = problem.collect()
+
+    def take(name: str, factor: Factor) -> None:
+        with torch.no_grad():
+            collected.take(name, problem.unscaled(factor))
+
     recorder = Recorder(
         RULES,
         problem.params,
         stop - start,
         problem.randomness,
-        lambda name, factor: collected.take(name, problem.unscaled(factor)),
+        take,
         getattr(collected, "tell", None),  # who explains wants every use
+        buffers=problem.buffers,
     )
 
     def one(tensors: tuple[Tensor, ...]) -> tuple:
@@ -83,9 +89,7 @@ def recorded(problem: Problem, start: int, stop: int) -> Chunk:
         with torch.autocast(losses.device.type, enabled=False):
             recorder.backward(losses, problem.cotangent(losses))
     losses, aux = pytree.tree_map_only(Tensor, torch.Tensor.detach, (losses, aux))
-    wanted = problem.tensors if problem.differentiable else []
-    constants_of = tuple(tensor for tensor in wanted if tensor.requires_grad)
-    return Chunk(collected, losses, aux, constants_of)
+    return Chunk(collected, losses, aux, problem.wanted)
 
 
 _NO_HOOKS = "saved tensor hooks are not supported while a loss is recorded"
@@ -96,7 +100,7 @@ def vmap(problem: Problem, start: int, stop: int) -> Chunk:
 
     def one(tensors: tuple[Tensor, ...]) -> tuple:
         def of_params(params: Params) -> tuple[Tensor, Tree]:
-            return problem.run_loss(params, tensors, LossGuard(vmapped=True))
+            return problem.run_loss(params, tensors, _guard(problem, vmapped=True))
 
         forward = torch.func.vjp(of_params, dict(problem.params), has_aux=True)
         value, pullback, aux = cast(tuple[Tensor, Callable, Tree], forward)
@@ -119,7 +123,7 @@ def loop(problem: Problem, start: int, stop: int) -> Chunk:
     tensors = tuple(row.squeeze(0) for row in problem.batch.rows(start, stop))
 
     def of_params(params: Params) -> tuple[Tensor, Tree]:
-        return problem.run_loss(params, tensors, LossGuard(vmapped=False))
+        return problem.run_loss(params, tensors, _guard(problem, vmapped=False))
 
     with _no_weight_cache():
         found = gradient(of_params, problem)
@@ -156,10 +160,15 @@ def saved_bytes(problem: Problem) -> int:
     hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
     try:
         with hooks, torch.enable_grad(), _no_weight_cache():
-            problem.run_loss(_leaves(problem), tensors, LossGuard(vmapped=False))
+            problem.run_loss(_leaves(problem), tensors, _guard(problem, vmapped=False))
     finally:
         set_random_state(state)
     return sum(seen.values())
+
+
+def _guard(problem: Problem, *, vmapped: bool) -> LossGuard:
+    """Watch a loss that is handed the memory of the caller's tensors."""
+    return LossGuard(vmapped=vmapped, given={**problem.params, **problem.buffers})
 
 
 def _collected(problem: Problem, grads: Params, losses: Tensor, aux: Tree) -> Chunk:

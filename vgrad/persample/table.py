@@ -73,12 +73,14 @@ class Rule:
     defaults: dict[str, Any]
 
     def bind(self, args: tuple, kwargs: dict) -> dict[str, Any] | None:
-        """Name the arguments of a call, in order; None if the rule lacks one."""
+        """Name the arguments of a call, in order; None if rule or call lacks one."""
         if len(args) > len(self.names) or not kwargs.keys() <= set(self.names):
             return None
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        bound = {name: given.get(name, self.defaults.get(name)) for name in self.names}
-        return bound
+        given = {**self.defaults, **given}
+        if len(given) < len(self.names):
+            return None
+        return {name: given[name] for name in self.names}
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -95,9 +96,16 @@ def describe(
 
     if cast:
         return View(replay, same_numbers=True, transposes=False)
-    matrix = source.ndim == 2 and output.shape == source.shape[::-1]
-    swapped = matrix and output.stride() == source.stride()[::-1]
-    return View(replay, same_numbers=False, transposes=name in _TRANSPOSES and swapped)
+    transposes = name in _TRANSPOSES and source.ndim == 2 and _swaps(replay)
+    return View(replay, same_numbers=False, transposes=transposes)
+
+
+def _swaps(replay: Callable[[Tensor], Tensor]) -> bool:
+    """Tell whether two axes change places; strides of data cannot say, nor its shape.
+
+    Both orders of a square look alike, and so do those of equal strides.
+    """
+    return replay(torch.empty(2, 3, device="meta")).shape == (3, 2)
 
 
 def _basic(index: Any) -> bool:
