@@ -87,6 +87,25 @@ def test_epsilon_is_not_too_low_for_a_small_delta_after_many_steps(
     assert exact <= found <= 1.02 * exact
 
 
+@pytest.mark.parametrize(
+    ("steps", "delta", "loose"),
+    [(10**6 + 7, 1e-5, 1.001), (10**8, 1e-5, 1.01), (10**10, 1e-3, 1.4)],
+)
+def test_very_many_steps_are_composed_at_once_and_on_the_safe_side(steps, delta, loose):
+    run = {"sampling_rate": 1.0, "noise_multiplier": 2 * math.sqrt(steps)}
+    exact = gaussian_epsilon(run["noise_multiplier"], steps, delta)
+    assert exact <= epsilon(**run, steps=steps, delta=delta) <= loose * exact
+
+
+def test_more_steps_than_the_grid_can_bound_are_refused_with_a_way_out():
+    run = USUAL | {"steps": 10**12, "noise_multiplier": 1e5, "delta": 1e-3}
+    match = r'epsilon\(steps=1000000000000, accountant="pld"\): .*accountant="rdp"'
+    with pytest.raises(ValueError, match=match):
+        epsilon(**run)
+    assert 0 < epsilon(**run, accountant="rdp") < 1
+    assert epsilon(**(run | {"delta": 1e-5})) == math.inf
+
+
 def test_a_delta_within_the_rounding_errors_gets_no_finite_bound():
     run = USUAL | {"steps": 100_000, "delta": 1e-11}
     assert epsilon(**run) == math.inf
@@ -161,7 +180,7 @@ def test_without_steps_nothing_is_spent(accountant):
     assert epsilon(**(USUAL | {"steps": 0}), accountant=accountant) == 0.0
 
 
-@pytest.mark.parametrize("noise", [0.05, 1e9])
+@pytest.mark.parametrize("noise", [0.05, 1e9, 1e300])
 @pytest.mark.parametrize("rate", [1.0, 1e-8])
 @pytest.mark.parametrize("steps", [1, 100_000])
 def test_extreme_arguments_give_a_number_and_no_warning(noise, rate, steps):
@@ -183,7 +202,7 @@ def test_the_calibrated_noise_meets_the_target_and_hardly_more(
     assert epsilon(noise_multiplier=found / 1.0002, **run) > target
 
 
-@pytest.mark.parametrize("target", [10.0, 1.0, 0.1, 1e-9])
+@pytest.mark.parametrize("target", [10.0, 1.0, 0.1, 1e-9, 1e-300, 5e-324])
 def test_the_calibrated_noise_of_one_step_is_that_of_the_gaussian_mechanism(target):
     delta = 1e-5
     found = noise_multiplier_for(
@@ -193,9 +212,17 @@ def test_the_calibrated_noise_of_one_step_is_that_of_the_gaussian_mechanism(targ
     assert exact <= found <= 1.001 * exact
 
 
-def test_a_very_large_budget_gets_the_least_noise():
-    found = noise_multiplier_for(epsilon=1e6, delta=1e-5, sampling_rate=1.0, steps=1)
+@pytest.mark.parametrize("target", [1e6, 1e300, sys.float_info.max])
+def test_a_very_large_budget_gets_the_least_noise(target):
+    found = noise_multiplier_for(epsilon=target, delta=1e-5, sampling_rate=1.0, steps=1)
     assert found == pytest.approx(0.05, rel=2e-4)
+
+
+def test_the_calibrated_noise_meets_the_target_after_very_many_steps():
+    # There epsilon does not fall everywhere when the noise grows, by rounding.
+    run = {"sampling_rate": 0.5, "steps": 10**9, "delta": 1e-5}
+    found = noise_multiplier_for(epsilon=3.0, **run)
+    assert 2.98 < epsilon(noise_multiplier=found, **run) <= 3.0
 
 
 def test_a_budget_out_of_reach_is_an_error_that_names_the_arguments():
@@ -279,6 +306,7 @@ def test_a_missing_library_says_how_to_get_it(monkeypatch):
         ("noise_multiplier", math.inf),
         ("steps", -1),
         ("steps", 1.5),
+        ("steps", 10**400),
         ("delta", 0.0),
         ("delta", 1.0),
         ("accountant", "gdp"),
@@ -297,6 +325,7 @@ def test_epsilon_refuses_arguments_out_of_range(name, value):
         ("delta", 1.0),
         ("sampling_rate", 0),
         ("steps", 0),
+        ("steps", 10**400),
         ("accountant", "gdp"),
     ],
 )

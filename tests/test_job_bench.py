@@ -61,7 +61,7 @@ def test_it_needs_a_checkout(monkeypatch, tmp_path, capsys):
 
 
 def test_it_needs_a_folder_to_write_to(tmp_path):
-    with pytest.raises(FileNotFoundError, match="expected an existing folder"):
+    with pytest.raises(FileNotFoundError, match="a file in an existing folder"):
         bench.run(tmp_path / "missing" / "out.json")
 
 

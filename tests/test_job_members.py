@@ -439,7 +439,8 @@ def test_without_privacy_models_need_no_per_sample_gradients(
     if name == "normed":
         means = state[".plain.buffers['2.running_mean']"]
         assert len({tuple(row.tolist()) for row in means}) == 3
-    assert main(["evaluate", str(tmp_path / "run"), "--data", str(images)]) == 0
+    again = ["--data", str(images), *more[-2:]]
+    assert main(["evaluate", str(tmp_path / "run"), *again]) == 0
     last = lines(tmp_path / "run/plain.jsonl")[-1]["test_accuracy"]
     assert f"accuracy {100 * last:.2f} %" in capsys.readouterr().out
     sys.modules.pop("own_members", None)

@@ -445,7 +445,7 @@ def test_a_factory_whose_source_has_changed_is_refused(
     out = tmp_path / "run"
     interrupted(images, out, monkeypatch, "--model", "own_model:make")
     (tmp_path / "own_model.py").write_text(source + "# changed\n")
-    message = error(capsys, "train", "--resume", out)
+    message = error(capsys, "train", "--resume", out, "--model", "own_model:make")
     assert "expected source_sha256 in model" in message
     sys.modules.pop("own_model")
 
@@ -593,7 +593,7 @@ def test_dropout_trains_and_resumes_with_the_same_masks(images, tmp_path, monkey
         patch.setattr(checkpoint, "save_model", killing)
         with pytest.raises(Killed):
             train(images, tmp_path / "killed", *more)
-    assert main(["train", "--resume", str(tmp_path / "killed")]) == 0
+    assert main(["train", "--resume", str(tmp_path / "killed"), *more[:2]]) == 0
     assert results(tmp_path / "killed") == results(tmp_path / "whole")
     sys.modules.pop("dropping")
 

@@ -70,6 +70,9 @@ COMMANDS = {
 _DEMO = {"rich", "matplotlib", "sklearn"}
 """Packages of the extra `demo`."""
 
+_LONGEST = 2000
+"""Characters of a message."""
+
 
 class _Parser(ArgumentParser):
     """A parser that says what is wrong in one line, as everything here does."""
@@ -111,7 +114,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str) -> int:
-    print("vgrad: " + " ".join(message.split()), file=sys.stderr)
+    """Print one line, whatever a file has put into the message."""
+    line = " ".join(message.split())
+    line = line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..."
+    shown = (each if each.isprintable() else ascii(each)[1:-1] for each in line)
+    print("vgrad: " + "".join(shown), file=sys.stderr)
     return 2
 
 

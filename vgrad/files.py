@@ -6,6 +6,7 @@ A file of tensors has parts, each sealed with a hash of its own and readable alo
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,53 @@ def replace(path: Path, content: bytes, *, private: bool = False) -> None:
         partial.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Open a file that has one name, and make it for its owner alone if it is new.
+
+    What could be somebody else's is not opened: a symbolic link, a file that has a
+    second name, and what is no file.
+
+    Raises:
+        OSError: it cannot be opened, or is one of these.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if not path.is_symlink():
+            raise
+        raise OSError(
+            f"{path}: expected a file, got a link. Put the file in its place."
+        ) from error
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+        os.close(descriptor)
+        raise OSError(
+            f"{path}: expected a file with this one name, got {found.st_nlink} names "
+            f"of {stat.filemode(found.st_mode)}. Put a copy in its place."
+        )
+    return descriptor
+
+
+def from_json(text: str | bytes) -> Any:
+    """Read JSON from anybody.
+
+    Raises:
+        ValueError: it is none, is nested too deeply, or names what is no number.
+
+    Example:
+        >>> from_json('{"kind": "model"}')
+        {'kind': 'model'}
+    """
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
 
 
 def sync_folder(folder: Path) -> None:
@@ -89,20 +137,12 @@ def read_parts(
         ValueError: it is damaged, was written by another program, or holds another
             kind of tensors; `called` tells the user what was looked for.
     """
-    parts = list(parts)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: expected {called}, got no file.")
-    tensors: dict[str, dict[str, Tensor]] = {part: {} for part in parts}
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            for key in file.keys():
-                part = "" if "" in tensors else key.partition("/")[0]
-                if part in tensors:
-                    # Copied, because torch aligns its own memory and a file does not,
-                    # and the numbers that a kernel computes may depend on that.
-                    tensors[part][key] = file.get_tensor(key).clone()
-    except (safetensors.SafetensorError, OSError) as error:
+        metadata, tensors = _held(path, parts)
+    except (safetensors.SafetensorError, OSError, TypeError) as error:
+        # TypeError: torch got a size beyond 64 bits.
         raise ValueError(
             f"{path}: expected {called}, got a damaged file ({error})."
         ) from error
@@ -113,8 +153,8 @@ def read_parts(
     if description is not None and description["kind"] != kind:
         raise ValueError(f"{path}: expected {called}, got a {description['kind']}.")
     if description is None or any(
-        metadata.get(f"{_prefix(part)}sha256") != _seal(text, tensors[part])
-        for part in parts
+        metadata.get(f"{_prefix(part)}sha256") != _seal(text, held)
+        for part, held in tensors.items()
     ):
         raise ValueError(
             f"{path}: expected {called}, got a damaged file (what it holds is not what "
@@ -127,13 +167,35 @@ def read_parts(
     return named, description
 
 
+def _held(
+    path: Path, parts: Iterable[str]
+) -> tuple[dict[str, str], dict[str, dict[str, Tensor]]]:
+    """Return the metadata of a file, and its parts up to the first without a seal."""
+    tensors: dict[str, dict[str, Tensor]] = {}
+    with safetensors.safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+        for part in parts:
+            tensors[part] = {}
+            # A file may claim any number of parts; it lists the seals of those it has.
+            if f"{_prefix(part)}sha256" not in metadata:
+                break
+        for key in file.keys():
+            part = "" if "" in tensors else key.partition("/")[0]
+            if part in tensors:
+                # Copied, because torch aligns its own memory and a file does not,
+                # and the numbers that a kernel computes may depend on that.
+                tensors[part][key] = file.get_tensor(key).clone()
+    return metadata, tensors
+
+
 def _description(text: str) -> Description | None:
     """Read a description; None if it is damaged."""
     try:
-        found = json.loads(text)
-    except json.JSONDecodeError:
+        found = from_json(text)
+    except ValueError:
         return None
-    return found if isinstance(found, dict) and "kind" in found else None
+    known = isinstance(found, dict) and isinstance(found.get("kind"), str)
+    return found if known else None
 
 
 def _prefix(part: str) -> str:

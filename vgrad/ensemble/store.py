@@ -95,7 +95,7 @@ def load_ensemble(
         )
     tree.check_fit(str(path), whole, stored)
     one = {name: value[0] for name, value in stacked.items()}
-    parts = _read(path, [str(i) for i in range(count)])
+    parts = _read(path, map(str, range(count)))
     for i, part in parts.items():
         tree.check_fit(f"{path}, member {i}", one, part)
     values = stored | {
@@ -143,7 +143,12 @@ def load_member(
 def _open(path: Path) -> tuple[int, dict[str, Tensor]]:
     """Return the number of members in a file, and the entries that they share."""
     parts, description = files.read_parts(path, KIND, [SHARED], called=f"a {KIND}")
-    return description["members"], parts[SHARED]
+    count = description.get("members")
+    if type(count) is not int or count < 1:
+        raise ValueError(
+            f"{path}: expected a {KIND}, got a damaged file (members: {count!r})."
+        )
+    return count, parts[SHARED]
 
 
 def _read(path: Path, parts: Iterable[str]) -> dict[str, dict[str, Tensor]]:

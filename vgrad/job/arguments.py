@@ -1,5 +1,7 @@
 """What the main job can be told, once: defaults, help and checks."""
 
+import math
+import os
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -9,10 +11,26 @@ from typing import Any
 import torch
 
 from vgrad import checks
+from vgrad.job import models
+from vgrad.job.descriptions import FLAG, TEXT, Kind, check, number, whole
 from vgrad.job.precision import POLICIES
 
 _OF_PRIVACY = ("epsilon", "delta", "max_norm", "reproducible_noise")
 """What says nothing about a run without privacy."""
+
+_MOST = {
+    "epochs": (10**6, "as the run is saved after each"),
+    "members": (10**4, "as all of them are in memory"),
+}
+"""How large an argument may be, and why."""
+
+_KINDS: Mapping[Any, Kind] = {
+    str: TEXT,
+    bool: FLAG,
+    int: whole(-(2**63)),
+    float: number(-math.inf),
+}
+"""What an argument of a type is in a file."""
 
 
 def _option(default: Any, text: str) -> Any:
@@ -89,6 +107,12 @@ class Settings:
         checks.between("train", 0, 1, delta=self.delta)
         checks.whole("train", least=1, epochs=self.epochs, batch_size=self.batch_size)
         checks.whole("train", least=1, members=self.members)
+        for name, (most, reason) in _MOST.items():
+            if getattr(self, name) > most:
+                raise ValueError(
+                    f"--{name} {getattr(self, name)}: expected at most {most}, "
+                    f"{reason}."
+                )
         if self.without_privacy and self.members == 1:
             raise ValueError(
                 "--without-privacy: expected --members 2 or more with it, got one "
@@ -121,6 +145,25 @@ def device(name: str) -> torch.device:
     return found
 
 
+def folder(option: str, name: str) -> Path:
+    """Return the path of a folder, which has to be there or can be made.
+
+    Raises:
+        ValueError: there is no name.
+        NotADirectoryError: something else has this name, or that of a folder above it.
+    """
+    if not name:
+        raise ValueError(f"{option} '': expected the name of a folder, got none.")
+    path = Path(name)
+    above = (path, *path.absolute().parents)
+    nearest = next(each for each in above if os.path.lexists(each))
+    if not nearest.is_dir():
+        raise NotADirectoryError(
+            f"{option} {name}: expected a folder, got {nearest}, which is none."
+        )
+    return path
+
+
 def add_train(parser: ArgumentParser) -> None:
     """Declare the arguments of `train`."""
     folder = parser.add_mutually_exclusive_group(required=True)
@@ -131,7 +174,8 @@ def add_train(parser: ArgumentParser) -> None:
         "--resume",
         metavar="DIR",
         help="go on with the run in DIR, with its own arguments and the very same "
-        "numbers; arguments given again must be equal",
+        "numbers; arguments given again must be equal, and --model module:factory must "
+        "be given again: a file may not choose the code that runs",
     )
     for each in fields(Settings):
         name = "--" + each.name.replace("_", "-")
@@ -153,6 +197,12 @@ def add_train(parser: ArgumentParser) -> None:
 def add_evaluate(parser: ArgumentParser) -> None:
     """Declare the arguments of `evaluate`."""
     parser.add_argument("folder", metavar="DIR", help="the folder of a run")
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="the module:factory that the model was trained with, if it was: a file "
+        "may not choose the code that runs",
+    )
     for each in fields(Settings):
         if each.name in ("data", "device"):
             parser.add_argument(
@@ -204,19 +254,21 @@ def given(arguments: Namespace) -> dict[str, Any]:
     return {key: value for key, value in vars(arguments).items() if key in names}
 
 
-def recorded(arguments: Mapping[str, Any], again: Mapping[str, Any]) -> Settings:
-    """Return the settings of a run that goes on.
+def recorded(arguments: Any, again: Mapping[str, Any]) -> Settings:
+    """Return the settings of a run that goes on, as its file has them.
 
     Raises:
         ValueError: an argument given again differs, or they are those of another
-            version.
+            version, or none; or they name code that has not been named again.
     """
-    names = [each.name for each in fields(Settings)]
-    if sorted(arguments) != sorted(names):
+    kinds = {each.name: _KINDS[each.type] for each in fields(Settings)}
+    if not isinstance(arguments, dict) or arguments.keys() != kinds.keys():
+        got = checks.listed(arguments) if isinstance(arguments, dict) else "none"
         raise ValueError(
-            f"--resume: expected a run with the arguments {', '.join(names)}, got one "
-            f"with {', '.join(arguments)}. It belongs to another version of vgrad."
+            f"--resume: expected a run with the arguments {', '.join(kinds)}, got one "
+            f"with {got}. It belongs to another version of vgrad."
         )
+    check("--resume: arguments of the run", arguments, kinds)
     for name, value in again.items():
         if value != arguments[name]:
             raise ValueError(
@@ -224,4 +276,5 @@ def recorded(arguments: Mapping[str, Any], again: Mapping[str, Any]) -> Settings
                 f"which the run was started with, got {value}. Leave it out, or start "
                 f"another run with --out."
             )
+    models.named_again("--resume", arguments["model"], again.get("model"))
     return Settings(**arguments)

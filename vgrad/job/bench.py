@@ -39,8 +39,10 @@ def run(out: Path | None, suites: Sequence[str] = ()) -> None:
             f"bench: expected a checkout of vgrad with its folder bench, got a package "
             f"in {root}. Clone the repository and run it there."
         )
-    if out is not None and not out.parent.is_dir():
-        raise FileNotFoundError(f"bench(--out {out}): expected an existing folder.")
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise FileNotFoundError(
+            f"bench(--out {out}): expected the name of a file in an existing folder."
+        )
     known = {p.stem.removeprefix("test_"): p for p in root.glob("bench/test_*.py")}
     if unknown := set(suites) - set(known):
         raise ValueError(

@@ -9,16 +9,18 @@ pickled.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from vgrad import tree
 from vgrad.ensemble.store import load_ensemble, save_ensemble
 from vgrad.functional import FunctionalModel, make_functional_with_buffers
 from vgrad.job import files, models
+from vgrad.job.descriptions import TABLE, TEXT, check, shape_of, whole
 from vgrad.job.files import Description
-from vgrad.job.models import Shape
 from vgrad.typing import Buffers, Params, Tree
 
 STATE = "state.safetensors"
@@ -29,6 +31,9 @@ ENSEMBLE = "ensemble.safetensors"
 ENSEMBLE_TEXT = "ensemble.json"
 
 FILES = (STATE, STATE_TEXT, MODEL, ENSEMBLE, ENSEMBLE_TEXT)
+
+_MOST_IN_A_FILE = 2**20
+"""Members, beyond which the size of an entry may not fit into 64 bits."""
 
 STATE_KIND = "training state"
 MODEL_KIND = "model"
@@ -52,6 +57,17 @@ def read_state(folder: Path) -> tuple[dict[str, Tensor], Description]:
     return files.read_tensors(folder / STATE, STATE_KIND)
 
 
+def check_members(tensors: Mapping[str, Tensor], members: int) -> None:
+    """Refuse tensors of an ensemble's state that are not those of so many members.
+
+    Raises:
+        ValueError: they are of fewer or more; to make these may take all memory.
+    """
+    plain = [t for name, t in tensors.items() if name.startswith(".plain.params")]
+    if members > 1 and not all(t.numel() and len(t) == members for t in plain):
+        raise ValueError(f"{STATE}: expected {members} members, got another number.")
+
+
 def restored(template: Tree, tensors: dict[str, Tensor]) -> Tree:
     """Put tensors that were read in the place of those of a template.
 
@@ -70,17 +86,38 @@ def save_model(
     files.write_tensors(folder / MODEL, {**params, **buffers}, description)
 
 
-def read_model(folder: Path) -> tuple[nn.Module, Description]:
-    """Rebuild the model, in evaluation mode and on the CPU, with its description."""
+def read_model(
+    folder: Path, *, named: str | None = None
+) -> tuple[nn.Module, Description]:
+    """Rebuild the model, in evaluation mode and on the CPU, with its description.
+
+    `named` is the model as the caller names it, which code that is not of this package
+    needs. Nothing larger than the file is made of what the file says.
+
+    Raises:
+        FileNotFoundError: the file is missing.
+        ValueError: it is damaged, or does not fit the model.
+    """
     tensors, description = files.read_tensors(folder / MODEL, MODEL_KIND)
-    model = models.build(description["model"], Shape(**description["shape"]), seed=0)
-    fmodel, params, buffers = make_functional_with_buffers(model)
+    fmodel, params, buffers = _template(folder / MODEL, description, named)
     tree.check_fit(MODEL, {**params, **buffers}, tensors)
     values = fmodel.to_module(
         {name: tensors[name] for name in params},
         {name: tensors[name] for name in buffers},
     )
     return values.eval(), description
+
+
+def _template(
+    path: Path, description: Description, named: str | None
+) -> tuple[FunctionalModel, Params, Buffers]:
+    """Make a model as a file describes it, whose values are not those of the file."""
+    check(str(path), description, {"model": TEXT, "shape": TABLE})
+    spec, shape = description["model"], shape_of(str(path), description["shape"])
+    models.named_again(str(path), spec, named)
+    own = spec in models.MODELS
+    model = models.outline(spec, shape) if own else models.build(spec, shape, seed=0)
+    return make_functional_with_buffers(model)
 
 
 def save_members(
@@ -96,7 +133,9 @@ def save_members(
     save_ensemble(folder / ENSEMBLE, params, buffers)
 
 
-def read_members(folder: Path) -> tuple[FunctionalModel, Params, Buffers, Description]:
+def read_members(
+    folder: Path, *, named: str | None = None
+) -> tuple[FunctionalModel, Params, Buffers, Description]:
     """Rebuild an ensemble, in evaluation mode and on the CPU, with its description.
 
     Raises:
@@ -105,39 +144,63 @@ def read_members(folder: Path) -> tuple[FunctionalModel, Params, Buffers, Descri
     """
     path = folder / ENSEMBLE_TEXT
     try:
-        description = json.loads(path.read_text())
-        spec, shape = description["model"], Shape(**description["shape"])
-        count = description["members"]
-    except (ValueError, KeyError, TypeError) as error:
+        description = files.from_json(path.read_bytes())
+    except ValueError as error:
         raise ValueError(
             f"{path}: expected the description of an ensemble, got a damaged file "
-            f"({type(error).__name__}: {error})."
+            f"({error})."
         ) from error
-    fmodel, params, buffers = make_functional_with_buffers(
-        models.build(spec, shape, seed=0), disable_autograd_tracking=True
-    )
-    templates = [
-        {name: value.expand(count, *value.shape) for name, value in values.items()}
-        for values in (params, buffers)
-    ]
+    check(str(path), description, {"members": whole(1, _MOST_IN_A_FILE)})
+    fmodel, *entries = _template(path, description, named)
+    templates = [_stacked(values, description["members"]) for values in entries]
     return fmodel.eval(), *load_ensemble(folder / ENSEMBLE, *templates), description
 
 
-def load(folder: str | Path) -> nn.Module:
-    """Rebuild the model that `python -m vgrad train` left in a folder.
+def _stacked(values: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+    """Give entries a member axis and no memory of their own, `[count, *shape]`."""
+    return {
+        name: torch.zeros(
+            (), dtype=value.dtype, requires_grad=value.requires_grad
+        ).expand(count, *value.shape)
+        for name, value in values.items()
+    }
 
-    It is in evaluation mode and on the CPU. A model that came from `module:factory` is
-    made by that factory, which is imported, so open files of that kind only from people
-    you trust; the file itself holds tensors and text and runs nothing.
+
+def holds_ensemble(folder: Path) -> bool:
+    """Whether a folder is that of an ensemble's run.
+
+    Raises:
+        ValueError: it holds a model, too.
+    """
+    found = [name for name in (ENSEMBLE, ENSEMBLE_TEXT) if (folder / name).exists()]
+    if found and (folder / MODEL).exists():
+        raise ValueError(
+            f"{folder}: expected the folder of one run, got {MODEL} and {found[0]}."
+        )
+    return bool(found)
+
+
+def load(
+    folder: str | Path, *, model: str | None = None
+) -> nn.Module | tuple[FunctionalModel, Params, Buffers]:
+    """Rebuild what `python -m vgrad train` left in a folder, a model or an ensemble.
+
+    A model is a module. An ensemble is `(fmodel, params, buffers)` with entries
+    `[E, *shape]`, as `vgrad.stack` makes them. Both are in evaluation mode and on the
+    CPU, and their parameters require grad.
+
+    The files hold tensors and text, and choose no code: a model that came from
+    `module:factory` is loaded if that is passed as `model`, which imports the module.
+    Pass it if you trust that module.
 
     Raises:
         FileNotFoundError: the folder holds no model.
-        ValueError: the file is damaged, or not one of vgrad's, or the model cannot be
-            built as it was.
+        ValueError: a file is damaged, or not one of vgrad's, or the model cannot be
+            built as it was, or is not the one that `model` names.
 
     Example:
         >>> import tempfile
-        >>> shape = Shape(channels=1, height=1, width=4, classes=3)
+        >>> shape = models.Shape(channels=1, height=1, width=4, classes=3)
         >>> params = models.build("mlp", shape, seed=0).state_dict()
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     description = {"model": "mlp", "shape": shape._asdict()}
@@ -146,4 +209,7 @@ def load(folder: str | Path) -> nn.Module:
         >>> model(torch.zeros(5, 1, 1, 4)).shape
         torch.Size([5, 3])
     """
-    return read_model(Path(folder))[0]
+    where = Path(folder)
+    if holds_ensemble(where):
+        return read_members(where, named=model)[:3]
+    return read_model(where, named=model)[0]

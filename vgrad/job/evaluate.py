@@ -2,7 +2,6 @@
 
 from argparse import Namespace
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,10 +11,29 @@ from vgrad.ensemble.forward import ensemble_forward
 from vgrad.ensemble.prediction import class_prediction
 from vgrad.functional import make_functional_with_buffers
 from vgrad.job import arguments, checkpoint, data, precision
+from vgrad.job.descriptions import (
+    TABLE,
+    check,
+    number,
+    one_of,
+    optional,
+    shape_of,
+    whole,
+)
+from vgrad.job.files import Description
 from vgrad.job.models import Shape
 
 _ROWS = 1024
 """Images at a time, so that memory does not grow with the data."""
+
+_SAID = {
+    "seed": whole(0, 2**32 - 1),
+    # Models of earlier versions do not say, and were trained in float32.
+    "precision": optional(one_of(precision.POLICIES)),
+    "plan": optional(TABLE),
+    "epsilon": optional(number(0)),
+}
+"""What a model says about how it was trained."""
 
 
 def judge(
@@ -51,15 +69,20 @@ def evaluate(given: Namespace) -> None:
             model was made for other images.
     """
     where = arguments.device(given.device)
-    folder = Path(given.folder)
-    of_ensemble = (folder / checkpoint.ENSEMBLE).exists()
+    folder = arguments.folder("evaluate", given.folder)
+    of_ensemble = checkpoint.holds_ensemble(folder)
     if of_ensemble:
-        fmodel, params, buffers, description = checkpoint.read_members(folder)
+        fmodel, params, buffers, description = checkpoint.read_members(
+            folder, named=given.model
+        )
     else:
-        model, description = checkpoint.read_model(folder)
+        model, description = checkpoint.read_model(folder, named=given.model)
         fmodel, params, buffers = make_functional_with_buffers(model)
+    check(str(folder), description, _SAID)
+    if description.get("plan") is not None:
+        check(str(folder), description, {"delta": number(0, 1)})
     held = data.load(given.data, seed=description["seed"]).to(where)
-    expected = Shape(**description["shape"])
+    expected = shape_of(str(folder), description["shape"])
     # A file that happens to lack the last classes is as good as any other.
     if held.shape._replace(classes=0) != expected._replace(classes=0) or (
         held.classes > expected.classes
@@ -69,24 +92,25 @@ def evaluate(given: Namespace) -> None:
             f"made for, got {_words(held.shape)}."
         )
     params, buffers = tree.to_device((params, buffers), where)
-    # Models of earlier versions do not say, and were trained in float32.
-    fmodel = precision.under(description.get("precision", "float32"), fmodel)
+    fmodel = precision.under(description.get("precision") or "float32", fmodel)
     run = ensemble_forward(fmodel, strategy="loop") if of_ensemble else fmodel
     share, each = judge(lambda x: run(params, buffers, x), held.x_test, held.y_test)
-    epsilon = description["epsilon"]
-    privacy = (
-        "trained without privacy"
-        if description["plan"] is None
-        else "no claim of privacy: the noise is reproducible"
-        if epsilon is None
-        else f"epsilon {epsilon:.3f} at delta {description['delta']:g}"
-    )
     print(
         f"accuracy {100 * share:.2f} % on {len(held.y_test)} held-out samples "
-        f"({privacy})"
+        f"({_privacy(description)})"
     )
-    for number, one in enumerate(each or []):
-        print(f"member {number}: accuracy {100 * one:.2f} %")
+    for i, one in enumerate(each or []):
+        print(f"member {i}: accuracy {100 * one:.2f} %")
+
+
+def _privacy(description: Description) -> str:
+    """Say what a model claims."""
+    if description.get("plan") is None:
+        return "trained without privacy"
+    epsilon = description.get("epsilon")
+    if epsilon is None:
+        return "no claim of privacy: the noise is reproducible"
+    return f"epsilon {epsilon:.3f} at delta {description['delta']:g}"
 
 
 def _words(shape: Shape) -> str:

@@ -6,6 +6,8 @@ from torch import Tensor
 
 from vgrad import files
 from vgrad.files import Description as Description
+from vgrad.files import from_json as from_json
+from vgrad.files import open_own as open_own
 from vgrad.files import replace as replace
 from vgrad.files import sync_folder as sync_folder
 

@@ -7,11 +7,17 @@ are not for release.
 import json
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from vgrad.job import files
+from vgrad.job.descriptions import check, number, optional, several, whole
 
 METRICS = "metrics.jsonl"
 PLAIN = "plain.jsonl"
+FIGURES = (METRICS, PLAIN)
+"""Of the private run and of the plain one."""
 
 
 class Record(NamedTuple):
@@ -40,6 +46,23 @@ class Record(NamedTuple):
     member_accuracies: list[float] | None = None
 
 
+_KINDS = {
+    "step": whole(0),
+    "loss": optional(number(-math.inf)),
+    "test_accuracy": number(0, 1),
+    "epsilon": optional(number(0)),
+    "samples_per_second": number(0),
+    "loss_scale": optional(number(0)),
+    "skipped": optional(whole(0)),
+    "member_accuracies": optional(several(number(0, 1))),
+}
+
+
+def names(trainers: Sequence[Any]) -> list[str]:
+    """Return the files of a pair of runs, one of which may be `()`, which has none."""
+    return [name for name, one in zip(FIGURES, trainers, strict=True) if one]
+
+
 def append(path: Path, record: Record) -> int:
     """Add a line, wait until it is on the disk, and return the length of the file."""
     entries = {
@@ -47,34 +70,51 @@ def append(path: Path, record: Record) -> int:
         for name, value in record._asdict().items()
         if value is not None or name not in Record._field_defaults
     }
-    with path.open("a", encoding="ascii") as file:
+    descriptor = files.open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    with open(descriptor, "a", encoding="ascii") as file:
+        os.fchmod(descriptor, 0o600)  # earlier versions left it to the umask
         file.write(json.dumps(entries, allow_nan=False) + "\n")
         file.flush()
-        os.fsync(file.fileno())
+        os.fsync(descriptor)
         return file.tell()
 
 
 def cut(path: Path, length: int) -> None:
-    """Take away what was written after the checkpoint that saw `length` bytes.
-
-    Raises:
-        ValueError: the file is shorter than that.
-    """
-    found = path.stat().st_size if path.exists() else 0
-    if found < length:
-        raise ValueError(
-            f"{path}: expected the {length} bytes that the checkpoint knows of, got "
-            f"{found}. The file was changed after it was written."
-        )
-    if found > length:
-        with path.open("r+b") as file:
+    """Take away what was written after the checkpoint that saw `length` bytes."""
+    if os.path.lexists(path):
+        with open(files.open_own(path, os.O_RDWR), "r+b") as file:
             file.truncate(length)
             os.fsync(file.fileno())
 
 
-def read(path: Path) -> list[Record]:
-    """Read all lines."""
-    return [Record(**json.loads(line)) for line in path.read_text().splitlines()]
+def read(path: Path, length: int) -> list[Record]:
+    """Read the lines that the checkpoint knows of, which are `length` bytes.
+
+    Raises:
+        OSError: the file cannot be read, or is not one of the run's own.
+        ValueError: it is shorter than that, or holds something else.
+    """
+    known = b""
+    if os.path.lexists(path):
+        with open(files.open_own(path, os.O_RDONLY), "rb") as file:
+            known = file.read(length)
+    if len(known) < length:
+        raise ValueError(
+            f"{path}: expected the {length} bytes that the checkpoint knows of, got "
+            f"{len(known)}. The file was changed after it was written."
+        )
+    lines = enumerate(known.splitlines(), start=1)
+    return [_record(f"{path}, line {i}", line) for i, line in lines]
+
+
+def _record(where: str, line: bytes) -> Record:
+    """Read a line."""
+    try:
+        found = files.from_json(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: expected JSON, got an error: {error}") from error
+    check(where, found, _KINDS)
+    return Record(**{name: found.get(name) for name in Record._fields})
 
 
 def finite(value: float) -> float | None:

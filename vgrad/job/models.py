@@ -19,6 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+MOST_CLASSES = 2**16
+_MOST_PARAMETERS = 2**29
+"""Of a net of this package: 2 GiB in float32."""
+
 
 class Shape(NamedTuple):
     """What a model is made for: the size of its images and the number of classes."""
@@ -104,7 +108,8 @@ def build(spec: str, shape: Shape, *, seed: int) -> nn.Module:
     `height`, `width` and `classes`. Torch's own generator is left as it was.
 
     Raises:
-        ValueError: no model has this name, or the factory fails.
+        ValueError: no model has this name, or the factory fails, or a net of this
+            package would be too large.
         TypeError: the factory returns something else than a module.
 
     Example:
@@ -112,25 +117,52 @@ def build(spec: str, shape: Shape, *, seed: int) -> nn.Module:
         >>> model(torch.zeros(5, 1, 8, 8)).shape
         torch.Size([5, 10])
     """
-    with torch.random.fork_rng(devices=[]), _current_directory_on_path():
-        torch.manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
         if spec in MODELS:
-            return MODELS[spec](**shape._asdict())
-        try:
-            model = _factory(spec)(**shape._asdict())
-        except Exception as error:
-            # Code of the user's own may raise anything; the cause is kept.
-            raise ValueError(
-                f"--model {spec}: expected one of {', '.join(MODELS)} or a factory "
-                f"module:name that takes channels, height, width and classes, got "
-                f"{type(error).__name__}: {error}"
-            ) from error
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"--model {spec}: expected a factory that returns a torch.nn.Module, got a "
-            f"{type(model).__name__}."
+            outline(spec, shape)
+        torch.manual_seed(seed)
+        return MODELS[spec](**shape._asdict()) if spec in MODELS else _made(spec, shape)
+
+
+def outline(spec: str, shape: Shape) -> nn.Module:
+    """Make a net of this package without its values, on the device `meta`.
+
+    Raises:
+        ValueError: the images are too small for it, or it has too many parameters.
+
+    Example:
+        >>> sum(p.numel() for p in outline("mlp", Shape(1, 8, 8, 10)).parameters())
+        4810
+    """
+    with torch.device("meta"):
+        model = MODELS[spec](**shape._asdict())
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if count > _MOST_PARAMETERS:
+        raise ValueError(
+            f"--model {spec}: expected images and classes for which it has at most "
+            f"{_MOST_PARAMETERS} parameters, got {count} for {tuple(shape)}. Use "
+            f"smaller images, or a factory of your own."
         )
     return model
+
+
+def named_again(where: str, spec: str, again: str | None) -> None:
+    """Refuse a model that a file names, unless its code may run.
+
+    Code of this package may. Any other is code that whoever wrote the file has chosen,
+    so that the caller has to name it too.
+
+    Raises:
+        ValueError: the caller has not, or names another model.
+    """
+    if again is None and spec not in MODELS:
+        raise ValueError(
+            f"{where}: expected one of {', '.join(MODELS)}, got the model {spec!r}, "
+            f"and a file may not choose the code that runs. If it is a factory that "
+            f"you trust, name it: with --model, or vgrad.load(folder, model=...)."
+        )
+    if again not in (None, spec):
+        raise ValueError(f"{where}: expected the model {again!r}, got {spec!r}.")
 
 
 def source_digest(spec: str) -> str | None:
@@ -142,6 +174,26 @@ def source_digest(spec: str) -> str | None:
         return None
     file = getattr(sys.modules[spec.partition(":")[0]], "__file__", None)
     return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def _made(spec: str, shape: Shape) -> nn.Module:
+    """Import a factory and call it."""
+    try:
+        with _current_directory_on_path():
+            model = _factory(spec)(**shape._asdict())
+    except Exception as error:
+        # Code of the user's own may raise anything; the cause is kept.
+        raise ValueError(
+            f"--model {spec}: expected one of {', '.join(MODELS)} or a factory "
+            f"module:name that takes channels, height, width and classes, got "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"--model {spec}: expected a factory that returns a torch.nn.Module, got a "
+            f"{type(model).__name__}."
+        )
+    return model
 
 
 def _factory(spec: str) -> Callable[..., nn.Module]:

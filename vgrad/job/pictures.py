@@ -89,4 +89,4 @@ def _picture(image: Tensor) -> np.ndarray:
 def _write(figure: Figure, path: Path) -> None:
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=120)
-    files.replace(path, image.getvalue())
+    files.replace(path, image.getvalue(), private=True)

@@ -154,7 +154,7 @@ def write_curves(
         axes.grid(alpha=0.3)
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=120)
-    files.replace(folder / CURVES, image.getvalue())
+    files.replace(folder / CURVES, image.getvalue(), private=True)
 
 
 def _loss(record: Record) -> str:

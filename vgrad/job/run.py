@@ -31,16 +31,15 @@ from vgrad.job import (
     pictures,
     precision,
     report,
+    resuming,
     setup,
 )
 from vgrad.job.arguments import Settings
 from vgrad.job.evaluate import judge
-from vgrad.job.files import Description
-from vgrad.job.metrics import METRICS, PLAIN, Record
+from vgrad.job.metrics import FIGURES, Record
 from vgrad.job.setup import Job, Pair, Trainer
 from vgrad.precision import NoOpLossScale
 
-_FIGURES = Pair(METRICS, PLAIN)
 _PICTURES = (report.CURVES, pictures.RELIABILITY, pictures.UNCERTAIN)
 
 _NO_CLAIM = (
@@ -57,29 +56,31 @@ def train(given: Namespace) -> None:
             been overwritten.
     """
     if given.resume is None:
-        _begin(arguments.started(given), Path(given.out))
+        _begin(arguments.started(given), arguments.folder("--out", given.out))
     else:
-        _resume(Path(given.resume), given)
+        _resume(arguments.folder("--resume", given.resume), given)
 
 
 def _begin(settings: Settings, folder: Path) -> None:
     """Start a run in a folder that holds none."""
+    _refuse_taken(folder)  # now, and not after the minutes that a plan may take
     job = _prepare(settings)
     folder.mkdir(parents=True, exist_ok=True)
     files.sync_folder(folder.parent)
     with _alone(folder):
-        for name in (*checkpoint.FILES, *_FIGURES, *_PICTURES):
-            if (folder / name).exists():
-                raise FileExistsError(
-                    f"--out {folder}: expected a folder without a run, got one with "
-                    f"{name}. Go on with --resume {folder}, or name another folder."
-                )
-        lengths = {
-            name: 0
-            for name, trainer in zip(_FIGURES, job.trainers, strict=True)
-            if trainer
-        }
+        _refuse_taken(folder)
+        lengths = dict.fromkeys(metrics.names(job.trainers), 0)
         _run(job, folder, job.start, lengths)
+
+
+def _refuse_taken(folder: Path) -> None:
+    """Raise if a folder holds a file of a run, or anything by that name."""
+    for name in (*checkpoint.FILES, *FIGURES, *_PICTURES):
+        if os.path.lexists(folder / name):
+            raise FileExistsError(
+                f"--out {folder}: expected a folder without a run, got one with "
+                f"{name}. Go on with --resume {folder}, or name another folder."
+            )
 
 
 def _prepare(settings: Settings) -> Job:
@@ -96,17 +97,21 @@ def _resume(folder: Path, given: Namespace) -> None:
         )
     with _alone(folder):
         tensors, before = checkpoint.read_state(folder)
-        again = arguments.given(given)
-        job = _prepare(arguments.recorded(before["arguments"], again))
-        _refuse_differences(before, job.description)
+        resuming.check_said(before)
+        settings = arguments.recorded(before["arguments"], arguments.given(given))
+        checkpoint.check_members(tensors, settings.members)
+        job = _prepare(settings)
+        resuming.refuse_differences(before, job.description)
         states = checkpoint.restored(job.start, tensors)
-        ended = int(states.plain.step) == job.ends[-1]
-        if ended and (folder / report.CURVES).exists():
+        resuming.refuse_progress(job, folder, states, before)
+        lengths = before["lengths"]
+        # Nothing is written or cut before all of it has been checked.
+        if before["step"] == job.ends[-1] and (folder / report.CURVES).exists():
             report.say(f"The run in {folder} is finished; nothing was changed.")
             return
-        for name, length in before["lengths"].items():
+        for name, length in lengths.items():
             metrics.cut(folder / name, length)
-        _run(job, folder, states, before["lengths"])
+        _run(job, folder, states, lengths)
 
 
 def _run(job: Job, folder: Path, states: Pair, lengths: dict[str, int]) -> None:
@@ -130,14 +135,14 @@ def _run(job: Job, folder: Path, states: Pair, lengths: dict[str, int]) -> None:
             states, figures = (Pair(*each) for each in zip(*results, strict=True))
             lengths = {
                 name: metrics.append(folder / name, record)
-                for name, record in zip(_FIGURES, figures, strict=True)
+                for name, record in zip(FIGURES, figures, strict=True)
                 if record
             }
             _save(job, folder, states, lengths)
             shown.epoch(number, *figures)
     records = [
-        metrics.read(folder / name) if trainer else []
-        for name, trainer in zip(_FIGURES, job.trainers, strict=True)
+        metrics.read(folder / name, lengths[name]) if trainer else []
+        for name, trainer in zip(FIGURES, job.trainers, strict=True)
     ]
     if job.settings.members > 1:
         _draw(job, folder, states)
@@ -218,19 +223,6 @@ def _draw(job: Job, folder: Path, states: Pair) -> None:
         }
     pictures.write_reliability(folder, scores, labels)
     pictures.write_uncertain(folder, next(iter(scores.values())), images, labels)
-
-
-def _refuse_differences(before: Description, now: Description) -> None:
-    """Raise if something is not as it was when the run started."""
-    for section, entries in now.items():
-        for name, value in entries.items():
-            recorded = before.get(section, {}).get(name)
-            if recorded != value:
-                raise ValueError(
-                    f"--resume: expected {name} in {section} to be {recorded!r}, as "
-                    f"when the run was started, got {value!r}. The numbers would be "
-                    f"others; start another run with --out."
-                )
 
 
 def _announce(job: Job) -> None:
