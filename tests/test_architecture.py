@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "vgrad"
 
 LAYERS = [
-    {"typing", "checks", "tree"},
+    {"typing", "checks", "tree", "process"},
     {"files", "origins", "slots", "untouched", "writing", "functional"},
     {"losses", "batch_norm", "optim"},
     {"lowering"},

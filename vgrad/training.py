@@ -25,6 +25,7 @@ from vgrad.precision import (
 )
 from vgrad.precision.autocast import Autocast
 from vgrad.precision.modules import loss_under
+from vgrad.process import ALONE
 from vgrad.tree import map_values, to_device
 from vgrad.typing import BatchLossFn, Buffers, LossFn, Params, Tree
 
@@ -284,11 +285,13 @@ def own_randomness(state: Any) -> Iterator[dict[str, Tensor]]:
     """Let torch's own generators run from the state, and leave them as they were.
 
     Yields the generators' states, which hold the new ones when the block has ended.
+    They are one for all threads, so steps in several threads wait for each other; a
+    thread that draws from them by itself meanwhile changes the numbers of the step.
     """
     generators = dict(state.generators)
     device = device_of(state.params)
     on_cuda = device.type == "cuda"
-    with torch.random.fork_rng([device] if on_cuda else []):
+    with ALONE, torch.random.fork_rng([device] if on_cuda else []):
         torch.set_rng_state(generators["cpu"].cpu())
         if on_cuda and "cuda" not in generators:
             raise ValueError(
