@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "vgrad"
 
 LAYERS = [
-    {"typing", "checks", "generators", "tree"},
+    {"typing", "checks", "generators", "process", "tree"},
     {"files", "origins", "slots", "untouched", "writing", "functional"},
     {"losses", "batch_norm", "optim"},
     {"lowering"},

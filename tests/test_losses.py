@@ -111,3 +111,19 @@ def test_batch_loss_returns_the_buffers_that_the_forward_pass_left():
     assert torch.equal(value, F.cross_entropy(model(x), y))
     assert torch.equal(new["0.running_mean"], model[0].running_mean)
     assert not buffers["0.running_mean"].any()
+
+
+def test_a_criterion_may_write_into_its_target_and_changes_none():
+    def criterion(output, target):
+        return (output - target["y"].mul_(2)).square().mean()
+
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(nn.Linear(3, 4))
+    x, target = torch.randn(2, 3), {"y": torch.ones(2, 4)}
+    loss = vgrad.batch_loss(fmodel, criterion)
+    expected = (fmodel(params, buffers, x) - 2).square().mean()
+    torch.testing.assert_close(loss(params, buffers, x, target), expected)
+    vgrad.sample_loss(fmodel, criterion)(params, buffers, x[0], {"y": target["y"][0]})
+    tx = vgrad.optim.sgd(0.1)
+    state = vgrad.training.TrainState.create(tx, params, buffers)
+    vgrad.training.train_step(loss, tx)(state, x, target)
+    assert torch.equal(target["y"], torch.ones(2, 4))

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from vgrad.functional import FunctionalModel
-from vgrad.tree import map_tensors
+from vgrad.tree import copied, map_tensors
 from vgrad.typing import BatchLossFn, Buffers, LossFn, Params, Tree
 
 Criterion = Callable[[Any, Any], Tensor] | None
@@ -106,7 +106,7 @@ class BatchLoss(BatchLossFn):
 
 
 def _split(function: str, items: Tree, criterion: Criterion) -> tuple[tuple, Any]:
-    """Separate the model's inputs from the target."""
+    """Separate the model's inputs from the target, of which a criterion gets a copy."""
     if criterion is None:
         return items, None
     if len(items) < 2:
@@ -115,7 +115,7 @@ def _split(function: str, items: Tree, criterion: Criterion) -> tuple[tuple, Any
             f"target, got {len(items)} items. A model that returns its own loss takes "
             f"criterion=None."
         )
-    return items[:-1], items[-1]
+    return items[:-1], copied(items[-1])
 
 
 def _call(function: Callable, params: Params, buffers: Buffers, inputs: tuple) -> Any:

@@ -26,6 +26,7 @@ from vgrad.precision import (
 )
 from vgrad.precision.autocast import Autocast
 from vgrad.precision.modules import loss_under
+from vgrad.process import ALONE
 from vgrad.tree import map_values, to_device
 from vgrad.typing import BatchLossFn, Buffers, LossFn, Params, Tree
 
@@ -312,12 +313,14 @@ def wide(value: Tensor) -> Tensor:
 def own_randomness(state: Any) -> Iterator[None]:
     """Let torch's own generators draw what follows from the state's key and step.
 
-    They are left as they were.
+    They are left as they were. They are one for all threads, so steps in several
+    threads wait for each other; a thread that draws from them by itself meanwhile
+    changes the numbers of the step.
     """
     device = device_of(state.params)
     on_cuda = device.type == "cuda"
     seed = torch_seed(state.key, "loss", int(state.step))
-    with torch.random.fork_rng([device] if on_cuda else []):
+    with ALONE, torch.random.fork_rng([device] if on_cuda else []):
         torch.default_generator.manual_seed(seed)
         if on_cuda:
             own = torch.Generator(device).manual_seed(seed)

@@ -21,7 +21,7 @@ from vgrad.ensemble.execution import (
     vmapped,
 )
 from vgrad.persample.explain import aligned
-from vgrad.persample.randomness import random_state, set_random_state
+from vgrad.persample.randomness import kept_random_state
 from vgrad.untouched import untouched
 
 BUSY = 50.0
@@ -89,18 +89,14 @@ class Chooser:
         strategy, why = self.choose(function, call)
         forms: list[tuple[str, str]] = []
         if strategy != "loop":
-            state = random_state(call.tensors())
-            try:
-                with torch.no_grad():
-                    vmapped(
-                        function,
-                        call,
-                        randomness,
-                        hybrid=strategy == "hybrid",
-                        told=lambda op, form: forms.append((op, form)),
-                    )
-            finally:
-                set_random_state(state)
+            with kept_random_state(call.tensors()), torch.no_grad():
+                vmapped(
+                    function,
+                    call,
+                    randomness,
+                    hybrid=strategy == "hybrid",
+                    told=lambda op, form: forms.append((op, form)),
+                )
         return EnsembleExplanation(
             self._function, strategy, why, call.members, tuple(forms)
         )
@@ -115,13 +111,9 @@ def _by_work(function: Callable, call: Call) -> tuple[str, str]:
     """Count the work of one member, in a forward pass of its own."""
     if call.tensors()[0].device.type != "cpu":
         return "hybrid", "an accelerator has room for all members at once"
-    state = random_state(call.tensors())
     counter = FlopCounterMode(display=False)
-    try:
-        with counter, untouched(call.promise()):
-            autocasting(function)(*call.of(0))
-    finally:
-        set_random_state(state)
+    with kept_random_state(call.tensors()), counter, untouched(call.promise()):
+        autocasting(function)(*call.of(0))
     found = counter.get_flop_counts().get("Global", {})  # which is not there for none
     work = {str(op): flops for op, flops in found.items()}
     total = sum(work.values()) / 1e6

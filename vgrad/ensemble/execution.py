@@ -5,6 +5,7 @@ The function takes parameters, buffers and a batch of one member. E members.
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from vgrad.lowering.members import Members, mapped_here
 from vgrad.persample.guard import raise_clearly
 from vgrad.persample.randomness import drawn_since, random_state, set_random_state
 from vgrad.precision.autocast import Autocast
+from vgrad.process import ALONE
 from vgrad.tree import map_tensors, tensors
 from vgrad.typing import Buffers, Params, Tree
 from vgrad.untouched import Promise, untouched
@@ -141,10 +143,11 @@ def vmapped(
     those that the members share stay as they are, without the axis.
     """
     lazy_load_decompositions()
+    alone = nullcontext() if randomness == "error" else ALONE
     try:
         # What torch.vmap does, but for its general treatment of trees, which costs as
         # much as a small model.
-        with vmap_increment_nesting(call.members, randomness) as level:
+        with alone, vmap_increment_nesting(call.members, randomness) as level:
             params, buffers, *batch = call.mapped(level)
             guard = Members(told, call.promise(), chosen=hybrid)
             with guard, Autocast(params.values()):
@@ -177,19 +180,19 @@ def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:
     """
     # Each member draws from where the one before it stopped, unless told otherwise.
     given = () if randomness == "different" else call.tensors()
-    before = random_state(given)
     results = []
-    for member in range(call.members):
-        if randomness == "same":
-            set_random_state(before)
-        with untouched(call.promise()):
+    with ALONE, untouched(call.promise()):
+        before = random_state(given)
+        for member in range(call.members):
+            if randomness == "same":
+                set_random_state(before)
             results.append(function(*call.of(member)))
-        if randomness == "error" and drawn_since(before, given):
-            set_random_state(before)
-            raise RuntimeError(
-                'ensemble: expected no random numbers, since randomness="error". Pass '
-                'randomness="different" (each member draws its own) or "same".'
-            )
+            if randomness == "error" and drawn_since(before, given):
+                set_random_state(before)
+                raise RuntimeError(
+                    'ensemble: expected no random numbers, since randomness="error". '
+                    'Pass randomness="different" (each member draws its own) or "same".'
+                )
     return results
 
 

@@ -13,6 +13,7 @@ from vgrad import checks, slots
 from vgrad.ensemble.axes import members, shared_names, split
 from vgrad.ensemble.matching import check_alike
 from vgrad.functional import FunctionalModel, make_functional_with_buffers
+from vgrad.process import ALONE
 from vgrad.typing import Buffers, Params
 
 
@@ -107,7 +108,7 @@ def init_ensemble(
     checks.whole("init_ensemble", least=0, seed=seed)
     devices = range(torch.cuda.device_count())
     models = []
-    with torch.random.fork_rng(devices, device_type="cuda"):
+    with ALONE, torch.random.fork_rng(devices, device_type="cuda"):
         for i in range(n):
             torch.manual_seed(member_seed(seed, i))
             models.append(factory())

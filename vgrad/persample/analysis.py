@@ -7,6 +7,7 @@ are those that `quantities.py` explains.
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import numpy as np
@@ -23,6 +24,7 @@ from vgrad.persample.options import Options, Transform, joined
 from vgrad.persample.problem import Randomness
 from vgrad.persample.randomness import random_state, set_random_state
 from vgrad.precision.loss_scale import LossScale
+from vgrad.process import ALONE
 from vgrad.typing import Buffers, LossFn, Params, Tree
 
 Kind = Literal["rademacher", "gaussian"]
@@ -86,7 +88,11 @@ def per_sample_gram(
     )
     grouping = Grouping(function, {"": "*"} if groups is None else groups)
 
-    def gram(
+    def gram(*args: Any, **kwargs: Any) -> Any:
+        with ALONE if randomness == "same" else nullcontext():
+            return computed(*args, **kwargs)
+
+    def computed(
         params: Params, buffers: Buffers, /, *batch: Tree, cross: tuple | None = None
     ) -> Any:
         checks.dictionaries(function, params=params, buffers=buffers)

@@ -5,18 +5,17 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from vgrad import checks
+from vgrad import checks, tree
 from vgrad.persample import views
 from vgrad.persample.combined import Moved, Tied
 from vgrad.persample.convolutions import Conv
 from vgrad.persample.factors import Dense, Factor, Outer, Zero
 from vgrad.persample.guard import Fallbacks, UnsupportedOp
 from vgrad.persample.options import Options, Transform
-from vgrad.persample.randomness import random_state, set_random_state
+from vgrad.persample.randomness import kept_random_state
 from vgrad.persample.rows import Rows
 from vgrad.persample.sites import Use
 from vgrad.typing import Buffers, Params, Tree
@@ -136,12 +135,8 @@ def explain(transform: Any) -> Callable[..., Any]:
 
     def explanation(params: Params, buffers: Buffers, /, *batch: Tree) -> Explanation:
         given = (params, buffers, batch)
-        leaves = pytree.tree_leaves(given)
-        state = random_state([leaf for leaf in leaves if isinstance(leaf, Tensor)])
-        try:
+        with kept_random_state(tree.tensors(given)):
             return _explained(options, given)
-        finally:
-            set_random_state(state)
 
     return Transform(options, explanation)
 

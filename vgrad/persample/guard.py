@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from vgrad.batch_norm import refuse_batch_statistics
 from vgrad.lowering.vmapped import VMAPPED
+from vgrad.process import ALONE
 from vgrad.untouched import Promise, Untouched
 
 
@@ -133,10 +133,6 @@ class FallbackWarning(UserWarning):
     """An op has no batching rule in torch: right numbers, one sample at a time."""
 
 
-_WATCHING = threading.RLock()
-"""Catching warnings swaps what all threads share, so one at a time does it."""
-
-
 class Fallbacks:
     """Turns torch's warnings about missing batching rules into one that names the ops.
 
@@ -157,7 +153,7 @@ class Fallbacks:
             return
         caught: list[warnings.WarningMessage] = []
         try:
-            with _WATCHING, warnings.catch_warnings(record=True) as caught:
+            with ALONE, warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 yield
         finally:

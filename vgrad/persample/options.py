@@ -1,6 +1,7 @@
 """What every per-sample transform is given, and how it runs its strategy."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from vgrad.persample.problem import Problem, Randomness
 from vgrad.persample.randomness import random_state, set_random_state
 from vgrad.persample.strategies import STRATEGIES, Chunk, saved_bytes
 from vgrad.precision.loss_scale import LossScale
+from vgrad.process import ALONE
 from vgrad.typing import Buffers, LossFn, Params, Tree
 
 
@@ -90,14 +92,23 @@ class Options:
         fixed = {**problem.params, **problem.buffers}
         versions = {name: value._version for name, value in fixed.items()}
         run = STRATEGIES[self.strategy]
-        same = self.randomness == "same"
-        state = random_state(problem.tensors) if same else None
+        # Only a loop asks the generators whether a loss drew that was not to.
+        draws = self.randomness != "error" or self.strategy == "loop"
+        alone = ALONE if draws else nullcontext()
+        with alone:
+            same = self.randomness == "same"
+            state = random_state(problem.tensors) if same else None
+
+        def chunk(start: int, stop: int) -> Chunk:
+            with alone:
+                if state is not None:
+                    set_random_state(state)
+                return run(problem, start, stop)
+
         for start, stop in batches.chunks(
             problem.batch.size, self._rows_at_a_time(problem)
         ):
-            if state is not None:
-                set_random_state(state)
-            yield run(problem, start, stop)
+            yield chunk(start, stop)
         for name, version in versions.items():
             if fixed[name]._version != version:
                 raise RuntimeError(

@@ -1,9 +1,12 @@
 """The state of torch's own generators, which the random ops of a loss draw from."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from vgrad.process import ALONE
 
 RandomState = tuple[Tensor, dict[int, Tensor]]
 
@@ -20,6 +23,17 @@ def set_random_state(state: RandomState) -> None:
     torch.set_rng_state(state[0])
     for index, of_device in state[1].items():
         torch.cuda.set_rng_state(of_device, index)
+
+
+@contextmanager
+def kept_random_state(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Put the generators back after a block that computes with `tensors`."""
+    with ALONE:
+        state = random_state(tensors)
+        try:
+            yield
+        finally:
+            set_random_state(state)
 
 
 def drawn_since(before: RandomState, tensors: Iterable[Tensor]) -> bool:

@@ -18,7 +18,12 @@ from vgrad.persample import rules as rules
 from vgrad.persample.factors import Dense, Factor
 from vgrad.persample.guard import LossGuard, UnsupportedOp, raise_clearly
 from vgrad.persample.problem import Problem
-from vgrad.persample.randomness import drawn_since, random_state, set_random_state
+from vgrad.persample.randomness import (
+    drawn_since,
+    kept_random_state,
+    random_state,
+    set_random_state,
+)
 from vgrad.persample.record import Recorder
 from vgrad.persample.table import RULES
 from vgrad.typing import Params, Tree
@@ -155,14 +160,11 @@ def saved_bytes(problem: Problem) -> int:
         seen[storage.data_ptr()] = storage.nbytes()
         return tensor.detach()  # the tensor itself would make a cycle
 
-    state = random_state(problem.tensors)
     tensors = tuple(row.squeeze(0) for row in problem.batch.rows(0, 1))
     hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
-    try:
+    with kept_random_state(problem.tensors):
         with hooks, torch.enable_grad(), _no_weight_cache():
             problem.run_loss(_leaves(problem), tensors, _guard(problem, vmapped=False))
-    finally:
-        set_random_state(state)
     return sum(seen.values())
 
 

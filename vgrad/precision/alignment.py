@@ -21,6 +21,7 @@ from vgrad import checks
 from vgrad.functional import BufferlessModel
 from vgrad.lowering.opened import is_python, opened
 from vgrad.precision.gemms import GEMMS, Gemm
+from vgrad.process import ALONE
 from vgrad.typing import Buffers, Params
 
 
@@ -149,7 +150,7 @@ def alignment_report(
     leaves = pytree.tree_leaves((params, buffers, args, kwargs))
     cuda = {x.device.index for x in leaves if isinstance(x, Tensor) and x.is_cuda}
     watch = _Watch({**params, **buffers}, multiple)
-    with torch.random.fork_rng(devices=cuda), torch.no_grad(), watch:
+    with ALONE, torch.random.fork_rng(devices=cuda), torch.no_grad(), watch:
         fmodel(params, buffers, *args, **kwargs)
     return AlignmentReport(multiple, tuple(watch.rows()))
 

@@ -1,0 +1,212 @@
+"""Threads share torch's own generators: what draws from them takes turns."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+import vgrad
+from tests.test_training import plan
+from vgrad import optim
+from vgrad.ensemble.training import EnsembleState
+from vgrad.training import TrainState, private_step, train_step
+
+THREADS = 4
+X, Y = torch.randn(6, 4), torch.randn(6, 3)
+
+
+class Slow(nn.Module):
+    """Draws, lets the other threads go on, and draws again."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        x = F.dropout(self.first(x))
+        time.sleep(0.002)
+        return F.dropout(self.second(x))
+
+
+def plain(seed):
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(Slow())
+    tx = optim.sgd(0.1)
+    step = train_step(vgrad.batch_loss(fmodel, F.mse_loss), tx)
+    return step, TrainState.create(tx, params, buffers, seed=seed)
+
+
+def private(strategy):
+    def make(seed):
+        fmodel, params, buffers = vgrad.make_functional_with_buffers(Slow())
+        tx, options = optim.sgd(0.1), {"strategy": strategy, "randomness": "different"}
+        loss = vgrad.sample_loss(fmodel, F.mse_loss)
+        step = private_step(loss, tx, plan(), chunk_size=2, **options)
+        return step, TrainState.create(tx, params, buffers, seed=seed)
+
+    return make
+
+
+def ensemble(strategy):
+    def make(seed):
+        fmodel, params, buffers = vgrad.stack([Slow() for _ in range(2)])
+        tx = vgrad.for_members(optim.sgd(0.1))
+        loss = vgrad.batch_loss(fmodel, F.mse_loss)
+        step = vgrad.ensemble_train_step(loss, tx, strategy=strategy)
+        return step, EnsembleState.create(tx, params, buffers, seed=seed)
+
+    return make
+
+
+STEPS = {
+    "plain": plain,
+    "private, recorded": private("recorded"),
+    "private, loop": private("loop"),
+    "ensemble, hybrid": ensemble("hybrid"),
+    "ensemble, loop": ensemble("loop"),
+}
+
+
+def together(*works):
+    """Run functions at once, each in a thread of its own."""
+    pool = ThreadPoolExecutor(len(works))
+    try:
+        # Who waits for himself, or in a circle, does so without end.
+        running = [pool.submit(work) for work in works]
+        return [each.result(timeout=100) for each in running]
+    finally:
+        pool.shutdown(wait=False)
+
+
+def same(left, right):
+    pairs = zip(pytree.tree_leaves(left), pytree.tree_leaves(right), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_in_several_threads_are_what_they_are_one_by_one(name):
+    made = [STEPS[name](seed) for seed in range(THREADS)]
+
+    def run(step, state):
+        for _ in range(3):
+            state, _ = step(state, X, Y)
+        return state
+
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    alone = [run(*each) for each in made]
+    found = together(*[lambda each=each: run(*each) for each in made])
+    assert all(same(a, b) for a, b in zip(alone, found, strict=True))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def of_samples(strategy, randomness, dropout=True):
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(Slow().double())
+    loss = vgrad.sample_loss(fmodel if dropout else watched, F.mse_loss)
+    options = {"strategy": strategy, "randomness": randomness, "chunk_size": 2}
+    compute = vgrad.per_sample_norm(loss, **options)
+    return lambda: compute(params, buffers, X.double(), Y.double())
+
+
+def watched(params, buffers, x):
+    """A model that draws nothing, and takes its time."""
+    time.sleep(0.002)
+    return F.linear(F.linear(x, params["first.weight"]), params["second.weight"])
+
+
+def stepping():
+    step, state = plain(0)
+
+    def run():
+        now = state
+        for _ in range(10):
+            now, _ = step(now, X, Y)
+        return now
+
+    return run
+
+
+@pytest.mark.parametrize("strategy", ["recorded", "vmap", "loop"])
+def test_samples_share_their_numbers_whatever_other_threads_do(strategy):
+    work, other = of_samples(strategy, "same"), stepping()
+    torch.manual_seed(0)
+    alone, expected, after = work(), other(), torch.get_rng_state()
+    torch.manual_seed(0)
+    found = together(work, other)
+    assert torch.equal(found[0], alone)
+    assert same(found[1], expected)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_a_loop_that_draws_nothing_does_not_mind_threads_that_do():
+    work, other = of_samples("loop", "error", dropout=False), stepping()
+    expected = work()
+    found = together(work, other, work)
+    assert torch.equal(found[0], expected)
+    assert torch.equal(found[2], expected)
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "loop"])
+def test_outputs_of_members_do_not_change_the_numbers_of_a_step(strategy):
+    fmodel, params, buffers = vgrad.stack([Slow() for _ in range(2)])
+    forward = vgrad.ensemble_forward(fmodel, strategy=strategy)
+    other = stepping()
+    expected = other()
+    torch.manual_seed(0)
+    outputs, after = forward(params, buffers, X), torch.get_rng_state()
+    torch.manual_seed(0)
+    found = together(lambda: forward(params, buffers, X), other)
+    torch.testing.assert_close(found[0], outputs, rtol=0, atol=0)
+    assert same(found[1], expected)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_members_are_made_with_their_own_numbers_in_any_thread():
+    def factory():
+        time.sleep(0.002)
+        return nn.Linear(3, 2)
+
+    def make(seed):
+        return vgrad.init_ensemble(factory, 3, seed=seed)[1]
+
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    alone = [make(seed) for seed in range(THREADS)]
+    found = together(*[lambda seed=seed: make(seed) for seed in range(THREADS)])
+    assert all(same(a, b) for a, b in zip(alone, found, strict=True))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_threads_that_measure_and_explain_put_the_generators_back():
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(Slow())
+    loss = vgrad.sample_loss(fmodel, F.mse_loss)
+    compute = vgrad.per_sample_norm(loss, randomness="different")
+    works = [
+        lambda: vgrad.explain(compute)(params, buffers, X, Y),
+        lambda: vgrad.precision.alignment_report(fmodel, params, buffers, X),
+        stepping(),
+    ]
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    together(*works, *works)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_transforms_inside_of_each_other_do_not_wait_for_themselves():
+    """In both orders: a loss of samples that runs members, and steps that record."""
+    fmodel, params, buffers = vgrad.stack([nn.Linear(4, 3) for _ in range(2)])
+    forward = vgrad.ensemble_forward(fmodel)
+
+    def loss(p, b, x):
+        time.sleep(0.002)
+        return forward(p, b, x[None]).sin().sum()
+
+    def nested():
+        return vgrad.per_sample_norm(loss, strategy="vmap")(params, buffers, X)
+
+    step, state = STEPS["private, recorded"](0)
+    works = [nested, lambda: step(state, X, Y)] * 4
+    assert len(together(*works)) == 8
