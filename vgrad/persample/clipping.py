@@ -24,7 +24,7 @@ from vgrad.typing import Buffers, LossFn, Params, Tree
 _GAMMA = 0.01
 """What automatic clipping adds to a norm, as its authors do."""
 
-_LEAST, _MOST = 1e-20, 1e20
+_LEAST, _MOST = 1e-30, 1e30
 """Between these a sum in float32 keeps a bound."""
 
 _FAR = 1e25
@@ -97,7 +97,7 @@ def clipped_grad(
 
     Raises:
         ValueError: `max_norm` or `normalize_by` is not positive; a bound, or a bound
-            divided by `normalize_by`, is not between 1e-20 and 1e20; when called, a
+            divided by `normalize_by`, is not between 1e-30 and 1e30; when called, a
             pattern of `max_norm` matches no parameter, or a parameter not exactly one;
             else as `per_sample_grad`.
 
