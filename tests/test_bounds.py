@@ -473,7 +473,7 @@ def test_a_private_step_moves_no_further_for_a_sample_of_any_size(strategy):
     [
         ({"max_norm": 1e-31}, "max_norm=1e-31"),
         ({"max_norm": 1e31}, "max_norm=1e[+]31"),
-        ({"max_norm": float("inf")}, "max_norm=inf"),
+        ({"max_norm": float("inf"), "clipping": "automatic"}, "max_norm=inf"),
         ({"max_norm": 2e-30, "normalize_by": 4.0}, "max_norm / normalize_by=5e-31"),
         (
             {"max_norm": {"a.*": 1.0, "b.*": 1e-40}, "clipping": "per_layer"},
@@ -484,3 +484,22 @@ def test_a_private_step_moves_no_further_for_a_sample_of_any_size(strategy):
 def test_bounds_that_float32_cannot_keep_are_refused(options, named):
     with pytest.raises(ValueError, match=rf"clipped_grad\({named}\): expected 1e-30 <"):
         vgrad.clipped_grad(rectified, **options)
+
+
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_infinite_bound_clips_nothing(strategy, clipping):
+    def loss(params, buffers, x):
+        return F.linear(x, params["a.w"]).sum() + (params["b"] * x).sum()
+
+    params = {"a.w": torch.ones(2, 3), "b": torch.ones(3)}
+    x = torch.tensor([[1.0, 2.0, 3.0], [1e20, -1.0, 0.0], [torch.inf, 0.0, 0.0]])
+    compute = vgrad.clipped_grad(
+        loss, max_norm=float("inf"), clipping=clipping, strategy=strategy
+    )
+    found = compute(params, {}, x)
+    expected = x[:2].sum(0)
+    assert torch.equal(found.grads["b"], expected)
+    assert torch.equal(found.grads["a.w"], expected.expand(2, 3))
+    assert int(found.clipped) == 0
+    assert int(found.nonfinite) == 1

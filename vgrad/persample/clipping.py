@@ -97,9 +97,10 @@ def clipped_grad(
 
     Raises:
         ValueError: `max_norm` or `normalize_by` is not positive; a bound, or a bound
-            divided by `normalize_by`, is not between 1e-30 and 1e30; when called, a
-            pattern of `max_norm` matches no parameter, or a parameter not exactly one;
-            else as `per_sample_grad`.
+            divided by `normalize_by`, is not between 1e-30 and 1e30 (infinity, which
+            clips nothing, passes unless clipping is automatic); when called, a pattern
+            of `max_norm` matches no parameter, or a parameter not exactly one; else as
+            `per_sample_grad`.
 
     Example:
         >>> loss = lambda params, buffers, x: (params["w"] * x).sum()
@@ -121,10 +122,10 @@ def clipped_grad(
                 f"not empty."
             )
         named = {f"max_norm[{each!r}]": bound for each, bound in max_norm.items()}
-        _check_bounds(named, normalize_by)
+        _check_bounds(named, normalize_by, clipping)
         max_norm = {pattern: float(bound) for pattern, bound in max_norm.items()}
     else:
-        _check_bounds({"max_norm": max_norm}, normalize_by)
+        _check_bounds({"max_norm": max_norm}, normalize_by, clipping)
         max_norm = float(max_norm)
     options = Options(
         "clipped_grad",
@@ -138,10 +139,17 @@ def clipped_grad(
     return ClippedGradFn(options, _Clip(clipping, max_norm), float(normalize_by))
 
 
-def _check_bounds(named: Mapping[str, float], normalize_by: float) -> None:
-    """Refuse bounds that a sum in float32 cannot keep, for want of digits or range."""
+def _check_bounds(
+    named: Mapping[str, float], normalize_by: float, clipping: Kind
+) -> None:
+    """Refuse bounds that a sum in float32 cannot keep, for want of digits or range.
+
+    An infinite one is no bound.
+    """
     for name, bound in named.items():
         checks.positive("clipped_grad", **{name: bound})
+        if clipping != "automatic" and math.isinf(bound):
+            continue
         sizes = {name: bound, f"{name} / normalize_by": bound / normalize_by}
         checks.between("clipped_grad", _LEAST, _MOST, **sizes)
 
