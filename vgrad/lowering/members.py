@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from vgrad.checks import inside_transform
 from vgrad.lowering.opened import is_python, opened
+from vgrad.lowering.truthful import Truth, among
 from vgrad.lowering.vmapped import VMAPPED
 
 Form = Callable[..., Tensor]
@@ -37,15 +38,20 @@ class Members(TorchFunctionMode):
 
     `told` gets the name of each op that has several forms, and of the one it took. With
     `chosen=False` there is no choice: all ops run in torch's own way, but for those
-    that it does member by member, wrongly or not at all.
+    that it does member by member, wrongly or not at all. Tensors tell the `truth`.
     """
 
     def __init__(
-        self, told: Callable[[str, str], None] | None = None, *, chosen: bool = True
+        self,
+        told: Callable[[str, str], None] | None = None,
+        *,
+        truth: Truth,
+        chosen: bool = True,
     ) -> None:
         """Say who wants to know, and whether there is a choice."""
         super().__init__()
         self._told = told
+        self._truth = truth
         self._forms = FORMS if chosen else {}
 
     def __torch_function__(
@@ -53,6 +59,11 @@ class Members(TorchFunctionMode):
     ) -> Any:
         """Run one call."""
         kwargs = kwargs or {}
+        self._truth.before(func, among(args, kwargs))
+        return self._truth.after(self._run(func, args, kwargs))
+
+    def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run one call in the form that suits it."""
         if func in VMAPPED:
             return VMAPPED[func](*args, **kwargs)
         if is_python(func):

@@ -27,6 +27,8 @@ class Problem:
 
     Attributes:
         function: the transform's name, for errors.
+        unreached: sets of parameters to which no graph leads from a sample's loss, as
+            one sample on its own has shown.
         collect: makes what the factors of a chunk are handed to.
     """
 
@@ -38,6 +40,7 @@ class Problem:
     randomness: Randomness
     has_aux: bool
     fallbacks: Fallbacks
+    unreached: set[frozenset[str]]
     collect: Callable[[], Collector]
     loss_scale: LossScale | None = None
 
