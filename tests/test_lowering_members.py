@@ -5,11 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._C._functorch import current_level
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from tests.examples import examples
 from vgrad.lowering.members import FORMS, Members
+from vgrad.lowering.truthful import Truth
 
 E = 3
 CONVOLUTIONS = [F.conv1d, F.conv2d, F.conv3d]
@@ -19,7 +21,8 @@ def mapped(function, dims, *tensors, told=None, chosen=True):
     """Run under a vmap over members."""
 
     def one(*tensors):
-        with Members(told, chosen=chosen):
+        truth = Truth(current_level(), "member", "a loop")
+        with Members(told, truth=truth, chosen=chosen):
             return function(*tensors)
 
     return torch.vmap(one, in_dims=dims)(*tensors)

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from vgrad import checks
 from vgrad.ensemble.axes import members, shared_names
 from vgrad.lowering.members import Members, mapped_here
+from vgrad.lowering.truthful import Truth, unoptimized_scripts
 from vgrad.persample.guard import raise_clearly
 from vgrad.persample.randomness import drawn_since, random_state, set_random_state
 from vgrad.precision.autocast import Autocast
@@ -149,12 +150,15 @@ def vmapped(
         # much as a small model.
         with alone, vmap_increment_nesting(call.members, randomness) as level:
             params, buffers, *batch = call.mapped(level)
-            guard = Members(told, call.promise(), chosen=hybrid)
-            with guard, Autocast(params.values()):
+            truth = Truth(level, "member", 'strategy="loop"')
+            truth.after(tensors((params, buffers, batch)))
+            mode = Members(told, call.promise(), truth=truth, chosen=hybrid)
+            with mode, Autocast(params.values()), unoptimized_scripts():
                 result = function(params, buffers, *batch)
 
             def joined(value: Any) -> Tensor:
-                return _remove_batch_dim(_tensor(value), level, call.members, 0)
+                truth.told(_tensor(value))
+                return _remove_batch_dim(value, level, call.members, 0)
 
             if not with_buffers:
                 return _map_leaves(joined, result)

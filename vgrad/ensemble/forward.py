@@ -51,9 +51,7 @@ class EnsembleForward:
         call = self._call(params, buffers, batch)
         if self._chunk_size is None:
             return self._of(self._fmodel, call)
-        with LossGuard(
-            vmapped=False, given={}
-        ):  # statistics of a chunk are not the batch's
+        with LossGuard(given={}):  # statistics of a chunk are not the batch's
             parts = [
                 self._of(self._fmodel, self._call(params, buffers, rows))
                 for rows in self._chunks(call, batch)

@@ -19,6 +19,8 @@ from vgrad.ensemble.execution import (
     vmapped,
 )
 from vgrad.losses import SampleLoss
+from vgrad.persample.guard import UnsupportedOp
+from vgrad.persample.randomness import kept_random_state
 from vgrad.tree import map_values
 from vgrad.typing import BatchLossFn, Buffers, Params, Tree
 
@@ -56,6 +58,7 @@ class EnsembleGradFn:
         self._options: dict[str, Any] = {"in_dims": in_dims, "shared": tuple(shared)}
         self._randomness: Randomness = randomness
         self.chooser = Chooser("ensemble_grad", strategy)
+        self._unreached: set[frozenset[str]] = set()
 
     def __call__(
         self,
@@ -98,7 +101,9 @@ class EnsembleGradFn:
                 )
             return (losses * loss_scale).sum(), (losses, new)
 
-        grads, losses, new = _gradient(total, params)
+        grads, losses, new, unreached = _gradient(total, params)
+        if strategy != "loop":
+            self._check_unreached(call, frozenset(unreached))
         return EnsembleGrads(grads, losses, new)
 
     def explain(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
@@ -108,6 +113,27 @@ class EnsembleGradFn:
 
     def _call(self, params: Params, buffers: Buffers, batch: tuple) -> Call:
         return Call("ensemble_grad", params, buffers, batch, **self._options)
+
+    def _check_unreached(self, call: Call, names: frozenset[str]) -> None:
+        """Refuse to take for zero what is not zero to one member on its own."""
+        if not names or names in self._unreached:
+            return
+        params, *rest = call.of(0)
+        one = autocasting(self._with_buffers)
+
+        def of_params(params: Params) -> tuple[Tensor, tuple[Tensor, Buffers]]:
+            loss, new = one(params, *rest)
+            return loss, (loss, new)
+
+        with kept_random_state(call.tensors()):
+            *_, unreached = _gradient(of_params, params)
+        if reached := names - unreached:
+            raise UnsupportedOp(
+                f"ensemble_grad(loss): expected gradients of all members wherever one "
+                f"member has some, got none of {checks.listed(reached)}: an op hides "
+                f'its graph from vmap. Use strategy="loop".'
+            )
+        self._unreached.add(names)
 
     def _unchanged(
         self, params: Params, buffers: Buffers, /, *batch: Tree
@@ -136,7 +162,7 @@ class EnsembleGradFn:
                 loss, new = run(params, buffers, *batch)
                 return loss * scales[member].to(loss.device, loss.dtype), (loss, new)
 
-            found, loss, new = _gradient(scaled, params)
+            found, loss, new, _ = _gradient(scaled, params)
             for name, grad in found.items():
                 if dims[name] is None:
                     grads[name] += grad
@@ -203,17 +229,27 @@ def check_loss(function: str, loss: BatchLossFn) -> None:
         )
 
 
-def _gradient(function: Callable, params: Params) -> tuple[Params, Tensor, Buffers]:
-    """Differentiate `params -> (scalar, (losses, buffers))`; return what is left."""
+def _gradient(
+    function: Callable, params: Params
+) -> tuple[Params, Tensor, Buffers, set[str]]:
+    """Differentiate `params -> (scalar, (losses, buffers))`; return what is left.
+
+    Last come the names of parameters to which no graph leads, as far as that is known.
+    """
     if checks.inside_transform():
         grads, (losses, buffers) = torch.func.grad(function, has_aux=True)(params)
-        return grads, losses, buffers
+        return grads, losses, buffers, set()
     with torch.enable_grad():
         leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
         value, (losses, buffers) = function(leaves)
-    with torch.autocast(value.device.type, enabled=False):
-        found = torch.autograd.grad(
-            value, list(leaves.values()), allow_unused=True, materialize_grads=True
-        )
-    grads = dict(zip(leaves, found, strict=True))
-    return grads, losses.detach(), map_values(Tensor.detach, buffers)
+    found = dict.fromkeys(leaves)
+    if value.requires_grad:
+        with torch.autocast(value.device.type, enabled=False):
+            each = torch.autograd.grad(value, [*leaves.values()], allow_unused=True)
+        found = dict(zip(leaves, each, strict=True))
+    unreached = {name for name, grad in found.items() if grad is None}
+    grads = {
+        name: torch.zeros_like(params[name]) if grad is None else grad
+        for name, grad in found.items()
+    }
+    return grads, losses.detach(), map_values(Tensor.detach, buffers), unreached

@@ -248,7 +248,7 @@ def _outputs(
     for start, stop in list(batches.chunks(batch.size, chunk_size)) or [(0, 0)]:
         # Statistics of a chunk would not be those of the batch.
         chunked = chunk_size is not None
-        guard = LossGuard(vmapped=False, given={}) if chunked else nullcontext()
+        guard = LossGuard(given={}) if chunked else nullcontext()
         with torch.no_grad(), guard:
             rows = batch.sample(tuple(batch.rows(start, stop)))
             outputs = forward(params, buffers, *rows)

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from vgrad.checks import inside_transform
 from vgrad.lowering.opened import is_python, opened
+from vgrad.lowering.truthful import Truth, among
 from vgrad.lowering.vmapped import VMAPPED
 from vgrad.untouched import Promise, Untouched
 
@@ -37,18 +38,20 @@ class Members(Untouched):
 
     `told` gets the name of each op that has several forms, and of the one it took. With
     `chosen=False` there is no choice: all ops run in torch's own way, but for those
-    that it does member by member, wrongly or not at all.
+    that it does member by member, wrongly or not at all. Tensors tell the `truth`.
     """
 
     def __init__(
         self,
         told: Callable[[str, str], None] | None = None,
         *promises: Promise,
+        truth: Truth,
         chosen: bool = True,
     ) -> None:
         """Say who wants to know, what is to stay, and whether there is a choice."""
         super().__init__(*promises)
         self._told = told
+        self._truth = truth
         self._forms = FORMS if chosen else {}
 
     def __torch_function__(
@@ -57,6 +60,11 @@ class Members(Untouched):
         """Run one call."""
         kwargs = kwargs or {}
         self.check(func, args, kwargs)
+        self._truth.before(func, among(args, kwargs))
+        return self._truth.after(self._run(func, args, kwargs))
+
+    def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run one call in the form that suits it."""
         if func in VMAPPED:
             return VMAPPED[func](*args, **kwargs)
         if is_python(func):

@@ -20,6 +20,14 @@ _HANDED_ON = (
 """What torch's Python functions ask whether a mode wants the call."""
 
 
+ASKING = frozenset(
+    func
+    for func in vars(F).values()
+    if isinstance(func, FunctionType) and "requires_grad" in func.__code__.co_names
+)
+"""Functions that go by whether tensors require grad, some of which they make."""
+
+
 def is_python(func: Callable) -> bool:
     """Tell whether `torch.nn.functional` defines a function, in Python."""
     return isinstance(func, FunctionType) and func.__globals__ is vars(F)

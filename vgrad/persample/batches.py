@@ -29,9 +29,10 @@ class Batch:
     spec: pytree.TreeSpec
 
     def rows(self, start: int, stop: int) -> list[Tensor]:
-        """Return these rows of every tensor."""
+        """Return these rows of every tensor, which require no grad under no_grad."""
         tensors = (leaf for leaf in self.leaves if isinstance(leaf, Tensor))
-        return [tensor[start:stop] for tensor in tensors]
+        rows = [tensor[start:stop] for tensor in tensors]
+        return rows if torch.is_grad_enabled() else [row.detach() for row in rows]
 
     def sample(self, tensors: tuple[Tensor, ...]) -> Tree:
         """Put the tensors of one sample where they are in the batch."""

@@ -12,27 +12,34 @@ import torch
 from torch import Tensor
 
 from vgrad.batch_norm import refuse_batch_statistics
+from vgrad.lowering.truthful import (
+    REQUIRES_GRAD,
+    Truth,
+    among,
+    called,
+    own_backward_pass,
+    requires_grad_below,
+)
+from vgrad.lowering.truthful import UnsupportedOp as UnsupportedOp
 from vgrad.lowering.vmapped import VMAPPED
 from vgrad.process import ALONE
 from vgrad.untouched import Promise, Untouched
 
 
-class UnsupportedOp(NotImplementedError):
-    """A strategy cannot run an op of the loss; the message says which one can."""
-
-
 class LossGuard(Untouched):
-    """Refuses batch statistics at the op; with `vmapped`, names the op that vmap lacks.
+    """Refuses batch statistics at the op; with `truth`, what vmap lacks or tells wrong.
 
     A function mode sees every torch function that a loss calls, in a module or not.
     `given` is what the loss must not write into.
     """
 
-    def __init__(self, *, vmapped: bool, given: Mapping[str, Tensor]) -> None:
-        """Say whether the loss runs for all samples at once."""
+    def __init__(
+        self, truth: Truth | None = None, *, given: Mapping[str, Tensor]
+    ) -> None:
+        """Take the answers of the vmap over samples, if the loss runs in one."""
         expected = "loss: expected one that changes nothing it is given"
         super().__init__(Promise(given, expected, "Copy it first."))
-        self._vmapped = vmapped
+        self._truth = truth
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -40,19 +47,33 @@ class LossGuard(Untouched):
         """Run one call."""
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") == "__get__":
-            return self.run(func, args, kwargs) if self._vmapped else func(*args)
+            return func(*args) if self._truth is None else self.run(func, args, kwargs)
         refuse_batch_statistics(func, args, kwargs)
         self.check(func, args, kwargs)
-        if not self._vmapped:
+        if self._truth is None:
             return func(*args, **kwargs)
         try:
             return self.run(func, args, kwargs)
         except RuntimeError as error:
             in_place = _in_place(func, kwargs)
-            raise_clearly(error, _name(func), in_place=in_place)
+            raise_clearly(error, called(func), in_place=in_place)
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one call for all samples at once."""
+        if self._truth is not None:
+            self._truth.before(func, among(args, kwargs))
+        output = self.op(func, args, kwargs)
+        if output is False and func == REQUIRES_GRAD and requires_grad_below(args[0]):
+            raise UnsupportedOp(
+                "requires_grad: expected a loss that asks this of what depends on its "
+                "parameters, got one that asks where only the caller differentiates. "
+                'Detach samples and buffers, or use strategy="loop".'
+            )
+        return output
+
+    @staticmethod
+    def op(func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run one op in the form that it has under vmap."""
         return VMAPPED.get(func, func)(*args, **kwargs)
 
 
@@ -94,9 +115,8 @@ def raise_clearly(
         ) from error
     if op in _AUTOGRAD or "backward() called inside" in message:
         raise own_backward_pass(op) from error
-    limits = ("vmap:", "Batching rule not implemented", "doesn't have storage")
     inside = op in _RECURRENT and "broadcast shape" in message
-    if in_place or inside or any(limit in message for limit in limits):
+    if in_place or inside or any(limit in message for limit in _LIMITS):
         shared = f"writes in place into a tensor that all {one}s share, or is too small"
         what = shared * in_place
         raise UnsupportedOp(
@@ -111,18 +131,13 @@ def raise_clearly(
     raise error
 
 
-def own_backward_pass(op: str) -> UnsupportedOp:
-    """Return the error for a loss that calls autograd while it is recorded."""
-    return UnsupportedOp(
-        f"{op}: expected a loss that runs no backward pass of its own, got one that "
-        f"calls torch.autograd (as gradient penalties do, and the checkpointing of "
-        f"transformers: save memory with chunk_size instead). Use torch.func.grad "
-        f'inside it, or strategy="loop".'
-    )
-
-
-_AUTOGRAD = {"grad", "backward", "requires_grad_"}
+_AUTOGRAD = {"grad", "backward", "requires_grad_", "requires_grad", "retain_grad"}
 """What only a loss calls that differentiates on its own."""
+
+_LIMITS = ("vmap:", "Batching rule not implemented", "vmap over", "under vmap")
+_LIMITS += ("inside of vmap", "doesn't have storage", "Cannot access storage")
+_LIMITS += ("mutating directly with `.data`",)
+"""How torch says that a transform of its own cannot run an op."""
 
 _RECURRENT = {"rnn_tanh", "rnn_relu", "lstm", "gru"}
 _RECURRENT |= {"rnn_tanh_cell", "rnn_relu_cell", "lstm_cell", "gru_cell"}
@@ -191,12 +206,6 @@ def _missing_rule(message: str) -> str:
     if "batching rule for" not in message:
         return ""
     return message.split("batching rule for", 1)[1].split()[0].rstrip(".")
-
-
-def _name(func: Callable) -> str:
-    """Return the name under which a user knows a torch function."""
-    name = getattr(func, "__name__", repr(func))
-    return {"__get__": "attribute access"}.get(name, name)
 
 
 def _in_place(func: Callable, kwargs: dict) -> bool:

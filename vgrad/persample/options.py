@@ -34,6 +34,7 @@ class Options:
     has_aux: bool
     loss_scale: LossScale | None = None
     fallbacks: Fallbacks = field(default_factory=Fallbacks)
+    unreached: set[frozenset[str]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         """Refuse values that no strategy knows."""
@@ -78,11 +79,12 @@ class Options:
             self.function,
             self.loss,
             {name: _ordinary(value) for name, value in params.items()},
-            {name: _ordinary(value) for name, value in buffers.items()},
+            {name: _wanted(_ordinary(value)) for name, value in buffers.items()},
             batches.read(self.function, batch),
             self.randomness,
             self.has_aux,
             self.fallbacks,
+            self.unreached,
             collect,
             self.loss_scale,
             others,
@@ -197,6 +199,12 @@ def joined(empty: Tensor, parts: list[Tensor]) -> Tensor:
 def _ordinary(value: Tensor) -> Tensor:
     """Copy a tensor made in inference mode, which autograd cannot use."""
     return value.clone() if value.is_inference() else value
+
+
+def _wanted(value: Tensor) -> Tensor:
+    """Return what requires grad only if the caller wants to differentiate."""
+    wanted = torch.is_grad_enabled() or not value.requires_grad
+    return value if wanted else value.detach()
 
 
 def _check_tensors(function: str, params: Params, buffers: Buffers) -> None:

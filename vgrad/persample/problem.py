@@ -27,6 +27,8 @@ class Problem:
 
     Attributes:
         function: the transform's name, for errors.
+        unreached: sets of parameters to which no graph leads from a sample's loss, as
+            one sample on its own has shown.
         collect: makes what the factors of a chunk are handed to.
         others: tensors that the result depends on, though the loss does not.
     """
@@ -39,6 +41,7 @@ class Problem:
     randomness: Randomness
     has_aux: bool
     fallbacks: Fallbacks
+    unreached: set[frozenset[str]]
     collect: Callable[[], Collector]
     loss_scale: LossScale | None = None
     others: tuple[Tensor, ...] = ()

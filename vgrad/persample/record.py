@@ -8,7 +8,7 @@ per-sample gradient.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
@@ -19,12 +19,14 @@ from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.utils import _pytree as pytree
 
 from vgrad import checks
+from vgrad.lowering.opened import ASKING, opened
+from vgrad.lowering.truthful import Truth, among, own_backward_pass
 from vgrad.persample import views
 from vgrad.persample.factors import Factor
-from vgrad.persample.guard import LossGuard, own_backward_pass
+from vgrad.persample.guard import LossGuard, UnsupportedOp
 from vgrad.persample.sites import Site, Sites, Take, Use, leaf, op_name, replaced
 from vgrad.persample.table import Lowering, Maker, Rule
-from vgrad.typing import Buffers, Params
+from vgrad.typing import Buffers, Params, Tree
 
 
 class Recorder(LossGuard):
@@ -47,7 +49,7 @@ class Recorder(LossGuard):
         buffers: Buffers,
     ) -> None:
         """Make the stand-ins for the parameters."""
-        super().__init__(vmapped=True, given={**params, **buffers})
+        super().__init__(given={**params, **buffers})
         self.size = size
         self.randomness = randomness
         self._rules = rules
@@ -55,15 +57,22 @@ class Recorder(LossGuard):
         self._lowering: Callable | None = None
         self._level = 0
         self._running = False
-        self._anchors: list[Tensor] = []
+        self._ends: dict[int, Tensor] = {}
+        self._waiting: dict[int, list] = {}
         self.params = self._sites.params
+        self.unreached = self._sites.unreached
 
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Watch a loss that runs under vmap."""
         self._level = functorch.maybe_current_level()
+        self._truth = Truth(self._level, "sample", 'strategy="vmap" or "loop"')
         with self:
             yield
+
+    def check_result(self, result: Tree) -> None:
+        """Refuse results of ops that did not leave autograd to torch."""
+        self._truth.after(pytree.tree_leaves(result))
 
     def backward(self, losses: Tensor, scales: Tensor) -> None:
         """Run the one backward pass, and hand on the factors of every parameter.
@@ -72,33 +81,57 @@ class Recorder(LossGuard):
         """
         self._running = True
         try:
-            self._sites.differentiate(losses, scales, self._anchors)
+            self._sites.differentiate(losses, scales, list(self._ends.values()))
         finally:
             self._running = False
+        waiting = {number for number, uses in self._waiting.items() if uses}
+        if waiting and not waiting.isdisjoint(_numbers(losses)):
+            raise UnsupportedOp(
+                "loss: expected ops that a function mode sees, got one that it does "
+                "not, whose result requires grad through something else than "
+                'parameters, as compiled code may. Use strategy="vmap" or "loop".'
+            )
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one call of a torch function."""
+        tensors = among(args, kwargs)
+        self._truth.before(func, tensors)
+        sites = self._sites.among(tensors)
         if views.only_reads(func):
+            self._sites.check_read(func, sites)
             return func(*args, **kwargs)
-        sites = self._sites.among(args, kwargs)
+        return self._truth.after(self._run(func, args, kwargs, tensors, sites))
+
+    def _run(
+        self,
+        func: Callable,
+        args: tuple,
+        kwargs: dict,
+        tensors: list[Tensor],
+        sites: list[Site],
+    ) -> Any:
+        """Run one call that computes something."""
         entry = self._rules.get(func)
         here = functorch.maybe_current_level() == self._level
+        batched = self._any_batched(tensors)
         if entry is not None and here:
             output = None
             if isinstance(entry, Lowering):
-                if _any_batched(args, kwargs):
+                if batched:
                     output = self._lowered(entry, func, args, kwargs)
             elif sites:
                 output = self._by_rule(entry, func, args, kwargs)
             if output is not None:
                 return output
+        if func in ASKING:
+            with self:
+                return opened(func)(*args, **kwargs)
         if not sites:
-            return super().run(func, args, kwargs)
-        if here and not _any_batched(args, kwargs):
+            return self.op(func, args, kwargs)
+        if here and not batched:
             return self._sites.derive(func, args, kwargs, sites)
         copies = {id(site.handed): self._expanded(site, func) for site in sites}
-        args, kwargs = replaced((args, kwargs), copies)
-        return super().run(func, args, kwargs)
+        return self.op(func, *replaced((args, kwargs), copies))
 
     def physical(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the loss with the samples in front."""
@@ -142,8 +175,9 @@ class Recorder(LossGuard):
 
     def anchor(self, value: Tensor) -> Tensor:
         """Return a leaf of these values at which the backward pass ends."""
-        self._anchors.append(leaf(value))
-        return self._anchors[-1]
+        anchor = leaf(value)
+        self._ends[id(anchor)] = anchor
+        return anchor
 
     def use(self, tensor: Tensor) -> Callable[[Factor], None] | None:
         """Return what the factor of a use of a parameter has to be given to."""
@@ -158,6 +192,21 @@ class Recorder(LossGuard):
             self._sites.arrived(site, factor, name)
 
         return arrived
+
+    def _any_batched(self, tensors: Sequence[Tensor]) -> bool:
+        """Tell whether one differs from sample to sample; note what else leads away.
+
+        What the loss closes over may require grad, for the caller. The backward pass
+        has to come by the ops between that and the loss, where it comes to parameters.
+        """
+        batched = False
+        for tensor in tensors:
+            if functorch.is_batchedtensor(tensor):
+                batched = True
+            elif tensor.requires_grad and not self.knows(tensor):
+                if not functorch.is_functorch_wrapped_tensor(tensor):
+                    self._ends[id(tensor)] = tensor
+        return batched
 
     def _lowered(self, entry: Lowering, func: Callable, args: tuple, kwargs: dict):
         """Run an op by its lowering; None where that does not fit this call."""
@@ -255,12 +304,13 @@ class Recorder(LossGuard):
 
         node: Any = whole.grad_fn
         node.register_prehook(hook)
+        self._waiting[node._sequence_nr()] = left
         return output
 
     def _expanded(self, site: Site, op: Callable) -> Tensor:
         """Return a parameter's copies for the samples, which an op asks for."""
         copies = self._sites.expand(site, op, ruled=op is self._lowering)
-        return self.logical(copies)
+        return self._truth.after(self.logical(copies))
 
     def _check_running(self) -> None:
         if not self._running:
@@ -274,6 +324,18 @@ def _check_unchanged(op: str, captured: list[tuple[Tensor, int]]) -> None:
                 f"{op}: expected an input that stays as it is until the backward pass, "
                 f"but an op of the loss wrote into it in place."
             )
+
+
+def _numbers(losses: Tensor) -> set[int]:
+    """Return the numbers of all nodes of a graph."""
+    found: set[int] = set()
+    nodes: list[Any] = [losses.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node._sequence_nr() not in found:
+            found.add(node._sequence_nr())
+            nodes += [each for each, _ in node.next_functions]
+    return found
 
 
 def _captured(maker: Maker) -> list[Tensor]:
@@ -303,10 +365,3 @@ def _same_memory(base: Tensor, view: Tensor) -> bool:
         return True
     contiguous = base.is_contiguous() and view.is_contiguous()
     return contiguous and base.numel() == view.numel()
-
-
-def _any_batched(args: tuple, kwargs: dict) -> bool:
-    leaves = pytree.tree_leaves((args, kwargs))
-    return any(
-        isinstance(each, Tensor) and functorch.is_batchedtensor(each) for each in leaves
-    )

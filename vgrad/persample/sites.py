@@ -5,7 +5,7 @@ transpose, a cast, a weight norm) is computed once and gets a stand-in of its ow
 factors that arrive there are taken back to the parameters.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from torch._C import _functorch as functorch  # type: ignore[attr-defined]
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.utils import _pytree as pytree
 
+from vgrad.lowering.truthful import GRAPH, HOOKS, MEMORY, called
 from vgrad.persample import views
 from vgrad.persample.combined import Moved, Replay, disjoint, merged
 from vgrad.persample.factors import Dense, Factor, Outer, Zero
@@ -71,7 +72,8 @@ class Sites:
     """The stand-ins of one run of the loss, and the factors that arrived.
 
     `take(name, factor)` is called once for each parameter, as soon as all its factors
-    are there. `tell` is for who wants to know every single use.
+    are there. `tell` is for who wants to know every single use. `unreached` then names
+    the parameters for which nothing came.
     """
 
     def __init__(
@@ -96,29 +98,36 @@ class Sites:
             root = Site((name,), handed, handed.detach(), handed, views.itself)
             self._roots[name] = self._known[id(handed)] = root
         self.params = {name: site.handed for name, site in self._roots.items()}
+        self.unreached: set[str] = set()
 
     def find(self, tensor: Any) -> Site | None:
         """Return the site of a stand-in."""
         return self._known.get(id(tensor))
 
-    def among(self, args: tuple, kwargs: dict) -> list[Site]:
-        """Return the sites among the arguments of a call, each once."""
-        found: dict[int, Site] = {}
-        for value in (*args, *kwargs.values()):
-            nested = isinstance(value, tuple | list | dict)
-            for each in pytree.tree_leaves(value) if nested else (value,):
-                if (site := self._known.get(id(each))) is not None:
-                    found[id(each)] = site
-        return list(found.values())
+    def among(self, tensors: Iterable[Tensor]) -> list[Site]:
+        """Return the sites of those that are stand-ins, each once."""
+        found = (self._known.get(id(tensor)) for tensor in tensors)
+        return list(dict.fromkeys(site for site in found if site is not None))
+
+    def check_read(self, func: Callable, sites: Iterable[Site]) -> None:
+        """Refuse to tell where what is computed from parameters has its graph."""
+        if func in GRAPH | MEMORY:
+            for site in sites:
+                if site.source is not site.handed:
+                    raise UnsupportedOp(
+                        f"{called(func)}: expected a loss that does not ask for the "
+                        f"graph of what it computes from {', '.join(site.names)} "
+                        f'alone. Use strategy="vmap" or "loop".'
+                    )
 
     def derive(
         self, func: Callable, args: tuple, kwargs: dict, sites: list[Site]
     ) -> Any:
         """Run a function of parameters alone, once; its tensors are new sites."""
-        if op_name(func) in _AROUND:
+        if func in HOOKS or op_name(func) in _AROUND:
             names = ", ".join(name for site in sites for name in site.names)
             raise UnsupportedOp(
-                f"{op_name(func)}: expected a loss that leaves {names} as it is, got "
+                f"{called(func)}: expected a loss that leaves {names} as it is, got "
                 f"one that writes to its data or puts a hook on it. Compute a new "
                 f'tensor from it instead, or use strategy="loop".'
             )
@@ -238,6 +247,7 @@ class Sites:
             whole[root] = merged([whole[root], dense]) if root in whole else dense
         replays = tuple(site.replay for site in whole if site.replay is not None)
         if not whole:
+            self.unreached.add(name)
             self._take(name, Zero(self._size, root.plain))
         elif list(whole) == [root]:
             self._take(name, whole[root])
@@ -273,7 +283,7 @@ def replaced(tree: Any, by: Mapping[int, Tensor]) -> Any:
     return pytree.tree_map_only(Tensor, lambda each: by.get(id(each), each), tree)
 
 
-_AROUND = {"__set__", "register_hook", "register_post_accumulate_grad_hook"}
+_AROUND = {"__set__", "set_"}
 """What acts on the very tensor a loss was handed, and not on its values."""
 
 

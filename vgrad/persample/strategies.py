@@ -11,9 +11,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 
 from vgrad import checks
+from vgrad.lowering.truthful import Truth, unoptimized_scripts
 from vgrad.persample import rules as rules
 from vgrad.persample.factors import Dense, Factor
 from vgrad.persample.guard import LossGuard, UnsupportedOp, raise_clearly
@@ -84,15 +86,24 @@ def recorded(problem: Problem, start: int, stop: int) -> Chunk:
     )
 
     def one(tensors: tuple[Tensor, ...]) -> tuple:
-        return problem.run_loss(recorder.params, tensors, recorder.inside())
+        result = problem.run_loss(recorder.params, tensors, recorder.inside())
+        recorder.check_result(result)
+        return result
 
+    # A sample that requires grad says so to the loss, but leads to the caller no more.
+    again = problem.differentiable
+    tensors = tuple(
+        recorder.anchor(row) if again and row.requires_grad else row.detach()
+        for row in problem.batch.rows(start, stop)
+    )
     with _clear_errors(problem), torch.enable_grad():
         mapped = torch.vmap(one, randomness=problem.randomness)
         # What is computed again in the backward pass is not under vmap any more.
         with torch.autograd.graph.disable_saved_tensors_hooks(_NO_HOOKS):
-            losses, aux = mapped(_detached(problem.batch.rows(start, stop)))
+            losses, aux = mapped(tensors)
         with torch.autocast(losses.device.type, enabled=False):
             recorder.backward(losses, problem.cotangent(losses))
+    _check_unreached(problem, start, frozenset(recorder.unreached))
     losses, aux = pytree.tree_map_only(Tensor, torch.Tensor.detach, (losses, aux))
     return Chunk(collected, losses, aux, problem.wanted)
 
@@ -104,8 +115,10 @@ def vmap(problem: Problem, start: int, stop: int) -> Chunk:
     """Differentiate under `torch.vmap`: all gradients are stored, several times."""
 
     def one(tensors: tuple[Tensor, ...]) -> tuple:
+        truth = Truth(functorch.maybe_current_level(), "sample", 'strategy="loop"')
+
         def of_params(params: Params) -> tuple[Tensor, Tree]:
-            return problem.run_loss(params, tensors, _guard(problem, vmapped=True))
+            return problem.run_loss(params, tensors, _guard(problem, truth))
 
         forward = torch.func.vjp(of_params, dict(problem.params), has_aux=True)
         value, pullback, aux = cast(tuple[Tensor, Callable, Tree], forward)
@@ -128,7 +141,7 @@ def loop(problem: Problem, start: int, stop: int) -> Chunk:
     tensors = tuple(row.squeeze(0) for row in problem.batch.rows(start, stop))
 
     def of_params(params: Params) -> tuple[Tensor, Tree]:
-        return problem.run_loss(params, tensors, _guard(problem, vmapped=False))
+        return problem.run_loss(params, tensors, _guard(problem))
 
     with _no_weight_cache():
         found = gradient(of_params, problem)
@@ -164,13 +177,37 @@ def saved_bytes(problem: Problem) -> int:
     hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
     with kept_random_state(problem.tensors):
         with hooks, torch.enable_grad(), _no_weight_cache():
-            problem.run_loss(_leaves(problem), tensors, _guard(problem, vmapped=False))
+            problem.run_loss(_leaves(problem), tensors, _guard(problem))
     return sum(seen.values())
 
 
-def _guard(problem: Problem, *, vmapped: bool) -> LossGuard:
+def _guard(problem: Problem, truth: Truth | None = None) -> LossGuard:
     """Watch a loss that is handed the memory of the caller's tensors."""
-    return LossGuard(vmapped=vmapped, given={**problem.params, **problem.buffers})
+    return LossGuard(truth, given={**problem.params, **problem.buffers})
+
+
+def _check_unreached(problem: Problem, start: int, names: frozenset[str]) -> None:
+    """Refuse to take for zero what is not zero to plain autograd."""
+    if not names or names in problem.unreached:
+        return
+    tensors = tuple(row.squeeze(0) for row in problem.batch.rows(start, start + 1))
+    leaves = {name: each.detach() for name, each in problem.params.items()}
+    wanted = [leaves[name].requires_grad_() for name in sorted(names)]
+    with kept_random_state(problem.tensors), torch.enable_grad(), _no_weight_cache():
+        value, _ = problem.run_loss(leaves, tensors, _guard(problem))
+        found = (
+            torch.autograd.grad(value, wanted, allow_unused=True)
+            if value.requires_grad
+            else [None for _ in wanted]
+        )
+    pairs = zip(sorted(names), found, strict=True)
+    if reached := [name for name, grad in pairs if grad is not None]:
+        raise UnsupportedOp(
+            f"loss: expected gradients of all samples wherever one sample has some, "
+            f"got none of {checks.listed(reached)}: an op hides its graph from the "
+            f'recorder. Use strategy="vmap" or "loop".'
+        )
+    problem.unreached.add(names)
 
 
 def _collected(problem: Problem, grads: Params, losses: Tensor, aux: Tree) -> Chunk:
@@ -180,10 +217,6 @@ def _collected(problem: Problem, grads: Params, losses: Tensor, aux: Tree) -> Ch
         for name in list(grads):
             collected.take(name, problem.unscaled(Dense(grads.pop(name))))
     return Chunk(collected, losses, aux)
-
-
-def _detached(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(tensor.detach() for tensor in tensors)
 
 
 def _leaves(problem: Problem) -> Params:
@@ -235,7 +268,11 @@ def _functional_gradient(of_params: Callable, problem: Problem) -> tuple:
 @contextmanager
 def _clear_errors(problem: Problem) -> Iterator[None]:
     """Say in errors and warnings of vmap what can be done."""
-    with problem.fallbacks.reported(problem.function), _no_weight_cache():
+    with (
+        problem.fallbacks.reported(problem.function),
+        _no_weight_cache(),
+        unoptimized_scripts(),
+    ):
         try:
             yield
         except UnsupportedOp:

@@ -158,7 +158,9 @@ class Autocast(TorchFunctionMode):
             here = functorch.maybe_current_level() == self._level
             if not here or id(leaf) not in self._weights:
                 return leaf.to(dtype)
-            key = (id(leaf), leaf._version, dtype, torch.is_grad_enabled())
+            with torch._C.DisableTorchFunction():  # modes have no say in it
+                version = leaf._version
+            key = (id(leaf), version, dtype, torch.is_grad_enabled())
             if key not in self._casts:
                 self._casts[key] = leaf.to(dtype)
             return self._casts[key]

@@ -1,0 +1,191 @@
+"""What a tensor says of itself under `torch.vmap` while autograd is at work below.
+
+A tensor of the function wraps one of all samples `[B, ...]`, which has the graph, and
+says of itself that it requires no grad and has none: code that asks takes the way of
+inference, and gradients are lost without an error. So every tensor is made to say of
+`requires_grad` what is true below, and what it cannot tell it is not asked.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import (
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    maybe_get_level,
+)
+from torch.utils import _pytree as pytree
+
+
+class UnsupportedOp(NotImplementedError):
+    """A strategy cannot run an op of the loss; the message says which one can."""
+
+
+def _methods(names: str) -> list[Callable]:
+    return [getattr(Tensor, name) for name in names.split()]
+
+
+def _attributes(names: str, method: str = "__get__") -> list[Callable]:
+    found = [getattr(Tensor, name, None) for name in names.split()]
+    return [getattr(each, method) for each in found if each is not None]
+
+
+REQUIRES_GRAD, *_ = _attributes("requires_grad")
+"""What is called to read that attribute."""
+
+GRAPH = {
+    *_attributes("grad_fn _grad_fn is_leaf output_nr retains_grad grad_dtype"),
+    *_attributes("_backward_hooks _post_accumulate_grad_hooks"),
+}
+"""What only a tensor without a graph, or a leaf, can tell."""
+
+HOOKS = {
+    torch.detach_,
+    *_methods("detach_ register_hook retain_grad register_post_accumulate_grad_hook"),
+}
+"""What acts on the graph of a tensor that requires grad."""
+
+MEMORY = {
+    *_attributes("_version _base data"),
+    *_attributes("data grad_dtype _backward_hooks", "__set__"),
+    *_methods("_is_view set_"),
+}
+"""What is never as it would be for one sample."""
+
+STRIDES = {
+    torch.as_strided,
+    torch.as_strided_,
+    *_methods("as_strided as_strided_ as_strided_scatter"),
+}
+"""What reads memory in an order of its own, which is the same if it is contiguous."""
+
+AUTOGRAD = {
+    torch.autograd.grad,
+    *_methods("backward requires_grad_"),
+    *_attributes("requires_grad", "__set__"),
+}
+"""What only a loss calls that differentiates on its own."""
+
+Below = Tensor | None
+_REFUSED: dict[Callable, Callable[[Tensor, Below], bool]] = {
+    **dict.fromkeys(GRAPH, lambda _, x: bool(x is not None and x.grad_fn)),
+    **dict.fromkeys(HOOKS, lambda _, x: x is not None and x.requires_grad),
+    **dict.fromkeys(MEMORY | AUTOGRAD, lambda _, x: x is not None),
+    **dict.fromkeys(STRIDES, lambda tensor, _: not tensor.is_contiguous()),
+}
+"""Whether a call is refused, by its first tensor and what that wraps."""
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Answers for the tensors of one vmap.
+
+    Attributes:
+        level: that of the vmap.
+        one: what it maps over.
+        otherwise: what runs a function that asks for more.
+    """
+
+    level: int
+    one: str
+    otherwise: str
+
+    def before(self, func: Callable, tensors: Sequence[Tensor]) -> None:
+        """Prepare the tensors among the arguments of a call, or refuse the call."""
+        below = [self.told(tensor) for tensor in tensors]
+        refused = _REFUSED.get(func)
+        if refused is None or not tensors or not refused(tensors[0], below[0]):
+            return
+        if func in AUTOGRAD:
+            raise own_backward_pass(called(func))
+        raise UnsupportedOp(
+            f"{called(func)}: expected a loss that leaves the graph, the hooks and the "
+            f"memory of its tensors alone, got one that asks for them where one tensor "
+            f"stands for all {self.one}s. Use {self.otherwise}."
+        )
+
+    def after(self, output: Any) -> Any:
+        """Make what a call returned tell the truth to code that no mode sees."""
+        if isinstance(output, Tensor):
+            self.told(output)
+        elif isinstance(output, tuple | list):
+            for each in output:
+                self.after(each)
+        return output
+
+    def told(self, tensor: Tensor) -> Tensor | None:
+        """Make a tensor say whether it requires grad; return what it wraps.
+
+        That is nothing for tensors of other levels, which speak for themselves.
+        """
+        level = maybe_get_level(tensor)
+        if level is None:
+            return None
+        inner = level > self.level
+        while level is not None and level > self.level:
+            tensor = get_unwrapped(tensor)
+            level = maybe_get_level(tensor)
+        if level != self.level:
+            return None
+        below = get_unwrapped(tensor)
+        says = tensor.requires_grad
+        if says and tensor.grad_fn is not None:
+            raise UnsupportedOp(
+                f"loss: expected ops that leave autograd to torch, got one that made "
+                f"a graph of its own where one tensor stands for all {self.one}s, as "
+                f"functions of torch.jit.script do. Use {self.otherwise}."
+            )
+        if says != below.requires_grad:
+            tensor.requires_grad = not says
+        return None if inner else below
+
+
+def requires_grad_below(tensor: Tensor) -> bool:
+    """Tell whether a tensor under transforms requires grad for who called them."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+        if tensor.requires_grad:
+            return True
+    return False
+
+
+def unoptimized_scripts() -> AbstractContextManager:
+    """Run functions of TorchScript op by op; optimized ones differentiate themselves.
+
+    Nor may what they see here, tensors of no memory, become what they optimize for.
+    """
+    return torch.jit.optimized_execution(False)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def among(args: tuple, kwargs: dict) -> list[Tensor]:
+    """Return the tensors among the arguments of a call."""
+    found = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list | dict):
+            leaves = pytree.tree_leaves(value)
+            found += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return found
+
+
+def called(func: Callable) -> str:
+    """Return the name under which a user knows a function or an attribute."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    return name
+
+
+def own_backward_pass(op: str) -> UnsupportedOp:
+    """Return the error for a loss that calls autograd where it cannot."""
+    return UnsupportedOp(
+        f"{op}: expected a loss that runs no backward pass of its own, got one that "
+        f"calls torch.autograd (as gradient penalties do, and the checkpointing of "
+        f"transformers: save memory with chunk_size instead). Use torch.func.grad "
+        f'inside it, or strategy="loop".'
+    )
