@@ -146,7 +146,7 @@ def vmapped(
                 result = function(params, buffers, *batch)
 
             def joined(value: Any) -> Tensor:
-                truth.told(_tensor(value))
+                truth.tell(_tensor(value))
                 return _remove_batch_dim(value, level, call.members, 0)
 
             if not with_buffers:

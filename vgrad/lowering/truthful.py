@@ -70,6 +70,9 @@ AUTOGRAD = {
 }
 """What only a loss calls that differentiates on its own."""
 
+ASKED = {REQUIRES_GRAD} | GRAPH | MEMORY
+"""What reads and has to be watched all the same."""
+
 Below = Tensor | None
 _REFUSED: dict[Callable, Callable[[Tensor, Below], bool]] = {
     **dict.fromkeys(GRAPH, lambda _, x: bool(x is not None and x.grad_fn)),
@@ -96,9 +99,18 @@ class Truth:
 
     def before(self, func: Callable, tensors: Sequence[Tensor]) -> None:
         """Prepare the tensors among the arguments of a call, or refuse the call."""
-        below = [self.told(tensor) for tensor in tensors]
+        for tensor in tensors:
+            self.tell(tensor)
+        self.refuse(func, tensors)
+
+    def refuse(self, func: Callable, tensors: Sequence[Tensor]) -> None:
+        """Refuse a call, by its arguments, whose answer would not be the truth."""
         refused = _REFUSED.get(func)
-        if refused is None or not tensors or not refused(tensors[0], below[0]):
+        if refused is None or not tensors:
+            return
+        first = tensors[0]
+        own = maybe_get_level(first) == self.level
+        if not refused(first, get_unwrapped(first) if own else None):
             return
         if func in AUTOGRAD:
             raise own_backward_pass(called(func))
@@ -111,37 +123,36 @@ class Truth:
     def after(self, output: Any) -> Any:
         """Make what a call returned tell the truth to code that no mode sees."""
         if isinstance(output, Tensor):
-            self.told(output)
+            self.tell(output)
         elif isinstance(output, tuple | list):
             for each in output:
                 self.after(each)
         return output
 
-    def told(self, tensor: Tensor) -> Tensor | None:
-        """Make a tensor say whether it requires grad; return what it wraps.
+    def tell(self, tensor: Tensor) -> bool:
+        """Make a tensor, or what it wraps, say whether it requires grad.
 
-        That is nothing for tensors of other levels, which speak for themselves.
+        Returns whether this vmap maps over it.
         """
         level = maybe_get_level(tensor)
         if level is None:
-            return None
+            return False
         inner = level > self.level
         while level is not None and level > self.level:
             tensor = get_unwrapped(tensor)
             level = maybe_get_level(tensor)
         if level != self.level:
-            return None
-        below = get_unwrapped(tensor)
-        says = tensor.requires_grad
-        if says and tensor.grad_fn is not None:
+            return False
+        if not tensor.requires_grad:
+            if get_unwrapped(tensor).requires_grad:
+                tensor.requires_grad = True
+        elif tensor.grad_fn is not None:
             raise UnsupportedOp(
                 f"loss: expected ops that leave autograd to torch, got one that made "
                 f"a graph of its own where one tensor stands for all {self.one}s, as "
                 f"functions of torch.jit.script do. Use {self.otherwise}."
             )
-        if says != below.requires_grad:
-            tensor.requires_grad = not says
-        return None if inner else below
+        return not inner
 
 
 def requires_grad_below(tensor: Tensor) -> bool:

@@ -107,7 +107,7 @@ def raise_clearly(
             f"save memory with chunk_size instead of checkpointing, or use "
             f'strategy="loop".'
         ) from error
-    if op in _AUTOGRAD or "backward() called inside" in message:
+    if op in _AUTOGRAD or any(each in message for each in _INSIDE):
         raise own_backward_pass(op) from error
     inside = op in _RECURRENT and "broadcast shape" in message
     if in_place or inside or any(limit in message for limit in _LIMITS):
@@ -127,6 +127,9 @@ def raise_clearly(
 
 _AUTOGRAD = {"grad", "backward", "requires_grad_", "requires_grad", "retain_grad"}
 """What only a loss calls that differentiates on its own."""
+
+_INSIDE = ("backward() called inside", "attempting to call Tensor.requires_grad_()")
+"""How torch refuses the same where another function calls it."""
 
 _LIMITS = ("vmap:", "Batching rule not implemented", "vmap over", "under vmap")
 _LIMITS += ("inside of vmap", "doesn't have storage", "Cannot access storage")

@@ -14,11 +14,10 @@ from typing import Any
 from torch import Tensor
 from torch._C import _functorch as functorch  # type: ignore[attr-defined]
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
-from torch.utils import _pytree as pytree
 
-from vgrad import checks
+from vgrad import checks, tree
 from vgrad.lowering.opened import ASKING, opened
-from vgrad.lowering.truthful import Truth, among, own_backward_pass
+from vgrad.lowering.truthful import ASKED, Truth, among, own_backward_pass
 from vgrad.persample import views
 from vgrad.persample.factors import Factor
 from vgrad.persample.guard import LossGuard, UnsupportedOp
@@ -68,7 +67,7 @@ class Recorder(LossGuard):
 
     def check(self, result: Tree) -> None:
         """Refuse results of ops that did not leave autograd to torch."""
-        self._truth.after(pytree.tree_leaves(result))
+        self._truth.after(tree.tensors(result))
 
     def backward(self, losses: Tensor, scales: Tensor) -> None:
         """Run the one backward pass, and hand on the factors of every parameter.
@@ -90,26 +89,47 @@ class Recorder(LossGuard):
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one call of a torch function."""
+        reads = views.only_reads(func)
+        if reads and func not in ASKED:
+            return func(*args, **kwargs)
         tensors = among(args, kwargs)
-        self._truth.before(func, tensors)
-        sites = self._sites.among(tensors)
-        if views.only_reads(func):
+        sites, batched = self._seen(tensors)
+        self._truth.refuse(func, tensors)
+        if reads:
             self._sites.check_read(func, sites)
             return func(*args, **kwargs)
-        return self._truth.after(self._run(func, args, kwargs, tensors, sites))
+        return self._truth.after(self._run(func, args, kwargs, sites, batched=batched))
+
+    def _seen(self, tensors: Sequence[Tensor]) -> tuple[list[Site], bool]:
+        """Return stand-ins among arguments, and whether some differ between samples.
+
+        What the loss closes over may require grad, for the caller. The backward pass
+        has to come by the ops between that and the loss, where it comes to parameters.
+        """
+        sites, batched = [], False
+        for tensor in tensors:
+            if self._truth.tell(tensor):
+                batched = True
+            elif (site := self._sites.find(tensor)) is not None:
+                if site not in sites:
+                    sites.append(site)
+            elif tensor.requires_grad:
+                if not functorch.is_functorch_wrapped_tensor(tensor):
+                    self._ends[id(tensor)] = tensor
+        return sites, batched
 
     def _run(
         self,
         func: Callable,
         args: tuple,
         kwargs: dict,
-        tensors: list[Tensor],
         sites: list[Site],
+        *,
+        batched: bool,
     ) -> Any:
         """Run one call that computes something."""
         entry = self._rules.get(func)
         here = functorch.maybe_current_level() == self._level
-        batched = self._any_batched(tensors)
         if entry is not None and here:
             output = None
             if isinstance(entry, Lowering):
@@ -188,21 +208,6 @@ class Recorder(LossGuard):
             self._sites.arrived(site, factor, name)
 
         return arrived
-
-    def _any_batched(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether one differs from sample to sample; note what else leads away.
-
-        What the loss closes over may require grad, for the caller. The backward pass
-        has to come by the ops between that and the loss, where it comes to parameters.
-        """
-        batched = False
-        for tensor in tensors:
-            if functorch.is_batchedtensor(tensor):
-                batched = True
-            elif tensor.requires_grad and not self.knows(tensor):
-                if not functorch.is_functorch_wrapped_tensor(tensor):
-                    self._ends[id(tensor)] = tensor
-        return batched
 
     def _lowered(self, entry: Lowering, func: Callable, args: tuple, kwargs: dict):
         """Run an op by its lowering; None where that does not fit this call."""

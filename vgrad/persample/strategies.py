@@ -180,8 +180,8 @@ def _check_unreached(problem: Problem, start: int, names: frozenset[str]) -> Non
         return
     state = random_state(problem.tensors)
     tensors = tuple(row.squeeze(0) for row in problem.batch.rows(start, start + 1))
-    leaves = {name: each.detach() for name, each in problem.params.items()}
-    wanted = [leaves[name].requires_grad_() for name in sorted(names)]
+    leaves = {n: each.detach().requires_grad_() for n, each in problem.params.items()}
+    wanted = [leaves[name] for name in sorted(names)]
     try:
         with torch.enable_grad(), _no_weight_cache():
             value, _ = problem.run_loss(leaves, tensors, LossGuard())
