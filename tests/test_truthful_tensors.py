@@ -150,8 +150,55 @@ def differentiates_a_leaf(p, b, x, y):
 
 
 def reads_memory(p, b, x, y):
-    h = p["w"] @ (x[:, None] * torch.arange(1.0, 4))  # [5, 3]
+    h = columns(p, x)
     return (h.as_strided((4,), (1,)) * torch.arange(4.0)).sum().square()
+
+
+def columns(p, x):
+    return p["w"] @ (x[:, None] * torch.arange(1.0, 4))  # [5, 3]
+
+
+def marked(h):
+    return (h * torch.arange(1.0 * h.numel()).reshape(h.shape)).sum().square()
+
+
+def writes_into_a_reshape(p, b, x, y):
+    h = columns(p, x)
+    h.reshape(-1).mul_(2)
+    return marked(h)
+
+
+def writes_what_was_reshaped(p, b, x, y):
+    h = columns(p, x)
+    flat = h.flatten()
+    F.relu(h, True)
+    return marked(flat)
+
+
+def writes_into_contiguous(p, b, x, y):
+    h = columns(p, x)
+    h.T.contiguous().T.contiguous()[0] = 0
+    h.contiguous()[0] = 0
+    return marked(h)
+
+
+def views_a_product(p, b, x, y):
+    return marked(columns(p, x).view(-1))
+
+
+def writes_into_a_copy(p, b, x, y):
+    h = (x[:, None] * p["w"].t()).T  # lies as that of one sample does
+    for each in (h.contiguous(), (h * 2).flatten(), h.sin().reshape(-1)):
+        h = h + each.mul_(2).sum() * h
+    h = columns(p, x).clone()
+    h += 1
+    return marked(h)
+
+
+def convolved(p, b, x, y):
+    h = F.conv1d(torch.stack([x, x.sin()])[:, None], p["w"][:, None, :2])  # [2, 5, 3]
+    h.flatten().mul_(2)
+    return marked(h)
 
 
 ENCODER = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
@@ -222,6 +269,11 @@ REFUSED = {
     differentiates: ("recorded", "members"),
     differentiates_a_leaf: ("recorded", "members"),
     reads_memory: ("recorded",),
+    writes_into_a_reshape: ("recorded",),
+    writes_what_was_reshaped: ("recorded",),
+    writes_into_contiguous: ("recorded",),
+    views_a_product: ("recorded",),
+    convolved: ("members",),
     calls_compiled_code: ("recorded", "members"),
     returns_from_compiled_code: ("recorded", "members"),
     calls_compiled_code_in_an_inner_vmap: ("recorded", "members"),
@@ -235,6 +287,7 @@ LOSSES = [
     frozen_encoder,
     frozen_attention,
     frozen_table,
+    writes_into_a_copy,
 ]
 
 

@@ -140,14 +140,15 @@ def vmapped(
         with vmap_increment_nesting(call.members, randomness) as level:
             params, buffers, *batch = call.mapped(level)
             truth = Truth(level, "member", 'strategy="loop"')
-            truth.after(tensors((params, buffers, batch)))
+            for each in tensors((params, buffers, batch)):
+                truth.tell(each)
             mode = Members(told, truth=truth, chosen=hybrid)
             with mode, Autocast(params.values()), unoptimized_scripts():
                 result = function(params, buffers, *batch)
+            truth.end(tensors(result))
 
             def joined(value: Any) -> Tensor:
-                truth.tell(_tensor(value))
-                return _remove_batch_dim(value, level, call.members, 0)
+                return _remove_batch_dim(_tensor(value), level, call.members, 0)
 
             if not with_buffers:
                 return _map_leaves(joined, result)

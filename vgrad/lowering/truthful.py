@@ -6,9 +6,9 @@ inference, and gradients are lost without an error. So every tensor is made to s
 `requires_grad` what is true below, and what it cannot tell it is not asked.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from torch._C._functorch import (
     maybe_get_level,
 )
 from torch.utils import _pytree as pytree
+
+from vgrad.lowering.layouts import Layouts
 
 
 class UnsupportedOp(NotImplementedError):
@@ -61,7 +63,7 @@ STRIDES = {
     torch.as_strided_,
     *_methods("as_strided as_strided_ as_strided_scatter"),
 }
-"""What reads memory in an order of its own, which is the same if it is contiguous."""
+"""What reads memory in an order of its own."""
 
 AUTOGRAD = {
     torch.autograd.grad,
@@ -73,14 +75,12 @@ AUTOGRAD = {
 ASKED = {REQUIRES_GRAD} | GRAPH | MEMORY
 """What reads and has to be watched all the same."""
 
-Below = Tensor | None
-_REFUSED: dict[Callable, Callable[[Tensor, Below], bool]] = {
-    **dict.fromkeys(GRAPH, lambda _, x: bool(x is not None and x.grad_fn)),
-    **dict.fromkeys(HOOKS, lambda _, x: x is not None and x.requires_grad),
-    **dict.fromkeys(MEMORY | AUTOGRAD, lambda _, x: x is not None),
-    **dict.fromkeys(STRIDES, lambda tensor, _: not tensor.is_contiguous()),
+_REFUSED: dict[Callable, Callable[[Tensor], bool]] = {
+    **dict.fromkeys(GRAPH, lambda below: below.grad_fn is not None),
+    **dict.fromkeys(HOOKS, lambda below: below.requires_grad),
+    **dict.fromkeys(MEMORY | AUTOGRAD, lambda _: True),
 }
-"""Whether a call is refused, by its first tensor and what that wraps."""
+"""Whether a call is refused, by what the first of its tensors wraps."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,13 @@ class Truth:
         level: that of the vmap.
         one: what it maps over.
         otherwise: what runs a function that asks for more.
+        layouts: how tensors lie in memory.
     """
 
     level: int
     one: str
     otherwise: str
+    layouts: Layouts = field(default_factory=Layouts)
 
     def before(self, func: Callable, tensors: Sequence[Tensor]) -> None:
         """Prepare the tensors among the arguments of a call, or refuse the call."""
@@ -106,11 +108,13 @@ class Truth:
     def refuse(self, func: Callable, tensors: Sequence[Tensor]) -> None:
         """Refuse a call, by its arguments, whose answer would not be the truth."""
         refused = _REFUSED.get(func)
-        if refused is None or not tensors:
+        if not tensors or (refused is None and func not in STRIDES):
             return
         first = tensors[0]
-        own = maybe_get_level(first) == self.level
-        if not refused(first, get_unwrapped(first) if own else None):
+        if refused is None:
+            if not self.layouts.is_odd(first):
+                return
+        elif maybe_get_level(first) != self.level or not refused(get_unwrapped(first)):
             return
         if func in AUTOGRAD:
             raise own_backward_pass(called(func))
@@ -120,14 +124,25 @@ class Truth:
             f"stands for all {self.one}s. Use {self.otherwise}."
         )
 
-    def after(self, output: Any) -> Any:
+    def after(self, func: Callable, tensors: Sequence[Tensor], output: Any) -> Any:
         """Make what a call returned tell the truth to code that no mode sees."""
-        if isinstance(output, Tensor):
-            self.tell(output)
-        elif isinstance(output, tuple | list):
-            for each in output:
-                self.after(each)
+        for each in output if isinstance(output, tuple | list) else (output,):
+            if isinstance(each, Tensor):
+                self.tell(each)
+        self.layouts.after(func, tensors, output)
         return output
+
+    def end(self, results: Iterable[Tensor]) -> None:
+        """Refuse results that are not those of one sample."""
+        for tensor in results:
+            self.tell(tensor)
+        if self.layouts.disturbed():
+            raise UnsupportedOp(
+                f"loss: expected writes in place whose target is the same for one "
+                f"{self.one} and for all, got one behind a reshape, flatten or "
+                f"contiguous that copies here and not there. Write into a clone, or "
+                f"use {self.otherwise}."
+            )
 
     def tell(self, tensor: Tensor) -> bool:
         """Make a tensor, or what it wraps, say whether it requires grad.

@@ -54,9 +54,10 @@ class LossGuard(TorchFunctionMode):
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one call for all samples at once."""
-        if self._truth is not None:
-            self._truth.before(func, among(args, kwargs))
-        output = self.op(func, args, kwargs)
+        assert self._truth is not None  # else there is one sample
+        tensors = among(args, kwargs)
+        self._truth.before(func, tensors)
+        output = self._truth.after(func, tensors, self.op(func, args, kwargs))
         if output is False and func == REQUIRES_GRAD and requires_grad_below(args[0]):
             raise UnsupportedOp(
                 "requires_grad: expected a loss that asks this of what depends on its "
@@ -133,7 +134,7 @@ _INSIDE = ("backward() called inside", "attempting to call Tensor.requires_grad_
 
 _LIMITS = ("vmap:", "Batching rule not implemented", "vmap over", "under vmap")
 _LIMITS += ("inside of vmap", "doesn't have storage", "Cannot access storage")
-_LIMITS += ("mutating directly with `.data`",)
+_LIMITS += ("mutating directly with `.data`", "view size is not compatible")
 """How torch says that a transform of its own cannot run an op."""
 
 _RECURRENT = {"rnn_tanh", "rnn_relu", "lstm", "gru"}

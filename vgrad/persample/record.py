@@ -66,8 +66,8 @@ class Recorder(LossGuard):
             yield
 
     def check(self, result: Tree) -> None:
-        """Refuse results of ops that did not leave autograd to torch."""
-        self._truth.after(tree.tensors(result))
+        """Refuse results that are not those of one sample."""
+        self._truth.end(tree.tensors(result))
 
     def backward(self, losses: Tensor, scales: Tensor) -> None:
         """Run the one backward pass, and hand on the factors of every parameter.
@@ -98,7 +98,8 @@ class Recorder(LossGuard):
         if reads:
             self._sites.check_read(func, sites)
             return func(*args, **kwargs)
-        return self._truth.after(self._run(func, args, kwargs, sites, batched=batched))
+        output = self._run(func, args, kwargs, sites, batched=batched)
+        return self._truth.after(func, tensors, output)
 
     def _seen(self, tensors: Sequence[Tensor]) -> tuple[list[Site], bool]:
         """Return stand-ins among arguments, and whether some differ between samples.
@@ -311,7 +312,9 @@ class Recorder(LossGuard):
     def _expanded(self, site: Site, op: Callable) -> Tensor:
         """Return a parameter's copies for the samples, which an op asks for."""
         copies = self._sites.expand(site, op, ruled=op is self._lowering)
-        return self._truth.after(self.logical(copies))
+        tensor = self.logical(copies)
+        self._truth.tell(tensor)
+        return tensor
 
     def _check_running(self) -> None:
         if not self._running:

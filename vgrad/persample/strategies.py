@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C import _functorch as functorch  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 
-from vgrad import checks
+from vgrad import checks, tree
 from vgrad.lowering.truthful import Truth, unoptimized_scripts
 from vgrad.persample import rules as rules
 from vgrad.persample.factors import Dense
@@ -108,7 +108,9 @@ def vmap(problem: Problem, start: int, stop: int) -> Chunk:
         truth = Truth(functorch.maybe_current_level(), "sample", 'strategy="loop"')
 
         def of_params(params: Params) -> tuple[Tensor, Tree]:
-            return problem.run_loss(params, tensors, LossGuard(truth))
+            result = problem.run_loss(params, tensors, LossGuard(truth))
+            truth.end(tree.tensors(result))
+            return result
 
         forward = torch.func.vjp(of_params, dict(problem.params), has_aux=True)
         value, pullback, aux = cast(tuple[Tensor, Callable, Tree], forward)
