@@ -151,14 +151,14 @@ def vmapped(
         with alone, vmap_increment_nesting(call.members, randomness) as level:
             params, buffers, *batch = call.mapped(level)
             truth = Truth(level, "member", 'strategy="loop"')
-            truth.after(tensors((params, buffers, batch)))
+            truth.prepare(tensors((params, buffers, batch)))
             mode = Members(told, call.promise(), truth=truth, chosen=hybrid)
             with mode, Autocast(params.values()), unoptimized_scripts():
                 result = function(params, buffers, *batch)
+            truth.end(tensors(result))
 
             def joined(value: Any) -> Tensor:
-                truth.told(_tensor(value))
-                return _remove_batch_dim(value, level, call.members, 0)
+                return _remove_batch_dim(_tensor(value), level, call.members, 0)
 
             if not with_buffers:
                 return _map_leaves(joined, result)

@@ -60,8 +60,9 @@ class Members(Untouched):
         """Run one call."""
         kwargs = kwargs or {}
         self.check(func, args, kwargs)
-        self._truth.before(func, among(args, kwargs))
-        return self._truth.after(self._run(func, args, kwargs))
+        tensors = among(args, kwargs)
+        self._truth.before(func, tensors)
+        return self._truth.after(func, tensors, self._run(func, args, kwargs))
 
     def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one call in the form that suits it."""

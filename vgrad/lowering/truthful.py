@@ -6,9 +6,9 @@ inference, and gradients are lost without an error. So every tensor is made to s
 `requires_grad` what is true below, and what it cannot tell it is not asked.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from torch._C._functorch import (
     maybe_get_level,
 )
 from torch.utils import _pytree as pytree
+
+from vgrad.lowering.layouts import Layouts
 
 
 class UnsupportedOp(NotImplementedError):
@@ -61,7 +63,7 @@ STRIDES = {
     torch.as_strided_,
     *_methods("as_strided as_strided_ as_strided_scatter"),
 }
-"""What reads memory in an order of its own, which is the same if it is contiguous."""
+"""What reads memory in an order of its own."""
 
 AUTOGRAD = {
     torch.autograd.grad,
@@ -70,14 +72,15 @@ AUTOGRAD = {
 }
 """What only a loss calls that differentiates on its own."""
 
-Below = Tensor | None
-_REFUSED: dict[Callable, Callable[[Tensor, Below], bool]] = {
-    **dict.fromkeys(GRAPH, lambda _, x: bool(x is not None and x.grad_fn)),
-    **dict.fromkeys(HOOKS, lambda _, x: x is not None and x.requires_grad),
-    **dict.fromkeys(MEMORY | AUTOGRAD, lambda _, x: x is not None),
-    **dict.fromkeys(STRIDES, lambda tensor, _: not tensor.is_contiguous()),
+ASKED = {REQUIRES_GRAD} | GRAPH | MEMORY
+"""What reads and has to be watched all the same."""
+
+_REFUSED: dict[Callable, Callable[[Tensor], bool]] = {
+    **dict.fromkeys(GRAPH, lambda below: below.grad_fn is not None),
+    **dict.fromkeys(HOOKS, lambda below: below.requires_grad),
+    **dict.fromkeys(MEMORY | AUTOGRAD, lambda _: True),
 }
-"""Whether a call is refused, by its first tensor and what that wraps."""
+"""Whether a call is refused, by what the first of its tensors wraps."""
 
 
 @dataclass(frozen=True)
@@ -88,17 +91,35 @@ class Truth:
         level: that of the vmap.
         one: what it maps over.
         otherwise: what runs a function that asks for more.
+        layouts: how tensors lie in memory.
     """
 
     level: int
     one: str
     otherwise: str
+    layouts: Layouts = field(default_factory=Layouts)
 
     def before(self, func: Callable, tensors: Sequence[Tensor]) -> None:
         """Prepare the tensors among the arguments of a call, or refuse the call."""
-        below = [self.told(tensor) for tensor in tensors]
+        self.prepare(tensors)
+        self.refuse(func, tensors)
+
+    def prepare(self, tensors: Iterable[Tensor]) -> None:
+        """Make tensors tell the truth, whatever modes around this vmap have to say."""
+        with torch._C.DisableTorchFunction():
+            for tensor in tensors:
+                self.tell(tensor)
+
+    def refuse(self, func: Callable, tensors: Sequence[Tensor]) -> None:
+        """Refuse a call, by its arguments, whose answer would not be the truth."""
         refused = _REFUSED.get(func)
-        if refused is None or not tensors or not refused(tensors[0], below[0]):
+        if not tensors or (refused is None and func not in STRIDES):
+            return
+        first = tensors[0]
+        if refused is None:
+            if not self.layouts.is_odd(first):
+                return
+        elif maybe_get_level(first) != self.level or not refused(get_unwrapped(first)):
             return
         if func in AUTOGRAD:
             raise own_backward_pass(called(func))
@@ -108,40 +129,48 @@ class Truth:
             f"stands for all {self.one}s. Use {self.otherwise}."
         )
 
-    def after(self, output: Any) -> Any:
+    def after(self, func: Callable, tensors: Sequence[Tensor], output: Any) -> Any:
         """Make what a call returned tell the truth to code that no mode sees."""
-        if isinstance(output, Tensor):
-            self.told(output)
-        elif isinstance(output, tuple | list):
-            for each in output:
-                self.after(each)
+        found = output if isinstance(output, tuple | list) else (output,)
+        self.prepare(each for each in found if isinstance(each, Tensor))
+        self.layouts.after(func, tensors, output)
         return output
 
-    def told(self, tensor: Tensor) -> Tensor | None:
-        """Make a tensor say whether it requires grad; return what it wraps.
+    def end(self, results: Iterable[Tensor]) -> None:
+        """Refuse results that are not those of one sample."""
+        self.prepare(results)
+        if self.layouts.disturbed():
+            raise UnsupportedOp(
+                f"loss: expected writes in place whose target is the same for one "
+                f"{self.one} and for all, got one behind a reshape, flatten or "
+                f"contiguous that copies here and not there. Write into a clone, or "
+                f"use {self.otherwise}."
+            )
 
-        That is nothing for tensors of other levels, which speak for themselves.
+    def tell(self, tensor: Tensor) -> bool:
+        """Make a tensor, or what it wraps, say whether it requires grad.
+
+        Returns whether this vmap maps over it.
         """
         level = maybe_get_level(tensor)
         if level is None:
-            return None
+            return False
         inner = level > self.level
         while level is not None and level > self.level:
             tensor = get_unwrapped(tensor)
             level = maybe_get_level(tensor)
         if level != self.level:
-            return None
-        below = get_unwrapped(tensor)
-        says = tensor.requires_grad
-        if says and tensor.grad_fn is not None:
+            return False
+        if not tensor.requires_grad:
+            if get_unwrapped(tensor).requires_grad:
+                tensor.requires_grad = True
+        elif tensor.grad_fn is not None:
             raise UnsupportedOp(
                 f"loss: expected ops that leave autograd to torch, got one that made "
                 f"a graph of its own where one tensor stands for all {self.one}s, as "
                 f"functions of torch.jit.script do. Use {self.otherwise}."
             )
-        if says != below.requires_grad:
-            tensor.requires_grad = not says
-        return None if inner else below
+        return not inner
 
 
 def requires_grad_below(tensor: Tensor) -> bool:

@@ -60,9 +60,10 @@ class LossGuard(Untouched):
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one call for all samples at once."""
-        if self._truth is not None:
-            self._truth.before(func, among(args, kwargs))
-        output = self.op(func, args, kwargs)
+        assert self._truth is not None  # else there is one sample
+        tensors = among(args, kwargs)
+        self._truth.before(func, tensors)
+        output = self._truth.after(func, tensors, self.op(func, args, kwargs))
         if output is False and func == REQUIRES_GRAD and requires_grad_below(args[0]):
             raise UnsupportedOp(
                 "requires_grad: expected a loss that asks this of what depends on its "
@@ -113,7 +114,7 @@ def raise_clearly(
             f"save memory with chunk_size instead of checkpointing, or use "
             f'strategy="loop".'
         ) from error
-    if op in _AUTOGRAD or "backward() called inside" in message:
+    if op in _AUTOGRAD or any(each in message for each in _INSIDE):
         raise own_backward_pass(op) from error
     inside = op in _RECURRENT and "broadcast shape" in message
     if in_place or inside or any(limit in message for limit in _LIMITS):
@@ -134,9 +135,12 @@ def raise_clearly(
 _AUTOGRAD = {"grad", "backward", "requires_grad_", "requires_grad", "retain_grad"}
 """What only a loss calls that differentiates on its own."""
 
+_INSIDE = ("backward() called inside", "attempting to call Tensor.requires_grad_()")
+"""How torch refuses the same where another function calls it."""
+
 _LIMITS = ("vmap:", "Batching rule not implemented", "vmap over", "under vmap")
 _LIMITS += ("inside of vmap", "doesn't have storage", "Cannot access storage")
-_LIMITS += ("mutating directly with `.data`",)
+_LIMITS += ("mutating directly with `.data`", "view size is not compatible")
 """How torch says that a transform of its own cannot run an op."""
 
 _RECURRENT = {"rnn_tanh", "rnn_relu", "lstm", "gru"}

@@ -7,23 +7,21 @@ expanded over the samples there, so that autograd's gradient of the expansion is
 per-sample gradient.
 """
 
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor
 from torch._C import _functorch as functorch  # type: ignore[attr-defined]
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
-from torch.utils import _pytree as pytree
 
-from vgrad import checks
+from vgrad import checks, tree
 from vgrad.lowering.opened import ASKING, opened
-from vgrad.lowering.truthful import Truth, among, own_backward_pass
+from vgrad.lowering.truthful import ASKED, Truth, among, own_backward_pass
 from vgrad.persample import views
 from vgrad.persample.factors import Factor
 from vgrad.persample.guard import LossGuard, UnsupportedOp
+from vgrad.persample.kept import captured, check_unchanged
 from vgrad.persample.sites import Site, Sites, Take, Use, leaf, op_name, replaced
 from vgrad.persample.table import Lowering, Maker, Rule
 from vgrad.typing import Buffers, Params, Tree
@@ -71,8 +69,8 @@ class Recorder(LossGuard):
             yield
 
     def check_result(self, result: Tree) -> None:
-        """Refuse results of ops that did not leave autograd to torch."""
-        self._truth.after(pytree.tree_leaves(result))
+        """Refuse results that are not those of one sample."""
+        self._truth.end(tree.tensors(result))
 
     def backward(self, losses: Tensor, scales: Tensor) -> None:
         """Run the one backward pass, and hand on the factors of every parameter.
@@ -94,26 +92,48 @@ class Recorder(LossGuard):
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one call of a torch function."""
+        reads = views.only_reads(func)
+        if reads and func not in ASKED:
+            return func(*args, **kwargs)
         tensors = among(args, kwargs)
-        self._truth.before(func, tensors)
-        sites = self._sites.among(tensors)
-        if views.only_reads(func):
+        sites, batched = self._seen(tensors)
+        self._truth.refuse(func, tensors)
+        if reads:
             self._sites.check_read(func, sites)
             return func(*args, **kwargs)
-        return self._truth.after(self._run(func, args, kwargs, tensors, sites))
+        output = self._run(func, args, kwargs, sites, batched=batched)
+        return self._truth.after(func, tensors, output)
+
+    def _seen(self, tensors: Sequence[Tensor]) -> tuple[list[Site], bool]:
+        """Return stand-ins among arguments, and whether some differ between samples.
+
+        What the loss closes over may require grad, for the caller. The backward pass
+        has to come by the ops between that and the loss, where it comes to parameters.
+        """
+        sites, batched = [], False
+        for tensor in tensors:
+            if self._truth.tell(tensor):
+                batched = True
+            elif (site := self._sites.find(tensor)) is not None:
+                if site not in sites:
+                    sites.append(site)
+            elif tensor.requires_grad:
+                if not functorch.is_functorch_wrapped_tensor(tensor):
+                    self._ends[id(tensor)] = tensor
+        return sites, batched
 
     def _run(
         self,
         func: Callable,
         args: tuple,
         kwargs: dict,
-        tensors: list[Tensor],
         sites: list[Site],
+        *,
+        batched: bool,
     ) -> Any:
         """Run one call that computes something."""
         entry = self._rules.get(func)
         here = functorch.maybe_current_level() == self._level
-        batched = self._any_batched(tensors)
         if entry is not None and here:
             output = None
             if isinstance(entry, Lowering):
@@ -193,21 +213,6 @@ class Recorder(LossGuard):
 
         return arrived
 
-    def _any_batched(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether one differs from sample to sample; note what else leads away.
-
-        What the loss closes over may require grad, for the caller. The backward pass
-        has to come by the ops between that and the loss, where it comes to parameters.
-        """
-        batched = False
-        for tensor in tensors:
-            if functorch.is_batchedtensor(tensor):
-                batched = True
-            elif tensor.requires_grad and not self.knows(tensor):
-                if not functorch.is_functorch_wrapped_tensor(tensor):
-                    self._ends[id(tensor)] = tensor
-        return batched
-
     def _lowered(self, entry: Lowering, func: Callable, args: tuple, kwargs: dict):
         """Run an op by its lowering; None where that does not fit this call."""
         around, self._lowering = self._lowering, self._lowering or func
@@ -284,7 +289,7 @@ class Recorder(LossGuard):
                 whole = output = output.clone()
         number, shape = whole.output_nr, output.shape
         left = [
-            (site, maker, [(each, each._version) for each in _captured(maker)])
+            (site, maker, [(each, each._version) for each in captured(maker)])
             for site, maker in uses
         ]
         for site, _ in uses:
@@ -295,7 +300,7 @@ class Recorder(LossGuard):
             g = grads[number]
             while left:
                 site, maker, captured = left.pop()
-                _check_unchanged(op, captured)
+                check_unchanged(op, captured)
                 factor = None if g is None else maker(g.reshape(shape))
                 del maker, captured  # so that inputs are freed as early as possible
                 self._sites.arrived(site, factor, op)
@@ -310,20 +315,13 @@ class Recorder(LossGuard):
     def _expanded(self, site: Site, op: Callable) -> Tensor:
         """Return a parameter's copies for the samples, which an op asks for."""
         copies = self._sites.expand(site, op, ruled=op is self._lowering)
-        return self._truth.after(self.logical(copies))
+        tensor = self.logical(copies)
+        self._truth.tell(tensor)
+        return tensor
 
     def _check_running(self) -> None:
         if not self._running:
             raise own_backward_pass("loss")
-
-
-def _check_unchanged(op: str, captured: list[tuple[Tensor, int]]) -> None:
-    for tensor, version in captured:
-        if tensor._version != version:
-            raise RuntimeError(
-                f"{op}: expected an input that stays as it is until the backward pass, "
-                f"but an op of the loss wrote into it in place."
-            )
 
 
 def _numbers(losses: Tensor) -> set[int]:
@@ -335,27 +333,6 @@ def _numbers(losses: Tensor) -> set[int]:
         if node is not None and node._sequence_nr() not in found:
             found.add(node._sequence_nr())
             nodes += [each for each, _ in node.next_functions]
-    return found
-
-
-def _captured(maker: Maker) -> list[Tensor]:
-    """Return the tensors that a function refers to, itself or through other objects."""
-    found: list[Tensor] = []
-    seen: set[int] = set()
-    left: list[Any] = [maker]
-    while left:
-        value = left.pop()
-        known = id(value) in seen or isinstance(value, type | ModuleType)
-        if known or not gc.is_tracked(value):  # numbers and the like refer to nothing
-            continue
-        seen.add(id(value))
-        if isinstance(value, FunctionType):  # not to its globals
-            held = (value.__defaults__, value.__kwdefaults__, vars(value))
-            left += gc.get_referents(*(value.__closure__ or ()), *held)
-        elif isinstance(value, Tensor):
-            found.append(value)
-        else:
-            left += gc.get_referents(value)
     return found
 
 

@@ -104,11 +104,6 @@ class Sites:
         """Return the site of a stand-in."""
         return self._known.get(id(tensor))
 
-    def among(self, tensors: Iterable[Tensor]) -> list[Site]:
-        """Return the sites of those that are stand-ins, each once."""
-        found = (self._known.get(id(tensor)) for tensor in tensors)
-        return list(dict.fromkeys(site for site in found if site is not None))
-
     def check_read(self, func: Callable, sites: Iterable[Site]) -> None:
         """Refuse to tell where what is computed from parameters has its graph."""
         if func in GRAPH | MEMORY:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C import _functorch as functorch  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 
-from vgrad import checks
+from vgrad import checks, tree
 from vgrad.lowering.truthful import Truth, unoptimized_scripts
 from vgrad.persample import rules as rules
 from vgrad.persample.factors import Dense, Factor
@@ -118,7 +118,9 @@ def vmap(problem: Problem, start: int, stop: int) -> Chunk:
         truth = Truth(functorch.maybe_current_level(), "sample", 'strategy="loop"')
 
         def of_params(params: Params) -> tuple[Tensor, Tree]:
-            return problem.run_loss(params, tensors, _guard(problem, truth))
+            result = problem.run_loss(params, tensors, _guard(problem, truth))
+            truth.end(tree.tensors(result))
+            return result
 
         forward = torch.func.vjp(of_params, dict(problem.params), has_aux=True)
         value, pullback, aux = cast(tuple[Tensor, Callable, Tree], forward)
@@ -191,8 +193,8 @@ def _check_unreached(problem: Problem, start: int, names: frozenset[str]) -> Non
     if not names or names in problem.unreached:
         return
     tensors = tuple(row.squeeze(0) for row in problem.batch.rows(start, start + 1))
-    leaves = {name: each.detach() for name, each in problem.params.items()}
-    wanted = [leaves[name].requires_grad_() for name in sorted(names)]
+    leaves = {n: each.detach().requires_grad_() for n, each in problem.params.items()}
+    wanted = [leaves[name] for name in sorted(names)]
     with kept_random_state(problem.tensors), torch.enable_grad(), _no_weight_cache():
         value, _ = problem.run_loss(leaves, tensors, _guard(problem))
         found = (

@@ -1,0 +1,849 @@
+"""What code can ask a tensor of a loss: the answer is that of a loop, or an error.
+
+Under vmap one tensor stands for those of all samples, or of all members. Code that asks
+it whether it requires grad, say, and then takes another way must not get other numbers.
+"""
+
+import copy
+import io
+import pickle
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._C import _functorch as functorch
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.nn import functional as F
+
+import vgrad
+from tests import oracle
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::vgrad.FallbackWarning",
+    "ignore:.*torch.jit.*:DeprecationWarning",
+    "ignore:The .grad attribute:UserWarning",
+    "ignore:TypedStorage:UserWarning",
+    "ignore:There is a performance drop:UserWarning",
+)
+
+SOURCE = torch.Generator().manual_seed(0)
+B, EXACT = 3, 1e-12
+
+
+def randn(*shape):
+    return torch.randn(*shape, dtype=torch.float64, generator=SOURCE)
+
+
+X, Y = randn(B, 4), torch.tensor([0, 3, 2])
+PARAMS = {"w": randn(5, 4), "v": randn(5, 5)}
+TABLE_OF_ROWS = randn(7, 3)
+
+
+def hidden(p, x):
+    return F.linear(x, p["w"])
+
+
+def out(p, h, y):
+    return F.cross_entropy(F.linear(h, p["v"]), y)
+
+
+def fused(p, b, x, y):
+    options = nn.LinearCrossEntropyOptions()
+    return F.linear_cross_entropy(hidden(p, x)[None], p["v"], y[None], options=options)
+
+
+def fused_without_a_batch(p, b, x, y):
+    options = nn.LinearCrossEntropyOptions()
+    return F.linear_cross_entropy(hidden(p, x), p["v"], y, options=options)
+
+
+def branches(p, b, x, y):
+    h = hidden(p, x)
+    return out(p, F.relu(h) if h.requires_grad else h.detach().relu_(), y)
+
+
+def branches_on_a_computed_parameter(p, b, x, y):
+    w = p["w"] * 2
+    w = w.sin() if w.requires_grad else w.detach()
+    return out(p, F.linear(x, w), y)
+
+
+def asks_in_no_grad(p, b, x, y):
+    h = hidden(p, x)
+    with torch.no_grad():
+        scale = h.square()
+        assert not scale.requires_grad
+    return out(p, h * scale, y)
+
+
+def asks_after_a_write(p, b, x, y):
+    filled = torch.zeros_like(x * p["w"][0].detach())
+    assert not filled.requires_grad
+    filled += x * p["w"][0]
+    return (filled.sin() if filled.requires_grad else filled.detach()).sum()
+
+
+def hooks(p, b, x, y):
+    h = hidden(p, x)
+    if h.requires_grad:
+        h.register_hook(lambda grad: 10 * grad)
+    return out(p, h, y)
+
+
+def hooks_the_node(p, b, x, y):
+    h = hidden(p, x)
+    if h.grad_fn is not None:
+        h.grad_fn.register_prehook(lambda grads: tuple(10 * g for g in grads))
+    return out(p, h, y)
+
+
+def goes_by_the_graph(p, b, x, y):
+    h = hidden(p, x)
+    return out(p, h.sin() if h.grad_fn is None else h.cos(), y)
+
+
+def goes_by_leaves(p, b, x, y):
+    h, w = hidden(p, x), p["w"].t()
+    h = h.sin() if h.is_leaf else h.cos()
+    return out(p, h + (x.sin() if w.is_leaf else x.cos()) @ w, y)
+
+
+def goes_by_versions(p, b, x, y):
+    h = hidden(p, x)
+    h.mul_(2)
+    return out(p, h.cos() if h._version else h.sin(), y)
+
+
+def detaches_in_place(p, b, x, y):
+    h = hidden(p, x)
+    h.detach_()
+    return out(p, h, y)
+
+
+def detaches_a_computed_parameter(p, b, x, y):
+    w = p["w"] * 2
+    h = F.linear(x, w)
+    w.detach_()
+    return out(p, h * F.linear(x, w), y)
+
+
+def makes_a_leaf(p, b, x, y):
+    h = hidden(p, x).detach()
+    h.requires_grad = True
+    return out(p, h, y)
+
+
+def differentiates(p, b, x, y):
+    h = hidden(p, x)
+    (grad,) = torch.autograd.grad(h.square().sum(), h, create_graph=True)
+    return out(p, grad, y)
+
+
+def differentiates_a_leaf(p, b, x, y):
+    h = hidden(p, x)
+    if h.requires_grad:
+        (grad,) = torch.autograd.grad(h, h, torch.ones_like(h))
+        h = h * (1 + grad)
+    return out(p, h, y)
+
+
+def reads_memory(p, b, x, y):
+    h = columns(p, x)
+    return (h.as_strided((4,), (1,)) * torch.arange(4.0)).sum().square()
+
+
+def columns(p, x):
+    return p["w"] @ (x[:, None] * torch.arange(1.0, 4))  # [5, 3]
+
+
+def marked(h):
+    return (h * torch.arange(1.0 * h.numel()).reshape(h.shape)).sum().square()
+
+
+def writes_into_a_reshape(p, b, x, y):
+    h = columns(p, x)
+    h.reshape(-1).mul_(2)
+    return marked(h)
+
+
+def writes_what_was_reshaped(p, b, x, y):
+    h = columns(p, x)
+    flat = h.flatten()
+    F.relu(h, True)
+    return marked(flat)
+
+
+def writes_into_contiguous(p, b, x, y):
+    h = columns(p, x)
+    h.T.contiguous().T.contiguous()[0] = 0
+    h.contiguous()[0] = 0
+    return marked(h)
+
+
+def views_a_product(p, b, x, y):
+    return marked(columns(p, x).view(-1))
+
+
+def writes_into_a_copy(p, b, x, y):
+    h = (x[:, None] * p["w"].t()).T  # lies as that of one sample does
+    for each in (h.contiguous(), (h * 2).flatten(), h.sin().reshape(-1)):
+        h = h + each.mul_(2).sum() * h
+    h = columns(p, x).clone()
+    h += 1
+    return marked(h)
+
+
+def convolved(p, b, x, y):
+    h = F.conv1d(torch.stack([x, x.sin()])[:, None], p["w"][:, None, :2])  # [2, 5, 3]
+    h.flatten().mul_(2)
+    return marked(h)
+
+
+ENCODER = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+ATTENTION = nn.MultiheadAttention(4, 2, batch_first=True)
+for each in (ENCODER, ATTENTION):
+    each.double().eval().requires_grad_(False)
+
+
+def frozen_encoder(p, b, x, y):
+    h = (x * p["w"]).sin()[None]
+    return (ENCODER(h) * torch.arange(4.0)).square().sum()
+
+
+def frozen_attention(p, b, x, y):
+    h = (x * p["w"]).sin()[None]
+    attended, _ = ATTENTION(h, h, h, need_weights=False)
+    return (attended * torch.arange(4.0)).square().sum()
+
+
+def frozen_table(p, b, x, y):
+    bag = torch.tensor([[0, 1, 2, 3, 1]])
+    weights = hidden(p, x).sigmoid()[None]
+    rows = F.embedding_bag(bag, TABLE_OF_ROWS, mode="sum", per_sample_weights=weights)
+    return rows.square().sum()
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def compiled(x):
+    """Differentiate as functions of C++ do: on the tensor that they are given."""
+    with enable_single_level_autograd_function():
+        return super(torch.autograd.Function, Doubled).apply(x)
+
+
+def calls_compiled_code(p, b, x, y):
+    return out(p, compiled(hidden(p, x)), y)
+
+
+def returns_from_compiled_code(p, b, x, y):
+    return compiled(out(p, hidden(p, x), y))
+
+
+def calls_compiled_code_in_an_inner_vmap(p, b, x, y):
+    h = hidden(p, x)
+    return out(p, torch.vmap(lambda k: compiled(h) + k)(x[:2]).sum(0), y)
+
+
+# Where neither is named, every strategy is exact.
+REFUSED = {
+    fused: ("vmap",),
+    fused_without_a_batch: ("vmap",),
+    hooks: ("recorded", "members"),
+    hooks_the_node: ("recorded", "members"),
+    goes_by_the_graph: ("recorded", "members"),
+    goes_by_leaves: ("recorded", "members"),
+    goes_by_versions: ("recorded", "members"),
+    detaches_in_place: ("recorded", "members"),
+    detaches_a_computed_parameter: ("recorded", "members"),
+    makes_a_leaf: ("recorded", "members"),
+    differentiates: ("recorded", "members"),
+    differentiates_a_leaf: ("recorded", "members"),
+    reads_memory: ("recorded",),
+    writes_into_a_reshape: ("recorded",),
+    writes_what_was_reshaped: ("recorded",),
+    writes_into_contiguous: ("recorded",),
+    views_a_product: ("recorded",),
+    convolved: ("members",),
+    calls_compiled_code: ("recorded", "members"),
+    returns_from_compiled_code: ("recorded", "members"),
+    calls_compiled_code_in_an_inner_vmap: ("recorded", "members"),
+}
+LOSSES = [
+    *REFUSED,
+    branches,
+    branches_on_a_computed_parameter,
+    asks_in_no_grad,
+    asks_after_a_write,
+    frozen_encoder,
+    frozen_attention,
+    frozen_table,
+    writes_into_a_copy,
+]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("strategy", ["recorded", "vmap", "loop", "auto"])
+def test_who_asks_gets_exact_gradients_or_an_error(loss, strategy):
+    if not hasattr(F, "linear_cross_entropy") and loss.__name__.startswith("fused"):
+        pytest.skip("this torch has no linear_cross_entropy")
+    compute = vgrad.per_sample_grad(loss, strategy=strategy)
+    refused = REFUSED.get(loss, ())
+    if strategy in refused or (
+        strategy == "auto" and {"recorded", "vmap"} <= {*refused}
+    ):
+        with pytest.raises(vgrad.UnsupportedOp, match='strategy="(vmap|loop)"'):
+            compute(PARAMS, {}, X, Y)
+        return
+    expected = oracle.loss_gradients(loss, PARAMS, {}, (X, Y), B)
+    assert any(grad.any() for grad in expected.values())
+    assert oracle.error(compute(PARAMS, {}, X, Y), expected) < EXACT
+    clipped = vgrad.clipped_grad(loss, max_norm=0.1, strategy=strategy)
+    sums = clipped(PARAMS, {}, X, Y).grads
+    assert oracle.error(sums, oracle.clipped(expected, 0.1)) < EXACT
+
+
+STACKED = {name: torch.stack([p, 2 * p, p + 1]) for name, p in PARAMS.items()}
+
+
+def of_members(loss):
+    """Gradients of every member by plain autograd, of the loss of the first sample."""
+    rows = [{n: p[e] for n, p in STACKED.items()} for e in range(3)]
+    each = [oracle.loss_gradients(loss, row, {}, (X, Y), 1) for row in rows]
+    return {name: torch.cat([grads[name] for grads in each]) for name in STACKED}
+
+
+def one_sample(loss):
+    return lambda params, buffers, x, y: loss(params, buffers, x[0], y[0])
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("strategy", ["vmap", "hybrid", "loop"])
+def test_members_that_ask_get_exact_gradients_or_an_error(loss, strategy):
+    if not hasattr(F, "linear_cross_entropy") and loss.__name__.startswith("fused"):
+        pytest.skip("this torch has no linear_cross_entropy")
+    compute = vgrad.ensemble_grad(one_sample(loss), strategy=strategy)
+    if strategy != "loop" and "members" in REFUSED.get(loss, ()):
+        with pytest.raises(vgrad.UnsupportedOp, match='strategy="loop"'):
+            compute(STACKED, {}, X, Y)
+        return
+    assert oracle.error(compute(STACKED, {}, X, Y).grads, of_members(loss)) < EXACT
+
+
+class Scripted:
+    """Functions of TorchScript, new ones each, since it learns from how they run."""
+
+    @staticmethod
+    def of_two():
+        @torch.jit.script
+        def run(h: Tensor, k: Tensor) -> Tensor:
+            return (h.tanh() * k.sigmoid()).sin()
+
+        return run
+
+    @staticmethod
+    def product():
+        @torch.jit.script
+        def run(h: Tensor, w: Tensor) -> Tensor:
+            return (h.tanh() @ w.t()).sin()
+
+        return run
+
+
+def scripted_activations():
+    run = Scripted.of_two()
+
+    def loss(p, b, x, y):
+        h = hidden(p, x)
+        assert h.requires_grad
+        return out(p, run(h, h * 2), y)
+
+    return loss
+
+
+def scripted_parameter():
+    run = Scripted.product()
+    return lambda p, b, x, y: F.cross_entropy(run(hidden(p, x), p["v"]), y)
+
+
+def scripted_parameters_alone():
+    run = Scripted.of_two()
+    return lambda p, b, x, y: out(p, F.linear(x, run(p["w"], p["w"] * 3)), y)
+
+
+def scripted_sample():
+    run = Scripted.of_two()
+    return lambda p, b, x, y: out(p, hidden(p, run(x, x * 2)), y)
+
+
+SCRIPTED = [
+    scripted_activations,
+    scripted_parameter,
+    scripted_parameters_alone,
+    scripted_sample,
+]
+scripted = pytest.mark.parametrize("make", SCRIPTED)
+
+
+@scripted
+@pytest.mark.parametrize("order", ["auto", "vmap", "loop", "recorded auto vmap loop"])
+def test_functions_of_torchscript_stay_right_when_called_again_and_again(make, order):
+    loss = make()
+    found = []
+    for strategy in 5 * order.split():
+        compute = vgrad.per_sample_grad(loss, strategy=strategy)
+        try:
+            found.append(compute(PARAMS, {}, X, Y))
+        except vgrad.UnsupportedOp:
+            assert strategy == "recorded"
+    expected = oracle.loss_gradients(make(), PARAMS, {}, (X, Y), B)
+    assert len(found) >= 5
+    assert max(oracle.error(grads, expected) for grads in found) < EXACT
+
+
+@scripted
+@pytest.mark.parametrize("strategy", ["recorded", "vmap"])
+def test_functions_that_torchscript_has_optimized_are_right_or_refused(make, strategy):
+    loss = make()
+    expected = [oracle.loss_gradients(loss, PARAMS, {}, (X, Y), B) for _ in range(3)]
+    compute = vgrad.per_sample_grad(loss, strategy=strategy)
+    for _ in range(4):
+        try:
+            assert oracle.error(compute(PARAMS, {}, X, Y), expected[0]) < EXACT
+        except vgrad.UnsupportedOp:
+            pass
+    again = oracle.loss_gradients(loss, PARAMS, {}, (X, Y), B)
+    assert oracle.error(again, expected[0]) < EXACT
+
+
+@scripted
+@pytest.mark.parametrize("strategy", ["vmap", "hybrid", "loop"])
+def test_members_may_call_functions_of_torchscript(make, strategy):
+    compute = vgrad.ensemble_grad(one_sample(make()), strategy=strategy)
+    found = [compute(STACKED, {}, X, Y).grads for _ in range(5)]
+    expected = of_members(make())
+    assert max(oracle.error(grads, expected) for grads in found) < EXACT
+
+
+OUTER = randn(4).requires_grad_()
+BACKBONE = nn.Linear(4, 4).double()
+
+
+def scaled_by_a_closure(p, b, x, y):
+    return out(p, hidden(p, x * OUTER), y)
+
+
+def behind_a_backbone(p, b, x, y):
+    return out(p, hidden(p, BACKBONE(x).tanh()), y)
+
+
+def behind_a_view_of_a_closure(p, b, x, y):
+    return out(p, hidden(p, x * OUTER.exp()[None][0]), y)
+
+
+def behind_a_transform(p, b, x, y):
+    return out(p, hidden(p, torch.func.grad(lambda z: (z * OUTER).sin().sum())(x)), y)
+
+
+def behind_a_buffer(p, b, x, y):
+    return out(p, hidden(p, x * b["s"]), y)
+
+
+def asks_a_sample(p, b, x, y):
+    z = x * 2
+    z = z.sin() if z.requires_grad else z.cos()
+    return out(p, hidden(p, z), y)
+
+
+def asks_a_buffer(p, b, x, y):
+    z = b["s"] * 2
+    return out(p, hidden(p, x * (z.sin() if z.requires_grad else z.cos())), y)
+
+
+LEADING_AWAY = [
+    scaled_by_a_closure,
+    behind_a_backbone,
+    behind_a_view_of_a_closure,
+    behind_a_transform,
+    behind_a_buffer,
+    asks_a_sample,
+    asks_a_buffer,
+]
+
+
+@pytest.mark.parametrize("loss", LEADING_AWAY)
+@pytest.mark.parametrize("strategy", ["recorded", "auto", "vmap", "loop"])
+@pytest.mark.parametrize("grad_mode", [True, False])
+def test_what_else_requires_grad_changes_no_gradient(loss, strategy, grad_mode):
+    """Of samples, buffers and the closure; under no_grad the first two require none."""
+    x, s = X.clone().requires_grad_(), OUTER.detach().clone().requires_grad_()
+
+    def plain(p, b, row, y):
+        return loss(p, {"s": s if grad_mode else s.detach()}, row, y)
+
+    def eager(p, row, y):
+        return torch.autograd.grad(plain(p, {}, row, y), [*p.values()])
+
+    rows = zip(x if grad_mode else x.detach(), Y, strict=True)
+    leaves = {name: p.clone().requires_grad_() for name, p in PARAMS.items()}
+    each = [eager(leaves, row, y) for row, y in rows]
+    expected = dict(zip(PARAMS, map(torch.stack, zip(*each, strict=True)), strict=True))
+    compute = vgrad.per_sample_grad(loss, strategy=strategy)
+    with torch.set_grad_enabled(grad_mode):
+        if strategy == "vmap" and grad_mode and loss in (asks_a_sample, asks_a_buffer):
+            with pytest.raises(vgrad.UnsupportedOp, match="requires_grad: .*Detach"):
+                compute(PARAMS, {"s": s}, x, Y)
+            detached = {"s": s.detach()}, x.detach(), Y
+            assert compute(PARAMS, *detached)["w"].any()
+            return
+        found = compute(PARAMS, {"s": s}, x, Y)
+    assert oracle.error(found, expected) < EXACT
+    assert x.grad is s.grad is OUTER.grad is BACKBONE.weight.grad is None
+
+
+def test_what_requires_grad_unseen_is_refused_and_not_lost():
+    def loss(p, b, x, y):
+        with torch._C.DisableTorchFunction():
+            z = x * OUTER
+        return out(p, hidden(p, z), y)
+
+    compute = vgrad.per_sample_grad(loss, strategy="recorded")
+    with pytest.raises(
+        vgrad.UnsupportedOp, match="a function mode sees.*something else"
+    ):
+        compute(PARAMS, {}, X, Y)
+    expected = oracle.loss_gradients(loss, PARAMS, {}, (X, Y), B)
+    found = vgrad.per_sample_grad(loss)(PARAMS, {}, X, Y)
+    assert oracle.error(found, expected) < EXACT
+
+
+def test_what_requires_grad_unseen_may_lead_nowhere():
+    def loss(p, b, x, y):
+        with torch._C.DisableTorchFunction():
+            z = x * OUTER
+        hidden(p, z)
+        return out(p, hidden(p, x), y)
+
+    found = vgrad.per_sample_grad(loss, strategy="recorded")(PARAMS, {}, X, Y)
+    expected = oracle.loss_gradients(loss, PARAMS, {}, (X, Y), B)
+    assert oracle.error(found, expected) < EXACT
+
+
+def loses_all(p, b, x, y):
+    """Stand for code that hides from vmap what it does."""
+    h = hidden(p, x)
+    return out(p, h, y).detach() if functorch.is_batchedtensor(h) else out(p, h, y)
+
+
+def loses_some(p, b, x, y):
+    h = hidden(p, x)
+    return out(p, h.detach() if functorch.is_batchedtensor(h) else h, y)
+
+
+def decides(p, b, x, y):
+    """Be zero for every parameter, as accuracy is."""
+    return (F.linear(hidden(p, x), p["v"]).argmax() == y).double()
+
+
+def uses_one(p, b, x, y):
+    return F.cross_entropy(hidden(p, x), y)
+
+
+def cuts(p, b, x, y):
+    return out(p, hidden(p, x).detach(), y)
+
+
+def differentiates_a_parameter(p, b, x, y):
+    w = p["w"]
+    (grad,) = torch.autograd.grad(w.square().sum(), w, create_graph=True)
+    return F.cross_entropy(F.linear(x, grad), y)
+
+
+@pytest.mark.parametrize("loss", [loses_all, loses_some])
+def test_gradients_that_never_arrive_are_not_taken_for_zero(loss):
+    compute = vgrad.per_sample_norm(loss, strategy="recorded")
+    for _ in range(2):
+        with pytest.raises(vgrad.UnsupportedOp, match='got none of .*"vmap" or "loop"'):
+            compute(PARAMS, {}, X, Y)
+    expected = oracle.loss_gradients(loss, PARAMS, {}, (X, Y), B)
+    found = vgrad.per_sample_grad(loss)(PARAMS, {}, X, Y)
+    assert oracle.error(found, expected) < EXACT
+    members = vgrad.ensemble_grad(one_sample(loss), strategy="hybrid")
+    for _ in range(2):
+        with pytest.raises(vgrad.UnsupportedOp, match='got none of .*strategy="loop"'):
+            members(STACKED, {}, X, Y)
+    looped = vgrad.ensemble_grad(one_sample(loss), strategy="loop")
+    assert oracle.error(looped(STACKED, {}, X, Y).grads, of_members(loss)) < EXACT
+
+
+@pytest.mark.parametrize("strategy", ["recorded", "vmap", "loop", "auto"])
+@pytest.mark.parametrize("loss", [uses_one, cuts, decides, differentiates_a_parameter])
+def test_what_is_truly_zero_stays_zero(loss, strategy):
+    found = vgrad.per_sample_grad(loss, strategy=strategy)(PARAMS, {}, X, Y)
+    assert not found["w" if loss in (cuts, decides) else "v"].any()
+    if loss is decides:
+        assert not found["v"].any()
+        return
+    expected = oracle.loss_gradients(loss, PARAMS, {}, (X, Y), B)
+    assert oracle.error(found, expected) < EXACT
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "hybrid", "loop"])
+@pytest.mark.parametrize("loss", [uses_one, cuts, decides])
+def test_what_is_truly_zero_for_members_stays_zero(loss, strategy):
+    found = vgrad.ensemble_grad(one_sample(loss), strategy=strategy)
+    grads = found(STACKED, {}, X, Y).grads
+    assert not grads["v" if loss is uses_one else "w"].any()
+    if loss is decides:
+        assert not grads["v"].any()
+        return
+    assert oracle.error(grads, of_members(loss)) < EXACT
+
+
+def test_to_know_zero_one_sample_runs_once_and_leaves_everything_as_it_was():
+    runs = []
+
+    def loss(p, b, x, y):
+        runs.append(functorch.is_batchedtensor(x))
+        return F.dropout(F.cross_entropy(hidden(p, x), y) * b["s"], 0.5)
+
+    buffers = {"s": randn(1)[0]}
+    before = buffers["s"].clone(), buffers["s"]._version
+    compute = vgrad.per_sample_grad(
+        loss, strategy="recorded", randomness="different", chunk_size=2
+    )
+    other = vgrad.per_sample_grad(
+        uses_one_and_drops, strategy="recorded", randomness="different", chunk_size=2
+    )
+    torch.manual_seed(0)
+    expected = other(PARAMS | {"v": PARAMS["w"]}, buffers, X, Y)["w"]
+    state = torch.get_rng_state()
+    for count in (3, 5):  # two chunks a call
+        torch.manual_seed(0)
+        found = compute(PARAMS, buffers, X, Y)
+        assert runs.count(True) == count - 1
+        assert len(runs) == count
+        assert torch.equal(found["w"], expected)
+        assert torch.equal(torch.get_rng_state(), state)
+    assert (buffers["s"], buffers["s"]._version) == before
+    assert runs.count(False) == 1
+
+
+def uses_one_and_drops(p, b, x, y):
+    loss = F.cross_entropy(hidden(p, x), y) * b["s"]
+    return F.dropout(loss, 0.5) + 0 * p["v"].sum()
+
+
+def hook(grad):
+    return grad
+
+
+def saved(t):
+    buffer = io.BytesIO()
+    torch.save(t, buffer)
+    return buffer.tell() > 0
+
+
+KINDS = {
+    "activation": lambda p, x: F.linear(x, p["w"]),
+    "parameter": lambda p, x: p["v"],
+    "view": lambda p, x: p["w"].t()[0],
+    "sample": lambda p, x: x,
+}
+"""What is asked: an activation, a parameter, a view of one, a sample."""
+
+ASK = {
+    "requires_grad": ("==== ==== ====", lambda t: t.requires_grad),
+    "grad_fn": ("R=R= ==== R=R=", lambda t: t.grad_fn),
+    "_grad_fn": ("R=R= ==== R=R=", lambda t: t._grad_fn),
+    "is_leaf": ("R=R= ==== R=R=", lambda t: t.is_leaf),
+    "output_nr": ("R=R= ==== R=R=", lambda t: t.output_nr),
+    "retains_grad": ("R=R= ==== R=R=", lambda t: t.retains_grad),
+    "retain_grad": ("RRRR RRRR RRR=", lambda t: t.retain_grad()),
+    "register_hook": ("RRR= ==== RRR=", lambda t: t.register_hook(hook) is None),
+    "register_post_accumulate_grad_hook": (
+        "RRR= ==== RRR=",
+        lambda t: t.register_post_accumulate_grad_hook(hook) is None,
+    ),
+    "_backward_hooks": ("R=R= ==== R=R=", lambda t: t._backward_hooks),
+    "_post_accumulate_grad_hooks": (
+        "R=R= ==== R=R=",
+        lambda t: t._post_accumulate_grad_hooks,
+    ),
+    "get_gradient_edge": (
+        "RRR= ==== RRR=",
+        lambda t: torch.autograd.graph.get_gradient_edge(t).output_nr,
+    ),
+    "grad": ("==== ==== ====", lambda t: t.grad),
+    "grad_dtype": ("R=R= ==== R=R=", lambda t: getattr(t, "grad_dtype", None)),
+    "requires_grad = True": (
+        "RRRR R=R= RRRR",
+        lambda t: setattr(t, "requires_grad", True),
+    ),
+    "requires_grad_()": ("RRRR RRRR RRRR", lambda t: t.requires_grad_().is_leaf),
+    "detach_()": ("RRRR ==R= RRR=", lambda t: t.detach_().requires_grad),
+    "detach()": ("==== ==== ====", lambda t: t.detach().requires_grad),
+    "autograd.grad": (
+        "R==R ===R RRRR",
+        lambda t: torch.autograd.grad(t.sum(), t)[0].shape,
+    ),
+    "autograd.grad of itself": (
+        "R==R ===R RRRR",
+        lambda t: torch.autograd.grad(t, t, torch.ones_like(t))[0].shape,
+    ),
+    "autograd.backward": ("RRRR RRRR RRRR", lambda t: torch.autograd.backward(t.sum())),
+    "backward()": ("RRRR RRRR RRRR", lambda t: t.sum().backward()),
+    "data": ("R==R ==== RRRR", lambda t: t.data.requires_grad),
+    "data = ": ("RRRR RRRR RRRR", lambda t: setattr(t, "data", t.detach() * 1)),
+    "_version": ("R=RR ==== RRRR", lambda t: t._version),
+    "_version after a write": ("RRRR ==== RRRR", lambda t: (t * 1).mul_(2)._version),
+    "_base": ("R=RR ==== RRRR", lambda t: t._base is None),
+    "_is_view()": ("R==R ==== RRRR", lambda t: t._is_view()),
+    "is_contiguous()": ("==== ==== ====", lambda t: t.is_contiguous()),
+    "is_contiguous(format)": (
+        "R==R ==== RRRR",
+        lambda t: t[None, :, None, None].is_contiguous(
+            memory_format=torch.channels_last
+        ),
+    ),
+    "stride()": ("==== ==== ====", lambda t: t.stride()),
+    "storage_offset()": ("==== ==== ====", lambda t: t.storage_offset()),
+    "dim_order()": ("==== ==== ====", lambda t: t.dim_order()),
+    "data_ptr()": ("R==R RRRR RRRR", lambda t: t.data_ptr() == 0),
+    "untyped_storage()": ("R==R RRRR RRRR", lambda t: t.untyped_storage().nbytes() > 0),
+    "storage()": ("R==R RRRR RRRR", lambda t: t.storage().size() > 0),
+    "is_shared()": ("R==R RRRR RRRR", lambda t: t.is_shared()),
+    "is_pinned()": ("R==R R==R RRRR", lambda t: t.is_pinned()),
+    "is_set_to()": ("R==R R==R RRRR", lambda t: t.is_set_to(t)),
+    "nbytes": ("==== ==== ====", lambda t: t.nbytes),
+    "element_size()": ("==== ==== ====", lambda t: t.element_size()),
+    "shape": ("==== ==== ====", lambda t: (t.shape, t.ndim, t.numel(), len(t))),
+    "type": ("==== ==== ====", lambda t: type(t)),
+    "type()": ("==== ==== ====", lambda t: t.type()),
+    "isinstance": (
+        "==== ==== ====",
+        lambda t: [
+            isinstance(t, kind) for kind in (Tensor, nn.Parameter, torch.DoubleTensor)
+        ],
+    ),
+    "__dict__": ("==== ==== ====", lambda t: t.__dict__),
+    "an attribute": ("==== ==== ====", lambda t: (setattr(t, "mark", 1), t.mark)[1]),
+    "hash": ("==== ==== ====", lambda t: hash(t) == id(t)),
+    "weakref": ("==== ==== ====", lambda t: weakref.ref(t)() is t),
+    "dtype": ("==== ==== ====", lambda t: (t.dtype, t.layout, t.device)),
+    "is_sparse": (
+        "==== ==== ====",
+        lambda t: (
+            t.is_sparse,
+            t.is_cuda,
+            t.is_quantized,
+            t.is_meta,
+            t.is_nested,
+            t.is_cpu,
+        ),
+    ),
+    "is_complex()": (
+        "==== ==== ====",
+        lambda t: (t.is_complex(), t.is_conj(), t.is_neg(), t.is_floating_point()),
+    ),
+    "is_inference()": ("==== ==== ====", lambda t: t.is_inference()),
+    "names": ("==== ==== ====", lambda t: getattr(t, "names", None)),
+    "name": ("==== ==== ====", lambda t: t.name),
+    "is_grad_enabled": (
+        "==== ==== ====",
+        lambda t: (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+    ),
+    "is_compiling": (
+        "==== ==== ====",
+        lambda t: (
+            torch.compiler.is_compiling(),
+            torch.jit.is_tracing(),
+            torch.jit.is_scripting(),
+        ),
+    ),
+    "has_torch_function": (
+        "==== ==== ====",
+        lambda t: torch.overrides.has_torch_function((t,)),
+    ),
+    "a level": ("dddd dddd dddd", lambda t: functorch.maybe_current_level()),
+    "is_batchedtensor": ("d==d ==== dddd", lambda t: functorch.is_batchedtensor(t)),
+    "dispatch keys": ("d==d dddd dddd", lambda t: str(torch._C._dispatch_keys(t))),
+    "repr": ("d==d dddd dddd", lambda t: repr(t)[:6]),
+    "item()": ("R==R R==R RRRR", lambda t: t.sum().item() == 0),
+    "bool": ("R==R R==R RRRR", lambda t: bool(t.sum() > 100)),
+    "float": ("R==R R==R RRRR", lambda t: float(t.sum()) == 0),
+    "tolist()": ("R==R R==R RRRR", lambda t: t.tolist() == []),
+    "numpy()": ("R==R RRRR RRRR", lambda t: t.detach().numpy().shape),
+    "__array__": ("===R ===R ===R", lambda t: np.asarray(t).shape),
+    "__contains__": ("R==R R==R RRRR", lambda t: 100.0 in t),
+    "equal": ("R==R R==R RRRR", lambda t: torch.equal(t, t)),
+    "allclose": ("R==R R==R RRRR", lambda t: torch.allclose(t, t)),
+    "dlpack": ("R==R RRRR RRRR", lambda t: torch.from_dlpack(t.detach()).shape),
+    "deepcopy": ("RR=R =R=R RRRR", lambda t: copy.deepcopy(t).shape),
+    "copy": ("R=RR RRRR RRRR", lambda t: copy.copy(t).shape),
+    "pickle": ("R=RR RRRR RRRR", lambda t: len(pickle.dumps(t)) > 0),
+    "save": ("R=RR RRRR RRRR", lambda t: saved(t)),
+}
+"""How to ask, and the verdicts for these kinds: recorded, under vmap, and of members.
+
+`=` is the answer of a loop, `R` an error that says what to do instead. `d` differs, and
+no number depends on it but that of code which asks for transforms of torch.func.
+"""
+
+
+def per_sample(strategy):
+    params = {"w": PARAMS["w"].clone(), "v": PARAMS["v"][0].clone()}
+    compute = lambda loss: vgrad.per_sample_grad(loss, strategy=strategy)  # noqa: E731
+    return lambda loss: compute(loss)(params, {}, X.clone())
+
+
+def of_every_member(strategy):
+    params = {"w": STACKED["w"].clone(), "v": STACKED["v"][:, 0].clone()}
+    return lambda loss: vgrad.ensemble_grad(loss, strategy=strategy, in_dims=0)(
+        params, {}, X.clone()
+    )
+
+
+def asked(run, ask, kind):
+    """Return the first answer to what a loss asks, or what it was refused with."""
+    answers = []
+
+    def loss(p, b, x):
+        t = KINDS[kind](p, x)
+        answer = ask(t)
+        # Nodes of a graph are what they are the gradients of.
+        answers.append(type(answer) if hasattr(answer, "next_functions") else answer)
+        return (t * t).sum() * x.sum()
+
+    try:
+        run(loss)
+    except vgrad.UnsupportedOp as error:
+        if 'strategy="' not in str(error):
+            raise
+        return "R"
+    except Exception:
+        return Exception
+    return answers[0]
+
+
+@pytest.mark.parametrize("name", ASK)
+@pytest.mark.parametrize("context", ["recorded", "vmap", "members"])
+def test_every_answer_is_that_of_a_loop_or_an_error(name, context):
+    verdicts, ask = ASK[name]
+    expected = dict(zip(("recorded", "vmap", "members"), verdicts.split(), strict=True))
+    makes = of_every_member if context == "members" else per_sample
+    found = ""
+    for kind in KINDS:
+        truth = asked(makes("loop"), ask, kind)
+        answer = asked(makes("hybrid" if context == "members" else context), ask, kind)
+        found += "R" if answer == "R" else "=" if answer == truth else "d"
+    assert found == expected[context]

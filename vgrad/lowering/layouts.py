@@ -1,0 +1,73 @@
+"""Which tensors share memory, where torch decides that by how one of them lies in it.
+
+`reshape`, `flatten` and `contiguous` return a view where they can, else a copy. Under
+vmap the result of an op may lie otherwise than that of one sample, and then one is a
+view and the other a copy: whoever writes into either gets other numbers.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+RESHAPES = {torch.reshape, torch.flatten, torch.ravel}
+RESHAPES |= {Tensor.reshape, Tensor.reshape_as, Tensor.flatten, Tensor.ravel}
+RESHAPES |= {Tensor.contiguous}
+"""What may return a view or a copy."""
+
+
+class Layouts:
+    """The memory of one run of a function under vmap."""
+
+    def __init__(self) -> None:
+        """Nothing lies oddly yet."""
+        self._odd: set[StorageWeakRef] = set()
+        self._doubtful: list[tuple[Tensor, int]] = []
+
+    def after(self, func: Callable, tensors: Sequence[Tensor], output: Any) -> None:
+        """Note results that do not lie one number after the other, and copies of them.
+
+        Views lie as what they are views of, and results that lie as an operand does
+        would for one sample.
+        """
+        if func in RESHAPES:
+            if not tensors[0].is_contiguous() and self.is_odd(tensors[0]):
+                for each in (tensors[0], output):
+                    below = _below(each)
+                    self._doubtful.append((below, below._version))
+            return
+        for each in output if isinstance(output, tuple | list) else (output,):
+            if not isinstance(each, Tensor) or not is_functorch_wrapped_tensor(each):
+                continue
+            if not each.is_contiguous() and not any(
+                _memory(each) == _memory(tensor)
+                or (_lie_alike(each, tensor) and not self.is_odd(tensor))
+                for tensor in tensors
+            ):
+                self._odd.add(_memory(each))
+
+    def is_odd(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor may lie otherwise than that of one sample."""
+        return bool(self._odd) and _memory(tensor) in self._odd
+
+    def disturbed(self) -> bool:
+        """Tell whether something was written where it may have two meanings."""
+        return any(each._version != version for each, version in self._doubtful)
+
+
+def _below(tensor: Tensor) -> Tensor:
+    """Return the tensor that has the memory."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
+
+
+def _lie_alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.stride() == other.stride()
+
+
+def _memory(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(_below(tensor).untyped_storage())
