@@ -356,6 +356,7 @@ def test_a_model_that_says_what_cannot_be_is_refused(
         ({"plan": 3}, "expected a dictionary, or null in 'plan', got 3"),
         ({"epsilon": "1"}, "in 'epsilon', got '1'"),
         ({"epsilon": -1.0}, "in 'epsilon', got -1.0"),
+        ({"epsilon": 10**400}, "in 'epsilon', got a int"),
         ({"plan": {}, "delta": None}, "in 'delta', got None"),
         ({"plan": {}, "delta": 2}, "expected a finite number from 0 to 1 in 'delta'"),
     ],
@@ -434,6 +435,13 @@ FORGED = {
         lambda said: said["arguments"].update(lr="fast"),
         "expected a finite number from -inf to inf in 'lr'",
     ),
+    **{
+        f"a rate of {len(str(rate))} digits": (
+            lambda said, rate=rate: said["arguments"].update(lr=rate),
+            "expected a finite number from -inf to inf in 'lr'",
+        )
+        for rate in (10**400, -(10**400))
+    },
     "a flag that is a number": (
         lambda said: said["arguments"].update(reproducible_noise=0),
         "expected true or false in 'reproducible_noise'",

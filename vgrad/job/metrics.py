@@ -48,7 +48,7 @@ class Record(NamedTuple):
 
 _KINDS = {
     "step": whole(0),
-    "loss": optional(number(-math.inf)),
+    "loss": optional(number()),
     "test_accuracy": number(0, 1),
     "epsilon": optional(number(0)),
     "samples_per_second": number(0),
