@@ -265,6 +265,28 @@ def test_a_file_without_one_of_its_members_is_refused(path):
         load_ensemble(path, params, buffers)
 
 
+@pytest.mark.parametrize("count", [0, -1, True, 3.0, "3", None, [3]])
+def test_a_number_of_members_that_is_none_is_damage(path, count):
+    files.write_parts(
+        path, {"shared": {}}, {"kind": "model ensemble", "members": count}
+    )
+    message = r"got a damaged file \(members: "
+    with pytest.raises(ValueError, match=message):
+        load_ensemble(path, *ensemble())
+    with pytest.raises(ValueError, match=message):
+        load_member(path, 0, *single())
+
+
+def test_members_that_a_file_only_claims_are_not_looked_for(path):
+    count = 2**40
+    files.write_parts(
+        path, {"shared": {}}, {"kind": "model ensemble", "members": count}
+    )
+    template = {"a": torch.zeros(()).expand(count)}
+    with pytest.raises(ValueError, match="got a damaged file"):
+        load_ensemble(path, template, {})
+
+
 def test_foreign_and_missing_files_are_refused(path):
     with pytest.raises(
         FileNotFoundError, match="expected a model ensemble, got no file"

@@ -60,9 +60,11 @@ def test_it_needs_a_checkout(monkeypatch, tmp_path, capsys):
     assert "expected a checkout" in capsys.readouterr().err
 
 
-def test_it_needs_a_folder_to_write_to(tmp_path):
+@pytest.mark.parametrize("name", ["", "missing/out.json", "."])
+def test_it_needs_a_file_to_write_to(monkeypatch, tmp_path, name):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match="a file in an existing folder"):
-        bench.run(tmp_path / "missing" / "out.json")
+        bench.run(Path(name))
 
 
 def test_an_unknown_suite_is_named(capsys):

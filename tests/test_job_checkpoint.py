@@ -198,6 +198,63 @@ def test_a_description_cannot_be_changed_unnoticed(tmp_path):
         checkpoint.read_state(tmp_path)
 
 
+def as_written(path, change):
+    """Change tensors and leave what the file says about them."""
+    with safetensors.safe_open(path, framework="pt") as file:
+        said = file.metadata()
+        held = {key: file.get_tensor(key) for key in file.keys()}
+    safetensors.torch.save_file(change(held), path, said)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda held: held | {"matrix": held["matrix"].reshape(2, 3)},
+        lambda held: held | {"empty": held["empty"].reshape(3, 0)},
+        lambda held: held | {"odd": held["odd"].view(torch.float16)},
+        lambda held: {"other" if k == "odd" else k: v for k, v in held.items()},
+        lambda held: {k: v for k, v in held.items() if k != "empty"},
+    ],
+    ids=["shape", "shape of nothing", "dtype", "name", "one fewer"],
+)
+def test_the_seal_is_on_names_dtypes_and_shapes_too(tmp_path, change):
+    path = tmp_path / "some.safetensors"
+    files.write_tensors(path, tensors(), {"kind": "thing"})
+    as_written(path, dict)
+    files.read_tensors(path, "thing")
+    as_written(path, change)
+    with pytest.raises(ValueError, match="not what was written"):
+        files.read_tensors(path, "thing")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"kind": "thing", "deep": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        '{"kind": "thing", "rate": NaN}',
+        '{"kind": "thing", "rate": ' + "9" * 5000 + "}",
+        '{"kind": ["thing"]}',
+        '"kind"',
+    ],
+    ids=["open", "deep", "no number", "too many digits", "a list", "text"],
+)
+def test_a_description_that_cannot_be_read_is_damage(tmp_path, text):
+    path = tmp_path / "some.safetensors"
+    safetensors.torch.save_file({"a": torch.ones(1)}, path, {"vgrad": text})
+    with pytest.raises(ValueError, match="expected the thing of a run, got a damaged"):
+        files.read_tensors(path, "thing")
+
+
+def test_a_size_beyond_64_bits_is_damage(tmp_path):
+    path = tmp_path / "some.safetensors"
+    entry = {"dtype": "F32", "shape": [0, 2**63], "data_offsets": [0, 0]}
+    header = json.dumps({"a": entry}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ValueError, match="got a damaged file"):
+        files.read_tensors(path, "thing")
+
+
 def test_foreign_and_missing_files_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="expected the training state of a run"):
         checkpoint.read_state(tmp_path)

@@ -137,6 +137,12 @@ WRONG = {
         {"y_train": np.zeros(6, int), "y_test": np.zeros(3, int)},
         "at least two classes",
     ),
+    "a large label": (
+        {"y_train": np.array([0, 1, 2, 0, 1, 2**31 - 5])},
+        "at most 65536, got the label 2147483643",
+    ),
+    "many classes": ({"classes": np.array(2**62)}, "got the label 2 and 46116860184"),
+    "negative classes": ({"classes": np.array(-3)}, "and -3 classes"),
     "two counts": ({"classes": np.array([3, 3])}, "one whole number in classes"),
     "half a count": ({"classes": np.array(2.5)}, "one whole number in classes"),
 }
@@ -173,6 +179,78 @@ def test_a_header_that_claims_more_than_there_is_memory_for_is_refused(
         archive.writestr("x_test.npy", header.getvalue())
     with pytest.raises(ValueError, match="MemoryError"):
         data.load(str(tmp_path / "images.npz"), seed=0)
+
+
+HEADER = "{'descr': %s, 'fortran_order': %s, 'shape': %s, }\n"
+SHAPES = ["(6, 4, 5)", "(-1, 4)", "(0, 9999999999999)", "(4611686018427387904,)"]
+SHAPES += ["(True, 4)", "(6.0,)", "(None,)", "()", "6", "(6, 4000000000)", "[6]"]
+SHAPES += ["(" * 5000, "[" * 300 + "]" * 300, "9" * 5000, "(6" + ", 1" * 70 + ")"]
+DTYPES = ["'<f4'", "'|u1'", "'<i8'", "'|O'", "'|V0'", "'<U100000000'", "'<f16'", "5"]
+DTYPES += ["[('a', '<f4', (2147483647,))]", "('<f4', (2,))", "None", "'M8[s]'", "{}"]
+DTYPES += ["[" * 200 + "]" * 200]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    key=st.sampled_from([*data.KEYS, "classes"]),
+    shape=st.sampled_from(SHAPES),
+    dtype=st.sampled_from(DTYPES),
+    order=st.sampled_from(["False", "True", "0", "None"]),
+    version=st.sampled_from([1, 2, 3, 4]),
+    length=st.sampled_from([None, 2**16 - 1, 2**32 - 1]),
+    size=st.sampled_from([0, 120, 480, 10**6]),
+)
+def test_a_forged_header_is_refused_or_read_but_never_crashes(
+    tmp_path_factory, key, shape, dtype, order, version, length, size
+):
+    path = tmp_path_factory.mktemp("forged") / "x.npz"
+    np.savez(path, **{k: v for k, v in arrays().items() if k != key})
+    header = (HEADER % (dtype, order, shape)).encode()
+    width = 2 if version == 1 else 4
+    claimed = min(length or len(header), 256**width - 1)
+    start = b"\x93NUMPY" + bytes([version, 0]) + claimed.to_bytes(width, "little")
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(f"{key}.npy", start + header + bytes(size))
+    try:
+        found = data.load(str(path), seed=0)
+    except ValueError:
+        return
+    assert found.x_train.isfinite().all()
+    assert found.classes <= 2**16
+
+
+@pytest.mark.parametrize("key", [*data.KEYS, "classes"])
+def test_a_file_that_unpacks_to_much_is_refused_before_it_does(written, tmp_path, key):
+    path = written(**{key: None})
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
+        with archive.open(f"{key}.npy", "w") as file:
+            for _ in range(17):
+                file.write(bytes(2**20))
+    with pytest.raises(ValueError, match=r"unpack to 178\d+, more than 100 times"):
+        data.load(path, seed=0)
+
+
+def test_what_unpacks_to_much_is_read_where_it_is_not_packed(tmp_path):
+    blank = arrays(x_train=np.zeros((6, 2000, 2000), np.uint8))
+    blank["x_test"] = blank["x_train"][:3]
+    np.savez_compressed(tmp_path / "packed.npz", **blank)
+    with pytest.raises(ValueError, match=r"write them with numpy\.savez, which does"):
+        data.load(str(tmp_path / "packed.npz"), seed=0)
+    np.savez(tmp_path / "plain.npz", **blank)
+    assert data.load(str(tmp_path / "plain.npz"), seed=0).shape[1:3] == (2000, 2000)
+
+
+@pytest.mark.parametrize("how", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_what_numpy_does_not_write_is_refused(tmp_path, how):
+    np.savez(tmp_path / "good.npz", **arrays())
+    with (
+        zipfile.ZipFile(tmp_path / "good.npz") as good,
+        zipfile.ZipFile(tmp_path / "x.npz", "w", how) as bad,
+    ):
+        for name in good.namelist():
+            bad.writestr(name, good.read(name))
+    with pytest.raises(ValueError, match="is compressed in another way"):
+        data.load(str(tmp_path / "x.npz"), seed=0)
 
 
 class Trap:

@@ -316,6 +316,23 @@ def test_killed_at_any_write_a_run_goes_on_with_the_same_numbers(
         assert results(out) == expected
 
 
+def test_the_text_tells_what_was_spent_before_the_values_do(
+    images, tmp_path, monkeypatch
+):
+    out, written = tmp_path / "run", []
+    swap = os.replace
+
+    def replace(source, target):
+        swap(source, target)
+        written.append(os.path.basename(target))
+
+    monkeypatch.setattr(os, "replace", replace)
+    assert train(images, out, *THREE, PLAIN) == 0
+    released = [name for name in written if name.startswith("ensemble.")]
+    # Before the first epoch and after each.
+    assert released == ["ensemble.json", "ensemble.safetensors"] * 3
+
+
 def test_a_finished_run_stays_as_it_is_and_its_folder_is_taken(
     images, tmp_path, capsys
 ):

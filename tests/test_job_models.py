@@ -61,6 +61,21 @@ def test_images_too_small_to_pool_are_refused(name):
         models.build(name, SHAPE._replace(height=1), seed=0)
 
 
+@pytest.mark.parametrize("name", models.MODELS)
+def test_an_outline_is_the_model_without_its_values(name):
+    model, outline = models.build(name, SHAPE, seed=0), models.outline(name, SHAPE)
+    expected = {key: value.shape for key, value in model.state_dict().items()}
+    assert {k: v.shape for k, v in outline.state_dict().items()} == expected
+    assert all(value.is_meta for value in outline.state_dict().values())
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_a_net_that_would_fill_the_memory_is_refused(name):
+    large = SHAPE._replace(height=2**13, width=2**13, classes=2**16)
+    with pytest.raises(ValueError, match=f"--model {name}: expected images and class"):
+        models.build(name, large, seed=0)
+
+
 def test_a_factory_is_found_where_the_user_is_and_told_the_sizes(factory):
     spec = factory(
         "def make(*, channels, height, width, classes):\n"

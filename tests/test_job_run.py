@@ -497,6 +497,23 @@ def test_two_processes_do_not_train_in_one_folder(
     assert "no other process is training" in message
 
 
+def test_no_two_processes_train_in_one_folder_at_once(
+    images, tmp_path, monkeypatch, capsys
+):
+    """What locks the folder keeps out another run, and not foreign locks alone."""
+    out = tmp_path / "run"
+    refused = []
+
+    def resume_meanwhile(*given):
+        monkeypatch.setattr(report, "write_curves", lambda *given, **more: None)
+        refused.append(error(capsys, "train", "--resume", out))
+
+    monkeypatch.setattr(report, "show_table", resume_meanwhile)
+    assert train(images, out) == 0
+    (message,) = refused
+    assert "no other process is training" in message
+
+
 BAD = {
     "no such data": (["--data", "none.npz"], "none.npz: expected a file"),
     "no such set": (["--data", "imagenet"], "expected digits, mnist, cifar10"),
@@ -509,6 +526,11 @@ BAD = {
     "epsilon a word": (["--epsilon", "much"], "argument --epsilon: invalid float"),
     "delta one": (["--delta", "1"], "expected 0 < delta < 1"),
     "max-norm zero": (["--max-norm", "0"], "expected max_norm > 0"),
+    "too many epochs": (
+        ["--epochs", "1000000000"],
+        "at most 1000000, as the run is sav",
+    ),
+    "too many members": (["--members", "1000000000"], "at most 10000, as all of them"),
     "no epochs": (["--epochs", "0"], "expected a whole number >= 1"),
     "half an epoch": (["--epochs", "0.5"], "argument --epochs: invalid int"),
     "batch too large": (["--batch-size", "49"], "at most the 48 training samples"),
@@ -531,15 +553,36 @@ def test_bad_arguments_are_one_line_and_leave_no_trace(images, tmp_path, capsys,
     assert not out.exists()
 
 
+def test_a_tiny_budget_is_planned_for(images, tmp_path, capsys):
+    assert train(images, tmp_path / "run", "--epsilon", "1e-300") == 0
+    assert "noise multiplier" in capsys.readouterr().out
+    assert all(line["epsilon"] == 0 for line in lines(tmp_path / "run/metrics.jsonl"))
+
+
+def test_a_folder_has_a_name_and_is_no_file(images, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    before = os.listdir(tmp_path)
+    for start in (["--out", "", *arguments(images)], ["--resume", ""]):
+        message = error(capsys, "train", *start)
+        assert f"{start[0]} '': expected the name of a folder, got none" in message
+    assert "evaluate '': expected the name" in error(capsys, "evaluate", "")
+    os.symlink(tmp_path / "nowhere", tmp_path / "link")
+    for name in ("images.npz", "images.npz/run", "link", "link/run"):
+        message = error(capsys, "train", "--out", name, *arguments(images))
+        assert f"--out {name}: expected a folder, got" in message
+    assert sorted(os.listdir(tmp_path)) == sorted([*before, "link"])
+
+
 def test_bad_data_is_one_line_and_leaves_no_trace(tmp_path, capsys):
     out = tmp_path / "run"
     x_train = np.full((SIZE, 6), np.nan)
     images = write_data(tmp_path / "nan.npz", x_train=x_train)
     command = ["train", "--out", out, *arguments(images)]
     assert "got NaN or infinity" in error(capsys, *command)
-    images = write_data(tmp_path / "labels.npz", classes=np.array(2))
-    command = ["train", "--out", out, *arguments(images)]
-    assert "expected labels from 0 to classes - 1" in error(capsys, *command)
+    for classes in (2, -1, 2**62, 2**31 - 4):
+        images = write_data(tmp_path / "labels.npz", classes=np.array(classes))
+        command = ["train", "--out", out, *arguments(images)]
+        assert "expected labels from 0 to classes - 1" in error(capsys, *command)
     assert not out.exists()
 
 

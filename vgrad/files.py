@@ -43,7 +43,7 @@ def replace(path: Path, content: bytes, *, private: bool = False) -> None:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a file that has one name, and make it for its owner alone if it is new.
+    """Open a file that has one name; one that is written to is for its owner alone.
 
     What could be somebody else's is not opened: a symbolic link, a file that has a
     second name, and what is no file.
@@ -57,15 +57,20 @@ def open_own(path: Path, flags: int) -> int:
         if not path.is_symlink():
             raise
         raise OSError(
-            f"{path}: expected a file, got a link. Put the file in its place."
+            f"{path}: expected a file, got a link. Put a copy in its place."
         ) from error
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+            raise OSError(
+                f"{path}: expected a file with this one name, got {found.st_nlink} "
+                f"names of {stat.filemode(found.st_mode)}. Put a copy in its place."
+            )
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            os.fchmod(descriptor, 0o600)
+    except BaseException:
         os.close(descriptor)
-        raise OSError(
-            f"{path}: expected a file with this one name, got {found.st_nlink} names "
-            f"of {stat.filemode(found.st_mode)}. Put a copy in its place."
-        )
+        raise
     return descriptor
 
 

@@ -1,6 +1,5 @@
 """What the main job can be told, once: defaults, help and checks."""
 
-import math
 import os
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Mapping
@@ -27,8 +26,8 @@ _MOST = {
 _KINDS: Mapping[Any, Kind] = {
     str: TEXT,
     bool: FLAG,
-    int: whole(-(2**63)),
-    float: number(-math.inf),
+    int: whole(),
+    float: number(),
 }
 """What an argument of a type is in a file."""
 

@@ -64,7 +64,7 @@ def check_members(tensors: Mapping[str, Tensor], members: int) -> None:
         ValueError: they are of fewer or more; to make these may take all memory.
     """
     plain = [t for name, t in tensors.items() if name.startswith(".plain.params")]
-    if members > 1 and not all(t.numel() and len(t) == members for t in plain):
+    if members > 1 and any(not t.numel() or t.shape[:1] != (members,) for t in plain):
         raise ValueError(f"{STATE}: expected {members} members, got another number.")
 
 

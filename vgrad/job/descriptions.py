@@ -4,6 +4,7 @@ A kind is what a value has to be, in words, and the test of it.
 """
 
 import math
+import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -25,21 +26,21 @@ FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 TABLE = Kind("a dictionary", lambda value: isinstance(value, dict))
 
 
-def whole(least: int, most: int = 2**63 - 1) -> Kind:
-    """A whole number within bounds, which are included."""
+def whole(least: int = -(2**63), most: int = 2**63 - 1) -> Kind:
+    """A whole number of 64 bits within bounds, which are included."""
     return Kind(
         f"a whole number from {least} to {most}",
         lambda value: type(value) is int and least <= value <= most,
     )
 
 
-def number(least: float, most: float = math.inf) -> Kind:
+def number(least: float = -math.inf, most: float = math.inf) -> Kind:
     """A finite number within bounds, which are included."""
     return Kind(
         f"a finite number from {least} to {most}",
         lambda value: (
             type(value) in (int, float)
-            and math.isfinite(value)
+            and abs(value) <= sys.float_info.max
             and least <= value <= most
         ),
     )

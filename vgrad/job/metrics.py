@@ -48,7 +48,7 @@ class Record(NamedTuple):
 
 _KINDS = {
     "step": whole(0),
-    "loss": optional(number(-math.inf)),
+    "loss": optional(number()),
     "test_accuracy": number(0, 1),
     "epsilon": optional(number(0)),
     "samples_per_second": number(0),
@@ -72,7 +72,6 @@ def append(path: Path, record: Record) -> int:
     }
     descriptor = files.open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     with open(descriptor, "a", encoding="ascii") as file:
-        os.fchmod(descriptor, 0o600)  # earlier versions left it to the umask
         file.write(json.dumps(entries, allow_nan=False) + "\n")
         file.flush()
         os.fsync(descriptor)
@@ -97,7 +96,7 @@ def read(path: Path, length: int) -> list[Record]:
     known = b""
     if os.path.lexists(path):
         with open(files.open_own(path, os.O_RDONLY), "rb") as file:
-            known = file.read(length)
+            known = file.read(min(length, os.fstat(file.fileno()).st_size))
     if len(known) < length:
         raise ValueError(
             f"{path}: expected the {length} bytes that the checkpoint knows of, got "

@@ -299,10 +299,10 @@ class Recorder(LossGuard):
             self._check_running()
             g = grads[number]
             while left:
-                site, maker, captured = left.pop()
-                check_unchanged(op, captured)
+                site, maker, kept = left.pop()
+                check_unchanged(op, kept)
                 factor = None if g is None else maker(g.reshape(shape))
-                del maker, captured  # so that inputs are freed as early as possible
+                del maker, kept  # so that inputs are freed as early as possible
                 self._sites.arrived(site, factor, op)
                 del factor
             return (None,) * len(grads) if skip else None
