@@ -171,7 +171,7 @@ WEIGHTS = st.one_of(st.sampled_from([-30.0, 0.0, 20.0, 30.0]), st.floats(-30, 30
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=60)
 @given(
     name=st.sampled_from(list(OPS)),
     kind=st.sampled_from(list(CLIPPING)),
@@ -223,7 +223,7 @@ def test_a_sample_of_any_size_is_clipped(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=40)
 @given(
     name=st.sampled_from(list(OPS)),
     dtype=st.sampled_from([torch.float32, torch.float32, torch.float64]),
