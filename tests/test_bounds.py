@@ -172,7 +172,7 @@ WEIGHTS = st.one_of(st.sampled_from([-30.0, 0.0, 20.0, 30.0]), st.floats(-30, 30
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@examples(25)
+@examples(60)
 @given(
     name=st.sampled_from(list(OPS)),
     kind=st.sampled_from(list(CLIPPING)),
@@ -224,7 +224,7 @@ def test_a_sample_of_any_size_is_clipped(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@examples(25)
+@examples(40)
 @given(
     name=st.sampled_from(list(OPS)),
     dtype=st.sampled_from([torch.float32, torch.float32, torch.float64]),

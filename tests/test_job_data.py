@@ -190,7 +190,7 @@ DTYPES += ["[('a', '<f4', (2147483647,))]", "('<f4', (2,))", "None", "'M8[s]'", 
 DTYPES += ["[" * 200 + "]" * 200]
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     key=st.sampled_from([*data.KEYS, "classes"]),
     shape=st.sampled_from(SHAPES),

@@ -89,7 +89,8 @@ def tied(params, buffers, index, g, x, h):
 
 def convolved(params, buffers, x, g):
     op = F.conv2d if params["w"].ndim == 4 else F.conv1d
-    return (op(x, params["w"]) * g).sum()
+    groups = len(x) // params["w"].shape[1]
+    return (op(x, params["w"], groups=groups) * g).sum()
 
 
 def shifted(params, buffers, x, g):
@@ -625,6 +626,16 @@ def conv_terms(eps, channels, side, dims):
     return convolved, {"w": weight}, (x.float(), (g / eps).float())
 
 
+def group_terms(eps):
+    """Many equal groups, whose roundings are equal too."""
+    half = 0.5 + torch.rand(6, 2, 1, generator=source()).expand(-1, -1, 2)
+    rest = eps * randn(6, 2, 1, dtype=torch.float32)
+    g = torch.cat([half, rest - half], 2) / eps
+    x = 0.5 + torch.rand(6, 4, 1, generator=source(1)).expand(-1, -1, 4)
+    weight = torch.zeros(128, 4, 1)
+    return convolved, {"w": weight}, (x.repeat(1, 64, 1), g.repeat(1, 64, 1))
+
+
 TERMS = {
     "dense": dense_terms,
     "outer, 2 positions": lambda eps: outer_terms(eps, 2),
@@ -637,6 +648,7 @@ TERMS = {
     "tied": tied_terms,
     "tied, both cancel": nested_terms,
     "convolution, gram": lambda eps: conv_terms(eps, 64, 10, 1),
+    "convolution, gram of groups": group_terms,
     "convolution, offsets": lambda eps: conv_terms(eps, 3, 12, 2),
     "convolution, groups": lambda eps: conv_terms(eps, 3, 20, 2),
 }

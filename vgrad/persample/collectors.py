@@ -173,7 +173,8 @@ class Settled:
 def _slices(keep: Tensor, *shapes: torch.Size) -> Sequence[Tensor]:
     """Number the samples to keep, as many at a time as gradients may be formed of."""
     numbers = sum(math.prod(shape) for shape in shapes)
-    return keep.nonzero().flatten().split(max(1, _FORMED // max(1, numbers)))
+    rows = keep.nonzero().flatten()
+    return rows.split(max(1, _FORMED // max(1, numbers))) if len(rows) else ()
 
 
 def _gradients(factor: Factor, rows: Tensor) -> Dense:
