@@ -228,6 +228,8 @@ WRITES = {
     "several": lambda w: torch._foreach_mul_([torch.ones(1), w], 2.0),
     "inplace": lambda w: F.relu(w, inplace=True),
     "by position": lambda w: F.dropout(w, 0.5, True, True),
+    "by its second position": lambda w: F.relu(w, True),
+    "by keywords": lambda w: F.hardtanh(input=w, inplace=True),
     "init": lambda w: nn.init.normal_(w),
     "an op": lambda w: torch.ops.aten.clamp_.default(w, -0.1, 0.1),
     "an op, by its name": lambda w: torch.ops.aten.clamp_(w, -0.1, 0.1),
@@ -236,6 +238,12 @@ WRITES = {
     "another data": lambda w: setattr(w, "data", torch.zeros_like(w)),
     "a table": lambda w: F.embedding(torch.tensor([0]), w, max_norm=0.01),
     "statistics": lambda w: F.batch_norm(torch.ones(3, 2), w[0], w[1], training=True),
+    "a table, by keyword": lambda w: F.embedding(
+        torch.tensor([0]), weight=w, max_norm=0.01
+    ),
+    "statistics, by keywords": lambda w: F.batch_norm(
+        torch.ones(3, 2), running_mean=w[0], running_var=w[1], training=True
+    ),
     "statistics, below": lambda w: torch.batch_norm(
         torch.ones(3, 2), None, None, w[0], w[1], True, 0.1, 1e-5, False
     ),

@@ -6,6 +6,7 @@ cannot see is NumPy, DLPack or compiled code that writes into the same memory.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -114,21 +115,31 @@ def _written(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
         found += args[:1] or list(kwargs.values())[:1]
     if kwargs:
         found.append(kwargs.get("out"))
-        if kwargs.get("inplace"):
-            found += args[:1]
+    if (place := _INPLACE.get(func)) is not None:
+        if args[place] if len(args) > place else kwargs.get("inplace"):
+            found += args[:1] or [kwargs["input"]]
     if func in _STATISTICS:
         training = args[5] if len(args) > 5 else kwargs.get("training")
         if training or kwargs.get("use_input_stats"):
             first = _STATISTICS[func]
             found += args[first : first + 2]
+            found += [kwargs.get("running_mean"), kwargs.get("running_var")]
     elif func in _TABLES and kwargs.get("max_norm") is not None:
-        found.append(args[1])
+        found += args[1:2] or [kwargs["weight"]]
     if not found:
         return []
     return [each for each in pytree.tree_leaves(found) if isinstance(each, Tensor)]
 
 
 _BY_SIGN = {"__setitem__", "__set__", "__delitem__"}
+
+_INPLACE = {
+    func: func.__code__.co_varnames.index("inplace")
+    for func in vars(F).values()
+    if isinstance(func, FunctionType)
+    and "inplace" in func.__code__.co_varnames[: func.__code__.co_argcount]
+}
+"""Where functions are told to write into their first argument."""
 
 
 def _by_schema(op: Any, args: tuple, kwargs: dict) -> Iterator[Any]:

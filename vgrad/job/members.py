@@ -32,6 +32,7 @@ from vgrad.job.setup import Job, Model, Pair, Taken, Trainer
 from vgrad.losses import batch_loss
 from vgrad.persample.guard import UnsupportedOp
 from vgrad.precision import DynamicLossScale, LossScale
+from vgrad.process import ALONE
 from vgrad.training import TrainState
 from vgrad.typing import Buffers, Params
 
@@ -112,13 +113,14 @@ def prepare(settings: Settings) -> Job:
 def _strategy(settings: Settings, model: Model, found: Dataset) -> Strategy:
     """Choose a strategy: the cheapest, or the loop where an op cannot be batched."""
     device = torch.device(settings.device)
+    on_cuda = device.type == "cuda"
     count = settings.members
     images = torch.zeros(count, 2, *found.shape[:3], device=device)
     labels = torch.zeros(count, 2, dtype=torch.int64, device=device)
     function = under(settings.precision, model.function)
     loss = batch_loss(function, F.cross_entropy)
     compute = ensemble_grad(loss, in_dims=0, strategy="hybrid")
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with ALONE, torch.random.fork_rng([device] if on_cuda else []):
         try:
             compute(model.params, model.buffers, images, labels)
         except UnsupportedOp:

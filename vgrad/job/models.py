@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vgrad.process import ALONE
+
 MOST_CLASSES = 2**16
 _MOST_PARAMETERS = 2**29
 """Of a net of this package: 2 GiB in float32."""
@@ -117,7 +119,7 @@ def build(spec: str, shape: Shape, *, seed: int) -> nn.Module:
         >>> model(torch.zeros(5, 1, 8, 8)).shape
         torch.Size([5, 10])
     """
-    with torch.random.fork_rng(devices=[]):
+    with ALONE, torch.random.fork_rng(devices=[]):
         if spec in MODELS:
             outline(spec, shape)
         torch.manual_seed(seed)

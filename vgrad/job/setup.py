@@ -24,6 +24,7 @@ from vgrad.job.precision import POLICIES, instructions, under
 from vgrad.losses import batch_loss, sample_loss
 from vgrad.persample.clipping import clipped_grad
 from vgrad.precision import DynamicLossScale, LossScale, StaticLossScale
+from vgrad.process import ALONE
 from vgrad.training import TrainState, private_step, train_step
 from vgrad.typing import Buffers, Params
 
@@ -149,12 +150,13 @@ def tried(settings: Settings, found: Dataset, module: nn.Module) -> Model:
     """Try a model on blank images, so that what is wrong shows early."""
     shape = found.shape
     device = torch.device(settings.device)
+    on_cuda = device.type == "cuda"
     module = module.train().to(device)
     images = torch.zeros(2, *shape[:3], device=device)
     labels = torch.zeros(2, dtype=torch.int64, device=device)
     try:
         model = Model(*make_functional_with_buffers(module))
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with ALONE, torch.random.fork_rng([device] if on_cuda else []):
             function = under(settings.precision, model.function)
             scores = function(model.params, model.buffers, images)
             if scores.shape != (2, shape.classes):
