@@ -108,6 +108,9 @@ def test_the_classes_are_those_that_the_file_states_or_else_the_largest_label(wr
     assert data.load(written(), seed=0).classes == 3
     assert data.load(written(y_test=np.array([0, 5, 1])), seed=0).classes == 6
     assert data.load(written(classes=np.array(9)), seed=0).classes == 9
+    assert data.load(written(classes=np.array(2**16)), seed=0).classes == 2**16
+    two = {"y_train": np.array([0, 1] * 3), "y_test": np.zeros(3, int)}
+    assert data.load(written(**two), seed=0).classes == 2
 
 
 WRONG = {
@@ -121,6 +124,10 @@ WRONG = {
     ),
     "two sizes": ({"x_test": np.zeros((3, 4, 4))}, "expected images of one size"),
     "NaN": ({"x_train": np.full((6, 4, 5), np.nan)}, "expected finite .* in x_train"),
+    "one NaN": (
+        {"x_test": np.where(np.arange(60) == 7, np.nan, 1.0).reshape(3, 4, 5)},
+        "expected finite .* in x_test",
+    ),
     "beyond float32": ({"x_test": np.full((3, 4, 5), 1e39)}, "finite .* in x_test"),
     "whole numbers": ({"x_train": np.zeros((6, 4, 5), int)}, "uint8.* got int64"),
     "text": ({"x_train": np.full((6, 4, 5), "a")}, "uint8.* in x_train, got <U1"),

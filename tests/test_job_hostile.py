@@ -114,9 +114,11 @@ def test_nothing_is_cut_before_all_is_checked(one, capsys):
     with (one / "metrics.jsonl").open("a") as file:
         file.write("of a lost step")
     (one / "plain.jsonl").write_bytes((one / "plain.jsonl").read_bytes()[:-1])
+    (one / "metrics.jsonl").chmod(0o640)
     before = contents(one)
     assert "that the checkpoint knows of" in error(capsys, "train", "--resume", one)
     assert contents(one) == before
+    assert stat.S_IMODE((one / "metrics.jsonl").stat().st_mode) == 0o640
 
 
 def put(path, kind, victim):
