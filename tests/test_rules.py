@@ -508,7 +508,6 @@ def recorded(case, size=2):
         "error",
         False,
         Fallbacks(),
-        set(),
         Told,
     )
     return strategies.recorded(problem, 0, size).collected

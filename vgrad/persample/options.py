@@ -84,10 +84,10 @@ class Options:
             self.randomness,
             self.has_aux,
             self.fallbacks,
-            self.unreached,
             collect,
             self.loss_scale,
             others,
+            self.unreached,
         )
         if problem.batch.size == 0:
             return

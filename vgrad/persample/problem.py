@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -27,10 +27,10 @@ class Problem:
 
     Attributes:
         function: the transform's name, for errors.
-        unreached: sets of parameters to which no graph leads from a sample's loss, as
-            one sample on its own has shown.
         collect: makes what the factors of a chunk are handed to.
         others: tensors that the result depends on, though the loss does not.
+        unreached: sets of parameters to which no graph leads from a sample's loss, as
+            one sample on its own has shown.
     """
 
     function: str
@@ -41,10 +41,10 @@ class Problem:
     randomness: Randomness
     has_aux: bool
     fallbacks: Fallbacks
-    unreached: set[frozenset[str]]
     collect: Callable[[], Collector]
     loss_scale: LossScale | None = None
     others: tuple[Tensor, ...] = ()
+    unreached: set[frozenset[str]] = field(default_factory=set)
 
     @property
     def tensors(self) -> list[Tensor]:
