@@ -557,3 +557,35 @@ def test_a_loss_that_writes_into_what_it_is_given_has_not_done_so(
         compute(params, buffers, x)
     for each in (*params.values(), *buffers.values(), x):
         assert torch.equal(each, torch.ones_like(each))
+
+
+class Tripled(torch.autograd.Function):
+    """Its vmap computes what it computes, and leaves `backward` out."""
+
+    @staticmethod
+    def forward(x):
+        return x.round()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return x.round(), in_dims[0]
+
+
+def test_functions_whose_vmap_leaves_their_backward_out_are_refused():
+    def loss(p, b, x):
+        return Tripled.apply(x * p["w"]).sum()
+
+    params, x = {"w": torch.rand(3, 4)}, torch.rand(4)
+    for strategy in ("vmap", "hybrid"):
+        with pytest.raises(vgrad.UnsupportedOp, match="whose vmap calls apply"):
+            vgrad.ensemble_grad(loss, strategy=strategy)(params, {}, x)
+    found = vgrad.ensemble_grad(loss, strategy="loop")(params, {}, x).grads["w"]
+    assert torch.allclose(found, 3 * x.expand(3, 4))

@@ -229,3 +229,17 @@ def test_measuring_memory_leaks_none():
     gc.collect()
     assert alive
     assert not any(ref() is not None for ref in alive)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "recorded", "vmap"])
+def test_who_keeps_gradients_of_activations_is_told_so(strategy):
+    def loss(p, b, x):
+        h = x * p["w"]
+        h.retain_grad()
+        return h.sin().sum()
+
+    params, x = {"w": torch.rand(4)}, torch.rand(3, 4)
+    with pytest.raises(vgrad.UnsupportedOp, match="^retain_grad: .* leaves the graph"):
+        vgrad.per_sample_grad(loss, strategy=strategy)(params, {}, x)
+    found = vgrad.per_sample_grad(loss, strategy="loop")(params, {}, x)["w"]
+    assert torch.allclose(found, x * (x * params["w"]).cos())

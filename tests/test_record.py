@@ -580,6 +580,78 @@ class Scaled(torch.autograd.Function):
         return grad * w, grad * x
 
 
+class Rounded(torch.autograd.Function):
+    """A straight-through estimator, whose vmap is plain or calls `apply`."""
+
+    applies = False
+
+    @staticmethod
+    def forward(x):
+        return x.round()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
+
+    @classmethod
+    def vmap(cls, info, in_dims, x):
+        return (cls.apply(x) if cls.applies else x.round()), in_dims[0]
+
+
+class Unlinked(Rounded):
+    """Its vmap has no graph at all."""
+
+    @classmethod
+    def vmap(cls, info, in_dims, x):
+        return x.detach().round(), in_dims[0]
+
+
+class Applied(Rounded):
+    applies = True
+
+
+CUSTOM = {
+    "an activation": lambda f: lambda p, b, x: f(F.linear(x, p["w"])).square().sum(),
+    "both": lambda f: lambda p, b, x: f(x * f(p["w"][:3])).square().sum(),
+}
+
+
+@pytest.mark.parametrize("where", CUSTOM)
+@pytest.mark.parametrize("function", [Rounded, Unlinked, Applied])
+def test_functions_with_a_vmap_of_their_own_have_their_own_gradients(function, where):
+    params, (x,) = given(W)
+    loss = CUSTOM[where](function.apply)
+    expected = oracle.loss_gradients(loss, params, {}, (x,), len(x))
+    for strategy in ("auto", "vmap", "loop"):
+        found = vgrad.per_sample_grad(loss, strategy=strategy)(params, {}, x)
+        assert oracle.error(found, expected) < 1e-12
+    recorded = vgrad.per_sample_grad(loss, strategy="recorded")
+    if function is Applied:
+        assert oracle.error(recorded(params, {}, x), expected) < 1e-12
+        return
+    with pytest.raises(vgrad.UnsupportedOp, match="whose vmap calls apply"):
+        recorded(params, {}, x)
+
+
+@pytest.mark.parametrize("strategy", ["auto", *OTHERS])
+@pytest.mark.parametrize("function", [Rounded, Applied])
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_function_of_a_parameter_or_mapped_by_the_loss(mapped, function, strategy):
+    params, (x,) = given(W)
+
+    def loss(p, b, x):
+        w = torch.vmap(function.apply)(x * p["w"][:3]) if mapped else None
+        return (w if mapped else F.linear(x, function.apply(p["w"]))).square().sum()
+
+    expected = oracle.loss_gradients(loss, params, {}, (x,), len(x))
+    found = vgrad.per_sample_grad(loss, strategy=strategy)(params, {}, x)
+    assert oracle.error(found, expected) < 1e-12
+
+
 def by_grad(p, x):
     grad = torch.func.grad(lambda x: F.linear(x, p["w"]).tanh().sum())(x)
     return F.linear(x, p["w"]).sum() + grad.square().sum()

@@ -114,6 +114,12 @@ def raise_clearly(
             f"save memory with chunk_size instead of checkpointing, or use "
             f'strategy="loop".'
         ) from error
+    if op == "retain_grad":
+        raise UnsupportedOp(
+            f"{op}: expected a loss that leaves the graph of its tensors alone, got "
+            f"one that asks a tensor to keep its gradient, where one tensor stands for "
+            f'all {one}s. Leave it out, or use strategy="loop".'
+        ) from error
     if op in _AUTOGRAD or any(each in message for each in _INSIDE):
         raise own_backward_pass(op) from error
     inside = op in _RECURRENT and "broadcast shape" in message
@@ -132,7 +138,7 @@ def raise_clearly(
     raise error
 
 
-_AUTOGRAD = {"grad", "backward", "requires_grad_", "requires_grad", "retain_grad"}
+_AUTOGRAD = {"grad", "backward", "requires_grad_", "requires_grad"}
 """What only a loss calls that differentiates on its own."""
 
 _INSIDE = ("backward() called inside", "attempting to call Tensor.requires_grad_()")

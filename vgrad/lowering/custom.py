@@ -1,0 +1,86 @@
+"""An autograd.Function with a vmap of its own, where autograd is at work below.
+
+Torch runs that `vmap` on the tensors of all samples and differentiates what it does.
+Only where it calls `apply` again is the gradient the one that `backward` gives.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import (
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    maybe_current_level,
+    maybe_get_level,
+)
+from torch._functorch.autograd_function import custom_function_call
+from torch.autograd.function import BackwardCFunction
+from torch.utils import _pytree as pytree
+
+from vgrad.lowering.truthful import UnsupportedOp
+
+
+def custom_function(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an autograd.Function, and see that its gradient is its own.
+
+    Raises:
+        UnsupportedOp: its `vmap` leaves `backward` out.
+    """
+    output = custom_function_call(function, *args, **kwargs)
+    own = function.vmap is not torch.autograd.Function.vmap
+    if own and torch.is_grad_enabled() and _mapped_once((args, kwargs)):
+        given = [each for each in _below((args, kwargs)) if each.requires_grad]
+        made = [each for each in _below(output) if each.requires_grad]
+        if given and (not made or _passed_by(given, made)):
+            name = function.__name__
+            raise UnsupportedOp(
+                f"{name}.apply: expected an autograd.Function whose vmap calls apply, "
+                f"got one whose vmap computes something that autograd differentiates "
+                f"instead of running {name}.backward. Call {name}.apply inside of "
+                f'vmap, set generate_vmap_rule = True instead, or use strategy="loop".'
+            )
+    return output
+
+
+def _mapped_once(values: Any) -> bool:
+    """Tell whether one vmap runs, of which a loss that maps itself knows nothing."""
+    level = maybe_current_level()
+    for each in pytree.tree_leaves(values):
+        if not isinstance(each, Tensor) or maybe_get_level(each) != level:
+            continue
+        wraps = []
+        while is_functorch_wrapped_tensor(each):
+            wraps.append(is_batchedtensor(each))
+            each = get_unwrapped(each)
+        if wraps[:1] == [True] and sum(wraps) == 1:
+            return True
+    return False
+
+
+def _below(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors that have the graph."""
+    for each in pytree.tree_leaves(values):
+        if isinstance(each, Tensor):
+            while is_batchedtensor(each):
+                each = get_unwrapped(each)
+            yield each
+
+
+def _passed_by(given: list[Tensor], made: list[Tensor]) -> bool:
+    """Tell whether a graph leads from results to arguments by no own backward."""
+    leaves = {id(each) for each in given if each.grad_fn is None}
+    ends = {each.grad_fn for each in given} - {None}
+    left: list[Any] = [each.grad_fn for each in made]
+    seen: set[Any] = {None}
+    while left:
+        node = left.pop()
+        if node in seen or (isinstance(node, BackwardCFunction) and node not in ends):
+            continue
+        if node in ends or id(getattr(node, "variable", None)) in leaves:
+            return True
+        seen.add(node)
+        left += [each for each, _ in node.next_functions]
+    return False
