@@ -503,3 +503,42 @@ def test_an_infinite_bound_clips_nothing(strategy, clipping):
     assert torch.equal(found.grads["a.w"], expected.expand(2, 3))
     assert int(found.clipped) == 0
     assert int(found.nonfinite) == 1
+
+
+def moved(compute, params, *batch):
+    """What the first sample adds to a sum, in float64."""
+    whole = compute(params, {}, *batch).grads["w"].double()
+    return whole - compute(params, {}, *(each[1:] for each in batch)).grads["w"]
+
+
+@pytest.mark.parametrize(("chunk_size", "share"), [(None, 4), (64, 1)])
+def test_what_rounding_adds_to_the_sensitivity_is_what_the_text_says(chunk_size, share):
+    torch.manual_seed(0)
+    size, w = 8192, torch.randn(10, 20)
+    x, g = torch.rand(size, 20) + 0.1, torch.rand(size, 10) + 0.1
+    compute = vgrad.clipped_grad(
+        lambda params, buffers, x, g: linear(params["w"], x, g),
+        max_norm=1.0,
+        chunk_size=chunk_size,
+    )
+    alone = torch.outer(g[0].double(), x[0].double())
+    alone /= alone.norm().clamp(min=1)
+    error = float((moved(compute, {"w": w}, x, g) - alone).norm())
+    assert error < share * size * 2**-24
+
+
+@pytest.mark.parametrize(
+    "options", [{"chunk_size": 1}, {"strategy": "loop"}], ids=["chunk_size", "loop"]
+)
+@pytest.mark.parametrize("size", [2, 9])
+def test_samples_by_themselves_do_not_depend_on_each_other(options, size):
+    # Gradients of nothing but rounding errors, which other kernels round otherwise.
+    def loss(params, buffers, x):
+        return F.layer_norm(F.linear(x, params["w"]), (32,)).sum() * 1e6
+
+    torch.manual_seed(0)
+    compute = vgrad.clipped_grad(loss, max_norm=1e-2, **options)
+    for _ in range(4):
+        params = {"w": torch.randn(32, 64) / 8}
+        added = moved(compute, params, torch.randn(size, 64))
+        assert float(added.norm()) <= 1e-2 * (1 + 1e-5)

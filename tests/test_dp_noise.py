@@ -327,6 +327,22 @@ def test_what_is_no_key_is_refused(key):
         add_gaussian_noise({}, Sensitivity(1.0), noise_multiplier=1.0, key=key, step=0)
 
 
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [
+        (bytes, "bytes"),
+        (list, "list"),
+        (lambda key: torch.tensor(list(key)), r"tensor of torch\.int64 \(32,\)"),
+    ],
+)
+def test_no_message_shows_a_key_in_another_form(form, kind):
+    key = form(bytes(range(32)))
+    with pytest.raises(TypeError, match=f"got a {kind}\\.$") as caught:
+        add_gaussian_noise({}, Sensitivity(1.0), noise_multiplier=1.0, key=key, step=0)
+    assert "x1e" not in str(caught.value)
+    assert "30" not in str(caught.value)
+
+
 def test_noise_of_a_key_of_the_system_is_gaussian():
     result = add_gaussian_noise(
         {"a": torch.zeros(20_000)},

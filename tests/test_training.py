@@ -202,6 +202,14 @@ def test_a_run_that_goes_on_repeats_batches_and_releases():
     assert len({tuple(each) for each in lost[1]}) == 4
 
 
+def test_a_state_that_is_printed_does_not_show_its_key():
+    state = TrainState.create(vgrad.optim.sgd(0.1), {"w": torch.zeros(2)}, {})
+    for text in (repr(state), str((state,)), f"{state}"):
+        assert "key=<secret>" in text
+        assert "uint8" not in text
+        assert "params={'w': tensor([0., 0.])}" in text
+
+
 def test_runs_from_copies_of_one_state_need_a_fork():
     # Without one, the difference of two releases is the difference of clipped sums.
     tx, chosen = vgrad.optim.sgd(1.0), plan(noise_multiplier=100.0)

@@ -121,10 +121,13 @@ def check_key(function: str, key: Tensor) -> None:
         or key.dtype != torch.uint8
         or key.shape != (KEY_BYTES,)
     ):
-        got = f"{key.dtype} {tuple(key.shape)}" if isinstance(key, Tensor) else key
+        # What was passed may be a secret in another form: no message shows it.
+        got = f"a {type(key).__name__}"
+        if isinstance(key, Tensor):
+            got = f"a tensor of {key.dtype} {tuple(key.shape)}"
         raise TypeError(
             f"{function}(key): expected a key as vgrad.dp.secret_key() draws one, or "
-            f"that of a state, got {got!r}."
+            f"that of a state, got {got}."
         )
 
 

@@ -55,6 +55,12 @@ class TrainState(NamedTuple):
     key: Tensor
     loss_scale: LossScale = NoOpLossScale()
 
+    def __repr__(self) -> str:
+        """Show all but the key, so that no log or traceback holds it."""
+        shown = {**self._asdict(), "key": "<secret>"}
+        fields = ", ".join(f"{name}={value}" for name, value in shown.items())
+        return f"TrainState({fields})"
+
     @classmethod
     def create(
         cls,

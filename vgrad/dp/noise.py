@@ -17,6 +17,14 @@ about real numbers and a perfect source of randomness. This file comes close to 
   discrete Gaussian on the same grid, sampled by integers alone, would replace this
   estimate by a proof, at a multiple of the cost. Nor does anything here hide how long
   a step takes.
+* The sum is one of float32 numbers, of gradients that the batch as a whole computed. A
+  sample that is added rounds those of others anew, which the sensitivity does not
+  count. Batches of B samples whose gradients all point one way moved the sum by up to
+  4 B 2^-24 of the clip norm besides (1e-2 for 60,000 samples, B 2^-24 in chunks of
+  64). A gradient that is nothing but rounding errors, of terms that cancel, may turn
+  altogether if the number of rows decides which kernel runs: one such sample beside
+  the new one moved the sum by twice the sensitivity. With `chunk_size=1` or
+  `strategy="loop"` no sample's gradient depends on another sample.
 * Keys of streams have 128 bits and come from a keyed hash (BLAKE2b) of a secret key of
   256 bits. From there on numpy's Philox4x64-10 draws, which passes all statistical
   tests but was not made to resist cryptanalysis. On a CUDA device torch's Philox4x32-10
