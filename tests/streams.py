@@ -14,7 +14,8 @@ BLOCK = 2**16
 
 
 def digest(key, place, size):
-    text = json.dumps(list(place)).encode()
+    text = json.dumps(list(place), ensure_ascii=False)
+    text = text.encode("utf-8", "surrogatepass")
     found = hashlib.blake2b(text, key=bytes(key), digest_size=size).digest()
     return list(found)
 

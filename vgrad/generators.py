@@ -132,8 +132,8 @@ def check_key(function: str, key: Tensor) -> None:
 
 
 def _digest(key: bytes, place: tuple[Place, ...], size: int) -> bytes:
-    # JSON, so that no two places are written alike.
-    text = json.dumps(place).encode()
+    # JSON, so that no two places are written alike; halves of characters stay halves.
+    text = json.dumps(place, ensure_ascii=False).encode("utf-8", "surrogatepass")
     return hashlib.blake2b(text, key=key, digest_size=size).digest()
 
 

@@ -81,8 +81,9 @@ class EnsembleClippedGradFn(EnsemblePerSampleFn):
 
         The standard deviation is the member's noise multiplier times its sensitivity.
         The noise follows from `key`, `step` and the member's number, as that of
-        `dp.add_gaussian_noise`. Members trained on the same data are composed: E of
-        them cost E times the steps of one.
+        `dp.add_gaussian_noise`: never use a key and a step for two sums, as for two
+        groups of members, whose numbers both start at zero. Members trained on the same
+        data are composed: E of them cost E times the steps of one.
 
         Raises:
             ValueError: sums, noise multipliers and clip norms are not equally many;
