@@ -159,9 +159,7 @@ def test_a_state_comes_back_whole(tmp_path):
 def test_a_state_of_another_run_does_not_fit(tmp_path):
     checkpoint.save_state(tmp_path, train_state(momentum=0.0), {})
     read, _ = checkpoint.read_state(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"^state\.safetensors: expected the names .*momentum"
-    ):
+    with pytest.raises(ValueError, match=r"^state\.safetensors: expected .*momentum"):
         checkpoint.restored(train_state(), read)
     state = train_state()
     name = ".params['1.bias']"

@@ -398,6 +398,18 @@ def test_a_text_that_is_no_description_is_refused(three, images, capsys, text):
     error(capsys, "evaluate", three, "--data", images)
 
 
+def test_a_text_that_has_no_end_is_refused(three, images, capsys):
+    path = three / "ensemble.json"
+    os.truncate(path, 2**40)
+    with pytest.raises(ValueError, match="got a damaged file"):
+        vgrad.load(three)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(FileNotFoundError, match=r"ensemble\.json: .*, got no file"):
+        vgrad.load(three)
+    assert "got no file" in error(capsys, "evaluate", three, "--data", images)
+
+
 def test_a_message_is_one_short_line_whatever_a_file_says(one, images, capsys):
     forge_model(one, model="\x1b[31m\n\ud83d\ude00" + "x" * 10_000)
     message = error(capsys, "evaluate", one, "--data", images)

@@ -120,12 +120,10 @@ def noise_multiplier_for(
         # The logarithm of epsilon is nearly linear in that of the noise.
         return math.log(spent) - math.log(epsilon)
 
-    drift = sampling_rate * math.sqrt(steps)
-    # Delta alone pays for any epsilon above zero where there is enough noise.
-    enough = min(drift * math.sqrt(2 * math.log(1.25 / delta)) / epsilon, drift / delta)
     # Many steps make the grid coarse, and finer answers meaningless.
     tolerance = max(_TOLERANCE, 1e-12 * steps)
-    found = _root(excess, math.log(min(0.5 + enough, _MOST_NOISE)), tolerance)
+    start = _likely(epsilon, delta, sampling_rate * math.sqrt(steps))
+    found = _root(excess, math.log(start), tolerance)
     if found is None:
         raise ValueError(
             f"{call}: expected a budget that some noise multiplier up to "
@@ -133,6 +131,13 @@ def noise_multiplier_for(
             "fewer steps."
         )
     return math.exp(found)
+
+
+def _likely(epsilon: float, delta: float, drift: float) -> float:
+    """Guess a noise multiplier from the signal, in sensitivities, of all steps."""
+    # Delta alone pays for any epsilon above zero where there is enough noise.
+    enough = min(drift * math.sqrt(2 * math.log(1.25 / delta)) / epsilon, drift / delta)
+    return min(0.5 + enough, _MOST_NOISE)
 
 
 def _root(

@@ -32,6 +32,9 @@ ENSEMBLE_TEXT = "ensemble.json"
 
 FILES = (STATE, STATE_TEXT, MODEL, ENSEMBLE, ENSEMBLE_TEXT)
 
+_LONGEST_TEXT = 2**20
+"""Bytes of a description, which has some hundreds."""
+
 _MOST_IN_A_FILE = 2**20
 """Members, beyond which the size of an entry may not fit into 64 bits."""
 
@@ -143,8 +146,13 @@ def read_members(
         ValueError: a file is damaged, or does not fit the model.
     """
     path = folder / ENSEMBLE_TEXT
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path}: expected the description of an ensemble, got no file."
+        )
     try:
-        description = files.from_json(path.read_bytes())
+        with path.open("rb") as file:
+            description = files.from_json(file.read(_LONGEST_TEXT))
     except ValueError as error:
         raise ValueError(
             f"{path}: expected the description of an ensemble, got a damaged file "

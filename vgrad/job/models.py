@@ -164,7 +164,10 @@ def named_again(where: str, spec: str, again: str | None) -> None:
             f"you trust, name it: with --model, or vgrad.load(folder, model=...)."
         )
     if again not in (None, spec):
-        raise ValueError(f"{where}: expected the model {again!r}, got {spec!r}.")
+        raise ValueError(
+            f"{where}: expected the model {again!r}, got {spec!r}. Name the one that "
+            f"the file does, if you trust it."
+        )
 
 
 def source_digest(spec: str) -> str | None:
