@@ -78,9 +78,9 @@ class Options:
             self.randomness,
             self.has_aux,
             self.fallbacks,
-            self.unreached,
             collect,
             self.loss_scale,
+            self.unreached,
         )
         if problem.batch.size == 0:
             return

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -27,9 +27,9 @@ class Problem:
 
     Attributes:
         function: the transform's name, for errors.
+        collect: makes what the factors of a chunk are handed to.
         unreached: sets of parameters to which no graph leads from a sample's loss, as
             one sample on its own has shown.
-        collect: makes what the factors of a chunk are handed to.
     """
 
     function: str
@@ -40,9 +40,9 @@ class Problem:
     randomness: Randomness
     has_aux: bool
     fallbacks: Fallbacks
-    unreached: set[frozenset[str]]
     collect: Callable[[], Collector]
     loss_scale: LossScale | None = None
+    unreached: set[frozenset[str]] = field(default_factory=set)
 
     @property
     def tensors(self) -> list[Tensor]:
