@@ -847,3 +847,36 @@ def test_every_answer_is_that_of_a_loop_or_an_error(name, context):
         answer = asked(makes("hybrid" if context == "members" else context), ask, kind)
         found += "R" if answer == "R" else "=" if answer == truth else "d"
     assert found == expected[context]
+
+
+def test_an_ensemble_that_asks_learns_as_it_does_in_a_loop():
+    params = {name: p.clone() for name, p in STACKED.items()}
+    steps = {
+        strategy: vgrad.ensemble_grad(one_sample(branches), strategy=strategy)
+        for strategy in ("vmap", "loop")
+    }
+    moved = {}
+    for strategy, step in steps.items():
+        state = params
+        for _ in range(3):
+            grads = step(state, {}, X, Y).grads
+            state = {name: p - 0.1 * grads[name] for name, p in state.items()}
+        moved[strategy] = state
+    assert oracle.error(moved["vmap"], moved["loop"]) < EXACT
+    for member in range(3):
+        assert not torch.equal(moved["vmap"]["w"][member], params["w"][member])
+
+
+def test_norms_inside_a_loss_may_ask_too():
+    def inner(p, b, row):
+        h = F.linear(row, p["w"])
+        return (h.tanh() if h.requires_grad else h.detach()).sum()
+
+    def loss(p, b, x, y):
+        compute = vgrad.per_sample_norm(inner, strategy="vmap")
+        return compute({"w": p["w"]}, {}, torch.stack([x, x.sin()])).sum()
+
+    found = vgrad.per_sample_grad(loss)(PARAMS, {}, X, Y)
+    looped = vgrad.per_sample_grad(loss, strategy="loop")(PARAMS, {}, X, Y)
+    assert looped["w"].any()
+    assert oracle.error(found, looped) < EXACT

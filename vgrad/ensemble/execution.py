@@ -151,7 +151,9 @@ def vmapped(
         with alone, vmap_increment_nesting(call.members, randomness) as level:
             params, buffers, *batch = call.mapped(level)
             truth = Truth(level, "member", 'strategy="loop"')
-            truth.prepare(tensors((params, buffers, batch)))
+            with torch._C.DisableTorchFunction():  # modes around it are not asked
+                for each in tensors((params, buffers, batch)):
+                    truth.tell(each)
             mode = Members(told, call.promise(), truth=truth, chosen=hybrid)
             with mode, Autocast(params.values()), unoptimized_scripts():
                 result = function(params, buffers, *batch)

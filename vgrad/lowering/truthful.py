@@ -101,14 +101,9 @@ class Truth:
 
     def before(self, func: Callable, tensors: Sequence[Tensor]) -> None:
         """Prepare the tensors among the arguments of a call, or refuse the call."""
-        self.prepare(tensors)
+        for tensor in tensors:
+            self.tell(tensor)
         self.refuse(func, tensors)
-
-    def prepare(self, tensors: Iterable[Tensor]) -> None:
-        """Make tensors tell the truth, whatever modes around this vmap have to say."""
-        with torch._C.DisableTorchFunction():
-            for tensor in tensors:
-                self.tell(tensor)
 
     def refuse(self, func: Callable, tensors: Sequence[Tensor]) -> None:
         """Refuse a call, by its arguments, whose answer would not be the truth."""
@@ -129,17 +124,20 @@ class Truth:
             f"stands for all {self.one}s. Use {self.otherwise}."
         )
 
-    def after(self, func: Callable, tensors: Sequence[Tensor], output: Any) -> Any:
+    def after(self, func: Callable, tensors: Sequence[Tensor], output: Any) -> None:
         """Make what a call returned tell the truth to code that no mode sees."""
-        found = output if isinstance(output, tuple | list) else (output,)
-        self.prepare(each for each in found if isinstance(each, Tensor))
+        for each in output if isinstance(output, tuple | list) else (output,):
+            if isinstance(each, Tensor):
+                self.tell(each)
         self.layouts.after(func, tensors, output)
-        return output
 
     def end(self, results: Iterable[Tensor]) -> None:
         """Refuse results that are not those of one sample."""
-        self.prepare(results)
-        if self.layouts.disturbed():
+        with torch._C.DisableTorchFunction():
+            for tensor in results:
+                self.tell(tensor)
+            disturbed = self.layouts.disturbed()
+        if disturbed:
             raise UnsupportedOp(
                 f"loss: expected writes in place whose target is the same for one "
                 f"{self.one} and for all, got one behind a reshape, flatten or "
@@ -172,14 +170,19 @@ class Truth:
             )
         return not inner
 
+    def hides(self, tensor: Tensor) -> bool:
+        """Tell whether the gradient of this vmap hides that of who called it.
 
-def requires_grad_below(tensor: Tensor) -> bool:
-    """Tell whether a tensor under transforms requires grad for who called them."""
-    while is_functorch_wrapped_tensor(tensor):
-        tensor = get_unwrapped(tensor)
-        if tensor.requires_grad:
-            return True
-    return False
+        To the transform inside this vmap is constant what only the caller follows.
+        """
+        level = maybe_get_level(tensor)
+        if level is None or level > self.level + 1:
+            return False
+        while is_functorch_wrapped_tensor(tensor):
+            tensor = get_unwrapped(tensor)
+            if tensor.requires_grad:
+                return True
+        return False
 
 
 def unoptimized_scripts() -> AbstractContextManager:

@@ -89,7 +89,8 @@ def explain(transform: Any) -> Callable[..., Any]:
 
     `transform` is what `per_sample_norm`, `clipped_grad` or another per-sample
     transform returns. Its loss runs once, forward and backward, on the first chunk of
-    the batch and with the transform's options; random generators are put back. Print
+    the batch and with the transform's options (and on one sample, if a parameter gets
+    no gradient); random generators are put back. Print
     the result, or read `.strategy` and `.rows`. For what `ensemble_forward` and
     `ensemble_grad` return it says which strategy runs and the form of each op.
 

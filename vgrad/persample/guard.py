@@ -18,7 +18,6 @@ from vgrad.lowering.truthful import (
     among,
     called,
     own_backward_pass,
-    requires_grad_below,
 )
 from vgrad.lowering.truthful import UnsupportedOp as UnsupportedOp
 from vgrad.lowering.vmapped import VMAPPED
@@ -62,9 +61,15 @@ class LossGuard(Untouched):
         """Run one call for all samples at once."""
         assert self._truth is not None  # else there is one sample
         tensors = among(args, kwargs)
-        self._truth.before(func, tensors)
-        output = self._truth.after(func, tensors, self.op(func, args, kwargs))
-        if output is False and func == REQUIRES_GRAD and requires_grad_below(args[0]):
+        # A loss around this one, which has modes of its own, is not asked.
+        with torch._C.DisableTorchFunction():
+            self._truth.before(func, tensors)
+        output = self.op(func, args, kwargs)
+        with torch._C.DisableTorchFunction():
+            self._truth.after(func, tensors, output)
+            asks = output is False and func == REQUIRES_GRAD
+            hidden = asks and self._truth.hides(tensors[0])
+        if hidden:
             raise UnsupportedOp(
                 "requires_grad: expected a loss that asks this of what depends on its "
                 "parameters, got one that asks where only the caller differentiates. "

@@ -32,6 +32,16 @@ Recorded results are constants: where an argument requires grad (and grad mode i
 differentiating one raises. Those of `"vmap"` and `"loop"` can be differentiated; what
 the loss closes over is a constant for `"loop"` then, so hand it over in `params` or
 `buffers`.
+
+Where one tensor stands for all samples, code of the loss that asks it something (does
+it require grad, which version is it, what is at this address) gets the answer of
+`"loop"` or an `UnsupportedOp`; so it does where one stands for all members of an
+ensemble. Three things are other than in a loop without an error. Functions that ask for
+the transforms of `torch.func` themselves find some. Strides and contiguity of what an
+op returns may differ: a copy made only where they do has the same numbers, and writes
+in place that come to something else are refused. And `Tensor.set_`, which no function
+mode sees, changes nothing. If no gradient of a parameter arrives, one sample runs by
+plain autograd, once for a transform and such parameters: zero is what it finds zero.
 """
 
 from collections.abc import Mapping, Sequence

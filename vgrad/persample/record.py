@@ -102,7 +102,8 @@ class Recorder(LossGuard):
             self._sites.check_read(func, sites)
             return func(*args, **kwargs)
         output = self._run(func, args, kwargs, sites, batched=batched)
-        return self._truth.after(func, tensors, output)
+        self._truth.after(func, tensors, output)
+        return output
 
     def _seen(self, tensors: Sequence[Tensor]) -> tuple[list[Site], bool]:
         """Return stand-ins among arguments, and whether some differ between samples.
