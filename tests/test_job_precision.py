@@ -156,7 +156,8 @@ def test_every_forward_pass_runs_in_the_precision(images, tmp_path, monkeypatch,
     assert len(seen) > 16
     assert set(seen) == {DTYPES[name]}
     seen.clear()
-    assert main(["evaluate", str(out), "--data", str(images)]) == 0
+    again = ["--data", str(images), "--model", "own_dtype:make"]
+    assert main(["evaluate", str(out), *again]) == 0
     assert seen == [DTYPES[name]]
     sys.modules.pop("own_dtype")
 
@@ -181,7 +182,8 @@ def test_a_model_that_does_not_say_its_precision_is_of_float32(
     files.write_tensors(path, tensors, description)
     seen = sys.modules["own_dtype"].SEEN
     seen.clear()
-    assert main(["evaluate", str(out), "--data", str(images)]) == 0
+    again = ["--data", str(images), "--model", "own_dtype:make"]
+    assert main(["evaluate", str(out), *again]) == 0
     assert seen == [torch.float32]
     sys.modules.pop("own_dtype")
 
