@@ -21,7 +21,7 @@ from vgrad.ensemble.execution import (
 from vgrad.losses import SampleLoss
 from vgrad.persample.guard import UnsupportedOp
 from vgrad.persample.randomness import random_state, set_random_state
-from vgrad.tree import map_values
+from vgrad.tree import map_tensors, map_values
 from vgrad.typing import BatchLossFn, Buffers, Params, Tree
 
 
@@ -119,6 +119,7 @@ class EnsembleGradFn:
         if not names or names in self._unreached:
             return
         params, *rest = call.of(0)
+        rest = map_tensors(Tensor.clone, rest)  # the loss may write into it
         one = autocasting(self._with_buffers)
 
         def of_params(params: Params) -> tuple[Tensor, tuple[Tensor, Buffers]]:

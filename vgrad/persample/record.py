@@ -21,6 +21,7 @@ from vgrad.lowering.truthful import ASKED, Truth, among, own_backward_pass
 from vgrad.persample import views
 from vgrad.persample.factors import Factor
 from vgrad.persample.guard import LossGuard, UnsupportedOp
+from vgrad.persample.nodes import captured, check_unchanged, numbers, same_memory
 from vgrad.persample.sites import Site, Sites, Take, Use, leaf, op_name, replaced
 from vgrad.persample.table import Lowering, Maker, Rule
 from vgrad.typing import Params, Tree
@@ -80,7 +81,7 @@ class Recorder(LossGuard):
         finally:
             self._running = False
         waiting = {number for number, uses in self._waiting.items() if uses}
-        if waiting and not waiting.isdisjoint(_numbers(losses)):
+        if waiting and not waiting.isdisjoint(numbers(losses)):
             raise UnsupportedOp(
                 "loss: expected ops that a function mode sees, got one that it does "
                 "not, whose result requires grad through something else than "
@@ -283,11 +284,11 @@ class Recorder(LossGuard):
         if output._is_view() and base is not None and base.grad_fn is not None:
             # An op that writes into a view replaces the view's node, never its base's.
             whole = base
-            if not _same_memory(whole, output):
+            if not same_memory(whole, output):
                 whole = output = output.clone()
         number, shape = whole.output_nr, output.shape
         left = [
-            (site, maker, [(each, each._version) for each in _captured(maker)])
+            (site, maker, [(each, each._version) for each in captured(maker)])
             for site, maker in uses
         ]
         for site, _ in uses:
@@ -297,10 +298,10 @@ class Recorder(LossGuard):
             self._check_running()
             g = grads[number]
             while left:
-                site, maker, captured = left.pop()
-                _check_unchanged(op, captured)
+                site, maker, inputs = left.pop()
+                check_unchanged(op, inputs)
                 factor = None if g is None else maker(g.reshape(shape))
-                del maker, captured  # so that inputs are freed as early as possible
+                del maker, inputs  # so that inputs are freed as early as possible
                 self._sites.arrived(site, factor, op)
                 del factor
             return (None,) * len(grads) if skip else None
@@ -320,39 +321,3 @@ class Recorder(LossGuard):
     def _check_running(self) -> None:
         if not self._running:
             raise own_backward_pass("loss")
-
-
-def _check_unchanged(op: str, captured: list[tuple[Tensor, int]]) -> None:
-    for tensor, version in captured:
-        if tensor._version != version:
-            raise RuntimeError(
-                f"{op}: expected an input that stays as it is until the backward pass, "
-                f"but an op of the loss wrote into it in place."
-            )
-
-
-def _numbers(losses: Tensor) -> set[int]:
-    """Return the numbers of all nodes of a graph."""
-    found: set[int] = set()
-    nodes: list[Any] = [losses.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node._sequence_nr() not in found:
-            found.add(node._sequence_nr())
-            nodes += [each for each, _ in node.next_functions]
-    return found
-
-
-def _captured(maker: Maker) -> list[Tensor]:
-    """Return the tensors that a function refers to."""
-    cells = getattr(maker, "__closure__", None) or ()
-    values = (cell.cell_contents for cell in cells)
-    return [value for value in values if isinstance(value, Tensor)]
-
-
-def _same_memory(base: Tensor, view: Tensor) -> bool:
-    """Tell whether a view holds all numbers of its base in their order."""
-    if base.shape == view.shape and base.stride() == view.stride():
-        return True
-    contiguous = base.is_contiguous() and view.is_contiguous()
-    return contiguous and base.numel() == view.numel()
