@@ -880,3 +880,43 @@ def test_norms_inside_a_loss_may_ask_too():
     looped = vgrad.per_sample_grad(loss, strategy="loop")(PARAMS, {}, X, Y)
     assert looped["w"].any()
     assert oracle.error(found, looped) < EXACT
+
+
+def test_to_know_zero_one_member_runs_once_and_leaves_everything_as_it_was():
+    runs = []
+
+    def loss(p, b, x):
+        runs.append(functorch.is_batchedtensor(p["w"]))
+        return F.dropout(F.linear(x, p["w"]), 0.5).square().sum()
+
+    compute = vgrad.ensemble_grad(loss, strategy="hybrid", in_dims=0)
+    x = X.clone()
+    for count in (2, 3):
+        torch.manual_seed(0)
+        assert not compute(STACKED, {}, x).grads["v"].any()
+        drawn = torch.get_rng_state()
+        assert len(runs) == count
+    assert runs == [True, False, True]
+    torch.manual_seed(0)
+    vgrad.ensemble_forward(
+        lambda p, b, x: F.dropout(F.linear(x, p["w"]), 0.5),
+        strategy="hybrid",
+        in_dims=0,
+    )(STACKED, {}, x)
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_hooks_on_what_members_share_are_refused():
+    """In a loop each member's gradient goes through the hook, and not their sum."""
+
+    def loss(p, b, x, y):
+        p["w"].register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+        return out(p, hidden(p, x), y)
+
+    params = {"w": PARAMS["w"], "v": STACKED["v"]}
+    options = {"shared": ["w"], "strategy": "hybrid"}
+    compute = vgrad.ensemble_grad(one_sample(loss), **options)
+    with pytest.raises(vgrad.UnsupportedOp, match='register_hook: .*strategy="loop"'):
+        compute(params, {}, X, Y)
+    looped = vgrad.ensemble_grad(one_sample(loss), **options | {"strategy": "loop"})
+    assert looped(params, {}, X, Y).grads["w"].any()

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from vgrad.checks import inside_transform
 from vgrad.lowering.opened import is_python, opened
-from vgrad.lowering.truthful import Truth, among
+from vgrad.lowering.truthful import HOOKS, Truth, among
 from vgrad.lowering.vmapped import VMAPPED
 from vgrad.untouched import Promise, Untouched
 
@@ -64,6 +64,8 @@ class Members(Untouched):
         # A loss around this one, which has modes of its own, is not asked.
         with torch._C.DisableTorchFunction():
             self._truth.before(func, tensors)
+            if func in HOOKS and tensors and tensors[0].requires_grad:
+                raise self._truth.refusal(func)  # on what all members share, too
         output = self._run(func, args, kwargs)
         with torch._C.DisableTorchFunction():
             self._truth.after(func, tensors, output)

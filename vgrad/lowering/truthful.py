@@ -116,9 +116,13 @@ class Truth:
                 return
         elif maybe_get_level(first) != self.level or not refused(get_unwrapped(first)):
             return
+        raise self.refusal(func)
+
+    def refusal(self, func: Callable) -> UnsupportedOp:
+        """Return the error for a call whose answer would not be the truth."""
         if func in AUTOGRAD:
-            raise own_backward_pass(called(func))
-        raise UnsupportedOp(
+            return own_backward_pass(called(func))
+        return UnsupportedOp(
             f"{called(func)}: expected a loss that leaves the graph, the hooks and the "
             f"memory of its tensors alone, got one that asks for them where one tensor "
             f"stands for all {self.one}s. Use {self.otherwise}."
