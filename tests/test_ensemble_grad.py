@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import vgrad
 from tests.examples import examples
+from tests.test_record import Rounded
 from vgrad.ensemble.gradients import EnsembleGrads, ensemble_grad
 from vgrad.ensemble.stacking import share, stack
 
@@ -559,29 +560,9 @@ def test_a_loss_that_writes_into_what_it_is_given_has_not_done_so(
         assert torch.equal(each, torch.ones_like(each))
 
 
-class Tripled(torch.autograd.Function):
-    """Its vmap computes what it computes, and leaves `backward` out."""
-
-    @staticmethod
-    def forward(x):
-        return x.round()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 3
-
-    @staticmethod
-    def vmap(info, in_dims, x):
-        return x.round(), in_dims[0]
-
-
 def test_functions_whose_vmap_leaves_their_backward_out_are_refused():
     def loss(p, b, x):
-        return Tripled.apply(x * p["w"]).sum()
+        return Rounded.apply(x * p["w"]).sum()
 
     params, x = {"w": torch.rand(3, 4)}, torch.rand(4)
     for strategy in ("vmap", "hybrid"):
