@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench.contenders import CLIPPED, plain
 from bench.models import SETTINGS
-from vgrad.job import bench
+from vgrad.cli import bench
 
 
 class Cost(NamedTuple):

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vgrad.job import bench
+from vgrad.cli import bench
 
 Row = dict[str, Any]
 GROUP = "members, training step, "

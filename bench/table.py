@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.contenders import CLIPPED, GRADIENTS
 from bench.models import SETTINGS
-from vgrad.job import bench
+from vgrad.cli import bench
 
 Row = dict[str, Any]
 OURS = "vgrad"

@@ -23,7 +23,7 @@ import vgrad
 from bench import memory
 from bench.measure import DEVICES, interleaved
 from bench.models import SETTINGS as MODELS
-from vgrad.ensemble import EnsembleState
+from vgrad.training import EnsembleState
 
 RATE, MOMENTUM = 0.01, 0.9
 STEPS = 3
@@ -214,7 +214,7 @@ def vgrad_step(problem: Problem) -> Contender:
     fmodel, params, buffers = vgrad.stack(problem.models)
     loss = vgrad.batch_loss(fmodel, F.cross_entropy)
     tx = vgrad.for_members(vgrad.optim.sgd, lr=RATE, momentum=MOMENTUM)
-    step = vgrad.ensemble_train_step(loss, tx, donate=True)
+    step = vgrad.training.ensemble_train_step(loss, tx, donate=True)
     state = EnsembleState.create(tx, params, buffers, seed=0)
 
     def run() -> None:

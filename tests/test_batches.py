@@ -2,10 +2,8 @@ import pytest
 import torch
 
 import vgrad
-from vgrad.persample import batches, strategies
-from vgrad.persample.collectors import Gradients
-from vgrad.persample.guard import Fallbacks
-from vgrad.persample.problem import Problem
+from vgrad import batches
+from vgrad.persample.engine import Fallbacks, Gradients, Problem, saved_bytes
 
 PARAMS = {"w": torch.ones(1000)}
 
@@ -53,7 +51,7 @@ def test_the_bytes_kept_for_the_backward_pass_are_counted():
         Gradients,
     )
     # exp keeps its result, and the product keeps x for the gradient of w.
-    assert strategies.saved_bytes(problem) == 4_000 + 4
+    assert saved_bytes(problem) == 4_000 + 4
 
 
 def test_measuring_memory_draws_no_random_numbers():

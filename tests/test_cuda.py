@@ -230,8 +230,8 @@ def test_ensembles_stop_early_and_scale_their_losses_on_the_device():
     fmodel, params, buffers = vgrad.stack(models)
     loss = vgrad.batch_loss(fmodel, torch.nn.functional.mse_loss)
     tx = vgrad.optim.sgd(0.1)
-    step = vgrad.ensemble_train_step(loss, tx, policy="mixed_float16")
-    state = vgrad.ensemble.EnsembleState.create(tx, params, buffers)
+    step = vgrad.training.ensemble_train_step(loss, tx, policy="mixed_float16")
+    state = vgrad.training.EnsembleState.create(tx, params, buffers)
     x, y = torch.ones(5, 4, device="cuda"), torch.ones(5, 2, device="cuda")
     state, _ = step(state, x, y)
     before = state.params["weight"]

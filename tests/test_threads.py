@@ -10,10 +10,9 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import vgrad
-from tests.test_training import plan
+from tests.training.test_training import plan
 from vgrad import optim
-from vgrad.ensemble.training import EnsembleState
-from vgrad.training import TrainState, private_step, train_step
+from vgrad.training import EnsembleState, TrainState, private_step, train_step
 
 THREADS = 4
 X, Y = torch.randn(6, 4), torch.randn(6, 3)
@@ -55,7 +54,7 @@ def ensemble(strategy):
         fmodel, params, buffers = vgrad.stack([Slow() for _ in range(2)])
         tx = vgrad.for_members(optim.sgd(0.1))
         loss = vgrad.batch_loss(fmodel, F.mse_loss)
-        step = vgrad.ensemble_train_step(loss, tx, strategy=strategy)
+        step = vgrad.training.ensemble_train_step(loss, tx, strategy=strategy)
         return step, EnsembleState.create(tx, params, buffers, seed=seed)
 
     return make

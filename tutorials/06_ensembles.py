@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import vgrad
-from vgrad.ensemble import EnsembleState, member, predict
-from vgrad.ensemble.resampling import fold_indices
+from vgrad.ensemble import fold_indices, member, predict
+from vgrad.training import EnsembleState, ensemble_train_step
 
 torch.set_num_threads(1)  # for such small models more of them wait for one another
 digits = load_digits()
@@ -41,7 +41,7 @@ fmodel, params, buffers = vgrad.init_ensemble(network, MEMBERS, seed=0)
 loss = vgrad.batch_loss(fmodel, F.cross_entropy)
 tx = vgrad.optim.adam(3e-3)
 state = EnsembleState.create(tx, params, buffers, seed=0)
-step = vgrad.ensemble_train_step(loss, tx, in_dims=0)
+step = ensemble_train_step(loss, tx, in_dims=0)
 source = torch.Generator().manual_seed(0)
 for _ in range(12):
     orders = [torch.randperm(len(x), generator=source) for _ in range(MEMBERS)]
@@ -93,7 +93,7 @@ fmodel, params, buffers = vgrad.init_ensemble(network, 1, seed=1)
 params = {name: value.repeat_interleave(6, 0) for name, value in params.items()}
 tx = vgrad.for_members(vgrad.optim.sgd, lr=rates, momentum=0.9)
 state = EnsembleState.create(tx, params, buffers, seed=0)
-step = vgrad.ensemble_train_step(vgrad.batch_loss(fmodel, F.cross_entropy), tx)
+step = ensemble_train_step(vgrad.batch_loss(fmodel, F.cross_entropy), tx)
 for _ in range(6):
     for rows in torch.randperm(len(x), generator=source).split(BATCH):
         state, metrics = step(state, x[rows], y[rows])
@@ -113,9 +113,7 @@ train, validation = fold_indices(FOLDS, len(x), seed=0)
 fmodel, params, buffers = vgrad.init_ensemble(network, FOLDS, seed=2)
 tx = vgrad.optim.sgd(float(rates[best]), momentum=0.9)
 state = EnsembleState.create(tx, params, buffers, seed=0)
-step = vgrad.ensemble_train_step(
-    vgrad.batch_loss(fmodel, F.cross_entropy), tx, in_dims=0
-)
+step = ensemble_train_step(vgrad.batch_loss(fmodel, F.cross_entropy), tx, in_dims=0)
 for _ in range(12):
     places = torch.randperm(train.shape[1], generator=source)
     for rows in train[:, places].split(BATCH, 1):

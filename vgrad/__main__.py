@@ -7,8 +7,8 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from vgrad.job import arguments, rules
-from vgrad.persample.guard import UnsupportedOp
+from vgrad.cli import arguments, rules
+from vgrad.persample.engine.guard import UnsupportedOp
 
 
 class Command(NamedTuple):
@@ -21,19 +21,19 @@ class Command(NamedTuple):
 
 def _train(given: Namespace) -> None:
     # Here and not above, so that what it needs on top is needed by it alone.
-    from vgrad.job.run import train
+    from vgrad.cli.run import train
 
     train(given)
 
 
 def _evaluate(given: Namespace) -> None:
-    from vgrad.job.evaluate import evaluate
+    from vgrad.cli.evaluate import evaluate
 
     evaluate(given)
 
 
 def _bench(given: Namespace) -> None:
-    from vgrad.job.bench import run
+    from vgrad.cli.bench import run
 
     run(given.out, given.suites)
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from vgrad.persample import batches
-from vgrad.persample.clipping import Kind, clipped_grad
+from vgrad import batches
+from vgrad.persample.clipped import Kind, clipped_grad
 from vgrad.persample.explain import EXPANDED, Row, explain
 from vgrad.persample.quantities import per_sample_grad, per_sample_norm, weighted_grad
 from vgrad.typing import Buffers, LossFn, Params, Tree

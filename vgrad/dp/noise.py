@@ -53,7 +53,7 @@ import torch
 from torch import Tensor
 
 from vgrad import checks, generators
-from vgrad.persample.sensitivity import Sensitivity
+from vgrad.sensitivity import Sensitivity
 from vgrad.tree import map_values
 from vgrad.typing import Params
 

@@ -10,7 +10,7 @@ from vgrad import checks, generators
 from vgrad.dp import accounting
 from vgrad.dp.noise import add_gaussian_noise, check_sensitivity
 from vgrad.dp.sampling import PoissonBatchSampler, check_rate, poisson_sample
-from vgrad.persample.sensitivity import Sensitivity
+from vgrad.sensitivity import Sensitivity
 from vgrad.typing import Params
 
 

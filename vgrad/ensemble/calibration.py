@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from vgrad import checks
-from vgrad.persample.reductions import wide
+from vgrad.persample.factors.reductions import wide
 
 _BELOW_ONE = 1 - 2**-24
 """The largest number of float32 below one."""

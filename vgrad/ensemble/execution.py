@@ -20,15 +20,15 @@ from torch.utils import _pytree as pytree
 
 from vgrad import checks
 from vgrad.ensemble.axes import members, shared_names
+from vgrad.functional.untouched import Promise, untouched
 from vgrad.lowering.members import Members, mapped_here
 from vgrad.lowering.truthful import Truth, unoptimized_scripts
-from vgrad.persample.guard import raise_clearly
-from vgrad.persample.randomness import drawn_since, random_state, set_random_state
+from vgrad.persample.engine.guard import raise_clearly
 from vgrad.precision.autocast import Autocast
 from vgrad.process import ALONE
+from vgrad.randomness import drawn_since, random_state, set_random_state
 from vgrad.tree import map_tensors, tensors
 from vgrad.typing import Buffers, Params, Tree
-from vgrad.untouched import Promise, untouched
 
 Strategy = Literal["auto", "vmap", "loop", "hybrid"]
 Randomness = Literal["error", "different", "same"]

@@ -21,8 +21,8 @@ from vgrad.ensemble.execution import (
     stacked,
     vmapped,
 )
-from vgrad.functional import FunctionalModel
-from vgrad.persample.guard import LossGuard
+from vgrad.functional.model import FunctionalModel
+from vgrad.persample.engine.guard import LossGuard
 from vgrad.typing import Buffers, Params, Tree
 
 

@@ -18,9 +18,9 @@ from vgrad.ensemble.execution import (
     looped,
     vmapped,
 )
-from vgrad.losses import SampleLoss
-from vgrad.persample.guard import UnsupportedOp
-from vgrad.persample.randomness import kept_random_state
+from vgrad.functional.losses import SampleLoss
+from vgrad.persample.engine.guard import UnsupportedOp
+from vgrad.randomness import kept_random_state
 from vgrad.tree import map_values
 from vgrad.typing import BatchLossFn, Buffers, Params, Tree
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from vgrad.ensemble.matching import difference
 from vgrad.ensemble.stacking import listed_models, stack
-from vgrad.functional import FunctionalModel
+from vgrad.functional.model import FunctionalModel
 from vgrad.typing import Buffers, Params, Tree
 
 

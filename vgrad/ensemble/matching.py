@@ -24,7 +24,8 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from vgrad import checks, slots
+from vgrad import checks
+from vgrad.functional import slots
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Attributes that torch itself gives a module; those that matter are compared apart."""

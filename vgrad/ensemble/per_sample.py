@@ -12,10 +12,10 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.dp.noise import add_gaussian_noise
 from vgrad.ensemble.execution import Call, InDims, autocasting, looped, stacked
-from vgrad.persample.clipping import clipped_grad
-from vgrad.persample.options import Transform
+from vgrad.persample.clipped import clipped_grad
+from vgrad.persample.engine.options import Transform
 from vgrad.persample.quantities import per_sample_grad
-from vgrad.persample.sensitivity import Sensitivity
+from vgrad.sensitivity import Sensitivity
 from vgrad.typing import Buffers, LossFn, Params, Tree
 
 

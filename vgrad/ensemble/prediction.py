@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vgrad import checks
+from vgrad import batches, checks
 from vgrad.ensemble.execution import Strategy
 from vgrad.ensemble.forward import ensemble_forward
-from vgrad.functional import FunctionalModel
-from vgrad.persample import batches
-from vgrad.persample.guard import LossGuard
-from vgrad.persample.reductions import wide
+from vgrad.functional.model import FunctionalModel
+from vgrad.persample.engine.guard import LossGuard
+from vgrad.persample.factors.reductions import wide
 from vgrad.typing import Buffers, Params, Tree
 
 

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from vgrad import checks, slots
+from vgrad import checks
 from vgrad.ensemble.axes import members, shared_names, split
 from vgrad.ensemble.matching import check_alike
-from vgrad.functional import FunctionalModel, make_functional_with_buffers
+from vgrad.functional import slots
+from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
 from vgrad.process import ALONE
 from vgrad.typing import Buffers, Params
 

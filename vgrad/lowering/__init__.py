@@ -1,1 +1,11 @@
-"""Forms of single operations that `torch.vmap` lacks or does slowly."""
+"""Forms of single ops that torch's vmap lacks, does badly or gets wrong."""
+
+from vgrad.lowering.attention import fold as fold
+from vgrad.lowering.attention import (
+    scaled_dot_product_attention as scaled_dot_product_attention,
+)
+from vgrad.lowering.members import FORMS as FORMS
+from vgrad.lowering.members import Members as Members
+from vgrad.lowering.opened import is_python as is_python
+from vgrad.lowering.recurrent import recurrent_layer as recurrent_layer
+from vgrad.lowering.truthful import Truth as Truth

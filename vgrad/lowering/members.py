@@ -24,10 +24,10 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.nn import functional as F
 
 from vgrad.checks import inside_transform
+from vgrad.functional.untouched import Promise, Untouched
 from vgrad.lowering.opened import is_python, opened
 from vgrad.lowering.truthful import HOOKS, Truth, among
 from vgrad.lowering.vmapped import VMAPPED
-from vgrad.untouched import Promise, Untouched
 
 Form = Callable[..., Tensor]
 """From E and tensors `[E, ...]` (those that all members share: `[...]`) to the same."""

@@ -109,7 +109,7 @@ def ema_parameters(decay: Number) -> GradientTransformation:
 
     Example:
         >>> from vgrad.optim.base import chain, step
-        >>> from vgrad.optim.optimizers import sgd
+        >>> from vgrad.optim.methods.optimizers import sgd
         >>> tx, params = chain(sgd(1.0), ema_parameters(0.5)), {"w": torch.ones(1)}
         >>> state = tx.init(params)
         >>> for _ in range(2):
@@ -148,7 +148,7 @@ def polyak_average(*, start: int | Tensor = 0) -> GradientTransformation:
 
     Example:
         >>> from vgrad.optim.base import chain, step
-        >>> from vgrad.optim.optimizers import sgd
+        >>> from vgrad.optim.methods.optimizers import sgd
         >>> tx, params = chain(sgd(1.0), polyak_average()), {"w": torch.zeros(1)}
         >>> state = tx.init(params)
         >>> for _ in range(3):
@@ -177,7 +177,7 @@ def averaged_parameters(state: Tree) -> Params:
 
     Example:
         >>> from vgrad.optim.base import chain
-        >>> from vgrad.optim.optimizers import adam
+        >>> from vgrad.optim.methods.optimizers import adam
         >>> tx = chain(adam(), ema_parameters(0.999))
         >>> averaged_parameters(tx.init({"w": torch.ones(2)}))
         {'w': tensor([1., 1.])}
@@ -218,7 +218,7 @@ def lookahead(
 
     Example:
         >>> from vgrad.optim.base import step
-        >>> from vgrad.optim.optimizers import sgd
+        >>> from vgrad.optim.methods.optimizers import sgd
         >>> tx, params = lookahead(sgd(1.0), sync_period=2), {"w": torch.zeros(1)}
         >>> state = tx.init(params)
         >>> for _ in range(2):

@@ -159,7 +159,7 @@ def step(
     (by a module, say) may have changed. The gradients are never changed.
 
     Example:
-        >>> from vgrad.optim.optimizers import sgd
+        >>> from vgrad.optim.methods.optimizers import sgd
         >>> tx, params = sgd(0.5), {"w": torch.ones(2)}
         >>> params, state = step(tx, {"w": torch.ones(2)}, tx.init(params), params)
         >>> params

@@ -73,7 +73,7 @@ def partition(
             `init` or when updating, a name is in no group.
 
     Example:
-        >>> from vgrad.optim.optimizers import adamw, sgd
+        >>> from vgrad.optim.methods.optimizers import adamw, sgd
         >>> tx = partition({"*.bias": sgd(0.5), "*": adamw(0.1, weight_decay=0.0)})
         >>> params = {"0.weight": torch.ones(2), "0.bias": torch.ones(2)}
         >>> tx.update(params, tx.init(params), params)[0]
@@ -140,7 +140,7 @@ def freeze(selection: Selection = "*") -> GradientTransformation:
 
     Example:
         >>> from vgrad.optim.base import chain
-        >>> from vgrad.optim.optimizers import sgd
+        >>> from vgrad.optim.methods.optimizers import sgd
         >>> tx = chain(freeze("encoder.*"), sgd(0.5))
         >>> params = {"encoder.weight": torch.ones(2), "head.weight": torch.ones(2)}
         >>> tx.update(params, tx.init(params), params)[0]

@@ -104,7 +104,7 @@ def inject_hyperparams(
         ValueError: `make` refuses a number. Values set later are not checked.
 
     Example:
-        >>> from vgrad.optim.optimizers import sgd
+        >>> from vgrad.optim.methods.optimizers import sgd
         >>> tx, params = inject_hyperparams(sgd, lr=0.5), {"w": torch.ones(2)}
         >>> state = with_hyperparams(tx.init(params), lr=0.25)
         >>> tx.update({"w": torch.ones(2)}, state, params)[0]
@@ -149,7 +149,7 @@ def with_hyperparams(
         ValueError: it has no hyperparameter of a name, or a value has another shape.
 
     Example:
-        >>> from vgrad.optim.optimizers import adam
+        >>> from vgrad.optim.methods.optimizers import adam
         >>> state = inject_hyperparams(adam, lr=0.5).init({"w": torch.ones(2)})
         >>> with_hyperparams(state, lr=0.25).hyperparams
         {'lr': tensor(0.2500, dtype=torch.float64)}

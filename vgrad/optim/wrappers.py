@@ -114,7 +114,7 @@ def multi_steps(
         ValueError: `steps` is not a whole number of at least one.
 
     Example:
-        >>> from vgrad.optim.optimizers import sgd
+        >>> from vgrad.optim.methods.optimizers import sgd
         >>> tx = multi_steps(sgd(1.0), 2)
         >>> params = {"w": torch.zeros(2)}
         >>> updates, state = tx.update({"w": torch.ones(2)}, tx.init(params))

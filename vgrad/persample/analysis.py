@@ -14,17 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vgrad import checks
-from vgrad.persample import batches, reductions
-from vgrad.persample.batches import ChunkSize
-from vgrad.persample.collectors import Factors, Projections
-from vgrad.persample.factors import Dense, Factor, Probes
+from vgrad import batches, checks
+from vgrad.batches import ChunkSize
+from vgrad.persample.engine.collectors import Factors, Projections
+from vgrad.persample.engine.options import Options, Transform, joined
+from vgrad.persample.engine.problem import Randomness
+from vgrad.persample.factors import reductions
+from vgrad.persample.factors.base import Dense, Factor, Probes
 from vgrad.persample.grouping import Grouping
-from vgrad.persample.options import Options, Transform, joined
-from vgrad.persample.problem import Randomness
-from vgrad.persample.randomness import random_state, set_random_state
 from vgrad.precision.loss_scale import LossScale
 from vgrad.process import ALONE
+from vgrad.randomness import random_state, set_random_state
 from vgrad.typing import Buffers, LossFn, Params, Tree
 
 Kind = Literal["rademacher", "gaussian"]

@@ -9,15 +9,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from vgrad import checks, tree
-from vgrad.persample import views
-from vgrad.persample.combined import Moved, Tied
-from vgrad.persample.convolutions import Conv
-from vgrad.persample.factors import Dense, Factor, Outer, Zero
-from vgrad.persample.guard import Fallbacks, UnsupportedOp
-from vgrad.persample.options import Options, Transform
-from vgrad.persample.randomness import kept_random_state
-from vgrad.persample.rows import Rows
-from vgrad.persample.sites import Use
+from vgrad.persample.engine import views
+from vgrad.persample.engine.guard import Fallbacks, UnsupportedOp
+from vgrad.persample.engine.options import Options, Transform
+from vgrad.persample.engine.sites import Use
+from vgrad.persample.factors.base import Dense, Factor, Outer, Zero
+from vgrad.persample.factors.combined import Moved, Tied
+from vgrad.persample.factors.conv import Conv
+from vgrad.persample.factors.rows import Rows
+from vgrad.randomness import kept_random_state
 from vgrad.typing import Buffers, Params, Tree
 
 EXPANDED = "no rule fits: expanded over the samples"

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.persample import reductions
-from vgrad.persample.batches import ChunkSize
-from vgrad.persample.collectors import Moments
-from vgrad.persample.options import Options, Transform, joined
-from vgrad.persample.problem import Randomness
+from vgrad.batches import ChunkSize
+from vgrad.persample.engine.collectors import Moments
+from vgrad.persample.engine.options import Options, Transform, joined
+from vgrad.persample.engine.problem import Randomness
+from vgrad.persample.factors import reductions
 from vgrad.precision.loss_scale import LossScale
 from vgrad.typing import Buffers, LossFn, Params, Tree
 

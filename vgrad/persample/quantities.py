@@ -50,15 +50,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vgrad import tree
-from vgrad.persample import batches, reductions
-from vgrad.persample.batches import ChunkSize
-from vgrad.persample.collectors import Gradients, Norms, Weighted
+from vgrad import batches, tree
+from vgrad.batches import ChunkSize
+from vgrad.persample.engine.collectors import Gradients, Norms, Weighted
+from vgrad.persample.engine.options import Options, Transform, joined
+from vgrad.persample.engine.problem import Randomness
+from vgrad.persample.factors import reductions
+from vgrad.persample.factors.reductions import Norm
+from vgrad.persample.factors.sums import Sums
 from vgrad.persample.grouping import Grouping
-from vgrad.persample.options import Options, Transform, joined
-from vgrad.persample.problem import Randomness
-from vgrad.persample.reductions import Norm
-from vgrad.persample.sums import Sums
 from vgrad.precision.loss_scale import LossScale
 from vgrad.typing import Buffers, LossFn, Params, Tree
 

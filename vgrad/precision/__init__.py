@@ -1,16 +1,16 @@
 """Mixed precision that works inside `grad` and `vmap`."""
 
-from .alignment import AlignmentReport as AlignmentReport
-from .alignment import alignment_report as alignment_report
-from .autocast import autocast as autocast
-from .loss_scale import DynamicLossScale as DynamicLossScale
-from .loss_scale import LossScale as LossScale
-from .loss_scale import NoOpLossScale as NoOpLossScale
-from .loss_scale import StaticLossScale as StaticLossScale
-from .loss_scale import all_finite as all_finite
-from .loss_scale import select_tree as select_tree
-from .modules import PolicyModel as PolicyModel
-from .modules import policy_for as policy_for
-from .policy import Policy as Policy
-from .policy import cast_to_full as cast_to_full
-from .policy import cast_to_half as cast_to_half
+from vgrad.precision.alignment import AlignmentReport as AlignmentReport
+from vgrad.precision.alignment import alignment_report as alignment_report
+from vgrad.precision.autocast import autocast as autocast
+from vgrad.precision.loss_scale import DynamicLossScale as DynamicLossScale
+from vgrad.precision.loss_scale import LossScale as LossScale
+from vgrad.precision.loss_scale import NoOpLossScale as NoOpLossScale
+from vgrad.precision.loss_scale import StaticLossScale as StaticLossScale
+from vgrad.precision.loss_scale import all_finite as all_finite
+from vgrad.precision.loss_scale import select_tree as select_tree
+from vgrad.precision.modules import PolicyModel as PolicyModel
+from vgrad.precision.modules import policy_for as policy_for
+from vgrad.precision.policy import Policy as Policy
+from vgrad.precision.policy import cast_to_full as cast_to_full
+from vgrad.precision.policy import cast_to_half as cast_to_half

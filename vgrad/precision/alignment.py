@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from vgrad import checks
-from vgrad.functional import BufferlessModel
+from vgrad.functional.model import BufferlessModel
 from vgrad.lowering.opened import is_python, opened
 from vgrad.precision.gemms import GEMMS, Gemm
 from vgrad.process import ALONE

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from vgrad import checks
-from vgrad.functional import FunctionalModel
+from vgrad.functional.model import FunctionalModel
 from vgrad.precision.autocast import autocast
 from vgrad.precision.policy import Policy, cast_floating
 from vgrad.typing import Buffers, Params, Tree

@@ -15,16 +15,16 @@ Every number may also be a tensor without dimensions, which `torch.vmap` can bat
 gradients can flow to. Its value is then not checked; lengths have to be whole.
 """
 
-from .cycles import cosine_with_restarts as cosine_with_restarts
-from .cycles import cyclic as cyclic
-from .cycles import one_cycle as one_cycle
-from .decays import constant as constant
-from .decays import cosine as cosine
-from .decays import exponential as exponential
-from .decays import linear as linear
-from .decays import multi_step as multi_step
-from .decays import polynomial as polynomial
-from .decays import step as step
-from .joined import join as join
-from .joined import piecewise_constant as piecewise_constant
-from .joined import warmup as warmup
+from vgrad.optim.schedules.cycles import cosine_with_restarts as cosine_with_restarts
+from vgrad.optim.schedules.cycles import cyclic as cyclic
+from vgrad.optim.schedules.cycles import one_cycle as one_cycle
+from vgrad.optim.schedules.decays import constant as constant
+from vgrad.optim.schedules.decays import cosine as cosine
+from vgrad.optim.schedules.decays import exponential as exponential
+from vgrad.optim.schedules.decays import linear as linear
+from vgrad.optim.schedules.decays import multi_step as multi_step
+from vgrad.optim.schedules.decays import polynomial as polynomial
+from vgrad.optim.schedules.decays import step as step
+from vgrad.optim.schedules.joined import join as join
+from vgrad.optim.schedules.joined import piecewise_constant as piecewise_constant
+from vgrad.optim.schedules.joined import warmup as warmup

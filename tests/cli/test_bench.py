@@ -1,0 +1,89 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import vgrad
+from vgrad.__main__ import main
+from vgrad.cli import bench
+
+REPORT = {
+    "datetime": "2026-01-02T03:04:05",
+    "machine_info": {"node": "secret-host", "cpu": {"brand_raw": "A processor"}},
+    "benchmarks": [
+        {
+            "group": "per-sample gradients, cpu",
+            "params": {"name": name},
+            "stats": {"median": seconds, "iqr": 0.001, "rounds": 11},
+            "extra_info": {
+                "plain_seconds": 0.05,
+                "ratio_to_plain": seconds / 0.05,
+                "samples_per_second": 64 / seconds,
+                "oracle_error": 1e-13,
+                "threads": 2,
+                "torch": "2.13.0",
+            },
+        }
+        for name, seconds in (("loop", 0.4), ("vgrad", 0.1))
+    ],
+}
+
+
+def test_a_table_says_where_it_was_made_and_nothing_of_the_host():
+    rows = bench.rows(REPORT)
+    text = bench.markdown(rows)
+    assert "2026-01-02: A processor, 2 threads, torch 2.13.0" in text
+    assert "| loop | 400.0 ms | 50.0 ms | 8.00 | 160 | 1e-13 |" in text
+    assert "secret-host" not in text + json.dumps(rows)
+
+
+def test_the_table_is_printed_for_each_group(capsys):
+    bench._print(bench.rows(REPORT))
+    printed = capsys.readouterr().out
+    assert "per-sample gradients, cpu" in printed
+    assert "400.0 ms" in printed
+
+
+def test_contenders_may_be_sizes(capsys):
+    sized = [{**each, "params": {"name": 32}} for each in REPORT["benchmarks"]]
+    rows = bench.rows({**REPORT, "benchmarks": sized})
+    bench._print(rows)
+    assert "| 32 | 400.0 ms" in bench.markdown(rows)
+    assert " 32 " in capsys.readouterr().out
+
+
+def test_it_needs_a_checkout(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(vgrad, "__file__", str(tmp_path / "vgrad" / "__init__.py"))
+    assert main(["bench"]) == 2
+    assert "expected a checkout" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["", "missing/out.json", "."])
+def test_it_needs_a_file_to_write_to(monkeypatch, tmp_path, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="a file in an existing folder"):
+        bench.run(Path(name))
+
+
+def test_an_unknown_suite_is_named(capsys):
+    assert main(["bench", "clipped", "speed"]) == 2
+    assert "no suite speed; there are clipped," in capsys.readouterr().err
+
+
+def test_memory_has_a_column_where_it_was_measured():
+    rows = bench.rows(REPORT)
+    rows[1]["peak_bytes"] = 3 << 20
+    text = bench.markdown(rows)
+    assert "| error | peak memory |" in text
+    assert "| 1e-13 |  |\n" in text
+    assert "| 1e-13 | 3 MiB |\n" in text
+
+
+def test_every_contender_is_right():
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "pytest", "bench", "-q", "--benchmark-disable"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout

@@ -1,0 +1,343 @@
+"""What a run leaves in its folder: whole files, private states, models to release."""
+
+import json
+import os
+import stat
+import sys
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import vgrad
+from vgrad import optim
+from vgrad.cli import checkpoint, files, models
+from vgrad.cli.models import Shape
+from vgrad.training import TrainState
+
+SHAPE = Shape(channels=1, height=8, width=8, classes=4)
+
+
+def tensors():
+    return {
+        "matrix": torch.arange(6.0).reshape(2, 3).t(),
+        "odd": torch.tensor([float("nan"), -0.0, float("inf")], dtype=torch.bfloat16),
+        "scalar": torch.tensor(7),
+        "empty": torch.zeros(0, 3),
+    }
+
+
+def same(a, b):
+    """Compare bit by bit, so that NaN is equal to itself and -0.0 is not 0.0."""
+    bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def train_state(momentum=0.9):
+    model = models.build("mlp", SHAPE, seed=0)
+    _, params, buffers = vgrad.make_functional_with_buffers(model)
+    return TrainState.create(optim.sgd(0.1, momentum=momentum), params, buffers)
+
+
+def model_description(spec="mlp", shape=SHAPE):
+    return {"model": spec, "shape": shape._asdict()}
+
+
+def test_tensors_come_back_bit_by_bit_with_their_description(tmp_path):
+    path = tmp_path / "some.safetensors"
+    files.write_tensors(path, tensors(), {"kind": "thing", "rate": 0.1})
+    read, description = files.read_tensors(path, "thing")
+    assert description == {"kind": "thing", "rate": 0.1}
+    assert read.keys() == tensors().keys()
+    assert all(same(value, read[name]) for name, value in tensors().items())
+
+
+def test_tensors_that_share_memory_are_written_apart(tmp_path):
+    shared = torch.arange(4.0)
+    path = tmp_path / "some.safetensors"
+    files.write_tensors(path, {"a": shared, "b": shared[1:3]}, {"kind": "thing"})
+    read, _ = files.read_tensors(path, "thing")
+    assert read["b"].tolist() == [1.0, 2.0]
+
+
+def test_what_is_read_is_aligned_as_torch_aligns_its_own(tmp_path):
+    path = tmp_path / "some.safetensors"
+    files.write_tensors(path, {"a": torch.ones(1), "b": torch.ones(5)}, {"kind": "t"})
+    read, _ = files.read_tensors(path, "t")
+    assert all(value.data_ptr() % 64 == 0 for value in read.values())
+
+
+def test_a_file_is_replaced_in_an_order_that_survives_a_power_cut(
+    tmp_path, monkeypatch
+):
+    calls = []
+    sync, swap = os.fsync, os.replace
+
+    def fsync(descriptor):
+        is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        calls.append("sync folder" if is_folder else "sync file")
+        sync(descriptor)
+
+    def replace(source, target):
+        calls.append("replace")
+        swap(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    files.replace(tmp_path / "file", b"content")
+    assert calls == ["sync file", "replace", "sync folder"]
+
+
+@pytest.mark.parametrize("broken", ["open", "fsync", "replace"])
+def test_a_failure_while_writing_leaves_the_old_file_and_nothing_else(
+    tmp_path, monkeypatch, broken
+):
+    path = tmp_path / "file"
+    files.replace(path, b"old")
+
+    def fail(*args):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, broken, fail)
+    with pytest.raises(OSError, match="no space left"):
+        files.replace(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_what_a_killed_process_left_half_written_is_in_nobodys_way(tmp_path):
+    (tmp_path / ".file.partial").write_bytes(b"half")
+    files.replace(tmp_path / "file", b"whole")
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_states_are_readable_by_their_owner_alone_from_the_first_byte(
+    tmp_path, monkeypatch
+):
+    born = []
+    swap = os.replace
+
+    def replace(source, target):
+        born.append(mode(source))
+        swap(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    before = os.umask(0)
+    try:
+        checkpoint.save_state(tmp_path, train_state(), {})
+        checkpoint.save_model(tmp_path, {"w": torch.ones(1)}, {}, model_description())
+    finally:
+        os.umask(before)
+    assert born == [0o600, 0o600, 0o666]
+    assert (
+        mode(tmp_path / "state.safetensors") == mode(tmp_path / "state.json") == 0o600
+    )
+
+
+def test_a_state_comes_back_whole(tmp_path):
+    state = train_state()
+    state = state._replace(step=torch.tensor(5))
+    checkpoint.save_state(tmp_path, state, {"note": "text"})
+    read, description = checkpoint.read_state(tmp_path)
+    restored = checkpoint.restored(train_state(), read)
+    pairs = zip(
+        torch.utils._pytree.tree_leaves(state),
+        torch.utils._pytree.tree_leaves(restored),
+        strict=True,
+    )
+    assert all(same(a, b) for a, b in pairs)
+    assert torch.equal(restored.key, state.key)
+    assert description["note"] == "text"
+    assert json.loads((tmp_path / "state.json").read_text()) == description
+
+
+def test_a_state_of_another_run_does_not_fit(tmp_path):
+    checkpoint.save_state(tmp_path, train_state(momentum=0.0), {})
+    read, _ = checkpoint.read_state(tmp_path)
+    with pytest.raises(ValueError, match=r"^state\.safetensors: expected .*momentum"):
+        checkpoint.restored(train_state(), read)
+    state = train_state()
+    name = ".params['1.bias']"
+    good, _ = checkpoint.read_state(tmp_path)
+    template = train_state(momentum=0.0)
+    with pytest.raises(ValueError, match=r"expected shape \(64,\) in .*1\.bias"):
+        checkpoint.restored(template, {**good, name: torch.zeros(3)})
+    double = state.params["1.bias"].double()
+    with pytest.raises(ValueError, match=r"expected torch\.float32 in .*1\.bias"):
+        checkpoint.restored(template, {**good, name: double})
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.6, 0.9, 0.999])
+@pytest.mark.parametrize("change", ["flip", "cut"])
+def test_a_damaged_file_is_refused(tmp_path, share, change):
+    checkpoint.save_state(tmp_path, train_state(), {"arguments": {"lr": 1.0}})
+    path = tmp_path / "state.safetensors"
+    content = bytearray(path.read_bytes())
+    at = int(share * len(content))
+    if change == "flip":
+        content[at] ^= 1
+    else:
+        del content[at:]
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"state\.safetensors: expected the training"):
+        checkpoint.read_state(tmp_path)
+
+
+def test_a_description_cannot_be_changed_unnoticed(tmp_path):
+    checkpoint.save_state(tmp_path, train_state(), {"arguments": {"epsilon": 3.0}})
+    path = tmp_path / "state.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content.replace(rb"\"epsilon\": 3.0", rb"\"epsilon\": 1.0"))
+    assert path.read_bytes() != content
+    with pytest.raises(ValueError, match="not what was written"):
+        checkpoint.read_state(tmp_path)
+
+
+def as_written(path, change):
+    """Change tensors and leave what the file says about them."""
+    with safetensors.safe_open(path, framework="pt") as file:
+        said = file.metadata()
+        held = {key: file.get_tensor(key) for key in file.keys()}
+    safetensors.torch.save_file(change(held), path, said)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda held: held | {"matrix": held["matrix"].reshape(2, 3)},
+        lambda held: held | {"empty": held["empty"].reshape(3, 0)},
+        lambda held: held | {"odd": held["odd"].view(torch.float16)},
+        lambda held: {"other" if k == "odd" else k: v for k, v in held.items()},
+        lambda held: {k: v for k, v in held.items() if k != "empty"},
+    ],
+    ids=["shape", "shape of nothing", "dtype", "name", "one fewer"],
+)
+def test_the_seal_is_on_names_dtypes_and_shapes_too(tmp_path, change):
+    path = tmp_path / "some.safetensors"
+    files.write_tensors(path, tensors(), {"kind": "thing"})
+    as_written(path, dict)
+    files.read_tensors(path, "thing")
+    as_written(path, change)
+    with pytest.raises(ValueError, match="not what was written"):
+        files.read_tensors(path, "thing")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"kind": "thing", "deep": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        '{"kind": "thing", "rate": NaN}',
+        '{"kind": "thing", "rate": ' + "9" * 5000 + "}",
+        '{"kind": ["thing"]}',
+        '"kind"',
+    ],
+    ids=["open", "deep", "no number", "too many digits", "a list", "text"],
+)
+def test_a_description_that_cannot_be_read_is_damage(tmp_path, text):
+    path = tmp_path / "some.safetensors"
+    safetensors.torch.save_file({"a": torch.ones(1)}, path, {"vgrad": text})
+    with pytest.raises(ValueError, match="expected the thing of a run, got a damaged"):
+        files.read_tensors(path, "thing")
+
+
+def test_a_size_beyond_64_bits_is_damage(tmp_path):
+    path = tmp_path / "some.safetensors"
+    entry = {"dtype": "F32", "shape": [0, 2**63], "data_offsets": [0, 0]}
+    header = json.dumps({"a": entry}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ValueError, match="got a damaged file"):
+        files.read_tensors(path, "thing")
+
+
+def test_foreign_and_missing_files_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="expected the training state of a run"):
+        checkpoint.read_state(tmp_path)
+    foreign = {"w": torch.ones(1)}
+    safetensors.torch.save_file(foreign, tmp_path / "state.safetensors")
+    with pytest.raises(ValueError, match="got a file not made by vgrad"):
+        checkpoint.read_state(tmp_path)
+    checkpoint.save_model(tmp_path, {"w": torch.ones(1)}, {}, model_description())
+    (tmp_path / "model.safetensors").replace(tmp_path / "state.safetensors")
+    with pytest.raises(ValueError, match="training state of a run, got a model"):
+        checkpoint.read_state(tmp_path)
+
+
+def test_nothing_is_pickled(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("pickle was used")
+
+    for module in ("pickle", "_pickle"):
+        for name in ("dump", "dumps", "load", "loads", "Pickler", "Unpickler"):
+            monkeypatch.setattr(sys.modules[module], name, refuse)
+    monkeypatch.setattr(torch, "load", refuse)
+    monkeypatch.setattr(torch, "save", refuse)
+    model = models.build("cnn", SHAPE, seed=0)
+    values = {name: value.detach() for name, value in model.named_parameters()}
+    checkpoint.save_state(tmp_path, train_state(), {})
+    checkpoint.restored(train_state(), checkpoint.read_state(tmp_path)[0])
+    checkpoint.save_model(tmp_path, values, {}, model_description("cnn"))
+    checkpoint.load(tmp_path)
+
+
+FACTORY = '''
+import torch
+
+class Tied(torch.nn.Module):
+    """Has tied weights, a buffer and dropout."""
+
+    def __init__(self, sizes, classes):
+        super().__init__()
+        self.first = torch.nn.Linear(sizes, sizes)
+        self.second = torch.nn.Linear(sizes, sizes)
+        self.second.weight = self.first.weight
+        self.last = torch.nn.Sequential(
+            torch.nn.Dropout(), torch.nn.Linear(sizes, classes)
+        )
+        self.register_buffer("scale", torch.tensor(3.0))
+
+    def forward(self, x):
+        return self.last(self.second(self.first(self.scale * x.flatten(1))).tanh())
+
+def make(*, channels, height, width, classes):
+    return Tied(channels * height * width, classes)
+'''
+
+
+@pytest.mark.parametrize("spec", ["cnn", "mlp", "resnet", "tied_model:make"])
+def test_a_loaded_model_is_the_one_that_was_saved(tmp_path, monkeypatch, spec):
+    (tmp_path / "tied_model.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    model = models.build(spec, SHAPE, seed=0)
+    with torch.no_grad():
+        for value in (*model.parameters(), *model.buffers()):
+            value.add_(torch.arange(float(value.numel())).reshape(value.shape) / 1e3)
+    _, params, buffers = vgrad.make_functional_with_buffers(model)
+    checkpoint.save_model(tmp_path, params, buffers, model_description(spec))
+    named = spec if ":" in spec else None
+    loaded = checkpoint.load(tmp_path, model=named)
+    assert isinstance(loaded, nn.Module)
+    assert not loaded.training
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    x = torch.rand(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(loaded(x), model.eval()(x))
+    sys.modules.pop("tied_model", None)
+
+
+def test_a_model_whose_code_has_changed_is_not_loaded(tmp_path):
+    model = models.build("mlp", SHAPE, seed=0)
+    values = {name: value.detach() for name, value in model.named_parameters()}
+    wider = SHAPE._replace(classes=5)
+    checkpoint.save_model(tmp_path, values, {}, model_description(shape=wider))
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors: expected shape \(5, 64\)"
+    ):
+        checkpoint.load(tmp_path)
+    checkpoint.save_model(tmp_path, values, {}, model_description("cnn"))
+    with pytest.raises(ValueError, match="expected the names of the model"):
+        checkpoint.load(tmp_path)

@@ -1,0 +1,646 @@
+"""Files that anybody may have written: no code, no other file, no memory, no traceback.
+
+A forger can seal what he changed, so these files are sealed rightly.
+"""
+
+import copy
+import json
+import os
+import random
+import shutil
+import stat
+import sys
+
+import pytest
+import torch
+
+import vgrad
+from tests.cli.test_members import quick_pictures  # noqa: F401
+from tests.cli.test_run import (
+    Killed,
+    arguments,
+    error,
+    fast_accountant,  # noqa: F401
+    lines,
+    stop,
+    train,
+    write_data,
+)
+from vgrad import files
+from vgrad.__main__ import main
+from vgrad.cli import checkpoint, models, report
+
+OWN = {"metrics.jsonl", "plain.jsonl", "state.json", "state.safetensors", "curves.png"}
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    return write_data(tmp_path_factory.mktemp("data") / "images.npz")
+
+
+@pytest.fixture(scope="module")
+def runs(images, tmp_path_factory):
+    """Two runs that still have to draw their curves, of one model and of three."""
+    folder = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "write_curves", stop)
+        patch.setattr("vgrad.cli.run._draw", stop)
+        for name, more in (
+            ("one", []),
+            ("three", ["--members", "3", "--without-privacy"]),
+        ):
+            with pytest.raises(Killed):
+                train(images, folder / name, *more)
+    return folder
+
+
+@pytest.fixture(params=["one", "three"])
+def either(request, runs, tmp_path):
+    return shutil.copytree(runs / request.param, tmp_path / "run")
+
+
+@pytest.fixture
+def one(runs, tmp_path):
+    return shutil.copytree(runs / "one", tmp_path / "run")
+
+
+@pytest.fixture
+def three(runs, tmp_path):
+    return shutil.copytree(runs / "three", tmp_path / "run")
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def forge(folder, change, tensors=None):
+    """Change what the state says, and seal it."""
+    held, description = checkpoint.read_state(folder)
+    change(description)
+    files.write_parts(
+        folder / "state.safetensors", {"": {**held, **(tensors or {})}}, description
+    )
+
+
+def forge_model(folder, **changed):
+    """Change what the model, or the text of the ensemble, says."""
+    if (folder / "ensemble.json").exists():
+        said = json.loads((folder / "ensemble.json").read_text()) | changed
+        (folder / "ensemble.json").write_text(json.dumps(said))
+        return
+    parts, said = files.read_parts(
+        folder / "model.safetensors", "model", [""], called="the model"
+    )
+    files.write_parts(folder / "model.safetensors", parts, said | changed)
+
+
+# Other files.
+
+
+@pytest.mark.parametrize("name", ["../victim", "{}/victim", "notes", "state.json"])
+def test_a_state_can_name_no_file_to_be_cut(either, tmp_path, capsys, name):
+    name = name.format(tmp_path)
+    for victim in (tmp_path / "victim", either / "notes"):
+        victim.write_text("mine")
+    forge(either, lambda said: said["lengths"].update({name: 0}))
+    before = contents(either)
+    message = error(capsys, "train", "--resume", either)
+    assert f"got '{name}', which no run writes to" in message
+    assert contents(either) == before
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+def test_nothing_is_cut_before_all_is_checked(one, capsys):
+    with (one / "metrics.jsonl").open("a") as file:
+        file.write("of a lost step")
+    (one / "plain.jsonl").write_bytes((one / "plain.jsonl").read_bytes()[:-1])
+    (one / "metrics.jsonl").chmod(0o640)
+    before = contents(one)
+    assert "that the checkpoint knows of" in error(capsys, "train", "--resume", one)
+    assert contents(one) == before
+    assert stat.S_IMODE((one / "metrics.jsonl").stat().st_mode) == 0o640
+
+
+def put(path, kind, victim):
+    """Put something else in the place of a file."""
+    if kind in ("link", "second name"):
+        shutil.copy(path, victim)
+        path.unlink()
+        os.symlink(victim, path) if kind == "link" else os.link(victim, path)
+        return
+    path.unlink()
+    os.mkfifo(path) if kind == "pipe" else os.symlink(victim, path)
+
+
+@pytest.mark.parametrize("kind", ["link", "second name", "pipe", "dangling link"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "plain.jsonl"])
+def test_figures_are_written_to_a_file_of_their_own(one, tmp_path, capsys, name, kind):
+    victim = tmp_path / "victim"
+    put(one / name, kind, victim)
+    before = victim.read_bytes() if victim.exists() else None
+    message = error(capsys, "train", "--resume", one)
+    assert f"{name}: expected a file" in message
+    assert "Put a copy in its place" in message
+    assert (victim.read_bytes() if victim.exists() else None) == before
+    if before is not None:  # what it advises works
+        (one / name).unlink()
+        shutil.copy(victim, one / name)
+        assert main(["train", "--resume", str(one)]) == 0
+
+
+@pytest.mark.parametrize("name", ["state.json", ".state.json.partial", "curves.png"])
+def test_no_link_is_followed(one, tmp_path, name):
+    victim = tmp_path / "victim"
+    (one / name).unlink(missing_ok=True)
+    os.symlink(victim, one / name)
+    assert main(["train", "--resume", str(one)]) == 0
+    assert not victim.exists()
+    assert not (one / name).is_symlink()
+
+
+@pytest.mark.parametrize("name", sorted(OWN | {"model.safetensors"}))
+def test_a_dangling_link_is_a_part_of_a_run_too(images, tmp_path, capsys, name):
+    out = tmp_path / "run"
+    out.mkdir()
+    os.symlink(tmp_path / "victim", out / name)
+    command = ["train", "--out", out, *arguments(images)]
+    assert f"got one with {name}" in error(capsys, *command)
+    assert os.listdir(out) == [name]
+    assert not (tmp_path / "victim").exists()
+
+
+def test_only_what_is_for_release_can_be_read_by_others(images, tmp_path, monkeypatch):
+    def private(folder):
+        return {
+            path.name
+            for path in folder.iterdir()
+            if stat.S_IMODE(path.stat().st_mode) == 0o600
+        }
+
+    monkeypatch.setattr("vgrad.cli.run._draw", stop)
+    # So that figures are private from the first byte, and are not made so.
+    monkeypatch.setattr(os, "fchmod", lambda *given: None)
+    before = os.umask(0)
+    try:
+        assert train(images, tmp_path / "one") == 0
+        with pytest.raises(Killed):
+            train(images, tmp_path / "three", "--members", "3")
+    finally:
+        os.umask(before)
+    everything = set(os.listdir(tmp_path / "one"))
+    assert private(tmp_path / "one") == OWN == everything - {"model.safetensors"}
+    released = {"ensemble.json", "ensemble.safetensors"}
+    everything = set(os.listdir(tmp_path / "three"))
+    assert private(tmp_path / "three") == everything - released
+
+
+def test_what_others_could_read_becomes_private_when_the_run_goes_on(one):
+    for path in one.iterdir():
+        path.chmod(0o644)
+    assert main(["train", "--resume", str(one)]) == 0
+    modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in one.iterdir()}
+    assert {name for name, mode in modes.items() if mode == 0o600} == OWN
+
+
+# Code.
+
+EVIL = """
+import pathlib, torch
+pathlib.Path(__file__).with_name("sprung").touch()
+def make(*, channels, height, width, classes):
+    layers = torch.nn.Linear(channels * height * width, 64), torch.nn.Tanh()
+    last = torch.nn.Linear(64, classes)
+    return torch.nn.Sequential(torch.nn.Flatten(), *layers, last)
+"""
+
+
+@pytest.fixture
+def evil(tmp_path, monkeypatch):
+    (tmp_path / "evil.py").write_text(EVIL)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path / "sprung"
+    sys.modules.pop("evil", None)
+
+
+def test_no_model_chooses_the_code_that_runs(either, images, capsys, evil):
+    forge_model(either, model="evil:make")
+    judge = ["evaluate", either, "--data", images]
+    assert "name it: with --model" in error(capsys, *judge)
+    with pytest.raises(ValueError, match="a file may not choose the code that runs"):
+        vgrad.load(either)
+    other = "expected the model 'math:sqrt', got 'evil:make'"
+    assert other in error(capsys, *judge, "--model", "math:sqrt")
+    with pytest.raises(ValueError, match=other):
+        vgrad.load(either, model="math:sqrt")
+    assert not evil.exists()
+    assert "evil" not in sys.modules
+    vgrad.load(either, model="evil:make")
+    assert evil.exists()
+    assert main([*map(str, judge), "--model", "evil:make"]) == 0
+
+
+def test_no_state_chooses_the_code_that_runs(either, capsys, evil):
+    forge(either, lambda said: said["arguments"].update(model="evil:make"))
+    resume = ["train", "--resume", either]
+    assert "name it: with --model" in error(capsys, *resume)
+    message = error(capsys, *resume, "--model", "mlp")
+    assert "expected --model evil:make, which the run was started with" in message
+    assert not evil.exists()
+    # Named again, it is imported, and is not the model that the run was started with.
+    assert "source_sha256" in error(capsys, *resume, "--model", "evil:make")
+    assert evil.exists()
+
+
+def test_a_net_of_this_package_may_be_named_again(one, images, capsys):
+    assert isinstance(vgrad.load(one, model="mlp"), torch.nn.Module)
+    with pytest.raises(ValueError, match="expected the model 'cnn', got 'mlp'"):
+        vgrad.load(one, model="cnn")
+    assert main(["evaluate", str(one), "--data", str(images), "--model", "mlp"]) == 0
+
+
+def test_the_path_is_that_of_the_user_unless_a_factory_is_named(one, monkeypatch):
+    paths = []
+
+    def mlp(**sizes):
+        paths.append(list(sys.path))
+        return models.mlp(**sizes)
+
+    monkeypatch.setitem(models.MODELS, "mlp", mlp)
+    vgrad.load(one)
+    assert paths == [sys.path]
+
+
+# Ensembles.
+
+
+def test_an_ensemble_is_loaded_from_its_folder(three):
+    fmodel, params, buffers = vgrad.load(three)
+    state, _ = checkpoint.read_state(three)
+    assert not fmodel.training
+    assert buffers == {}
+    for name, value in params.items():
+        assert value.is_leaf
+        assert value.requires_grad
+        assert torch.equal(value, state[f".plain.params['{name}']"])
+    scores = vgrad.ensemble_forward(fmodel)(params, buffers, torch.zeros(5, 1, 1, 6))
+    assert scores.shape == (3, 5, 3)
+
+
+def test_a_folder_of_two_runs_is_no_guess(one, three_too, images, capsys):
+    with pytest.raises(ValueError, match=r"one run, got model\.safetensors and ens"):
+        vgrad.load(one)
+    message = error(capsys, "evaluate", one, "--data", images)
+    assert "expected the folder of one run" in message
+
+
+@pytest.fixture
+def three_too(one, runs):
+    for name in ("ensemble.json", "ensemble.safetensors"):
+        shutil.copy(runs / "three" / name, one / name)
+
+
+# Descriptions.
+
+WRONG = {
+    "a model that is a number": ({"model": 3}, "expected text in 'model', got 3"),
+    "no shape": ({"shape": None}, "expected a dictionary in 'shape'"),
+    "half a shape": ({"shape": {"height": 1}}, "in 'channels', got no such entry"),
+    **{
+        f"{size} classes": (
+            {"shape": {"channels": 1, "height": 1, "width": 6, "classes": size}},
+            "expected a whole number from 1 to 65536 in 'classes'",
+        )
+        for size in (2**62, 2**31 - 4, 0, -3, True, 3.0, "3", None, [3], float("1e300"))
+    },
+    "a large image": (
+        {"shape": {"channels": 2**20, "height": 2**20, "width": 1, "classes": 3}},
+        "expected images of at most 2147483648 numbers",
+    ),
+    "a large model": (
+        {"shape": {"channels": 2**15, "height": 2**8, "width": 1, "classes": 3}},
+        r"expected images and classes for which it has at most 536870912 parameters",
+    ),
+    "a larger model than that of the file": (
+        {"shape": {"channels": 100, "height": 100, "width": 100, "classes": 3}},
+        r"expected shape .*1000000\)",
+    ),
+    "a small image": (
+        {"model": "cnn"},
+        "expected at least 2 x 2 pixels",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_model_that_says_what_cannot_be_is_refused(
+    either, images, monkeypatch, capsys, name
+):
+    changed, message = WRONG[name]
+    forge_model(either, **changed)
+
+    def build(*given, **more):
+        raise AssertionError("something was made of what the file says")
+
+    monkeypatch.setattr(models, "build", build)
+    with pytest.raises(ValueError, match=message):
+        vgrad.load(either)
+    assert "vgrad: " in error(capsys, "evaluate", either, "--data", images)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"seed": -1}, "in 'seed', got -1"),
+        ({"seed": 2**32}, "in 'seed', got 4294967296"),
+        ({"seed": None}, "in 'seed', got None"),
+        ({"precision": "int8"}, "expected one of float32, bfloat16, float16, or null"),
+        ({"precision": ["float32"]}, "in 'precision'"),
+        ({"plan": 3}, "expected a dictionary, or null in 'plan', got 3"),
+        ({"epsilon": "1"}, "in 'epsilon', got '1'"),
+        ({"epsilon": -1.0}, "in 'epsilon', got -1.0"),
+        ({"epsilon": 10**400}, "in 'epsilon', got a int"),
+        ({"plan": {}, "delta": None}, "in 'delta', got None"),
+        ({"plan": {}, "delta": 2}, "expected a finite number from 0 to 1 in 'delta'"),
+    ],
+)
+def test_evaluate_believes_nothing_that_cannot_be(
+    either, images, capsys, changed, message
+):
+    forge_model(either, **changed)
+    assert message in error(capsys, "evaluate", either, "--data", images)
+
+
+@pytest.mark.parametrize("count", [10**9, 2**62, 0, -1, True, 3.0, "3", None, [3]])
+def test_an_ensemble_of_any_number_of_members_is_refused(three, count):
+    forge_model(three, members=count)
+    with pytest.raises(
+        ValueError, match="expected (a whole number|10000)|in 'members'"
+    ):
+        vgrad.load(three)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"members": ' + "[" * 100_000,
+        '{"members": NaN}',
+        '{"members": ' + "9" * 5000 + "}",
+        "\xff\xfe",
+        "",
+        "3",
+    ],
+)
+def test_a_text_that_is_no_description_is_refused(three, images, capsys, text):
+    (three / "ensemble.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"ensemble\.json: expected"):
+        vgrad.load(three)
+    error(capsys, "evaluate", three, "--data", images)
+
+
+def test_a_text_that_has_no_end_is_refused(three, images, capsys):
+    path = three / "ensemble.json"
+    os.truncate(path, 2**40)
+    with pytest.raises(ValueError, match="got a damaged file"):
+        vgrad.load(three)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(FileNotFoundError, match=r"ensemble\.json: .*, got no file"):
+        vgrad.load(three)
+    assert "got no file" in error(capsys, "evaluate", three, "--data", images)
+
+
+def test_a_message_is_one_short_line_whatever_a_file_says(one, images, capsys):
+    forge_model(one, model="\x1b[31m\n\ud83d\ude00" + "x" * 10_000)
+    message = error(capsys, "evaluate", one, "--data", images)
+    assert message[:-1].isprintable()
+    assert len(message) < 2100
+
+
+# States.
+
+FORGED = {
+    "no arguments": (lambda said: said.pop("arguments"), "in 'arguments', got no such"),
+    "a list of them": (
+        lambda said: said.update(arguments=[1]),
+        "expected a dictionary in 'arguments'",
+    ),
+    "one too many": (
+        lambda said: said["arguments"].update(evil=1),
+        "belongs to another version",
+    ),
+    "members": (
+        lambda said: said["arguments"].update(members=10**9),
+        "--members 1000000000: expected at most 10000",
+    ),
+    "fewer members": (
+        lambda said: said["arguments"].update(members=-1),
+        "members=-1): expected a whole number >= 1",
+    ),
+    "other members": (
+        lambda said: said["arguments"].update(members=9_999),
+        "expected 9999 members, got another number",
+    ),
+    "epochs": (
+        lambda said: said["arguments"].update(epochs=10**9),
+        "--epochs 1000000000: expected at most 1000000",
+    ),
+    "a rate that is text": (
+        lambda said: said["arguments"].update(lr="fast"),
+        "expected a finite number from -inf to inf in 'lr'",
+    ),
+    **{
+        f"a rate of {len(str(rate))} digits": (
+            lambda said, rate=rate: said["arguments"].update(lr=rate),
+            "expected a finite number from -inf to inf in 'lr'",
+        )
+        for rate in (10**400, -(10**400))
+    },
+    "a flag that is a number": (
+        lambda said: said["arguments"].update(reproducible_noise=0),
+        "expected true or false in 'reproducible_noise'",
+    ),
+    "a seed that is true": (
+        lambda said: said["arguments"].update(seed=True),
+        "in 'seed', got True",
+    ),
+    "data": (lambda said: said["arguments"].update(data=["a"]), "text in 'data'"),
+    "a plan": (lambda said: said.update(plan=None), "in 'plan', got None"),
+    "forms": (lambda said: said.update(forms=[]), "in 'forms', got []"),
+    "negative steps": (lambda said: said.update(step=-4), "in 'step', got -4"),
+    "other steps": (lambda said: said.update(step=4), "got some after [8]"),
+    "lengths": (lambda said: said.update(lengths=[0]), "in 'lengths', got [0]"),
+    "no length": (
+        lambda said: said["lengths"].pop("plain.jsonl"),
+        "in 'plain.jsonl', got no such entry",
+    ),
+    **{
+        f"length {length}": (
+            lambda said, length=length: said["lengths"].update({"plain.jsonl": length}),
+            "in 'plain.jsonl', got",
+        )
+        for length in (-1, True, 1.0, "1", None, 2**63)
+    },
+    "a length too long": (
+        lambda said: said["lengths"].update({"plain.jsonl": 2**62}),
+        "that the checkpoint knows of, got",
+    ),
+    "a length of no line": (
+        lambda said: said["lengths"].update({"plain.jsonl": 0}),
+        "expected one line for each of 2 epochs",
+    ),
+    "a length of half a line": (
+        lambda said: said["lengths"].update({"plain.jsonl": 9}),
+        "line 1: expected JSON",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_state_that_says_what_cannot_be_changes_nothing(either, capsys, name):
+    change, message = FORGED[name]
+    forge(either, change)
+    before = contents(either)
+    assert message in error(capsys, "train", "--resume", either)
+    assert contents(either) == before
+
+
+@pytest.mark.parametrize("value", [-(2**62), 0, 4, 9])
+@pytest.mark.parametrize("which", [".private", ".plain"])
+def test_states_after_other_steps_are_refused(one, capsys, which, value):
+    forge(one, lambda said: None, {f"{which}.step": torch.tensor(value)})
+    assert "after the 8 steps that it claims, got some" in error(
+        capsys, "train", "--resume", one
+    )
+
+
+def test_the_states_of_members_are_all_after_the_same_steps(
+    images, tmp_path, monkeypatch, capsys
+):
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(report, "write_curves", stop)
+        with pytest.raises(Killed):
+            train(images, out, "--members", "2")
+    name = ".private.members[1].step"
+    forge(out, lambda said: None, {name: torch.tensor(4)})
+    assert "got some after [4, 8]" in error(capsys, "train", "--resume", out)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[" * 200, "line 2: expected JSON"),
+        ("[]", "line 2: expected a dictionary of step, loss"),
+        ('{"step": 8}', "line 2: expected a finite number from 0 to 1 in 'test_acc"),
+        (
+            '{"step": 8, "test_accuracy": 0.5, "samples_per_second": 1e999}',
+            "in 'samples_per_second'",
+        ),
+        (
+            '{"step": 7, "test_accuracy": 0.5, "samples_per_second": 1}',
+            "expected one line for each of 2 epochs",
+        ),
+        (
+            '{"step": 8, "test_accuracy": 0.5, "samples_per_second": 1, '
+            '"member_accuracies": [0.5, "x"]}',
+            "a list, each a finite number from 0 to 1, or null in 'member_acc",
+        ),
+    ],
+)
+def test_figures_that_are_none_are_refused(either, capsys, line, message):
+    path = either / "plain.jsonl"
+    first = path.read_text().splitlines()[0]
+    path.write_text(f"{first}\n{line}\n")
+    length = path.stat().st_size
+    forge(either, lambda said: said["lengths"].update({"plain.jsonl": length}))
+    assert message in error(capsys, "train", "--resume", either)
+
+
+# Random changes.
+
+ODD = [
+    None,
+    True,
+    0,
+    -1,
+    1,
+    2**31 - 5,
+    2**62,
+    2**64,
+    1e308,
+    0.5,
+    "",
+    "mlp",
+    "os:system",
+]
+ODD += ["x" * 5000, "\x1b[0m\n", [], [[]], {}, {"a": 1}, "../x", "meta", "float16"]
+ODD += [json.loads("[" * 300 + "]" * 300)]
+
+
+def mutated(said, chance):
+    """Change one entry at any depth."""
+    said = copy.deepcopy(said)
+    node = said
+    while True:
+        key = chance.choice(list(node))
+        if not (isinstance(node[key], dict) and node[key]) or chance.random() < 0.2:
+            break
+        node = node[key]
+    if chance.random() < 0.2:
+        del node[key]
+    else:
+        node[key] = chance.choice(ODD)
+    return said
+
+
+def status(capsys, *command):
+    """Run a command that succeeds or says in one line why it does not."""
+    capsys.readouterr()
+    found = main([str(each) for each in command])
+    printed = capsys.readouterr()
+    assert found in (0, 2)
+    if found == 2:
+        assert printed.out == ""
+        assert printed.err.startswith("vgrad: ")
+        assert printed.err.count("\n") == 1
+    return found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_change_of_a_model_is_refused_or_harmless(either, images, capsys, seed):
+    chance = random.Random(seed)
+    if (either / "ensemble.json").exists() and seed % 2:
+        path, kind = either / "ensemble.safetensors", "model ensemble"
+        parts = ["shared", "0", "1", "2"]
+    elif (either / "ensemble.json").exists():
+        said = json.loads((either / "ensemble.json").read_text())
+        (either / "ensemble.json").write_text(json.dumps(mutated(said, chance)))
+        path = None
+    else:
+        path, kind, parts = either / "model.safetensors", "model", [""]
+    if path is not None:
+        held, said = files.read_parts(path, kind, parts, called="it")
+        files.write_parts(path, held, mutated(said, chance))
+    status(capsys, "evaluate", either, "--data", images)
+    try:
+        vgrad.load(either)
+    except ValueError:
+        return
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_change_of_a_state_is_refused_or_harmless(either, capsys, seed):
+    chance = random.Random(seed)
+
+    def change(said):
+        new = mutated(said, chance)
+        said.clear()
+        said.update(new)
+
+    forge(either, change)
+    before = contents(either)
+    if status(capsys, "train", "--resume", either):
+        assert contents(either) == before
+    else:
+        assert len(lines(either / "plain.jsonl")) == 2

@@ -1,0 +1,355 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from tests import streams
+from vgrad import Sensitivity
+from vgrad.dp import add_gaussian_noise, secret_key
+from vgrad.dp.noise import _CUDA_BLOCK, _Normals
+
+MULTIPLIER, SENSITIVITY = 1.5, 0.4
+SIGMA = MULTIPLIER * SENSITIVITY
+GRID = 2.0 ** math.floor(math.log2(SIGMA / 2**16))
+
+
+def noised(
+    sums,
+    seed=0,
+    noise_multiplier=MULTIPLIER,
+    sensitivity=SENSITIVITY,
+    step=0,
+    member=0,
+):
+    return add_gaussian_noise(
+        sums,
+        Sensitivity(sensitivity),
+        noise_multiplier=noise_multiplier,
+        key=secret_key(seed=seed),
+        step=step,
+        member=member,
+    )
+
+
+def is_gaussian(values, sigma):
+    return stats.kstest(values.double().numpy() / sigma, "norm").pvalue > 0.001
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_is_gaussian_with_its_standard_deviation_and_no_other(dtype):
+    noise = noised({"a": torch.zeros(50_000, dtype=dtype)})["a"]
+    assert is_gaussian(noise, SIGMA)
+    assert not is_gaussian(noise, SIGMA * 2 / 3)
+    assert not is_gaussian(noise, SIGMA * 3 / 2)
+
+
+def test_small_tensors_get_the_same_noise_as_large_ones():
+    # torch draws fewer than 16 numbers in another way than more of them.
+    sums = {str(index): torch.zeros(5) for index in range(4000)}
+    noise = torch.cat(list(noised(sums).values()))
+    assert is_gaussian(noise, SIGMA)
+    assert not is_gaussian(noise, SIGMA * 0.9)
+
+
+def test_the_variance_is_within_three_sigma_for_a_million_draws():
+    noise = noised({"a": torch.zeros(1000, 1000)})["a"].double() / SIGMA
+    assert abs(float(noise.mean())) < 3 / 1000
+    assert abs(float((noise**2).mean()) - 1) < 3 * math.sqrt(2 / 1e6)
+
+
+def test_the_tails_are_those_of_a_normal_number():
+    noise = noised({"a": torch.zeros(4_000_000)})["a"].abs() / SIGMA
+    for deviations in (3.0, 4.0, 4.5):
+        mean = 4_000_000 * 2 * stats.norm.sf(deviations)
+        low, high = stats.poisson(mean).interval(1 - 1e-6)
+        assert low <= int((noise > deviations).sum()) <= high
+
+
+SHIFTS = [0.0, 1e-30, 0.3, -7.7, 1e4, math.pi * 1e-9]
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_what_can_be_released_does_not_depend_on_the_sum(shift):
+    # Whoever knows all other samples must not see a sample in the gaps between numbers.
+    sums = {"a": torch.full((50_000,), shift, dtype=torch.float64)}
+    released = noised(sums)["a"] / GRID
+    assert torch.equal(released, released.round())
+    assert len(released.unique()) > 30_000
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_is_drawn_in_float64_and_rounded_once(dtype, shift):
+    total = torch.full((70_000,), shift, dtype=dtype)
+    drawn = streams.noise(
+        secret_key(seed=0).tolist(),
+        3,
+        "a",
+        (70_000,),
+        multiplier=MULTIPLIER,
+        sensitivity=SENSITIVITY,
+    )
+    expected = ((total.double() + drawn) / GRID).round() * GRID
+    assert torch.equal(noised({"a": total}, step=3)["a"], expected.to(dtype))
+
+
+def test_all_blocks_of_a_stream_are_apart():
+    # Counters that differ in their lowest word share 16 of 20 numbers.
+    drawn = streams.filled(
+        5 * streams.BLOCK,
+        lambda source, n: source.standard_normal(n),
+        secret_key(seed=0).tolist(),
+        "a",
+    )
+    assert len(np.unique(drawn)) == len(drawn)
+    parts = drawn.reshape(5, -1)
+    for first, second in ((0, 1), (1, 2), (0, 4)):
+        found = np.corrcoef(parts[first], parts[second])[0, 1]
+        assert abs(found) < 5 / math.sqrt(streams.BLOCK)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2**16, 2**16 + 1, 200_000])
+def test_threads_do_not_change_the_noise(count):
+    sums, before = {"a": torch.zeros(count)}, torch.get_num_threads()
+    found = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        found.append(noised(sums)["a"])
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_sums_get_float32_noise(dtype):
+    sums = {"a": torch.linspace(-1, 1, 50_000).to(dtype)}
+    result = noised(sums)["a"]
+    noise = result.double() - sums["a"].double()
+    assert result.dtype == torch.float32
+    assert is_gaussian(noise, SIGMA)
+    # Drawn in half precision, the noise would have some thousand different values.
+    assert len(noised({"a": torch.zeros(50_000, dtype=dtype)})["a"].unique()) > 40_000
+
+
+def test_float64_sums_keep_their_dtype():
+    assert noised({"a": torch.zeros(2, dtype=torch.float64)})["a"].dtype is (
+        torch.float64
+    )
+
+
+def test_autocast_around_it_changes_nothing():
+    sums = {"a": torch.ones(100)}
+    expected = noised(sums)["a"]
+    with torch.autocast("cpu", torch.bfloat16):
+        result = noised(sums)["a"]
+    assert result.dtype == torch.float32
+    assert torch.equal(result, expected)
+
+
+def correlation(a, b):
+    return float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1])
+
+
+def test_leaves_have_independent_noise():
+    size = 100_000
+    noise = noised({name: torch.zeros(size) for name in "abc"})
+    for first, second in ("ab", "ac", "bc"):
+        assert abs(correlation(noise[first], noise[second])) < 4 / math.sqrt(size)
+        assert not torch.equal(noise[first][:100], noise[second][:100])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"step": 1},
+        {"member": 1},
+        {"seed": 1},
+        {"noise_multiplier": 2 * MULTIPLIER},
+        {"noise_multiplier": 2 * MULTIPLIER, "sensitivity": SENSITIVITY / 2},
+        {"sensitivity": 2 * SENSITIVITY},
+    ],
+    ids=str,
+)
+def test_noise_of_anything_else_is_independent(other):
+    size = 100_000
+    sums = {"a": torch.zeros(size)}
+    one, another = noised(sums)["a"], noised(sums, **other)["a"]
+    assert abs(correlation(one, another)) < 5 / math.sqrt(size)
+    assert not torch.equal(one[:100], another[:100])
+
+
+def test_the_same_call_draws_the_same_noise_in_any_order():
+    sums = {"a": torch.zeros(3), "b": torch.zeros(2, 2)}
+    first = noised(sums)
+    again = noised({name: sums[name] for name in "ba"})
+    assert all(torch.equal(first[name], again[name]) for name in sums)
+
+
+def test_noise_is_independent_of_what_it_is_added_to():
+    torch.manual_seed(1)
+    values = torch.randn(1000, dtype=torch.float64)
+    plain = noised({"a": torch.zeros(1000, dtype=torch.float64)})["a"]
+    gap = noised({"a": values})["a"] - (values + plain)
+    assert float(gap.abs().max()) <= GRID
+
+
+def test_the_order_and_the_names_of_the_dictionary_are_kept():
+    result = noised({"b": torch.zeros(2, 3), "a": torch.zeros(())})
+    assert list(result) == ["b", "a"]
+    assert result["b"].shape == (2, 3)
+    assert result["a"].shape == ()
+
+
+SHAPES = st.lists(st.integers(0, 20), max_size=3)
+
+
+@given(shapes=st.lists(SHAPES, max_size=4), seed=st.integers(0, 2**32 - 1))
+def test_every_entry_of_any_shape_gets_its_own_noise(shapes, seed):
+    sums = {str(index): torch.zeros(shape) for index, shape in enumerate(shapes)}
+    noise = noised(sums, seed)
+    assert [list(value.shape) for value in noise.values()] == shapes
+    drawn = torch.cat([torch.zeros(0), *(value.flatten() for value in noise.values())])
+    # Among n float32 numbers some pairs agree by chance, far fewer than one in 10.
+    assert len(drawn.unique()) >= 0.9 * len(drawn)
+    assert bool((drawn.abs() < 8 * SIGMA).all())
+
+
+def test_nothing_changes():
+    sums, key = {"a": torch.ones(5)}, secret_key(seed=0)
+    global_state, numpys = torch.get_rng_state(), np.random.get_state()[1].copy()
+    add_gaussian_noise(sums, Sensitivity(1.0), noise_multiplier=1.0, key=key, step=0)
+    assert torch.equal(sums["a"], torch.ones(5))
+    assert torch.equal(key, secret_key(seed=0))
+    assert torch.equal(torch.get_rng_state(), global_state)
+    assert np.array_equal(np.random.get_state()[1], numpys)
+
+
+def test_values_that_are_not_finite_stay_visible():
+    sums = {"a": torch.tensor([math.nan, math.inf, -math.inf, 0.0, 3e38])}
+    result = noised(sums)["a"]
+    assert math.isnan(result[0])
+    assert result[1:3].tolist() == [math.inf, -math.inf]
+    assert result[3] != 0
+    assert result[4] == sums["a"][4]
+
+
+@pytest.mark.parametrize("sensitivity", [1e-270, 1e-30, 1.0, 1e30, 1e270])
+def test_noise_has_its_deviation_at_any_scale(sensitivity):
+    sums = {"a": torch.zeros(20_000, dtype=torch.float64)}
+    noise = noised(sums, sensitivity=sensitivity)["a"]
+    assert is_gaussian(noise / sensitivity, MULTIPLIER)
+
+
+@pytest.mark.parametrize("sensitivity", [1e-290, 1e290])
+def test_a_deviation_that_has_no_grid_is_refused(sensitivity):
+    with pytest.raises(ValueError, match="expected a standard deviation between"):
+        noised({}, sensitivity=sensitivity)
+
+
+def test_a_noise_multiplier_of_zero_adds_nothing_and_shares_nothing():
+    sums = {"a": torch.randn(5)}
+    result = noised(sums, noise_multiplier=0)
+    assert torch.equal(result["a"], sums["a"])
+    assert result["a"].data_ptr() != sums["a"].data_ptr()
+
+
+@pytest.mark.parametrize("members", [1, 3])
+def test_places_in_the_stream_of_a_device_are_apart(members):
+    sizes = {"a": 3 * _CUDA_BLOCK + 1, "b": 0, "c": 1, "d": _CUDA_BLOCK}
+    sums = {name: torch.empty(size, device="meta") for name, size in sizes.items()}
+    key = secret_key(seed=0)
+    taken = []
+    for member in range(members):
+        normals = _Normals(key, sums, member)
+        for name, size in sizes.items():
+            start = normals._starts[name]
+            taken += range(start, start + math.ceil(size / _CUDA_BLOCK))
+    assert sorted(taken) == list(range(members * 6))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_noise_on_a_gpu_has_its_standard_deviation_and_repeats():
+    sums = {
+        "a": torch.zeros(50_000, device="cuda"),
+        "b": torch.zeros(3 * _CUDA_BLOCK + 7, device="cuda"),
+    }
+    result, again = noised(sums), noised(sums)
+    assert is_gaussian(result["a"].cpu(), SIGMA)
+    assert is_gaussian(result["b"].cpu()[:: 2**5], SIGMA)
+    assert all(torch.equal(result[name], again[name]) for name in sums)
+    assert not torch.equal(result["a"], noised(sums, member=1)["a"])
+    # Blocks that overlapped would repeat numbers of one another.
+    parts = result["b"][: 3 * _CUDA_BLOCK].view(3, -1)
+    for first, second in ((0, 1), (1, 2), (0, 2)):
+        assert abs(correlation(parts[first], parts[second])) < 5 / _CUDA_BLOCK**0.5
+    drawn = _Normals(secret_key(seed=0), sums, 0).of("b", sums["b"])
+    assert len(drawn.unique()) > 0.999 * len(drawn)
+
+
+@pytest.mark.parametrize("bare", [1.0, torch.tensor(1.0), None])
+def test_a_bare_number_is_no_sensitivity(bare):
+    with pytest.raises(TypeError, match=r"clipped_grad\(\.\.\.\)\.sensitivity"):
+        add_gaussian_noise({}, bare, noise_multiplier=1.0, key=secret_key(), step=0)
+
+
+def test_an_infinite_sensitivity_is_refused():
+    with pytest.raises(ValueError, match="expected a finite sensitivity"):
+        noised({}, sensitivity=math.inf)
+
+
+@pytest.mark.parametrize("multiplier", [-1.0, math.nan, math.inf])
+def test_a_noise_multiplier_out_of_range_is_refused(multiplier):
+    match = r"add_gaussian_noise\(noise_multiplier="
+    with pytest.raises(ValueError, match=match):
+        noised({}, noise_multiplier=multiplier)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
+def test_sums_that_are_not_real_floats_are_refused(dtype):
+    with pytest.raises(TypeError, match=r"sums\['a'\]\): expected a tensor of real"):
+        noised({"a": torch.zeros(2, dtype=dtype)})
+
+
+@pytest.mark.parametrize("name", ["step", "member"])
+@pytest.mark.parametrize("value", [-1, 1.5, True])
+def test_places_that_are_not_whole_are_refused(name, value):
+    with pytest.raises(ValueError, match=rf"add_gaussian_noise\({name}="):
+        noised({}, **{name: value})
+
+
+@pytest.mark.parametrize("key", [b"0" * 32, torch.zeros(32), torch.zeros(16).byte()])
+def test_what_is_no_key_is_refused(key):
+    with pytest.raises(TypeError, match=r"expected a key as vgrad\.dp\.secret_key"):
+        add_gaussian_noise({}, Sensitivity(1.0), noise_multiplier=1.0, key=key, step=0)
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [
+        (bytes, "bytes"),
+        (list, "list"),
+        (lambda key: torch.tensor(list(key)), r"tensor of torch\.int64 \(32,\)"),
+    ],
+)
+def test_no_message_shows_a_key_in_another_form(form, kind):
+    key = form(bytes(range(32)))
+    with pytest.raises(TypeError, match=f"got a {kind}\\.$") as caught:
+        add_gaussian_noise({}, Sensitivity(1.0), noise_multiplier=1.0, key=key, step=0)
+    assert "x1e" not in str(caught.value)
+    assert "30" not in str(caught.value)
+
+
+def test_noise_of_a_key_of_the_system_is_gaussian():
+    result = add_gaussian_noise(
+        {"a": torch.zeros(20_000)},
+        Sensitivity(SENSITIVITY),
+        noise_multiplier=MULTIPLIER,
+        key=secret_key(),
+        step=0,
+    )
+    pvalue = stats.kstest(result["a"].double().numpy() / SIGMA, "norm").pvalue
+    assert pvalue > 1e-9  # The key is not fixed here.

@@ -1,0 +1,193 @@
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests import streams
+from vgrad import Sensitivity, clipped_grad
+from vgrad.dp import Plan, epsilon, noise_multiplier_for, secret_key
+
+PLAN = Plan(
+    dataset_size=105,
+    sampling_rate=0.1,
+    noise_multiplier=2.0,
+    max_norm=3.0,
+    steps=20,
+    delta=1e-4,
+)
+
+
+KEY = secret_key(seed=0)
+
+
+def state(step=0):
+    return SimpleNamespace(key=KEY, step=torch.tensor(step))
+
+
+def test_the_expected_batch_size_is_not_rounded():
+    assert PLAN.expected_batch_size == 10.5
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize("steps", [None, 0, 1, 20])
+def test_epsilon_is_that_of_the_accountant(accountant, steps):
+    plan = dataclasses.replace(PLAN, accountant=accountant)
+    expected = epsilon(
+        sampling_rate=0.1,
+        noise_multiplier=2.0,
+        steps=20 if steps is None else steps,
+        delta=1e-4,
+        accountant=accountant,
+    )
+    assert plan.epsilon(steps) == expected
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_a_plan_for_a_budget_keeps_it_to_the_last_step(accountant):
+    run = {"sampling_rate": 0.1, "steps": 20, "delta": 1e-4, "accountant": accountant}
+    plan = Plan.for_epsilon(1.0, dataset_size=105, max_norm=3.0, **run)
+    noise = noise_multiplier_for(epsilon=1.0, **run)
+    assert plan == Plan(dataset_size=105, noise_multiplier=noise, max_norm=3.0, **run)
+    assert plan.epsilon(19) < plan.epsilon() <= 1.0
+    assert plan.epsilon() > 0.999
+
+
+def test_more_steps_than_planned_are_refused():
+    with pytest.raises(ValueError, match=r"Plan.epsilon\(steps=21\): expected at most"):
+        PLAN.epsilon(21)
+
+
+@pytest.mark.parametrize("steps", [-1, 2.0, True])
+def test_steps_that_are_not_whole_are_refused(steps):
+    with pytest.raises(ValueError, match=r"Plan.epsilon\(steps="):
+        PLAN.epsilon(steps)
+
+
+def test_the_sampler_draws_as_planned():
+    own = streams.of_plan(KEY.tolist(), dataclasses.asdict(PLAN))
+    expected = [streams.batch(own, step, 105, 0.1) for step in range(20)]
+    sampler = PLAN.sampler(state())
+    assert len(sampler) == 20
+    assert list(sampler) == expected
+    assert PLAN.sample(key=KEY, step=7).tolist() == expected[7]
+
+
+def test_the_sampler_of_a_state_that_was_saved_goes_on():
+    whole = list(PLAN.sampler(state()))
+    assert list(PLAN.sampler(state(17))) == whole[17:]
+    assert list(PLAN.sampler(state(20))) == []
+    with pytest.raises(ValueError, match="expected a start of at most"):
+        PLAN.sampler(state(21))
+
+
+CHANGES = {
+    "dataset_size": 106,
+    "sampling_rate": 0.2,
+    "noise_multiplier": 2.5,
+    "max_norm": 3.5,
+}
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_plans_that_differ_share_neither_batches_nor_noise(field):
+    # A larger rate with the same numbers would draw a batch that holds the other one.
+    other = dataclasses.replace(PLAN, **{field: CHANGES[field]})
+    batches = [list(each.sampler(state())) for each in (PLAN, other)]
+    assert not any(first == second for first, second in zip(*batches, strict=True))
+    sums, drawn = {"a": torch.zeros(10_000)}, []
+    for each in (PLAN, other):
+        sensitivity = Sensitivity(each.max_norm / each.expected_batch_size)
+        drawn.append(each.add_noise(sums, sensitivity, key=KEY, step=0)["a"])
+    found = float(torch.corrcoef(torch.stack(drawn))[0, 1])
+    assert abs(found) < 0.05
+
+
+def test_more_steps_leave_the_first_ones_as_they_were():
+    longer = dataclasses.replace(PLAN, steps=30, delta=1e-6)
+    assert list(longer.sampler(state()))[:20] == list(PLAN.sampler(state()))
+
+
+def test_noise_has_the_planned_standard_deviation():
+    sums = {"a": torch.zeros(1000, 100)}
+    noise = PLAN.add_noise(sums, Sensitivity(3.0 / 10.5), key=KEY, step=0)["a"]
+    expected = 2.0 * 3.0 / 10.5
+    relative = float((noise.double() ** 2).mean()) / expected**2
+    assert abs(relative - 1) < 3 * math.sqrt(2 / noise.numel())
+
+
+@pytest.mark.parametrize("samples", [0, 1, 7])
+def test_a_clipped_sum_made_by_the_plan_fits_it(samples):
+    def loss(params, buffers, x):
+        return (params["w"] * x).sum()
+
+    clipped = clipped_grad(
+        loss, max_norm=PLAN.max_norm, normalize_by=PLAN.expected_batch_size
+    )
+    x = 100 * torch.randn(samples, 4)
+    sums = clipped({"w": torch.ones(4)}, {}, x).grads
+    noisy = PLAN.add_noise(sums, clipped.sensitivity, key=KEY, step=1)
+    zeros = {"w": torch.zeros(4)}
+    noise = PLAN.add_noise(zeros, clipped.sensitivity, key=KEY, step=1)
+    torch.testing.assert_close(noisy["w"], sums["w"] + noise["w"])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [3.0, 3.0 / 10, 3.0 / 11, 3.0 / 10.5 * (1 + 1e-8), 3.0 / 105],
+    ids=["not divided", "floored", "size drawn", "slightly off", "data set size"],
+)
+def test_a_sensitivity_of_another_plan_is_refused(value):
+    with pytest.raises(ValueError, match=r"max_norm / expected_batch_size = 0.2857"):
+        PLAN.add_noise({}, Sensitivity(value), key=KEY, step=0)
+
+
+def test_a_sensitivity_equal_up_to_rounding_is_accepted():
+    value = 3.0 / 10.5 * (1 + 1e-10)
+    result = PLAN.add_noise({"a": torch.zeros(1)}, Sensitivity(value), key=KEY, step=0)
+    assert result["a"].isfinite().all()
+
+
+def test_a_bare_number_is_no_sensitivity():
+    with pytest.raises(TypeError, match=r"Plan.add_noise\(sensitivity=0.2857"):
+        PLAN.add_noise({}, 3.0 / 10.5, key=KEY, step=0)
+
+
+def test_an_infinite_sensitivity_is_refused():
+    with pytest.raises(ValueError, match="expected a finite sensitivity"):
+        PLAN.add_noise({}, Sensitivity(math.inf), key=KEY, step=0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dataset_size", 0),
+        ("dataset_size", 10.0),
+        ("sampling_rate", 0.0),
+        ("sampling_rate", 1.0001),
+        ("noise_multiplier", -0.1),
+        ("noise_multiplier", math.inf),
+        ("max_norm", 0.0),
+        ("max_norm", math.inf),
+        ("max_norm", math.nan),
+        ("steps", 0),
+        ("steps", 1.5),
+        ("delta", 0.0),
+        ("delta", 1.0),
+        ("accountant", "gdp"),
+    ],
+)
+def test_fields_out_of_range_are_refused(field, value):
+    with pytest.raises(ValueError, match=rf"Plan\({field}="):
+        dataclasses.replace(PLAN, **{field: value})
+
+
+def test_a_field_that_is_not_a_number_is_refused():
+    with pytest.raises(TypeError, match=r"Plan\(max_norm='1'\): expected a number"):
+        dataclasses.replace(PLAN, max_norm="1")
+
+
+def test_a_plan_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PLAN.noise_multiplier = 0.0

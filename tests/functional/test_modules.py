@@ -1,0 +1,600 @@
+"""Modules of torch.nn as they are: recorded, with the numbers of a loop.
+
+A sample has exactly the shapes that its case names, with or without batch dimensions.
+The reference runs the module itself in float64, one sample after another.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
+from torch.utils import _pytree as pytree
+
+import vgrad
+from tests import oracle
+from tests.persample.test_record import one_thread as one_thread
+from vgrad.persample.explain import EXPANDED
+
+EXACT = 1e-10
+B = 3
+# Torch says that it will not use nested tensors.
+pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+
+
+def symbols(high, *shape):
+    """Make a batch of integers below `high`."""
+    return torch.randint(high, (B, *shape), generator=torch.Generator().manual_seed(2))
+
+
+def padding(*shape):
+    """Make booleans of which each row's last are set, a number of them per sample."""
+    length = shape[-1]
+    kept = torch.arange(length, length - B, -1).view(B, *[1] * len(shape))
+    return (torch.arange(length) >= kept).expand(B, *shape)
+
+
+class Case(NamedTuple):
+    """A module, its sample, how it is called, and which parameters are expanded.
+
+    The sample is shapes of random numbers, or batches.
+    """
+
+    module: Callable[[], nn.Module]
+    sample: tuple
+    call: Callable[..., Any]
+    expanded: frozenset[str]
+
+
+def case(module, *sample, call=lambda module, *x: module(*x), expanded=()):
+    return Case(module, sample, call, frozenset(expanded))
+
+
+class Loss(nn.Module):
+    """Add up all that a module returns; with `first`, a layer stands in front of it."""
+
+    def __init__(self, inner: nn.Module, call: Callable, *, first: bool) -> None:
+        super().__init__()
+        self.inner = inner
+        self.call = call
+        self.first = nn.Parameter(torch.tensor(0.7)) if first else None
+
+    def forward(self, *x: Tensor) -> Tensor:
+        if self.first is not None:
+            x = [(a * self.first).sin() if a.is_floating_point() else a for a in x]
+        found = pytree.tree_leaves(self.call(self.inner, *x))
+        found = [each for each in found if isinstance(each, Tensor)]
+        return sum((n * each).sin().sum() for n, each in enumerate(found, 1))
+
+
+# Attention: E = 8 features in 2 heads, T = 5 queries, S = 7 keys.
+
+CAUSAL = torch.ones(5, 5, dtype=torch.bool).triu(1)
+BIAS = torch.linspace(-1, 1, 25, dtype=torch.float64).view(5, 5).sin()
+PER_HEAD = torch.linspace(-2, 2, 50, dtype=torch.float64).view(2, 5, 5).cos()
+UNWEIGHTED = {"need_weights": False}
+FIRST = {"batch_first": True}
+
+
+def itself(*sample, module=None, **options):
+    """Attend to the same sequence; `options` are those of the call."""
+    module = module or {}
+
+    def call(made, x, padding=None):
+        return made(x, x, x, key_padding_mask=padding, **options)
+
+    expanded = ["bias_k", "bias_v"] if "add_bias_kv" in module else []
+    make = partial(nn.MultiheadAttention, 8, 2, **module)
+    return case(make, *sample, call=call, expanded=expanded)
+
+
+def others(call, *sample, **options):
+    """Attend to other sequences; `options` are those of the module."""
+    sizes = {"kdim": sample[1][-1], "vdim": sample[-1][-1]}
+    make = partial(nn.MultiheadAttention, 8, 2, **sizes, **options)
+    return case(make, *sample, call=call)
+
+
+class Biased(nn.Module):
+    """Attention whose mask is a parameter, or is computed from the sample."""
+
+    def __init__(self, *shape: int, need_weights: bool, **options: Any) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(8, 2, batch_first=True, **options)
+        self.bias = nn.Parameter(torch.randn(shape))
+        self.need_weights = need_weights
+
+    def forward(self, x: Tensor, by: Tensor | None = None) -> tuple:
+        mask = self.bias if by is None else self.bias * by
+        return self.attend(x, x, x, attn_mask=mask, need_weights=self.need_weights)
+
+
+class Heads(nn.Module):
+    """Attention by the function alone, as models of today write it."""
+
+    def __init__(self, heads: int = 2, groups: int = 2, **options: Any) -> None:
+        super().__init__()
+        self.q = nn.Linear(8, heads * 4)
+        self.kv = nn.Linear(8, groups * 8, bias=False)
+        self.out = nn.Linear(heads * 4, 8)
+        self.options = options
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q = self.q(x).unflatten(-1, (-1, 4)).transpose(-3, -2)
+        k, v = self.kv(x).unflatten(-1, (-1, 8)).transpose(-3, -2).chunk(2, -1)
+        found = F.scaled_dot_product_attention(q, k, v, mask, **self.options)
+        return self.out(found.transpose(-3, -2).flatten(-2))
+
+
+class MaskedHeads(nn.Module):
+    """Attention with a relative position bias, as in T5 and Swin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = Heads()
+        self.table = nn.Embedding(9, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = torch.arange(5)
+        bias = self.table(place[:, None] - place + 4).permute(2, 0, 1)
+        return self.heads(x, bias)
+
+
+TOKENS, TIME, PADDED = (1, 5, 8), (5, 1, 8), padding(1, 5)
+TWO_MORE = {"add_bias_kv": True, "add_zero_attn": True}
+MASKED = {"attn_mask": CAUSAL, "is_causal": True}
+GROUPED = {"enable_gqa": True, "is_causal": True}
+THREE = ((5, 1, 8), (7, 1, 6), (7, 1, 3))
+ATTENTION = {
+    "itself": itself(TOKENS, module=FIRST),
+    "itself, no weights": itself(TOKENS, module=FIRST, **UNWEIGHTED),
+    "time first": itself(TIME),
+    "time first, no weights": itself(TIME, module={"bias": False}, **UNWEIGHTED),
+    "no batch": itself((5, 8)),
+    "no batch, no weights": itself((5, 8), module=FIRST, **UNWEIGHTED),
+    "a batch in a sample": itself((5, 3, 8)),
+    "weights of every head": itself(TOKENS, module=FIRST, average_attn_weights=False),
+    "keys and values": others(lambda m, x, z: m(x, z, z), TOKENS, (1, 7, 8), **FIRST),
+    "three inputs": others(lambda m, x, z: m(x, z, 2 * z), TIME, (7, 1, 8)),
+    "keys are queries": others(lambda m, x, z: m(x, x, z), TIME, TIME),
+    "values are queries": others(lambda m, x, z: m(x, z, x), TIME, TIME),
+    "kdim and vdim": others(lambda m, *x: m(*x), *THREE),
+    "kdim and vdim, no weights": others(
+        lambda m, *x: m(*x, **UNWEIGHTED), *THREE, bias=False
+    ),
+    "bias_kv": itself(TOKENS, module={"add_bias_kv": True, **FIRST}),
+    "bias_kv and a zero": itself(TIME, module=TWO_MORE),
+    "bias_kv, a zero, padding and a mask": itself(
+        TOKENS, PADDED, module={**TWO_MORE, **FIRST}, attn_mask=CAUSAL, **UNWEIGHTED
+    ),
+    "a zero": itself((5, 8), module={"add_zero_attn": True}),
+    "padding": itself(TOKENS, PADDED, module=FIRST),
+    "padding, no weights": itself(TIME, PADDED, **UNWEIGHTED),
+    "padding, no batch": itself((5, 8), padding(5)),
+    "causal": itself(TOKENS, module=FIRST, attn_mask=CAUSAL),
+    "causal, no weights": itself(TOKENS, module=FIRST, **MASKED, **UNWEIGHTED),
+    "causal and padding": itself(TOKENS, PADDED, module=FIRST, **MASKED, **UNWEIGHTED),
+    "bias": itself(TIME, attn_mask=BIAS),
+    "bias, no weights": itself(TIME, attn_mask=BIAS, **UNWEIGHTED),
+    "bias of every head": itself(TIME, attn_mask=PER_HEAD),
+    "bias of every head, no batch": itself((5, 8), attn_mask=PER_HEAD, **UNWEIGHTED),
+    "bias is a parameter": case(partial(Biased, 5, 5, need_weights=False), TOKENS),
+    "bias is a parameter, weights": case(
+        partial(Biased, 2, 5, 5, need_weights=True), TOKENS, expanded=["bias"]
+    ),
+    "bias is computed": case(
+        partial(Biased, 2, 5, 5, need_weights=False), TOKENS, (5, 5), expanded=["bias"]
+    ),
+    "dropout in evaluation": case(
+        lambda: Biased(5, 5, need_weights=False, dropout=0.5).eval(), TOKENS
+    ),
+    "function": case(Heads, TOKENS),
+    "function, no batch": case(Heads, (5, 8)),
+    "function, causal": case(partial(Heads, is_causal=True), TOKENS),
+    "function, scaled": case(partial(Heads, scale=0.3), TOKENS),
+    "function, groups": case(partial(Heads, 4, 2, enable_gqa=True), TOKENS),
+    "function, one group": case(partial(Heads, 4, 1, **GROUPED), (2, 5, 8)),
+    "function, padding": case(Heads, TOKENS, ~PADDED),
+    "function, shared mask": case(Heads, TOKENS, call=lambda m, x: m(x, ~CAUSAL)),
+    "function, mask with a gradient": case(Heads, TOKENS, (1, 2, 5, 5)),
+    "function, positions": case(MaskedHeads, TOKENS),
+}
+
+
+# Transformers.
+
+
+LAYERS_OF = {
+    "encoder": (nn.TransformerEncoderLayer, nn.TransformerEncoder),
+    "decoder": (nn.TransformerDecoderLayer, nn.TransformerDecoder),
+}
+
+
+def layer(kind: str, mode: str, **options: Any) -> nn.Module:
+    """Make a layer of width 8, as trained or as evaluated."""
+    made = LAYERS_OF[kind][0](8, 2, 12, **{"dropout": 0.0, **options})
+    return made.train(mode == "train")
+
+
+def stack(kind: str, mode: str, **options: Any) -> nn.Module:
+    made = LAYERS_OF[kind][1](layer(kind, mode, **options), 2, nn.LayerNorm(8))
+    return made.train(mode == "train")
+
+
+def transformer(mode: str, **options: Any) -> nn.Module:
+    return nn.Transformer(8, 2, 1, 2, 12, 0.0, **options).train(mode == "train")
+
+
+def encoded(module, x, padding, mask=None):
+    return module(x, mask, src_key_padding_mask=padding)
+
+
+def decoded(module, x, z):
+    return module(x, z, tgt_mask=CAUSAL, tgt_is_causal=True)
+
+
+def translated(module, z, x):
+    mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=x.dtype)
+    return module(z, x, tgt_mask=mask, tgt_is_causal=True)
+
+
+def transformers(mode: str, *, norm_first: bool) -> dict[str, Case]:
+    """Make the cases that are trained and evaluated, with both orders of norms."""
+    options, masked = {"norm_first": norm_first, **FIRST}, partial(encoded, mask=CAUSAL)
+    encoder, decoder = (partial(layer, kind, mode, **options) for kind in LAYERS_OF)
+    causal = partial(stack, "decoder", mode, **options)
+    both = partial(transformer, mode, **options)
+    found = {
+        "encoder layer": case(encoder, TOKENS),
+        "encoder layer, padded": case(encoder, TOKENS, PADDED, call=masked),
+        "decoder layer": case(decoder, TOKENS, (1, 7, 8)),
+        "decoder, causal": case(causal, TOKENS, (1, 7, 8), call=decoded),
+        "transformer": case(both, (1, 7, 8), TOKENS, call=translated),
+    }
+    return {f"{n}, {mode}{', norm first' * norm_first}": c for n, c in found.items()}
+
+
+ENCODER = partial(stack, "encoder")
+ENCODER_LAYER = partial(layer, "encoder", "eval")
+TRANSFORMERS = {
+    **transformers("train", norm_first=False),
+    **transformers("train", norm_first=True),
+    **transformers("eval", norm_first=False),
+    **transformers("eval", norm_first=True),
+    "encoder, train": case(partial(ENCODER, "train", **FIRST), TOKENS),
+    "encoder, eval": case(partial(ENCODER, "eval", **FIRST), TOKENS),
+    "encoder, padded": case(
+        partial(ENCODER, "train", **FIRST), TOKENS, PADDED, call=encoded
+    ),
+    "encoder, gelu, no bias": case(
+        partial(ENCODER, "train", activation="gelu", bias=False, norm_first=True), TIME
+    ),
+    "encoder, causal": case(
+        partial(ENCODER, "eval", norm_first=True),
+        TIME,
+        call=lambda m, x: m(x, mask=CAUSAL, is_causal=True),
+    ),
+    "encoder layer, time first": case(ENCODER_LAYER, TIME),
+    "encoder layer, no batch": case(ENCODER_LAYER, (5, 8)),
+    "encoder layer, dropout": case(
+        partial(ENCODER_LAYER, dropout=0.5, **FIRST), TOKENS
+    ),
+    "decoder layer, no batch": case(partial(layer, "decoder", "train"), (5, 8), (7, 8)),
+    "transformer, time first": case(partial(transformer, "train"), (7, 1, 8), TIME),
+}
+
+
+# Recurrent nets, as parts of small models.
+
+
+class Tagger(nn.Module):
+    """Reads symbols both ways, and scores each place and the whole."""
+
+    def __init__(self, kind: Callable[..., nn.Module], **options: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 4, padding_idx=0)
+        self.norm = nn.LayerNorm(4)
+        self.net = kind(4, 6, batch_first=True, **options)
+        width = (2 if self.net.bidirectional else 1) * (self.net.proj_size or 6)
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> tuple:
+        output, state = self.net(self.norm(self.table(x)))
+        return self.head(output), state
+
+
+class Started(nn.Module):
+    """Starts from a state that another part computes."""
+
+    def __init__(self, kind: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.state = nn.Linear(3, 8)
+        self.net = kind(3, 4, num_layers=2)
+
+    def forward(self, x: Tensor, start: Tensor) -> tuple:
+        h = self.state(start).view(2, -1, 4)
+        return self.net(x, (h, h.tanh()) if self.net.mode == "LSTM" else h)
+
+
+class Unrolled(nn.Module):
+    """Runs a cell over time, with a residual connection and another cell above."""
+
+    def __init__(self, below: nn.Module, above: nn.Module) -> None:
+        super().__init__()
+        self.below, self.above = below, above
+
+    def forward(self, x: Tensor) -> tuple:
+        one = two = None
+        for each in x:
+            one = self.below(each, one)
+            h = one[0] if isinstance(one, tuple) else one
+            two = self.above(each + h, two)
+        return one, two
+
+
+TWICE = {"num_layers": 2, "bidirectional": True}
+SYMBOLS = symbols(11, 1, 5)
+RECURRENT = {
+    "lstm": case(partial(Tagger, nn.LSTM, num_layers=2), SYMBOLS),
+    "lstm, both ways": case(partial(Tagger, nn.LSTM, **TWICE), SYMBOLS),
+    "lstm, projected": case(partial(Tagger, nn.LSTM, proj_size=2, **TWICE), SYMBOLS),
+    "gru": case(partial(Tagger, nn.GRU, **TWICE), SYMBOLS),
+    "rnn": case(partial(Tagger, nn.RNN, bias=False), SYMBOLS),
+    "rnn, relu": case(partial(Tagger, nn.RNN, nonlinearity="relu", **TWICE), SYMBOLS),
+    "lstm with a state": case(partial(Started, nn.LSTM), (5, 1, 3), (1, 3)),
+    "gru with a state": case(partial(Started, nn.GRU), (5, 1, 3), (1, 3)),
+    "lstm, dropout": case(lambda: nn.LSTM(3, 4, 2, dropout=0.5).eval(), (5, 1, 3)),
+    "cells of lstm and gru": case(
+        lambda: Unrolled(nn.LSTMCell(4, 4), nn.GRUCell(4, 4)), (5, 1, 4)
+    ),
+    "cells of rnn, no batch": case(
+        lambda: Unrolled(nn.RNNCell(4, 4), nn.RNNCell(4, 3, True, "relu")), (5, 4)
+    ),
+}
+
+
+# Convolutions and what stands between them.
+
+
+def evaluated(made: nn.Module) -> nn.Module:
+    """Make a norm as if it had seen data."""
+    with torch.no_grad():
+        made.running_mean.normal_()
+        made.running_var.uniform_(0.5, 2)
+        for each in made.parameters():
+            each.normal_()
+    return made.eval()
+
+
+def convolved(conv: Callable[..., nn.Module]) -> nn.Module:
+    return nn.Sequential(
+        conv(2, 4, 3, stride=2, padding=1),
+        nn.SiLU(),
+        conv(4, 4, 2, padding="same", groups=4, dilation=2),
+        conv(4, 2, 1, bias=False),
+    )
+
+
+def transposed(conv: Callable[..., nn.Module]) -> nn.Module:
+    return nn.Sequential(
+        conv(2, 4, 3, stride=2, output_padding=1),
+        nn.Tanh(),
+        conv(4, 2, 2, groups=2, padding=1, dilation=2, bias=False),
+    )
+
+
+PIXELS = (1, 2, 4, 4)
+CONVOLUTIONS = {
+    "conv1d": case(partial(convolved, nn.Conv1d), (1, 2, 9)),
+    "conv2d": case(partial(convolved, nn.Conv2d), (1, 2, 6, 5)),
+    "conv3d": case(partial(convolved, nn.Conv3d), (1, 2, 4, 5, 3)),
+    "conv transposed 1d": case(partial(transposed, nn.ConvTranspose1d), (1, 2, 4)),
+    "conv transposed 2d": case(partial(transposed, nn.ConvTranspose2d), (1, 2, 3, 2)),
+    "conv transposed 3d": case(
+        partial(transposed, nn.ConvTranspose3d), (1, 2, 2, 3, 2)
+    ),
+    "conv2d, no batch": case(lambda: nn.Conv2d(2, 3, 3), (2, 5, 5)),
+    "conv transposed, output size": case(
+        lambda: nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1),
+        (1, 2, 3, 3),
+        call=lambda m, x: m(x, output_size=[6, 6]),
+    ),
+    "classifier": case(
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 8, (3, 2), padding=(1, 0), stride=(1, 2)),
+            nn.ReLU(inplace=True),
+            nn.PixelShuffle(2),
+            nn.Conv2d(2, 2, 3, padding=1, padding_mode="replicate"),
+            nn.Unfold(2, stride=2),
+            nn.Conv1d(8, 8, 1),
+            nn.Fold((8, 4), 2, stride=2),
+            nn.PReLU(2),
+            nn.PixelUnshuffle(2),
+            nn.ChannelShuffle(2),
+            nn.ReflectionPad2d((1, 0, 1, 1)),
+            nn.Conv2d(8, 4, 2, padding="valid", groups=2),
+            nn.Upsample(size=(7, 5), mode="bilinear", align_corners=True),
+            nn.MaxPool2d(2),
+            nn.Conv2d(4, 2, 2),
+            nn.AdaptiveAvgPool2d((2, 1)),
+            nn.Flatten(),
+            nn.Linear(4, 3),
+        ),
+        PIXELS,
+        expanded=["7.weight"],
+    ),
+    "batch norm, evaluated": case(
+        lambda: nn.Sequential(nn.Conv1d(3, 4, 2), evaluated(nn.BatchNorm1d(4))),
+        (1, 3, 6),
+    ),
+    "batch norm 3d": case(lambda: evaluated(nn.BatchNorm3d(2)), (1, 2, 2, 3, 2)),
+    "group and instance norms": case(
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 2),
+            nn.GroupNorm(2, 4),
+            nn.Mish(),
+            nn.Conv2d(4, 3, 2, bias=False),  # a shift would have no gradient
+            nn.InstanceNorm2d(3, affine=True),
+            nn.GELU(),
+            nn.Conv2d(3, 2, 1),
+        ),
+        PIXELS,
+    ),
+    "instance norm": case(lambda: nn.InstanceNorm1d(3, affine=True), (1, 3, 5)),
+    "instance norm 3d": case(lambda: nn.InstanceNorm3d(2, affine=True), (2, 2, 3, 2)),
+    "instance norm, running statistics": case(
+        lambda: evaluated(nn.InstanceNorm2d(3, affine=True, track_running_stats=True)),
+        (1, 3, 3, 3),
+    ),
+}
+
+
+# Other layers.
+
+
+class LoRA(nn.Module):
+    """Adds a product of two thin matrices to a frozen layer, on a way of its own."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(rank, base.in_features))
+        self.up = nn.Parameter(torch.randn(base.out_features, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 0.5 * (x @ self.down.mT) @ self.up.mT
+
+
+class Merged(LoRA):
+    """Adds it to the weight instead."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.base.weight + 0.5 * self.up @ self.down
+        return F.linear(x, weight, self.base.bias)
+
+
+class Symmetric(nn.Module):
+    """A parametrization of one's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.triu() + x.triu(1).mT
+
+
+def symmetric(module: nn.Module) -> nn.Module:
+    return parametrize.register_parametrization(module, "weight", Symmetric())
+
+
+def wrapped(wrap: Callable, module: Callable, *sizes: int, **options: Any) -> Callable:
+    """Wrap a module's weight; spectral norms stay as they are."""
+    return lambda: nn.Sequential(wrap(module(*sizes), **options), nn.Tanh()).eval()
+
+
+class Tabular(nn.Module):
+    """Bags of symbols beside numbers, compared by a bilinear form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(9, 4, mode="sum", padding_idx=0)
+        self.numbers = nn.Linear(3, 5)
+        self.norm = nn.RMSNorm(5)
+        self.slope = nn.PReLU(5)
+        self.compare = nn.Bilinear(4, 5, 3)
+
+    def forward(self, bag: Tensor, x: Tensor) -> Tensor:
+        return self.compare(self.bag(bag), self.slope(self.norm(self.numbers(x))))
+
+
+class Mixture(nn.Module):
+    """Weighs the outputs of experts, whose weights are one tensor each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 3)
+        self.inner = nn.Parameter(torch.randn(3, 4, 6))
+        self.outer = nn.Parameter(torch.randn(3, 6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(torch.einsum("bti,eih->beth", x, self.inner))
+        found = torch.einsum("beth,eho->beto", hidden, self.outer)
+        return torch.einsum("beto,bte->bto", found, self.gate(x).softmax(-1))
+
+
+LAYERS = {
+    "bilinear": case(partial(nn.Bilinear, 3, 4, 2), (1, 3), (1, 4)),
+    "bilinear of sequences": case(partial(nn.Bilinear, 3, 4, 2), (1, 5, 3), (1, 5, 4)),
+    "prelu": case(nn.PReLU, (1, 9), expanded=["weight"]),
+    "bags": case(partial(nn.EmbeddingBag, 9, 4), symbols(9, 1, 5)),
+    "bags, maximum": case(partial(nn.EmbeddingBag, 9, 4, mode="max"), symbols(9, 2, 5)),
+    "tabular": case(Tabular, symbols(9, 1, 4), (1, 3), expanded=["slope.weight"]),
+    "norms": case(
+        lambda: nn.Sequential(
+            nn.RMSNorm(4),
+            nn.Linear(4, 6),
+            nn.LayerNorm((5, 6)),
+            nn.RMSNorm((5, 6)),
+            nn.LayerNorm(6, bias=False),
+        ),
+        (1, 5, 4),
+    ),
+    "group norm of vectors": case(lambda: nn.GroupNorm(2, 6), (1, 6)),
+    "adaptive softmax, all classes": case(
+        lambda: nn.AdaptiveLogSoftmaxWithLoss(6, 9, [3, 5], 2, head_bias=True),
+        (1, 6),
+        call=lambda m, x: m.log_prob(x),
+    ),
+    "weight norm": case(wrapped(weight_norm, nn.Linear, 4, 3), (1, 5, 4)),
+    "weight norm of a kernel": case(wrapped(weight_norm, nn.Conv2d, 2, 3, 2), PIXELS),
+    "spectral norm": case(wrapped(spectral_norm, nn.Linear, 4, 3), (1, 4)),
+    "spectral norm of a kernel": case(
+        wrapped(spectral_norm, nn.Conv1d, 2, 4, 3), (2, 5)
+    ),
+    "orthogonal": case(wrapped(orthogonal, nn.Linear, 4, 3), (1, 4)),
+    "orthogonal, householder": case(
+        wrapped(orthogonal, nn.Linear, 3, 4, orthogonal_map="householder"), (1, 3)
+    ),
+    "symmetric": case(wrapped(symmetric, nn.Linear, 4, 4), (1, 5, 4)),
+    "lora": case(lambda: LoRA(nn.Linear(4, 3), 2), (1, 5, 4)),
+    "lora, merged": case(lambda: Merged(nn.Linear(4, 3), 2), (1, 5, 4)),
+    "mixture": case(Mixture, (1, 5, 4)),
+}
+
+CASES = [ATTENTION, TRANSFORMERS, RECURRENT, CONVOLUTIONS, LAYERS]
+CASES = {name: each for cases in CASES for name, each in cases.items()}
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["alone", "behind"])
+@pytest.mark.parametrize("name", CASES)
+def test_modules_are_recorded_with_the_numbers_of_a_loop(name, first):
+    """Gradients, norms and the clipped sum; few parameters have copies for samples."""
+    module, sample, call, copied = CASES[name]
+    torch.manual_seed(0)
+    model = Loss(module(), call, first=first).double()
+    generator = torch.Generator().manual_seed(1)
+    randn = partial(torch.randn, generator=generator, dtype=torch.float64)
+    batch = tuple(x if isinstance(x, Tensor) else randn(B, *x) for x in sample)
+    expected = oracle.model_gradients(
+        model, lambda model, *one: model(*(leaf[0] for leaf in one)), batch, B
+    )
+    exact = oracle.norms(expected)
+    assert bool((exact > 1e-3).all())
+
+    loss, params, buffers = vgrad.make_functional_with_buffers(model)
+    params = {name: value.detach() for name, value in params.items()}
+    inputs, options = (params, buffers, *batch), {"strategy": "recorded"}
+    grads = vgrad.per_sample_grad(loss, **options)(*inputs)
+    assert oracle.error(grads, expected) <= EXACT
+    norms = vgrad.per_sample_norm(loss, **options)(*inputs)
+    torch.testing.assert_close(norms, exact, rtol=EXACT, atol=0)
+    bound = 0.9 * float(exact.mean())
+    clipped = vgrad.clipped_grad(loss, max_norm=bound, **options)(*inputs).grads
+    assert oracle.error(clipped, oracle.clipped(expected, bound)) <= EXACT
+
+    found = vgrad.explain(vgrad.per_sample_norm(loss))(*inputs)
+    assert found.strategy == "recorded"
+    names = {n for row in found.rows if EXPANDED in row.why for n in row.names}
+    assert names - {"first"} == {f"inner.{n}" for n in copied}

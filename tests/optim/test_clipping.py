@@ -1,0 +1,241 @@
+"""Clipping against torch and against formulas; the transforms are in the wrappers'."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.examples import examples
+from tests.optim.test_optim import assert_close, double, perceptron, random_gradients
+from vgrad.optim import (
+    adaptive_grad_clip,
+    centralize,
+    clip_by_block_rms,
+    clip_by_global_norm,
+    clip_by_value,
+    global_norm,
+    zero_nans,
+)
+
+SHAPES = {"conv": (5, 3, 2, 2), "linear": (4, 3), "bias": (4,), "scale": ()}
+
+
+def random(seed, factor=1.0):
+    zeros = {k: torch.zeros(s, dtype=torch.float64) for k, s in SHAPES.items()}
+    return {k: factor * g for k, g in random_gradients(zeros, seed=seed).items()}
+
+
+def clipped_by_torch(function, grads, bound):
+    leaves = {name: torch.zeros_like(g) for name, g in grads.items()}
+    for name, leaf in leaves.items():
+        leaf.grad = grads[name].clone()
+    function(list(leaves.values()), bound)
+    return {name: leaf.grad for name, leaf in leaves.items()}
+
+
+@pytest.mark.parametrize("bound", [1e-3, 0.7, 5.0, 100.0, math.inf])
+@pytest.mark.parametrize("factor", [1e-9, 1.0, 1e9])
+def test_the_global_norm_is_clipped_as_torch_does(bound, factor):
+    grads = random(0, factor)
+    found, _ = clip_by_global_norm(bound).update(grads, ())
+    assert_close(found, clipped_by_torch(torch.nn.utils.clip_grad_norm_, grads, bound))
+
+
+@pytest.mark.parametrize("bound", [0.3, 2.0, math.inf])
+def test_values_are_clipped_as_torch_does(bound):
+    grads = random(1)
+    found, _ = clip_by_value(bound).update(grads, ())
+    assert_close(found, clipped_by_torch(torch.nn.utils.clip_grad_value_, grads, bound))
+
+
+shapes = st.lists(st.lists(st.integers(0, 3), max_size=3).map(tuple), max_size=4)
+
+
+@given(shapes, st.floats(0.01, 10.0))
+@examples(40)
+def test_every_shape_is_clipped_as_torch_does(shapes, bound):
+    zeros = {str(i): torch.zeros(s).double() for i, s in enumerate(shapes)}
+    grads = random_gradients(zeros, seed=len(shapes))
+    norm = torch.nn.utils.get_total_norm(list(grads.values()))
+    torch.testing.assert_close(global_norm(grads).double(), norm.double())
+    for ours, theirs in [
+        (clip_by_global_norm(bound), torch.nn.utils.clip_grad_norm_),
+        (clip_by_value(bound), torch.nn.utils.clip_grad_value_),
+    ]:
+        found, _ = ours.update(grads, ())
+        expected = clipped_by_torch(theirs, grads, bound) if grads else {}
+        assert list(found) == list(expected)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_norm_that_is_not_finite_shows_as_in_torch(value):
+    grads = {"a": double([value, 1.0]), "b": double([1.0])}
+    found, _ = clip_by_global_norm(1.0).update(grads, ())
+    expected = clipped_by_torch(torch.nn.utils.clip_grad_norm_, grads, 1.0)
+    for name, wanted in expected.items():
+        torch.testing.assert_close(found[name], wanted, equal_nan=True, rtol=0, atol=0)
+
+
+def test_complex_gradients_have_the_norm_of_their_absolute_values():
+    grads = {"a": torch.tensor([3 + 4j], dtype=torch.complex128), "b": double([12.0])}
+    assert global_norm(grads).item() == pytest.approx(13.0, rel=1e-15)
+    found, _ = clip_by_global_norm(1.0).update(grads, ())
+    expected = clipped_by_torch(torch.nn.utils.clip_grad_norm_, grads, 1.0)
+    assert_close(found, expected)
+
+
+def test_the_norm_of_half_precision_is_summed_in_single_precision():
+    # The square of 300 overflows a float16, and ones beyond 2048 of them are lost.
+    grads = {"a": torch.full((1,), 300.0).half(), "b": torch.ones(10_000).half()}
+    expected = math.sqrt(300.0**2 + 10_000)
+    assert global_norm(grads).item() == pytest.approx(expected, rel=1e-6)
+    assert global_norm(grads).dtype == torch.float32
+    mixed = {"a": torch.ones(1), "b": double([1e-9])}
+    assert global_norm(mixed).dtype == torch.float64
+
+
+def test_no_gradients_have_no_norm():
+    assert global_norm({}).item() < 1e-18
+    assert global_norm({"w": None}).item() < 1e-18
+    assert clip_by_global_norm(1.0).update({"w": None}, ())[0] == {"w": None}
+
+
+@pytest.mark.parametrize("clip_norm", [0.5, 2.0])
+def test_each_member_is_clipped_by_its_own_norm(clip_norm):
+    members = [random(abs(k), 10.0**k) for k in range(-2, 2)]
+    stacked = {name: torch.stack([m[name] for m in members]) for name in SHAPES}
+    norms = clip_norm * double([1.0, 2.0, 3.0, 4.0])
+
+    def clip(norm, grads):
+        return clip_by_global_norm(norm).update(grads, ())[0]
+
+    found = torch.vmap(clip)(norms, stacked)
+    for index, (norm, grads) in enumerate(zip(norms.tolist(), members, strict=True)):
+        expected = clipped_by_torch(torch.nn.utils.clip_grad_norm_, grads, norm)
+        assert_close({name: f[index] for name, f in found.items()}, expected)
+
+
+@pytest.mark.parametrize("threshold", [0.2, 0.8, 3.0])
+def test_blocks_are_clipped_by_their_root_mean_squares(threshold):
+    grads = random(2)
+    found, _ = clip_by_block_rms(threshold).update(grads, ())
+    expected = {}
+    for name, grad in grads.items():
+        rms = math.sqrt(grad.square().mean().item())
+        expected[name] = grad / max(1.0, rms / threshold)
+    assert_close(found, expected)
+
+
+def test_blocks_without_entries_stay_empty_and_spoil_no_gradient():
+    def total(threshold):
+        grads = {"w": torch.zeros(0, 3).double()}
+        return clip_by_block_rms(threshold).update(grads, ())[0]["w"].sum()
+
+    assert torch.func.grad(total)(double(0.5)) == 0
+
+
+def units(value):
+    """The units of a parameter: rows of outputs, or the whole."""
+    if sum(size > 1 for size in value.shape) <= 1:
+        return [value]
+    return list(value)
+
+
+@pytest.mark.parametrize("clipping", [0.01, 0.5, 10.0])
+@pytest.mark.parametrize("eps", [1e-3, 1.0])
+def test_each_unit_is_clipped_relative_to_its_parameters(clipping, eps):
+    grads, params = random(3), random(4, 0.5)
+    shapes = {"row": (1, 6), "column": (6, 1), "one": (1, 1), "sequence": (3, 2, 4)}
+    for seed, tree in ((5, grads), (6, params)):
+        zeros = {k: torch.zeros(s, dtype=torch.float64) for k, s in shapes.items()}
+        tree.update(random_gradients(zeros, seed=seed))
+    grads["linear"][1] = 0.0
+    params["linear"][2] = 0.0
+    found, _ = adaptive_grad_clip(clipping, eps=eps).update(grads, (), params)
+    for name, grad in grads.items():
+        parts = zip(units(found[name]), units(grad), units(params[name]), strict=True)
+        for clipped, g, p in parts:
+            norm, bound = g.norm().item(), clipping * max(p.norm().item(), eps)
+            expected = g * bound / norm if norm >= bound else g
+            torch.testing.assert_close(clipped, expected, rtol=1e-12, atol=0)
+
+
+def test_centred_gradients_have_units_of_mean_zero():
+    grads = random(5)
+    found, state = centralize().update(grads, ())
+    assert state == ()
+    for name in ("conv", "linear"):
+        rows = grads[name].flatten(1)
+        expected = (rows - rows.mean(1, keepdim=True)).reshape(grads[name].shape)
+        torch.testing.assert_close(found[name], expected, rtol=1e-12, atol=1e-15)
+    for name in ("bias", "scale"):
+        assert torch.equal(found[name], grads[name])
+
+
+def test_nans_become_zeros_and_are_reported_by_name():
+    grads = {
+        "a": double([math.nan, 1.0, math.inf]),
+        "b": double([-math.inf]),
+        "c": None,
+    }
+    tx = zero_nans()
+    state = tx.init({name: torch.zeros(1) for name in grads})
+    updates, state = tx.update(grads, state)
+    assert updates["a"].tolist() == [0.0, 1.0, math.inf]
+    assert updates["b"].tolist() == [-math.inf]
+    assert updates["c"] is None
+    assert {k: bool(f) for k, f in state.found.items()} == dict(
+        a=True, b=False, c=False
+    )
+    _, state = tx.update({**grads, "a": None}, state)
+    assert state.found["a"]
+    _, state = tx.update({**grads, "a": double([1.0])}, state)
+    assert not state.found["a"]
+
+
+def test_nans_of_one_member_are_that_members_alone():
+    grads = {"w": double([[1.0, math.nan], [2.0, 3.0]])}
+    tx = zero_nans()
+    updates, state = torch.vmap(tx.update)(grads, torch.vmap(tx.init)(grads))
+    assert updates["w"].tolist() == [[1.0, 0.0], [2.0, 3.0]]
+    assert state.found["w"].tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: clip_by_value(0.0), r"clip_by_value\(clip_value=0.0\): expected clip"),
+        (lambda: clip_by_global_norm(-1.0), r"clip_by_global_norm\(max_norm=-1.0\)"),
+        (lambda: clip_by_block_rms(math.nan), r"clip_by_block_rms\(threshold=nan\)"),
+        (lambda: adaptive_grad_clip(0.0), r"adaptive_grad_clip\(clipping=0.0\): exp"),
+        (lambda: adaptive_grad_clip(1.0, eps=0.0), r"adaptive_grad_clip\(eps=0.0\)"),
+        (
+            lambda: adaptive_grad_clip(1.0).update({"w": torch.ones(1)}, ()),
+            r"adaptive_grad_clip\(params=None\): expected the parameters, got none",
+        ),
+        (
+            lambda: adaptive_grad_clip(1.0).update({}, (), {"w": torch.ones(1)}),
+            r"adaptive_grad_clip\(grads\): expected the names.*missing: 'w'",
+        ),
+        (
+            lambda: zero_nans().update({}, zero_nans().init({"w": torch.ones(1)})),
+            r"zero_nans\(grads\): expected the names.*missing: 'w'",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    "make", [clip_by_value, clip_by_global_norm, clip_by_block_rms, adaptive_grad_clip]
+)
+def test_bounds_per_member_are_refused_outside_vmap(make):
+    params, _ = perceptron()
+    with pytest.raises(ValueError, match=r"of shape \(2,\).*without dimensions"):
+        make(double([1.0, 2.0])).update(params, (), params)

@@ -1,0 +1,529 @@
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+import vgrad
+from tests import cases, oracle
+from tests.examples import examples
+from vgrad import per_sample_gram, per_sample_projection
+from vgrad.persample import analysis
+
+STRATEGIES = ("recorded", "vmap", "loop")
+NAMES = ("mlp", "cnn", "grouped_conv", "padding_idx", "tied", "two_calls_and_unused")
+
+
+def build(name, size, dtype=torch.float64):
+    torch.manual_seed(0)
+    case = cases.CASES[name]
+    model = case.model().to(dtype)
+    batch = pytree.tree_map_only(
+        torch.Tensor,
+        lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf,
+        case.batch(size),
+    )
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    params = {name: value.detach() for name, value in params.items()}
+    loss = vgrad.sample_loss(fmodel, case.criterion)
+    return (
+        loss,
+        params,
+        buffers,
+        batch,
+        oracle.model_gradients(model, case.run, batch, size),
+    )
+
+
+def rows(batch, index):
+    return pytree.tree_map_only(torch.Tensor, lambda leaf: leaf[index], batch)
+
+
+def products(expected):
+    """Inner products of the reference's gradients, [B, B]."""
+    return sum(g.flatten(1) @ g.flatten(1).T for g in expected.values())
+
+
+def close(found, exact, tolerance=1e-10):
+    scale = exact.abs().max().clamp(min=1e-30) if exact.numel() else 1.0
+    assert found.shape == exact.shape
+    gap = (found.double() - exact).abs()
+    assert not gap.numel() or float(gap.max() / scale) < tolerance
+
+
+def inner(params, buffers, sample):
+    return sum((params[name] * value).sum() for name, value in sample.items())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "chunk_size"),
+    [("recorded", None), ("recorded", 2), ("vmap", 2), ("loop", None)],
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gram_matrix_and_projections_equal_the_reference(
+    name, strategy, chunk_size
+):
+    loss, params, buffers, batch, expected = build(name, 5)
+    exact = products(expected)
+    directions = {
+        key: directions_of(key, value.shape, 7, "rademacher", seed=3)
+        for key, value in params.items()
+    }
+    projected = sum(g.flatten(1) @ directions[n].T for n, g in expected.items())
+    options = {"strategy": strategy, "chunk_size": chunk_size}
+    gram = per_sample_gram(loss, **options)
+    whole = gram(params, buffers, *batch)
+    close(whole, exact)
+    assert torch.equal(whole, whole.T)
+    norms = vgrad.per_sample_norm(loss, **options)(params, buffers, *batch)
+    close(whole.diagonal(), norms.square())
+    cross = gram(params, buffers, *rows(batch, slice(3)), cross=batch)
+    close(cross, exact[:3])
+    project = per_sample_projection(loss, 7, seed=3, **options)
+    close(project(params, buffers, *batch), projected)
+
+
+@pytest.mark.parametrize("by_factors", [True, False])
+@pytest.mark.parametrize("name", ["cnn", "circular_conv", "flattened", "tied"])
+def test_both_forms_of_products_and_projections_are_right(
+    name, by_factors, monkeypatch
+):
+    for choice in ("cross_by_gram", "project_factors"):
+        monkeypatch.setattr(
+            f"vgrad.persample.factors.costs.{choice}", lambda *_: by_factors
+        )
+    loss, params, buffers, batch, expected = build(name, 4)
+    gram = per_sample_gram(loss, strategy="recorded")
+    close(gram(params, buffers, *batch), products(expected))
+    project = per_sample_projection(loss, 7, seed=3, strategy="recorded")
+    directions = {
+        key: directions_of(key, value.shape, 7, "rademacher", seed=3)
+        for key, value in params.items()
+    }
+    projected = sum(g.flatten(1) @ directions[n].T for n, g in expected.items())
+    close(project(params, buffers, *batch), projected)
+
+
+def directions_of(name, shape, dim, kind, seed):
+    """Directions that one parameter gets, [dim, P], as projections of unit vectors."""
+    size = math.prod(shape)
+    units = torch.eye(size, dtype=torch.float64).view(size, *shape)
+    compute = per_sample_projection(inner, dim, seed=seed, kind=kind, strategy="vmap")
+    return compute({name: torch.zeros(shape).double()}, {}, {name: units}).T
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["cnn", "tied"])
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_small_batches_have_small_results(name, size, strategy):
+    loss, params, buffers, batch, expected = build(name, 2)
+    batch = rows(batch, slice(size))
+    exact = products({name: each[:size] for name, each in expected.items()})
+    found = per_sample_gram(loss, strategy=strategy)(params, buffers, *batch)
+    close(found, exact)
+    project = per_sample_projection(loss, 4, seed=0, strategy=strategy)
+    found = project(params, buffers, *batch)
+    assert found.shape == (size, 4)
+    assert found.dtype == torch.float64
+
+
+def test_an_empty_batch_does_not_run_the_loss():
+    def loss(params, buffers, x):
+        raise AssertionError("the loss ran")
+
+    params, x = {"w": torch.ones(2, dtype=torch.bfloat16)}, torch.ones(0, 2)
+    found = per_sample_gram(loss)(params, {}, x)
+    assert (found.shape, found.dtype) == ((0, 0), torch.float32)
+    found = per_sample_gram(loss, groups="parameter")(params, {}, x, cross=(x,))
+    assert found["w"].shape == (0, 0)
+    project = per_sample_projection(loss, 3, seed=0, has_aux=True)
+    found, aux = project(params, {}, x)
+    assert (found.shape, found.dtype, aux) == ((0, 3), torch.float32, None)
+
+
+@examples(40)
+@given(
+    shapes=st.lists(
+        st.lists(st.integers(0, 3), max_size=3).map(tuple), min_size=1, max_size=3
+    ),
+    size=st.integers(1, 4),
+    others=st.integers(1, 4),
+    chunk_size=st.sampled_from([None, 1, 3]),
+    strategy=st.sampled_from(STRATEGIES),
+)
+def test_parameters_of_any_shape_have_products_and_projections(
+    shapes, size, others, chunk_size, strategy
+):
+    generator = torch.Generator().manual_seed(size)
+    params = {str(n): torch.zeros(shape).double() for n, shape in enumerate(shapes)}
+    batch, cross = (
+        {
+            name: torch.randn(count, *value.shape, generator=generator).double()
+            for name, value in params.items()
+        }
+        for count in (size, others)
+    )
+    options = {"strategy": strategy, "chunk_size": chunk_size}
+    gram = per_sample_gram(inner, **options)
+    pairs = [
+        (
+            batch[n].reshape(size, -1 if v.numel() else 0),
+            cross[n].reshape(others, -1 if v.numel() else 0),
+        )
+        for n, v in params.items()
+    ]
+    close(gram(params, {}, batch), sum(a @ a.T for a, _ in pairs))
+    close(gram(params, {}, batch, cross=(cross,)), sum(a @ b.T for a, b in pairs))
+    project = per_sample_projection(inner, 5, seed=1, **options)
+    found = project(params, {}, batch)
+    alone = [
+        per_sample_projection(inner, 5, seed=1)({n: v}, {}, {n: batch[n]})
+        for n, v in params.items()
+    ]
+    close(found, sum(alone))
+
+
+@pytest.mark.parametrize(
+    "groups", ["parameter", "layer", {"a": "0.*", "b": "3.weight"}]
+)
+def test_groups_have_gram_matrices_of_their_own(groups):
+    loss, params, buffers, batch, expected = build("padding_idx", 4)
+    groups = {"a": "0.*", "b": "2.weight"} if isinstance(groups, dict) else groups
+    found = per_sample_gram(loss, groups=groups)(params, buffers, *batch)
+    norms = vgrad.per_sample_norm(loss, groups=groups)(params, buffers, *batch)
+    assert found.keys() == norms.keys()
+    for group in found:
+        close(found[group].diagonal(), norms[group].square())
+    cross = per_sample_gram(loss, groups=groups)(params, buffers, *batch, cross=batch)
+    for group in found:
+        close(cross[group], found[group])
+    if not isinstance(groups, dict):
+        close(sum(found.values()), products(expected))
+    with pytest.raises(ValueError, match="per_sample_gram.*matches none"):
+        per_sample_gram(loss, groups={"a": "x"})(params, buffers, *batch)
+
+
+def test_the_two_batches_may_have_sequences_of_different_length():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3)).double()
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    loss = vgrad.sample_loss(fmodel, lambda out, y: F.cross_entropy(out.mean(1), y))
+    long = torch.randint(9, (3, 7)), torch.randint(3, (3,))
+    short = torch.randint(9, (4, 2)), torch.randint(3, (4,))
+    left, right = (
+        vgrad.per_sample_grad(loss)(params, buffers, *batch) for batch in (long, short)
+    )
+    exact = sum(left[n].flatten(1) @ right[n].flatten(1).T for n in left).detach()
+    for strategy in STRATEGIES:
+        gram = per_sample_gram(loss, strategy=strategy, chunk_size=3)
+        close(gram(params, buffers, *long, cross=short).detach(), exact)
+
+
+def test_a_second_batch_must_be_a_tuple():
+    gram, params, x = per_sample_gram(inner), {"w": torch.ones(2)}, torch.ones(2, 2)
+    with pytest.raises(TypeError, match=r"cross.*\(x, y\), got a Tensor"):
+        gram(params, {}, {"w": x}, cross=x)
+    with pytest.raises(ValueError, match="one batch size, got no tensor"):
+        gram(params, {}, {"w": x}, cross=())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "chunk_size"), [("recorded", None), ("recorded", 2), ("vmap", None)]
+)
+@pytest.mark.parametrize("name", ["mlp", "cnn", "padding_idx", "tied"])
+def test_a_sample_that_is_not_finite_spoils_its_own_entries_alone(
+    name, strategy, chunk_size
+):
+    loss, params, buffers, batch, expected = build(name, 5)
+
+    def scaled(params, buffers, *sample):
+        *sample, factor = sample
+        return loss(params, buffers, *sample) * factor
+
+    options = {"strategy": strategy, "chunk_size": chunk_size}
+    factors = torch.tensor([1.0, torch.inf, 1.0, 1.0, torch.nan]).double()
+    fine = factors.isfinite()
+    exact = products(expected)
+    gram = per_sample_gram(scaled, groups="parameter", **options)
+    for second in ({}, {"cross": (*batch, factors)}):
+        found = gram(params, buffers, *batch, factors, **second)
+        for each in found.values():
+            assert torch.equal(each.isfinite(), fine[:, None] & fine)
+        close(sum(found.values())[fine][:, fine], exact[fine][:, fine])
+    project = per_sample_projection(scaled, 6, seed=0, **options)
+    found = project(params, buffers, *batch, factors)
+    assert torch.equal(found.isfinite(), fine[:, None].expand(5, 6))
+    plain = per_sample_projection(loss, 6, seed=0, **options)
+    close(found[fine], plain(params, buffers, *batch)[fine])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_rows_that_are_not_finite_show_where_no_index_is_common(strategy):
+    def loss(params, buffers, index, factor):
+        return (F.embedding(index, params["w"]) * factor).sum()
+
+    params, index = {"w": torch.ones(5, 2)}, torch.tensor([[0, 1], [2, 3], [3, 3]])
+    factors = torch.tensor([torch.inf, 1.0, 1.0])
+    found = per_sample_gram(loss, strategy=strategy)(params, {}, index, factors)
+    assert not bool(found[0].isfinite().any() | found[:, 0].isfinite().any())
+    torch.testing.assert_close(found[1:, 1:], torch.tensor([[4.0, 4.0], [4.0, 8.0]]))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_results_of_low_precision_are_float32_and_ignore_autocast(strategy):
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3).bfloat16()
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    loss = vgrad.sample_loss(fmodel, F.cross_entropy)
+    batch = torch.randn(4, 6).bfloat16(), torch.randint(3, (4,))
+    grads = vgrad.per_sample_grad(loss, strategy=strategy)(params, buffers, *batch)
+    exact = products({name: g.detach().double() for name, g in grads.items()})
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled), torch.no_grad():
+            gram = per_sample_gram(loss, strategy=strategy)
+            found = gram(params, buffers, *batch)
+            cross = gram(params, buffers, *batch, cross=batch)
+            project = per_sample_projection(loss, 50, seed=0, strategy=strategy)
+            sketch = project(params, buffers, *batch)
+        assert found.dtype == sketch.dtype == torch.float32
+        # Recorded gradients of one position are products that were never rounded.
+        close(found, exact, 1e-2)
+        close(cross, exact, 1e-2)
+        close(found, cross.double(), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_complex_parameters_count_as_pairs_of_real_ones(dtype):
+    def loss(params, buffers, x):
+        return (params["w"] * x).abs().square().sum()
+
+    torch.manual_seed(0)
+    w, x = torch.randn(2, 3, 2, dtype=dtype), torch.randn(2, 3, 2, dtype=dtype)
+    params = {"w": torch.view_as_complex(w)}
+    x = torch.view_as_complex(x)
+    for strategy in STRATEGIES:
+        grads = vgrad.per_sample_grad(loss, strategy=strategy)(params, {}, x)["w"]
+        flat = torch.view_as_real(grads).flatten(1)
+        found = per_sample_gram(loss, strategy=strategy)(params, {}, x)
+        assert found.dtype == dtype
+        close(found, (flat @ flat.T).double(), 1e-5)
+        assert torch.equal(found, found.T)
+        project = per_sample_projection(loss, 40_000, seed=0, strategy=strategy)
+        sketch = project(params, {}, x)
+        assert sketch.dtype == dtype
+        close(sketch @ sketch.T, found.double(), 0.1)
+
+
+def test_all_samples_of_both_batches_draw_the_same():
+    def loss(params, buffers, x):
+        return (params["w"] * F.dropout(x, 0.5)).sum()
+
+    params, x = {"w": torch.ones(50)}, torch.randn(3, 50)
+    options = {"randomness": "same", "chunk_size": 2}
+    for strategy in STRATEGIES:
+        gram = per_sample_gram(loss, strategy=strategy, **options)
+        torch.manual_seed(0)
+        whole = gram(params, {}, x)
+        torch.manual_seed(0)
+        cross = gram(params, {}, x, cross=(x,))
+        torch.testing.assert_close(whole, cross)
+
+
+@pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
+def test_directions_depend_on_seed_name_and_shape_alone(kind):
+    loss, params, buffers, batch, _ = build("mlp", 5)
+    options = {"seed": 2, "kind": kind}
+    whole = per_sample_projection(loss, 9, **options)(params, buffers, *batch)
+    assert torch.equal(
+        whole, per_sample_projection(loss, 9, **options)(params, buffers, *batch)
+    )
+    part = per_sample_projection(loss, 9, **options)
+    close(part(params, buffers, *rows(batch, slice(1, 3))), whole[1:3], 1e-12)
+    backwards = dict(reversed(params.items()))
+    close(part(backwards, buffers, *batch), whole, 1e-12)
+    single = {name: value.float() for name, value in params.items()}
+    x, y = batch
+    close(part(single, buffers, x.float(), y), whole, 1e-5)
+    frozen, constant = vgrad.freeze(params, buffers, "0.*")
+    other, rest = vgrad.freeze(params, buffers, "2.*")
+    split = part(frozen, constant, *batch) + part(other, rest, *batch)
+    close(split, whole, 1e-12)
+
+    shape = (4, 3)
+    found = directions_of("w", shape, 6, kind, seed=0)
+    assert torch.equal(found, directions_of("w", shape, 6, kind, seed=0))
+    for name, seed in (("v", 0), ("w", 1)):
+        assert not torch.equal(found, directions_of(name, shape, 6, kind, seed=seed))
+    for shape in ((4, 3), (3, 4)):
+        each = directions_of("w", shape, 6, kind, seed=0).view(6, *shape)
+        assert torch.linalg.matrix_rank(each).tolist() == [1] * 6
+    if kind == "rademacher":
+        torch.testing.assert_close(found.abs() * 6**0.5, torch.ones_like(found))
+
+
+def test_directions_stay_the_same_from_run_to_run():
+    found = directions_of("w", (6,), 2, "rademacher", seed=0).sign().long()
+    assert found.tolist() == [[1, -1, -1, 1, 1, -1], [1, -1, -1, 1, 1, 1]]
+
+
+def test_seeds_that_share_their_low_bits_have_other_directions():
+    a, b = (directions_of("w", (8,), 4, "gaussian", seed=s) for s in (5, 5 + 2**32))
+    assert not torch.equal(a, b)
+
+
+def test_directions_are_drawn_once_and_global_generators_stay(monkeypatch):
+    loss, params, buffers, batch, _ = build("mlp", 5)
+    drawn = []
+    original = analysis._Directions._draw
+
+    def counted(self, source, size):
+        drawn.append(size)
+        return original(self, source, size)
+
+    monkeypatch.setattr(analysis._Directions, "_draw", counted)
+    before = torch.get_rng_state(), np.random.get_state()[1].copy()
+    project = per_sample_projection(loss, 9, seed=0, chunk_size=2)
+    project(params, buffers, *batch)
+    project(params, buffers, *rows(batch, slice(2)))
+    assert sorted(drawn) == [3, 3, 5, 8, 8, 8]
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert np.array_equal(before[1], np.random.get_state()[1])
+
+
+def spread(g, h, *, structured):
+    """Variance of one direction's product for normal numbers, as documented."""
+    whole = [torch.cat([part.flatten() for part in each]) for each in (g, h)]
+    left, right = whole
+    found = left.square().sum() * right.square().sum() + (left @ right) ** 2
+    if structured:
+        a, b = g[0], h[0]
+        squares = (a.T @ b).square().sum() + (a @ b.T).square().sum()
+        found = found + 2 * (squares + (a @ b.T @ a @ b.T).trace())
+    return float(found)
+
+
+GENERATOR = torch.Generator().manual_seed(0)
+RANK_ONE = torch.outer(torch.tensor([1.0, -2.0, 0.5]), torch.tensor([1.0, 0.3]))
+PAIRS = {
+    "rank one": (RANK_ONE, torch.zeros(2), RANK_ONE, torch.zeros(2)),
+    "any": tuple(torch.randn(s, generator=GENERATOR) for s in ((3, 2), (2,)) * 2),
+    "identity": (torch.eye(3, 2), torch.ones(2), torch.eye(3, 2), -torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_products_of_normal_projections_have_the_mean_and_variance_documented(pair):
+    a, b, c, d = (each.double() for each in PAIRS[pair])
+    dim = 400_000
+    batch = {"w": torch.stack([a, c]), "b": torch.stack([b, d])}
+    params = {"w": torch.zeros(3, 2).double(), "b": torch.zeros(2).double()}
+    project = per_sample_projection(inner, dim, seed=11, kind="gaussian")
+    left, right = project(params, {}, batch) * dim**0.5
+    each = left * right
+    exact = (a * c).sum() + (b * d).sum()
+    variance = spread((a, b), (c, d), structured=True)
+    plain = spread((a, b), (c, d), structured=False)
+    assert abs(float(each.mean() - exact)) < 5 * (variance / dim) ** 0.5
+    assert float(each.var()) == pytest.approx(variance, rel=0.15)
+    assert plain <= variance <= 4 * plain * (1 + 1e-12)
+    if pair == "rank one":
+        assert variance == pytest.approx(4 * plain)
+    # Against directions without structure, which the same parameters get when flat.
+    flat = {name: value.flatten(1) for name, value in batch.items()}
+    zeros = {name: value[0] * 0 for name, value in flat.items()}
+    left, right = project(zeros, {}, flat) * dim**0.5
+    assert float((left * right).var()) == pytest.approx(plain, rel=0.05)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_products_of_signed_projections_vary_as_all_signs_together(pair):
+    a, b, c, d = (each.double() for each in PAIRS[pair])
+    signs = torch.tensor(list(itertools.product([-1.0, 1.0], repeat=7))).double()
+    u, v, s = signs[:, :3], signs[:, 3:5], signs[:, 5:]
+    left = torch.einsum("ko,oi,ki->k", u, a, v) + s @ b
+    right = torch.einsum("ko,oi,ki->k", u, c, v) + s @ d
+    exact, variance = (left * right).mean(), (left * right).var(correction=0)
+    torch.testing.assert_close(exact, (a * c).sum() + (b * d).sum())
+    assert float(variance) <= spread((a, b), (c, d), structured=True)
+    dim = 200_000
+    batch = {"w": torch.stack([a, c]), "b": torch.stack([b, d])}
+    params = {"w": torch.zeros(3, 2).double(), "b": torch.zeros(2).double()}
+    left, right = per_sample_projection(inner, dim, seed=12)(params, {}, batch)
+    each = left * right * dim
+    assert abs(float(each.mean() - exact)) < 5 * float(variance / dim) ** 0.5 + 1e-9
+    assert float(each.var()) == pytest.approx(float(variance), rel=0.05, abs=1e-9)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_aux_is_stacked_beside_a_projection(strategy):
+    def loss(params, buffers, x):
+        return (params["w"] * x).sum(), {"x": x}
+
+    options = {"strategy": strategy, "chunk_size": 2, "has_aux": True}
+    project = per_sample_projection(loss, 3, seed=0, **options)
+    x = torch.randn(5, 2)
+    found, aux = project({"w": torch.ones(2)}, {}, x)
+    assert found.shape == (5, 3)
+    assert torch.equal(aux["x"], x)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dim": 0, "seed": 0}, r"dim=0\): expected a whole number >= 1"),
+        ({"dim": 2, "seed": -1}, r"seed=-1\): expected a whole number >= 0"),
+        ({"dim": 2, "seed": 0.5}, r"seed=0.5\): expected a whole number"),
+        ({"dim": 2, "seed": 0, "kind": "sparse"}, "'rademacher', 'gaussian'"),
+    ],
+)
+def test_options_of_a_projection_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        per_sample_projection(inner, **options)
+    with pytest.raises(TypeError, match="seed"):
+        per_sample_projection(inner, 2)  # a seed is never chosen for the caller
+
+
+def test_recorded_results_are_constants_and_those_of_vmap_have_derivatives():
+    w = torch.tensor([1.0, 2.0], requires_grad=True)
+    x = torch.tensor([[1.0, 1.0], [0.0, 3.0]])
+
+    def loss(params, buffers, x):
+        return (params["w"] * x).square().sum()
+
+    for make in (
+        per_sample_gram,
+        lambda *a, **k: per_sample_projection(*a, 3, seed=0, **k),
+    ):
+        with pytest.raises(RuntimeError, match='strategy="vmap"'):
+            make(loss)({"w": w}, {}, x).sum().backward()
+
+    def trace(w):
+        return per_sample_gram(loss, strategy="vmap")({"w": w}, {}, x).trace()
+
+    (found,) = torch.autograd.grad(trace(w), w)
+    torch.testing.assert_close(found, 8 * w.detach() * x.pow(4).sum(0))
+
+
+def test_both_work_inside_transforms_and_inference_mode():
+    def loss(params, buffers, x):
+        return (params["w"] * x).square().sum()
+
+    members = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
+    x = torch.randn(3, 2, generator=torch.Generator().manual_seed(0))
+    project = per_sample_projection(loss, 4, seed=0)
+    for compute in (per_sample_gram(loss), project):
+        alone = torch.stack([compute({"w": w}, {}, x) for w in members])
+        mapped = torch.vmap(lambda w, c=compute: c({"w": w}, {}, x))(members)
+        torch.testing.assert_close(mapped, alone)
+        with torch.inference_mode():
+            again = torch.stack([compute({"w": w}, {}, x) for w in members])
+        torch.testing.assert_close(again, alone)
+    fresh = per_sample_projection(loss, 4, seed=0)
+    mapped = torch.vmap(lambda w: fresh({"w": w}, {}, x))(members)
+    torch.testing.assert_close(mapped[0], project({"w": members[0]}, {}, x))

@@ -1,0 +1,550 @@
+"""No sample adds more than its bound, and none is lost, whatever its size.
+
+Inputs and gradients at the outputs have sizes of their own, from the smallest numbers
+of float32 to the largest, so that a gradient of ordinary size may be made of numbers at
+either end of the range.
+"""
+
+import contextlib
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+import vgrad
+from tests import oracle
+from tests.examples import examples
+from vgrad.ensemble import ensemble_clipped_grad
+from vgrad.precision import StaticLossScale
+from vgrad.training import TrainState, private_step
+
+STRATEGIES = ("recorded", "vmap", "loop")
+HALF = {torch.float16: 65504.0, torch.bfloat16: 3.3e38}
+LARGEST = 3.4e38
+"""Of float32."""
+
+
+def linear(w, x, g):
+    return (F.linear(x, w) * g).sum()
+
+
+def convolved(w, x, g):
+    return (F.conv1d(x, w, padding=1) * g).sum()
+
+
+def looked_up(w, x, g):
+    index = torch.arange(g.shape[0], device=w.device) * 3 % len(w)
+    return (F.embedding(index, w) * g).sum()
+
+
+def tied(w, x, g):
+    return linear(w, x, g) + looked_up(w, x, g.mT[:3])
+
+
+def twice(w, x, g):
+    return linear(w, x[:1], g[:1]) + linear(w, x[1:].tanh(), g[1:])
+
+
+def in_parts(w, x, g):
+    return linear(w[:2], x, g[:, :2]) + linear(w[2:], x, g[:, 2:])
+
+
+def transposed(w, x, g):
+    return (x @ w.t() * g).sum()
+
+
+def elementwise(w, x, g):
+    return ((w * x) * g).sum()
+
+
+def normalised(w, x, g):
+    # Squares of what is normalised would be infinite in float32.
+    return (F.layer_norm(x.sign(), x.shape[-1:], w) * g).sum()
+
+
+def grouped(w, x, g):
+    return (F.conv1d(x, w, groups=2) * g).sum()
+
+
+OPS = {
+    "linear": (linear, (4, 3), (1, 3), (1, 4)),
+    "linear, products": (linear, (4, 3), (2, 3), (2, 4)),
+    "linear, many products": (linear, (64, 64), (30, 64), (30, 64)),
+    "linear, direct": (linear, (2, 3), (40, 3), (40, 2)),
+    "linear, wide": (linear, (3, 12), (1, 12), (1, 3)),
+    "conv, products": (convolved, (6, 6, 3), (6, 4), (6, 4)),
+    "conv, offsets": (convolved, (2, 2, 3), (2, 9), (2, 9)),
+    "conv, groups": (convolved, (2, 1, 3), (1, 300), (2, 300)),
+    "conv of groups": (grouped, (4, 2, 1), (4, 2), (4, 2)),
+    "embedding": (looked_up, (4, 3), (1,), (3, 3)),
+    "tied": (tied, (4, 3), (3, 3), (3, 4)),
+    "twice": (twice, (4, 3), (2, 3), (2, 4)),
+    "in parts": (in_parts, (4, 3), (1, 3), (1, 4)),
+    "transposed": (transposed, (4, 3), (2, 3), (2, 4)),
+    "elementwise": (elementwise, (4,), (4,), (4,)),
+    "normalised": (normalised, (4,), (2, 4), (2, 4)),
+}
+CLIPPING = {
+    "flat": lambda bound: {"clipping": "flat", "max_norm": bound},
+    "per_layer": lambda bound: {"clipping": "per_layer", "max_norm": bound},
+    "dictionary": lambda bound: {
+        "clipping": "per_layer",
+        "max_norm": {"a.*": 0.6 * bound, "b.*": 0.8 * bound},
+    },
+    "automatic": lambda bound: {"clipping": "automatic", "max_norm": bound},
+}
+
+
+def two_layers(op):
+    """Return a loss of the op's parameter and of one in a layer of its own."""
+
+    def loss(params, buffers, x, g, h):
+        return op(params["a.w"], x, g) + (params["b.w"] * h).sum()
+
+    return loss
+
+
+@contextlib.contextmanager
+def flushed(on):
+    """Take denormal numbers for zero: here, and not in threads that already run."""
+    torch.set_flush_denormal(on)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def sized(shape, sizes, dtype, generator):
+    """Random numbers of each sample's size, none of them beyond its dtype."""
+    numbers = torch.randn(len(sizes), *shape, generator=generator, dtype=torch.float64)
+    numbers = numbers.clamp(-3, 3) / 3 + 0.2 * numbers.sign()
+    column = torch.tensor(sizes, dtype=torch.float64).view(-1, *(1,) * len(shape))
+    most = HALF.get(dtype, LARGEST)
+    return (numbers * column).clamp(-most, most).to(dtype)
+
+
+def made(name, sizes, dtype, seed=0):
+    """Return a loss, its parameters, and a batch; sizes are of x, of g and of h."""
+    op, weight, x, g = OPS[name]
+    generator = torch.Generator().manual_seed(seed)
+    columns = list(zip(*sizes, strict=True))
+    batch = [
+        sized(shape, column, dtype, generator)
+        for shape, column in zip((x, g, (2,)), columns, strict=True)
+    ]
+    params = {"a.w": torch.zeros(weight, dtype=dtype)}
+    return two_layers(op), {**params, "b.w": torch.zeros(2, dtype=dtype)}, batch
+
+
+def factors(exact, name, bound):
+    """What the documented formulas multiply gradients {name: [B, ...]} by."""
+    lengths = {each: oracle.norms({each: grad}) for each, grad in exact.items()}
+    whole = torch.stack(list(lengths.values())).square().sum(0).sqrt()
+    if name == "flat":
+        return dict.fromkeys(exact, (bound / whole).clamp(max=1))
+    if name == "automatic":
+        return dict.fromkeys(exact, bound / (whole + 0.01))
+    shares = {"per_layer": (0.5**0.5, 0.5**0.5), "dictionary": (0.6, 0.8)}[name]
+    return {
+        each: (share * bound / lengths[each]).clamp(max=1)
+        for each, share in zip(exact, shares, strict=True)
+    }
+
+
+def flat(grads):
+    return torch.cat([grad.detach().double().flatten() for grad in grads.values()])
+
+
+def largest(loss, params, batch):
+    """Largest number, or sum of absolute terms, that a backward pass meets, [B]."""
+    positive = [each.double().abs() for each in batch]
+    grads = oracle.loss_gradients(loss, params, {}, positive, len(batch[0]))
+    met = [each.flatten(1).amax(1) for each in (*positive, *grads.values())]
+    return torch.stack(met).amax(0).clamp(min=1)
+
+
+EXPONENTS = st.one_of(
+    st.sampled_from([-38.0, -20.0, 0.0, 20.0, 37.0, 38.4]), st.floats(-38, 38.5)
+)
+WEIGHTS = st.one_of(st.sampled_from([-30.0, 0.0, 20.0, 30.0]), st.floats(-30, 30))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@examples(60)
+@given(
+    name=st.sampled_from(list(OPS)),
+    kind=st.sampled_from(list(CLIPPING)),
+    dtype=st.sampled_from(
+        [torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16]
+    ),
+    exponents=st.lists(
+        st.tuples(EXPONENTS, EXPONENTS, EXPONENTS), min_size=1, max_size=3
+    ),
+    bound=st.sampled_from([1e-25, 1e-6, 1e-2, 1.0, 1e25]),
+    scale=st.sampled_from([None, None, 2.0**-120, 2.0**-10, 2.0**16, 2.0**120]),
+    flush=st.booleans(),
+)
+def test_a_sample_of_any_size_is_clipped(
+    strategy, name, kind, dtype, exponents, bound, scale, flush
+):
+    sizes = [[10.0**each for each in row] for row in exponents]
+    loss, params, batch = made(name, sizes, dtype)
+    exact = oracle.loss_gradients(loss, params, {}, batch, len(sizes))
+    weights = factors(exact, kind, bound)
+    fits = largest(loss, params, batch) * (scale or 1.0) < HALF.get(dtype, LARGEST) / 4
+    compute = vgrad.clipped_grad(
+        loss,
+        strategy=strategy,
+        loss_scale=None if scale is None else StaticLossScale(scale),
+        **CLIPPING[kind](bound),
+    )
+    singles = [[each[row : row + 1] for each in batch] for row in range(len(sizes))]
+    with flushed(flush):
+        alone = [compute(params, {}, *sample) for sample in singles]
+        whole = compute(params, {}, *batch)
+    for row, one in enumerate(alone):
+        found = flat(one.grads)
+        assert float(found.norm()) <= bound * (1 + 1e-6)
+        if int(one.nonfinite):
+            assert not bool(found.any())
+            assert not bool(fits[row])
+        elif dtype not in HALF and scale is None and not flush:
+            expected = flat({n: weights[n][row] * exact[n][row] for n in exact})
+            # A gradient in float32 loses one of its smallest numbers for each term.
+            edge = (1 + sum(float(each[row]) for each in weights.values())) * 1e-42
+            # Norms from products are rounded up where their terms cancel.
+            room = 2e-5 if name == "linear, many products" else 3e-6
+            assert float((found - expected).norm()) < room * bound + edge
+            norm = flat({n: exact[n][row] for n in exact}).norm()
+            if 1e-37 < float(norm) < LARGEST / 2:
+                assert abs(float(one.norms / norm) - 1) < 1e-6
+    total = torch.stack([flat(each.grads) for each in alone]).sum(0)
+    if not flush:  # how much is flushed depends on what runs side by side
+        assert float((flat(whole.grads) - total).norm()) <= 2e-6 * bound * len(sizes)
+    assert float(flat(whole.grads).norm()) <= (1 + 1e-6) * bound * len(sizes)
+    assert int(whole.nonfinite) == sum(int(each.nonfinite) for each in alone)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@examples(40)
+@given(
+    name=st.sampled_from(list(OPS)),
+    dtype=st.sampled_from([torch.float32, torch.float32, torch.float64]),
+    rows=st.lists(
+        st.tuples(EXPONENTS, EXPONENTS, EXPONENTS, WEIGHTS),
+        min_size=1,
+        max_size=3,
+    ),
+)
+def test_quantities_are_right_as_far_as_float32_goes(strategy, name, dtype, rows):
+    *sizes, large = zip(*((10.0**each for each in row) for row in rows), strict=True)
+    loss, params, batch = made(name, list(zip(*sizes, strict=True)), dtype)
+    weights = torch.tensor(large, dtype=dtype)
+    assume(bool((largest(loss, params, batch) < LARGEST / 4).all()))
+    exact = oracle.loss_gradients(loss, params, {}, batch, len(rows))
+    options = {"strategy": strategy}
+    grads = vgrad.per_sample_grad(loss, **options)(params, {}, *batch)
+    norms = vgrad.per_sample_norm(loss, groups="parameter", **options)
+    norms = norms(params, {}, *batch)
+    total = vgrad.weighted_grad(loss, **options)(weights, params, {}, *batch)
+    for each, grad in exact.items():
+        length = oracle.norms({each: grad})
+        gap = oracle.norms({each: grads[each].double() - grad})
+        assert bool((gap < 1e-6 * length + 1e-42).all())
+        # Infinite is what the dtype of a norm cannot hold.
+        near = (norms[each] - length).abs() <= 1e-6 * length + 1e-42
+        assert bool((near | (norms[each] == length.to(dtype))).all())
+        added = float((weights.double().abs() * length).sum())
+        if added < LARGEST / 4:
+            gap = total[each].double() - oracle.weighted(exact, weights)[each]
+            # What is lost is a small part of the sum, or of 1e-22.
+            edge = 1e-42 * float(weights.abs().max())
+            assert float(gap.norm()) < 2e-6 * (added + 1e-22) + edge
+
+
+def rectified(params, buffers, x):
+    return F.relu(F.linear(x, params["w"])).sum()
+
+
+RECTIFIED = {"w": -torch.ones(2, 2)}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("size", [1e37, 1e38, 3e38])
+@pytest.mark.parametrize("bound", [1.0, 1e18])
+def test_a_large_input_that_nothing_depends_on_spoils_no_sum(bound, size, strategy):
+    # A factor of 100 made it infinite, and its product with a gradient of zero NaN.
+    x = torch.tensor([[size, size], [-1.0, -2.0]])
+    expected = torch.tensor([[-1.0, -2.0], [-1.0, -2.0]])
+    compute = vgrad.clipped_grad(
+        rectified, max_norm=bound, clipping="automatic", strategy=strategy
+    )
+    found = compute(RECTIFIED, {}, x)
+    assert int(found.nonfinite) == 0
+    factor = bound / (10**0.5 + 0.01)
+    torch.testing.assert_close(found.grads["w"], factor * expected)
+    weighted = vgrad.weighted_grad(rectified, strategy=strategy)
+    for weights in ([100.0, 1.0], [1e30, 1.0], [0.0, 1.0]):
+        total = weighted(torch.tensor(weights), RECTIFIED, {}, x)
+        torch.testing.assert_close(total["w"], expected)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("bound", [1e-25, 1e-6, 1e-4, 1e-2, 0.1])
+@pytest.mark.parametrize("name", ["linear", "linear, wide", "conv, products", "tied"])
+def test_the_bound_is_met_exactly_by_the_largest_of_numbers(name, bound, strategy):
+    sizes = [(5e37, 1.0, 0.0), (1e-38, 5e37, 1e-38)]
+    loss, params, batch = made(name, sizes, torch.float32)
+    compute = vgrad.clipped_grad(loss, max_norm=bound, strategy=strategy)
+    for row in range(2):
+        found = compute(params, {}, *(each[row : row + 1] for each in batch))
+        assert float(flat(found.grads).norm()) == pytest.approx(bound, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["linear, many products", "conv, products", "tied"])
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e4])
+def test_room_for_rounding_is_not_more_than_rounding_needs(name, size):
+    loss, params, batch = made(name, [(size, size, 0.0)], torch.float32)
+    batch = [each.abs() for each in batch]
+    for bound in (1e-4, 0.1):
+        bound = bound * size**2
+        compute = vgrad.clipped_grad(loss, max_norm=bound, strategy="recorded")
+        found = float(flat(compute(params, {}, *batch).grads).norm())
+        assert bound * (1 - 2e-6) < found <= bound * (1 + 1e-6)
+
+
+def test_a_weight_is_not_lost_between_large_and_small_numbers():
+    # Times the input it is no number of float32, times the whole gradient it is 1.
+    x, g = torch.full((1, 3), 3e-38), torch.full((1, 4), 1e38)
+    loss, params, _ = made("linear", [(1.0, 1.0, 1.0)], torch.float32)
+    batch = x[None], g[None], torch.zeros(1, 2)
+    for weight in (1e-8, 1e-30, 1e30):
+        total = vgrad.weighted_grad(loss, strategy="recorded")
+        found = total(torch.tensor([weight]), params, {}, *batch)["a.w"]
+        torch.testing.assert_close(found, torch.full((4, 3), 3 * weight))
+
+
+def test_a_sample_that_is_not_finite_spoils_a_weighted_sum_and_no_other():
+    loss, params, batch = made("linear", [(1.0, 1.0, 1.0)] * 2, torch.float32)
+    batch[0][0, 0, 0] = torch.inf
+    for weights in (torch.tensor([0.0, 1.0]), torch.tensor([1.0, 1.0])):
+        total = vgrad.weighted_grad(loss, strategy="recorded")
+        found = total(weights, params, {}, *batch)
+        assert not bool(found["a.w"][:, 0].isfinite().any())
+        assert bool(found["a.w"][:, 1:].isfinite().all())
+        assert bool(found["b.w"].isfinite().all())
+
+
+@pytest.mark.parametrize("name", ["linear", "linear, products", "elementwise"])
+def test_the_bound_holds_for_the_largest_of_float64(name):
+    rows = [(1e300, 1e-9, 1e300), (1e-300, 1e306, 1e-300), (1e200, 1e-200, 1e307)]
+    loss, params, batch = made(name, [(1.0, 1.0, 1.0)] * 3, torch.float64)
+    columns = torch.tensor(rows, dtype=torch.float64).T
+    batch = [
+        each * column.view(-1, *(1,) * (each.ndim - 1))
+        for each, column in zip(batch, columns, strict=True)
+    ]
+    for bound in (1e-29, 1e-10, 1.0):
+        compute = vgrad.clipped_grad(loss, max_norm=bound, strategy="recorded")
+        for row in range(3):
+            found = compute(params, {}, *(each[row : row + 1] for each in batch))
+            assert int(found.nonfinite) == 0
+            assert float(flat(found.grads).norm()) <= bound * (1 + 1e-6)
+
+
+def test_products_on_the_edge_of_zero_are_not_left_out_of_a_norm():
+    # The square of the first position's input is zero in float32, and its term is not.
+    x = torch.zeros(1, 2, 3)
+    g = torch.zeros(1, 2, 4)
+    x[0, 0], g[0, 0, 0] = 1e-23, 4e14
+    x[0, 1, 0], g[0, 1, 1] = 1.0, 1e-9
+    loss, params, _ = made("linear, products", [(1.0, 1.0, 1.0)], torch.float32)
+    exact = (g[0].double().mT @ x[0].double()).norm()
+    batch = x, g, torch.zeros(1, 2)
+    norm = vgrad.per_sample_norm(loss, strategy="recorded")(params, {}, *batch)
+    assert abs(float(norm / exact) - 1) < 1e-6
+    compute = vgrad.clipped_grad(loss, max_norm=1e-10, strategy="recorded")
+    found = flat(compute(params, {}, *batch).grads).norm()
+    assert float(found) == pytest.approx(1e-10, rel=1e-6)
+
+
+@pytest.mark.parametrize("op", ["linear", "conv"])
+def test_the_bound_holds_where_long_sums_of_denormal_products_are_flushed(op):
+    # Each product of two numbers is zero then; 2^18 of them together would count.
+    length = 2**18
+    x, g = torch.zeros(1, 2, length), torch.zeros(1, 2, 2)
+    x[0, 0], g[0, 0, 0] = 9e-21, 9e14
+    x[0, 1, 0], g[0, 1, 1] = 1.0, 1.0
+
+    def loss(params, buffers, x, g):
+        if op == "linear":
+            return (F.linear(x, params["w"]) * g).sum()
+        return (F.conv1d(x.mT, params["w"][..., None]) * g.mT).sum()
+
+    params = {"w": torch.zeros(2, length)}
+    compute = vgrad.clipped_grad(loss, max_norm=1e-3, strategy="recorded")
+    with flushed(True):
+        found = compute(params, {}, x, g).grads["w"]
+    assert float(found.double().norm()) <= 1e-3 * (1 + 1e-6)
+
+
+def test_gradients_below_float16_are_clipped_as_their_factors_say():
+    # Formed in float16 they were zero, so that nothing was left to clip.
+    x, g = (torch.full((1, 2, 3), 2e-6), torch.full((1, 2, 4), 3e-6))
+    loss, params, _ = made("linear, products", [(1.0, 1.0, 1.0)], torch.float16)
+    batch = x.half(), g.half(), torch.zeros(1, 2).half()
+    compute = vgrad.clipped_grad(loss, max_norm=1e-13, strategy="recorded")
+    found = flat(compute(params, {}, *batch).grads).norm()
+    assert 0 < float(found) <= 1e-13 * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("name", ["linear", "linear, products", "twice", "tied"])
+def test_inner_products_of_ordinary_gradients_are_right_whatever_they_are_made_of(name):
+    rows = [(1e30, 1e-30, 1.0), (1.0, 1.0, 1.0), (1e37, 0.0, 1.0), (1e-22, 1e18, 1.0)]
+    loss, params, batch = made(name, rows, torch.float32)
+    exact = oracle.loss_gradients(loss, params, {}, batch, len(rows))
+    whole = torch.cat([grad.flatten(1) for grad in exact.values()], dim=1)
+    lengths = whole.norm(dim=1)
+    given = params, {}, *batch
+    gram = vgrad.per_sample_gram(loss, strategy="recorded")(*given)
+    gap = (gram - whole @ whole.T).abs()
+    assert bool((gap < 1e-6 * lengths[:, None] * lengths).all())
+    cross = (each[2:] for each in batch)
+    strip = vgrad.per_sample_gram(loss, strategy="recorded")(*given, cross=tuple(cross))
+    torch.testing.assert_close(strip, gram[:, 2:], rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["linear, direct", "linear, products", "normalised"])
+@pytest.mark.parametrize("scale", [1e-37, 1e-30, 1e30])
+def test_the_bound_holds_for_loss_scales_at_the_ends_of_float32(scale, name):
+    # Clipped gradients of so small a scale are denormal until they are divided by it.
+    loss, params, batch = made(name, [(1.0, 1.0, 1.0), (0.1, 3.0, 1.0)], torch.float32)
+    for bound in (1e-6, 1e-3):
+        compute = vgrad.clipped_grad(
+            loss,
+            max_norm=bound,
+            strategy="recorded",
+            loss_scale=StaticLossScale(scale),
+        )
+        for row in range(2):
+            found = compute(params, {}, *(each[row : row + 1] for each in batch))
+            assert bound * (1 - 1e-4) < float(flat(found.grads).norm())
+            assert float(flat(found.grads).norm()) <= bound * (1 + 1e-6)
+
+
+def test_members_of_an_ensemble_keep_their_bounds():
+    sizes = [(3e38, 1.0, 1.0), (1e-38, 3e38, 1e-30), (1.0, 1.0, 1.0)]
+    loss, params, batch = made("linear", sizes, torch.float32)
+    params = {name: torch.stack([value] * 2) for name, value in params.items()}
+    compute = ensemble_clipped_grad(loss, max_norm=[1e-6, 1e-2])
+    for row in range(3):
+        found = compute(params, {}, *(each[row : row + 1] for each in batch))
+        for member, bound in enumerate((1e-6, 1e-2)):
+            one = flat({name: grad[member] for name, grad in found.grads.items()})
+            assert float(one.norm()) == pytest.approx(bound, rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_private_step_moves_no_further_for_a_sample_of_any_size(strategy):
+    plan = vgrad.dp.Plan(
+        dataset_size=4,
+        sampling_rate=0.5,
+        noise_multiplier=1e-3,
+        max_norm=1e-4,
+        steps=1,
+        delta=0.1,
+    )
+    sizes = [(1.0, 1.0, 1.0), (3e38, 1.0, 1.0), (1e-38, 3e38, 1e-30)]
+    loss, params, batch = made("linear", sizes, torch.float32)
+    tx = vgrad.optim.sgd(1.0)
+    step = private_step(loss, tx, plan, strategy=strategy)
+
+    state = TrainState.create(tx, params, {})
+
+    def moved(rows):
+        after, metrics = step(state, *(each[rows] for each in batch))
+        assert int(metrics["nonfinite"]) == 0
+        return flat(after.params)
+
+    for row in (1, 2):
+        # The noise is the same in both, so that the difference is what a sample adds.
+        distance = float((moved([0, row]) - moved([0])).norm())
+        assert distance == pytest.approx(1e-4 / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"max_norm": 1e-31}, "max_norm=1e-31"),
+        ({"max_norm": 1e31}, "max_norm=1e[+]31"),
+        ({"max_norm": float("inf"), "clipping": "automatic"}, "max_norm=inf"),
+        ({"max_norm": 2e-30, "normalize_by": 4.0}, "max_norm / normalize_by=5e-31"),
+        (
+            {"max_norm": {"a.*": 1.0, "b.*": 1e-40}, "clipping": "per_layer"},
+            r"max_norm\['b.\*'\]=1e-40",
+        ),
+    ],
+)
+def test_bounds_that_float32_cannot_keep_are_refused(options, named):
+    with pytest.raises(ValueError, match=rf"clipped_grad\({named}\): expected 1e-30 <"):
+        vgrad.clipped_grad(rectified, **options)
+
+
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_infinite_bound_clips_nothing(strategy, clipping):
+    def loss(params, buffers, x):
+        return F.linear(x, params["a.w"]).sum() + (params["b"] * x).sum()
+
+    params = {"a.w": torch.ones(2, 3), "b": torch.ones(3)}
+    x = torch.tensor([[1.0, 2.0, 3.0], [1e20, -1.0, 0.0], [torch.inf, 0.0, 0.0]])
+    compute = vgrad.clipped_grad(
+        loss, max_norm=float("inf"), clipping=clipping, strategy=strategy
+    )
+    found = compute(params, {}, x)
+    expected = x[:2].sum(0)
+    assert torch.equal(found.grads["b"], expected)
+    assert torch.equal(found.grads["a.w"], expected.expand(2, 3))
+    assert int(found.clipped) == 0
+    assert int(found.nonfinite) == 1
+
+
+def moved(compute, params, *batch):
+    """What the first sample adds to a sum, in float64."""
+    whole = compute(params, {}, *batch).grads["w"].double()
+    return whole - compute(params, {}, *(each[1:] for each in batch)).grads["w"]
+
+
+@pytest.mark.parametrize(("chunk_size", "share"), [(None, 4), (64, 1)])
+def test_what_rounding_adds_to_the_sensitivity_is_what_the_text_says(chunk_size, share):
+    torch.manual_seed(0)
+    size, w = 8192, torch.randn(10, 20)
+    x, g = torch.rand(size, 20) + 0.1, torch.rand(size, 10) + 0.1
+    compute = vgrad.clipped_grad(
+        lambda params, buffers, x, g: linear(params["w"], x, g),
+        max_norm=1.0,
+        chunk_size=chunk_size,
+    )
+    alone = torch.outer(g[0].double(), x[0].double())
+    alone /= alone.norm().clamp(min=1)
+    error = float((moved(compute, {"w": w}, x, g) - alone).norm())
+    assert error < share * size * 2**-24
+
+
+@pytest.mark.parametrize(
+    "options", [{"chunk_size": 1}, {"strategy": "loop"}], ids=["chunk_size", "loop"]
+)
+@pytest.mark.parametrize("size", [2, 9])
+def test_samples_by_themselves_do_not_depend_on_each_other(options, size):
+    # Gradients of nothing but rounding errors, which other kernels round otherwise.
+    def loss(params, buffers, x):
+        return F.layer_norm(F.linear(x, params["w"]), (32,)).sum() * 1e6
+
+    torch.manual_seed(0)
+    compute = vgrad.clipped_grad(loss, max_norm=1e-2, **options)
+    for _ in range(4):
+        params = {"w": torch.randn(32, 64) / 8}
+        added = moved(compute, params, torch.randn(size, 64))
+        assert float(added.norm()) <= 1e-2 * (1 + 1e-5)

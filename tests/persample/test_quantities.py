@@ -1,0 +1,835 @@
+import contextlib
+import types
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import vgrad
+from tests import cases, oracle
+from tests.examples import examples
+from vgrad import explain
+
+STRATEGIES = ("recorded", "vmap", "loop")
+DIFFERENTIABLE = ("vmap", "loop")
+
+
+@contextlib.contextmanager
+def fallbacks_allowed():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", vgrad.FallbackWarning)
+        yield
+
+
+def build(name, size, dtype):
+    torch.manual_seed(0)
+    case = cases.CASES[name]
+    model = case.model().to(dtype)
+    batch = torch.utils._pytree.tree_map_only(
+        torch.Tensor,
+        lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf,
+        case.batch(size),
+    )
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    loss = vgrad.sample_loss(fmodel, case.criterion)
+    expected = oracle.model_gradients(model, case.run, batch, size)
+    return case, loss, params, buffers, batch, expected
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", cases.CASES)
+def test_every_quantity_equals_the_reference(name, dtype, strategy):
+    case, loss, params, buffers, batch, expected = build(name, 5, dtype)
+    options = {"strategy": strategy}
+    if strategy == "vmap":
+        options["chunk_size"] = 2
+    tolerance = case.tolerance[dtype]
+    with fallbacks_allowed(), torch.no_grad():
+        grads = vgrad.per_sample_grad(loss, **options)(params, buffers, *batch)
+        assert all(grad.dtype == dtype for grad in grads.values())
+        assert oracle.error(grads, expected) < tolerance
+
+        norms = vgrad.per_sample_norm(loss, **options)(params, buffers, *batch)
+        exact = oracle.norms(expected)
+        torch.testing.assert_close(norms.double(), exact, rtol=tolerance, atol=0)
+
+        weights = torch.tensor([1.0, -2.0, 0.0, 0.5, 3.0], dtype=dtype)
+        total = vgrad.weighted_grad(loss, **options)(weights, params, buffers, *batch)
+        assert oracle.error(total, oracle.weighted(expected, weights)) < tolerance
+
+        bound = 0.9 * float(exact.mean())
+        compute = vgrad.clipped_grad(loss, max_norm=bound, **options)
+        result = compute(params, buffers, *batch)
+        assert oracle.error(result.grads, oracle.clipped(expected, bound)) < tolerance
+        torch.testing.assert_close(result.norms, norms)
+        assert int(result.clipped) == int((exact > bound).sum()) > 0
+        assert int(result.nonfinite) == 0
+        assert result.losses.shape == (5,)
+
+
+def test_a_planted_wrong_rule_fails_the_comparison():
+    _, loss, params, buffers, batch, expected = build("padding_idx", 4, torch.float64)
+    table = expected["0.weight"]
+    wrong = {**expected, "0.weight": table + 1e-6 * torch.ones_like(table)}
+    grads = vgrad.per_sample_grad(loss)(params, buffers, *batch)
+    assert oracle.error(grads, expected) < 1e-10
+    assert oracle.error(grads, wrong) > 1e-7
+    model = cases.CASES["padding_idx"].model().double()
+    model[0].padding_idx = None  # what a peer computes: the padding row has a gradient
+    model.load_state_dict({name: value.detach() for name, value in params.items()})
+    wrong = oracle.model_gradients(model, cases.CASES["padding_idx"].run, batch, 4)
+    assert oracle.error(grads, wrong) > 1e-3
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "name", ["mlp", "batch_norm_evaluated", "embedding_bag", "tied"]
+)
+def test_an_empty_batch_gives_zeros_without_running_the_loss(name, strategy):
+    case = cases.CASES[name]
+    _, params, buffers = vgrad.make_functional_with_buffers(case.model())
+    batch = torch.utils._pytree.tree_map_only(
+        torch.Tensor, lambda leaf: leaf[:0], case.batch(2)
+    )
+
+    def loss(params, buffers, *sample):
+        raise AssertionError("the loss ran")
+
+    options = {"strategy": strategy}
+    grads = vgrad.per_sample_grad(loss, **options)(params, buffers, *batch)
+    assert {n: g.shape for n, g in grads.items()} == {
+        n: (0, *p.shape) for n, p in params.items()
+    }
+    assert vgrad.per_sample_norm(loss, **options)(params, buffers, *batch).shape == (0,)
+    weights = torch.ones(0)
+    total = vgrad.weighted_grad(loss, **options)(weights, params, buffers, *batch)
+    clipped = vgrad.clipped_grad(loss, max_norm=1.0, **options)(params, buffers, *batch)
+    for sums in (total, clipped.grads):
+        assert {n: s.shape for n, s in sums.items()} == {
+            n: p.shape for n, p in params.items()
+        }
+        assert not any(bool(s.any()) for s in sums.values())
+    assert clipped.losses.shape == clipped.norms.shape == (0,)
+    assert int(clipped.nonfinite) == int(clipped.clipped) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("condition", [1.0, 1e4])
+def test_the_tolerance_for_rounding_grows_with_the_condition_alone(condition, dtype):
+    def near_zero(x):
+        return {"y": x - (1 - 1 / condition)}
+
+    found = oracle.rounding(near_zero, torch.ones(20), dtype=dtype)
+    assert 0.4 < found / (condition * torch.finfo(dtype).eps) < 1.001
+
+
+def product(params, buffers, x):
+    return (params["w"] * x).sum()
+
+
+def linear_loss(params, buffers, x):
+    return (params["w"] * x).sum() + params["b"] * x[0]
+
+
+@examples(40)
+@given(
+    size=st.sampled_from([1, 2, 5]),
+    width=st.integers(1, 6),
+    bound=st.sampled_from([1e-3, 1.0, 1e3]),
+    strategy=st.sampled_from(STRATEGIES),
+    chunk=st.sampled_from([None, 1, 2, 7]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    bad=st.sampled_from([None, float("nan"), float("inf"), -float("inf"), 1e30]),
+)
+def test_no_sample_adds_more_than_the_bound(
+    size, width, bound, strategy, chunk, dtype, bad
+):
+    torch.manual_seed(size * 100 + width)
+    x = (torch.randn(size, width) * 10).to(dtype)
+    if bad is not None:
+        x[0, 0] = bad
+    params = {"w": torch.randn(width).to(dtype), "b": torch.zeros((), dtype=dtype)}
+    compute = vgrad.clipped_grad(
+        linear_loss, max_norm=bound, strategy=strategy, chunk_size=chunk
+    )
+    for row in range(size):
+        one = compute(params, {}, x[row : row + 1])
+        squares = [value.double().square().sum() for value in one.grads.values()]
+        assert float(sum(squares)) ** 0.5 <= bound * (1 + 1e-6)
+        finite = bool(x[row].isfinite().all())
+        assert int(one.nonfinite) == (not finite)
+        if not finite:
+            assert not any(bool(value.any()) for value in one.grads.values())
+    whole = compute(params, {}, x)
+    assert all(bool(value.isfinite().all()) for value in whole.grads.values())
+    rest = compute(params, {}, x[1:])
+    gap = {n: whole.grads[n].double() - rest.grads[n].double() for n in params}
+    distance = float(sum(value.square().sum() for value in gap.values())) ** 0.5
+    assert distance <= compute.sensitivity.value * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "flattened"])
+def test_the_bound_holds_under_autocast_and_in_low_precision(name, dtype, strategy):
+    torch.manual_seed(0)
+    case = cases.CASES[name]
+    model = case.model().to(dtype)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    x, y = case.batch(3)
+    loss = vgrad.sample_loss(fmodel, lambda out, y: 100 * case.criterion(out, y))
+    compute = vgrad.clipped_grad(loss, max_norm=0.1, strategy=strategy)
+    for row in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            result = compute(
+                params, buffers, x[row : row + 1].to(dtype), y[row : row + 1]
+            )
+        assert all(value.dtype == torch.float32 for value in result.grads.values())
+        squares = [v.detach().double().square().sum() for v in result.grads.values()]
+        assert float(sum(squares)) ** 0.5 <= 0.1 * (1 + 1e-6)
+        assert float(sum(squares)) ** 0.5 >= 0.1 * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_loss_runs_under_the_autocast_of_the_caller(strategy):
+    seen = []
+
+    def loss(params, buffers, x):
+        product = x @ params["w"]
+        seen.append(product.dtype)
+        return product.float().square().sum()
+
+    compute = vgrad.per_sample_grad(loss, strategy=strategy)
+    params = {"w": torch.randn(3, 2)}
+    with torch.autocast("cpu", torch.bfloat16):
+        low = compute(params, {}, torch.randn(2, 4, 3))
+        again = compute(params, {}, torch.ones(2, 4, 3))
+    assert set(seen) == {torch.bfloat16}
+    assert low["w"].dtype == torch.float32
+    assert bool(again["w"].any())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_cast_weight_outlives_its_call_under_autocast(strategy):
+    def loss(params, buffers, x):
+        return (x @ params["w"]).float().sum()
+
+    params = {"w": torch.ones(3, 2, requires_grad=True)}
+    compute = vgrad.per_sample_grad(loss, strategy=strategy)
+    x = torch.randn(2, 4, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        _ = x @ params["w"]
+        first = compute(params, {}, x)["w"]
+        second = compute(params, {}, x)["w"]
+        assert torch.is_autocast_cache_enabled()
+    assert torch.equal(first, second)
+    assert bool(second.any())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_aux_is_stacked_over_samples(strategy):
+    def loss(params, buffers, x):
+        value = (params["w"] * x).sum()
+        return value, {"half": value / 2, "x": x}
+
+    params, x = {"w": torch.ones(2)}, torch.randn(5, 2)
+    options = {"strategy": strategy, "chunk_size": 2, "has_aux": True}
+    weights = torch.ones(5)
+    for result, aux in (
+        vgrad.per_sample_grad(loss, **options)(params, {}, x),
+        vgrad.per_sample_norm(loss, **options)(params, {}, x),
+        vgrad.weighted_grad(loss, **options)(weights, params, {}, x),
+        vgrad.clipped_grad(loss, max_norm=1.0, **options)(params, {}, x),
+    ):
+        assert result is not None
+        assert torch.equal(aux["x"], x)
+        torch.testing.assert_close(aux["half"], x.sum(1) / 2)
+    assert vgrad.per_sample_norm(loss, **options)(params, {}, x[:0])[1] is None
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 5, 100, "auto"])
+def test_results_do_not_depend_on_the_chunk_size(chunk_size):
+    _, loss, params, buffers, batch, _ = build("cnn", 5, torch.float64)
+    compute = vgrad.clipped_grad(loss, max_norm=0.5, chunk_size=chunk_size)
+    whole = vgrad.clipped_grad(loss, max_norm=0.5)(params, buffers, *batch)
+    found = compute(params, buffers, *batch)
+    assert oracle.error(found.grads, whole.grads) < 1e-12
+    torch.testing.assert_close(found.norms, whole.norms)
+    grads = vgrad.per_sample_grad(loss, chunk_size=chunk_size)(params, buffers, *batch)
+    assert grads["0.weight"].shape[0] == 5
+
+
+def test_the_order_of_samples_does_not_matter():
+    _, loss, params, buffers, (x, y), _ = build("mlp", 5, torch.float64)
+    compute = vgrad.clipped_grad(loss, max_norm=0.5)
+    order = torch.tensor([3, 1, 4, 0, 2])
+    one, other = (
+        compute(params, buffers, x, y),
+        compute(params, buffers, x[order], y[order]),
+    )
+    assert oracle.error(one.grads, other.grads) < 1e-12
+    torch.testing.assert_close(one.norms[order], other.norms)
+
+
+def test_memory_of_a_chunked_sum_does_not_grow_with_the_batch():
+    size = 64
+    live = []
+
+    def loss(params, buffers, x):
+        return (params["w"] * x).sum()
+
+    params = {"w": torch.zeros(100_000)}
+    x = torch.ones(size, 1)
+    weak = []
+    original = vgrad.persample.factors.reductions.row_norms
+
+    def watched(grad):
+        import weakref
+
+        weak.append(weakref.ref(grad))
+        live.append(sum(ref() is not None for ref in weak))
+        return original(grad)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vgrad.persample.factors.reductions.row_norms", watched)
+        vgrad.clipped_grad(loss, max_norm=1.0, chunk_size=4)(params, {}, x)
+    assert len(live) == size // 4
+    assert max(live) == 1
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_inputs_and_modes_of_the_caller_stay_as_they_are(strategy):
+    _, loss, params, buffers, batch, _ = build("mlp", 3, torch.float32)
+    before = {name: value.clone() for name, value in params.items()}
+    state = torch.get_rng_state()
+    vgrad.clipped_grad(loss, max_norm=1.0, strategy=strategy)(params, buffers, *batch)
+    assert all(torch.equal(params[name], before[name]) for name in params)
+    assert all(value.grad is None for value in params.values())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.is_grad_enabled()
+    assert torch.overrides._get_current_function_mode() is None
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_loss_may_change_its_sample_but_not_its_parameters(strategy):
+    def changes_sample(params, buffers, x):
+        return (params["w"] * x.mul_(2)).sum()
+
+    x = torch.ones(3, 2)
+    params = {"w": torch.ones(2)}
+    grads = vgrad.per_sample_grad(changes_sample, strategy=strategy)(params, {}, x)
+    assert torch.equal(grads["w"], torch.full((3, 2), 2.0))
+    assert torch.equal(x, torch.ones(3, 2))
+
+
+def through_no_grad(write):
+    def run(params, buffers):
+        with torch.no_grad():
+            write(params["w"])
+
+    return run
+
+
+WRITES = {
+    "a buffer": lambda params, buffers: buffers["n"].add_(1),
+    "a table": lambda params, buffers: F.embedding(
+        torch.tensor([0]), params["w"], max_norm=0.01
+    ),
+    "a parameter": through_no_grad(lambda w: w.clamp_(0, 0.5)),
+    "a view": through_no_grad(lambda w: w.t()[0].zero_()),
+    "data": through_no_grad(lambda w: w.data.clamp_(0, 0.5)),
+    "detached": through_no_grad(lambda w: w.detach().view(-1).mul_(2)),
+    "an item": through_no_grad(lambda w: w.__setitem__(0, 1.0)),
+    "out": through_no_grad(lambda w: torch.sin(w, out=w)),
+    "inplace": through_no_grad(lambda w: F.relu(w, inplace=True)),
+    "several": through_no_grad(lambda w: torch._foreach_mul_([w], 2.0)),
+    "an op": through_no_grad(lambda w: torch.ops.aten.mul_.Tensor(w, w)),
+}
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("strategy", ["auto", *STRATEGIES])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_loss_that_writes_into_what_it_is_given_has_not_done_so(
+    write, strategy, requires_grad
+):
+    def loss(params, buffers, x):
+        WRITES[write](params, buffers)
+        return (params["w"] @ x).sin().sum()
+
+    params = {"w": torch.full((2, 3), 0.9, requires_grad=requires_grad)}
+    buffers, x = {"n": torch.zeros(())}, torch.randn(4, 3)
+    saved = [each.clone() for each in (params["w"], buffers["n"], x)]
+    refused = "changes nothing it is given, got|`data` under vmap"
+    for compute in (
+        vgrad.per_sample_norm(loss, strategy=strategy),
+        vgrad.clipped_grad(loss, max_norm=1.0, strategy=strategy, chunk_size="auto"),
+        explain(vgrad.per_sample_norm(loss, strategy=strategy)),
+    ):
+        with pytest.raises(RuntimeError, match=refused):
+            compute(params, buffers, x)
+    for each, before in zip((params["w"], buffers["n"], x), saved, strict=True):
+        assert torch.equal(each, before)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_it_works_where_gradients_are_off(strategy, mode):
+    _, loss, params, buffers, batch, expected = build("mlp", 3, torch.float64)
+    with mode():
+        made_here = {name: value * 1 for name, value in params.items()}
+        grads = vgrad.per_sample_grad(loss, strategy=strategy)(
+            made_here, buffers, *batch
+        )
+    assert oracle.error(grads, expected) < 1e-10
+    assert not any(grad.requires_grad for grad in grads.values())
+
+
+@pytest.mark.parametrize("strategy", DIFFERENTIABLE)
+def test_results_can_be_differentiated_where_inputs_require_grad(strategy):
+    def loss(params, buffers, x):
+        return (params["w"] * x).sum() ** 3
+
+    w = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    x = torch.randn(3, 2, dtype=torch.float64)
+    compute = vgrad.per_sample_norm(loss, strategy=strategy)
+    assert torch.autograd.gradcheck(lambda w: compute({"w": w}, {}, x), (w,))
+    weights = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    total = vgrad.weighted_grad(loss, strategy=strategy)(weights, {"w": w}, {}, x)
+    total["w"].sum().backward()
+    grads = vgrad.per_sample_grad(loss, strategy=strategy)({"w": w}, {}, x)["w"]
+    torch.testing.assert_close(weights.grad, grads.sum(1).detach())
+
+
+@pytest.mark.parametrize("transform", ["grads", "norms", "clipped"])
+def test_differentiating_a_recorded_result_raises_and_names_the_strategy(transform):
+    params = {"w": torch.ones(2, requires_grad=True)}
+    computed = {
+        "grads": lambda x: vgrad.per_sample_grad(square_loss)(params, {}, x)["w"],
+        "norms": lambda x: vgrad.per_sample_norm(square_loss)(params, {}, x),
+        "clipped": lambda x: vgrad.clipped_grad(square_loss, max_norm=1.0)(
+            params, {}, x
+        ).grads["w"],
+    }[transform](torch.ones(3, 2))
+    with pytest.raises(RuntimeError, match='was recorded.*strategy="vmap"'):
+        computed.sum().backward()
+    assert params["w"].grad is None
+
+
+@pytest.mark.parametrize("also", [False, True])
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("strategy", ["auto", *STRATEGIES])
+def test_weighted_sums_are_differentiated_by_their_weights_or_refuse(
+    strategy, chunk_size, also
+):
+    def loss(params, buffers, x):  # the second parameter has no rule, the third no use
+        return (F.linear(x, params["w"]) * params["v"]).sin().sum()
+
+    torch.manual_seed(0)
+    shapes = {"w": (2, 3), "v": (2,), "none": (1,)}
+    params = {n: torch.randn(s, dtype=torch.float64) for n, s in shapes.items()}
+    x = torch.randn(5, 3, dtype=torch.float64)
+    weights = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    exact = oracle.loss_gradients(loss, params, {}, (x,), 5)
+    if also:
+        params = {name: value.requires_grad_() for name, value in params.items()}
+    compute = vgrad.weighted_grad(loss, strategy=strategy, chunk_size=chunk_size)
+    total = compute(weights, params, {}, x)
+    assert oracle.error(total, oracle.weighted(exact, weights)) < 1e-12
+    for name, value in total.items():
+        # Only together with something else would a constant go unnoticed.
+        mixed = value.sum() + weights.sum()
+        if strategy in DIFFERENTIABLE:
+            (found,) = torch.autograd.grad(mixed, weights, retain_graph=True)
+            torch.testing.assert_close(found, 1 + exact[name].flatten(1).sum(1))
+        else:
+            with pytest.raises(RuntimeError, match='was recorded.*strategy="vmap"'):
+                torch.autograd.grad(mixed, weights)
+    with torch.no_grad():
+        total = compute(weights, params, {}, x)
+    assert not any(value.requires_grad for value in total.values())
+    gradient = torch.func.grad(
+        lambda weights: compute(weights, params, {}, x)["w"][0, 0]
+    )
+    if strategy != "recorded":
+        torch.testing.assert_close(gradient(weights.detach()), exact["w"][:, 0, 0])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_results_are_no_function_of_a_loss_scale(strategy):
+    scale = torch.tensor(8.0, requires_grad=True)
+    compute = vgrad.per_sample_grad(
+        square_loss,
+        strategy=strategy,
+        loss_scale=types.SimpleNamespace(loss_scale=scale),  # a scale of one's own
+    )
+    grads = compute({"w": torch.ones(2)}, {}, torch.ones(3, 2))
+    assert torch.equal(grads["w"], torch.full((3, 2), 2.0))
+    assert not grads["w"].requires_grad
+
+
+def square_loss(params, buffers, x):
+    return (params["w"] * x).square().sum()
+
+
+@pytest.mark.parametrize("strategy", DIFFERENTIABLE)
+def test_transforms_of_torch_func_go_around(strategy):
+    _, loss, params, buffers, (x, y), _ = build("mlp", 3, torch.float64)
+    params = {name: value.detach() for name, value in params.items()}
+    compute = vgrad.clipped_grad(loss, max_norm=0.5, strategy=strategy)
+    stacked = {name: torch.stack([value, value * 2]) for name, value in params.items()}
+    members = torch.vmap(compute, in_dims=(0, None, None, None))(stacked, buffers, x, y)
+    alone = compute({n: value * 2 for n, value in params.items()}, buffers, x, y)
+    assert (
+        oracle.error(
+            {name: value[1] for name, value in members.grads.items()}, alone.grads
+        )
+        < 1e-10
+    )
+    torch.testing.assert_close(members.norms[1], alone.norms)
+
+    def mean_norm(params):
+        return vgrad.per_sample_norm(loss, strategy=strategy)(
+            params, buffers, x, y
+        ).mean()
+
+    gradient = torch.func.grad(mean_norm)(params)
+    shifted = {name: value + 1e-6 * gradient[name] for name, value in params.items()}
+    slope = (mean_norm(shifted) - mean_norm(params)).detach() / 1e-6
+    squared = sum(value.square().sum() for value in gradient.values())
+    torch.testing.assert_close(slope, squared, rtol=1e-4, atol=1e-6)
+
+
+def drops(params, buffers, x):
+    return (params["w"] * F.dropout(x, 0.5)).sum()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_randomness_is_refused_drawn_per_sample_or_shared(strategy):
+    params, x = {"w": torch.ones(64)}, torch.ones(4, 64)
+
+    def masks(randomness, chunk_size=None):
+        options = {"strategy": strategy, "chunk_size": chunk_size}
+        compute = vgrad.per_sample_grad(drops, randomness=randomness, **options)
+        return compute(params, {}, x)["w"]
+
+    state = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match='randomness="different"'):
+        masks("error")
+    assert torch.equal(torch.get_rng_state(), state)
+    different = masks("different")
+    assert not torch.equal(different[0], different[1])
+    for chunk_size in (None, 3):
+        same = masks("same", chunk_size)
+        assert all(torch.equal(same[0], row) for row in same)
+
+
+def test_all_strategies_draw_the_same_shared_mask():
+    params, x = {"w": torch.ones(64)}, torch.ones(4, 64)
+    found = []
+    for strategy in STRATEGIES:
+        torch.manual_seed(3)
+        compute = vgrad.per_sample_grad(drops, strategy=strategy, randomness="same")
+        found.append(compute(params, {}, x)["w"])
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_a_loop_draws_the_masks_that_the_loss_would_draw_by_itself():
+    params, x = {"w": torch.ones(64)}, torch.ones(4, 64)
+    compute = vgrad.per_sample_grad(drops, strategy="loop", randomness="different")
+    torch.manual_seed(3)
+    found = compute(params, {}, x)["w"]
+    torch.manual_seed(3)
+    expected = [torch.func.grad(drops)(params, {}, row)["w"] for row in x]
+    assert torch.equal(found, torch.stack(expected))
+
+
+def test_the_sensitivity_is_the_bound_over_the_divisor():
+    compute = vgrad.clipped_grad(linear_loss, max_norm=2.0, normalize_by=8.0)
+    assert compute.sensitivity == vgrad.Sensitivity(0.25)
+    assert compute.sensitivity.neighbours == "add_or_remove_one"
+    params = {"w": torch.ones(2), "b": torch.zeros(())}
+    x = torch.full((1, 2), 100.0)
+    result = compute(params, {}, x)
+    squares = sum(value.square().sum() for value in result.grads.values())
+    assert float(squares**0.5) == pytest.approx(0.25, rel=1e-6)
+
+
+def test_parameters_of_several_dtypes_go_together():
+    def loss(params, buffers, x):
+        return (params["a"] * x).sum() + (params["b"].float() * x).sum()
+
+    params = {"a": torch.ones(2), "b": torch.ones(2, dtype=torch.bfloat16)}
+    x = torch.randn(3, 2)
+    grads = vgrad.per_sample_grad(loss)(params, {}, x)
+    assert grads["b"].dtype == torch.bfloat16
+    result = vgrad.clipped_grad(loss, max_norm=0.1)(params, {}, x)
+    assert result.grads["b"].dtype == result.norms.dtype == torch.float32
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match=r"max_norm=0\): expected max_norm > 0"):
+        vgrad.clipped_grad(linear_loss, max_norm=0)
+    with pytest.raises(TypeError, match="max_norm='1'.*a number"):
+        vgrad.clipped_grad(linear_loss, max_norm="1")
+    with pytest.raises(ValueError, match="normalize_by=-1"):
+        vgrad.clipped_grad(linear_loss, max_norm=1, normalize_by=-1)
+    with pytest.raises(ValueError, match="chunk_size=0"):
+        vgrad.per_sample_grad(linear_loss, chunk_size=0)
+    with pytest.raises(ValueError, match="chunk_size='some'.*'auto'"):
+        vgrad.per_sample_grad(linear_loss, chunk_size="some")
+    with pytest.raises(ValueError, match="randomness='all'.*'different'"):
+        vgrad.per_sample_grad(linear_loss, randomness="all")
+    with pytest.raises(TypeError, match="loss=3.*sample_loss"):
+        vgrad.per_sample_norm(3)
+
+
+def test_the_error_lists_the_strategies_there_are():
+    from vgrad.persample.engine import STRATEGIES as table
+
+    with pytest.raises(ValueError, match="strategy='fast'") as caught:
+        vgrad.per_sample_grad(linear_loss, strategy="fast")
+    assert all(repr(name) in str(caught.value) for name in ("auto", *table))
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "message"),
+    [
+        ((torch.ones(3, 2), torch.ones(4)), ValueError, r"sizes \[3, 4\]"),
+        ((torch.ones(()),), ValueError, "without dimensions"),
+        ((3, None), ValueError, "no tensor"),
+        ((torch.ones(3, 2).numpy(),), TypeError, "ndarray"),
+    ],
+)
+def test_bad_batches_are_named(batch, error, message):
+    with pytest.raises(error, match=message):
+        vgrad.per_sample_grad(linear_loss)({"w": torch.ones(2)}, {}, *batch)
+
+
+def test_bad_parameters_and_weights_are_named():
+    x = torch.ones(3, 2)
+    compute = vgrad.per_sample_grad(linear_loss)
+    with pytest.raises(ValueError, match="at least one parameter"):
+        compute({}, {}, x)
+    with pytest.raises(ValueError, match=r"int64 in 'w'. Move it to the buffers"):
+        compute({"w": torch.ones(2, dtype=torch.long)}, {}, x)
+    with pytest.raises(TypeError, match="tensor in 'w', got a list"):
+        compute({"w": [1.0]}, {}, x)
+    params = {"w": torch.ones(2), "b": torch.zeros(())}
+    weighted = vgrad.weighted_grad(linear_loss)
+    with pytest.raises(ValueError, match=r"shape \(3,\), got \(2,\)"):
+        weighted(torch.ones(2), params, {}, x)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_loss_that_is_no_scalar_is_named(strategy):
+    x, params = torch.ones(3, 2), {"w": torch.ones(2)}
+    compute = vgrad.per_sample_grad(lambda p, b, x: p["w"] * x, strategy=strategy)
+    with pytest.raises(
+        ValueError, match=r"without dimensions.*got torch.float32 \(2,\)"
+    ):
+        compute(params, {}, x)
+    compute = vgrad.per_sample_grad(
+        lambda p, b, x: ((p["w"] * x).sum(), x), strategy=strategy
+    )
+    with pytest.raises(ValueError, match="has_aux=True a pair.*tuple"):
+        compute(params, {}, x)
+
+
+def test_a_module_of_double_size_takes_a_frozen_part_as_constant():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).double()
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    trained, constant = vgrad.freeze(params, buffers, "0.*")
+    loss = vgrad.sample_loss(fmodel, F.cross_entropy)
+    x, y = torch.randn(3, 4).double(), torch.randint(3, (3,))
+    grads = vgrad.per_sample_grad(loss)(trained, constant, x, y)
+    expected = oracle.model_gradients(model, cases.CASES["mlp"].run, (x, y), 3)
+    assert grads.keys() == {"1.weight", "1.bias"}
+    assert oracle.error(grads, {name: expected[name] for name in grads}) < 1e-10
+
+
+def test_a_nonfinite_sample_adds_nothing_inside_a_transform_either():
+    compute = vgrad.clipped_grad(product, max_norm=1.0)
+    x = torch.tensor([[1.0, 2.0], [float("nan"), 1.0], [0.1, 0.2]])
+    eager = compute({"w": torch.ones(2)}, {}, x).grads["w"]
+    mapped = torch.vmap(lambda w: compute({"w": w}, {}, x).grads["w"])(torch.ones(1, 2))
+    torch.testing.assert_close(mapped[0], eager)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_are_partial_where_a_parameter_is_reached_twice(strategy):
+    w = torch.tensor([1.0, 2.0], requires_grad=True)
+    x = torch.tensor([[3.0, 4.0], [5.0, 6.0]])
+
+    def anchored(params, buffers, x):
+        return product(params, buffers, x) + (params["w"] * buffers["anchor"]).sum()
+
+    compute = vgrad.per_sample_grad(anchored, strategy=strategy)
+    torch.testing.assert_close(compute({"w": w}, {"anchor": w}, x)["w"], x + w)
+    compute = vgrad.per_sample_grad(product, strategy=strategy)
+    torch.testing.assert_close(compute({"w": w}, {}, x * w)["w"], x * w)
+
+    def both(params, buffers, x):
+        return (params["a"] * x).sum() + (params["b"] ** 2).sum()
+
+    grads = vgrad.per_sample_grad(both, strategy=strategy)({"a": w, "b": w}, {}, x)
+    torch.testing.assert_close(grads["a"], x)
+    torch.testing.assert_close(grads["b"], (2 * w).expand(2, 2))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_a_loss_may_bind_names_anew_in_its_dictionaries(strategy, chunk_size):
+    def loss(params, buffers, x):
+        params["w"] = F.normalize(params["w"], dim=0)
+        value = product(params, buffers, x) * buffers["n"]
+        buffers["n"] = buffers["n"] + x.sum()
+        return value
+
+    x = torch.randn(4, 2, dtype=torch.float64)
+    params = {"w": torch.tensor([1.0, 2.0], dtype=torch.float64)}
+    buffers = {"n": torch.tensor(3.0, dtype=torch.float64)}
+    options = {"strategy": strategy, "chunk_size": chunk_size}
+    grads = vgrad.per_sample_grad(loss, **options)(params, buffers, x)
+    expected = oracle.loss_gradients(
+        lambda p, b, x: product({"w": F.normalize(p["w"], dim=0)}, b, x) * b["n"],
+        params,
+        buffers,
+        (x,),
+        4,
+    )
+    assert oracle.error(grads, expected) < 1e-12
+    assert float(buffers["n"]) == 3
+
+
+@pytest.mark.parametrize("bound", [1e-5, 1e-3, 1.0])
+@pytest.mark.parametrize("value", [1e36, 3e37, 3e38])
+def test_the_bound_holds_for_gradients_near_the_end_of_float32(bound, value):
+    compute = vgrad.clipped_grad(product, max_norm=bound)
+    result = compute({"w": torch.ones(1000)}, {}, torch.full((1, 1000), value))
+    assert float(result.grads["w"].double().norm()) <= bound * (1 + 1e-6)
+    if bound > 1e-5:  # below, the factor is less than any float32 but zero
+        assert float(result.grads["w"].double().norm()) > bound * 0.5
+
+
+def test_one_sample_moves_a_long_sum_by_no_more_than_the_sensitivity():
+    compute = vgrad.clipped_grad(product, max_norm=1.0)
+    pair = torch.tensor([[-(0.5 + 2**-12)], [0.5]]).repeat(2000, 1)
+    rest = torch.cat([torch.ones(4095, 1), torch.tensor([[0.25]]), pair])
+    params = {"w": torch.ones(1)}
+    one = compute(params, {}, torch.cat([torch.ones(1, 1), rest])).grads["w"]
+    other = compute(params, {}, rest).grads["w"]
+    # The results themselves are float32, near 4000: half a unit there is 1.2e-4.
+    assert abs(float(one - other)) <= compute.sensitivity.value + 5e-4
+
+
+def test_long_sums_do_not_drift():
+    weights = torch.full((100_000,), 0.1)
+    x = torch.ones(100_000, 1)
+    total = vgrad.weighted_grad(product)(weights, {"w": torch.ones(1)}, {}, x)["w"]
+    assert float(total) == pytest.approx(100_000 * float(weights[0]), rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy", DIFFERENTIABLE)
+@pytest.mark.parametrize("size", [1.0, 1e-26, 1e26])
+def test_second_derivatives_survive_a_sample_without_gradient(strategy, size):
+    def loss(params, buffers, x):
+        return (params["w"] * x).square().sum()
+
+    w = torch.tensor([1.0, 2.0], requires_grad=True)
+    x = torch.tensor([[1.0, 1.0], [0.0, 0.0]]) * size**0.5
+    norms = vgrad.per_sample_norm(loss, strategy=strategy)({"w": w}, {}, x)
+    (found,) = torch.autograd.grad(norms.sum(), w)
+    expected = 2 * size * w.detach() / w.detach().norm()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    clipped = vgrad.clipped_grad(loss, max_norm=1.0, strategy=strategy)({"w": w}, {}, x)
+    (found,) = torch.autograd.grad(clipped.grads["w"].sum(), w)
+    assert bool(found.isfinite().all())
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, about how linearize traces
+@pytest.mark.parametrize("strategy", DIFFERENTIABLE)
+def test_forward_mode_sees_the_result(strategy):
+    def mean_norm(w):
+        def loss(params, buffers, x):
+            return (params["w"] * x).square().sum()
+
+        return vgrad.per_sample_norm(loss, strategy=strategy)({"w": w}, {}, x).mean()
+
+    x = torch.ones(2, 2)
+    _, tangent = vgrad.linearize(mean_norm, torch.tensor([1.0, 2.0]))
+    expected = torch.autograd.functional.jacobian(mean_norm, torch.tensor([1.0, 2.0]))
+    torch.testing.assert_close(tangent(torch.tensor([1.0, 0.0])), expected[0])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda p, b, x: product(p, b, x) * (1 + 1j), "real tensor.*complex64"),
+        (lambda p, b, x: (p["w"] > x).sum(), "real tensor.*int64"),
+    ],
+)
+def test_a_loss_that_is_not_real_is_refused(strategy, loss, message):
+    compute = vgrad.per_sample_grad(loss, strategy=strategy)
+    with pytest.raises(ValueError, match=message):
+        compute({"w": torch.ones(2)}, {}, torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_aux_must_be_a_pair_of_tensors(strategy):
+    params, x = {"w": torch.ones(2)}, torch.ones(3, 2)
+    for loss, error, message in (
+        (product, ValueError, r"returns \(scalar, aux\), got a Tensor"),
+        (lambda p, b, x: (product(p, b, x), {"n": 3}), TypeError, "aux, got a int"),
+    ):
+        compute = vgrad.per_sample_grad(loss, strategy=strategy, has_aux=True)
+        with pytest.raises(error, match=message):
+            compute(params, {}, x)
+
+
+def test_weights_keep_their_digits():
+    weights = torch.tensor([2**24 + 1])
+    params = {"w": torch.ones(1, dtype=torch.float64)}
+    x = torch.ones(1, 1, dtype=torch.float64)
+    total = vgrad.weighted_grad(product)(weights, params, {}, x)["w"]
+    assert float(total) == 2**24 + 1
+    with pytest.raises(ValueError, match="one real weight a sample"):
+        vgrad.weighted_grad(product)(torch.ones(1) * 1j, params, {}, x)
+
+
+def test_rows_of_a_result_share_no_memory():
+    def loss(params, buffers, x):
+        return params["u"].sum() + (params["w"] * x).sum()
+
+    params = {"u": torch.ones(2), "w": torch.ones(2)}
+    grads = vgrad.per_sample_grad(loss)(params, {}, torch.ones(3, 2))
+    grads["u"][0] = 7
+    assert torch.equal(grads["u"][1], torch.ones(2))
+
+
+@pytest.mark.parametrize("given", [None, (torch.ones(2),)])
+def test_what_is_no_dictionary_is_refused(given):
+    with pytest.raises(TypeError, match="buffers.*expected a dictionary"):
+        vgrad.per_sample_grad(product)({"w": torch.ones(2)}, given, torch.ones(3, 2))
+
+
+def test_sparse_gradients_are_made_dense_by_the_loop():
+    model = nn.Sequential(
+        nn.Embedding(5, 2, sparse=True), nn.Flatten(), nn.Linear(4, 3)
+    )
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    loss = vgrad.sample_loss(fmodel, F.cross_entropy)
+    batch = torch.tensor([[1, 1], [0, 3]]), torch.tensor([0, 2])
+    dense = cases.CASES["mlp"].run
+    model[0].sparse = False
+    expected = oracle.model_gradients(model, dense, batch, 2)
+    compute = vgrad.clipped_grad(loss, max_norm=0.1, strategy="loop")
+    found = compute(params, buffers, *batch).grads
+    assert oracle.error(found, oracle.clipped(expected, 0.1)) < 1e-5

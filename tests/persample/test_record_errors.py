@@ -1,0 +1,687 @@
+"""What the recorder refuses, and that calls and errors leave nothing behind."""
+
+import contextlib
+import functools
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+from torch._C import _functorch as functorch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode, wrap_torch_function
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+import vgrad
+from tests import oracle
+from tests.cases import CASES
+from tests.persample.test_record import (
+    RECORDED,
+    B,
+    W,
+    check,
+    fixed,
+    given,
+    normal,
+    out_of,
+)
+from tests.persample.test_record import one_thread as one_thread
+from vgrad.persample.engine import STRATEGIES
+from vgrad.persample.factors import Dense
+from vgrad.persample.rules import RULES
+
+# Torch says where it loops over the samples.
+pytestmark = pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
+
+
+def integers(x):
+    return x.abs().mul(2).long().clamp(max=4)
+
+
+SAVED = {
+    "linear": (W, lambda p, a: F.linear(a, p["w"])),
+    "matmul": ({"w": (4, 5)}, lambda p, a: a @ p["w"]),
+    "einsum": ({"w": (4, 5)}, lambda p, a: torch.einsum("ti,io->to", a, p["w"])),
+    "bilinear": ({"w": (5, 4, 4)}, lambda p, a: F.bilinear(a, a, p["w"])),
+    "conv1d": ({"w": (2, 3, 2)}, lambda p, a: F.conv1d(a[None], p["w"])),
+    "conv2d": ({"w": (2, 1, 3, 2)}, lambda p, a: F.conv2d(a[None], p["w"])),
+    "conv_transpose1d": (
+        {"w": (3, 2, 2)},
+        lambda p, a: F.conv_transpose1d(a[None], p["w"]),
+    ),
+    "layer_norm": ({"w": (4,)}, lambda p, a: F.layer_norm(a, (4,), p["w"])),
+    "rms_norm": ({"w": (4,)}, lambda p, a: F.rms_norm(a, (4,), p["w"])),
+    "group_norm": ({"w": (3,)}, lambda p, a: F.group_norm(a[None], 3, p["w"])),
+    "instance_norm": (
+        {"w": (3,)},
+        lambda p, a: F.instance_norm(a[None], weight=p["w"]),
+    ),
+    "embedding": (W, lambda p, a: F.embedding(a, p["w"])),
+    "embedding_bag": (W, lambda p, a: F.embedding_bag(a, p["w"])),
+    "multiplication": ({"w": (3, 4)}, lambda p, a: p["w"] * a),
+    "prelu": ({"w": (4,)}, lambda p, a: F.prelu(a, p["w"])),
+    "lstm": (
+        {"w": (8, 4), "v": (8, 2)},
+        lambda p, a: torch.lstm(
+            a[:, None],
+            (fixed(1, 1, 2),) * 2,
+            [p["w"], p["v"]],
+            *(False, 1, 0.0, False, False, False),
+        )[0],
+    ),
+}
+WRITES = {
+    "all": lambda a: a.mul_(2),
+    "through a view": lambda a: a.view(-1)[:3].add_(1),
+    "an entry": lambda a: a.__setitem__(0, 1),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("leads_on", [False, True])
+@pytest.mark.parametrize("name", SAVED)
+def test_an_input_that_is_changed_in_place_raises(name, leads_on, write):
+    """As with autograd: the gradient would be that of another input."""
+    shapes, run = SAVED[name]
+
+    def loss(params, buffers, x):
+        a = x * params["first"] if leads_on else x * 1
+        a = integers(a) if "embedding" in name else a.tanh()
+        h = run(params, a)
+        WRITES[write](a)
+        return out_of(h)
+
+    params, batch = given({**shapes, "first": (4,)})
+    ours = f"^{name}: expected an input that stays as it is until the backward pass"
+    with pytest.raises(RuntimeError, match=f"{ours}|modified by an inplace operation"):
+        vgrad.per_sample_grad(loss, **RECORDED)(params, {}, *batch)
+
+
+class Product:
+    """A function of `g` that is an object, or one of its methods."""
+
+    __slots__ = ("x",)
+
+    def __init__(self, x):
+        self.x = x
+
+    def __call__(self, g):
+        return Dense(g * self.x)
+
+    def factor(self, g):
+        return self(g)
+
+
+def a_default(x):
+    return lambda g, *, x=x: Dense(g * x)
+
+
+def a_closure_of_a_closure(x):
+    def inner(g):
+        return Dense(g * x)
+
+    return lambda g: inner(g)
+
+
+def nested_containers(x):
+    held = {"x": [(x,)]}
+    return lambda g: Dense(g * held["x"][0][0])
+
+
+HOLDERS = {
+    "a closure": lambda x: lambda g: Dense(g * x),
+    "a view": lambda x: lambda g, x=x[:]: Dense(g * x),
+    "a partial function": lambda x: functools.partial(lambda x, g: Dense(g * x), x),
+    "a partial keyword": lambda x: functools.partial(lambda g, x: Dense(g * x), x=x),
+    "an object": Product,
+    "a method": lambda x: Product(x).factor,
+    "a default": a_default,
+    "a closure of a closure": a_closure_of_a_closure,
+    "containers": nested_containers,
+}
+
+
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_rule_may_hold_its_input_on_any_way(holder, changed, monkeypatch):
+    @wrap_torch_function(lambda x, weight: (x, weight))
+    def scaled(x, weight):
+        return x * weight
+
+    monkeypatch.setitem(RULES, scaled, None)  # and taken out again
+    vgrad.rule(scaled, weights=("weight",), replace=True)(
+        lambda x, weight: {"weight": HOLDERS[holder](x)}
+    )
+
+    def loss(params, buffers, x):
+        a = x * 1
+        h = scaled(a, params["w"])
+        if changed:
+            a.mul_(2)
+        return h.sum()
+
+    params, batch = {"w": fixed(3)}, (normal(B, 3),)
+    compute = vgrad.per_sample_grad(loss, **RECORDED)
+    if changed:
+        with pytest.raises(RuntimeError, match="^scaled: expected an input that stays"):
+            compute(params, {}, *batch)
+    else:
+        assert torch.equal(compute(params, {}, *batch)["w"], batch[0])
+
+
+def test_a_parameter_that_is_changed_in_place_is_refused():
+    def run(p, x):
+        weight = p["w"] * 1
+        weight.mul_(2)
+        return F.linear(x, weight)
+
+    params, batch = given(W)
+    message = '^mul_: .*from w, got one that changes such a tensor in place.*"vmap'
+    refused(run, params, batch, message)
+    check(run, params, batch, strategy="auto")
+
+
+def refused(run, params, batch, message):
+    compute = vgrad.per_sample_grad(lambda p, b, x: out_of(run(p, x)), **RECORDED)
+    with pytest.raises(vgrad.UnsupportedOp, match=message):
+        compute(params, {}, *batch)
+
+
+def penalty(p, x):
+    x = x.detach().requires_grad_()
+    value = F.linear(x, p["w"]).tanh().sum()
+    return torch.autograd.grad(value, x, create_graph=True)[0].square().sum()
+
+
+def at_weights(run):
+    """Make a penalty on the gradient at a parameter."""
+
+    def penalised(p, x):
+        value = run(p, x).tanh().sum()
+        options = {"create_graph": True, "allow_unused": True}
+        return value + torch.autograd.grad(value, p["w"], **options)[0].square().sum()
+
+    return penalised
+
+
+def fills_grad(p, x):
+    value = F.linear(x, p["w"]).tanh().sum()
+    value.backward(retain_graph=True)
+    return value
+
+
+def fills_grads(p, x):
+    value = F.linear(x, p["w"]).tanh().sum()
+    torch.autograd.backward([value], retain_graph=True)
+    return value
+
+
+OWN_BACKWARD = {  # and what runs such a loss
+    "at data": (penalty, "loop"),
+    "at weights": (at_weights(lambda p, x: F.linear(x, p["w"])), "auto"),
+    "at computed weights": (at_weights(lambda p, x: x @ p["w"].exp().t()), "auto"),
+    "at an op without rule": (at_weights(lambda p, x: p["w"][0] * x), "auto"),
+    "backward": (fills_grad, "loop"),
+    "autograd.backward": (fills_grads, "loop"),
+}
+
+
+@pytest.mark.parametrize("name", OWN_BACKWARD)
+def test_a_backward_pass_inside_the_loss_is_refused(name):
+    run, strategy = OWN_BACKWARD[name]
+    params, batch = given(W)
+    message = 'runs no backward pass of its own.*torch.func.grad.*strategy="loop"'
+    refused(run, params, batch, message)
+    check(run, params, batch, strategy=strategy)
+    assert params["w"].grad is None
+
+
+def by_grad_at_weights(p, x):
+    grad = torch.func.grad(lambda w: F.linear(x, w).tanh().sum())(p["w"])
+    return F.linear(x, p["w"]).sum() + grad.square().sum()
+
+
+def by_vmap_of_grad(p, x):
+    inner = torch.func.grad(lambda row, w: F.linear(row, w).tanh().sum())
+    return torch.vmap(inner, in_dims=(0, None))(x, p["w"])
+
+
+def by_vmap_twice(p, x):
+    inner = torch.vmap(torch.mul, (0, None))
+    return torch.vmap(inner, (None, 0))(p["w"][0], x[:, 0])
+
+
+def by_norms(p, x):
+    """A penalty on the norms of the samples of a sample."""
+    inner = vgrad.per_sample_norm(
+        lambda p, b, row: F.linear(row, p["w"]).tanh().sum(), strategy="vmap"
+    )
+    return inner({"w": p["w"]}, {}, x)
+
+
+OVER_PARAMETERS = [
+    by_grad_at_weights,
+    by_vmap_of_grad,
+    by_vmap_twice,
+    lambda p, x: torch.vmap(lambda w: F.linear(x, w[None]).sin())(p["w"]),
+    by_norms,
+]
+
+
+@pytest.mark.parametrize("run", OVER_PARAMETERS)
+def test_transforms_over_a_parameter_are_left_to_vmap(run):
+    params, batch = given(W)
+    message = 'got w in one that it does not, such as a transform of torch.func.*"vmap"'
+    refused(run, params, batch, message)
+    check(run, params, batch, strategy="auto")
+
+
+def test_a_call_inside_a_transform_is_refused_where_recording_was_asked_for():
+    params, (x,) = given(W)
+    compute = vgrad.per_sample_norm(lambda p, b, x: (x @ p["w"].t()).sum(), **RECORDED)
+    with pytest.raises(vgrad.UnsupportedOp, match='outside of transforms.*"vmap"'):
+        torch.vmap(lambda x: compute(params, {}, x))(x)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("inside", ["linear", "multiplication"])
+def test_checkpointing_is_refused_with_the_other_way_to_save_memory(inside, reentrant):
+    def part(x, w):
+        return F.linear(x, w).tanh() if inside == "linear" else (x * w[:3]).tanh()
+
+    def run(p, x):
+        x = F.linear(x, p["v"])
+        return checkpoint(part, x, p["w"], use_reentrant=reentrant)
+
+    params, batch = given({"w": (5, 4), "v": (4, 4)})
+    refused(run, params, batch, "chunk_size")
+    assert torch._C._autograd._saved_tensors_hooks_is_enabled()
+
+
+RANDOM = {
+    "dropout": lambda p, x: F.dropout(F.linear(x, p["w"]), 0.5),
+    "dropout in place": lambda p, x: F.dropout(F.linear(x, p["w"]), 0.5, inplace=True),
+    "dropout of features": lambda p, x: F.dropout1d(F.linear(x, p["w"])[None], 0.5),
+    "alpha dropout": lambda p, x: F.alpha_dropout(F.linear(x, p["w"]), 0.5, True),
+    "dropout of weights": lambda p, x: F.linear(x, F.dropout(p["w"], 0.5)),
+    "noise like data": lambda p, x: F.linear(x + torch.randn_like(x), p["w"]),
+    "noise": lambda p, x: F.linear(x, p["w"]) + torch.randn(3, 5, dtype=x.dtype),
+    "noise on weights": lambda p, x: F.linear(x, p["w"] + torch.randn_like(p["w"])),
+    "noise in place": lambda p, x: F.linear(torch.empty_like(x).uniform_() * x, p["w"]),
+    "bernoulli": lambda p, x: torch.bernoulli(x / x.abs().max() / 4 + 0.5) @ p["w"].t(),
+    "gumbel": lambda p, x: F.gumbel_softmax(F.linear(x, p["w"])),
+    "attention": lambda p, x: F.scaled_dot_product_attention(
+        F.linear(x, p["w"][:4])[None], x[None], x[None], dropout_p=0.5
+    ),
+    "several": lambda p, x: (
+        F.dropout(F.linear(F.dropout(x, 0.3), p["w"]).sin(), 0.5)
+        + torch.rand((), dtype=x.dtype)
+    ),
+}
+BY_DATA = "expected random numbers that all samples can share"
+OF_WEIGHTS = "dropout: expected what is computed from w alone to be the same"
+
+
+def drawn(name, params, x, **options):
+    torch.manual_seed(5)
+    compute = vgrad.per_sample_grad(
+        lambda p, b, x: out_of(RANDOM[name](p, x)), **options
+    )
+    return compute(params, {}, x)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+@pytest.mark.parametrize("name", RANDOM)
+def test_all_strategies_draw_the_same_shared_numbers(name, chunk_size):
+    params, (x,) = given(W)
+    options = {"randomness": "same", "chunk_size": chunk_size}
+    expected = drawn(name, params, x, strategy="loop", **options)
+    for strategy in ("recorded", "vmap"):
+        if name == "bernoulli":  # torch cannot share what depends on the sample
+            with pytest.raises(vgrad.UnsupportedOp, match=BY_DATA):
+                drawn(name, params, x, strategy=strategy, **options)
+            continue
+        found = drawn(name, params, x, strategy=strategy, **options)
+        assert oracle.error(found, expected) < 1e-10
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_numbers_are_refused_or_differ_between_equal_samples(name, strategy):
+    params, (x,) = given(W)
+    x, options = x[:1].expand(B, -1, -1), {"strategy": strategy}
+    with pytest.raises(RuntimeError, match='randomness="different"'):
+        drawn(name, params, x, randomness="error", **options)
+    options["randomness"] = "different"
+    if name == "dropout of weights" and strategy == "recorded":
+        with pytest.raises(vgrad.UnsupportedOp, match=OF_WEIGHTS):
+            drawn(name, params, x, **options)
+        return
+    found = drawn(name, params, x, **options)["w"]
+    assert len(found.flatten(1).unique(dim=0)) == B
+    assert torch.equal(found, drawn(name, params, x, **options)["w"])
+
+
+def test_auto_draws_as_if_it_had_not_tried_to_record():
+    """A loss that cannot be recorded runs twice, and draws once."""
+
+    def loss(params, buffers, x):
+        return out_of(by_grad_at_weights(params, F.dropout(x, 0.5)))
+
+    params, batch = given(W)
+    found = []
+    for strategy in ("auto", "vmap"):
+        torch.manual_seed(3)
+        options = {"strategy": strategy, "randomness": "different"}
+        compute = vgrad.per_sample_grad(loss, **options)
+        assert vgrad.explain(compute)(params, {}, *batch).strategy == "vmap"
+        found.append((compute(params, {}, *batch)["w"], torch.get_rng_state()))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def every_kind(p, x):
+    """Ops of all kinds of factors, expanded ones and computed values."""
+    h = F.linear(x, p["w"], p["b"]).relu_()
+    h = h + F.embedding(torch.arange(3), p["table"]) * p["scale"]
+    h = F.conv1d(h.mT[None], p["kernel"].view(5, 5, 1))[0].mT
+    h = F.layer_norm(h, (5,), p["scale"].exp(), p["b"])
+    h = F.linear(h, p["w"].t()) + F.scaled_dot_product_attention(x, x, x)
+    states = torch.zeros(1, 3, 1, dtype=x.dtype)
+    weights = [p["lstm"][:, :4], p["lstm"][:, 4:]]
+    options = (False, 1, 0.0, False, False, False)
+    return torch.lstm(h[None], (states, states), weights, *options)[0]
+
+
+KINDS = {"w": (5, 4), "b": (5,), "table": (3, 5), "scale": (5,)}
+KINDS |= {"kernel": (5, 5), "lstm": (4, 5)}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_that_are_off_outside_are_on_inside(mode):
+    """With parameters and inputs that were made there, and every kind of op."""
+
+    def loss(params, buffers, x):
+        return out_of(every_kind(params, x))
+
+    params, batch = given(KINDS)
+    expected = oracle.loss_gradients(loss, params, {}, batch, B)
+    with mode():
+        params, batch = given(KINDS)
+        grads = vgrad.per_sample_grad(loss, **RECORDED)(params, {}, *batch)
+        clipped = vgrad.clipped_grad(loss, max_norm=1.0, **RECORDED)
+        clipped = clipped(params, {}, *batch).grads
+    assert oracle.error(grads, expected) < 1e-10
+    assert oracle.error(clipped, oracle.clipped(expected, 1.0)) < 1e-10
+
+
+def test_calling_twice_gives_the_same_bits():
+    params, batch = given(KINDS)
+    compute = vgrad.clipped_grad(
+        lambda p, b, x: out_of(F.dropout(every_kind(p, x), 0.5)),
+        max_norm=1.0,
+        randomness="different",
+    )
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        found.append(compute(params, {}, *batch).grads)
+    assert all(torch.equal(found[0][name], found[1][name]) for name in KINDS)
+
+
+def test_threads_find_what_one_finds_alone():
+    """Each with a loss of its own, at the same time."""
+
+    def problem(seed):
+        params = {name: value + seed for name, value in given(KINDS)[0].items()}
+        compute = vgrad.clipped_grad(
+            lambda p, b, x: out_of(every_kind(p, x) * (1 + seed)),
+            max_norm=1.0,
+            **RECORDED,
+        )
+        return lambda: compute(params, {}, normal(B, 3, 4, seed=seed)).grads
+
+    problems = [problem(seed) for seed in (0, 1)] * 5
+    alone = [run() for run in problems]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(lambda run: run(), problems))
+    for one, other in zip(alone, together, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in KINDS)
+
+
+class Fails(torch.autograd.Function):
+    """Raises in the backward pass."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ZeroDivisionError
+
+
+def raises_at_once(p, x):
+    raise ZeroDivisionError
+
+
+def raises_late(p, x):
+    return F.linear(x, p["w"].exp()).relu_().sum() + (p["w"] * 2).sum() / (1 // 0)
+
+
+def raises_inside(p, x):
+    return torch.vmap(torch.func.grad(lambda row: raises_late(p, row)))(x)
+
+
+def raises_backward(p, x):
+    return F.linear(Fails.apply(F.linear(x, p["w"])), p["w"].t()).sum()
+
+
+def raises_under_modes(p, x):
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        return raises_late(p, x)
+
+
+def raises_nothing(p, x):
+    return F.linear(x, p["w"] * 2)
+
+
+RAISES = [raises_at_once, raises_late, raises_inside]
+RAISES += [raises_backward, raises_under_modes]
+
+
+def state_of_torch():
+    """Everything that a call could leave behind."""
+    return (
+        torch._C._len_torch_function_stack(),
+        torch._C._functorch.peek_interpreter_stack(),
+        functorch.maybe_current_level(),
+        torch._C._len_torch_dispatch_stack(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_cache_enabled(),
+        torch._C._autograd._saved_tensors_hooks_is_enabled(),
+        torch.get_rng_state().tolist(),
+    )
+
+
+def state_of(tensor):
+    return (
+        tensor._version,
+        tensor.requires_grad,
+        tensor.grad,
+        tensor.is_leaf,
+        tensor._backward_hooks,
+        dict(tensor.__dict__),
+        tensor.tolist(),
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("run", [*RAISES, raises_nothing])
+def test_nothing_stays_behind_after_a_call_or_an_error(run, requires_grad, strategy):
+    params, batch = given(W)
+    tensors = [params["w"].requires_grad_(requires_grad), *batch]
+    before = state_of_torch(), [state_of(each) for each in tensors]
+    compute = vgrad.clipped_grad(
+        lambda p, b, x: out_of(run(p, x)), max_norm=1.0, strategy=strategy
+    )
+    fails = run in RAISES
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+        compute(params, {}, *batch)
+    assert (state_of_torch(), [state_of(each) for each in tensors]) == before
+
+
+class Canary:
+    """Something that lives as long as the graph that holds it."""
+
+
+class Marked(torch.autograd.Function):
+    """An identity whose node holds a canary."""
+
+    generate_vmap_rule = True
+    alive: list = []  # noqa: RUF012
+
+    @staticmethod
+    def forward(x):
+        return x * 1
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.canary = Canary()
+        Marked.alive.append(weakref.ref(ctx.canary))
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Noted(TorchFunctionMode):
+    """Keeps weak references to all tensors that ops return."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(each, Tensor):
+                self.seen.append(weakref.ref(each))
+        return result
+
+
+def weighted_grad(loss, **options):
+    compute = vgrad.weighted_grad(loss, **options)
+    return lambda *inputs: compute(torch.ones(B), *inputs)
+
+
+TRANSFORMS = {
+    "grads": vgrad.per_sample_grad,
+    "norms": vgrad.per_sample_norm,
+    "clipped": functools.partial(vgrad.clipped_grad, max_norm=1.0),
+    "weighted": weighted_grad,
+    "gram": vgrad.per_sample_gram,
+    "explain": lambda *args, **kwargs: vgrad.explain(
+        vgrad.per_sample_norm(*args, **kwargs)
+    ),
+}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_nothing_is_alive_after_a_call(transform, fails, monkeypatch):
+    """Neither inputs, nor factors, nor the graph, without help of the collector."""
+    monkeypatch.setattr(Marked, "alive", [])
+    params, batch = given(KINDS)
+
+    def loss(params, buffers, x):
+        h = Marked.apply(every_kind(params, Marked.apply(F.linear(x, params["in"]))))
+        return out_of(Fails.apply(h) if fails else h)
+
+    params["in"] = normal(4, 4, seed=9)
+    compute = TRANSFORMS[transform](loss, **RECORDED)
+    noted, result = Noted(), None
+    gc.collect()
+    gc.disable()
+    try:
+        with noted, contextlib.suppress(ZeroDivisionError):
+            result = compute(params, {}, *batch)
+        results = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        memory = {x.untyped_storage().data_ptr() for x in results}
+        alive = [x for each in noted.seen if (x := each()) is not None]
+        left = [x for x in alive if x.untyped_storage().data_ptr() not in memory]
+        assert len(noted.seen) > 100
+        assert len(Marked.alive) >= 2
+        assert [tuple(x.shape) for x in left] == []
+        assert all(x.untyped_storage().nbytes() == x.nbytes for x in results)
+        assert not any(each() for each in Marked.alive)
+    finally:
+        gc.enable()
+    assert fails == (result is None)
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if CASES[n].criterion is not None])
+def test_no_result_requires_grad(name):
+    case = CASES[name]
+    torch.manual_seed(0)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(case.model())
+    params = {name: value.detach() for name, value in params.items()}
+    loss = vgrad.sample_loss(fmodel, case.criterion)
+    inputs = (params, buffers, *case.batch(B))
+    for result in (
+        vgrad.per_sample_grad(loss)(*inputs),
+        vgrad.per_sample_norm(loss, groups="parameter")(*inputs),
+        vgrad.clipped_grad(loss, max_norm=0.1)(*inputs),
+        vgrad.per_sample_gram(loss)(*inputs),
+    ):
+        for leaf in pytree.tree_leaves(result):
+            assert not getattr(leaf, "requires_grad", False)
+
+
+@pytest.mark.parametrize("which", ["params", "buffers", "batch"])
+def test_results_say_that_they_are_constants_of_whatever_requires_grad(which):
+    params, (x,) = given(W)
+    buffers = {"scale": fixed(5)}
+    wanted = {"params": params["w"], "buffers": buffers["scale"], "batch": x}[which]
+    wanted.requires_grad_()
+    compute = vgrad.clipped_grad(
+        lambda p, b, x: out_of(F.linear(x, p["w"]) * b["scale"]),
+        max_norm=1.0,
+        **RECORDED,
+    )
+    grads = compute(params, buffers, x).grads
+    with pytest.raises(RuntimeError, match='was recorded.*strategy="vmap"'):
+        torch.autograd.grad(grads["w"].sum(), wanted)
+    with torch.no_grad():
+        assert not compute(params, buffers, x).grads["w"].requires_grad
+
+
+def test_what_surrounds_the_loss_gets_no_gradient():
+    """The caller's graph does not run, and what the loss closes over is a constant."""
+    params, (x,) = given(W)
+    outer = normal(5, 4, seed=3).requires_grad_()
+    root = x.clone().requires_grad_()
+    middle = root.exp()
+    middle.register_hook(lambda grad: pytest.fail("the caller's graph ran"))
+
+    def run(p, x):
+        return F.linear(x, p["w"]) + F.linear(x, outer)
+
+    compute = vgrad.per_sample_grad(lambda p, b, x: out_of(run(p, x)), **RECORDED)
+    compute(params, {}, middle)
+    check(run, params, (middle.detach(),))
+    assert root.grad is None
+    assert outer.grad is None

@@ -1,0 +1,309 @@
+"""A rule of one's own: registered with checks, and checked against plain autograd."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import (
+    handle_torch_function,
+    has_torch_function,
+    wrap_torch_function,
+)
+
+import vgrad
+from tests import cases
+from vgrad import explain, rule
+from vgrad.persample.factors import Dense, Norm, Outer
+from vgrad.persample.rules import RULES
+from vgrad.testing import check_rule
+
+B = 4
+
+
+@pytest.fixture(autouse=True)
+def table():
+    """Leave the table of rules as it was."""
+    torch.manual_seed(0)
+    before = dict(RULES)
+    yield
+    RULES.clear()
+    RULES.update(before)
+
+
+class Product(torch.autograd.Function):
+    """`x @ weight.T` in the old style, which no transform of torch.func runs."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weight = ctx.saved_tensors
+        return g @ weight, g.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+def product(x, weight):
+    if has_torch_function((x, weight)):
+        return handle_torch_function(product, (x, weight), x, weight)
+    return Product.apply(x, weight)
+
+
+def positions(tensor):
+    return tensor.reshape(len(tensor), 1, -1, tensor.shape[-1])
+
+
+def right(x, weight):
+    shape = weight.shape
+    return {"weight": lambda g: Outer(positions(x), positions(g), shape)}
+
+
+def loss(params, buffers, x):
+    hidden = torch.tanh(F.linear(x, params["0.first"]))
+    return product(hidden, params["1.weight"]).square().sum()
+
+
+def values(dtype=torch.float32):
+    params = {"0.first": torch.randn(5, 6), "1.weight": torch.randn(3, 5)}
+    params = {name: value.to(dtype) for name, value in params.items()}
+    return params, {}, torch.randn(B, 2, 6, dtype=dtype)
+
+
+def test_a_right_rule_passes_and_changes_nothing_it_is_given():
+    rule(product, weights=("weight",))(right)
+    params, buffers, x = values()
+    before = {name: value.clone() for name, value in params.items()}
+    check_rule(loss, params, buffers, x)
+    assert all(torch.equal(params[name], before[name]) for name in params)
+    assert all(not value.requires_grad for value in params.values())
+
+
+def test_a_rule_runs_ops_that_no_transform_can():
+    params, buffers, x = values()
+    norms = vgrad.per_sample_norm(loss)
+    with pytest.raises(vgrad.UnsupportedOp):
+        norms(params, buffers, x)
+    rule(product, weights=("weight",))(right)
+    expected = vgrad.per_sample_norm(loss, strategy="loop")(params, buffers, x)
+    torch.testing.assert_close(norms(params, buffers, x), expected)
+    rows = explain(norms)(params, buffers, x).rows
+    assert [row.op for row in rows] == ["linear", "product"]
+
+
+class NormTwice(Dense):
+    def norm(self):
+        return Norm(*(2 * each for each in super().norm()))
+
+
+class SumTwice(Dense):
+    def weighted(self, weights):
+        return 2 * super().weighted(weights)
+
+
+class UpperTwice(Dense):
+    def norm(self):
+        value, upper, reach = super().norm()
+        return Norm(value, 2 * upper, reach)
+
+
+def gradients(x, g):
+    return positions(g)[:, 0].mT @ positions(x)[:, 0]
+
+
+WRONG = {
+    "a factor too many": (
+        lambda x, g, s: Outer(2 * positions(x), positions(g), s),
+        "gradients of '1.weight' as plain autograd",
+    ),
+    "one position alone": (
+        lambda x, g, s: Outer(positions(x)[:, :, :1], positions(g)[:, :, :1], s),
+        "gradients of '1.weight' as plain autograd",
+    ),
+    "another sample": (
+        lambda x, g, s: Outer(positions(x).roll(1, 0), positions(g), s),
+        "gradients of '1.weight' as plain autograd",
+    ),
+    "another shape": (
+        lambda x, g, s: Dense(gradients(x, g)[:, :, 1:]),
+        r"gradients of '1.weight' in the shape \(4, 3, 5\), got \(4, 3, 4\)",
+    ),
+    "not a number": (
+        lambda x, g, s: Outer(math.nan * positions(x), positions(g), s),
+        "gradients of '1.weight' .* error of nan",
+    ),
+    "norms": (lambda x, g, s: NormTwice(gradients(x, g)), "norms of '1.weight'"),
+    "sums": (lambda x, g, s: SumTwice(gradients(x, g)), "weighted sum of '1.weight'"),
+    "bounds": (
+        lambda x, g, s: UpperTwice(gradients(x, g)),
+        "sum with clipping='flat' of '0.first'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_rule_fails_by_name(name):
+    make, message = WRONG[name]
+
+    @rule(product, weights=("weight",))
+    def wrong(x, weight):
+        shape = weight.shape
+        return {"weight": lambda g: make(x, g, shape)}
+
+    with pytest.raises(AssertionError, match=message):
+        check_rule(loss, *values())
+
+
+def test_a_wrong_gradient_at_the_input_fails_at_the_layer_before():
+    def run(x, weight):
+        return product(x.detach() + 2 * (x - x.detach()), weight)
+
+    rule(product, weights=("weight",), run=run)(right)
+    with pytest.raises(AssertionError, match="gradients of '0.first'"):
+        check_rule(loss, *values())
+
+
+def test_a_wrong_output_fails():
+    def run(x, weight):
+        return product(x, weight) + 1
+
+    rule(product, weights=("weight",), run=run)(right)
+
+    def linear(params, buffers, x):  # whose gradients do not depend on the output
+        return product(x, params["w"]).sum()
+
+    with pytest.raises(AssertionError, match="losses as plain autograd"):
+        check_rule(linear, {"w": torch.randn(3, 6)}, {}, torch.randn(B, 2, 6))
+
+
+def test_the_tolerance_is_the_largest_relative_error():
+    @rule(product, weights=("weight",))
+    def slightly_wrong(x, weight):
+        shape = weight.shape
+        return {
+            "weight": lambda g: Outer((1 + 1e-6) * positions(x), positions(g), shape)
+        }
+
+    check_rule(loss, *values(), tolerance=1e-5)
+    with pytest.raises(AssertionError, match=r"1\.0e-06, more than 1e-10"):
+        check_rule(loss, *values())
+
+
+def test_an_expansion_passes_only_if_it_is_meant():
+    def scaled(params, buffers, x):
+        return (F.linear(x, params["w"]) * params["scale"]).sin().sum()
+
+    given = {"w": torch.randn(3, 5), "scale": torch.randn(3)}, {}, torch.randn(B, 5)
+    with pytest.raises(AssertionError, match="none fits the use of 'scale' by mul"):
+        check_rule(scaled, *given)
+    check_rule(scaled, *given, expanded=True)
+
+
+def test_a_rule_that_does_not_fit_the_call_counts_as_none():
+    def batched(params, buffers, x):
+        return F.linear(params["w"], x).sin().sum()
+
+    with pytest.raises(AssertionError, match="none fits the use of 'w' by linear"):
+        check_rule(batched, {"w": torch.randn(2, 5)}, {}, torch.randn(B, 3, 5))
+
+
+def test_a_rule_is_not_asked_about_an_argument_that_it_cannot_know():
+    @wrap_torch_function(lambda x, weight, times=3.0: (x, weight))
+    def scaled(x, weight, times=3.0):
+        return x * weight * (1.0 if times is None else times)
+
+    @rule(scaled, weights=("weight",))
+    def scaled_rule(x, weight, times):
+        return {"weight": lambda g: Dense(g * x if times is None else g * x * times)}
+
+    def used(params, buffers, x, *times):
+        return scaled(x, params["w"], *times).sum()
+
+    params, x = {"w": torch.ones(3)}, torch.randn(B, 3)
+    found = vgrad.per_sample_grad(used)(params, {}, x)["w"]
+    torch.testing.assert_close(found, 3 * x)
+    with pytest.raises(AssertionError, match="none fits the use of 'w' by scaled"):
+        check_rule(used, params, {}, x)
+    check_rule(lambda *given: used(*given, 2.0), params, {}, x)
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied", "padding_idx", "two_calls_and_unused"])
+def test_whole_models_pass_with_their_buffers_and_any_tree_as_batch(name):
+    case = cases.CASES[name]
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(case.model())
+    check_rule(
+        vgrad.sample_loss(fmodel, case.criterion), params, buffers, *case.batch(3)
+    )
+
+
+def test_a_batch_that_says_little_is_refused():
+    rule(product, weights=("weight",))(right)
+    params, buffers, x = values()
+    with pytest.raises(ValueError, match="at least two samples"):
+        check_rule(loss, params, buffers, x[:1])
+    with pytest.raises(ValueError, match="got only zeros from plain autograd"):
+        check_rule(loss, params, buffers, torch.zeros_like(x))
+    with pytest.raises(ValueError, match="got infinity or NaN from plain autograd"):
+        check_rule(loss, params, buffers, torch.full_like(x, math.nan))
+
+
+def test_an_op_has_one_rule_unless_it_is_replaced():
+    rule(product, weights=("weight",))(right)
+    with pytest.raises(ValueError, match=r"rule\(product\).* replace=True"):
+        rule(product, weights=("weight",))(right)
+    with pytest.raises(ValueError, match=r"rule\(linear\): expected an op without"):
+        rule(F.linear, weights=("weight",))(lambda input, weight, bias=None: None)
+    replaced = rule(product, weights=("weight",), replace=True)(lambda x, weight: None)
+    assert RULES[product].factors is replaced
+
+
+def test_a_refused_rule_leaves_the_table_as_it_was():
+    before = dict(RULES)
+    with pytest.raises(ValueError, match="replace=True"):
+        rule(product, F.linear, weights=("weight",))(right)
+    assert before == RULES
+
+
+def test_the_decorator_returns_the_function_and_several_ops_may_share_it():
+    def other(x, weight):
+        return product(x, weight)
+
+    assert rule(product, other, weights=("weight",))(right) is right
+    assert (RULES[product].run, RULES[other].run) == (product, other)
+
+
+REFUSED = {
+    "no op": ((), "expected at least one op"),
+    "a name": (("linear",), r"rule\('linear'\): expected a function .* got a str"),
+    "a module": ((nn.Linear(1, 1),), "got a Linear. A module's op is the function"),
+    "a class": ((nn.Linear,), "got a type"),
+    "a method": ((Product.apply,), "got a method of an autograd.Function"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_function_mode_gets_is_refused(name):
+    ops, message = REFUSED[name]
+    with pytest.raises(TypeError, match=message):
+        rule(*ops, weights=("weight",))
+
+
+def test_weights_are_names_of_parameters_of_the_rule():
+    with pytest.raises(TypeError, match=r"rule\(weights='weight'\): expected a tuple"):
+        rule(product, weights="weight")
+    with pytest.raises(ValueError, match=r"expected names .* 'weight', 'x', got bias"):
+        rule(product, weights=("weight", "bias"))(right)
+    with pytest.raises(ValueError, match=r"weights=\(\).* got none"):
+        rule(product, weights=())(right)
+
+
+def test_the_parameters_of_a_rule_have_a_name_and_a_place():
+    with pytest.raises(TypeError, match=r"got \*rest. Name each"):
+        rule(product, weights=("weight",))(lambda weight, *rest: None)
+    with pytest.raises(TypeError, match=r"got weight. Name each, and pass run="):
+        rule(product, weights=("weight",))(lambda x, *, weight: None)
+    by_keyword = rule(product, weights=("weight",), run=product)
+    by_keyword(lambda x, *, weight: None)
+    assert product in RULES

@@ -1,0 +1,719 @@
+"""Policies of models and losses, against eager models under `torch.autocast`."""
+
+import copy
+import pickle
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack as function_modes
+
+import vgrad
+from tests import oracle
+from tests.cases import TiedLanguageModel
+from vgrad import explain
+from vgrad.precision import Policy, PolicyModel, policy_for
+from vgrad.precision.modules import loss_under
+
+STRATEGIES = ("auto", "recorded", "vmap", "loop")
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+SEEN: dict[str, tuple] = {}
+"""What each `Spy` computed in, and the dtype of its weight."""
+
+
+class Spy(nn.Module):
+    """Notes the dtype of a product with its weight, then calls its children."""
+
+    def __init__(self, tag="", **children):
+        super().__init__()
+        self.tag = tag
+        self.weight = nn.Parameter(torch.randn(3, 3))
+        for name, child in children.items():
+            self.add_module(name, child)
+
+    def forward(self, x):
+        SEEN[self.tag] = (
+            F.linear(x.to(self.weight.dtype), self.weight).dtype,
+            (self.weight.dtype),
+        )
+        for child in self.children():
+            x = child(x)
+        return x
+
+
+def spies():
+    """Make a tree of modules: a, a.x, a.x.deep, a.y, b, b.x."""
+    return Spy(
+        a=Spy("a", x=Spy("a.x", deep=Spy("a.x.deep")), y=Spy("a.y")),
+        b=Spy("b", x=Spy("b.x")),
+    )
+
+
+def seen_under(model, policy):
+    """Return what every spy saw under a policy."""
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    SEEN.clear()
+    policy_for(fmodel, policy)(params, buffers, torch.ones(2, 3))
+    return dict(SEEN)
+
+
+def computed_in(policy):
+    return {tag: product for tag, (product, _) in seen_under(spies(), policy).items()}
+
+
+def everywhere(dtype, **others):
+    tags = ("", "a", "a.x", "a.x.deep", "a.y", "b", "b.x")
+    named = {name.replace("_", "."): each for name, each in others.items()}
+    return {tag: named.get(tag, dtype) for tag in tags}
+
+
+def mlp(seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Linear(5, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 6), nn.Linear(6, 3)
+    )
+    x, y = torch.randn(7, 5), torch.randint(3, (7,))
+    return model, *vgrad.make_functional_with_buffers(model), x, y
+
+
+def eager(model, x, dtype):
+    with torch.autocast("cpu", dtype=dtype):
+        return model(x)
+
+
+def nothing_is_left_on():
+    return not torch.is_autocast_enabled("cpu") and not function_modes()
+
+
+# Which policy holds where.
+
+
+@pytest.mark.parametrize(
+    ("policy", "product", "weight"),
+    [
+        ("mixed_bfloat16", BF16, F32),
+        ("mixed_float16", F16, F32),
+        ("bfloat16", BF16, BF16),
+        ("float32", F32, F32),
+        ("float64", F64, F64),
+        ("p=bf16,c=f32", F32, F32),
+        (Policy(F32, BF16, F16), BF16, F32),
+    ],
+)
+def test_one_policy_holds_for_all_modules(policy, product, weight):
+    seen = seen_under(spies(), policy)
+    assert seen == everywhere((product, weight))
+
+
+@pytest.mark.parametrize(
+    ("policies", "expected"),
+    [
+        ({"": "mixed_bfloat16", "b": "float32"}, everywhere(BF16, b=F32, b_x=F32)),
+        (
+            {"": "mixed_bfloat16", "a.x": "float64"},
+            everywhere(BF16, a_x=F64, a_x_deep=F64),
+        ),
+        (
+            {"": "float64", "a": "mixed_bfloat16", "a.x": "float32"},
+            everywhere(F64, a=BF16, a_y=BF16, a_x=F32, a_x_deep=F32),
+        ),
+        (
+            {"": "mixed_bfloat16", "*.x": "float32"},
+            everywhere(BF16, a_x=F32, a_x_deep=F32, b_x=F32),
+        ),
+        (  # three letters against two, whichever comes first
+            {"*.x": "float32", "": "mixed_bfloat16", "a.x": "float64"},
+            everywhere(BF16, a_x=F64, a_x_deep=F64, b_x=F32),
+        ),
+        (  # what is said of the parent is more specific than the pattern
+            {"?*p": "float64", "a.x": "mixed_bfloat16", "": "float32"},
+            everywhere(F32, a_x=BF16, a_x_deep=BF16),
+        ),
+        (  # a set of letters fixes none
+            {"[ab]": "mixed_bfloat16", "a": "float64", "": "float32"},
+            everywhere(F32, a=F64, a_x=F64, a_x_deep=F64, a_y=F64, b=BF16, b_x=BF16),
+        ),
+        ({"*": "mixed_float16"}, everywhere(F16)),
+        ({"b": "mixed_bfloat16"}, everywhere(F32, b=BF16, b_x=BF16)),
+        ({"": "float32", "?.x": "bfloat16", "*.x": "bfloat16"}, None),
+    ],
+)
+def test_the_most_specific_pattern_holds(policies, expected):
+    if expected is None:  # two patterns that agree
+        expected = everywhere(F32, a_x=BF16, a_x_deep=BF16, b_x=BF16)
+    assert computed_in(policies) == expected
+
+
+def test_the_empty_name_is_the_model_and_no_pattern():
+    assert computed_in({"": "mixed_bfloat16"}) == everywhere(BF16)
+    fmodel, *_ = vgrad.make_functional_with_buffers(nn.Linear(2, 2))
+    assert policy_for(fmodel, "float64").policies == {"": Policy.parse("float64")}
+
+
+def test_equally_specific_patterns_that_disagree_are_refused():
+    fmodel, *_ = vgrad.make_functional_with_buffers(spies())
+    policies = {"a.*": "mixed_bfloat16", "*.x": "float32"}
+    with pytest.raises(ValueError, match="most specific pattern for the module 'a.x'"):
+        policy_for(fmodel, policies)
+    with pytest.raises(ValueError, match="for the module ''"):
+        policy_for(fmodel, {"": "float32", "*": "mixed_bfloat16"})
+
+
+def test_a_pattern_that_matches_nothing_is_refused():
+    fmodel, *_ = vgrad.make_functional_with_buffers(spies())
+    with pytest.raises(ValueError, match="'hedd'.*matches a module, got none"):
+        policy_for(fmodel, {"": "float32", "hedd": "mixed_bfloat16"})
+    with pytest.raises(ValueError, match="'a.weight'.*matches a module, got none"):
+        policy_for(fmodel, {"a.weight": "mixed_bfloat16"})
+
+
+def test_what_is_no_model_or_no_policy_is_refused():
+    model, fmodel, *_ = mlp()
+    with pytest.raises(TypeError, match="make_functional_with_buffers.*Sequential"):
+        policy_for(model, "float32")
+    with pytest.raises(TypeError, match="expected a string, got a dtype"):
+        policy_for(fmodel, torch.bfloat16)
+    with pytest.raises(ValueError, match="expected dtypes among.*'mixed_float8'"):
+        policy_for(fmodel, {"": "mixed_float8"})
+    with pytest.raises(TypeError, match="expected a model without policies"):
+        policy_for(policy_for(fmodel, "float32"), "bfloat16")
+    with pytest.raises(TypeError, match="expected a string, got a dtype"):
+        loss_under(torch.bfloat16, lambda params, buffers: params["w"])
+
+
+class Listed(nn.Module):
+    """Has modules in containers, which are never called themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Spy("list.0"), Spy("list.1")])
+        self.named = nn.ModuleDict({"one": Spy("dict.one", x=Spy("dict.one.x"))})
+
+    def forward(self, x):
+        for block in (*self.blocks, *self.named.values()):
+            x = block(x)
+        return x
+
+
+def test_a_policy_of_a_container_holds_for_what_is_in_it():
+    policies = {"": "mixed_bfloat16", "blocks": "float32", "named": "float64"}
+    assert seen_under(Listed(), policies) == {
+        "list.0": (F32, F32),
+        "list.1": (F32, F32),
+        "dict.one": (F64, F64),
+        "dict.one.x": (F64, F64),
+    }
+
+
+class Reaching(nn.Module):
+    """Calls the child of a child, and not the child."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = Spy("a", x=Spy("a.x"))
+
+    def forward(self, x):
+        return self.a.x(x)
+
+
+def test_a_policy_holds_for_a_module_that_is_called_past_its_parent():
+    seen = seen_under(Reaching(), {"": "mixed_bfloat16", "a": "float32"})
+    assert seen == {"a.x": (F32, F32)}
+
+
+def test_parameters_of_a_module_itself_follow_its_policy_and_not_its_childrens():
+    seen = seen_under(spies(), {"": "float32", "a": "bfloat16", "a.x": "float64"})
+    assert seen["a"] == seen["a.y"] == (BF16, BF16)
+    assert seen["a.x"] == (F64, F64)
+    assert seen["b"] == (F32, F32)
+
+
+def test_a_module_in_two_places_follows_the_policy_of_its_first_name():
+    shared = Spy("shared")
+    seen = seen_under(
+        nn.ModuleDict({"model": nn.Sequential(shared, Spy("between"), shared)})[
+            "model"
+        ],
+        {"": "mixed_bfloat16", "0": "float32"},
+    )
+    assert seen == {"shared": (F32, F32), "between": (BF16, F32)}
+
+
+def test_tied_parameters_may_be_computed_with_in_several_dtypes():
+    torch.manual_seed(0)
+    model = TiedLanguageModel()
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    mixed = policy_for(fmodel, {"": "mixed_bfloat16", "head": "float32"})
+    tokens = torch.randint(11, (3, 5))
+    with torch.autocast("cpu", dtype=BF16):
+        hidden = torch.tanh(model.norm(model.embed(tokens) + model.position.weight[:5]))
+    expected = model.head(hidden.float())
+    assert torch.equal(mixed(params, buffers, tokens), expected)
+
+
+def test_tied_parameters_that_would_get_several_dtypes_are_refused():
+    fmodel, *_ = vgrad.make_functional_with_buffers(TiedLanguageModel())
+    for other in ("bfloat16", "float64"):
+        with pytest.raises(ValueError, match="one dtype for the tied.*'head.weight'"):
+            policy_for(fmodel, {"": "mixed_bfloat16", "head": other})
+
+
+def test_a_state_dict_of_a_tied_model_may_stand_in_for_the_parameters():
+    torch.manual_seed(0)
+    model = TiedLanguageModel()
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    tokens = torch.randint(11, (3, 5))
+    pure = policy_for(fmodel, "bfloat16")
+    found = pure(model.state_dict(), {}, tokens)
+    assert torch.equal(found, pure(params, buffers, tokens))
+
+
+# What comes out.
+
+
+class Several(nn.Module):
+    """Returns a tree."""
+
+    def forward(self, x):
+        return {"half": (x.half(), [x.double()]), "index": x.argmax(-1), "name": "x"}
+
+
+@pytest.mark.parametrize("output", [F16, BF16, F32, F64])
+def test_every_floating_output_has_the_output_dtype(output):
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(Several())
+    for compute in (BF16, F32, F64):
+        under = policy_for(fmodel, Policy(F32, compute, output))
+        found = under(params, buffers, torch.ones(2, 3))
+        assert found["half"][0].dtype == found["half"][1][0].dtype == output
+        assert found["index"].dtype == torch.int64
+        assert found["name"] == "x"
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_a_mixed_model_is_the_eager_model_under_autocast_bit_for_bit(dtype):
+    model, fmodel, params, buffers, x, _ = mlp()
+    name = str(dtype).removeprefix("torch.")
+    found = policy_for(fmodel, f"mixed_{name}")(params, buffers, x)
+    assert torch.equal(found, eager(model, x, dtype).float())
+    found = policy_for(fmodel, name)(params, buffers, x)
+    assert torch.equal(found, eager(copy.deepcopy(model).to(dtype), x, dtype))
+    found = policy_for(fmodel, "float64")(params, buffers, x)
+    assert torch.equal(found, copy.deepcopy(model).double()(x.double()))
+
+
+def test_modules_with_policies_of_their_own_equal_casts_by_hand_bit_for_bit():
+    model, fmodel, params, buffers, x, _ = mlp()
+    policies = {"": "mixed_bfloat16", "1": "c=f64,o=f32", "4": "p=f32,c=f32,o=bf16"}
+    found = policy_for(fmodel, policies)(params, buffers, x)
+    hidden = eager(model[0], x, BF16)
+    hidden = copy.deepcopy(model[1]).double()(hidden.double()).float()
+    hidden = eager(model[3], torch.tanh(hidden), BF16)
+    expected = model[4](hidden.float()).to(BF16).float()
+    assert torch.equal(found, expected)
+    assert found.dtype == F32
+
+
+def test_one_weight_may_be_used_in_both_low_dtypes():
+    torch.manual_seed(0)
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    model = nn.Sequential(first, second)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    both = policy_for(fmodel, {"": "mixed_bfloat16", "1": "mixed_float16"})
+    x = torch.randn(2, 3)
+    expected = eager(second, eager(first, x, BF16), F16).float()
+    assert torch.equal(both(params, buffers, x), expected)
+
+
+def test_a_policy_overrides_the_autocast_around_the_call():
+    model, fmodel, params, buffers, x, _ = mlp()
+    full = policy_for(fmodel, "float32")
+    with torch.autocast("cpu", dtype=BF16):
+        assert torch.equal(full(params, buffers, x), torch_plain(model, x))
+        low = policy_for(fmodel, "mixed_float16")(params, buffers, x)
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") == BF16
+    assert torch.equal(low, eager(model, x, F16).float())
+
+
+def torch_plain(model, x):
+    with torch.autocast("cpu", enabled=False):
+        return model(x)
+
+
+# Buffers.
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["mixed_bfloat16", "mixed_float16", "bfloat16", "float16", "float32", "float64"],
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_keeps_its_statistics_in_float32(policy, training):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).train(training)
+    model[1].running_mean.normal_()
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    x = torch.randn(6, 5)
+    under = policy_for(fmodel, policy)
+    for given in ((params, buffers), ({**params, **buffers}, {})):
+        found, new = under.call_and_update(*given, x)
+        dtypes = {name: value.dtype for name, value in buffers.items()}
+        assert {name: value.dtype for name, value in new.items()} == dtypes
+        assert found.dtype == Policy.parse(policy).output_dtype
+        reference = copy.deepcopy(model).double()
+        expected = reference(x.double())
+        torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.02)
+        for name in ("running_mean", "running_var"):
+            left = getattr(reference[1], name)
+            torch.testing.assert_close(
+                new[f"1.{name}"].double(), left, rtol=4e-3, atol=4e-3
+            )
+        assert int(new["1.num_batches_tracked"]) == int(training)
+
+
+def test_mixed_batch_norm_is_eager_autocast_bit_for_bit():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    x = torch.randn(6, 2, 5, 5)
+    mixed = policy_for(fmodel, "mixed_bfloat16")
+    found, new = mixed.call_and_update(params, buffers, x)
+    assert torch.equal(found, eager(model, x, BF16).float())
+    for name, buffer in model.named_buffers():
+        assert torch.equal(new[name], buffer)
+        assert new[name].dtype == buffer.dtype
+
+
+class Average(nn.Module):
+    """Binds a new buffer in the dtype of the input, and counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x):
+        x = self.layer(x)
+        self.mean = x.mean(0)
+        self.count = self.count + 1
+        return x
+
+
+@pytest.mark.parametrize("policy", ["bfloat16", "mixed_bfloat16", "float64"])
+def test_new_buffers_come_in_the_dtype_of_the_old_ones(policy):
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(Average())
+    under = policy_for(fmodel, policy)
+    _, new = under.call_and_update(params, buffers, torch.ones(2, 3))
+    assert new["mean"].dtype == F32
+    assert new["mean"].any()
+    assert new["count"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("policy", ["bfloat16", "mixed_bfloat16", "float64"])
+def test_frozen_parameters_are_cast_like_others_and_come_back_as_they_were(policy):
+    _, fmodel, params, buffers, x, _ = mlp()
+    under = policy_for(fmodel, policy)
+    expected = under(params, buffers, x)
+    trained, constant = vgrad.freeze(params, buffers, "0.*")
+    found, new = under.call_and_update(trained, constant, x)
+    assert torch.equal(found, expected)
+    assert all(new[name] is constant[name] for name in constant)
+
+
+# Nothing is left behind.
+
+
+class Failing(nn.Module):
+    """Raises inside of a region within a region."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.error = error
+
+    def forward(self, x):
+        self.layer(x)
+        raise self.error("on purpose")
+
+
+class Recovering(nn.Module):
+    """Goes on when its child raises."""
+
+    def __init__(self):
+        super().__init__()
+        self.child = nn.Sequential(Failing(ValueError))
+        self.spy = Spy("after")
+
+    def forward(self, x):
+        try:
+            self.child(x)
+        except ValueError:
+            SEEN["itself"] = torch.mm(x, torch.ones(3, 3)).dtype, x.dtype
+            return self.spy(x)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("around", [True, False])
+def test_an_exception_leaves_no_autocast_and_no_mode(error, around):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(Failing(error)))
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    policies = {"": "mixed_bfloat16", "1": "float32", "1.0": "mixed_float16"}
+    under = policy_for(fmodel, policies)
+    with torch.autocast("cpu", dtype=BF16, enabled=around):
+        for _ in range(2):
+            with pytest.raises(error, match="on purpose"):
+                under(params, buffers, torch.ones(2, 3))
+            assert torch.is_autocast_enabled("cpu") == around
+            assert not function_modes()
+    assert nothing_is_left_on()
+    loss = loss_under("mixed_bfloat16", lambda p, b, x: fmodel(p, b, x).sum())
+    with pytest.raises(error, match="on purpose"):
+        loss(params, buffers, torch.ones(2, 3))
+    assert nothing_is_left_on()
+
+
+def test_a_model_that_goes_on_after_an_exception_goes_on_under_its_own_policy():
+    seen = seen_under(Recovering(), {"": "mixed_bfloat16", "child": "float64"})
+    assert seen == {"itself": (BF16, F32), "after": (BF16, F32)}
+    assert nothing_is_left_on()
+
+
+def test_a_hook_that_raises_before_its_module_runs_leaves_nothing():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+    def refuse(module, args):
+        raise ValueError("not today")
+
+    model[1].register_forward_pre_hook(refuse)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    under = policy_for(fmodel, {"": "mixed_bfloat16", "1": "float32"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            with pytest.raises(ValueError, match="not today"):
+                under(params, buffers, torch.ones(2, 3))
+            assert nothing_is_left_on()
+
+
+def test_what_is_given_stays_as_it_is():
+    _, fmodel, params, buffers, x, _ = mlp()
+    before = copy.deepcopy((params, x))
+    plain = fmodel(params, buffers, x)
+    policy_for(fmodel, "bfloat16")(params, buffers, x)
+    assert torch.equal(fmodel(params, buffers, x), plain)
+    assert torch.equal(x, before[1])
+    assert all(torch.equal(params[name], before[0][name]) for name in params)
+
+
+# Copies.
+
+
+def test_copies_and_pickles_compute_the_same_bits():
+    _, fmodel, params, buffers, x, _ = mlp()
+    mixed = policy_for(fmodel, {"": "mixed_bfloat16", "1": "float32"})
+    expected = mixed(params, buffers, x)
+    for other in (copy.deepcopy(mixed), pickle.loads(pickle.dumps(mixed))):
+        assert isinstance(other, PolicyModel)
+        assert other.policies == mixed.policies
+        assert torch.equal(other(params, buffers, x), expected)
+
+
+def test_modes_are_changed_in_a_new_function_with_the_same_policies():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 50), nn.Dropout(0.5))
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    mixed = policy_for(fmodel, "mixed_bfloat16")
+    evaluated = mixed.eval()
+    assert mixed.training
+    assert not evaluated.training
+    assert evaluated.policies == mixed.policies
+    x = torch.randn(4, 3)
+    expected = eager(copy.deepcopy(model).eval(), x, BF16).float()
+    assert torch.equal(evaluated(params, buffers, x), expected)
+    assert (mixed(params, buffers, x) == 0).any()
+    assert (evaluated.train()(params, buffers, x) == 0).any()
+
+
+def test_a_module_made_of_it_is_plain_and_in_the_dtypes_that_are_given():
+    model, fmodel, params, buffers, x, _ = mlp()
+    module = policy_for(fmodel, "bfloat16").to_module(params, buffers)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+    assert torch.equal(module(x), model(x))
+    other = copy.deepcopy(model)
+    doubled = {name: 2 * value for name, value in params.items()}
+    policy_for(fmodel, "bfloat16").copy_to_(other, doubled, buffers)
+    for name, value in other.named_parameters():
+        assert torch.equal(value, doubled[name])
+
+
+def test_threads_share_one_function_and_keep_their_own_state():
+    _, fmodel, params, buffers, x, _ = mlp()
+    mixed = policy_for(fmodel, {"": "mixed_bfloat16", "1": "float32"})
+    pure = policy_for(fmodel, "mixed_float16")
+    expected = mixed(params, buffers, x), pure(params, buffers, x)
+    start = threading.Barrier(2)
+    right: list[bool] = []
+
+    def work(models):
+        start.wait()
+        for _ in range(30):
+            for which in models:
+                found = (mixed, pure)[which](params, buffers, x)
+                right.append(torch.equal(found, expected[which]))
+        right.append(nothing_is_left_on())
+
+    threads = [threading.Thread(target=work, args=(o,)) for o in ((0, 1), (1, 0))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(right) == 122
+    assert all(right)
+    assert nothing_is_left_on()
+
+
+# Transforms.
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_under_vmap_and_grad_it_is_eager_autocast_up_to_rounding(dtype):
+    model, fmodel, params, buffers, x, y = mlp()
+    name = str(dtype).removeprefix("torch.")
+    mixed = policy_for(fmodel, f"mixed_{name}")
+    tolerance = 4 * torch.finfo(dtype).eps
+    found = torch.vmap(lambda row: mixed(params, buffers, row[None])[0])(x)
+    assert found.dtype == F32
+    expected = eager(model, x, dtype).float()
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    grads = torch.func.grad(lambda p: F.cross_entropy(mixed(p, buffers, x), y))(params)
+    F.cross_entropy(eager(model, x, dtype).float(), y).backward()
+    wanted = {name: each.grad for name, each in model.named_parameters()}
+    assert oracle.error(grads, wanted) < tolerance
+
+
+def per_sample_reference(model, x, y, dtype):
+    """Loop over samples in eager autocast, pure where the model is low."""
+    rows = []
+    for row, target in zip(x, y, strict=True):
+        output = eager(model, row[None], dtype)
+        loss = F.cross_entropy(output.float(), target[None])
+        rows.append(torch.autograd.grad(loss, list(model.parameters())))
+    names = [name for name, _ in model.named_parameters()]
+    columns = [torch.stack(each).float() for each in zip(*rows, strict=True)]
+    return dict(zip(names, columns, strict=True))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "policy", ["mixed_bfloat16", "mixed_float16", "bfloat16", "float16"]
+)
+def test_per_sample_gradients_are_those_of_eager_autocast(strategy, policy):
+    model, fmodel, params, buffers, x, y = mlp()
+    dtype = Policy.parse(policy).compute_dtype
+    reference = copy.deepcopy(model)
+    if not policy.startswith("mixed"):
+        reference.to(dtype)
+    expected = per_sample_reference(reference, x, y, dtype)
+    tolerance = 8 * torch.finfo(dtype).eps
+    for loss in (
+        vgrad.sample_loss(policy_for(fmodel, policy), F.cross_entropy),
+        loss_under(policy, vgrad.sample_loss(fmodel, F.cross_entropy)),
+    ):
+        options = {"strategy": strategy}
+        grads = vgrad.per_sample_grad(loss, **options)(params, buffers, x, y)
+        assert {grad.dtype for grad in grads.values()} == {F32}
+        assert oracle.error(grads, expected) < tolerance
+        norms = vgrad.per_sample_norm(loss, **options)(params, buffers, x, y)
+        torch.testing.assert_close(
+            norms, oracle.norms(expected), rtol=tolerance, atol=0, check_dtype=False
+        )
+    assert nothing_is_left_on()
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32, F64])
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16", "float32"])
+def test_gradients_have_the_dtype_of_the_parameters_that_are_given(dtype, policy):
+    _, fmodel, params, buffers, x, y = mlp()
+    params = {name: value.detach().to(dtype) for name, value in params.items()}
+    mixed = policy_for(fmodel, policy)
+    grads = torch.func.grad(lambda p: F.cross_entropy(mixed(p, buffers, x), y))(params)
+    assert {grad.dtype for grad in grads.values()} == {dtype}
+    loss = loss_under(policy, vgrad.sample_loss(fmodel, F.cross_entropy))
+    for strategy in STRATEGIES:
+        each = vgrad.per_sample_grad(loss, strategy=strategy)(params, buffers, x, y)
+        assert {grad.dtype for grad in each.values()} == {dtype}
+
+
+@pytest.mark.parametrize("policy", ["bfloat16", "mixed_bfloat16", "float64"])
+@pytest.mark.parametrize("of_loss", [True, False])
+def test_linear_layers_keep_their_compact_form(policy, of_loss):
+    _, fmodel, params, buffers, x, y = mlp()
+    if of_loss:
+        loss = loss_under(policy, vgrad.sample_loss(fmodel, F.cross_entropy))
+    else:
+        loss = vgrad.sample_loss(policy_for(fmodel, policy), F.cross_entropy)
+    explanation = explain(vgrad.per_sample_norm(loss))(params, buffers, x, y)
+    assert explanation.strategy == "recorded"
+    found = {row.names: (row.op, row.factor) for row in explanation.rows}
+    for layer in ("0", "3", "4"):
+        assert found[f"{layer}.weight",] == ("linear", "Outer")
+
+
+# Losses.
+
+
+def test_a_loss_under_a_policy_is_the_loss_under_autocast():
+    model, fmodel, params, buffers, x, y = mlp()
+    loss = vgrad.batch_loss(fmodel, F.cross_entropy)
+    found = loss_under("mixed_bfloat16", loss)(params, buffers, x, y)
+    with torch.autocast("cpu", dtype=BF16):
+        expected = F.cross_entropy(model(x), y)
+    assert torch.equal(found, expected)
+    found = loss_under("float64", loss)(params, buffers, x, y)
+    expected = F.cross_entropy(copy.deepcopy(model).double()(x.double()), y)
+    assert torch.equal(found, expected)
+    with torch.autocast("cpu", dtype=BF16):
+        found = loss_under("float32", loss)(params, buffers, x, y)
+    assert torch.equal(found, F.cross_entropy(model(x), y))
+    assert nothing_is_left_on()
+
+
+def test_a_loss_under_a_policy_casts_what_is_frozen_where_autocast_does_not():
+    _, fmodel, params, buffers, x, y = mlp()
+    trained, constant = vgrad.freeze(params, buffers, "0.*")
+    loss = vgrad.sample_loss(fmodel, F.cross_entropy)
+
+    def reference(trained, *batch):
+        return oracle.loss_gradients(loss, trained, constant, batch, len(x))
+
+    rounding = oracle.rounding(reference, trained, x, y, dtype=BF16)
+    for policy in ("float64", "bfloat16", "mixed_bfloat16"):
+        under = loss_under(policy, loss)
+        found = vgrad.per_sample_grad(under)(trained, constant, x, y)
+        expected = vgrad.per_sample_grad(under)(params, buffers, x, y)
+        tolerance = 2 * rounding if "bf" in policy else 1e-6
+        assert oracle.error(found, {n: expected[n] for n in trained}) < tolerance
+
+
+def test_a_loss_on_dictionaries_gets_cast_parameters_and_its_batch():
+    seen = {}
+
+    def loss(params, buffers, x, index):
+        seen.update(w=params["w"].dtype, b=buffers["b"].dtype, x=x.dtype)
+        seen.update(index=index.dtype, product=(x @ params["w"]).dtype)
+        return (x @ params["w"]).sum() * buffers["b"]
+
+    params, buffers = {"w": torch.ones(2)}, {"b": torch.ones(())}
+    batch = torch.ones(3, 2), torch.arange(3)
+    fixed = {"index": torch.int64}
+    loss_under("bfloat16", loss)(params, buffers, *batch)
+    assert seen == {"w": BF16, "b": F32, "x": F32, "product": BF16, **fixed}
+    loss_under("mixed_float16", loss)(params, buffers, *batch)
+    assert seen == {"w": F32, "b": F32, "x": F32, "product": F16, **fixed}
+    loss_under("float64", loss)(params, buffers, *batch)
+    assert seen == {"w": F64, "b": F64, "x": F64, "product": F64, **fixed}

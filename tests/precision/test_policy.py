@@ -1,0 +1,296 @@
+"""Policies: what their text means, and what their casts touch."""
+
+import dataclasses
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from vgrad.precision import Policy, cast_to_full, cast_to_half
+from vgrad.precision.policy import cast_floating
+
+SPELLINGS = {
+    torch.float16: ("float16", "f16"),
+    torch.bfloat16: ("bfloat16", "bf16"),
+    torch.float32: ("float32", "f32"),
+    torch.float64: ("float64", "f64"),
+}
+KEYS = [("params", "p"), ("compute", "c"), ("output", "o")]
+
+dtypes = st.sampled_from(list(SPELLINGS))
+policies = st.builds(Policy, dtypes, dtypes, dtypes)
+spaces = st.sampled_from(["", " ", "\t", "  "])
+
+F16, BF16, F32, F64 = SPELLINGS
+
+
+# Text.
+
+
+@given(policies)
+def test_a_policy_is_what_its_text_says(policy):
+    assert Policy.parse(str(policy)) == policy
+
+
+def test_the_text_is_the_long_form():
+    expected = "params=float32,compute=bfloat16,output=float64"
+    assert str(Policy(F32, BF16, F64)) == expected
+    assert f"{Policy(F32, BF16, F64)}" == expected
+
+
+@given(st.data(), st.lists(dtypes, min_size=3, max_size=3))
+def test_keys_come_in_any_order_and_number_long_or_short(data, values):
+    given_keys = data.draw(
+        st.lists(st.sampled_from(range(3)), min_size=1, max_size=3, unique=True)
+    )
+    parts = []
+    for place in given_keys:
+        key = data.draw(st.sampled_from(KEYS[place]))
+        name = data.draw(st.sampled_from(SPELLINGS[values[place]]))
+        a, b, c, d = (data.draw(spaces) for _ in range(4))
+        parts.append(f"{a}{key}{b}={c}{name}{d}")
+    params, compute, output = (
+        values[place] if place in given_keys else None for place in range(3)
+    )
+    params = params or torch.float32
+    compute = compute or params
+    expected = Policy(params, compute, output or compute)
+    assert Policy.parse(",".join(parts)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("p=f32,c=f16,o=f64", (F32, F16, F64)),
+        ("output=f64,params=bf16,compute=float16", (BF16, F16, F64)),
+        ("p=f16", (F16, F16, F16)),
+        ("c=bf16", (F32, BF16, BF16)),
+        ("o=f16", (F32, F32, F16)),
+        ("p=f64,o=f16", (F64, F64, F16)),
+        ("p=bf16,c=f32", (BF16, F32, F32)),
+        ("c=f16,output=f32", (F32, F16, F32)),
+        ("mixed_float16", (F32, F16, F32)),
+        ("mixed_bfloat16", (F32, BF16, F32)),
+        (" \tmixed_bfloat16\n", (F32, BF16, F32)),
+        (" p = f32 ,\n c = f16 ", (F32, F16, F16)),
+    ],
+)
+def test_texts_and_what_they_mean(text, expected):
+    assert Policy.parse(text) == Policy(*expected)
+
+
+@pytest.mark.parametrize("dtype", SPELLINGS)
+def test_one_dtype_is_for_all_three(dtype):
+    for name in SPELLINGS[dtype]:
+        assert Policy.parse(name) == Policy(dtype, dtype, dtype)
+        assert Policy.parse(f" {name} ") == Policy(dtype, dtype, dtype)
+
+
+@pytest.mark.parametrize(
+    ("text", "got"),
+    [
+        ("q=f32", "'q=f32'"),
+        ("=f32", "'=f32'"),
+        ("P=f32", "'P=f32'"),
+        ("p=f32,", "''"),
+        (",p=f32", "''"),
+        ("p=f32,,c=f16", "''"),
+        ("p=f32,f16", "'f16'"),
+        ("p=f32,p=f16", "'p=f16'"),
+        ("p=f32, p = f32 ", "'p = f32'"),
+        ("c=f32,compute=f32", "'compute=f32'"),
+        ("output=f32,c=f16,o=f32", "'o=f32'"),
+    ],
+)
+def test_keys_that_are_unknown_or_come_twice_are_refused(text, got):
+    with pytest.raises(
+        ValueError,
+        match=f"Policy.parse\\(.*\\): expected each of params, compute and output .* "
+        f"once at most, got {got}",
+    ):
+        Policy.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "got"),
+    [
+        ("", "''"),
+        ("  ", "''"),
+        ("half", "'half'"),
+        ("F32", "'F32'"),
+        ("int32", "'int32'"),
+        ("torch.float32", "'torch.float32'"),
+        ("mixed_float32", "'mixed_float32'"),
+        ("p=int8", "'int8'"),
+        ("p=,c=f16", "''"),
+        ("p=f32,c", "''"),
+        ("p=f32=f16", "'f32=f16'"),
+        ("p=mixed_float16", "'mixed_float16'"),
+        ("float32,float16", "'float32,float16'"),
+        ("p=f32;c=f16", "'f32;c=f16'"),
+    ],
+)
+def test_dtypes_that_are_unknown_are_refused(text, got):
+    with pytest.raises(
+        ValueError,
+        match=f"Policy.parse\\(.*\\): expected dtypes among float16, .*, bf16, .*"
+        f"or one of mixed_float16, mixed_bfloat16, got {got}",
+    ):
+        Policy.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text", [None, 3, torch.float32, b"f32", Policy(F32, F32, F32)]
+)
+def test_what_is_no_text_is_refused(text):
+    with pytest.raises(TypeError, match="Policy.parse\\(.*\\): expected a string, got"):
+        Policy.parse(text)
+
+
+# The object.
+
+
+def test_policies_compare_and_hash_by_their_dtypes():
+    a, b = Policy(F32, F16, F32), Policy.parse("mixed_float16")
+    assert a == b
+    assert hash(a) == hash(b)
+    assert len({a, b, Policy(F32, BF16, F32), Policy(F16, F32, F32)}) == 3
+    assert a != Policy(F32, F16, F16)
+
+
+def test_a_policy_is_frozen():
+    policy = Policy(F32, F16, F32)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        policy.compute_dtype = torch.float32
+
+
+def test_the_dtype_of_outputs_is_replaced_in_a_new_policy():
+    old = Policy(F32, F16, F32)
+    assert old.with_output_dtype(torch.float64) == Policy(F32, F16, F64)
+    assert old == Policy(F32, F16, F32)
+    with pytest.raises(ValueError, match="Policy\\(output_dtype=torch.int32\\): exp"):
+        old.with_output_dtype(torch.int32)
+
+
+@pytest.mark.parametrize(
+    "wrong", [torch.int64, torch.complex64, "float32", None, [F32]]
+)
+@pytest.mark.parametrize("place", range(3))
+def test_dtypes_that_do_not_float_are_refused(wrong, place):
+    values = [F32, F32, F32]
+    values[place] = wrong
+    name = ("param_dtype", "compute_dtype", "output_dtype")[place]
+    with pytest.raises(
+        ValueError,
+        match=f"Policy\\({name}=.*\\): expected one of torch.float16, torch.bfloat16, "
+        f"torch.float32, torch.float64",
+    ):
+        Policy(*values)
+
+
+# Casts.
+
+
+class Pair(NamedTuple):
+    left: object
+    right: object
+
+
+def nested(dtype):
+    return {
+        "tensor": torch.tensor([1.5, -2.0], dtype=dtype),
+        "list": [torch.ones((), dtype=dtype), None, 3, 0.5, True, "text"],
+        "tuple": (torch.ones(0, dtype=dtype), {}),
+        "pair": Pair(torch.arange(3), torch.ones(2, 2, dtype=dtype)),
+        "mask": torch.tensor([True, False]),
+        "complex": torch.ones(2, dtype=torch.complex64),
+    }
+
+
+@pytest.mark.parametrize("start", SPELLINGS)
+@pytest.mark.parametrize("to", SPELLINGS)
+def test_casts_touch_floating_tensors_alone(start, to):
+    tree = nested(start)
+    result = cast_floating(tree, to)
+    expected = nested(start)
+    expected["tensor"] = expected["tensor"].to(to)
+    expected["list"][0] = expected["list"][0].to(to)
+    expected["tuple"] = (torch.ones(0, dtype=to), {})
+    expected["pair"] = Pair(torch.arange(3), torch.ones(2, 2, dtype=to))
+    assert list(result) == list(expected)
+    assert type(result["pair"]) is Pair
+    for name in ("tensor", "tuple", "pair"):
+        torch.testing.assert_close(result[name], expected[name], rtol=0, atol=0)
+    torch.testing.assert_close(result["list"][0], expected["list"][0], rtol=0, atol=0)
+    assert result["list"][1:] == [None, 3, 0.5, True, "text"]
+    assert [type(leaf) for leaf in result["list"][2:5]] == [int, float, bool]
+    assert result["pair"].left is tree["pair"].left
+    assert result["mask"] is tree["mask"]
+    assert result["complex"] is tree["complex"]
+    assert tree["tensor"].dtype == start
+
+
+@pytest.mark.parametrize("dtype", SPELLINGS)
+def test_a_tensor_of_the_dtype_is_returned_itself(dtype):
+    tensor = torch.ones(2, dtype=dtype)
+    weight = nn.Parameter(tensor)
+    policy = Policy(dtype, dtype, dtype)
+    for cast in (policy.cast_to_param, policy.cast_to_compute, policy.cast_to_output):
+        assert cast(tensor) is tensor
+        assert cast([weight])[0] is weight
+
+
+@pytest.mark.parametrize("empty", [{}, [], (), None, {"a": []}, 3, "text"])
+def test_a_tree_without_tensors_comes_back_equal(empty):
+    assert Policy(F16, F16, F16).cast_to_param(empty) == empty
+
+
+def test_each_cast_has_its_own_dtype():
+    policy = Policy(F64, BF16, F16)
+    tree = {"w": torch.ones(2), "ids": torch.arange(2)}
+    for cast, dtype in (
+        (policy.cast_to_param, F64),
+        (policy.cast_to_compute, BF16),
+        (policy.cast_to_output, F16),
+    ):
+        result = cast(tree)
+        assert result["w"].dtype == dtype
+        assert result["ids"] is tree["ids"]
+
+
+def test_casts_to_full_and_half():
+    tree = (torch.ones(2, dtype=F64), torch.ones(2, dtype=F16), torch.arange(2))
+    for result, dtype in (
+        (cast_to_full(tree), F32),
+        (cast_to_half(tree), F16),
+        (cast_to_half(tree, dtype=F16), F16),
+        (cast_to_half(tree, dtype=BF16), BF16),
+    ):
+        assert [leaf.dtype for leaf in result] == [dtype, dtype, torch.int64]
+    assert cast_to_half(tree)[1] is tree[1]
+
+
+@pytest.mark.parametrize("dtype", [F32, F64, torch.int16, "float16", None])
+def test_half_of_another_dtype_is_refused(dtype):
+    with pytest.raises(
+        ValueError,
+        match="cast_to_half\\(dtype=.*\\): expected one of torch.float16, torch.bf",
+    ):
+        cast_to_half(torch.ones(1), dtype=dtype)
+
+
+def test_gradients_and_members_pass_through_a_cast():
+    policy = Policy.parse("mixed_bfloat16")
+    params = {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "ids": torch.arange(2)}
+
+    def loss(w, ids):
+        low = policy.cast_to_compute({"w": w, "ids": ids})
+        assert low["w"].dtype == torch.bfloat16
+        assert low["ids"].dtype == torch.int64
+        return policy.cast_to_output((low["w"] ** 2).sum() * low["ids"])
+
+    grads = torch.vmap(torch.func.grad(loss))(params["w"], params["ids"])
+    torch.testing.assert_close(grads, 2 * params["w"] * params["ids"][:, None])

@@ -1,0 +1,191 @@
+"""Steps of all members that may write into what they are given."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import vgrad
+from vgrad import optim
+from vgrad.training import EnsembleState
+from vgrad.tree import state_dict, tensors
+
+E, B = 3, 4
+RATES = torch.tensor([0.01, 0.02, 0.05], dtype=torch.float64)
+
+MAKERS = {
+    "sgd": lambda: vgrad.for_members(optim.sgd, lr=0.1, momentum=0.9),
+    "adam": lambda: vgrad.for_members(optim.adam(0.01, weight_decay=0.1)),
+    "adamw, schedule": lambda: optim.adamw(optim.schedules.linear(0.01, 10)),
+    "adamw, rates": lambda: vgrad.for_members(optim.adamw, lr=RATES),
+    "adam, betas": lambda: vgrad.for_members(
+        optim.adam, lr=0.01, betas=(torch.tensor([0.9, 0.8, 0.7]).double(), 0.99)
+    ),
+    "clipped": lambda: optim.chain(optim.clip_by_global_norm(0.1), optim.sgd(0.1)),
+}
+
+
+def problem(hidden):
+    torch.manual_seed(0)
+    models = [
+        nn.Sequential(nn.Linear(4, hidden), nn.Tanh(), nn.Linear(hidden, 3)).double()
+        for _ in range(E)
+    ]
+    fmodel, params, buffers = vgrad.stack(models)
+    x = torch.randn(10, B, 4, dtype=torch.float64)
+    return vgrad.batch_loss(fmodel, F.cross_entropy), params, buffers, x
+
+
+def run(name, hidden, *, donate, spoiled=None):
+    loss, params, buffers, x = problem(hidden)
+    tx = MAKERS[name]()
+    state = EnsembleState.create(tx, params, buffers, seed=0)
+    step = vgrad.training.ensemble_train_step(
+        loss, tx, in_dims=(0, None), donate=donate
+    )
+    y, skipped, places = torch.arange(B) % 3, 0, []
+    for number, batch in enumerate(x):
+        given = batch.expand(E, B, 4).clone()
+        if number == spoiled:
+            given[1] = torch.nan
+        state, metrics = step(state, given, y)
+        skipped += metrics["skipped"]
+        places.append(state.params["0.weight"].data_ptr())
+    return state, skipped, places
+
+
+@pytest.mark.parametrize("spoiled", [None, 4], ids=["finite", "spoiled"])
+@pytest.mark.parametrize("hidden", [5, 3000], ids=["small", "large"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_donated_run_has_the_numbers_of_a_pure_one(name, hidden, spoiled):
+    """After a skipped step the members' counts differ, and each is stepped alone."""
+    pure, skipped, _ = run(name, hidden, donate=False, spoiled=spoiled)
+    found, also_skipped, _ = run(name, hidden, donate=True, spoiled=spoiled)
+    assert skipped.tolist() == also_skipped.tolist() == [0, spoiled is not None, 0]
+    for one, other in (
+        (found.params, pure.params),
+        (state_dict(found.optimizer), state_dict(pure.optimizer)),
+    ):
+        assert one.keys() == other.keys()
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden"), [("sgd", 5), ("adam", 5), ("adamw, rates", 3000)]
+)
+def test_parameters_stay_where_they_are(name, hidden):
+    assert len(set(run(name, hidden, donate=True)[2])) == 1
+    assert len(set(run(name, hidden, donate=False)[2])) > 1
+
+
+def test_a_state_that_was_given_away_is_empty():
+    loss, params, buffers, x = problem(5)
+    tx = optim.adam(0.1)
+    state = EnsembleState.create(tx, params, buffers, seed=0)
+    step = vgrad.training.ensemble_train_step(loss, tx, donate=True)
+    step(state, x[0], torch.arange(B) % 3)
+    assert not state.params
+    with pytest.raises(ValueError, match="expected at least one parameter, got none"):
+        step(state, x[0], torch.arange(B) % 3)
+
+
+LARGE = (2, 150, 150)
+
+
+def one_step(tx, params, *, donate):
+    given = {"w": params.clone() if params.is_contiguous() else params}
+    grads = {"w": torch.ones(LARGE)}
+    return optim.step(tx, grads, tx.init(given), given, donate=donate)[0]["w"]
+
+
+@pytest.mark.parametrize(
+    ("make", "numbers"),
+    [
+        (optim.sgd, {"momentum": 0.9, "dampening": torch.tensor([0.0, 0.5])}),
+        (optim.sgd, {"momentum": 0.9, "dampening": torch.tensor([0.5, 0.0])}),
+        (optim.adam, {"eps": torch.tensor([1e-8, 0.0])}),
+    ],
+)
+def test_members_that_no_kernel_takes_are_stepped_once_too(make, numbers):
+    tx = vgrad.for_members(make, lr=0.1, **numbers)
+    start = torch.full(LARGE, 2.0)
+    pure, donated = (one_step(tx, start, donate=d) for d in (False, True))
+    torch.testing.assert_close(donated, pure)
+
+
+def test_members_that_share_memory_are_not_stepped_in_place():
+    start = torch.zeros(LARGE[1:])
+    tx = vgrad.for_members(optim.sgd, lr=torch.tensor([0.1, 1.0]))
+    found = one_step(tx, start.expand(LARGE), donate=True)
+    assert found[:, 0, 0].tolist() == pytest.approx([-0.1, -1.0])
+    assert not start.any()
+
+
+def test_an_optimizer_that_cannot_be_made_leaves_all_members_alone():
+    def make(momentum):
+        if momentum == 0.5:
+            raise ValueError("half")
+        return optim.sgd(0.1, momentum=momentum)
+
+    tx = vgrad.for_members(make, momentum=torch.tensor([0.9, 0.5]))
+    params = {"w": torch.zeros(LARGE)}
+    state = vgrad.for_members(optim.sgd, lr=0.1, momentum=0.9).init(params)
+    with pytest.raises(ValueError, match="half"):
+        optim.step(tx, {"w": torch.ones(LARGE)}, state, params, donate=True)
+    assert not params["w"].any()
+
+
+def test_rates_that_are_learned_keep_their_graph():
+    rates = torch.tensor([0.1, 1.0], requires_grad=True)
+    tx = vgrad.for_members(optim.sgd, lr=rates)
+    assert one_step(tx, torch.zeros(LARGE), donate=True).requires_grad
+
+
+def test_a_donated_step_counts_the_members_like_a_pure_one():
+    params = {"w": torch.ones(10, 20_000)}
+    tx = vgrad.for_members(optim.sgd, lr=0.1, momentum=0.9)
+    state = tx.init(params)
+    for count in (1, 11):
+        wrong = vgrad.for_members(optim.sgd, lr=torch.full((count,), 0.1), momentum=0.9)
+        for donate in (False, True):
+            with pytest.raises(ValueError, match="expected one number of members"):
+                optim.step(wrong, params, state, params, donate=donate)
+    assert torch.equal(params["w"], torch.ones(10, 20_000))
+
+
+@pytest.mark.parametrize("momenta", [[0.9, 0.0], [0.0, 0.9], [0.0, 0.0]])
+@pytest.mark.parametrize("dampening", [[0.0, 0.0], [0.0, 0.5]])
+def test_some_members_may_have_no_momentum(momenta, dampening):
+    tx = vgrad.for_members(
+        optim.sgd,
+        lr=0.1,
+        momentum=torch.tensor(momenta),
+        dampening=torch.tensor(dampening),
+    )
+    torch.manual_seed(0)
+    start = {"w": torch.randn(2, 20_000)}
+    runs = []
+    for donate in (False, True):
+        params = {"w": start["w"].clone()}
+        state = tx.init(params)
+        for number in range(3):
+            grads = {"w": start["w"] * (number + 1)}
+            params, state = optim.step(tx, grads, state, params, donate=donate)
+        runs.append((params["w"], state.members))
+    torch.testing.assert_close(runs[1][0], runs[0][0])
+    torch.testing.assert_close(tensors(runs[1][1]), tensors(runs[0][1]))
+
+
+def test_members_inside_of_another_transformation_are_refused():
+    params = {"w": torch.ones(3, 3, 2)}
+    tx = optim.chain(vgrad.for_members(optim.clip_by_global_norm(1.0)), optim.sgd(0.1))
+    with pytest.raises(ValueError, match="a single member.*Wrap the whole"):
+        vgrad.for_members(tx).init(params)
+
+
+def test_parameters_without_members_and_gradients_are_named_or_passed_over():
+    tx = vgrad.for_members(optim.sgd, lr=torch.tensor([0.1, 0.2]))
+    with pytest.raises(ValueError, match="member axis in 'w', got a scalar"):
+        tx.init({"w": torch.tensor(1.0)})
+    state = tx.init({"w": torch.ones(2)})
+    assert tx.update({"w": None}, state)[0] == {"w": None}

@@ -1,0 +1,911 @@
+"""Members trained together are what each of them becomes alone."""
+
+import copy
+import math
+from functools import cache, partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+import vgrad
+from tests.examples import examples
+from vgrad import optim
+from vgrad.ensemble import for_members, share, stack
+from vgrad.precision import DynamicLossScale, NoOpLossScale, StaticLossScale
+from vgrad.training import (
+    EarlyStopping,
+    EnsembleState,
+    TrainState,
+    ensemble_train_step,
+    train_step,
+)
+from vgrad.tree import load_state_dict, state_dict
+
+E = 3
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Ops this small only wait for a second thread, on a busy machine for long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def mlp(p=0.0, bias=True):
+    return nn.Sequential(
+        nn.Linear(4, 6, bias=bias), nn.Tanh(), nn.Dropout(p), nn.Linear(6, 3, bias=bias)
+    ).double()
+
+
+def cnn():
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.Tanh(),
+        nn.Conv2d(4, 4, 2, stride=2, groups=2),
+        nn.Flatten(),
+        nn.Linear(4 * 3 * 3, 3),
+    ).double()
+
+
+def normed():
+    """No bias in front of a norm: its gradient is rounding, which Adam amplifies."""
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1, bias=False),
+        nn.BatchNorm2d(4),
+        nn.Tanh(),
+        nn.Conv2d(4, 4, 3, stride=2, bias=False),
+        nn.BatchNorm2d(4),
+        nn.Flatten(),
+        nn.Linear(4 * 2 * 2, 3),
+    ).double()
+
+
+class Encoder(nn.Module):
+    """A transformer that reads tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(9, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, tokens):
+        return self.head(self.body(self.embed(tokens)).mean(1))
+
+
+def images(size):
+    return torch.randn(*size, 2, 6, 6, dtype=torch.float64)
+
+
+MODELS = {
+    "mlp": (mlp, lambda size: torch.randn(*size, 4, dtype=torch.float64)),
+    "cnn": (cnn, images),
+    "normed": (normed, images),
+    "encoder": (lambda: Encoder().double(), lambda size: torch.randint(9, (*size, 5))),
+}
+
+
+def build(name="mlp", count=E, own=False, make=None, batches=5):
+    """Models, their stack, the loss and batches of five, the members' own or not."""
+    torch.manual_seed(0)
+    model, inputs = MODELS[name]
+    models = [(make or model)() for _ in range(count)]
+    fmodel, params, buffers = stack(models)
+    loss = vgrad.batch_loss(fmodel, F.cross_entropy)
+    size = (count, 5) if own else (5,)
+    data = [(inputs(size), torch.randint(3, size)) for _ in range(batches)]
+    return models, loss, params, buffers, data
+
+
+def close(found, expected, tolerance=1e-10):
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def same_trees(one, other):
+    pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def train(step, state, data, steps):
+    """Run steps over the batches in turn; return the state and all losses `[T, E]`."""
+    losses = []
+    for number in range(steps):
+        state, metrics = step(state, *data[number % len(data)])
+        losses.append(metrics["loss"])
+    return state, torch.stack(losses)
+
+
+def alone(models, txs, data, steps, own=False, **options):
+    """The separate runs: `train_step` for each model; states and losses `[T, E]`."""
+    states, losses = [], []
+    for member, (model, tx) in enumerate(zip(models, txs, strict=True)):
+        fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+        loss = vgrad.batch_loss(fmodel, F.cross_entropy)
+        state = TrainState.create(tx, params, buffers, seed=options.get("seed"))
+        rest = {key: value for key, value in options.items() if key != "seed"}
+        mine = [(x[member], y[member]) for x, y in data] if own else data
+        state, found = train(train_step(loss, tx, **rest), state, mine, steps)
+        states.append(state)
+        losses.append(found)
+    return states, torch.stack(losses, 1)
+
+
+def assert_members_are(state, states, tolerance=1e-10):
+    for field in ("params", "buffers"):
+        for name, value in getattr(state, field).items():
+            expected = torch.stack([getattr(each, field)[name] for each in states])
+            close(value, expected, tolerance)
+
+
+RATES = [0.003, 0.01, 0.03]
+BETAS = [(0.9, 0.999), (0.8, 0.99), (0.5, 0.9)]
+DECAYS = [0.0, 0.1, 0.01]
+
+
+@cache
+def trained_by_torch(name, own, steps):
+    """Each model in a loop with an optimizer of torch's own: modules and losses."""
+    models, _, _, _, data = build(name, own=own)
+    losses = []
+    for member, model in enumerate(models):
+        optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=RATES[member],
+            betas=BETAS[member],
+            weight_decay=DECAYS[member],
+            eps=1e-5,  # the gradient of a bias of keys is rounding, to be kept small
+        )
+        losses.append([])
+        for number in range(steps):
+            x, y = data[number % len(data)]
+            x, y = (x[member], y[member]) if own else (x, y)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.detach())
+    return models, torch.stack([torch.stack(each) for each in losses], 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [(name, "hybrid") for name in MODELS]
+    + [("mlp", "vmap"), ("normed", "loop"), ("encoder", "loop")],
+)
+def test_fifty_steps_together_are_fifty_steps_of_torch_alone(name, strategy):
+    own = name in ("mlp", "normed")
+    _, loss, params, buffers, data = build(name, own=own)
+    tx = for_members(
+        optim.adamw,
+        lr=torch.tensor(RATES, dtype=torch.float64),
+        betas=tuple(torch.tensor(BETAS, dtype=torch.float64).mT),
+        weight_decay=torch.tensor(DECAYS, dtype=torch.float64),
+        eps=1e-5,
+    )
+    dims = 0 if own else None
+    step = ensemble_train_step(loss, tx, in_dims=dims, strategy=strategy)
+    state = EnsembleState.create(tx, params, buffers)
+    state, losses = train(step, state, data, 50)
+    models, expected = trained_by_torch(name, own, 50)
+    close(losses, expected)
+    assert losses[-5:].mean() < losses[:5].mean()
+    for key, value in {**state.params, **state.buffers}.items():
+        own_values = [dict(each.state_dict())[key] for each in models]
+        close(value, torch.stack(own_values))
+    assert int(state.step) == 50
+
+
+def clipped(lr, max_norm):
+    return optim.chain(optim.clip_by_global_norm(max_norm), optim.sgd(lr, momentum=0.9))
+
+
+def matrices(lr, weight_decay):
+    return optim.muon(lr, weight_decay=weight_decay, dtype=torch.float64)
+
+
+def now_and_then(lr):
+    return optim.multi_steps(optim.adam(lr), 2)
+
+
+def unless_infinite(lr):
+    return optim.apply_if_finite(optim.adam(lr), max_consecutive_errors=2)
+
+
+def halving(lr):
+    return optim.sgd(lambda count: lr * 0.5 ** (count // 3).double())
+
+
+LR = {"lr": [0.01, 0.1, 0.02]}
+OPTIMIZERS = {
+    "sgd": (optim.sgd, {**LR, "momentum": [0.1, 0.9, 0.5], "weight_decay": DECAYS}),
+    "nesterov": (
+        partial(optim.sgd, nesterov=True),
+        {**LR, "momentum": [0.8, 0.9, 0.5]},
+    ),
+    "adam": (optim.adam, {**LR, "eps": [1e-8, 1e-4, 1e-6]}),
+    "adamw": (optim.adamw, {**LR, "betas": BETAS, "weight_decay": DECAYS}),
+    "nadam": (optim.nadam, {**LR, "momentum_decay": [4e-3, 1e-2, 1e-3]}),
+    "radam": (optim.radam, {**LR, "betas": BETAS}),
+    "adamax": (optim.adamax, {**LR, "weight_decay": DECAYS}),
+    "rmsprop": (optim.rmsprop, {**LR, "alpha": [0.9, 0.99, 0.8]}),
+    "adagrad": (optim.adagrad, {**LR, "lr_decay": [0.3, 0.1, 0.01]}),
+    "adadelta": (optim.adadelta, {"lr": [0.5, 1.0, 2.0], "rho": [0.9, 0.8, 0.95]}),
+    "lion": (optim.lion, {"lr": [0.001, 0.01, 0.002], "weight_decay": DECAYS}),
+    "lamb": (optim.lamb, {**LR, "weight_decay": DECAYS}),
+    "lars": (optim.lars, {"lr": [1.0, 5.0, 2.0], "momentum": [0.9, 0.5, 0.8]}),
+    "adafactor": (optim.adafactor, {**LR, "weight_decay": DECAYS}),
+    "muon": (matrices, {**LR, "weight_decay": DECAYS}),
+    "clipped": (clipped, {**LR, "max_norm": [0.01, 0.1, 10.0]}),
+    "schedule": (halving, LR),
+    "schedule free": (optim.schedule_free_adamw, {**LR, "weight_decay": DECAYS}),
+    "every other step": (now_and_then, LR),
+    "unless infinite": (unless_infinite, LR),
+    "injected": (partial(optim.inject_hyperparams, optim.adam), LR),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_runs_for_each_member_by_itself(name):
+    """Norms, counters and factors are those of one member, whatever the rates."""
+    make, values = OPTIMIZERS[name]
+    models, loss, params, buffers, data = build(make=lambda: mlp(bias=name != "muon"))
+    hyperparams = {
+        key: tuple(torch.tensor(value, dtype=torch.float64).mT)
+        if isinstance(value[0], tuple)
+        else torch.tensor(value, dtype=torch.float64)
+        for key, value in values.items()
+    }
+    tx = for_members(make, **hyperparams)
+    state = EnsembleState.create(tx, params, buffers)
+    state, losses = train(ensemble_train_step(loss, tx), state, data, 8)
+    txs = [make(**{key: each[i] for key, each in values.items()}) for i in range(E)]
+    states, expected = alone(models, txs, data, 8)
+    close(losses, expected)
+    assert_members_are(state, states)
+    for own, *members in zip(
+        pytree.tree_leaves(state.optimizer.members),
+        *(pytree.tree_leaves(each.optimizer) for each in states),
+        strict=True,
+    ):
+        close(own, torch.stack(members), 1e-9)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_transformation_of_one_member_serves_all(wrapped):
+    models, loss, params, buffers, data = build()
+    one = optim.chain(optim.clip_by_global_norm(0.05), optim.adam(0.01))
+    tx = for_members(one) if wrapped else one
+    state = EnsembleState.create(tx, params, buffers)
+    state, losses = train(ensemble_train_step(loss, tx), state, data, 8)
+    states, expected = alone(models, [one] * E, data, 8)
+    close(losses, expected)
+    assert_members_are(state, states)
+
+
+@given(
+    members=st.integers(1, 4),
+    shapes=st.lists(st.lists(st.integers(1, 3), max_size=3), min_size=1, max_size=3),
+    missing=st.booleans(),
+)
+@examples(25)
+def test_updates_of_any_shapes_are_those_of_one_member(members, shapes, missing):
+    made = torch.Generator().manual_seed(0)
+    random = partial(torch.randn, generator=made, dtype=torch.float64)
+    params = {str(i): random(members, *shape) for i, shape in enumerate(shapes)}
+    grads = {name: random(*value.shape) for name, value in params.items()}
+    if missing:
+        params["none"], grads["none"] = random(members, 2), None
+    rates = torch.linspace(0.1, 1.0, members, dtype=torch.float64)
+    norms = torch.linspace(0.1, 2.0, members, dtype=torch.float64)
+    tx = for_members(clipped, lr=rates, max_norm=norms)
+    state = tx.init(params)
+    for _ in range(2):
+        updates, state = tx.update(grads, state, params)
+    assert list(updates) == list(grads)
+    assert not missing or updates["none"] is None
+    for i in range(members):
+        one = clipped(float(rates[i]), float(norms[i]))
+        mine = {name: g if g is None else g[i] for name, g in grads.items()}
+        own = one.init({name: value[i] for name, value in params.items()})
+        for _ in range(2):
+            expected, own = one.update(mine, own)
+        for name, value in expected.items():
+            if value is not None:
+                close(updates[name][i], value, 1e-12)
+
+
+def spirals(samples=100):
+    """Functorch's data: two arms of a spiral."""
+    made = torch.Generator().manual_seed(0)
+    t = torch.linspace(0, 1, samples, dtype=torch.float64)
+    noise = [torch.randn(samples, generator=made).double() * 0.02 for _ in range(2)]
+    side = torch.randint(2, (samples,), generator=made)
+    sign = 2.0 * side - 1
+    x = torch.stack(
+        [
+            sign * t * (math.tau * t).cos() + noise[0],
+            sign * t * (math.tau * t).sin() + noise[1],
+        ],
+        1,
+    )
+    return x, side
+
+
+def test_functorchs_ensemble_of_two_mlps_learns_a_spiral():
+    def make():
+        return nn.Sequential(
+            nn.Linear(2, 32),
+            nn.ReLU(),
+            nn.Linear(32, 32),
+            nn.ReLU(),
+            nn.Linear(32, 2),
+            nn.LogSoftmax(-1),
+        ).double()
+
+    torch.manual_seed(1)
+    models = [make() for _ in range(2)]
+    fmodel, params, buffers = stack(models)
+    x, y = spirals()
+    tx = optim.sgd(0.2)
+    step = ensemble_train_step(vgrad.batch_loss(fmodel, F.nll_loss), tx)
+    state, losses = train(
+        step, EnsembleState.create(tx, params, buffers), [(x, y)], 300
+    )
+    for member, model in enumerate(models):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        for number in range(300):
+            optimizer.zero_grad()
+            loss = F.nll_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            close(losses[number, member], loss.detach(), 1e-9)
+        for name, value in model.named_parameters():
+            close(state.params[name][member], value.detach(), 1e-9)
+    outputs = vgrad.ensemble_forward(fmodel)(state.params, state.buffers, x)
+    assert ((outputs.argmax(-1) == y).double().mean(1) > 0.8).all()
+
+
+def test_members_that_are_not_active_stay_as_they_are():
+    models, loss, params, buffers, data = build("normed")
+    txs = [optim.adam(rate) for rate in RATES]
+    tx = for_members(optim.adam, lr=torch.tensor(RATES, dtype=torch.float64))
+    step = ensemble_train_step(loss, tx)
+    state, _ = train(step, EnsembleState.create(tx, params, buffers), data, 5)
+    before = state
+    state = state._replace(active=torch.tensor([True, False, True]))
+    state, _ = train(step, state, data, 5)
+    states, _ = alone(models, txs, data, 10)
+    halfway, _ = alone(models, txs, data, 5)
+    states[1] = halfway[1]
+    assert_members_are(state, states)
+    for new, old in zip(
+        pytree.tree_leaves((state.params, state.buffers, state.optimizer)),
+        pytree.tree_leaves((before.params, before.buffers, before.optimizer)),
+        strict=True,
+    ):
+        assert torch.equal(new[1], old[1])
+    assert state.active.tolist() == [True, False, True]
+    assert int(state.step) == 10
+
+
+@pytest.mark.parametrize("strategy", ["loop", "hybrid"])
+def test_a_step_that_is_not_finite_is_left_out_by_its_member_alone(strategy):
+    models, loss, params, buffers, data = build("normed", own=True)
+    bad = [(x.clone(), y) for x, y in data]
+    bad[2][0][1, 0, 0, 0, 0] = float("nan")
+    tx = for_members(optim.adam, lr=torch.tensor(RATES, dtype=torch.float64))
+    step = ensemble_train_step(loss, tx, in_dims=0, strategy=strategy)
+    state, skipped = EnsembleState.create(tx, params, buffers), []
+    for batch in bad:
+        state, metrics = step(state, *batch)
+        skipped.append(metrics["skipped"].tolist())
+    assert skipped == [[0, 0, 0]] * 2 + [[0, 1, 0]] + [[0, 0, 0]] * 2
+    for member in range(E):
+        mine = [(x[member : member + 1], y[member : member + 1]) for x, y in data]
+        mine = [batch for i, batch in enumerate(mine) if member != 1 or i != 2]
+        one = optim.adam(RATES[member])
+        (expected,), _ = alone([models[member]], [one], mine, len(mine), own=True)
+        single = {
+            field: {n: v[member] for n, v in getattr(state, field).items()}
+            for field in ("params", "buffers")
+        }
+        for field, values in single.items():
+            for name, value in values.items():
+                close(value, getattr(expected, field)[name])
+    # A member that is not active is not skipped: it takes no step.
+    state = state._replace(active=torch.tensor([True, False, True]))
+    _, metrics = step(state, *bad[2])
+    assert metrics["skipped"].tolist() == [0, 0, 0]
+    assert metrics["loss"].isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("in_state", [False, True])
+def test_every_member_has_a_loss_scale_of_its_own(in_state):
+    models, loss, params, buffers, data = build(own=True)
+    data = [(x.clone(), y) for x, y in data]
+    data[1][0][0] = float("inf")
+    data[3][0][2] = float("nan")
+    scale = DynamicLossScale(2.0**10, period=2)
+    txs = [optim.adam(rate) for rate in RATES]
+    tx = for_members(optim.adam, lr=torch.tensor(RATES, dtype=torch.float64))
+    options = {} if in_state else {"loss_scale": scale}
+    step = ensemble_train_step(loss, tx, in_dims=0, **options)
+    state = EnsembleState.create(
+        tx, params, buffers, loss_scale=scale if in_state else None
+    )
+    found = []
+    for batch in data:
+        state, metrics = step(state, *batch)
+        found.append((metrics["loss_scale"].tolist(), metrics["skipped"].tolist()))
+    for member, (model, own) in enumerate(zip(models, txs, strict=True)):
+        fmodel, mine, rest = vgrad.make_functional_with_buffers(model)
+        one = train_step(
+            vgrad.batch_loss(fmodel, F.cross_entropy), own, loss_scale=scale
+        )
+        single = TrainState.create(own, mine, rest)
+        for (scales, skipped), (x, y) in zip(found, data, strict=True):
+            single, metrics = one(single, x[member], y[member])
+            assert metrics["loss_scale"] == scales[member]
+            assert metrics["skipped"] == skipped[member]
+        for name, value in single.params.items():
+            close(state.params[name][member], value)
+        assert state.loss_scale.loss_scale[member] == single.loss_scale.loss_scale
+        assert state.loss_scale.counter[member] == single.loss_scale.counter
+    assert len(set(state.loss_scale.loss_scale.tolist())) > 1
+
+
+def test_the_loss_scale_of_a_member_that_is_not_active_stays():
+    _, loss, params, buffers, data = build(own=True)
+    tx, scale = optim.sgd(0.1), DynamicLossScale(2.0**10, period=1)
+    step = ensemble_train_step(loss, tx, in_dims=0, loss_scale=scale)
+    state = EnsembleState.create(tx, params, buffers)
+    state = state._replace(active=torch.tensor([True, False, True]))
+    state, _ = step(state, *data[0])
+    assert state.loss_scale.loss_scale.tolist() == [2.0**11, 2.0**10, 2.0**11]
+
+
+def test_a_static_scale_changes_no_step():
+    _, loss, params, buffers, data = build()
+    tx = optim.sgd(0.1)
+    state = EnsembleState.create(tx, params, buffers)
+    plain, _ = train(ensemble_train_step(loss, tx), state, data, 5)
+    step = ensemble_train_step(loss, tx, loss_scale=StaticLossScale(2.0**8))
+    scaled, _ = train(step, state, data, 5)
+    for name, value in plain.params.items():
+        close(scaled.params[name], value, 1e-13)
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "loop", "hybrid"])
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_a_policy_leaves_master_weights_and_computes_as_each_member_alone(
+    policy, strategy
+):
+    models, loss, params, buffers, data = build(make=lambda: mlp().float())
+    data = [(x.float(), y) for x, y in data]
+    tx = optim.sgd(0.1)
+    step = ensemble_train_step(loss, tx, policy=policy, strategy=strategy)
+    state, losses = train(step, EnsembleState.create(tx, params, buffers), data, 10)
+    states, expected = alone(models, [tx] * E, data, 10, policy=policy)
+    exact, _ = alone(models, [tx] * E, data, 10)
+    assert losses.dtype == torch.float32
+    close(losses, expected, 2e-2)
+    assert_members_are(state, states, 2e-2)
+    assert all(value.dtype == torch.float32 for value in state.params.values())
+    rounded = [
+        not torch.equal(value[0], exact[0].params[name])
+        for name, value in state.params.items()
+    ]
+    assert all(rounded)
+    is_scaled = isinstance(state.loss_scale, DynamicLossScale)
+    assert is_scaled == (policy == "mixed_float16")
+
+
+def test_a_policy_keeps_the_dtypes_of_buffers():
+    _, loss, params, buffers, data = build("normed", make=lambda: normed().float())
+    data = [(x.float(), y) for x, y in data]
+    tx = optim.sgd(0.1)
+    step = ensemble_train_step(loss, tx, policy="mixed_bfloat16")
+    state, _ = train(step, EnsembleState.create(tx, params, buffers), data, 2)
+    for name, value in buffers.items():
+        assert state.buffers[name].dtype == value.dtype
+        assert state.buffers[name].shape == value.shape
+
+
+def shared_by_torch(models, data, steps, make, active=(0, 1, 2)):
+    """One optimizer of torch for all, of the sum of the members' losses."""
+    for model in models[1:]:
+        model[0] = models[0][0]
+    unique = {id(p): p for i in active for p in models[i].parameters()}
+    optimizer = make(list(unique.values()))
+    for number in range(steps):
+        x, y = data[number % len(data)]
+        optimizer.zero_grad()
+        sum(F.cross_entropy(models[i](x), y) for i in active).backward()
+        optimizer.step()
+    return models
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "loop", "hybrid"])
+@pytest.mark.parametrize("name", ["mlp", "normed"])
+def test_what_members_share_follows_the_sum_of_their_losses(name, strategy):
+    models, loss, params, buffers, data = build(name)
+    params, buffers = share(params, buffers, "0.*")
+    tx = optim.adamw(0.01)
+    step = ensemble_train_step(loss, tx, strategy=strategy, shared=["0.*"])
+    state = EnsembleState.create(tx, params, buffers, shared=["0.*"])
+    state, _ = train(step, state, data, 20)
+    make = partial(torch.optim.AdamW, lr=0.01)
+    models = shared_by_torch(models, data, 20, make)
+    for key, value in {**state.params, **state.buffers}.items():
+        expected = [dict(each.state_dict())[key] for each in models]
+        whole = key.startswith("0.")
+        close(value, expected[0] if whole else torch.stack(expected))
+
+
+def test_what_members_share_may_have_an_optimizer_of_its_own():
+    models, loss, params, buffers, data = build()
+    params, buffers = share(params, buffers, "0.*")
+    rates = [0.1, 0.2, 0.3]
+    tx = for_members(
+        optim.sgd,
+        lr=torch.tensor(rates, dtype=torch.float64),
+        shared=["0.*"],
+        shared_tx=optim.sgd(0.05, momentum=0.9),
+    )
+    step = ensemble_train_step(loss, tx, shared=["0.*"])
+    state = EnsembleState.create(tx, params, buffers, shared=["0.*"])
+    state, _ = train(step, state, data, 10)
+
+    def make(parameters):
+        trunk = {id(each) for each in models[0][0].parameters()}
+        groups = [
+            {"params": [p for p in parameters if id(p) in trunk], "momentum": 0.9}
+        ]
+        groups += [
+            {"params": list(models[i][3].parameters()), "lr": rates[i]}
+            for i in range(E)
+        ]
+        return torch.optim.SGD(groups, lr=0.05)
+
+    models = shared_by_torch(models, data, 10, make)
+    for key, value in state.params.items():
+        expected = [dict(each.named_parameters())[key].detach() for each in models]
+        close(value, expected[0] if key.startswith("0.") else torch.stack(expected))
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "loop", "hybrid"])
+@pytest.mark.parametrize("bad", [False, True])
+def test_members_that_are_not_active_give_nothing_to_what_is_shared(strategy, bad):
+    """Not even a NaN, which zero times a loss would."""
+    models, loss, params, buffers, data = build()
+    params, buffers = share(params, buffers, "0.*")
+    if bad:
+        params["3.weight"] = params["3.weight"].detach().clone()
+        params["3.weight"][1] = float("nan")
+    tx = optim.sgd(0.1)
+    step = ensemble_train_step(loss, tx, strategy=strategy, shared=["0.*"])
+    state = EnsembleState.create(tx, params, buffers, shared=["0.*"])
+    state = state._replace(active=torch.tensor([True, False, True]))
+    start = state
+    state, losses = train(step, state, data, 10)
+    make = partial(torch.optim.SGD, lr=0.1)
+    models = shared_by_torch(models, data, 10, make, active=(0, 2))
+    for key, value in state.params.items():
+        expected = [dict(each.named_parameters())[key].detach() for each in models]
+        if key.startswith("0."):
+            close(value, expected[0])
+        else:
+            close(value[0], expected[0])
+            close(value[2], expected[2])
+            same = value[1].eq(start.params[key][1]) | value[1].isnan()
+            assert same.all()
+    assert losses.isnan().all(0).tolist() == [False, True, False]
+    off = start._replace(active=torch.zeros(E, dtype=torch.bool))
+    new, _ = step(off, *data[0])
+    for key, value in new.params.items():
+        torch.testing.assert_close(value, start.params[key], equal_nan=True)
+
+
+def test_a_shared_gradient_that_is_not_finite_is_left_out():
+    _, loss, params, buffers, data = build(own=True)
+    params, buffers = share(params, buffers, "0.*")
+    tx = optim.adam(0.1)
+    step = ensemble_train_step(loss, tx, in_dims=0, shared=["0.*"])
+    state = EnsembleState.create(tx, params, buffers, shared=["0.*"])
+    state, _ = step(state, *data[0])
+    x, y = data[1][0].clone(), data[1][1]
+    x[1] = float("nan")
+    new, metrics = step(state, x, y)
+    assert metrics["skipped"].tolist() == [0, 1, 0]
+    assert same_trees(new.optimizer.shared, state.optimizer.shared)
+    for key, value in state.params.items():
+        if key.startswith("0."):
+            assert torch.equal(new.params[key], value)
+        else:
+            moved = (new.params[key] != value).flatten(1).any(1)
+            assert moved.tolist() == [True, False, True]
+
+
+class Positions(nn.Module):
+    """A constant that all members share, and a trunk that is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Linear(4, 4, dtype=torch.float64)
+        self.head = nn.Linear(4, 3, dtype=torch.float64)
+        self.register_buffer("shift", torch.arange(4.0, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.trunk(x)) + self.shift)
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "loop", "hybrid"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_shared_buffers_and_frozen_trunks_stay_without_a_member_axis(strategy, scaled):
+    models, loss, params, buffers, data = build(make=Positions)
+    patterns = ["trunk.*", "shift"]
+    params, buffers = share(params, buffers, *patterns)
+    params, buffers = vgrad.freeze(params, buffers, "trunk.*")
+    scale = StaticLossScale(4.0) if scaled else None
+    tx = optim.adam(0.01)
+    options = {"strategy": strategy, "shared": patterns, "loss_scale": scale}
+    step = ensemble_train_step(loss, tx, **options)
+    state = EnsembleState.create(tx, params, buffers, shared=patterns)
+    state, losses = train(step, state, data, 5)
+    assert same_trees(state.buffers, buffers)
+    for model in models:
+        model.trunk = models[0].trunk
+        model.trunk.requires_grad_(False)
+    states, expected = alone(models, [tx] * E, data, 5)
+    close(losses, expected)
+    for name, value in state.params.items():
+        close(value, torch.stack([each.params[name] for each in states]))
+
+
+def test_a_state_is_a_tree_of_tensors_that_can_be_saved(tmp_path):
+    _, loss, params, buffers, data = build(make=lambda: mlp(0.5))
+    scale = DynamicLossScale(2.0**10, period=3)
+    tx = for_members(optim.adamw, lr=torch.tensor(RATES, dtype=torch.float64))
+    step = ensemble_train_step(loss, tx)
+    create = partial(EnsembleState.create, tx, loss_scale=scale)
+    state = create(params, buffers, seed=3)
+    state, _ = train(step, state, data, 4)
+    state = state._replace(active=torch.tensor([True, True, False]))
+    assert all(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(state))
+    torch.save(state_dict(state), tmp_path / "state.pt")
+    others = {name: torch.zeros_like(value) for name, value in params.items()}
+    saved = torch.load(tmp_path / "state.pt", weights_only=True)
+    again = load_state_dict(create(others, buffers, seed=8), saved)
+    assert same_trees(again, state)
+    one, losses = train(step, state, data, 4)
+    two, same = train(step, again, data, 4)
+    assert torch.equal(losses, same)
+    assert same_trees(one, two)
+
+
+def test_random_numbers_come_from_the_state():
+    _, loss, params, buffers, data = build(make=lambda: mlp(0.5))
+    tx = optim.sgd(0.1)
+    for strategy in ("loop", "hybrid"):
+        step = ensemble_train_step(loss, tx, strategy=strategy)
+        state = EnsembleState.create(tx, params, buffers, seed=1)
+        outside = torch.get_rng_state()
+        one, first = step(state, *data[0])
+        _, again = step(state, *data[0])
+        other = EnsembleState.create(tx, params, buffers, seed=2)
+        _, different = step(other, *data[0])
+        _, second = step(one._replace(params=state.params), *data[0])
+        assert torch.equal(torch.get_rng_state(), outside)
+        assert torch.equal(first["loss"], again["loss"])
+        assert not torch.equal(first["loss"], different["loss"])
+        assert not torch.equal(first["loss"], second["loss"])
+
+
+def test_a_loop_with_the_same_randomness_draws_what_each_member_draws_alone():
+    models, loss, params, buffers, data = build(make=lambda: mlp(0.5))
+    tx = optim.adam(0.01)
+    step = ensemble_train_step(loss, tx, strategy="loop", randomness="same")
+    state = EnsembleState.create(tx, params, buffers, seed=5)
+    state, losses = train(step, state, data, 10)
+    states, expected = alone(models, [tx] * E, data, 10, seed=5)
+    close(losses, expected)
+    assert_members_are(state, states)
+
+
+def test_steps_change_nothing_that_they_are_given():
+    _, loss, params, buffers, data = build("normed")
+    tx = optim.adam(0.01)
+    state = EnsembleState.create(tx, params, buffers)
+    before = pytree.tree_map(torch.Tensor.clone, state)
+    step = ensemble_train_step(loss, tx)
+    step(state, *data[0])
+    with pytest.raises((RuntimeError, ValueError), match="size|batch"):
+        step(state, data[0][0], data[0][1][:2])
+    assert same_trees(state, before)
+    assert not any(leaf.requires_grad for leaf in pytree.tree_leaves(state))
+    assert all(value.requires_grad for value in params.values())
+
+
+@pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
+def test_a_loss_of_ones_own_is_enough(policy):
+    def loss(params, buffers, x):
+        return ((x @ params["w"]) - buffers["target"]).square().mean()
+
+    params = {"w": torch.zeros(E, 4)}
+    buffers = {"target": torch.tensor([1.0, 2.0, 3.0])}
+    x = torch.ones(5, 4)
+    tx = optim.sgd(0.1)
+    step = ensemble_train_step(loss, tx, policy=policy)
+    state, _ = step(EnsembleState.create(tx, params, buffers), x)
+    expected = 0.2 * buffers["target"].unsqueeze(1).expand(E, 4)
+    close(state.params["w"], expected, 1e-2 if policy else 1e-6)
+    assert torch.equal(state.buffers["target"], buffers["target"])
+
+
+@given(
+    values=st.lists(
+        st.tuples(*[st.sampled_from([0.0, 0.5, 1.0, float("nan"), float("inf")])] * 3),
+        max_size=8,
+    ),
+    patience=st.integers(1, 3),
+    min_delta=st.sampled_from([0.0, 0.4]),
+)
+@examples(60)
+def test_early_stopping_counts_values_that_are_no_better(values, patience, min_delta):
+    stopping = EarlyStopping.create(3, patience=patience, min_delta=min_delta)
+    best, waited = [float("inf")] * 3, [0] * 3
+    for row in values:
+        stopping = stopping.update(torch.tensor(row))
+        for i, value in enumerate(row):
+            if waited[i] < patience and value < best[i] - min_delta:
+                best[i], waited[i] = value, 0
+            else:
+                waited[i] += 1
+        assert stopping.active.tolist() == [each < patience for each in waited]
+        assert stopping.best.tolist() == best
+    assert all(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(stopping))
+
+
+def test_early_stopping_stops_members_one_by_one():
+    models, loss, params, buffers, data = build()
+    rates = [0.1, 0.0, 0.2]
+    tx = for_members(optim.sgd, lr=torch.tensor(rates, dtype=torch.float64))
+    step = ensemble_train_step(loss, tx)
+    state = EnsembleState.create(tx, params, buffers)
+    stopping = EarlyStopping.create(E, patience=2)
+    for _ in range(6):
+        state, metrics = step(state, *data[0])
+        stopping = stopping.update(metrics["loss"])
+        state = state._replace(active=stopping.active)
+    assert state.active.tolist() == [True, False, True]
+    states, _ = alone(models, [optim.sgd(rate) for rate in rates], data[:1], 6)
+    assert_members_are(state, states)
+
+
+def test_bad_arguments_are_refused_with_what_was_expected():
+    _, loss, params, buffers, data = build()
+    whole, rest = share(params, buffers, "0.*")
+    tx = optim.sgd(0.1)
+    with pytest.raises(TypeError, match="ensemble_train_step.loss_scale=8.0.*float"):
+        ensemble_train_step(loss, tx, loss_scale=8.0)
+    with pytest.raises(TypeError, match="TrainState.create.loss_scale=8.0"):
+        EnsembleState.create(tx, params, buffers, loss_scale=8.0)
+    with pytest.raises(ValueError, match="strategy='fast'.*expected one of"):
+        ensemble_train_step(loss, tx, strategy="fast")
+    for make in (ensemble_train_step, for_members):
+        given = (loss, tx) if make is ensemble_train_step else (tx,)
+        with pytest.raises(TypeError, match=r"shared='0.\*'.*got a string"):
+            make(*given, shared="0.*")
+    step = ensemble_train_step(
+        loss, tx, shared=["0.*"], loss_scale=StaticLossScale(2.0)
+    )
+    state = EnsembleState.create(tx, whole, rest, shared=["0.*"])
+    with pytest.raises(ValueError, match="expected one of the two, got both"):
+        step(state, *data[0])
+    for function in (ensemble_train_step, EnsembleState.create):
+        given = (loss,) if function is ensemble_train_step else ()
+        more = () if function is ensemble_train_step else (whole, rest)
+        with pytest.raises(ValueError, match=r"expected the patterns of for_members"):
+            function(*given, for_members(tx), *more, shared=["0.*"])
+        with pytest.raises(ValueError, match=r"got others: \['3.*'\] there"):
+            function(*given, for_members(tx, shared=["3.*"]), *more, shared=["0.*"])
+    with pytest.raises(ValueError, match="pattern that matches an entry, got none"):
+        EnsembleState.create(tx, params, buffers, shared=["typo"])
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        copy.copy,
+        copy.deepcopy,
+        lambda tx: tx._replace(donated=None),
+        lambda tx: type(tx)(*tx),
+        lambda tx: tx._make(tx),
+    ],
+)
+def test_an_optimizer_of_members_stays_one_however_it_is_copied(again):
+    _, loss, params, buffers, data = build()
+    whole, rest = vgrad.ensemble.share(params, buffers, "0.*")
+    given = for_members(optim.sgd(0.1), shared=["0.*"])
+    tx = again(given)
+    assert (tx.init, tx.update) == (given.init, given.update)
+    assert tx.shared == ("0.*",)
+    state = EnsembleState.create(tx, whole, rest, shared=["0.*"])
+    state, _ = ensemble_train_step(loss, tx, shared=["0.*"])(state, *data[0])
+    assert state.params["0.weight"].shape == whole["0.weight"].shape
+    init, update, *_ = tx
+    assert (init, update) == given[:2]
+
+
+def test_optimizers_of_members_refuse_what_does_not_fit():
+    _, _, params, _, _ = build()
+    with pytest.raises(TypeError, match="for_members.transformation, lr=.*is made"):
+        for_members(optim.sgd(0.1), lr=torch.ones(3))
+    with pytest.raises(ValueError, match="expected shared_tx, the transformation"):
+        for_members(optim.sgd, lr=torch.ones(3), shared=["0.*"])
+    with pytest.raises(ValueError, match="expected one number of members, got"):
+        for_members(optim.sgd, lr=torch.ones(2)).init(params)
+    with pytest.raises(ValueError, match="lr=-1.0"):
+        for_members(optim.sgd, lr=-1.0).init(params)
+
+
+def test_early_stopping_refuses_what_does_not_fit():
+    with pytest.raises(ValueError, match="patience=0.*whole number >= 1"):
+        EarlyStopping.create(3, patience=0)
+    with pytest.raises(ValueError, match="members=0.*whole number >= 1"):
+        EarlyStopping.create(0, patience=1)
+    with pytest.raises(ValueError, match="min_delta=-1.*>= 0"):
+        EarlyStopping.create(3, patience=1, min_delta=-1)
+    with pytest.raises(ValueError, match=r"values of shape \(2,\).*one value a member"):
+        EarlyStopping.create(3, patience=1).update(torch.ones(2))
+
+
+def test_a_state_starts_without_a_scale_and_with_all_members():
+    _, _, params, buffers, _ = build("normed")
+    state = EnsembleState.create(optim.adam(0.1), params, buffers)
+    assert isinstance(state.loss_scale, NoOpLossScale)
+    assert state.active.tolist() == [True] * E
+    assert int(state.step) == 0
+
+
+def test_all_parameters_may_be_shared_where_buffers_are_not():
+    torch.manual_seed(0)
+    models = [
+        nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double() for _ in range(E)
+    ]
+    fmodel, params, buffers = stack(models)
+    names = list(params)
+    params, buffers = share(params, buffers, *names)
+    tx, loss = optim.sgd(0.1, momentum=0.9), vgrad.batch_loss(fmodel, F.mse_loss)
+    step = ensemble_train_step(loss, tx, in_dims=0, shared=names)
+    state = EnsembleState.create(tx, params, buffers, shared=names)
+    x = torch.randn(E, 5, 4, dtype=torch.float64)
+    state, metrics = step(state, x, torch.zeros(E, 5, 3, dtype=torch.float64))
+    assert metrics["loss"].shape == (E,)
+    assert state.params["0.weight"].shape == (3, 4)
+    assert not torch.equal(state.params["0.weight"], params["0.weight"])
+    means = state.buffers["1.running_mean"]
+    assert means.shape == (E, 3)
+    assert not torch.equal(means[0], means[1])
+
+
+def test_a_parameter_without_entries_trains_and_is_skipped():
+    def loss(params, buffers, x):
+        return (params["w"] @ x).sum() + params["empty"].sum()
+
+    params = {"w": torch.ones(E, 2), "empty": torch.ones(E, 0)}
+    tx = optim.sgd(0.1)
+    state = EnsembleState.create(tx, params, {})
+    x = torch.ones(E, 2)
+    x[1] = torch.nan
+    state, metrics = ensemble_train_step(loss, tx, in_dims=0)(state, x)
+    assert metrics["skipped"].tolist() == [0, 1, 0]
+    assert state.params["w"].isfinite().all()

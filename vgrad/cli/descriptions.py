@@ -1,0 +1,116 @@
+"""What the files of a run say about themselves, checked: anybody can write such a file.
+
+A kind is what a value has to be, in words, and the test of it.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+from vgrad.cli.models import MOST_CLASSES, Shape
+
+_MOST_FEATURES = 2**31
+"""Numbers in an image, beyond which a layer's size may not fit into 64 bits."""
+
+
+class Kind(NamedTuple):
+    """What a value has to be."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+TEXT = Kind("text", lambda value: isinstance(value, str))
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+TABLE = Kind("a dictionary", lambda value: isinstance(value, dict))
+
+
+def whole(least: int = -(2**63), most: int = 2**63 - 1) -> Kind:
+    """A whole number of 64 bits within bounds, which are included."""
+    return Kind(
+        f"a whole number from {least} to {most}",
+        lambda value: type(value) is int and least <= value <= most,
+    )
+
+
+def number(least: float = -math.inf, most: float = math.inf) -> Kind:
+    """A finite number within bounds, which are included."""
+    return Kind(
+        f"a finite number from {least} to {most}",
+        lambda value: (
+            type(value) in (int, float)
+            and abs(value) <= sys.float_info.max
+            and least <= value <= most
+        ),
+    )
+
+
+def one_of(names: Collection[str]) -> Kind:
+    """One of these names."""
+    words = f"one of {', '.join(names)}"
+    return Kind(words, lambda value: isinstance(value, str) and value in names)
+
+
+def optional(kind: Kind) -> Kind:
+    """Of a kind, or None, which is also what is missing."""
+    words, holds = kind
+    return Kind(f"{words}, or null", lambda value: value is None or holds(value))
+
+
+def several(kind: Kind) -> Kind:
+    """A list of values of a kind."""
+    words, holds = kind
+    return Kind(
+        f"a list, each {words}",
+        lambda value: isinstance(value, list) and all(map(holds, value)),
+    )
+
+
+def check(where: str, found: Any, kinds: Mapping[str, Kind]) -> None:
+    """Check the entries that have a kind; what others say is read by nobody.
+
+    Raises:
+        ValueError: there is no such dictionary, or an entry is of another kind.
+
+    Example:
+        >>> check("state.json", {"step": 3}, {"step": whole(0)})
+    """
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{where}: expected a dictionary of {', '.join(kinds)}, got a "
+            f"{type(found).__name__}."
+        )
+    for name, (words, holds) in kinds.items():
+        value = found.get(name)
+        if not holds(value):
+            shown = repr(value)
+            shown = shown if len(shown) < 80 else f"a {type(value).__name__}"
+            raise ValueError(
+                f"{where}: expected {words} in {name!r}, got "
+                f"{shown if name in found else 'no such entry'}. It was not written "
+                f"by this version of vgrad, or was changed."
+            )
+
+
+def shape_of(where: str, found: Any) -> Shape:
+    """Read what a model was made for.
+
+    Raises:
+        ValueError: as `check`, or an image of that size has too many numbers.
+
+    Example:
+        >>> sizes = {"channels": 1, "height": 8, "width": 8, "classes": 10}
+        >>> shape_of("model.safetensors", sizes)
+        Shape(channels=1, height=8, width=8, classes=10)
+    """
+    side = whole(1, _MOST_FEATURES)
+    kinds = {name: side for name in Shape._fields} | {"classes": whole(1, MOST_CLASSES)}
+    check(f"{where}, shape", found, kinds)
+    shape = Shape(**{name: found[name] for name in Shape._fields})
+    if math.prod(shape[:3]) > _MOST_FEATURES:
+        raise ValueError(
+            f"{where}, shape: expected images of at most {_MOST_FEATURES} numbers, got "
+            f"{' x '.join(map(str, shape[:3]))}."
+        )
+    return shape

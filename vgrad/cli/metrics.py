@@ -1,0 +1,121 @@
+"""The figures of a run, one line of JSON after each epoch.
+
+They are computed from the private data without noise, the loss above all: these files
+are not for release.
+"""
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vgrad.cli import files
+from vgrad.cli.descriptions import check, number, optional, several, whole
+
+METRICS = "metrics.jsonl"
+PLAIN = "plain.jsonl"
+FIGURES = (METRICS, PLAIN)
+"""Of the private run and of the plain one."""
+
+
+class Record(NamedTuple):
+    """The figures after one epoch; None stands for what is not a finite number.
+
+    Attributes:
+        step: how many steps have been taken.
+        loss: mean over the samples of the epoch's batches.
+        test_accuracy: share of the held-out samples that are classified rightly.
+        epsilon: privacy spent so far; None for the run without privacy.
+        samples_per_second: training alone.
+        loss_scale: of the next step; None, and not written, where there is none.
+        skipped: steps of the epoch that were left out because a gradient was not
+            finite, which private steps never are; written beside a loss scale.
+        member_accuracies: of an ensemble, whose losses are means over its members, loss
+            scale the smallest of theirs, and steps skipped and samples sums.
+    """
+
+    step: int
+    loss: float | None
+    test_accuracy: float
+    epsilon: float | None
+    samples_per_second: float
+    loss_scale: float | None = None
+    skipped: int | None = None
+    member_accuracies: list[float] | None = None
+
+
+_KINDS = {
+    "step": whole(0),
+    "loss": optional(number()),
+    "test_accuracy": number(0, 1),
+    "epsilon": optional(number(0)),
+    "samples_per_second": number(0),
+    "loss_scale": optional(number(0)),
+    "skipped": optional(whole(0)),
+    "member_accuracies": optional(several(number(0, 1))),
+}
+
+
+def names(trainers: Sequence[Any]) -> list[str]:
+    """Return the files of a pair of runs, one of which may be `()`, which has none."""
+    return [name for name, one in zip(FIGURES, trainers, strict=True) if one]
+
+
+def append(path: Path, record: Record) -> int:
+    """Add a line, wait until it is on the disk, and return the length of the file."""
+    entries = {
+        name: value
+        for name, value in record._asdict().items()
+        if value is not None or name not in Record._field_defaults
+    }
+    descriptor = files.open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    with open(descriptor, "a", encoding="ascii") as file:
+        file.write(json.dumps(entries, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(descriptor)
+        return file.tell()
+
+
+def cut(path: Path, length: int) -> None:
+    """Take away what was written after the checkpoint that saw `length` bytes."""
+    if os.path.lexists(path):
+        with open(files.open_own(path, os.O_RDWR), "r+b") as file:
+            file.truncate(length)
+            os.fsync(file.fileno())
+
+
+def read(path: Path, length: int) -> list[Record]:
+    """Read the lines that the checkpoint knows of, which are `length` bytes.
+
+    Raises:
+        OSError: the file cannot be read, or is not one of the run's own.
+        ValueError: it is shorter than that, or holds something else.
+    """
+    known = b""
+    if os.path.lexists(path):
+        with open(files.open_own(path, os.O_RDONLY), "rb") as file:
+            known = file.read(min(length, os.fstat(file.fileno()).st_size))
+    if len(known) < length:
+        raise ValueError(
+            f"{path}: expected the {length} bytes that the checkpoint knows of, got "
+            f"{len(known)}. The file was changed after it was written."
+        )
+    lines = enumerate(known.splitlines(), start=1)
+    return [_record(f"{path}, line {i}", line) for i, line in lines]
+
+
+def _record(where: str, line: bytes) -> Record:
+    """Read a line."""
+    try:
+        found = files.from_json(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: expected JSON, got an error: {error}") from error
+    check(where, found, _KINDS)
+    return Record(**{name: found.get(name) for name in Record._fields})
+
+
+def finite(value: float) -> float | None:
+    """Return a number, or None for NaN and infinity, which JSON does not have."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,285 @@
+"""The training run: private and plain SGD side by side, epoch after epoch.
+
+After each epoch the figures are appended to the metrics, then both states are saved,
+then the model is. A run can be killed at any moment, and goes on from the last state
+with the numbers that it would have had.
+
+Noise never serves two different releases. Batches and noise of a step follow from the
+key in the state, so the steps after the last state are taken again as they were; a run
+that would differ in anything which changes these steps is refused; and what the lost
+steps left in the metrics is cut off.
+"""
+
+import fcntl
+import os
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vgrad.cli import (
+    arguments,
+    checkpoint,
+    files,
+    members,
+    metrics,
+    pictures,
+    precision,
+    report,
+    resuming,
+    setup,
+)
+from vgrad.cli.arguments import Settings
+from vgrad.cli.evaluate import judge
+from vgrad.cli.metrics import FIGURES, Record
+from vgrad.cli.setup import Job, Pair, Trainer
+from vgrad.precision import NoOpLossScale
+
+_PICTURES = (report.CURVES, pictures.RELIABILITY, pictures.UNCERTAIN)
+
+_NO_CLAIM = (
+    "The noise can be reproduced from the seed: the epsilon of this run may not be "
+    "claimed."
+)
+
+
+def train(given: Namespace) -> None:
+    """Start the run that the arguments describe, or go on with one.
+
+    Raises:
+        OSError, ValueError: something that was given does not fit. Nothing has then
+            been overwritten.
+    """
+    if given.resume is None:
+        _begin(arguments.started(given), arguments.folder("--out", given.out))
+    else:
+        _resume(arguments.folder("--resume", given.resume), given)
+
+
+def _begin(settings: Settings, folder: Path) -> None:
+    """Start a run in a folder that holds none."""
+    _refuse_taken(folder)  # now, and not after the minutes that a plan may take
+    job = _prepare(settings)
+    folder.mkdir(parents=True, exist_ok=True)
+    files.sync_folder(folder.parent)
+    with _alone(folder):
+        _refuse_taken(folder)
+        lengths = dict.fromkeys(metrics.names(job.trainers), 0)
+        _run(job, folder, job.start, lengths)
+
+
+def _refuse_taken(folder: Path) -> None:
+    """Raise if a folder holds a file of a run, or anything by that name."""
+    for name in (*checkpoint.FILES, *FIGURES, *_PICTURES):
+        if os.path.lexists(folder / name):
+            raise FileExistsError(
+                f"--out {folder}: expected a folder without a run, got one with "
+                f"{name}. Go on with --resume {folder}, or name another folder."
+            )
+
+
+def _prepare(settings: Settings) -> Job:
+    """Prepare the run of one model or of an ensemble."""
+    one = settings.members == 1
+    return setup.prepare(settings) if one else members.prepare(settings)
+
+
+def _resume(folder: Path, given: Namespace) -> None:
+    """Go on with the run in a folder."""
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"--resume {folder}: expected the folder of a run, got none there."
+        )
+    with _alone(folder):
+        tensors, before = checkpoint.read_state(folder)
+        resuming.check_said(before)
+        settings = arguments.recorded(before["arguments"], arguments.given(given))
+        checkpoint.check_members(tensors, settings.members)
+        job = _prepare(settings)
+        resuming.refuse_differences(before, job.description)
+        states = checkpoint.restored(job.start, tensors)
+        resuming.refuse_progress(job, folder, states, before)
+        lengths = before["lengths"]
+        # Nothing is written or cut before all of it has been checked.
+        if before["step"] == job.ends[-1] and (folder / report.CURVES).exists():
+            report.say(f"The run in {folder} is finished; nothing was changed.")
+            return
+        for name, length in lengths.items():
+            metrics.cut(folder / name, length)
+        _run(job, folder, states, lengths)
+
+
+def _run(job: Job, folder: Path, states: Pair, lengths: dict[str, int]) -> None:
+    """Train from the states given to the end, and draw the curves."""
+    _announce(job)
+    precision.warn_if_slow(job.settings.precision, job.settings.device)
+    # After a kill the files that follow from the state may be one epoch behind it.
+    _save(job, folder, states, lengths)
+    with report.display(job.ends[-1], len(job.ends)) as shown:
+        for number, end in enumerate(job.ends, start=1):
+            if end <= int(states.plain.step):
+                continue
+            # The bar follows the slower of the two runs.
+            tells = shown.step, _silent if job.trainers.private else shown.step
+            results = [
+                _epoch(job, trainer, state, end, tell) if trainer else ((), None)
+                for trainer, state, tell in zip(
+                    job.trainers, states, tells, strict=True
+                )
+            ]
+            states, figures = (Pair(*each) for each in zip(*results, strict=True))
+            lengths = {
+                name: metrics.append(folder / name, record)
+                for name, record in zip(FIGURES, figures, strict=True)
+                if record
+            }
+            _save(job, folder, states, lengths)
+            shown.epoch(number, *figures)
+    records = [
+        metrics.read(folder / name, lengths[name]) if trainer else []
+        for name, trainer in zip(FIGURES, job.trainers, strict=True)
+    ]
+    if job.settings.members > 1:
+        _draw(job, folder, states)
+    # The last of all files: where it is, a run is finished.
+    report.write_curves(folder, *records, delta=job.settings.delta)
+    report.show_table(*records)
+    _conclude(job, folder)
+
+
+def _silent(taken: int) -> None:
+    """Tell nobody how many steps have been taken."""
+
+
+def _epoch(
+    job: Job, trainer: Trainer, state: Any, end: int, tell: Callable[[int], None]
+) -> tuple[Any, Record]:
+    """Train until `end` steps have been taken, and judge the model."""
+    total, samples, started = torch.zeros(()), 0, time.perf_counter()
+    skipped = torch.zeros(())
+    while int(state.step) < end:
+        state, taken = trainer.advance(state, job.data)
+        total, skipped = total + taken.loss, skipped + taken.skipped
+        samples += taken.samples
+        tell(int(state.step))
+    loss = total.item() / max(1, samples)
+    seconds = time.perf_counter() - started  # after item(), which waits for a GPU
+    held = job.data.x_test, job.data.y_test
+    share, each = judge(lambda x: trainer.scores(state, x), *held)
+    scaled = not isinstance(state.loss_scale, NoOpLossScale)
+    return state, Record(
+        step=end,
+        loss=metrics.finite(loss) if samples else None,
+        test_accuracy=share,
+        epsilon=trainer.epsilon(end),
+        samples_per_second=samples / seconds,
+        loss_scale=float(state.loss_scale.loss_scale.min()) if scaled else None,
+        skipped=int(skipped) if scaled else None,
+        member_accuracies=each,
+    )
+
+
+def _save(job: Job, folder: Path, states: Pair, lengths: dict[str, int]) -> None:
+    """Save the states and then, as it may follow from no other, the model."""
+    step = int(states.plain.step)
+    progress = {"step": step, "lengths": lengths}
+    checkpoint.save_state(folder, states, {**job.description, **progress})
+    claimed = not job.settings.reproducible_noise
+    released, trainer = states.private, job.trainers.private
+    if not job.settings.private:
+        released, trainer = states.plain, job.trainers.plain
+    description = {
+        "model": job.settings.model,
+        "precision": job.settings.precision,
+        "shape": job.data.shape._asdict(),
+        "seed": job.settings.seed,
+        "step": step,
+        "epsilon": trainer.epsilon(step) if claimed else None,
+        "delta": job.plan.delta if job.plan else None,
+        "plan": asdict(job.plan) if job.plan else None,
+    }
+    if job.settings.members == 1:
+        checkpoint.save_model(folder, released.params, released.buffers, description)
+        return
+    description["members"] = job.settings.members
+    checkpoint.save_members(folder, released.params, released.buffers, description)
+
+
+def _draw(job: Job, folder: Path, states: Pair) -> None:
+    """Draw the pictures of an ensemble, the second one of the one that is saved."""
+    images, labels = job.data.x_test, job.data.y_test
+    with torch.no_grad():
+        scores = {
+            name: trainer.scores(state, images)
+            for name, trainer, state in zip(
+                report.RUNS, job.trainers, states, strict=True
+            )
+            if trainer
+        }
+    pictures.write_reliability(folder, scores, labels)
+    pictures.write_uncertain(folder, next(iter(scores.values())), images, labels)
+
+
+def _announce(job: Job) -> None:
+    sizes = f"{len(job.data.y_train)} training and {len(job.data.y_test)} held-out"
+    count = job.settings.members
+    params = sum(value.numel() for value in job.start.plain.params.values())
+    model = f"{job.settings.model}: {params // count} parameters"
+    steps = f"{job.ends[-1]} steps"
+    if count > 1:
+        model += f", {count} members"
+        steps += " of each member"
+    noise = "without privacy."
+    if job.plan:
+        noise = (
+            f"at sampling rate {job.plan.sampling_rate:.4g} and noise multiplier "
+            f"{job.plan.noise_multiplier:.4g}. In brackets: without privacy."
+        )
+    report.say(f"{job.settings.data}: {sizes} samples. {model}. {steps} {noise}")
+    if job.plan and count > 1:
+        report.say(
+            f"The budget is that of all members together: {job.plan.steps} steps on "
+            f"the same data."
+        )
+    if job.settings.reproducible_noise:
+        report.say(_NO_CLAIM)
+
+
+def _conclude(job: Job, folder: Path) -> None:
+    if job.settings.reproducible_noise:
+        report.say(_NO_CLAIM)
+        return
+    if not job.plan:
+        report.say(
+            f"Saved: {folder / checkpoint.ENSEMBLE}, trained without privacy. Nothing "
+            f"here hides the training data."
+        )
+        return
+    names = checkpoint.MODEL
+    if job.settings.members > 1:
+        names = f"{checkpoint.ENSEMBLE} and {checkpoint.ENSEMBLE_TEXT}"
+    report.say(
+        f"For release: {folder / names}, with epsilon {job.plan.epsilon():.3f} at "
+        f"delta {job.plan.delta:g}. The other files tell more about the training data."
+    )
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep other processes from training in a folder; a kill gives it free."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BlockingIOError(
+                f"{folder}: expected a folder in which no other process is training."
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,92 @@
+"""Batch normalisation: why it has no per-sample gradient, and the way out of it.
+
+With batch statistics the output for one sample depends on all the others, so the loss
+is not a sum over samples. On a batch of one sample the layer still runs and gives
+numbers, which are wrong. In evaluation mode the statistics are constants and all is
+well.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from vgrad.functional import slots
+
+_TRAINING = 5
+"""The place of the argument `training`, the same in all of these."""
+
+_REFUSED = {"batch_norm", "native_batch_norm", "cudnn_batch_norm"}
+_REFUSED |= {"miopen_batch_norm", "_native_batch_norm_legit", "_batch_norm_impl_index"}
+_REFUSED |= {"_native_batch_norm_legit_functional"}
+_ALWAYS_REFUSED = {"batch_norm_stats", "_batch_norm_with_update"}
+
+
+def refuse_batch_statistics(function: Callable, args: tuple, kwargs: dict) -> None:
+    """Raise if a call of a torch function normalises by statistics of its batch."""
+    name, _, overload = getattr(function, "__name__", "").partition(".")
+    if name in _REFUSED and overload != "no_stats":
+        given = args[_TRAINING] if len(args) > _TRAINING else False
+        training = kwargs.get("training", given)
+    else:
+        training = name in _ALWAYS_REFUSED or overload == "no_stats"
+    if training:
+        raise ValueError(
+            f"{name}(training=True): expected a loss that treats every sample by "
+            f"itself, got batch normalisation with batch statistics, which has no "
+            f"per-sample gradient. Use vgrad.replace_batch_norm(model) or, for layers "
+            f"with running statistics, evaluation mode (fmodel.eval())."
+        )
+
+
+def replace_batch_norm(model: nn.Module) -> nn.Module:
+    """Return a copy of a module with GroupNorm in the place of every BatchNorm.
+
+    Weight, bias, `eps`, device, dtype and mode are kept, running statistics are not.
+    A layer of C channels gets gcd(32, C) groups, or C / 2 where that would leave one
+    channel each; `BatchNorm1d`, whose input may have no positions, gets one group.
+
+    Raises:
+        TypeError: a layer is lazy, a subclass with a forward pass of its own, or has
+            hooks: what it does besides would be lost.
+
+    Reference: Wu and He, Group Normalization, arXiv 1803.08494.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64))
+        >>> replace_batch_norm(model)[1].num_groups
+        32
+    """
+    slots.check_plain("replace_batch_norm", model)
+    copied = copy.deepcopy(model)
+    memo: dict[int, nn.Module] = {}
+
+    def replaced(module: nn.Module) -> nn.Module:
+        if isinstance(module, _BatchNorm):
+            return memo.setdefault(id(module), _group_norm(module))
+        for name, child in module._modules.items():
+            if child is not None:
+                module._modules[name] = replaced(child)
+        return module
+
+    return replaced(copied)
+
+
+def _group_norm(layer: Any) -> nn.GroupNorm:
+    """Make the GroupNorm that stands in for one BatchNorm."""
+    plain = type(layer).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+    if not plain or layer._forward_hooks or layer._forward_pre_hooks:
+        raise TypeError(
+            f"replace_batch_norm(model): expected layers of torch.nn without hooks, "
+            f"got a {type(layer).__name__} that does more. Replace it by hand."
+        )
+    channels = layer.num_features
+    groups = 1 if isinstance(layer, nn.BatchNorm1d) else math.gcd(32, channels)
+    if groups == channels:  # a group of one channel and one pixel is always zero
+        groups = channels // 2 if channels % 2 == 0 else 1
+    norm = nn.GroupNorm(groups, channels, eps=layer.eps, affine=layer.affine)
+    norm.weight, norm.bias = layer.weight, layer.bias
+    return norm.train(layer.training)

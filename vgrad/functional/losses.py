@@ -1,0 +1,160 @@
+"""Losses of one sample and of a batch, made from a functional model and a criterion."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from vgrad.functional.model import FunctionalModel
+from vgrad.tree import copied, map_tensors
+from vgrad.typing import BatchLossFn, Buffers, LossFn, Params, Tree
+
+Criterion = Callable[[Any, Any], Tensor] | None
+
+
+def sample_loss(fmodel: FunctionalModel, criterion: Criterion) -> LossFn:
+    """Make a loss of one sample: `loss(params, buffers, *sample) -> scalar`.
+
+    The last item of a sample is the target, those before it are the model's inputs; a
+    dictionary among the inputs becomes keyword arguments. The loss adds a batch
+    dimension of one to every tensor and takes it off again. The criterion gets
+    `(output, target)` and may reduce by mean, by sum or, where one number a sample is
+    left, not at all. With `criterion=None` all items are inputs, and the model's output
+    is the loss or holds it (`.loss`, `["loss"]` or the first of a tuple, as in
+    transformers).
+
+    Raises:
+        ValueError: when called, if one sample's loss is not a single number.
+
+    Example:
+        >>> import torch
+        >>> import vgrad
+        >>> model = torch.nn.Linear(3, 2)
+        >>> fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+        >>> loss = sample_loss(fmodel, torch.nn.functional.cross_entropy)
+        >>> loss(params, buffers, torch.ones(3), torch.tensor(1)).shape
+        torch.Size([])
+    """
+
+    return SampleLoss(fmodel, criterion)
+
+
+class SampleLoss(LossFn):
+    """What `sample_loss` returns."""
+
+    def __init__(self, fmodel: FunctionalModel, criterion: Criterion) -> None:
+        """Keep the model and the criterion."""
+        self._fmodel = fmodel
+        self._criterion = criterion
+
+    def __call__(self, params: Params, buffers: Buffers, /, *sample: Tree) -> Tensor:
+        """Return the loss of one sample."""
+        batch = map_tensors(lambda leaf: leaf.unsqueeze(0), sample)
+        inputs, target = _split("sample_loss", batch, self._criterion)
+        output = _call(self._fmodel, params, buffers, inputs)
+        return _scalar("sample_loss", _value(output, target, self._criterion))
+
+
+def batch_loss(fmodel: FunctionalModel, criterion: Criterion) -> "BatchLoss":
+    """Make a loss of a whole batch: `loss(params, buffers, *batch) -> scalar`.
+
+    Items are read as `sample_loss` reads them, but with their batch dimension. The
+    criterion reduces over the batch. `.with_buffers(...) -> (scalar, new_buffers)` also
+    returns the buffers as the forward pass left them.
+
+    Raises:
+        ValueError: when called, if the criterion did not reduce to a single number.
+
+    Example:
+        >>> import torch
+        >>> import vgrad
+        >>> model = torch.nn.BatchNorm1d(2)
+        >>> fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+        >>> loss = batch_loss(fmodel, torch.nn.functional.mse_loss)
+        >>> x = torch.ones(4, 2)
+        >>> value, new_buffers = loss.with_buffers(params, buffers, x, x)
+        >>> new_buffers["num_batches_tracked"]
+        tensor(1)
+    """
+    return BatchLoss(fmodel, criterion)
+
+
+class BatchLoss(BatchLossFn):
+    """What `batch_loss` returns."""
+
+    def __init__(self, fmodel: FunctionalModel, criterion: Criterion) -> None:
+        """Keep the model and the criterion."""
+        self._fmodel = fmodel
+        self._criterion = criterion
+
+    def __call__(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Tensor:
+        """Return the loss of the batch."""
+        inputs, target = _split("batch_loss", batch, self._criterion)
+        output = _call(self._fmodel, params, buffers, inputs)
+        return _scalar("batch_loss", _value(output, target, self._criterion))
+
+    def with_buffers(
+        self, params: Params, buffers: Buffers, /, *batch: Tree
+    ) -> tuple[Tensor, Buffers]:
+        """Return the loss of the batch and the new buffers."""
+        inputs, target = _split("batch_loss", batch, self._criterion)
+        output, new_buffers = _call(
+            self._fmodel.call_and_update, params, buffers, inputs
+        )
+        loss = _scalar("batch_loss", _value(output, target, self._criterion))
+        return loss, new_buffers
+
+
+def _split(function: str, items: Tree, criterion: Criterion) -> tuple[tuple, Any]:
+    """Separate the model's inputs from the target, of which a criterion gets a copy."""
+    if criterion is None:
+        return items, None
+    if len(items) < 2:
+        raise ValueError(
+            f"{function}(fmodel, criterion): expected the model's inputs and then the "
+            f"target, got {len(items)} items. A model that returns its own loss takes "
+            f"criterion=None."
+        )
+    return items[:-1], copied(items[-1])
+
+
+def _call(function: Callable, params: Params, buffers: Buffers, inputs: tuple) -> Any:
+    """Call with the dictionaries among the inputs as keyword arguments."""
+    args = [item for item in inputs if not isinstance(item, Mapping)]
+    kwargs: dict[str, Any] = {}
+    for item in inputs:
+        if isinstance(item, Mapping):
+            twice = kwargs.keys() & item.keys()
+            if twice:
+                raise ValueError(
+                    f"loss(params, buffers, *inputs): expected each keyword argument "
+                    f"once, got {sorted(twice)} in two dictionaries."
+                )
+            kwargs.update(item)
+    return function(params, buffers, *args, **kwargs)
+
+
+def _value(output: Any, target: Any, criterion: Criterion) -> Any:
+    """Apply the criterion, or find the loss in an output that holds it."""
+    if criterion is not None:
+        return criterion(output, target)
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    if isinstance(output, tuple) and not hasattr(output, "loss"):
+        return output[0]
+    return getattr(output, "loss", output)
+
+
+def _scalar(function: str, value: Any) -> Tensor:
+    """Return a loss as a tensor without dimensions."""
+    if not isinstance(value, Tensor):
+        raise ValueError(
+            f"{function}(fmodel, criterion): expected a tensor as loss, got a "
+            f"{type(value).__name__}. Does the model need labels to return a loss?"
+        )
+    if value.numel() != 1:
+        raise ValueError(
+            f"{function}(fmodel, criterion): expected a loss of one number, got shape "
+            f"{tuple(value.shape)}. Reduce it in the criterion."
+        )
+    return value.reshape(())

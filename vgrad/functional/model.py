@@ -1,0 +1,371 @@
+"""A module split into a pure function, its parameters and its buffers, and back."""
+
+import copy
+import threading
+from collections.abc import Container, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vgrad import checks
+from vgrad.functional import slots
+from vgrad.functional.untouched import Promise, untouched
+from vgrad.functional.writing import write_values_
+from vgrad.tree import copied
+from vgrad.typing import Buffers, Params
+
+
+class FunctionalModel:
+    """A module without values: `fmodel(params, buffers, *args, **kwargs) -> output`.
+
+    Made by `make_functional_with_buffers`. A call is pure: it changes neither the
+    tensors it is given nor anything of itself. Buffers, inputs and tensors in plain
+    attributes are copied before the module sees them, and what the forward pass sets or
+    appends on the module is undone when it ends, after an exception too. An op that
+    would write into a parameter is refused before it runs, `.data` or not. Only what
+    torch does not see could: `.detach().numpy()[0] = 0`, or compiled code. A lock lets
+    threads share one object.
+
+    `params` and `buffers` together hold every name exactly once; which of the two a
+    name is in is the caller's choice. A whole `state_dict()` may stand in for `params`
+    with `{}` for `buffers`. A call costs one copy of the buffers and of the inputs.
+
+    Attributes:
+        names: the names of all entries, tied ones under their first name only.
+        buffer_names: those that are buffers of the module.
+    """
+
+    def __init__(self, skeleton: nn.Module, constants: dict[str, Tensor]) -> None:
+        """Take a module of placeholders, and the values that no `state_dict` holds."""
+        self._skeleton = skeleton
+        self._constants = constants
+        self._lock = threading.RLock()
+        self._running = False
+        self._aliases: dict[str, list[str]] = {}
+        self._shapes: dict[str, torch.Size] = {}
+        first_names: dict[int, str] = {}
+        for name, tensor in slots.named_tensors(skeleton):
+            first = first_names.setdefault(id(tensor), name)
+            self._aliases.setdefault(first, []).append(name)
+            self._shapes[first] = tensor.shape
+        registries = slots.registries(skeleton)
+        attributes = slots.attributes(skeleton, set(first_names))
+        self._registered = slots.places(registries, first_names)
+        self._referenced = slots.places(attributes, first_names)
+        self._pristine = [(each, copy.copy(each)) for each in registries + attributes]
+        self._loose = slots.loose(attributes, first_names)
+        own_buffers = slots.own_buffers(skeleton)
+        copied = own_buffers | slots.renormalised(skeleton)
+        self._hooked = [
+            name or type(module).__name__
+            for name, module in skeleton.named_modules()
+            if module._backward_hooks or module._backward_pre_hooks
+        ]
+        self.names = tuple(self._aliases)
+        self.buffer_names = tuple(
+            name for key, name in first_names.items() if key in own_buffers
+        )
+        self._copied = {name for key, name in first_names.items() if key in copied}
+        # Torch's own modules write into no parameter; to watch them would only cost.
+        only_torch = slots.only_of_torch(skeleton)
+        self._watched = () if only_torch else set(self.names) - self._copied
+
+    def __call__(
+        self, params: Params, buffers: Buffers, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run the module with these values.
+
+        Raises:
+            ValueError: an entry is missing, unexpected, of the wrong shape or in both
+                dictionaries, or tied names have different values.
+            RuntimeError: the forward pass changes a parameter in place, or uses a view
+                of one that the module keeps.
+        """
+        return self._run(self._check(params, buffers), args, kwargs)[0]
+
+    def call_and_update(
+        self, params: Params, buffers: Buffers, /, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Buffers]:
+        """Run the module and return `(output, new_buffers)`.
+
+        `new_buffers` has the keys of `buffers`, with the values that the forward pass
+        left, whether it changed them in place or bound new ones. The old ones stay.
+
+        Example:
+            >>> model = torch.nn.BatchNorm1d(2)
+            >>> fmodel, params, buffers = make_functional_with_buffers(model)
+            >>> x = torch.ones(4, 2)
+            >>> output, new = fmodel.call_and_update(params, buffers, x)
+            >>> buffers["running_mean"], new["running_mean"]
+            (tensor([0., 0.]), tensor([0.1000, 0.1000]))
+        """
+        output, left = self._run(self._check(params, buffers), args, kwargs)
+        return output, {name: left[name] for name in buffers or self.buffer_names}
+
+    def train(self, mode: bool = True) -> "FunctionalModel":
+        """Return a new function whose module is in training mode."""
+        skeleton = copy.deepcopy(self._skeleton).train(mode)
+        return FunctionalModel(skeleton, self._constants)
+
+    def eval(self) -> "FunctionalModel":
+        """Return a new function whose module is in evaluation mode."""
+        return self.train(False)
+
+    @property
+    def training(self) -> bool:
+        """Whether the module is in training mode."""
+        return self._skeleton.training
+
+    def to_module(self, params: Params, buffers: Buffers) -> nn.Module:
+        """Return a module of its own with copies of these values, ties kept.
+
+        Its parameters require grad unless their names are in `buffers`.
+        """
+        values = self._check(params, buffers)
+        module = copy.deepcopy(self._skeleton)
+        own: dict[str, Tensor] = {}
+        for name in self.names:
+            own[name] = values[name].detach().clone()
+            if name not in self.buffer_names:
+                real_or_complex = (
+                    own[name].is_floating_point() or own[name].is_complex()
+                )
+                trained = name in params and real_or_complex
+                own[name] = nn.Parameter(own[name], requires_grad=trained)
+        FunctionalModel(module, self._constants)._fill(own)
+        for each in module.modules():
+            if isinstance(each, nn.RNNBase):
+                each.flatten_parameters()  # cuDNN wants the weights in one block
+        return module
+
+    def copy_to_(self, model: nn.Module, params: Params, buffers: Buffers) -> None:
+        """Write the values into a module of yours, all of them or, on error, none.
+
+        Raises:
+            ValueError: the module lacks a name, has one more, or another shape.
+        """
+        values = self._check(params, buffers)
+        write_values_(
+            model,
+            {
+                alias: values[name]
+                for name, aliases in self._aliases.items()
+                for alias in aliases
+            },
+        )
+
+    def __reduce__(self) -> tuple:
+        """Copy and pickle by parts, since a lock can be neither."""
+        return FunctionalModel, (self._skeleton, self._constants)
+
+    def __repr__(self) -> str:
+        """Name the module's class and how much it holds."""
+        kind = type(self._skeleton).__name__
+        return f"FunctionalModel({kind}, {len(self.names)} tensors)"
+
+    def _check(self, params: Params, buffers: Buffers) -> dict[str, Tensor]:
+        """Merge the two dictionaries into one value a name, or say what is wrong."""
+        checks.dictionaries("fmodel", params=params, buffers=buffers)
+        both = params.keys() & buffers.keys()
+        if both:
+            raise ValueError(
+                f"fmodel(params, buffers): expected each name in one of the two, got "
+                f"{checks.listed(both)} in both."
+            )
+        values = {**params, **buffers}
+        if values.keys() != self._aliases.keys():
+            if not buffers:
+                values = self._from_state_dict(params)
+            checks.same_names("fmodel(params, buffers)", self._aliases, values)
+        checks.same_shapes("fmodel(params, buffers)", self._shapes, values)
+        return values
+
+    def _from_state_dict(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Fold tied names into their first, add what a `state_dict()` leaves out."""
+        values = dict(state)
+        for first, aliases in self._aliases.items():
+            given = [(alias, values.pop(alias)) for alias in aliases if alias in values]
+            for alias, value in given:
+                if not checks.same_values(value, given[0][1]):
+                    raise ValueError(
+                        f"fmodel(state_dict, {{}}): expected one value for the tied "
+                        f"names {given[0][0]!r} and {alias!r}, got two."
+                    )
+            if given:
+                values[first] = given[0][1]
+        device = next((value.device for value in values.values()), None)
+        for name, constant in self._constants.items():
+            values.setdefault(name, constant.to(device))
+        return values
+
+    def _run(
+        self, values: dict[str, Tensor], args: tuple, kwargs: dict
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """Call the module with copies of what it may change; return what it left."""
+        if self._hooked and checks.inside_transform():
+            raise RuntimeError(
+                f"fmodel(params, buffers): expected a model without backward hooks, "
+                f"which transforms of torch.func skip, got some on "
+                f"{checks.listed(self._hooked)}. Remove them, or use "
+                f'strategy="loop".'
+            )
+        own = {
+            name: value.clone() if name in self._copied else value
+            for name, value in values.items()
+        }
+        args, kwargs = copied((args, kwargs))
+        versions = _versions(own, self._copied)
+        given = {name: own[name] for name in self._watched}
+        with self._lock:
+            if self._running:
+                raise RuntimeError(
+                    "fmodel(params, buffers): expected a call that has ended, got one "
+                    "from inside of its own forward pass. Make a second function with "
+                    "make_functional_with_buffers."
+                )
+            self._running = True
+            try:
+                self._fill(own)
+                for container, key, value in self._loose:
+                    container[key] = value.clone()
+                with untouched(Promise(given, _EXPECTED, _ADVICE)):
+                    output = self._skeleton(*args, **kwargs)
+                left = {name: self._left(name, own[name]) for name in own}
+            finally:
+                for container, before in self._pristine:
+                    slots.restore(container, before)
+                self._running = False
+        for name, version in _versions(own, self._copied).items():
+            if versions[name] != version or left[name] is not own[name]:
+                raise RuntimeError(f"{_EXPECTED}, but it changed {name!r}. {_ADVICE}")
+        return output, left
+
+    def _fill(self, values: Mapping[str, Tensor]) -> None:
+        """Put the values wherever the module holds them."""
+        for places in (self._registered, self._referenced):
+            for name, held in places.items():
+                for container, key in held:
+                    container[key] = values[name]
+
+    def _left(self, name: str, given: Tensor) -> Tensor:
+        """Return what the forward pass left registered under a name and its aliases."""
+        found = [held.get(key) for held, key in self._registered.get(name, [])]
+        changed = [value for value in found if value is not given]
+        new = changed[0] if changed else given
+        if not isinstance(new, Tensor) or any(value is not new for value in changed):
+            raise RuntimeError(
+                f"fmodel(params, buffers): expected one tensor to be left in {name!r} "
+                f"and the names tied to it, got {[type(each) for each in found]}."
+            )
+        return new
+
+
+class BufferlessModel:
+    """`fmodel(params, *args, **kwargs)`: a `FunctionalModel` that has no buffers.
+
+    Attributes:
+        with_buffers: the same as a function of `(params, buffers, *args)`, which is
+            what `sample_loss` and the other functions of this package take.
+    """
+
+    def __init__(self, with_buffers: FunctionalModel) -> None:
+        """Take the function of parameters and (no) buffers."""
+        self.with_buffers = with_buffers
+
+    def __call__(self, params: Params, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the module with these parameters."""
+        return self.with_buffers(params, {}, *args, **kwargs)
+
+
+def make_functional_with_buffers(
+    model: nn.Module, *, disable_autograd_tracking: bool = False
+) -> tuple[FunctionalModel, Params, Buffers]:
+    """Split a module: `model -> (fmodel, params, buffers)`.
+
+    `params` and `buffers` are dictionaries by name whose tensors share nothing with
+    the module. A tied tensor appears once, under its first name, and drives every
+    alias, those in plain lists and dictionaries of the module included. Parameters
+    require grad unless `disable_autograd_tracking`; those that do not require grad in
+    the module are constants and come back among the buffers.
+
+    Views and results of them that the module keeps in attributes, detached or not,
+    would be constants: until the forward pass has set one anew, its use raises.
+
+    Raises:
+        TypeError: not a module, or one that cannot be copied (scripted, lazy and not
+            yet initialised, wrapped for data parallelism, with a parameter in a tuple,
+            with hooks on parameters or with several of them on one memory).
+
+    Example:
+        >>> model = torch.nn.Linear(3, 2)
+        >>> fmodel, params, buffers = make_functional_with_buffers(model)
+        >>> x = torch.ones(4, 3)
+        >>> torch.equal(fmodel(params, buffers, x), model(x))
+        True
+        >>> list(params), list(buffers)
+        (['weight', 'bias'], [])
+    """
+    slots.check_plain("make_functional_with_buffers", model)
+    slots.check_closures(model)
+    own_buffers = slots.own_buffers(model)
+    constant = own_buffers - slots.persistent(model)
+    placeholders: dict[int, slots.Placeholder] = {}
+    params: Params = {}
+    buffers: Buffers = {}
+    constants: dict[str, Tensor] = {}
+    for name, tensor in slots.named_tensors(model):
+        if id(tensor) in placeholders:
+            continue
+        value = tensor.detach().clone()
+        if id(tensor) not in own_buffers and tensor.requires_grad:
+            params[name] = value.requires_grad_(not disable_autograd_tracking)
+        else:
+            buffers[name] = value
+        if id(tensor) in constant:
+            constants[name] = value.clone()
+        placeholders[id(tensor)] = slots.placeholder(tensor)
+    skeleton = slots.duplicate(model, placeholders)
+    return FunctionalModel(skeleton, constants), params, buffers
+
+
+def make_functional(
+    model: nn.Module, *, disable_autograd_tracking: bool = False
+) -> tuple[BufferlessModel, Params]:
+    """Split a module that has no buffers: `model -> (fmodel, params)`.
+
+    Raises:
+        ValueError: the module has buffers, or parameters that do not require grad.
+        TypeError: as `make_functional_with_buffers`.
+
+    Example:
+        >>> fmodel, params = make_functional(torch.nn.Linear(3, 2))
+        >>> fmodel(params, torch.ones(4, 3)).shape
+        torch.Size([4, 2])
+    """
+    fmodel, params, buffers = make_functional_with_buffers(
+        model, disable_autograd_tracking=disable_autograd_tracking
+    )
+    if buffers:
+        raise ValueError(
+            f"make_functional({type(model).__name__}): expected a model without "
+            f"buffers or frozen parameters, got {checks.listed(buffers)}. Use "
+            f"make_functional_with_buffers."
+        )
+    return BufferlessModel(fmodel), params
+
+
+_EXPECTED = (
+    "fmodel(params, buffers): expected a forward pass that leaves parameters alone"
+)
+_ADVICE = "Keep what changes in a buffer (register_buffer) and use call_and_update."
+
+
+def _versions(values: Mapping[str, Tensor], but: Container[str]) -> dict[str, int]:
+    """Return how often tensors were changed in place, as far as torch counts it."""
+    with torch._C.DisableTorchFunction():  # modes have no say in it
+        return {
+            name: 0 if value.is_inference() else value._version
+            for name, value in values.items()
+            if name not in but
+        }

@@ -1,0 +1,334 @@
+"""Where a module holds its tensors: registered, or in a plain attribute."""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from vgrad import checks
+from vgrad.functional.origins import Origins, check_apart
+
+Container = dict[Any, Any] | list[Any]
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Attributes that torch itself gives a module."""
+
+
+class Placeholder(nn.Parameter):
+    """Stands where a value goes, and raises where a value would be needed.
+
+    It lies on the device `meta`. An ordinary tensor there would not do: some kernels
+    take it together with real ones and read memory that is not theirs.
+    """
+
+    refusal = (
+        "expected a tensor that is passed to the functional model, got one that is "
+        "used outside of its call, or held where it cannot be exchanged. Activation "
+        "checkpointing recomputes after the call: take it out, or save memory with "
+        "chunk_size. Register what holds parameters as a module."
+    )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Answer questions about shape and kind, refuse everything else."""
+        name = getattr(func, "__name__", "")
+        if name not in _ALLOWED:
+            raise RuntimeError(f"{name}: {cls.refusal}")
+        with torch._C.DisableTorchFunctionSubclass():
+            value = func(*args, **(kwargs or {}))
+            return value.as_subclass(cls) if isinstance(value, Tensor) else value
+
+    def __deepcopy__(self, memo: dict) -> "Placeholder":
+        """Return another one."""
+        return placeholder(self, type(self))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        """Pickle as the same class, and not as a parameter."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return Tensor.as_subclass, (self.as_subclass(Tensor), type(self))
+
+
+class Stale(Placeholder):
+    """Stands for a view or a result of registered tensors until it is set anew."""
+
+    refusal = (
+        "expected a tensor that the forward pass computes before it uses it, got a "
+        "view or a result of parameters or buffers that the module keeps in an "
+        "attribute and that would not follow their values. Compute it in the forward "
+        "pass, for example in a property."
+    )
+
+
+_ALLOWED = {"__get__", "clone", "detach", "dim"}
+_ALLOWED |= {"is_floating_point", "is_complex", "numel", "requires_grad_", "size"}
+_ALLOWED |= {"element_size", "__hash__", "stride"}
+
+
+def check_plain(function: str, model: Any) -> None:
+    """Refuse what cannot be copied or exchanged tensor by tensor."""
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    if not isinstance(model, nn.Module) or isinstance(
+        model, (torch.jit.ScriptModule, *wrappers)
+    ):
+        raise TypeError(
+            f"{function}({type(model).__name__}): expected a plain "
+            f"torch.nn.Module. Pass the module itself, before it was scripted or "
+            f"wrapped (`wrapped.module`)."
+        )
+    lazy = [
+        name
+        for name, tensor in named_tensors(model)
+        if torch.nn.parameter.is_lazy(tensor)
+    ]
+    if lazy:
+        raise TypeError(
+            f"{function}({type(model).__name__}): expected "
+            f"initialised tensors, got lazy ones in {checks.listed(lazy)}. Run the "
+            f"model once on a batch first."
+        )
+    hooked = [
+        name
+        for name, tensor in named_tensors(model)
+        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks
+    ]
+    if hooked:
+        raise TypeError(
+            f"{function}({type(model).__name__}): expected tensors without hooks, "
+            f"which gradients of other tensors would not run, got some on "
+            f"{checks.listed(hooked)}. Remove them (`handle.remove()`). What they do "
+            f"to a gradient can be done by a parametrization, whose backward pass does "
+            f"it (torch.nn.utils.parametrize)."
+        )
+    check_apart(function, model)
+
+
+def check_closures(model: nn.Module) -> None:
+    """Refuse functions that hold on to the module, which a copy of it would share."""
+    known = {id(module) for module in model.modules()}
+    origins = Origins(model)
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            for each in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(each, FunctionType) and _reaches(each, known, origins):
+                    raise TypeError(
+                        f"make_functional_with_buffers(model): expected functions that "
+                        f"get the module as an argument, got one in "
+                        f"{f'{name}.{key}'.lstrip('.')!r} whose closure holds a part "
+                        f"of the model and would go on using its values. Make it a "
+                        f"method."
+                    )
+
+
+def _reaches(function: FunctionType, known: set[int], origins: Origins) -> bool:
+    """Tell whether a function's closure or defaults hold a part of the module."""
+    held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    held += [each.cell_contents for each in function.__closure__ or () if _full(each)]
+    groups = [each for each in held if isinstance(each, list | tuple | dict)]
+    inside = [each for group in groups for each in _children(group)]
+    owners = [each.__self__ for each in held + inside if isinstance(each, MethodType)]
+    return (
+        any(id(each) in known for each in (*held, *inside, *owners))
+        or any(isinstance(each, Tensor) and origins.lead_to(each) for each in held)
+        # Not what was computed: hooks collect results that they do not use.
+        or any(isinstance(each, Tensor) and origins.hold(each) for each in inside)
+    )
+
+
+def _full(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # a name that was never bound
+        return False
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter, then every buffer, under each of its names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def own_buffers(model: nn.Module) -> set[int]:
+    """Return the ids of the buffers that are not parameters as well."""
+    return {id(tensor) for tensor in model.buffers()} - {
+        id(tensor) for tensor in model.parameters()
+    }
+
+
+def persistent(model: nn.Module) -> set[int]:
+    """Return the ids of the buffers that a `state_dict()` holds."""
+    return {
+        id(tensor)
+        for module in model.modules()
+        for key, tensor in module._buffers.items()
+        if key not in module._non_persistent_buffers_set
+    }
+
+
+def renormalised(model: nn.Module) -> set[int]:
+    """Return the ids of the tables that `max_norm` rewrites in the forward pass."""
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    return {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, tables) and module.max_norm is not None
+    }
+
+
+def only_of_torch(model: nn.Module) -> bool:
+    """Tell whether all that runs in a forward pass are modules of torch itself."""
+    return all(
+        type(module).__module__.startswith("torch.nn.modules.")
+        and "forward" not in vars(module)
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        for module in model.modules()
+    )
+
+
+def duplicate(model: nn.Module, placeholders: dict[int, Any]) -> nn.Module:
+    """Copy a module with its tensors, by id, replaced wherever they are held.
+
+    Views and results of them have to be computed anew in each call, as the old
+    `torch.nn.utils.weight_norm` does: until then, nothing can be done with them.
+    """
+    origins, memo = Origins(model), dict(placeholders)
+    for *_, value in _entries(attributes(model, set())):
+        # One that is not registered; its class copies it unseen.
+        if isinstance(value, nn.Parameter) and origins.hold(value):
+            memo.setdefault(id(value), placeholder(value, Stale))
+    with _Copying(origins):
+        return copy.deepcopy(model, memo)
+
+
+class _Copying(TorchFunctionMode):
+    """Sees each tensor that is copied with a module, whatever holds it."""
+
+    def __init__(self, origins: Origins) -> None:
+        super().__init__()
+        self._origins = origins
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor = args[0]
+        if self._origins.lead_to(tensor):
+            return placeholder(tensor, Stale)
+        # Torch copies leaves alone; those of other results are constants here.
+        return tensor.detach().clone() if not tensor.is_leaf else func(*args)
+
+
+def placeholder(tensor: Tensor, kind: type[Placeholder] = Placeholder) -> Placeholder:
+    """Return what stands in the place of a tensor."""
+    with torch._C.DisableTorchFunctionSubclass():
+        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+        return empty.as_subclass(kind)
+
+
+def registries(model: nn.Module) -> list[dict[str, Any]]:
+    """Return the dictionaries in which the modules register tensors."""
+    return [
+        held
+        for module in model.modules()
+        for held in (module._parameters, module._buffers)
+    ]
+
+
+def attributes(model: nn.Module, tensors: set[int]) -> list[Container]:
+    """Return the attributes of each module, and every list and dictionary below them.
+
+    Modules that are held without being registered are looked into as well.
+
+    Raises:
+        TypeError: a tuple holds one of `tensors`: its entry cannot be exchanged.
+    """
+    found: list[Container] = []
+    seen = {id(module) for module in model.modules()}
+    for name, module in model.named_modules():
+        _look_into(module, name, tensors, seen, found)
+    return found
+
+
+def places(
+    containers: Sequence[Any], names: dict[int, str]
+) -> dict[str, list[tuple[Any, Any]]]:
+    """Return, by name, each container and key (or index) that holds the tensor."""
+    found: dict[str, list[tuple[Any, Any]]] = {}
+    for container, key, value in _entries(containers):
+        if id(value) in names:
+            found.setdefault(names[id(value)], []).append((container, key))
+    return found
+
+
+def loose(
+    containers: Sequence[Any], names: dict[int, str]
+) -> list[tuple[Any, Any, Tensor]]:
+    """Return the tensors that are neither parameters nor buffers, and their places."""
+    return [
+        (container, key, value)
+        for container, key, value in _entries(containers)
+        if isinstance(value, Tensor)
+        and id(value) not in names
+        and not isinstance(value, Stale)
+    ]
+
+
+def restore(container: Container, before: Container) -> None:
+    """Make a container what it was, keeping the object."""
+    if isinstance(container, dict):
+        container.clear()
+        container.update(before)
+    else:
+        container[:] = before
+
+
+def _entries(containers: Sequence[Any]) -> Iterator[tuple[Any, Any, Any]]:
+    for container in containers:
+        is_dict = isinstance(container, dict)
+        for key, value in container.items() if is_dict else enumerate(container):
+            yield container, key, value
+
+
+def _children(value: Any) -> list[Any]:
+    return list(value.values() if isinstance(value, dict) else value)
+
+
+def _look_into(
+    module: nn.Module, path: str, tensors: set[int], seen: set[int], found: list
+) -> None:
+    """Append what a module holds, except by registering it."""
+    found += [vars(module), module._modules]
+    for key, value in vars(module).items():
+        if key not in _OF_EVERY_MODULE:
+            _collect(value, f"{path}.{key}".lstrip("."), tensors, seen, found)
+
+
+def _collect(
+    value: Any, path: str, tensors: set[int], seen: set[int], found: list
+) -> None:
+    """Append the lists and dictionaries that `value` is or holds."""
+    if id(value) in seen:
+        return
+    if isinstance(value, nn.Module):
+        for each in value.modules():
+            seen.add(id(each))
+            found += [each._parameters, each._buffers]
+            _look_into(each, path, tensors, seen, found)
+    if not isinstance(value, list | dict | tuple):
+        return
+    seen.add(id(value))
+    if not isinstance(value, tuple):
+        found.append(value)
+    elif any(id(child) in tensors for child in value):
+        raise TypeError(
+            f"make_functional_with_buffers(model): expected parameters in modules, "
+            f"lists or dictionaries, got one in the tuple {path!r}. Make it a list."
+        )
+    for child in _children(value):
+        _collect(child, path, tensors, seen, found)

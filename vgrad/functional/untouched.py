@@ -1,0 +1,160 @@
+"""Calls that write into a tensor which is to stay as it is, refused before they run.
+
+A function mode sees every call of torch, those of ops of one's own among them. What it
+cannot see is NumPy, DLPack or compiled code that writes into the same memory.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C import _functorch as functorch  # type: ignore[attr-defined]
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import _pytree as pytree
+
+from vgrad.functional.origins import memory
+
+
+class Promise(NamedTuple):
+    """Tensors that stay as they are, and how to tell who writes into one.
+
+    Attributes:
+        given: the tensors, by name.
+        expected: the first words of the error, `function(what): expected ...`.
+        advice: the last ones.
+    """
+
+    given: Mapping[str, Tensor]
+    expected: str
+    advice: str
+
+
+class Untouched(TorchFunctionMode):
+    """The function mode that keeps promises."""
+
+    def __init__(self, *promises: Promise) -> None:
+        """Look at the tensors only when something is written to."""
+        super().__init__()
+        self._promises = [*promises]
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Run one call."""
+        kwargs = kwargs or {}
+        self.check(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def check(self, func: Callable, args: tuple, kwargs: dict) -> None:
+        """Refuse a call that writes into a tensor which is to stay as it is.
+
+        Raises:
+            RuntimeError: it does.
+        """
+        written = _written(func, args, kwargs)
+        if not written:
+            return
+        name = getattr(func, "__name__", "").partition(".")[0]
+        # What only changes the object in hand may be done to another one.
+        key = id if name in _OF_THE_OBJECT else _where
+        places = {key(tensor) for tensor in written} - {None}
+        for promise in self._promises:
+            for entry, tensor in promise.given.items():
+                if key(tensor) in places:
+                    raise RuntimeError(
+                        f"{promise.expected}, got {name}, which writes into {entry!r} "
+                        f"in place. {promise.advice}"
+                    )
+
+    @contextmanager
+    def also(self, promise: Promise) -> Iterator[None]:
+        """Keep one more promise while a block runs."""
+        self._promises.append(promise)
+        try:
+            yield
+        finally:
+            self._promises.pop()
+
+
+def untouched(promise: Promise) -> AbstractContextManager:
+    """Keep a promise while a block runs, by the mode that is there or a new one."""
+    if not promise.given:
+        return nullcontext()
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, Untouched):
+            return mode.also(promise)
+    return Untouched(promise)
+
+
+_OF_THE_OBJECT = {"__set__", "set_", "requires_grad_", "detach_", "rename_"}
+_OF_THE_OBJECT |= {"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_"}
+_OF_THE_OBJECT |= {"unsqueeze_", "as_strided_"}
+"""What leaves the numbers in memory as they are."""
+
+_STATISTICS = {F.batch_norm: 1, F.instance_norm: 1}
+_STATISTICS |= {torch.batch_norm: 3, torch.instance_norm: 3}
+"""Where the running statistics begin, which these write into in training."""
+
+_TABLES = {F.embedding, F.embedding_bag}
+"""What rewrites its second argument, if there is a `max_norm`."""
+
+
+def _written(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
+    """Return the tensors that a call writes into."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return []
+    found: list[Any] = []
+    if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        found += _by_schema(func, args, kwargs)
+    elif (name.endswith("_") and not name.endswith("__")) or name in _BY_SIGN:
+        found += args[:1] or list(kwargs.values())[:1]
+    if kwargs:
+        found.append(kwargs.get("out"))
+    if (place := _INPLACE.get(func)) is not None:
+        if args[place] if len(args) > place else kwargs.get("inplace"):
+            found += args[:1] or [kwargs["input"]]
+    if func in _STATISTICS:
+        training = args[5] if len(args) > 5 else kwargs.get("training")
+        if training or kwargs.get("use_input_stats"):
+            first = _STATISTICS[func]
+            found += args[first : first + 2]
+            found += [kwargs.get("running_mean"), kwargs.get("running_var")]
+    elif func in _TABLES and kwargs.get("max_norm") is not None:
+        found += args[1:2] or [kwargs["weight"]]
+    if not found:
+        return []
+    return [each for each in pytree.tree_leaves(found) if isinstance(each, Tensor)]
+
+
+_BY_SIGN = {"__setitem__", "__set__", "__delitem__"}
+
+_INPLACE = {
+    func: func.__code__.co_varnames.index("inplace")
+    for func in vars(F).values()
+    if isinstance(func, FunctionType)
+    and "inplace" in func.__code__.co_varnames[: func.__code__.co_argcount]
+}
+"""Where functions are told to write into their first argument."""
+
+
+def _by_schema(op: Any, args: tuple, kwargs: dict) -> Iterator[Any]:
+    """Yield what an op says that it writes into."""
+    packet = isinstance(op, torch._ops.OpOverloadPacket)
+    for each in [getattr(op, name) for name in op.overloads()] if packet else [op]:
+        for place, argument in enumerate(each._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield kwargs.get(argument.name)
+                if not argument.kwarg_only:
+                    yield args[place : place + 1]
+
+
+def _where(tensor: Tensor) -> int | None:
+    """Tell memory apart, that of tensors inside of transforms too."""
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return memory(tensor)

@@ -1,0 +1,229 @@
+"""Steps in place, for callers that give the old parameters and state away.
+
+torch has one kernel for a whole step of SGD, Adam and AdamW. It reads and writes every
+value once, where pure functions make new tensors for each intermediate result. What it
+does not know is left to the pure functions: these steps then return None, before
+anything has changed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vgrad import checks
+from vgrad.optim.arithmetic import Number
+from vgrad.optim.base import Donated, Grads
+from vgrad.optim.methods.moments import AmsgradState
+from vgrad.optim.transforms import AdamState, ScheduleState, TraceState
+from vgrad.typing import Params, Schedule, Tree
+
+aten = torch.ops.aten
+
+_DEVICE, _DTYPE, _SHAPE = map(attrgetter, ("device", "dtype", "shape"))
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+def donated_sgd(
+    lr: Number | Schedule,
+    *,
+    momentum: Number,
+    dampening: Number,
+    nesterov: bool,
+    weight_decay: Number,
+    maximize: bool,
+) -> Donated:
+    """Make the step in place of `sgd` with the same arguments."""
+
+    def step(
+        grads: Grads, state: Tree, params: Params
+    ) -> tuple[Params, tuple[Any, ...]] | None:
+        # The first step of dampened momentum differs: its number would have to be read.
+        if not _numbers(momentum, dampening, weight_decay) or dampening != 0:
+            return None
+        index, moments = _own(state, TraceState)
+        # Without momentum there are no sums, and the kernel refuses what there is.
+        if (moments is None) != (momentum == 0):
+            return None
+        sums = [moments.momentum] if moments else []
+        groups = _groups(params, grads, sums)
+        if groups is None:
+            return None
+        rate, last = _rate(lr, state[-1])
+        if not _taken(rate, params):
+            return None
+        for own, given, *kept in groups:
+            aten._fused_sgd_(
+                own,
+                given,
+                *(kept or [[]]),
+                weight_decay=weight_decay,
+                momentum=momentum,
+                lr=_on(rate, own[0].device),
+                dampening=0.0,
+                nesterov=nesterov,
+                maximize=maximize,
+                is_first_step=False,
+            )
+        new = [*state[:-1], last]
+        if moments:
+            new[index] = TraceState(moments.count + 1, dict(moments.momentum))
+        return dict(params), tuple(new)
+
+    return step
+
+
+def donated_adam(
+    lr: Number | Schedule,
+    *,
+    betas: tuple[Number, Number],
+    eps: Number,
+    weight_decay: Number,
+    amsgrad: bool,
+    maximize: bool,
+    decoupled: bool,
+) -> Donated:
+    """Make the step in place of `adam`, or `adamw`, with the same arguments."""
+    kernel = aten._fused_adamw_ if decoupled else aten._fused_adam_
+
+    def step(
+        grads: Grads, state: Tree, params: Params
+    ) -> tuple[Params, tuple[Any, ...]] | None:
+        # Without eps the kernel divides zero by zero where scale_by_adam does not.
+        if not _numbers(*betas, eps, weight_decay) or eps == 0:
+            return None
+        kind = AmsgradState if amsgrad else AdamState
+        index, moments = _own(state, kind)
+        if moments is None:
+            return None
+        kept = moments[1:]  # all but the count
+        groups = _groups(params, grads, list(kept))
+        if groups is None:
+            return None
+        rate, last = _rate(lr, state[-1])
+        if not _taken(rate, params):
+            return None
+        count = moments.count + 1
+        for own, given, means, squares, *largest in groups:
+            device = own[0].device
+            kernel(
+                own,
+                given,
+                means,
+                squares,
+                *(largest or [[]]),
+                [count.to(device, torch.float32)] * len(own),
+                lr=_on(rate, device),
+                beta1=betas[0],
+                beta2=betas[1],
+                weight_decay=weight_decay,
+                eps=eps,
+                amsgrad=amsgrad,
+                maximize=maximize,
+            )
+        new = [*state[:-1], last]
+        new[index] = kind(count, *map(dict, kept))
+        return dict(params), tuple(new)
+
+    return step
+
+
+def _numbers(*values: Number) -> bool:
+    return not any(isinstance(value, Tensor) for value in values)
+
+
+def _own(state: Tree, kind: type) -> tuple[int, Any]:
+    """Find the state of one transformation in that of a chain."""
+    for index, each in enumerate(state):
+        if isinstance(each, kind):
+            return index, each
+    return -1, None
+
+
+def _groups(
+    params: Params, grads: Grads, moments: list[Params]
+) -> list[tuple[list[Tensor], ...]] | None:
+    """Make lists of parameters, gradients and moments, for each device and dtype.
+
+    Returns None if a tensor is not plain: the kernels walk through memory and look
+    neither at strides nor at dtypes. For a thousand small tensors these looks cost
+    more than the step, so they go through whole lists.
+    """
+    if checks.inside_transform() or torch.compiler.is_compiling():
+        return None
+    checks.same_names("step(grads)", params, grads)
+    places = [param.data_ptr() for param in params.values()]
+    if len(set(places)) < len(places) and _share_memory(params):
+        return None
+    names = [name for name, grad in grads.items() if grad is not None]
+    trees: list[Any] = [params, grads, *moments]
+    columns: list[list[Tensor]] = [[tree[name] for name in names] for tree in trees]
+    own, given, *kept = columns
+    if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, itertools.chain(*columns))):
+        return None
+
+    def alike(of: Callable[[Tensor], Any], others: list[list[Tensor]]) -> bool:
+        expected = list(map(of, own))
+        return all(list(map(of, each)) == expected for each in others)
+
+    if not all(alike(of, columns[1:]) for of in (_DTYPE, _SHAPE, _DEVICE)):
+        return None
+    if not all(map(Tensor.is_contiguous, itertools.chain(*columns))):
+        if not (alike(Tensor.stride, kept) and all(map(_dense, own))):
+            return None
+        given = [_like(param, grad) for param, grad in zip(own, given, strict=True)]
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, ...]]] = {}
+    for row in zip(own, given, *kept, strict=True):
+        groups.setdefault((row[0].device, row[0].dtype), []).append(row)
+    if any(dtype not in (torch.float32, torch.float64) for _, dtype in groups):
+        return None
+    return [tuple(map(list, zip(*rows, strict=True))) for rows in groups.values()]
+
+
+def _share_memory(params: Params) -> bool:
+    """Tell whether one tensor has two names: each update would change both."""
+    places = [param.data_ptr() for param in params.values() if param.numel()]
+    return len(set(places)) < len(places)
+
+
+def _like(param: Tensor, grad: Tensor) -> Tensor:
+    """Bring a gradient into the order in which the parameter lies in memory."""
+    if grad.stride() == param.stride():
+        return grad
+    return torch.empty_like(param).copy_(grad)
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Tell whether a tensor fills its memory in one of the usual orders."""
+    if tensor.is_contiguous():
+        return True
+    return tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def _rate(lr: Number | Schedule, state: Any) -> tuple[Number, Any]:
+    """Return the rate of this step and the state of `scale_by_learning_rate` after."""
+    if isinstance(lr, Tensor) or not callable(lr):
+        return lr, state
+    return lr(state.count), ScheduleState(state.count + 1)
+
+
+def _taken(rate: Number, params: Params) -> bool:
+    """Tell whether a kernel takes a rate as it is: no graph, on a device float32."""
+    if not isinstance(rate, Tensor):
+        return True
+    if rate.requires_grad and torch.is_grad_enabled():
+        return False
+    on_cpu = rate.device.type == "cpu"
+    return on_cpu or all(each.dtype == torch.float32 for each in params.values())
+
+
+def _on(rate: Number, device: torch.device) -> Any:
+    """Give the kernel a number, or what it can read without waiting for the device."""
+    if not isinstance(rate, Tensor):
+        return float(rate)
+    return float(rate) if rate.device.type == "cpu" else rate.to(device, torch.float32)

@@ -1,0 +1,199 @@
+"""A transformation as a `torch.optim.Optimizer`, for code that asks for one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from vgrad import tree
+from vgrad.optim.base import GradientTransformation, step
+from vgrad.optim.hyperparams import HyperparamsState, with_hyperparams
+from vgrad.typing import Params, Tree
+
+
+def as_torch(
+    transformation: GradientTransformation,
+    params: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+) -> Optimizer:
+    """Make a `torch.optim.Optimizer` that steps by a transformation.
+
+    It is for code that asks for one, such as trainers, `GradScaler` and the schedulers
+    of torch. `params` are `model.named_parameters()` or a dictionary of them; what they
+    hold in `.grad` is used, and they are written in place. State: that of the
+    transformation, made at the first step. `state_dict` returns copies of its tensors,
+    named by `vgrad.tree.state_dict`, and the parameter group.
+
+    If the transformation is made by `inject_hyperparams`, its hyperparameters are in
+    `param_groups[0]`, and the next step uses what a scheduler writes there; those that
+    are schedules themselves are not. Nor is any rate of another transformation:
+    schedulers of torch raise a KeyError, and `step` raises if one was set by hand.
+    Groups of parameters are made by `partition`.
+
+    Raises:
+        TypeError: the parameters are not pairs of a name and a tensor.
+        ValueError: a name comes twice, or two parameters share memory without being
+            one; a group is added later; in `step`, a gradient is
+            sparse, or a rate was set that the transformation does not read; in
+            `load_state_dict`, names, shapes or dtypes are others.
+
+    Example:
+        >>> from vgrad.optim.hyperparams import inject_hyperparams
+        >>> from vgrad.optim.methods.optimizers import sgd
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> _ = torch.nn.init.ones_(model.weight)
+        >>> tx = inject_hyperparams(sgd, lr=0.5)
+        >>> optimizer = as_torch(tx, model.named_parameters())
+        >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        >>> for _ in range(2):
+        ...     optimizer.zero_grad()
+        ...     model(torch.ones(1)).backward()
+        ...     optimizer.step()
+        ...     scheduler.step()
+        >>> model.weight.item(), optimizer.param_groups[0]["lr"]
+        (0.25, 0.125)
+    """
+    pairs: list[Any] = list(params.items() if isinstance(params, Mapping) else params)
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise TypeError(
+                f"as_torch(params): expected pairs of a name and a parameter, got a "
+                f"{type(pair).__name__}. Pass model.named_parameters()."
+            )
+    named: Params = dict(pairs)
+    if len(named) < len(pairs):
+        raise ValueError(
+            "as_torch(params): expected a name for each parameter, got one name for "
+            "several."
+        )
+    places: dict[int, str] = {}
+    for name, param in named.items():
+        first = places.setdefault(param.data_ptr(), name)
+        if first != name and param.numel() and not param.is_meta:
+            raise ValueError(
+                f"as_torch(params): expected parameters with memory of their own, got "
+                f"{first!r} and {name!r}, of which one update would overwrite the "
+                f"other. Let the modules hold one parameter."
+            )
+    return _Adapter(transformation, named)
+
+
+class _Adapter(Optimizer):
+    """What `as_torch` returns: one group, and the state of a transformation."""
+
+    def __init__(self, transformation: GradientTransformation, params: Params) -> None:
+        self._transformation = transformation
+        self._names = tuple(params)
+        # Made at the first step, as in torch: until then parameters may be moved.
+        self._tree: Tree | None = None
+        first = transformation.init(params)
+        shown = _settable(transformation, first, params)
+        held = first.hyperparams if isinstance(first, HyperparamsState) else {}
+        self._shown = tuple(shown)
+        self._unread = {"lr", *held} - set(shown)
+        super().__init__([{"params": list(params.items())}], shown)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step; return the loss of the closure, if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        params = self._params()
+        grads = {name: param.grad for name, param in params.items()}
+        for name, grad in grads.items():
+            if grad is not None and grad.layout != torch.strided:
+                raise ValueError(
+                    f"as_torch(...).step: expected dense gradients, got a sparse one "
+                    f"in {name!r}. Embeddings take sparse=False."
+                )
+        state = self._with_numbers(self._current(params))
+        # A fresh dictionary is given away; the parameters are to be written anyway.
+        new, self._tree = step(
+            self._transformation, grads, state, dict(params), donate=True
+        )
+        for name, param in params.items():
+            if new[name] is not param:
+                param.copy_(new[name])
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of the state's tensors by name, and the parameter group."""
+        found = super().state_dict()
+        named = {} if self._tree is None else tree.state_dict(self._tree)
+        # The next step may write to the tensors themselves.
+        found["state"] = {name: value.clone() for name, value in named.items()}
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned; no tensor is shared with it."""
+        new = None
+        if state_dict["state"]:
+            template = self._transformation.init(self._params())
+            new = tree.load_state_dict(template, state_dict["state"])
+            new = pytree.tree_map(torch.clone, new)
+        super().load_state_dict({**state_dict, "state": {}})
+        self._tree = new
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all of it: torch's own method leaves out what a subclass adds."""
+        names = ("_transformation", "_names", "_tree", "_shown", "_unread")
+        own = {name: getattr(self, name) for name in names}
+        return {**super().__getstate__(), **own}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse, but for the one group that the optimizer is made with."""
+        if self.param_groups:
+            raise ValueError(
+                "as_torch(...).add_param_group: expected one group, of the parameters "
+                "that the optimizer was made with. Make groups by "
+                "vgrad.optim.partition."
+            )
+        super().add_param_group(param_group)
+
+    def _params(self) -> Params:
+        (group,) = self.param_groups
+        return dict(zip(self._names, group["params"], strict=True))
+
+    def _current(self, params: Params) -> Tree:
+        if self._tree is None:
+            return self._transformation.init(params)
+        return self._tree
+
+    def _with_numbers(self, state: Tree) -> Tree:
+        """Put what the parameter group says into the state."""
+        (group,) = self.param_groups
+        unread = sorted(self._unread & group.keys())
+        if unread:
+            raise ValueError(
+                f"as_torch(...).step: expected no {unread[0]!r} in param_groups, got "
+                f"{group[unread[0]]!r}, which the transformation does not read. Make "
+                f"it by inject_hyperparams(..., {unread[0]}=number)."
+            )
+        if not self._shown:
+            return state
+        return with_hyperparams(state, **{name: group[name] for name in self._shown})
+
+
+def _settable(
+    transformation: GradientTransformation, state: Tree, params: Params
+) -> dict[str, Any]:
+    """Return, as numbers, the hyperparameters that are not schedules."""
+    if not isinstance(state, HyperparamsState):
+        return {}
+    marks = pytree.tree_map(lambda held: torch.full_like(held, math.nan), state[1])
+    # A step without gradients: schedules overwrite the marks.
+    without = dict.fromkeys(params)
+    marked = state._replace(hyperparams=marks)
+    _, after = transformation.update(without, marked, params)
+    return {
+        name: pytree.tree_map(Tensor.item, state.hyperparams[name])
+        for name, kept in after.hyperparams.items()
+        if all(leaf.isnan() for leaf in pytree.tree_leaves(kept))
+    }

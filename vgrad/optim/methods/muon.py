@@ -1,0 +1,283 @@
+"""Muon: updates of matrices whose singular values are all about one.
+
+Every number may also be a tensor without dimensions, whose value is not checked, and
+`lr` may be a schedule as `scale_by_learning_rate` takes it. Arithmetic is in
+`promote_types(dtype, float32)`, but for the iteration of `orthogonalize`. Parameters of
+many members go through `torch.vmap`.
+"""
+
+# Annotations stay text: torch.compile, which traces the making of an optimizer inside a
+# mapped function, cannot evaluate `Params | None`.
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from vgrad import checks
+from vgrad.optim.arithmetic import Number, check_real, lerp, scalar, zeros
+from vgrad.optim.base import GradientTransformation, Grads, Updates, chain, widened
+from vgrad.optim.methods.optimizers import ascent, check_numbers
+from vgrad.optim.transforms import add_decayed_weights, scale_by_learning_rate
+from vgrad.tree import map_values
+from vgrad.typing import Params, Schedule
+
+
+class MuonState(NamedTuple):
+    """State of the momentum of `muon`: the mean of the gradients."""
+
+    mean: Params
+
+
+def orthogonalize(
+    *,
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+    eps: Number = 1e-7,
+    ns_steps: int = 5,
+    dtype: torch.dtype = torch.bfloat16,
+) -> GradientTransformation:
+    """Set all singular values of each matrix to about one, its directions kept.
+
+    With `x = g / max(norm(g), eps)`, each of `ns_steps` iterations takes
+    `s = x @ x.T; x = a * x + (b * s + c * s @ s) @ x`, on the transpose of a matrix
+    that is taller than wide. By default, singular values of a hundredth of the norm and
+    more end between 0.6 and 1.2. There is no state. The cost is `ns_steps` times three
+    products of matrices.
+
+    The iteration runs in `dtype`, norm included: bfloat16, as `torch.optim.Muon` has
+    it, is right to two or three digits and fast on accelerators. Take float32 for
+    gradients through training. In bfloat16, members under `torch.vmap` have the bits
+    they have alone, but not if the mapped function is compiled too, which rounds in
+    other places.
+
+    Raises:
+        ValueError: the coefficients are not three, there are 100 steps or more, or
+            the dtype is not floating-point; in `init` or when updating, a parameter is
+            not a matrix.
+        TypeError: a coefficient is not a number; in `init`, if a parameter is complex
+            or integer.
+
+    Reference: Jordan et al., Muon: An optimizer for hidden layers in neural networks,
+    2024; Bernstein and Newhouse, Old Optimizer, New Norm, arXiv 2409.20325.
+
+    Example:
+        >>> even = orthogonalize(ns_coefficients=(2, -1.5, 0.5), ns_steps=9)
+        >>> grads = {"w": torch.tensor([[4.0, 0.0], [0.0, 1.0]])}
+        >>> even.update(grads, even.init(grads))[0]["w"].round(decimals=1)
+        tensor([[1., 0.],
+                [0., 1.]])
+    """
+    if len(ns_coefficients) != 3:
+        raise ValueError(
+            f"orthogonalize(ns_coefficients={ns_coefficients!r}): expected three "
+            f"numbers, got {len(ns_coefficients)}."
+        )
+    for index, value in enumerate(ns_coefficients):
+        checks.finite("orthogonalize", **{f"ns_coefficients[{index}]": value})
+    checks.whole("orthogonalize", least=0, ns_steps=ns_steps)
+    if ns_steps >= 100:
+        raise ValueError(
+            f"orthogonalize(ns_steps={ns_steps}): expected less than 100. Five do."
+        )
+    if not dtype.is_floating_point:
+        raise ValueError(
+            f"orthogonalize(dtype={dtype}): expected a real floating-point dtype."
+        )
+    a, b, c = ns_coefficients
+
+    def init(params: Params) -> tuple[()]:
+        check_real("orthogonalize", params)
+        _check_matrices("orthogonalize(params)", params)
+        return ()
+
+    def update(
+        grads: Grads, state: tuple[()], params: Params | None = None
+    ) -> tuple[Updates, tuple[()]]:
+        _check_matrices("orthogonalize(grads)", grads)
+
+        def iterate(grad: Tensor | None) -> Tensor | None:
+            if grad is None:
+                return None
+            tall = grad.shape[0] > grad.shape[1]
+            x = grad.to(dtype).mT if tall else grad.to(dtype)
+            with _no_autocast(x.device):
+                x = x / x.norm().clamp(min=scalar(eps, x))
+                for _ in range(ns_steps):
+                    gram = x @ x.mT
+                    x = _addmm(x, _addmm(gram, gram, gram, b, c), x, a, 1.0)
+            return widened(x.mT if tall else x).to(widened(grad).dtype)
+
+        return map_values(iterate, grads), state
+
+    return GradientTransformation(init, update)
+
+
+def muon(
+    lr: Number | Schedule = 1e-3,
+    *,
+    weight_decay: Number = 0.1,
+    momentum: Number = 0.95,
+    nesterov: bool = True,
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+    eps: Number = 1e-7,
+    ns_steps: int = 5,
+    adjust_lr_fn: str | None = None,
+    maximize: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> GradientTransformation:
+    """Descend along the mean gradient of each matrix, made orthogonal.
+
+    `m = momentum * m + (1 - momentum) * g`; `o` is what `orthogonalize` makes of `m`,
+    or of `momentum * m + (1 - momentum) * g` again for `nesterov`; and then
+    `p -= lr * (weight_decay * p + s * o)`. For a matrix of n by m, `s` is
+    `sqrt(max(1, n / m))`, also with `adjust_lr_fn="original"`, and
+    `0.2 * sqrt(max(n, m))` with `"match_rms_adamw"`, for the rates of AdamW. State: one
+    tensor of the size of each parameter.
+
+    It takes the matrices of hidden layers. Biases, embeddings and the last layer are
+    for another optimizer, see `partition`; kernels of convolutions are no matrices.
+    `dtype` is that of the iteration; the numbers of `torch.optim.Muon` are those of
+    bfloat16.
+
+    Raises:
+        ValueError: a number is negative, or an option is none of those named; in
+            `init`, a parameter is not a matrix.
+        TypeError: in `init`, if a parameter is complex or integer.
+
+    Reference: Jordan et al., Muon: An optimizer for hidden layers in neural networks,
+    2024; Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982.
+
+    Example:
+        >>> tx, params = muon(0.1, weight_decay=0.0), {"w": torch.eye(2)}
+        >>> updates, _ = tx.update({"w": torch.eye(2)}, tx.init(params), params)
+        >>> updates["w"].round(decimals=1)
+        tensor([[-0.1000, -0.0000],
+                [-0.0000, -0.1000]])
+    """
+    check_numbers("muon", lr, weight_decay=weight_decay, momentum=momentum, eps=eps)
+    checks.one_of(
+        "muon", (None, "original", "match_rms_adamw"), adjust_lr_fn=adjust_lr_fn
+    )
+    return chain(
+        *ascent(maximize),
+        _average(momentum, nesterov),
+        orthogonalize(
+            ns_coefficients=ns_coefficients, eps=eps, ns_steps=ns_steps, dtype=dtype
+        ),
+        _scale_by_shape(adjust_lr_fn == "match_rms_adamw"),
+        add_decayed_weights(weight_decay),
+        scale_by_learning_rate(lr),
+    )
+
+
+def _average(momentum: Number, nesterov: bool) -> GradientTransformation:
+    """Replace gradients by their moving average from zero, or by one step beyond."""
+
+    def init(params: Params) -> MuonState:
+        return MuonState(zeros(params))
+
+    def update(
+        grads: Grads, state: MuonState, params: Params | None = None
+    ) -> tuple[Updates, MuonState]:
+        checks.same_names("muon(grads)", state.mean, grads)
+
+        def direction(grad: Tensor | None, mean: Tensor) -> Tensor | None:
+            if grad is None or not nesterov:
+                return None if grad is None else mean
+            return grad.to(mean.dtype).lerp(mean, scalar(momentum, mean))
+
+        mean = lerp(state.mean, grads, 1 - momentum)
+        return map_values(direction, grads, mean), MuonState(mean)
+
+    return GradientTransformation(init, update)
+
+
+def _scale_by_shape(match_adamw: bool) -> GradientTransformation:
+    """Let updates of all shapes have entries of about one size."""
+
+    def scale(grad: Tensor | None) -> Tensor | None:
+        if grad is None:
+            return None
+        n, m = grad.shape
+        if match_adamw:
+            return 0.2 * math.sqrt(max(n, m)) * grad
+        return math.sqrt(max(1.0, n / max(m, 1))) * grad
+
+    return GradientTransformation(
+        lambda params: (),
+        lambda grads, state, params=None: (map_values(scale, grads), state),
+    )
+
+
+def _addmm(
+    added: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float
+) -> Tensor:
+    """`beta * added + alpha * left @ right`, rounded once."""
+    if torch.compiler.is_compiling():
+        return torch.addmm(added, left, right, beta=beta, alpha=alpha)
+    return _Addmm.apply(added, left, right, beta, alpha)
+
+
+class _Addmm(Function):
+    """`torch.addmm` that stays one kernel under vmap, where torch makes three of it.
+
+    Three kernels round to bfloat16 three times: members would differ from the same
+    members alone in every other digit.
+    """
+
+    @staticmethod
+    def forward(
+        added: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float
+    ) -> Tensor:
+        if left.ndim == 2:
+            return torch.addmm(added, left, right, beta=beta, alpha=alpha)
+        flat = (each.flatten(0, -3) for each in (added, left, right))
+        product = torch.baddbmm(*flat, beta=beta, alpha=alpha)
+        return product.unflatten(0, left.shape[:-2])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        _, left, right, ctx.beta, ctx.alpha = inputs
+        ctx.save_for_backward(left, right)
+        ctx.save_for_forward(left, right)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        left, right = ctx.saved_tensors
+        d_left, d_right = grad @ right.mT, left.mT @ grad
+        return ctx.beta * grad, ctx.alpha * d_left, ctx.alpha * d_right, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        left, right = ctx.saved_tensors
+        d_added, d_left, d_right, _, _ = tangents
+        return ctx.beta * d_added + ctx.alpha * (d_left @ right + left @ d_right)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, *inputs: Any) -> tuple[Tensor, int]:
+        *tensors, beta, alpha = inputs
+        # All of them are products of one matrix, hence mapped together.
+        stacked = (t.movedim(dim, 0) for t, dim in zip(tensors, in_dims, strict=False))
+        return _Addmm.apply(*stacked, beta, alpha), 0
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager:
+    """Leave dtypes alone, whatever surrounds the update."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def _check_matrices(argument: str, tensors: Mapping[str, Tensor | None]) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.ndim != 2:
+            raise ValueError(
+                f"{argument}: expected matrices, got shape {tuple(tensor.shape)} in "
+                f"{name!r}. Give what is no matrix to another optimizer, with "
+                f"vgrad.optim.partition."
+            )

@@ -1,0 +1,157 @@
+"""A rate that falls where a measured value no longer improves."""
+
+# Annotations stay text: torch.compile, which traces the making of an optimizer inside a
+# mapped function, cannot evaluate `Params | None`.
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from vgrad import checks
+from vgrad.optim.arithmetic import Number, counter, scalar
+from vgrad.optim.base import GradientTransformation, Grads, Updates
+from vgrad.typing import Params, Tree
+
+Observe = Callable[[Tree, Number], Tree]
+"""`observe(state, value)` returns the state after a value was measured."""
+
+MODES = ("min", "max")
+THRESHOLD_MODES = ("rel", "abs")
+
+
+class PlateauState(NamedTuple):
+    """State of `reduce_on_plateau`: the rate, what it goes by, and the inner state.
+
+    `best` is the best value observed, `bad` the number of observations without a better
+    one, `cooldown` the number of observations still to be left out of account.
+    """
+
+    rate: Tensor
+    best: Tensor
+    bad: Tensor
+    cooldown: Tensor
+    inner: Tree
+
+
+def reduce_on_plateau(
+    make: Callable[[Tensor], GradientTransformation],
+    lr: Number,
+    *,
+    mode: str = "min",
+    factor: Number = 0.1,
+    patience: int | Tensor = 10,
+    threshold: Number = 1e-4,
+    threshold_mode: str = "rel",
+    cooldown: int | Tensor = 0,
+    min_lr: Number = 0.0,
+    eps: Number = 1e-8,
+) -> tuple[GradientTransformation, Observe]:
+    """Make the steps of `make(rate)`, and lower the rate where a value stagnates.
+
+    Returns the optimizer and the function that hands it a value, once per epoch say:
+    `state = observe(state, loss)`. Nothing waits for the device. The state may be that
+    of the optimizer or any tree that holds it, stacked ones of members included: then a
+    value of shape [E] is one per member.
+
+    The numbers are those of `torch.optim.lr_scheduler.ReduceLROnPlateau`. A value is
+    better than the best one, for `mode="min"`, if it is below `best * (1 - threshold)`
+    for `"rel"`, `best - threshold` for `"abs"`; NaN never is. After more than
+    `patience` values in a row that are not better, `rate = max(rate * factor, min_lr)`,
+    if that lowers it by more than `eps`, and the next `cooldown` values do not count.
+    The rate is `state.rate`, in float64.
+
+    Raises:
+        ValueError: a mode is unknown, a number is negative, or the factor not below
+            one; when observing, the value has another shape, or there is not exactly
+            one such state.
+
+    Example:
+        >>> from functools import partial
+        >>> from vgrad.optim.methods.optimizers import sgd
+        >>> tx, observe = reduce_on_plateau(partial(sgd, momentum=0.9), 0.5, patience=1)
+        >>> state = tx.init({"w": torch.ones(2)})
+        >>> for loss in (1.0, 1.0, 1.0):
+        ...     state = observe(state, loss)
+        >>> state.rate
+        tensor(0.0500, dtype=torch.float64)
+    """
+    checks.one_of("reduce_on_plateau", MODES, mode=mode)
+    checks.one_of("reduce_on_plateau", THRESHOLD_MODES, threshold_mode=threshold_mode)
+    if not isinstance(factor, Tensor):
+        checks.between("reduce_on_plateau", 0, 1, factor=factor)
+    for name, value in dict(patience=patience, cooldown=cooldown).items():
+        if not isinstance(value, Tensor):
+            checks.whole("reduce_on_plateau", least=0, **{name: value})
+    numbers = dict(lr=lr, threshold=threshold, min_lr=min_lr, eps=eps)
+    for name, value in numbers.items():
+        if not isinstance(value, Tensor):
+            checks.non_negative("reduce_on_plateau", **{name: value})
+    sign = 1 if mode == "min" else -1
+
+    def init(params: Params) -> PlateauState:
+        zero = counter(params)
+        rate = zero.double() + scalar(lr, zero.double())
+        best = torch.full_like(rate, sign * math.inf)
+        inner = make(rate).init(params)
+        return PlateauState(rate, best, zero, zero.clone(), inner)
+
+    def update(
+        grads: Grads, state: PlateauState, params: Params | None = None
+    ) -> tuple[Updates, PlateauState]:
+        updates, inner = make(state.rate).update(grads, state.inner, params)
+        return updates, state._replace(inner=inner)
+
+    def observed(state: PlateauState, value: Number) -> PlateauState:
+        value = _measured(value, state.best)
+        best = state.best
+        margin = sign * scalar(threshold, best)
+        bound = best * (1 - margin) if threshold_mode == "rel" else best - margin
+        better = sign * value < sign * bound
+        cooling = state.cooldown > 0
+        bad = torch.where(better | cooling, 0, state.bad + 1)
+        lowering = bad > scalar(patience, bad)
+        least = scalar(min_lr, best)
+        lower = (state.rate * scalar(factor, best)).clamp(min=least)
+        lowered = lowering & (state.rate - lower > scalar(eps, best))
+        left = torch.where(cooling, state.cooldown - 1, state.cooldown)
+        return PlateauState(
+            torch.where(lowered, lower, state.rate),
+            torch.where(better, value, best),
+            torch.where(lowering, 0, bad),
+            torch.where(lowering, scalar(cooldown, left), left),
+            state.inner,
+        )
+
+    def observe(state: Tree, value: Number) -> Tree:
+        nodes, form = pytree.tree_flatten(state, is_leaf=_is_plateau)
+        places = [index for index, node in enumerate(nodes) if _is_plateau(node)]
+        if len(places) != 1:
+            raise ValueError(
+                f"observe(state with {len(places)} plateaus): expected the state of "
+                f"one reduce_on_plateau. Hand on its part."
+            )
+        nodes[places[0]] = observed(nodes[places[0]], value)
+        return pytree.tree_unflatten(nodes, form)
+
+    return GradientTransformation(init, update), observe
+
+
+def _is_plateau(node: Tree) -> bool:
+    return isinstance(node, PlateauState)
+
+
+def _measured(value: Number, like: Tensor) -> Tensor:
+    """Return a value for each member; no gradient flows through a comparison."""
+    if not isinstance(value, Tensor):
+        return torch.full_like(like, value)
+    if value.shape not in ((), like.shape):
+        raise ValueError(
+            f"observe(value of shape {tuple(value.shape)}): expected a number or a "
+            f"tensor of shape {tuple(like.shape)}."
+        )
+    return value.detach().to(like.device, like.dtype).expand(like.shape)

@@ -1,0 +1,294 @@
+"""Sums of clipped per-sample gradients, and the sensitivity that they have."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vgrad import checks
+from vgrad.batches import ChunkSize
+from vgrad.persample.engine.collectors import Settled
+from vgrad.persample.engine.options import Options, Transform, joined
+from vgrad.persample.engine.problem import Randomness
+from vgrad.persample.factors import reductions
+from vgrad.persample.factors.reductions import Norm
+from vgrad.persample.factors.sums import Sums, ordinary, rounded_down
+from vgrad.persample.grouping import Grouping
+from vgrad.precision.loss_scale import LossScale
+from vgrad.sensitivity import Sensitivity
+from vgrad.typing import Buffers, LossFn, Params, Tree
+
+_GAMMA = 0.01
+"""What automatic clipping adds to a norm, as its authors do."""
+
+_LEAST, _MOST = 1e-30, 1e30
+"""Between these a sum in float32 keeps a bound."""
+
+_FAR = 1e25
+"""So many times a bound, times float32's smallest numbers, is nothing to the bound."""
+
+Kind = Literal["flat", "per_layer", "automatic"]
+
+_Parts = list[tuple[list[str], float]]
+"""Names of parameters that are clipped together, and their bound."""
+
+
+class ClippedGrad(NamedTuple):
+    """What `clipped_grad` computes. Only `grads`, with noise, is private.
+
+    Attributes:
+        grads: sum over samples of the clipped gradients, divided by `normalize_by`;
+            `{name: shape}` in float32 or wider.
+        norms: L2 norm of each sample's gradient before clipping, `[B]`.
+        losses: loss of each sample, `[B]`.
+        clipped: how many finite samples had a norm, with `"per_layer"` one of any
+            layer, above the bound. Automatic clipping scales every sample, and counts
+            those above `max_norm`.
+        nonfinite: how many samples had an infinite or NaN gradient; they add zero.
+    """
+
+    grads: Params
+    norms: Tensor
+    losses: Tensor
+    clipped: Tensor
+    nonfinite: Tensor
+
+
+def clipped_grad(
+    loss: LossFn,
+    *,
+    max_norm: float | Mapping[str, float],
+    clipping: Kind = "flat",
+    normalize_by: float = 1.0,
+    strategy: str = "auto",
+    chunk_size: ChunkSize = None,
+    randomness: Randomness = "error",
+    has_aux: bool = False,
+    loss_scale: LossScale | None = None,
+) -> "ClippedGradFn":
+    """Sum of clipped gradients: `(params, buffers, *batch) -> ClippedGrad`.
+
+    Each sample's gradient g is scaled by a factor, and the sum is divided by
+    `normalize_by`, for which private training takes the expected batch size, a public
+    constant. The function's `.sensitivity` says what noise has to hide. `clipping` is
+
+    * `"flat"`: the factor is `min(1, max_norm / |g|)`;
+    * `"per_layer"`: each of K layers (the parameters of one module) has a factor of its
+      own with the bound `max_norm / sqrt(K)`. A dictionary from shell-style patterns of
+      parameters' names to numbers makes one part of what each pattern matches, with its
+      own bound; the sensitivity is the root of the sum of their squares;
+    * `"automatic"`: the factor is `max_norm / (|g| + 0.01)`, so that all samples count
+      alike.
+
+    Guarantee: no sample adds more than `max_norm (1 + 1e-6) / normalize_by` in L2 norm,
+    in the arithmetic that ran, with parameters of any dtype, under autocast, and for
+    numbers of any size that the dtype holds. A sample whose gradient is not finite adds
+    exactly zero. An empty batch gives zeros without running the loss. Chunks are added
+    up in float64.
+
+    Cost: about that of plain SGD's backward pass when recorded. A sample with inputs or
+    gradients beyond 1e15 has its gradient formed in float64, by itself.
+
+    Reference: Abadi et al., Deep Learning with Differential Privacy, arXiv 1607.00133;
+    Bu et al., Automatic Clipping, arXiv 2206.07136.
+
+    Raises:
+        ValueError: `max_norm` or `normalize_by` is not positive; a bound, or a bound
+            divided by `normalize_by`, is not between 1e-30 and 1e30 (infinity, which
+            clips nothing, passes unless clipping is automatic); when called, a pattern
+            of `max_norm` matches no parameter, or a parameter not exactly one; else as
+            `per_sample_grad`.
+
+    Example:
+        >>> loss = lambda params, buffers, x: (params["w"] * x).sum()
+        >>> clipped = clipped_grad(loss, max_norm=1.0)
+        >>> x = torch.tensor([[3.0, 4.0], [0.0, 0.5], [torch.inf, 0.0]])
+        >>> result = clipped({"w": torch.ones(2)}, {}, x)
+        >>> result.grads
+        {'w': tensor([0.6000, 1.3000])}
+        >>> result.clipped, result.nonfinite, clipped.sensitivity.value
+        (tensor(1), tensor(1), 1.0)
+    """
+    checks.one_of("clipped_grad", ("flat", "per_layer", "automatic"), clipping=clipping)
+    checks.positive("clipped_grad", normalize_by=normalize_by)
+    if isinstance(max_norm, Mapping):
+        if clipping != "per_layer" or not max_norm:
+            raise ValueError(
+                f"clipped_grad(max_norm={dict(max_norm)!r}, clipping={clipping!r}): "
+                f'expected a number, or with clipping="per_layer" a dictionary that is '
+                f"not empty."
+            )
+        named = {f"max_norm[{each!r}]": bound for each, bound in max_norm.items()}
+        _check_bounds(named, normalize_by, clipping)
+        max_norm = {pattern: float(bound) for pattern, bound in max_norm.items()}
+    else:
+        _check_bounds({"max_norm": max_norm}, normalize_by, clipping)
+        max_norm = float(max_norm)
+    options = Options(
+        "clipped_grad",
+        loss,
+        strategy,
+        chunk_size,
+        randomness,
+        has_aux,
+        loss_scale=loss_scale,
+    )
+    return ClippedGradFn(options, _Clip(clipping, max_norm), float(normalize_by))
+
+
+def _check_bounds(
+    named: Mapping[str, float], normalize_by: float, clipping: Kind
+) -> None:
+    """Refuse bounds that a sum in float32 cannot keep, for want of digits or range.
+
+    An infinite one is no bound.
+    """
+    for name, bound in named.items():
+        checks.positive("clipped_grad", **{name: bound})
+        if clipping != "automatic" and math.isinf(bound):
+            continue
+        sizes = {name: bound, f"{name} / normalize_by": bound / normalize_by}
+        checks.between("clipped_grad", _LEAST, _MOST, **sizes)
+
+
+@dataclass(frozen=True)
+class _Clip:
+    """How gradients are clipped."""
+
+    kind: Kind
+    max_norm: float | Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        """The largest norm of a clipped gradient."""
+        if isinstance(self.max_norm, Mapping):
+            return math.hypot(*self.max_norm.values())
+        return self.max_norm
+
+    def parts(self, params: Params) -> _Parts:
+        """Return the names of parameters that are clipped together, and the bound."""
+        if isinstance(self.max_norm, Mapping):
+            groups = {pattern: pattern for pattern in self.max_norm}
+            members = Grouping("clipped_grad", groups).members(params)
+            covered = {name for names in members.values() for name in names}
+            if missing := sorted(params.keys() - covered):
+                raise ValueError(
+                    f"clipped_grad(max_norm={dict(self.max_norm)!r}): expected every "
+                    f"parameter to match a pattern, but {missing} match none."
+                )
+            return [(members[each], self.max_norm[each]) for each in members]
+        if self.kind != "per_layer":
+            return [(list(params), self.max_norm)]
+        layers = Grouping("clipped_grad", "layer").members(params)
+        bound = self.max_norm / math.sqrt(len(layers))
+        return [(names, bound) for names in layers.values()]
+
+    def factors(self, norms: Tensor, bound: float) -> Tensor:
+        """Factors [B] in float64; those that have few digits are zero."""
+        if self.kind == "automatic":
+            exact = bound / (norms + _GAMMA)
+        else:
+            exact = (bound / norms).clamp(max=1)
+        return torch.where(exact < torch.finfo(exact.dtype).tiny, 0.0, exact)
+
+    def decide(
+        self, norms: Mapping[str, Norm], parts: _Parts, dtype: torch.dtype
+    ) -> "_Decision":
+        """Say from the norms what becomes of each sample; weights are of `dtype`."""
+        joint = [Norm.joint([norms[name] for name in names]) for names, _ in parts]
+        keep = torch.stack([each.upper for each in joint]).isfinite().all(0)
+        above, simple = torch.zeros_like(keep), torch.ones_like(keep)
+        weights: dict[str, Tensor] = {}
+        for (names, bound), norm in zip(parts, joint, strict=True):
+            factors = self.factors(torch.where(keep, norm.upper, 1), bound)
+            # Rounded down, so that no product is above the bound.
+            rounded = rounded_down(factors, dtype)
+            weights.update(dict.fromkeys(names, rounded))
+            above |= keep & (norm.value > bound)
+            # A product with a number on the edge of zero must not count either.
+            simple &= ordinary(norm.reach, factors) & (norm.reach <= bound * _FAR)
+        return _Decision(Norm.joint(joint).value, weights, keep, above, simple)
+
+
+class _Decision(NamedTuple):
+    """What becomes of B samples.
+
+    Attributes:
+        norms: of their gradients.
+        weights: what each parameter's gradients are multiplied by.
+        keep: which are finite, so that they count.
+        above: which of these have a norm above a bound.
+        simple: which can be summed from their factors, far from the ends of float32.
+    """
+
+    norms: Tensor
+    weights: dict[str, Tensor]
+    keep: Tensor
+    above: Tensor
+    simple: Tensor
+
+
+class ClippedGradFn(Transform):
+    """What `clipped_grad` returns: a function that knows its sensitivity.
+
+    Attributes:
+        sensitivity: how far adding or removing one sample can move the sum.
+    """
+
+    def __init__(self, options: Options, clip: _Clip, normalize_by: float) -> None:
+        """Keep what `clipped_grad` was given."""
+        super().__init__(options, self._compute)
+        self._clip = clip
+        self._normalize_by = normalize_by
+        self.sensitivity = Sensitivity(clip.total / normalize_by)
+
+    def with_loss_scale(self, loss_scale: LossScale | None) -> "ClippedGradFn":
+        """Return the same function with another loss scale."""
+        options = replace(self.options, loss_scale=loss_scale)
+        return ClippedGradFn(options, self._clip, self._normalize_by)
+
+    def _compute(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
+        """Return a `ClippedGrad`, or with `has_aux` a pair of it and aux."""
+        checks.dictionaries("clipped_grad", params=params, buffers=buffers)
+        dtype = reductions.norm_dtype(params)
+        clipped_parts = self._clip.parts(params)
+        sums, found, above, parts = Sums(), [], [], []
+        for chunk in self.options.chunks(params, buffers, batch, Settled):
+            settled = chunk.collected
+            decision = self._clip.decide(settled.norms, clipped_parts, dtype)
+            with torch.autocast(decision.keep.device.type, enabled=False):
+                for part in self._sums(settled, decision, clipped_parts):
+                    sums.add(part)
+            found.append(decision.norms)
+            above.append(decision.above)
+            parts.append(chunk._replace(collected=None))
+        norms = joined(reductions.no_norms(params, torch.float64), found)
+        losses = [each.losses for each in parts]
+        sums.divide(self._normalize_by)
+        result = ClippedGrad(
+            grads=sums.rounded(params),
+            norms=norms.to(dtype),
+            losses=joined(reductions.no_norms(params, dtype), losses),
+            clipped=joined(norms > 0, above).sum(),
+            nonfinite=(~norms.isfinite()).sum(),
+        )
+        return self.options.result(result, parts)
+
+    def _sums(
+        self, settled: Settled, decision: _Decision, parts: _Parts
+    ) -> Iterator[Params]:
+        """Yield the sums of clipped gradients, in parts that are to be added."""
+        keep: Tensor | None = decision.keep
+        if not checks.inside_transform():
+            keep = decision.keep & decision.simple
+            if bool(keep.all()):
+                keep = None
+            else:
+                # The norms of the very numbers that are summed, whatever they are.
+                for some in settled.gradients(decision.keep & ~decision.simple):
+                    again = self._clip.decide(some.norms, parts, torch.float64)
+                    yield some.weighted(again.weights, again.keep)
+        yield settled.weighted(decision.weights, keep)

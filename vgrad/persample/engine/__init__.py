@@ -1,0 +1,14 @@
+"""How a loss is run so that every use of a parameter leaves a factor."""
+
+from vgrad.persample.engine.collectors import Collector as Collector
+from vgrad.persample.engine.collectors import Factors as Factors
+from vgrad.persample.engine.collectors import Gradients as Gradients
+from vgrad.persample.engine.collectors import Settled as Settled
+from vgrad.persample.engine.guard import Fallbacks as Fallbacks
+from vgrad.persample.engine.guard import FallbackWarning as FallbackWarning
+from vgrad.persample.engine.guard import LossGuard as LossGuard
+from vgrad.persample.engine.guard import UnsupportedOp as UnsupportedOp
+from vgrad.persample.engine.options import Transform as Transform
+from vgrad.persample.engine.problem import Problem as Problem
+from vgrad.persample.engine.strategies import STRATEGIES as STRATEGIES
+from vgrad.persample.engine.strategies import saved_bytes as saved_bytes

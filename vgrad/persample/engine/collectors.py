@@ -1,0 +1,190 @@
+"""What is done with the factor of a parameter as soon as it is known.
+
+A collector is made for every chunk of samples; its `take` is called once for every
+parameter, as early as the backward pass allows.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vgrad import checks
+from vgrad.persample.factors.base import Dense, Factor, Probes, Zero
+from vgrad.persample.factors.reductions import Norm, double
+from vgrad.persample.factors.sums import ordinary, reach, total
+from vgrad.typing import Params
+
+_AT_ONCE = 2**18
+"""Numbers that are widened at once."""
+
+_FORMED = 2**24
+"""Numbers of gradients that are formed where a sum of products is not to be trusted."""
+
+
+class Collector(Protocol):
+    """What a strategy hands the factors to."""
+
+    def take(self, name: str, factor: Factor) -> None:
+        """Accept the factor of one parameter."""
+        ...
+
+
+class Gradients:
+    """Forms the gradients."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self.grads: Params = {}
+
+    def take(self, name: str, factor: Factor) -> None:
+        """Form the gradients of one parameter."""
+        self.grads[name] = factor.grad()
+
+
+class Norms:
+    """Computes norms and keeps nothing else."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self.norms: dict[str, Norm] = {}
+
+    def take(self, name: str, factor: Factor) -> None:
+        """Compute the norms of one parameter."""
+        self.norms[name] = factor.norm()
+
+
+class Weighted:
+    """Sums with weights [B] that are known beforehand."""
+
+    def __init__(self, weights: Tensor) -> None:
+        """Start with nothing; there may be more weights than samples."""
+        self._weights = weights
+        self.sums: Params = {}
+
+    def take(self, name: str, factor: Factor) -> None:
+        """Sum the gradients of one parameter."""
+        weights = self._weights[: factor.size]
+        fine = ordinary(reach(factor.sides), weights) if factor.sides else None
+        if fine is None or bool(fine.all()):
+            self.sums[name] = factor.weighted(weights)
+            return
+        rows = fine.nonzero().flatten()
+        parts = [factor.take(rows).weighted(weights[rows])]
+        for rows in _slices(~fine, factor.shape):
+            parts.append(_gradients(factor, rows).weighted(weights[rows]))
+        self.sums[name] = total(parts)
+
+
+class Factors:
+    """Keeps the factors as they are."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self.factors: dict[str, Factor] = {}
+
+    def take(self, name: str, factor: Factor) -> None:
+        """Keep the factor of one parameter."""
+        self.factors[name] = factor
+
+
+class Projections:
+    """Adds up inner products with random directions, [B, dim] in float64."""
+
+    def __init__(self, probes: Mapping[str, Probes]) -> None:
+        """Take the directions."""
+        self._probes = probes
+        self.sums: Tensor | float = 0.0
+
+    def take(self, name: str, factor: Factor) -> None:
+        """Project the gradients of one parameter."""
+        self.sums = self.sums + double(factor.project(self._probes[name]))
+
+
+class Moments:
+    """Means and sums of squared deviations over the samples, in float64."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self.means: Params = {}
+        self.squares: Params = {}
+
+    def take(self, name: str, factor: Factor) -> None:
+        """Form the gradients of one parameter and drop them.
+
+        Two passes, since the difference of two large sums has no digits left where the
+        deviations are small. Some columns at a time are wide, so that they stay in the
+        processor's cache.
+        """
+        flat = factor.grad().reshape(factor.size, math.prod(factor.shape))
+        means, squares = [], []
+        for columns in flat.split(max(1, _AT_ONCE // factor.size), dim=1):
+            wide = double(columns)
+            means.append(wide.mean(0))
+            rest = wide - means[-1]
+            squares.append((rest * rest.conj()).real.sum(0))
+        self.means[name] = torch.cat(means).view(factor.shape)
+        self.squares[name] = torch.cat(squares).view(factor.shape)
+
+
+class Settled:
+    """Computes norms and keeps what a sum weighted by them will need."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self.factors: dict[str, Factor] = {}
+        self.norms: dict[str, Norm] = {}
+
+    def take(self, name: str, factor: Factor) -> None:
+        """Settle on the form of one parameter."""
+        self.factors[name], self.norms[name] = factor.settled()
+
+    def gradients(self, keep: Tensor) -> Iterator["Settled"]:
+        """Form the gradients of some samples in float64, a few samples at a time."""
+        shapes = [factor.shape for factor in self.factors.values()]
+        for rows in _slices(keep, *shapes):
+            some = Settled()
+            for name, factor in self.factors.items():
+                some.take(name, _gradients(factor, rows))
+            yield some
+
+    def weighted(self, weights: Mapping[str, Tensor], keep: Tensor | None) -> Params:
+        """Sum over the samples to keep, with weights [B] for every parameter.
+
+        The others add exactly zero, whatever their gradients hold.
+        """
+        if keep is not None and checks.inside_transform():
+            return {
+                name: _masked(factor, keep).weighted(weights[name])
+                for name, factor in self.factors.items()
+            }
+        rows = None if keep is None else keep.nonzero().flatten()
+        sums = {}
+        for name in list(self.factors):
+            factor, weight = self.factors.pop(name), weights[name]
+            if rows is not None:
+                factor, weight = factor.take(rows), weight[rows]
+            sums[name] = factor.weighted(weight)
+        return sums
+
+
+def _slices(keep: Tensor, *shapes: torch.Size) -> Sequence[Tensor]:
+    """Number the samples to keep, as many at a time as gradients may be formed of."""
+    numbers = sum(math.prod(shape) for shape in shapes)
+    rows = keep.nonzero().flatten()
+    return rows.split(max(1, _FORMED // max(1, numbers))) if len(rows) else ()
+
+
+def _gradients(factor: Factor, rows: Tensor) -> Dense:
+    """Form the gradients of some samples, of numbers of any size."""
+    return Dense(factor.take(rows).double().grad())
+
+
+def _masked(factor: Factor, keep: Tensor) -> Factor:
+    """Put zeros in the place of gradients that are not kept."""
+    if isinstance(factor, Zero):
+        return factor
+    g = factor.grad()
+    return Dense(torch.where(keep.view(-1, *(1,) * (g.ndim - 1)), g, 0))

@@ -1,0 +1,230 @@
+"""What watches a loss while it runs: refused ops, clear errors, one warning."""
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vgrad.functional.batch_norm import refuse_batch_statistics
+from vgrad.functional.untouched import Promise, Untouched
+from vgrad.lowering.truthful import (
+    REQUIRES_GRAD,
+    Truth,
+    among,
+    called,
+    own_backward_pass,
+)
+from vgrad.lowering.truthful import UnsupportedOp as UnsupportedOp
+from vgrad.lowering.vmapped import VMAPPED
+from vgrad.process import ALONE
+
+
+class LossGuard(Untouched):
+    """Refuses batch statistics at the op; with `truth`, what vmap lacks or tells wrong.
+
+    A function mode sees every torch function that a loss calls, in a module or not.
+    `given` is what the loss must not write into.
+    """
+
+    def __init__(
+        self, truth: Truth | None = None, *, given: Mapping[str, Tensor]
+    ) -> None:
+        """Take the answers of the vmap over samples, if the loss runs in one."""
+        expected = "loss: expected one that changes nothing it is given"
+        super().__init__(Promise(given, expected, "Copy it first."))
+        self._truth = truth
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Run one call."""
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "__get__":
+            return func(*args) if self._truth is None else self.run(func, args, kwargs)
+        refuse_batch_statistics(func, args, kwargs)
+        self.check(func, args, kwargs)
+        if self._truth is None:
+            return func(*args, **kwargs)
+        try:
+            return self.run(func, args, kwargs)
+        except RuntimeError as error:
+            in_place = _in_place(func, kwargs)
+            raise_clearly(error, called(func), in_place=in_place)
+
+    def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run one call for all samples at once."""
+        assert self._truth is not None  # else there is one sample
+        tensors = among(args, kwargs)
+        # A loss around this one, which has modes of its own, is not asked.
+        with torch._C.DisableTorchFunction():
+            self._truth.before(func, tensors)
+        output = self.op(func, args, kwargs)
+        with torch._C.DisableTorchFunction():
+            self._truth.after(func, tensors, output)
+            asks = output is False and func == REQUIRES_GRAD
+            hidden = asks and self._truth.hides(tensors[0])
+        if hidden:
+            raise UnsupportedOp(
+                "requires_grad: expected a loss that asks this of what depends on its "
+                "parameters, got one that asks where only the caller differentiates. "
+                'Detach samples and buffers, or use strategy="loop".'
+            )
+        return output
+
+    @staticmethod
+    def op(func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run one op in the form that it has under vmap."""
+        return VMAPPED.get(func, func)(*args, **kwargs)
+
+
+def raise_clearly(
+    error: RuntimeError, op: str, *, in_place: bool = False, one: str = "sample"
+) -> Any:
+    """Raise an error of vmap again in words that say what to do; others as they are.
+
+    `one` is what vmap maps over.
+    """
+    message = str(error)
+    if isinstance(error, torch.OutOfMemoryError | UnsupportedOp):
+        raise error
+    if "randomness error mode" in message:
+        raise RuntimeError(
+            f'{op}: expected a loss without random numbers, since randomness="error". '
+            f'Pass randomness="different" (each {one} draws its own) or "same".'
+        ) from error
+    if "does not currently support same randomness" in message:
+        raise UnsupportedOp(
+            f"{op}: expected random numbers that all {one}s can share, since "
+            f'randomness="same", got some whose distribution depends on the {one}. '
+            f'Pass randomness="different", or use strategy="loop".'
+        ) from error
+    if "saved tensor hooks" in message or "CheckpointFunction" in message:
+        raise UnsupportedOp(
+            f"{op}: expected ops that transforms of torch.func can differentiate, got "
+            f"activation checkpointing (or other hooks on saved tensors). Take it out "
+            f'and save memory with chunk_size, or use strategy="loop" if the loss '
+            f"needs no functional model."
+        ) from error
+    if "setup_context" in message:
+        raise UnsupportedOp(
+            f"{op}: expected ops that transforms of torch.func can differentiate, got "
+            f"an autograd.Function without setup_context, as re-entrant activation "
+            f"checkpointing has one. Give your own one setup_context and a vmap rule, "
+            f"save memory with chunk_size instead of checkpointing, or use "
+            f'strategy="loop".'
+        ) from error
+    if op == "retain_grad":
+        raise UnsupportedOp(
+            f"{op}: expected a loss that leaves the graph of its tensors alone, got "
+            f"one that asks a tensor to keep its gradient, where one tensor stands for "
+            f'all {one}s. Leave it out, or use strategy="loop".'
+        ) from error
+    if op in _AUTOGRAD or any(each in message for each in _INSIDE):
+        raise own_backward_pass(op) from error
+    inside = op in _RECURRENT and "broadcast shape" in message
+    if in_place or inside or any(limit in message for limit in _LIMITS):
+        shared = f"writes in place into a tensor that all {one}s share, or is too small"
+        what = shared * in_place
+        raise UnsupportedOp(
+            f"{op}: expected ops that vmap can run for all {one}s at once, got one "
+            f"that {what or 'looks at values or has shapes that depend on them'}. Use "
+            f'strategy="loop", which runs it {one} by {one}.'
+        ) from error
+    error.add_note(
+        f"This happened in {op} while one {one} stood for all {one}s at once. If it "
+        f'works for a single {one}, strategy="loop" can run it.'
+    )
+    raise error
+
+
+_AUTOGRAD = {"grad", "backward", "requires_grad_", "requires_grad"}
+"""What only a loss calls that differentiates on its own."""
+
+_INSIDE = ("backward() called inside", "attempting to call Tensor.requires_grad_()")
+"""How torch refuses the same where another function calls it."""
+
+_LIMITS = ("vmap:", "Batching rule not implemented", "vmap over", "under vmap")
+_LIMITS += ("inside of vmap", "doesn't have storage", "Cannot access storage")
+_LIMITS += ("mutating directly with `.data`", "view size is not compatible")
+"""How torch says that a transform of its own cannot run an op."""
+
+_RECURRENT = {"rnn_tanh", "rnn_relu", "lstm", "gru"}
+_RECURRENT |= {"rnn_tanh_cell", "rnn_relu_cell", "lstm_cell", "gru_cell"}
+"""What torch's vmap stumbles over with an error about shapes."""
+
+
+class FallbackWarning(UserWarning):
+    """An op has no batching rule in torch: right numbers, one sample at a time."""
+
+
+class Fallbacks:
+    """Turns torch's warnings about missing batching rules into one that names the ops.
+
+    It remembers, for one transform, which ops were reported, and looks on only while
+    there is something to report: catching warnings makes Python forget which ones it
+    has already shown.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is known yet."""
+        self._known: set[str] | None = None
+
+    @contextmanager
+    def reported(self, function: str) -> Iterator[None]:
+        """Run a block, then warn about the ops that were not known before."""
+        if self._known == set():
+            yield
+            return
+        caught: list[warnings.WarningMessage] = []
+        try:
+            with ALONE, warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                yield
+        finally:
+            found = {_missing_rule(str(each.message)) for each in caught} - {""}
+            for each in caught:
+                if not _missing_rule(str(each.message)):
+                    warnings.warn_explicit(
+                        each.message, each.category, each.filename, each.lineno
+                    )
+        new = found - (self._known or set())
+        self._known = (self._known or set()) | found
+        if new:
+            warnings.warn(
+                f"{function}: torch has no batching rule for {', '.join(sorted(new))} "
+                f"and loops over the samples there; the numbers are right, but slow.",
+                FallbackWarning,
+                stacklevel=_frames_here() + 1,
+            )
+
+
+def _frames_here() -> int:
+    """Count the frames of this package that a warning should not point at."""
+    here = str(Path(__file__).parents[2])
+    frame, count = sys._getframe(1), 0
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(here)
+        or frame.f_code.co_filename == contextlib.__file__
+    ):
+        frame, count = frame.f_back, count + 1
+    return count
+
+
+def _missing_rule(message: str) -> str:
+    """Return the op that a warning of torch's fallback names, or nothing."""
+    if "batching rule for" not in message:
+        return ""
+    return message.split("batching rule for", 1)[1].split()[0].rstrip(".")
+
+
+def _in_place(func: Callable, kwargs: dict) -> bool:
+    """Tell whether a call writes into one of its arguments."""
+    name = getattr(func, "__name__", "")
+    ends = name.endswith("_") and not name.endswith("__")
+    return ends or name == "__setitem__" or kwargs.get("out") is not None

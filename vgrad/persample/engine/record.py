@@ -1,0 +1,345 @@
+"""Run the loss of one sample under vmap, keeping a factor of each use of a parameter.
+
+An op of the rule table runs on the physical tensors `[B, ...]`, and a hook on the node
+that autograd makes for it sees the gradient at its output during the one backward pass:
+with the op's input that is the factor. A parameter that reaches any other op is
+expanded over the samples there, so that autograd's gradient of the expansion is the
+per-sample gradient.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch._C import _functorch as functorch  # type: ignore[attr-defined]
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+
+from vgrad import checks, tree
+from vgrad.lowering.opened import ASKING, opened
+from vgrad.lowering.truthful import ASKED, Truth, among, own_backward_pass
+from vgrad.persample.engine import views
+from vgrad.persample.engine.guard import LossGuard, UnsupportedOp
+from vgrad.persample.engine.sites import Site, Sites, Take, Use, leaf, op_name, replaced
+from vgrad.persample.factors.base import Factor
+from vgrad.persample.rules.kept import captured, check_unchanged
+from vgrad.persample.rules.table import Lowering, Maker, Rule
+from vgrad.typing import Buffers, Params, Tree
+
+
+class Recorder(LossGuard):
+    """The function mode under which the loss runs, for B samples.
+
+    `take(name, factor)` is called once for each parameter, during the backward pass
+    where possible, so that what it drops is freed before the next factor comes. `tell`
+    is for who wants to know every single use.
+    """
+
+    def __init__(
+        self,
+        rules: Mapping[Callable, Rule | Lowering],
+        params: Params,
+        size: int,
+        randomness: str,
+        take: Take,
+        tell: Callable[[Use], None] | None = None,
+        *,
+        buffers: Buffers,
+    ) -> None:
+        """Make the stand-ins for the parameters."""
+        super().__init__(given={**params, **buffers})
+        self.size = size
+        self.randomness = randomness
+        self._rules = rules
+        self._sites = Sites(params, size, take, tell)
+        self._lowering: Callable | None = None
+        self._level = 0
+        self._running = False
+        self._ends: dict[int, Tensor] = {}
+        self._waiting: dict[int, list] = {}
+        self.params = self._sites.params
+        self.unreached = self._sites.unreached
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Watch a loss that runs under vmap."""
+        self._level = functorch.maybe_current_level()
+        self._truth = Truth(self._level, "sample", 'strategy="vmap" or "loop"')
+        with self:
+            yield
+
+    def check_result(self, result: Tree) -> None:
+        """Refuse results that are not those of one sample."""
+        self._truth.end(tree.tensors(result))
+
+    def backward(self, losses: Tensor, scales: Tensor) -> None:
+        """Run the one backward pass, and hand on the factors of every parameter.
+
+        `scales` are what the losses are multiplied by, ones as a rule.
+        """
+        self._running = True
+        try:
+            self._sites.differentiate(losses, scales, list(self._ends.values()))
+        finally:
+            self._running = False
+        waiting = {number for number, uses in self._waiting.items() if uses}
+        if waiting and not waiting.isdisjoint(_numbers(losses)):
+            raise UnsupportedOp(
+                "loss: expected ops that a function mode sees, got one that it does "
+                "not, whose result requires grad through something else than "
+                'parameters, as compiled code may. Use strategy="vmap" or "loop".'
+            )
+
+    def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run one call of a torch function."""
+        reads = views.only_reads(func)
+        if reads and func not in ASKED:
+            return func(*args, **kwargs)
+        tensors = among(args, kwargs)
+        sites, batched = self._seen(tensors)
+        self._truth.refuse(func, tensors)
+        if reads:
+            self._sites.check_read(func, sites)
+            return func(*args, **kwargs)
+        output = self._run(func, args, kwargs, sites, batched=batched)
+        self._truth.after(func, tensors, output)
+        return output
+
+    def _seen(self, tensors: Sequence[Tensor]) -> tuple[list[Site], bool]:
+        """Return stand-ins among arguments, and whether some differ between samples.
+
+        What the loss closes over may require grad, for the caller. The backward pass
+        has to come by the ops between that and the loss, where it comes to parameters.
+        """
+        sites, batched = [], False
+        for tensor in tensors:
+            if self._truth.tell(tensor):
+                batched = True
+            elif (site := self._sites.find(tensor)) is not None:
+                if site not in sites:
+                    sites.append(site)
+            elif tensor.requires_grad:
+                if not functorch.is_functorch_wrapped_tensor(tensor):
+                    self._ends[id(tensor)] = tensor
+        return sites, batched
+
+    def _run(
+        self,
+        func: Callable,
+        args: tuple,
+        kwargs: dict,
+        sites: list[Site],
+        *,
+        batched: bool,
+    ) -> Any:
+        """Run one call that computes something."""
+        entry = self._rules.get(func)
+        here = functorch.maybe_current_level() == self._level
+        if entry is not None and here:
+            output = None
+            if isinstance(entry, Lowering):
+                if batched:
+                    output = self._lowered(entry, func, args, kwargs)
+            elif sites:
+                output = self._by_rule(entry, func, args, kwargs)
+            if output is not None:
+                return output
+        if func in ASKING:
+            with self:
+                return opened(func)(*args, **kwargs)
+        if not sites:
+            return self.op(func, args, kwargs)
+        if here and not batched:
+            return self._sites.derive(func, args, kwargs, sites)
+        copies = {id(site.handed): self._expanded(site, func) for site in sites}
+        return self.op(func, *replaced((args, kwargs), copies))
+
+    def physical(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the loss with the samples in front."""
+        if not functorch.is_batchedtensor(tensor):
+            return tensor.expand(self.size, *tensor.shape)
+        axis = functorch.maybe_get_bdim(tensor)
+        tensor = functorch.get_unwrapped(tensor)
+        return tensor.movedim(axis, 0) if axis else tensor
+
+    def logical(self, tensor: Tensor) -> Tensor:
+        """Hide the samples of a physical tensor."""
+        return functorch._add_batch_dim(tensor, 0, self._level)
+
+    def below(self) -> AbstractContextManager:
+        """Compute with physical tensors."""
+        return temporarily_pop_interpreter_stack()
+
+    def watching(self) -> AbstractContextManager:
+        """Run ops as if the loss had called them, each by its own rule."""
+        return self
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor stands for a parameter."""
+        return self._sites.find(tensor) is not None
+
+    def is_batched(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor differs from sample to sample."""
+        return functorch.is_batchedtensor(tensor)
+
+    def copies(self, tensor: Tensor) -> Tensor:
+        """Return what is `physical` of a tensor, or a parameter's expansion."""
+        site = self._sites.find(tensor)
+        if site is None:
+            return self.physical(tensor)
+        return self._sites.expand(site, self._lowering, ruled=True)
+
+    def plain(self, tensor: Tensor) -> Tensor:
+        """Return the values of a parameter, for an op that needs no gradient of it."""
+        site = self._sites.find(tensor)
+        return tensor if site is None else site.plain
+
+    def anchor(self, value: Tensor) -> Tensor:
+        """Return a leaf of these values at which the backward pass ends."""
+        anchor = leaf(value)
+        self._ends[id(anchor)] = anchor
+        return anchor
+
+    def use(self, tensor: Tensor) -> Callable[[Factor], None] | None:
+        """Return what the factor of a use of a parameter has to be given to."""
+        site = self._sites.find(tensor)
+        if site is None:
+            return None
+        name = op_name(self._lowering)
+        self._sites.expect(site)
+
+        def arrived(factor: Factor) -> None:
+            self._check_running()
+            self._sites.arrived(site, factor, name)
+
+        return arrived
+
+    def _lowered(self, entry: Lowering, func: Callable, args: tuple, kwargs: dict):
+        """Run an op by its lowering; None where that does not fit this call."""
+        around, self._lowering = self._lowering, self._lowering or func
+        try:
+            return entry.run(self, *args, **kwargs)
+        finally:
+            self._lowering = around
+
+    def _by_rule(self, rule: Rule, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run an op of the table; None where its rule does not fit this call."""
+        bound = rule.bind(args, kwargs)
+        if bound is None:
+            return None
+        weights: dict[str, Site] = {}
+        batched = follows = False
+        physical = dict(bound)
+        for name, value in bound.items():
+            if not isinstance(value, Tensor):
+                continue
+            site = self._sites.find(value)
+            if name in rule.weights:
+                if functorch.is_batchedtensor(value) or value.is_complex():
+                    return None
+                if site is not None:
+                    weights[name] = site
+                follows |= site is None and value.requires_grad
+                continue
+            if site is not None:
+                value = self._expanded(site, func)
+            batched |= functorch.is_batchedtensor(value)
+            physical[name] = self.physical(value)
+            follows |= physical[name].requires_grad
+        if not weights or (not batched and follows):
+            return None
+        for name, site in weights.items():
+            # Only where no input leads on to other parameters does a weight have to
+            # require grad, for the pass to come here at all.
+            physical[name] = site.plain if follows else self.anchor(site.plain)
+        # What is kept must not keep the graph alive.
+        kept = {
+            name: value.detach() if isinstance(value, Tensor) else value
+            for name, value in physical.items()
+        }
+        makers = rule.factors(**kept)
+        if makers is None:
+            return None
+        if missing := weights.keys() - makers.keys():
+            raise TypeError(
+                f"rule({op_name(func)}): expected a function for each weight that got "
+                f"a parameter, got none for {checks.listed(missing)}."
+            )
+        with self.below():
+            if batched:
+                output = rule.run(*physical.values())
+            else:  # the same for all samples: computed once
+                once = {n: physical[n] if n in weights else bound[n] for n in bound}
+                output = rule.run(*once.values())
+                output = output.expand(self.size, *output.shape)
+            if output.requires_grad:  # not under no_grad
+                uses = [(site, makers[name]) for name, site in weights.items()]
+                name = op_name(self._lowering or func)
+                output = self._tapped(name, output, uses, skip=not follows)
+            return self.logical(output)
+
+    def _tapped(
+        self, op: str, output: Tensor, uses: list[tuple[Site, Maker]], *, skip: bool
+    ) -> Tensor:
+        """Hook the node of an op's output; with `skip` the backward pass ends there."""
+        whole, base = output, output._base
+        if output._is_view() and base is not None and base.grad_fn is not None:
+            # An op that writes into a view replaces the view's node, never its base's.
+            whole = base
+            if not _same_memory(whole, output):
+                whole = output = output.clone()
+        number, shape = whole.output_nr, output.shape
+        left = [
+            (site, maker, [(each, each._version) for each in captured(maker)])
+            for site, maker in uses
+        ]
+        for site, _ in uses:
+            self._sites.expect(site)
+
+        def hook(grads: tuple[Tensor | None, ...]) -> Any:
+            self._check_running()
+            g = grads[number]
+            while left:
+                site, maker, kept = left.pop()
+                check_unchanged(op, kept)
+                factor = None if g is None else maker(g.reshape(shape))
+                del maker, kept  # so that inputs are freed as early as possible
+                self._sites.arrived(site, factor, op)
+                del factor
+            return (None,) * len(grads) if skip else None
+
+        node: Any = whole.grad_fn
+        node.register_prehook(hook)
+        self._waiting[node._sequence_nr()] = left
+        return output
+
+    def _expanded(self, site: Site, op: Callable) -> Tensor:
+        """Return a parameter's copies for the samples, which an op asks for."""
+        copies = self._sites.expand(site, op, ruled=op is self._lowering)
+        tensor = self.logical(copies)
+        self._truth.tell(tensor)
+        return tensor
+
+    def _check_running(self) -> None:
+        if not self._running:
+            raise own_backward_pass("loss")
+
+
+def _numbers(losses: Tensor) -> set[int]:
+    """Return the numbers of all nodes of a graph."""
+    found: set[int] = set()
+    nodes: list[Any] = [losses.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node._sequence_nr() not in found:
+            found.add(node._sequence_nr())
+            nodes += [each for each, _ in node.next_functions]
+    return found
+
+
+def _same_memory(base: Tensor, view: Tensor) -> bool:
+    """Tell whether a view holds all numbers of its base in their order."""
+    if base.shape == view.shape and base.stride() == view.stride():
+        return True
+    contiguous = base.is_contiguous() and view.is_contiguous()
+    return contiguous and base.numel() == view.numel()

@@ -1,0 +1,297 @@
+"""The ways to compute per-sample gradients: same numbers, different cost.
+
+A strategy runs the loss on some consecutive samples and hands one factor for each
+parameter to a collector, so that what is a sum can be reduced inside the chunk and
+memory does not grow with the batch.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch._C import _functorch as functorch  # type: ignore[attr-defined]
+from torch.utils import _pytree as pytree
+
+from vgrad import checks, tree
+from vgrad.lowering.truthful import Truth, unoptimized_scripts
+from vgrad.persample.engine.guard import LossGuard, UnsupportedOp, raise_clearly
+from vgrad.persample.engine.problem import Problem
+from vgrad.persample.engine.record import Recorder
+from vgrad.persample.factors.base import Dense, Factor
+from vgrad.persample.rules.table import RULES
+from vgrad.randomness import (
+    drawn_since,
+    kept_random_state,
+    random_state,
+    set_random_state,
+)
+from vgrad.typing import Params, Tree
+
+
+class Chunk(NamedTuple):
+    """What a strategy knows about b samples.
+
+    Attributes:
+        collected: the collector, which has taken the factors of all parameters.
+        losses: the losses, [b].
+        aux: what else the loss returned, stacked.
+        constants_of: tensors by which the caller might want to differentiate what is a
+            constant here.
+    """
+
+    collected: Any
+    losses: Tensor
+    aux: Tree
+    constants_of: tuple[Tensor, ...] = ()
+
+
+def auto(problem: Problem, start: int, stop: int) -> Chunk:
+    """Record; where that is not possible, differentiate under `torch.vmap`."""
+    if checks.inside_transform():
+        return vmap(problem, start, stop)
+    draws = problem.randomness != "error"
+    state = random_state(problem.tensors) if draws else None
+    try:
+        return recorded(problem, start, stop)
+    except UnsupportedOp:
+        if state is not None:
+            set_random_state(state)
+        return vmap(problem, start, stop)
+
+
+def recorded(problem: Problem, start: int, stop: int) -> Chunk:
+    """Run one backward pass and keep the factors of every use of a parameter."""
+    if checks.inside_transform():
+        raise UnsupportedOp(
+            f'{problem.function}(strategy="recorded"): expected a call outside of '
+            f'transforms of torch.func. Use strategy="vmap" inside them.'
+        )
+    collected = problem.collect()
+
+    def take(name: str, factor: Factor) -> None:
+        with torch.no_grad():
+            collected.take(name, problem.unscaled(factor))
+
+    recorder = Recorder(
+        RULES,
+        problem.params,
+        stop - start,
+        problem.randomness,
+        take,
+        getattr(collected, "tell", None),  # who explains wants every use
+        buffers=problem.buffers,
+    )
+
+    def one(tensors: tuple[Tensor, ...]) -> tuple:
+        result = problem.run_loss(recorder.params, tensors, recorder.inside())
+        recorder.check_result(result)
+        return result
+
+    # A sample that requires grad says so to the loss, but leads to the caller no more.
+    again = problem.differentiable
+    tensors = tuple(
+        recorder.anchor(row) if again and row.requires_grad else row.detach()
+        for row in problem.batch.rows(start, stop)
+    )
+    with _clear_errors(problem), torch.enable_grad():
+        mapped = torch.vmap(one, randomness=problem.randomness)
+        # What is computed again in the backward pass is not under vmap any more.
+        with torch.autograd.graph.disable_saved_tensors_hooks(_NO_HOOKS):
+            losses, aux = mapped(tensors)
+        with torch.autocast(losses.device.type, enabled=False):
+            recorder.backward(losses, problem.cotangent(losses))
+    _check_unreached(problem, start, frozenset(recorder.unreached))
+    losses, aux = pytree.tree_map_only(Tensor, torch.Tensor.detach, (losses, aux))
+    return Chunk(collected, losses, aux, problem.wanted)
+
+
+_NO_HOOKS = "saved tensor hooks are not supported while a loss is recorded"
+
+
+def vmap(problem: Problem, start: int, stop: int) -> Chunk:
+    """Differentiate under `torch.vmap`: all gradients are stored, several times."""
+
+    def one(tensors: tuple[Tensor, ...]) -> tuple:
+        truth = Truth(functorch.maybe_current_level(), "sample", 'strategy="loop"')
+
+        def of_params(params: Params) -> tuple[Tensor, Tree]:
+            result = problem.run_loss(params, tensors, _guard(problem, truth))
+            truth.end(tree.tensors(result))
+            return result
+
+        forward = torch.func.vjp(of_params, dict(problem.params), has_aux=True)
+        value, pullback, aux = cast(tuple[Tensor, Callable, Tree], forward)
+        # As in eager training, autocast covers the forward pass alone.
+        with torch.autocast(value.device.type, enabled=False):
+            (grads,) = pullback(problem.cotangent(value))
+        return grads, value, aux
+
+    mapped = torch.vmap(one, randomness=problem.randomness)
+    with _clear_errors(problem):
+        grads, losses, aux = mapped(tuple(problem.batch.rows(start, stop)))
+    return _collected(problem, grads, losses, aux)
+
+
+def loop(problem: Problem, start: int, stop: int) -> Chunk:
+    """Differentiate one sample: runs whatever plain autograd runs."""
+    inside = checks.inside_transform()
+    gradient = _functional_gradient if inside else _plain_gradient
+    before = random_state(problem.tensors)
+    tensors = tuple(row.squeeze(0) for row in problem.batch.rows(start, stop))
+
+    def of_params(params: Params) -> tuple[Tensor, Tree]:
+        return problem.run_loss(params, tensors, _guard(problem))
+
+    with _no_weight_cache():
+        found = gradient(of_params, problem)
+    if problem.randomness == "error" and drawn_since(before, problem.tensors):
+        set_random_state(before)
+        raise RuntimeError(
+            f"{problem.function}: expected a loss without random numbers, since "
+            f'randomness="error". Pass randomness="different" (each sample draws its '
+            f'own) or "same".'
+        )
+    one = pytree.tree_map_only(Tensor, lambda leaf: leaf.unsqueeze(0), found)
+    return _collected(problem, *one)
+
+
+STRATEGIES: dict[str, Callable[[Problem, int, int], Chunk]] = {
+    "auto": auto,
+    "recorded": recorded,
+    "vmap": vmap,
+    "loop": loop,
+}
+
+
+def saved_bytes(problem: Problem) -> int:
+    """Return how many bytes autograd keeps for the backward pass of one sample."""
+    seen: dict[int, int] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        seen[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()  # the tensor itself would make a cycle
+
+    tensors = tuple(row.squeeze(0) for row in problem.batch.rows(0, 1))
+    hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
+    with kept_random_state(problem.tensors):
+        with hooks, torch.enable_grad(), _no_weight_cache():
+            problem.run_loss(_leaves(problem), tensors, _guard(problem))
+    return sum(seen.values())
+
+
+def _guard(problem: Problem, truth: Truth | None = None) -> LossGuard:
+    """Watch a loss that is handed the memory of the caller's tensors."""
+    return LossGuard(truth, given={**problem.params, **problem.buffers})
+
+
+def _check_unreached(problem: Problem, start: int, names: frozenset[str]) -> None:
+    """Refuse to take for zero what is not zero to plain autograd."""
+    if not names or names in problem.unreached:
+        return
+    tensors = tuple(row.squeeze(0) for row in problem.batch.rows(start, start + 1))
+    leaves = {n: each.detach().requires_grad_() for n, each in problem.params.items()}
+    wanted = [leaves[name] for name in sorted(names)]
+    with kept_random_state(problem.tensors), torch.enable_grad(), _no_weight_cache():
+        value, _ = problem.run_loss(leaves, tensors, _guard(problem))
+        found = (
+            torch.autograd.grad(value, wanted, allow_unused=True)
+            if value.requires_grad
+            else [None for _ in wanted]
+        )
+    pairs = zip(sorted(names), found, strict=True)
+    if reached := [name for name, grad in pairs if grad is not None]:
+        raise UnsupportedOp(
+            f"loss: expected gradients of all samples wherever one sample has some, "
+            f"got none of {checks.listed(reached)}: an op hides its graph from the "
+            f'recorder. Use strategy="vmap" or "loop".'
+        )
+    problem.unreached.add(names)
+
+
+def _collected(problem: Problem, grads: Params, losses: Tensor, aux: Tree) -> Chunk:
+    """Hand stored gradients on, so that no more than one is held twice."""
+    collected = problem.collect()
+    with torch.autocast(losses.device.type, enabled=False):
+        for name in list(grads):
+            collected.take(name, problem.unscaled(Dense(grads.pop(name))))
+    return Chunk(collected, losses, aux)
+
+
+def _leaves(problem: Problem) -> Params:
+    """Return what autograd differentiates: the parameters, or leaves of their values.
+
+    Where a caller can differentiate the result they are views of the parameters and not
+    these themselves, which the loss may reach on other ways.
+    """
+    return {
+        name: value.view_as(value)
+        if problem.differentiable and value.requires_grad
+        else value.detach().requires_grad_()
+        for name, value in problem.params.items()
+    }
+
+
+def _plain_gradient(of_params: Callable, problem: Problem) -> tuple:
+    """Differentiate by autograd."""
+    leaves, create_graph = _leaves(problem), problem.differentiable
+    with torch.enable_grad():
+        value, aux = of_params(leaves)
+        if not value.requires_grad:  # nothing that is differentiated has a part in it
+            zeros = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+            return zeros, value, aux
+        with torch.autocast(value.device.type, enabled=False):
+            grads = torch.autograd.grad(
+                value,
+                list(leaves.values()),
+                grad_outputs=problem.cotangent(value),
+                create_graph=create_graph,
+                allow_unused=True,
+                materialize_grads=True,
+            )
+    grads = [grad.to_dense() if grad.is_sparse else grad for grad in grads]
+    if not create_graph:
+        value, aux = pytree.tree_map_only(Tensor, torch.Tensor.detach, (value, aux))
+    return dict(zip(leaves, grads, strict=True)), value, aux
+
+
+def _functional_gradient(of_params: Callable, problem: Problem) -> tuple:
+    """Differentiate by torch.func, which works inside its other transforms."""
+    forward = torch.func.vjp(of_params, dict(problem.params), has_aux=True)
+    value, pullback, aux = cast(tuple[Tensor, Callable, Tree], forward)
+    with torch.autocast(value.device.type, enabled=False):
+        (grads,) = pullback(problem.cotangent(value))
+    return grads, value, aux
+
+
+@contextmanager
+def _clear_errors(problem: Problem) -> Iterator[None]:
+    """Say in errors and warnings of vmap what can be done."""
+    with (
+        problem.fallbacks.reported(problem.function),
+        _no_weight_cache(),
+        unoptimized_scripts(),
+    ):
+        try:
+            yield
+        except UnsupportedOp:
+            raise
+        except RuntimeError as error:
+            raise_clearly(error, problem.function)
+
+
+@contextmanager
+def _no_weight_cache() -> Iterator[None]:
+    """Switch off autocast's cache of cast weights.
+
+    A cast that was cached at one level of a transform is a constant for the next one,
+    whose gradient then is zero, without an error.
+    """
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)

@@ -1,0 +1,213 @@
+"""One factor for a parameter that was used several times, or through a function.
+
+The squared norm of a sum is a double sum of inner products, so uses may not be taken
+one by one. Uses of one kind become one factor with more positions; a table whose rows
+are looked up and that also multiplies (tied embeddings) has its cross term; whatever
+is left is added up as gradients.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vgrad.persample.factors import reductions
+from vgrad.persample.factors.base import Dense, Factor, Outer, Probes, Zero
+from vgrad.persample.factors.reductions import Norm
+from vgrad.persample.factors.rows import Rows
+
+Replay = Callable[[Tensor], Tensor]
+
+
+def merged(factors: Sequence[Factor]) -> Factor:
+    """Return one factor for the sum of several of one parameter."""
+    factors = [factor for factor in factors if not isinstance(factor, Zero)] or factors
+    if len(factors) == 1 or isinstance(factors[0], Zero):
+        return factors[0]
+    outers = _joined_outers([each for each in factors if isinstance(each, Outer)])
+    rows = _joined_rows([each for each in factors if isinstance(each, Rows)])
+    others = [each for each in factors if not isinstance(each, Outer | Rows)]
+    if len(outers) + len(rows) == 1 and not others:
+        return (*outers, *rows)[0]
+    if len(outers) == len(rows) == 1 and not others and outers[0].is_matrix:
+        return Tied(outers[0], rows[0])
+    grads = [each.grad() for each in (*outers, *rows, *others)]
+    return Dense(torch.stack(grads).sum(0) if len(grads) > 2 else grads[0] + grads[1])
+
+
+def _joined_outers(factors: Sequence[Outer]) -> list[Outer]:
+    """Join those of the same groups, inputs and outputs along the positions."""
+    alike: dict[tuple, list[Outer]] = {}
+    for each in factors:
+        sizes = (each.inputs.shape[1], each.inputs.shape[3], each.outputs.shape[3])
+        alike.setdefault(sizes, []).append(each)
+    return [
+        Outer(
+            torch.cat([each.inputs for each in group], dim=2),
+            torch.cat([each.outputs for each in group], dim=2),
+            group[0].shape,
+        )
+        if len(group) > 1
+        else group[0]
+        for group in alike.values()
+    ]
+
+
+def _joined_rows(factors: Sequence[Rows]) -> list[Rows]:
+    """Join lookups in the same table along the positions."""
+    if len(factors) < 2:
+        return list(factors)
+    index = torch.cat([each.index for each in factors], dim=1)
+    outputs = torch.cat([each.outputs for each in factors], dim=1)
+    return [Rows(index, outputs, factors[0].shape)]
+
+
+@dataclass(frozen=True)
+class Tied(Factor):
+    """A table whose rows are looked up and that also multiplies, as a tied head."""
+
+    outer: Outer
+    rows: Rows
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return self.outer.size
+
+    @property
+    def shape(self) -> torch.Size:
+        """The parameter's shape."""
+        return self.outer.shape
+
+    @property
+    def bytes(self) -> int:
+        """Memory of both."""
+        return self.outer.bytes + self.rows.bytes
+
+    def grad(self) -> Tensor:
+        """Add the gradients of both."""
+        return self.outer.grad() + self.rows.grad()
+
+    def norm(self) -> Norm:
+        """Norms with the cross term, `sum_ts outer_out_s[index_t] <row_t, in_s>`."""
+        if not self.outer.by_gram:
+            return Dense(self.grad()).norm()
+        outer, rows = self.outer.norm(), self.rows.norm()
+        a, b = self.outer.inputs[:, 0].double(), self.outer.outputs[:, 0]
+        index = self.rows.index[:, None, :].expand(-1, b.shape[1], -1)
+        cross = torch.linalg.vecdot(
+            b.gather(2, index).double().flatten(1),
+            torch.bmm(a, self.rows.outputs.double().mT).flatten(1),
+        )
+        return reductions.summed_norm(
+            outer,
+            rows,
+            cross,
+            reductions.wide(self.outer.inputs.dtype),
+            lambda which: self.take(which).double().grad(),
+        )
+
+    def settled(self) -> tuple[Factor, Norm]:
+        """Keep the gradients where the norms need them."""
+        if self.outer.by_gram:
+            return self, self.norm()
+        return Dense(self.grad()).settled()
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        """Add the sums of both."""
+        return self.outer.weighted(weights) + self.rows.weighted(weights)
+
+    def take(self, rows: Tensor) -> "Tied":
+        """Return the factor of these samples."""
+        return Tied(self.outer.take(rows), self.rows.take(rows))
+
+    def double(self) -> "Tied":
+        """Widen both."""
+        return Tied(self.outer.double(), self.rows.double())
+
+    @property
+    def sides(self) -> tuple[Tensor, ...]:
+        """Return those of the product; rows are scaled in float64."""
+        return self.outer.sides
+
+    def project(self, probes: Probes) -> Tensor:
+        """Add the projections of both."""
+        return self.outer.project(probes) + self.rows.project(probes)
+
+
+@dataclass(frozen=True)
+class Moved(Factor):
+    """Gradients of parts or views of a parameter, each with the way to it.
+
+    `replays` take the parameter to what was used: they only move numbers, no two of
+    them the same one, so norms are kept and add up.
+    """
+
+    parts: tuple[Factor, ...]
+    replays: tuple[Replay, ...]
+    shape: torch.Size
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return self.parts[0].size
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all parts."""
+        return sum(part.bytes for part in self.parts)
+
+    def grad(self) -> Tensor:
+        """Move each part's gradients to where they belong."""
+        parts = (part.grad() for part in self.parts)
+        return sum(map(self._moved, parts, self.replays))  # type: ignore[return-value]
+
+    def norm(self) -> Norm:
+        """Joint norms of the parts."""
+        return Norm.joint([part.norm() for part in self.parts])
+
+    def settled(self) -> tuple[Factor, Norm]:
+        """Keep each part in its own best form."""
+        parts, norms = zip(*(part.settled() for part in self.parts), strict=True)
+        return Moved(parts, self.replays, self.shape), Norm.joint(norms)
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        """Move each part's sum to where it belongs."""
+        sums = (part.weighted(weights)[None] for part in self.parts)
+        return sum(map(self._moved, sums, self.replays))[0]  # type: ignore[index]
+
+    def take(self, rows: Tensor) -> "Moved":
+        """Return the factor of these samples."""
+        parts = tuple(part.take(rows) for part in self.parts)
+        return Moved(parts, self.replays, self.shape)
+
+    def double(self) -> "Moved":
+        """Widen each part."""
+        parts = tuple(part.double() for part in self.parts)
+        return Moved(parts, self.replays, self.shape)
+
+    @property
+    def sides(self) -> tuple[Tensor, ...]:
+        """Return those of all parts."""
+        return tuple(side for part in self.parts for side in part.sides)
+
+    def _moved(self, grads: Tensor, replay: Replay) -> Tensor:
+        return pulled(grads, replay, self.shape)
+
+
+def pulled(grads: Tensor, replay: Replay, shape: torch.Size) -> Tensor:
+    """Take gradients [B, ...] of a view back to the parameter, [B, *shape]."""
+    with torch.enable_grad():
+        whole = grads.new_zeros((len(grads), *shape)).requires_grad_()
+        views = torch.vmap(replay)(whole)
+        return torch.autograd.grad(views, whole, grads)[0]
+
+
+def disjoint(replays: Sequence[Replay], like: Tensor) -> bool:
+    """Tell whether no number of a parameter is in two of its views."""
+    counts = torch.zeros(like.shape, device=like.device)
+    for replay in replays:
+        count = counts.new_ones(replay(counts).shape)[None]
+        counts = counts + pulled(count, replay, like.shape)[0]
+    return bool((counts <= 1).all())

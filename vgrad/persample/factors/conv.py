@@ -1,0 +1,202 @@
+"""The factor of a convolution's weight, and the three forms of its norms.
+
+B samples, C channels in, O channels out, G groups, K numbers in a kernel, T positions
+of the output. The gradient of one sample is, in every group, a sum over positions of
+outer products of the output's gradient and the patch of the input that is seen there.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vgrad.persample.factors import costs, reductions, sums
+from vgrad.persample.factors.base import Dense, Factor, Probes
+from vgrad.persample.factors.reductions import Norm
+
+
+@dataclass(frozen=True)
+class Conv(Factor):
+    """`inputs [B, C, *space]` and `outputs [B, O, *space]` with the geometry.
+
+    `pads` are what `F.pad` takes for the zeros around the inputs.
+    """
+
+    inputs: Tensor
+    outputs: Tensor
+    shape: torch.Size
+    stride: tuple[int, ...]
+    pads: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return len(self.inputs)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of both factors."""
+        return sum(each.numel() * each.element_size() for each in self.sides)
+
+    @property
+    def sides(self) -> tuple[Tensor, Tensor]:
+        """Both factors."""
+        return self.inputs, self.outputs
+
+    @property
+    def form(self) -> costs.ConvForm:
+        """The way in which norms are computed."""
+        if reductions.rounded_convolutions(self.inputs.device):
+            return "offsets"
+        before, after = reversed(self.pads[::2]), reversed(self.pads[1::2])
+        sizes = zip(self.inputs.shape[2:], before, after, strict=True)
+        pixels = math.prod(map(sum, sizes))
+        return costs.conv_form(pixels, math.prod(self.outputs.shape[2:]), self.shape)
+
+    def take(self, rows: Tensor) -> "Conv":
+        """Return the factor of these samples."""
+        return replace(self, inputs=self.inputs[rows], outputs=self.outputs[rows])
+
+    def double(self) -> "Conv":
+        """Widen both factors."""
+        inputs, outputs = map(reductions.double, self.sides)
+        return replace(self, inputs=inputs, outputs=outputs)
+
+    def grad(self) -> Tensor:
+        """Gradients by one grouped convolution, or by products for every offset."""
+        return self._by_groups() if self.form == "groups" else self._by_offsets()
+
+    def norm(self) -> Norm:
+        """Norms, without gradients where they are cheaper so."""
+        if self.form != "gram":
+            return Dense(self.grad()).norm()
+        return reductions.gram_norm(
+            self._patch_products(),
+            reductions.self_products(self._split(self.outputs).flatten(2).mT),
+            self.size,
+            max(math.prod(self.shape[1:]), self.shape[0]),
+            lambda rows: self.take(rows).double().grad(),
+        )
+
+    def settled(self) -> tuple[Factor, Norm]:
+        """Keep the gradients where the norms need them."""
+        if self.form == "gram":
+            return self, self.norm()
+        return Dense(self.grad()).settled()
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        """Weight gradient of an ordinary convolution, of scaled samples."""
+        inputs, outputs = reductions.products(self.inputs, self.outputs)
+        column = weights.to(inputs.dtype).view(-1, *(1,) * (inputs.ndim - 1))
+        if inputs.numel() < outputs.numel():
+            inputs = inputs * column
+        else:
+            outputs = outputs * column
+        step = max(1, sums.ROWS_AT_ONCE // math.prod(outputs.shape[2:]))
+        parts = zip(inputs.split(step), outputs.split(step), strict=True)
+        return sums.total([self._weight_gradient(*part, 1) for part in parts])
+
+    def project(self, probes: Probes) -> Tensor:
+        """Convolve with the right sides of the probes, multiply with the left ones."""
+        if self.groups > 1 or probes.left is None:
+            return super().project(probes)
+        sizes = (math.prod(self.outputs.shape[2:]), math.prod(self.shape[1:]))
+        if not costs.project_factors(*sizes, self.shape[0], len(probes.left)):
+            return super().project(probes)
+        inputs, right = reductions.products(self._padded(), probes.right)
+        outputs, left = reductions.products(self.outputs, probes.left)
+        positions = outputs.flatten(2)
+        seen = positions.new_zeros(self.size, len(right), positions.shape[2])
+        kernels = right.view(len(right), self.shape[1], -1)
+        for number, window in enumerate(self._windows(inputs)):
+            seen += kernels[:, :, number] @ window.flatten(2)
+        return (seen * (left @ positions)).sum(2)
+
+    def _by_groups(self) -> Tensor:
+        """Let every sample be a group of one convolution's weight gradient."""
+        pair = reductions.products(self.inputs, self.outputs)
+        inputs, outputs = (each.flatten(0, 1)[None] for each in pair)
+        found = self._weight_gradient(inputs, outputs, self.size)
+        return found.view(self.size, *self.shape).to(self.inputs.dtype)
+
+    def _by_offsets(self) -> Tensor:
+        """Multiply, for each number of the kernel, outputs with the inputs it sees."""
+        inputs, outputs = reductions.products(self._padded(), self.outputs)
+        left = self._split(outputs).flatten(2)
+        kernel = self.shape[2:]
+        sizes = (self.size, math.prod(kernel), *self.shape[:2])
+        found = self.inputs.new_empty(sizes)
+        for number, window in enumerate(self._windows(self._split(inputs))):
+            product = torch.bmm(left, window.flatten(2).mT)
+            found[:, number] = product.view(self.size, *self.shape[:2])
+        # The kernel's axis comes last for the user, and stays first in memory.
+        return found.movedim(1, -1).unflatten(-1, kernel)
+
+    def _patch_products(self) -> Tensor:
+        """Inner products of the patches seen at two positions, [B * G, T, T].
+
+        A sum over the kernel of shifted inner products of pixels: patches of which each
+        pixel is in K would take K times as many operations.
+        """
+        inputs = self._split(reductions.products(self._padded())[0])
+        space, count = inputs.shape[2:], len(inputs)
+        pixels = reductions.self_products(inputs.flatten(2).mT)
+        pixels = pixels.view(count, *space, *space)
+        found = pixels.new_zeros(())
+        for window in self._windows(pixels, leading=1, times=2):
+            found = found + window if found.ndim == 0 else found.add_(window)
+        positions = math.prod(self.outputs.shape[2:])
+        return found.reshape(count, positions, positions)
+
+    def _windows(
+        self, tensor: Tensor, *, leading: int = 2, times: int = 1
+    ) -> Iterator[Tensor]:
+        """Yield, for each number of the kernel, the positions of inputs it meets."""
+        for offset in itertools.product(*map(range, self.shape[2:])):
+            window = tuple(
+                slice(at * gap, at * gap + step * (count - 1) + 1, step)
+                for at, gap, step, count in zip(
+                    offset,
+                    self.dilation,
+                    self.stride,
+                    self.outputs.shape[2:],
+                    strict=True,
+                )
+            )
+            yield tensor[(slice(None),) * leading + window * times]
+
+    def _split(self, tensor: Tensor) -> Tensor:
+        """Make each group a sample of its own, [B * G, channels / G, *space]."""
+        if self.groups == 1:
+            return tensor
+        return tensor.unflatten(1, (self.groups, -1)).flatten(0, 1)
+
+    def _padded(self) -> Tensor:
+        return F.pad(self.inputs, self.pads) if any(self.pads) else self.inputs
+
+    def _weight_gradient(self, inputs: Tensor, outputs: Tensor, samples: int) -> Tensor:
+        """Weight gradient of a convolution of samples x groups groups."""
+        # Only the sizes of the weight are read, so it need not exist.
+        sizes = (samples * self.shape[0], *self.shape[1:])
+        padding = self.pads[::-2]
+        if padding != self.pads[-2::-2] or min(padding) < 0:
+            inputs, padding = F.pad(inputs, self.pads), (0,) * len(padding)
+        return torch.ops.aten.convolution_backward(
+            outputs,
+            inputs,
+            inputs.new_empty(()).expand(sizes),
+            None,
+            self.stride,
+            padding,
+            self.dilation,
+            False,
+            (0,) * len(padding),
+            samples * self.groups,
+            [False, True, False],
+        )[1]

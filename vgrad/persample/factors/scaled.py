@@ -1,0 +1,82 @@
+"""Gradients of a loss that was multiplied by a scale before its backward pass."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vgrad.persample.factors import reductions
+from vgrad.persample.factors.base import Factor, Probes
+from vgrad.persample.factors.reductions import Norm
+
+
+@dataclass(frozen=True)
+class Scaled(Factor):
+    """The gradients of `factor`, divided by `scale`, in float32 or wider.
+
+    Nothing is divided before it is that wide, so what the scale saved is not lost.
+    """
+
+    factor: Factor
+    scale: Tensor
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return self.factor.size
+
+    @property
+    def shape(self) -> torch.Size:
+        """The parameter's shape."""
+        return self.factor.shape
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the factor."""
+        return self.factor.bytes
+
+    def grad(self) -> Tensor:
+        """Return the gradients."""
+        grad = self.factor.grad()
+        return grad.to(reductions.wide(grad.dtype)) / self.scale
+
+    def norm(self) -> Norm:
+        """Return their norms."""
+        return self._unscaled(self.factor.norm())
+
+    def settled(self) -> tuple[Factor, Norm]:
+        """Settle on a form of the scaled gradients."""
+        factor, norm = self.factor.settled()
+        return Scaled(factor, self.scale), self._unscaled(norm)
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        """Sum the scaled gradients, and divide: the sum may be wider than weights."""
+        return self.factor.weighted(weights) / self.scale
+
+    def take(self, rows: Tensor) -> "Scaled":
+        """Return the gradients of these samples."""
+        return Scaled(self.factor.take(rows), self.scale)
+
+    def double(self) -> "Scaled":
+        """Widen the scaled gradients."""
+        return Scaled(self.factor.double(), self.scale)
+
+    @property
+    def sides(self) -> tuple[Tensor, ...]:
+        """Return those of the scaled gradients."""
+        return self.factor.sides
+
+    def gram(self, other: Factor) -> Tensor:
+        """Inner products; both have a scale."""
+        if not isinstance(other, Scaled):
+            return super().gram(other)
+        return self.factor.gram(other.factor) / self.scale / other.scale
+
+    def project(self, probes: Probes) -> Tensor:
+        """Project the scaled gradients, and divide."""
+        return self.factor.project(probes) / self.scale
+
+    def _unscaled(self, norm: Norm) -> Norm:
+        # One over the scale is multiplied as well, by the sum and by what it has lost.
+        reach = torch.maximum(norm.reach, norm.reach.clamp(min=1) / self.scale)
+        return Norm(norm.value / self.scale, norm.upper / self.scale, reach)

@@ -1,0 +1,155 @@
+"""The rules of convolutions and of transposed convolutions."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vgrad.persample.factors.base import Dense, Factor, Outer
+from vgrad.persample.factors.conv import Conv
+from vgrad.persample.rules.table import rule
+
+Sizes = tuple[int, ...]
+
+
+def _conv_run(op: Callable) -> Callable:
+    """Run a convolution with the samples and the batch of each as one batch."""
+
+    def run(input: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+        batched = input.ndim == weight.ndim + 1
+        output = op(input.flatten(0, 1) if batched else input, weight, *rest)
+        if not batched:
+            return output
+        # A view that autograd does not know as one: ops that write into it are legal
+        # and cost nothing more.
+        sizes = (*input.shape[:2], *output.shape[1:])
+        return torch.ops.aten._unsafe_view(output, sizes)
+
+    return run
+
+
+def convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> dict:
+    """Cross-correlation of padded inputs with kernels."""
+    shape, count = weight.shape, weight.ndim - 2
+    stride, dilation = _each(stride, count), _each(dilation, count)
+    pads = _pads(padding, shape[2:], dilation)
+
+    def kernel(g: Tensor) -> Factor:
+        return patches(input, g, shape, stride, pads, dilation, groups)
+
+    return {"weight": kernel, "bias": lambda g: _shift(g, count)}
+
+
+for _op in (F.conv1d, F.conv2d, F.conv3d):
+    rule(_op, weights=("weight", "bias"), run=_conv_run(_op))(convolution)
+
+
+def transposed(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> dict:
+    """Adjoint of a convolution, with kernels `[C, O / groups, *sizes]`.
+
+    The convolution with these kernels takes the gradient at the output for its input,
+    and the input for the gradient at its output.
+    """
+    shape, count = weight.shape, weight.ndim - 2
+    stride, dilation = _each(stride, count), _each(dilation, count)
+    # No input reaches what is added to the output at its end.
+    sides = zip(_each(padding, count), _each(output_padding, count), strict=True)
+    pads = _in_order([(side, side - extra) for side, extra in sides])
+
+    def kernel(g: Tensor) -> Factor:
+        return patches(g, input, shape, stride, pads, dilation, groups)
+
+    return {"weight": kernel, "bias": lambda g: _shift(g, count)}
+
+
+for _op in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d):
+    rule(_op, weights=("weight", "bias"), run=_conv_run(_op))(transposed)
+
+
+def patches(
+    inputs: Tensor,
+    outputs: Tensor,
+    shape: torch.Size,
+    stride: Sizes,
+    pads: Sizes,
+    dilation: Sizes,
+    groups: int,
+) -> Factor:
+    """Make the factor of a kernel: `Outer` for a single number, else `Conv`."""
+    several = inputs.ndim == len(shape) + 1 and inputs.shape[1] > 1
+    single = all(size == 1 for size in shape[2:])
+    if any(pads) and (several or single):
+        inputs, pads = F.pad(inputs, pads), (0,) * len(pads)
+    if inputs.ndim == len(shape) + 1:
+        inputs, outputs = _side_by_side(inputs, outputs, stride[0])
+    if not single:
+        return Conv(inputs, outputs, shape, stride, pads, dilation, groups)
+    inputs = inputs[(..., *(slice(None, None, step) for step in stride))]
+    a = inputs.flatten(2).unflatten(1, (groups, -1)).mT
+    b = outputs.flatten(2).unflatten(1, (groups, -1)).mT
+    return Outer(a, b, shape)
+
+
+def _side_by_side(inputs: Tensor, outputs: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """Make one image of the images `[B, N, C, *space]` of each sample.
+
+    Patches that lie in two images meet gradients of zero.
+    """
+    if inputs.shape[1] == 1:
+        return inputs[:, 0], outputs[:, 0]
+    length, count = inputs.shape[3], outputs.shape[3]
+    period = -(-length // step)
+    inputs, outputs = _joined(inputs, period * step), _joined(outputs, period)
+    inputs = inputs[:, :, : inputs.shape[2] - period * step + length]
+    return inputs, outputs[:, :, : outputs.shape[2] - period + count]
+
+
+def _joined(images: Tensor, length: int) -> Tensor:
+    """Join images `[B, N, C, L, ...]`, made longer by zeros. -> [B, C, N * L, ...]"""
+    zeros = (0, 0) * (images.ndim - 4) + (0, length - images.shape[3])
+    return F.pad(images, zeros).transpose(1, 2).flatten(2, 3)
+
+
+def _shift(g: Tensor, count: int) -> Dense:
+    """Sum the gradient at the output `[B, (N,) O, *space]` over all but channels."""
+    channels = g.ndim - count - 1
+    return Dense(g.sum([axis for axis in range(1, g.ndim) if axis != channels]))
+
+
+def _each(value: Any, count: int) -> Sizes:
+    """Repeat a number for every dimension."""
+    value = (value,) if isinstance(value, int) else tuple(value)
+    return value * count if len(value) == 1 else value
+
+
+def _pads(padding: Any, kernel: torch.Size, dilation: Sizes) -> Sizes:
+    """Return what F.pad takes for the padding of a convolution."""
+    if padding == "same":
+        extra = [gap * (size - 1) for gap, size in zip(dilation, kernel, strict=True)]
+        return _in_order([(each // 2, each - each // 2) for each in extra])
+    padding = 0 if padding == "valid" else padding
+    return _in_order([(each, each) for each in _each(padding, len(kernel))])
+
+
+def _in_order(sides: list[tuple[int, int]]) -> Sizes:
+    """Put the last dimension in front, as F.pad wants it."""
+    return tuple(side for pair in reversed(sides) for side in pair)

@@ -1,0 +1,126 @@
+"""The rules of normalisation layers with statistics of each sample, or fixed ones."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vgrad.persample.factors.base import Dense
+from vgrad.persample.rules.table import Recording, lowered, rule
+
+
+@rule(F.layer_norm, weights=("weight", "bias"), run=F.layer_norm)
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> dict:
+    """`out = normalised * weight + bias`; normalised again rather than kept."""
+    axes = tuple(range(1, input.ndim - len(normalized_shape)))
+
+    def scale(g: Tensor) -> Dense:
+        return Dense(over(F.layer_norm(input, normalized_shape, eps=eps) * g, axes))
+
+    return {"weight": scale, "bias": lambda g: Dense(over(g, axes))}
+
+
+@rule(F.rms_norm, weights=("weight",), run=F.rms_norm)
+def rms_norm(
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> dict:
+    """`out = normalised * weight`."""
+    axes = tuple(range(1, input.ndim - len(normalized_shape)))
+
+    def scale(g: Tensor) -> Dense:
+        return Dense(over(F.rms_norm(input, normalized_shape, eps=eps) * g, axes))
+
+    return {"weight": scale}
+
+
+@lowered(F.group_norm)
+def group_norm(
+    record: Recording,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Normalise the groups of all samples as the groups of one."""
+
+    def run(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return F.group_norm(x, record.size * num_groups, weight, bias, eps)
+
+    return by_channels(record, run, input, weight, bias)
+
+
+@lowered(F.batch_norm)
+def batch_norm(
+    record: Recording,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Scale and shift the channels of all samples as the channels of one."""
+
+    def run(x: Tensor, *channels: Tensor | None) -> Tensor:
+        return F.batch_norm(x, *channels, training=False, eps=eps)
+
+    return by_channels(record, run, input, running_mean, running_var, weight, bias)
+
+
+@lowered(F.instance_norm)
+def instance_norm(
+    record: Recording,
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor | None:
+    """Normalise the channels of all samples as the channels of one."""
+    if use_input_stats and running_mean is not None:
+        return None  # updates its statistics, which have to be copied first
+
+    def run(x: Tensor, *channels: Tensor | None) -> Tensor:
+        return F.instance_norm(x, *channels, use_input_stats=use_input_stats, eps=eps)
+
+    return by_channels(record, run, input, running_mean, running_var, weight, bias)
+
+
+def by_channels(
+    record: Recording, run: Callable, input: Tensor, *channels: Tensor | None
+) -> Tensor:
+    """Run a normalisation on `[n, B * C, ...]`, with values for each of B * C channels.
+
+    The kernel's own gradients of these values then are those of each sample.
+    """
+    x = record.physical(input)
+    copies = [None if each is None else record.copies(each) for each in channels]
+    with record.below():
+        folded = x.transpose(0, 1).flatten(1, 2)
+        flat = [None if each is None else each.flatten() for each in copies]
+        output = run(folded, *flat)
+        sizes = (folded.shape[0], record.size, *x.shape[2:])
+        output = torch.ops.aten._unsafe_view(output, sizes)
+        return record.logical(output.transpose(0, 1))
+
+
+def over(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """Sum over axes, of which there may be none."""
+    return tensor.sum(axes) if axes else tensor

@@ -1,0 +1,288 @@
+"""The table: one rule per op, saying which factors its parameters receive.
+
+A rule has the arguments of its op, with physical tensors: what is `[...]` for a sample
+is `[B, ...]` here. It returns, for each of its weights, a function from the gradient at
+the op's output `[B, ...]` to the weight's factor, or None where it does not fit the
+call. What that function refers to is kept until the backward pass, so each refers to
+nothing that it does not need. `run` computes the op on physical tensors.
+
+An op that is not in the table gets its parameters expanded over the samples, which is
+as good for elementwise ops: their per-sample gradients are small.
+"""
+
+import math
+import string
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import wrap_torch_function
+
+from vgrad.persample.factors.base import Dense, Factor, Outer
+from vgrad.persample.factors.rows import Rows
+from vgrad.persample.rules.table import Recording, lowered, rule
+
+
+@rule(F.linear, weights=("weight", "bias"))
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict | None:
+    """`out = input @ weight.T + bias`; the weight may be a vector."""
+    shape = weight.shape
+    if bias is not None and bias.shape != shape[:-1]:
+        return None
+    vector = len(shape) == 1
+
+    def matrix(g: Tensor) -> Outer:
+        return Outer(positions(input), positions(g[..., None] if vector else g), shape)
+
+    return {"weight": matrix, "bias": lambda g: Dense(over_positions(g))}
+
+
+@rule(F.bilinear, weights=("weight", "bias"))
+def bilinear(
+    input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> dict:
+    """`out_o = input1 @ weight_o @ input2 + bias_o`: linear in all pairs of inputs."""
+    shape = weight.shape
+
+    def matrices(g: Tensor) -> Outer:
+        pairs = (input1[..., :, None] * input2[..., None, :]).flatten(-2)
+        return Outer(positions(pairs), positions(g), shape)
+
+    return {"weight": matrices, "bias": lambda g: Dense(over_positions(g))}
+
+
+@wrap_torch_function(lambda input, weight, bias=None: (input, weight))
+def product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply by a matrix on the right, `input @ weight + bias`."""
+    return F.linear(input, weight.T, bias)
+
+
+@rule(product, weights=("weight", "bias"))
+def product_rule(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict:
+    """As that of `linear`, with inputs and outputs exchanged."""
+    shape = weight.shape
+    return {
+        "weight": lambda g: Outer(positions(g), positions(input), shape),
+        "bias": lambda g: Dense(over_positions(g)),
+    }
+
+
+@wrap_torch_function(lambda data, weight, x, w, out: (data, weight))
+def contraction(data: Tensor, weight: Tensor, x: str, w: str, out: str) -> Tensor:
+    """Contract data of axes `x` with a weight of axes `w`, as `torch.einsum` does.
+
+    More axes may lead in the data, and lead in the output then.
+    """
+    return torch.einsum(f"...{x},{w}->...{out}", data, weight)
+
+
+@rule(contraction, weights=("weight",))
+def contraction_rule(
+    data: Tensor, weight: Tensor, x: str, w: str, out: str
+) -> dict | None:
+    """Axes of the weight are groups, inputs or outputs, those of data alone positions.
+
+    What is summed within one operand, or broadcast, has no such form.
+    """
+    shape, sizes = weight.shape, dict(zip(w, weight.shape, strict=True))
+    if any(sizes.get(each, n) != n for each, n in zip(x, data.shape[1:], strict=True)):
+        return None
+    groups = [each for each in w if each in x and each in out]
+    inputs = [each for each in w if each in x and each not in out]
+    outputs = [each for each in w if each not in x and each in out]
+    rest = [each for each in x if each not in w]
+    once = all(len({*axes}) == len(axes) for axes in (x, w, out))
+    fits = len(groups + inputs + outputs) == len(w) and {*rest} <= {*out}
+    if not once or not fits or not inputs + outputs:
+        return None
+
+    def blocks(g: Tensor) -> Factor:
+        a = _in_blocks(data, x, groups, rest, inputs)
+        b = _in_blocks(g, out, groups, rest, outputs)
+        # Whoever transposes the factor of a matrix takes its two sides for the axes.
+        one_side = len(shape) == 2 and 2 in (len(inputs), len(outputs))
+        if groups + inputs + outputs == [*w] and not one_side:
+            return Outer(b, a, shape)
+        order = groups + outputs + inputs
+        factor = Outer(a, b, torch.Size([sizes[each] for each in order]))
+        if order == [*w] and not one_side:
+            return factor
+        return Dense(factor.grad().permute(0, *(1 + order.index(each) for each in w)))
+
+    return {"weight": blocks}
+
+
+@lowered(
+    torch.matmul,
+    torch.linalg.matmul,
+    torch.mm,
+    torch.mv,
+    torch.bmm,
+    Tensor.matmul,
+    Tensor.mm,
+    Tensor.mv,
+    Tensor.bmm,
+)
+def matmul(record: Recording, *operands: Tensor, **named: Any) -> Tensor | None:
+    """Multiply by a vector, a matrix or a stack of them, on either side."""
+    if named or len(operands) != 2:  # the ops differ in their keywords
+        return None
+    left, right = operands
+    if record.knows(right):
+        op = {1: F.linear, 2: product}.get(right.ndim, _stacked)
+        with record.watching():
+            return op(left, right)
+    if not record.knows(left):
+        return None
+    if left.ndim > 2:
+        with record.watching():
+            return _stacked(right, left, swapped=True)
+    vector = right.ndim == 1
+    data = right if vector else right.mT
+    with record.watching():
+        output = F.linear(data, left)
+    return output if vector or left.ndim == 1 else output.mT
+
+
+@lowered(Tensor.__rmatmul__)
+def rmatmul(record: Recording, right: Tensor, left: Tensor) -> Tensor | None:
+    """Multiply by what is on the left."""
+    return matmul(record, left, right)
+
+
+@lowered(
+    torch.addmm,
+    torch.addmv,
+    torch.baddbmm,
+    Tensor.addmm,
+    Tensor.addmv,
+    Tensor.baddbmm,
+)
+def addmm(
+    record: Recording, *operands: Tensor, beta: Any = 1, alpha: Any = 1, **named: Any
+) -> Tensor | None:
+    """`out = beta * shift + alpha * left @ right`."""
+    if named or len(operands) != 3 or not any(map(record.knows, operands)):
+        return None
+    shift, left, right = operands
+    added = right.ndim == 2 and shift.shape == right.shape[1:] and beta == alpha == 1
+    if added and not (record.is_batched(right) or record.is_batched(shift)):
+        with record.watching():
+            return product(left, right, shift)
+    with record.watching():
+        output = torch.matmul(left, right)
+        output = output if alpha == 1 else alpha * output
+        if beta == 0:  # whatever the shift holds
+            return output
+        return output + (shift if beta == 1 else beta * shift)
+
+
+@lowered(torch.einsum)
+def einsum(record: Recording, equation: Any, *operands: Any) -> Tensor | None:
+    """Contract a parameter with data."""
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = tuple(operands[0])
+    if len(operands) != 2 or not any(map(record.knows, operands)):
+        return None
+    data, weight = operands
+    axes = _axes(equation, data.ndim, weight.ndim)
+    if axes is None:
+        return None
+    x, w, out = axes
+    if record.knows(data):
+        data, weight, x, w = weight, data, w, x
+    with record.watching():
+        return contraction(data, weight, x, w, out)
+
+
+@rule(F.embedding, weights=("weight",))
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> dict | None:
+    """`out = weight[input]`; the row of `padding_idx` has no gradient."""
+    if max_norm is not None:
+        return None
+    shape = weight.shape
+    padding = None if padding_idx is None else padding_idx % len(weight)
+
+    def rows(g: Tensor) -> Rows:
+        index = input.reshape(len(input), math.prod(input.shape[1:])).long()
+        outputs = g.reshape(*index.shape, g.shape[-1])
+        if padding is not None:
+            outputs = outputs.masked_fill((index == padding)[..., None], 0)
+        factor = Rows(index, outputs, shape)
+        return _by_frequency(factor) if scale_grad_by_freq else factor
+
+    return {"weight": rows}
+
+
+def positions(tensor: Tensor) -> Tensor:
+    """View `[B, ..., I]` as `[B, 1, T, I]`."""
+    count = math.prod(tensor.shape[1:-1])
+    return tensor.reshape(len(tensor), 1, count, tensor.shape[-1])
+
+
+def over_positions(tensor: Tensor) -> Tensor:
+    """Sum `[B, ..., O]` over its positions, -> [B, O]."""
+    count = math.prod(tensor.shape[1:-1])
+    rows = tensor.reshape(len(tensor), count, tensor.shape[-1])
+    return rows[:, 0] if count == 1 else rows.sum(1)
+
+
+def _stacked(data: Tensor, weight: Tensor, *, swapped: bool = False) -> Tensor:
+    """Multiply by a stack of matrices; `swapped` says that it is on the left."""
+    vector = data.ndim == 1
+    rows = data[None] if vector else data.mT if swapped else data
+    sizes = torch.broadcast_shapes(rows.shape[:-2], weight.shape[:-2])
+    rows = rows.expand(*sizes, *rows.shape[-2:])
+    stack = string.ascii_lowercase[: len(sizes)]
+    own = stack[len(sizes) - weight.ndim + 2 :] + ("OI" if swapped else "IO")
+    output = contraction(rows, weight, f"{stack}TI", own, f"{stack}TO")
+    if vector:
+        return output.squeeze(-2)
+    return output.mT if swapped else output
+
+
+def _in_blocks(tensor: Tensor, axes: str, *blocks: list[str]) -> Tensor:
+    """Bring the axes of `[B, *axes]` into blocks, and make each block one axis."""
+    order = [1 + axes.index(each) for block in blocks for each in block]
+    sizes = [math.prod(tensor.shape[1 + axes.index(e)] for e in b) for b in blocks]
+    return tensor.permute(0, *order).reshape(len(tensor), *sizes)
+
+
+def _axes(equation: str, *dims: int) -> tuple[str, str, str] | None:
+    """Write the equation of two operands out, without an ellipsis; None if it is wrong.
+
+    An ellipsis stands for axes that are counted from the last, and lead in an output
+    that is not written.
+    """
+    inputs, arrow, out = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    if len(terms) != len(dims):
+        return None
+    hidden = [n - len(t.replace("...", "")) for t, n in zip(terms, dims, strict=True)]
+    free = [each for each in string.ascii_letters if each not in inputs]
+    free = "".join(free[: max(0, *hidden)])
+    for place, count in enumerate(hidden):
+        if count < 0 or (count and "..." not in terms[place]):
+            return None
+        terms[place] = terms[place].replace("...", free[len(free) - count :])
+    if not arrow:
+        once = [each for each in sorted(inputs) if inputs.count(each) == 1]
+        out = "..." + "".join(each for each in once if each.isalpha())
+    return terms[0], terms[1], out.replace("...", free)
+
+
+def _by_frequency(rows: Rows) -> Rows:
+    """Divide each row by how often the sample looks it up."""
+    start = torch.arange(rows.size, device=rows.index.device) * rows.shape[0]
+    keys = rows.index + start[:, None]
+    _, places, counts = keys.unique(return_inverse=True, return_counts=True)
+    return Rows(rows.index, rows.outputs / counts[places][..., None], rows.shape)
