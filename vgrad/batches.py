@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from vgrad import checks
+from vgrad.tree import TreeSpec, tree_flatten, tree_unflatten
 from vgrad.typing import Params, Tree
 
 ChunkSize = int | Literal["auto"] | None
@@ -26,7 +26,7 @@ class Batch:
 
     size: int
     leaves: list[Any]
-    spec: pytree.TreeSpec
+    spec: TreeSpec
 
     def rows(self, start: int, stop: int) -> list[Tensor]:
         """Return these rows of every tensor, which require no grad under no_grad."""
@@ -40,7 +40,7 @@ class Batch:
         leaves = [
             next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves
         ]
-        return pytree.tree_unflatten(leaves, self.spec)
+        return tree_unflatten(leaves, self.spec)
 
 
 def read(function: str, batch: Tree) -> Batch:
@@ -50,7 +50,7 @@ def read(function: str, batch: Tree) -> Batch:
         TypeError: a leaf is neither a tensor nor a plain constant.
         ValueError: there is no tensor, one has no batch dimension, or sizes differ.
     """
-    leaves, spec = pytree.tree_flatten(batch)
+    leaves, spec = tree_flatten(batch)
     sizes: set[int] = set()
     for leaf in leaves:
         if isinstance(leaf, Tensor):

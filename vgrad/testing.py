@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from vgrad import batches
 from vgrad.persample.clipped import Kind, clipped_grad
 from vgrad.persample.explain import EXPANDED, Row, explain
 from vgrad.persample.quantities import per_sample_grad, per_sample_norm, weighted_grad
+from vgrad.tree import tree_map_only
 from vgrad.typing import Buffers, LossFn, Params, Tree
 
 _KINDS: tuple[Kind, ...] = ("flat", "per_layer", "automatic")
@@ -124,7 +124,7 @@ def _in_double(tree: Tree) -> Any:
         kept = leaf.detach().clone()
         return kept.double() if leaf.is_floating_point() else kept
 
-    return pytree.tree_map_only(Tensor, widen, tree)
+    return tree_map_only(Tensor, widen, tree)
 
 
 def _reference(
@@ -134,7 +134,7 @@ def _reference(
     values, found = [], {name: [] for name in params}
     for row in range(size):
         leaves = {n: value.clone().requires_grad_() for n, value in params.items()}
-        sample = pytree.tree_map_only(Tensor, lambda leaf, i=row: leaf[i], batch)
+        sample = tree_map_only(Tensor, lambda leaf, i=row: leaf[i], batch)
         with torch.enable_grad():
             value = loss(leaves, _in_double(buffers), *_in_double(sample))
             grads = torch.autograd.grad(

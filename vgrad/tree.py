@@ -1,4 +1,7 @@
-"""Operations on dictionaries and other trees of tensors."""
+"""Operations on dictionaries and other trees of tensors.
+
+The only place that imports `torch.utils._pytree`, which torch does not promise.
+"""
 
 import fnmatch
 from collections.abc import Callable, Mapping
@@ -6,7 +9,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+from torch.utils._pytree import GetAttrKey as GetAttrKey
+from torch.utils._pytree import TreeSpec as TreeSpec
+from torch.utils._pytree import (
+    is_namedtuple_instance,
+    keystr,
+    tree_flatten_with_path,
+    tree_structure,
+)
+from torch.utils._pytree import register_pytree_node as register_pytree_node
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 from vgrad import checks
 from vgrad.typing import Buffers, Params, Tree
@@ -31,7 +47,7 @@ def tensors(tree: Tree) -> list[Tensor]:
     if type(tree) is dict:
         tree = tree.values()
     elif not _is_sequence(tree):
-        return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+        return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
     return [leaf for each in tree for leaf in tensors(each)]
 
 
@@ -47,7 +63,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
     if type(tree) is dict:
         return {key: map_tensors(function, value) for key, value in tree.items()}
     if not _is_sequence(tree):
-        return pytree.tree_map_only(Tensor, function, tree)
+        return tree_map_only(Tensor, function, tree)
     mapped = [map_tensors(function, each) for each in tree]
     return type(tree)(mapped) if type(tree) in (list, tuple) else type(tree)(*mapped)
 
@@ -65,7 +81,7 @@ def copied(tree: Tree) -> Tree:
 
 
 def _is_sequence(tree: Tree) -> bool:
-    return type(tree) in (list, tuple) or pytree.is_namedtuple_instance(tree)
+    return type(tree) in (list, tuple) or is_namedtuple_instance(tree)
 
 
 def to_device(tree: Tree, device: torch.device | str) -> Tree:
@@ -99,8 +115,8 @@ def state_dict(tree: Tree) -> dict[str, Tensor]:
         >>> state_dict({"moments": (torch.ones(2), torch.zeros(2))})
         {"['moments'][0]": tensor([1., 1.]), "['moments'][1]": tensor([0., 0.])}
     """
-    leaves, _ = pytree.tree_flatten_with_path(tree)
-    named = {pytree.keystr(path): leaf for path, leaf in leaves}
+    leaves, _ = tree_flatten_with_path(tree)
+    named = {keystr(path): leaf for path, leaf in leaves}
     for name, leaf in named.items():
         if not isinstance(leaf, Tensor):
             raise TypeError(
@@ -127,7 +143,7 @@ def load_state_dict(template: Tree, tensors: Mapping[str, Tensor]) -> Tree:
     expected = state_dict(template)
     check_fit("load_state_dict", expected, tensors)
     leaves = [tensors[name].to(leaf.device) for name, leaf in expected.items()]
-    return pytree.tree_unflatten(leaves, pytree.tree_structure(template))
+    return tree_unflatten(leaves, tree_structure(template))
 
 
 def check_fit(

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, default_collate
 
 from vgrad import checks, generators
+from vgrad.tree import tree_leaves, tree_map
 from vgrad.typing import Tree
 
 
@@ -146,14 +146,14 @@ def collate(
         (torch.Size([0, 2]), torch.int64)
     """
     one = collate_fn([dataset[0]])
-    for leaf in pytree.tree_leaves(one):
+    for leaf in tree_leaves(one):
         if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != 1:
             raise TypeError(
                 f"collate(collate_fn={collate_fn!r}): expected tensors with one row "
                 f"for one sample, got {leaf!r}. Return a tree of tensors with the "
                 "batch dimension in front, and nothing else."
             )
-    empty = pytree.tree_map(lambda leaf: leaf[:0], one)
+    empty = tree_map(lambda leaf: leaf[:0], one)
     # A partial, unlike a closure, can be sent to the workers of a DataLoader.
     return partial(_collate, collate_fn, empty)
 
@@ -164,7 +164,7 @@ def _collate(
     """Collate the samples, or make a new copy of the empty batch."""
     if len(samples) > 0:
         return collate_fn(samples)
-    return pytree.tree_map(torch.clone, empty)
+    return tree_map(torch.clone, empty)
 
 
 def check_rate(function: str, sampling_rate: Any) -> None:

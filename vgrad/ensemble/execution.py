@@ -16,7 +16,6 @@ from torch._functorch.vmap import (
     lazy_load_decompositions,  # pyright: ignore[reportPrivateImportUsage]
     vmap_increment_nesting,
 )
-from torch.utils import _pytree as pytree
 
 from vgrad import checks
 from vgrad.ensemble.axes import members, shared_names
@@ -27,7 +26,7 @@ from vgrad.persample.engine.guard import raise_clearly
 from vgrad.precision.autocast import Autocast
 from vgrad.process import ALONE
 from vgrad.randomness import drawn_since, random_state, set_random_state
-from vgrad.tree import map_tensors, tensors
+from vgrad.tree import map_tensors, tensors, tree_map
 from vgrad.typing import Buffers, Params, Tree
 
 Strategy = Literal["auto", "vmap", "loop", "hybrid"]
@@ -286,4 +285,4 @@ def _map_leaves(function: Callable, *trees: Tree) -> Tree:
     """Apply a function to leaves of trees of one structure, mostly single tensors."""
     if isinstance(trees[0], Tensor):
         return function(*trees)
-    return pytree.tree_map(function, *trees)
+    return tree_map(function, *trees)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from vgrad import checks
 from vgrad.ensemble.choice import Chooser
@@ -23,6 +22,7 @@ from vgrad.ensemble.execution import (
 )
 from vgrad.functional.model import FunctionalModel
 from vgrad.persample.engine.guard import LossGuard
+from vgrad.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from vgrad.typing import Buffers, Params, Tree
 
 
@@ -56,7 +56,7 @@ class EnsembleForward:
                 self._of(self._fmodel, self._call(params, buffers, rows))
                 for rows in self._chunks(call, batch)
             ]
-        return pytree.tree_map(lambda *leaves: torch.cat(leaves, 1), *parts)
+        return tree_map(lambda *leaves: torch.cat(leaves, 1), *parts)
 
     def with_buffers(
         self, params: Params, buffers: Buffers, /, *batch: Tree
@@ -103,9 +103,9 @@ class EnsembleForward:
 
     def _chunks(self, call: Call, batch: tuple) -> list[tuple]:
         """Split the batch along the axis after the members'."""
-        leaves, structure = pytree.tree_flatten(batch)
+        leaves, structure = tree_flatten(batch)
         items = zip(batch, call.dims[2:], strict=True)
-        dims = [dim for item, dim in items for _ in pytree.tree_leaves(item)]
+        dims = [dim for item, dim in items for _ in tree_leaves(item)]
         axes = [_axis(*each) for each in zip(leaves, dims, strict=True)]
         pairs = list(zip(leaves, axes, strict=True))
         sizes = {leaf.shape[axis] for leaf, axis in pairs if axis is not None}
@@ -119,7 +119,7 @@ class EnsembleForward:
             for leaf, axis in pairs
         ]
         rows = zip(*pieces, strict=False)  # what is not split repeats without end
-        return [pytree.tree_unflatten(row, structure) for row in rows]
+        return [tree_unflatten(row, structure) for row in rows]
 
 
 def _axis(leaf: Any, dim: int | None) -> int | None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from vgrad.ensemble.matching import difference
 from vgrad.ensemble.stacking import listed_models, stack
 from vgrad.functional.model import FunctionalModel
+from vgrad.tree import tree_flatten, tree_unflatten
 from vgrad.typing import Buffers, Params, Tree
 
 
@@ -53,7 +53,7 @@ class ModelGroups:
             torch.Size([3, 4, 2])
         """
         parts = zip(self.fmodels, self.params, self.buffers, strict=True)
-        results = [pytree.tree_flatten(function(*part)) for part in parts]
+        results = [tree_flatten(function(*part)) for part in parts]
         structure = results[0][1]
         for number, (leaves, other) in enumerate(results):
             if other != structure:
@@ -69,7 +69,7 @@ class ModelGroups:
             torch.cat(leaves).index_select(0, order.to(leaves[0].device))
             for leaves in zip(*(leaves for leaves, _ in results), strict=True)
         ]
-        return pytree.tree_unflatten(joined, structure)
+        return tree_unflatten(joined, structure)
 
 
 def group(models: Iterable[nn.Module]) -> ModelGroups:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from vgrad import checks
 from vgrad.ensemble.execution import check_patterns
@@ -21,7 +20,14 @@ from vgrad.optim.base import (
     Updates,
     apply_updates,
 )
-from vgrad.tree import map_tensors, tensors
+from vgrad.tree import (
+    map_tensors,
+    tensors,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 from vgrad.typing import Params, Tree
 
 
@@ -85,7 +91,7 @@ def for_members(
     """
     check_patterns("for_members", shared)
     patterns = tuple(shared)
-    leaves, structure = pytree.tree_flatten(hyperparams)
+    leaves, structure = tree_flatten(hyperparams)
     own = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.ndim]
     if isinstance(make, GradientTransformation) and hyperparams:
         raise TypeError(
@@ -106,7 +112,7 @@ def for_members(
         filled = list(leaves)
         for place, value in zip(own, values, strict=True):
             filled[place] = value
-        return make(**pytree.tree_unflatten(filled, structure))
+        return make(**tree_unflatten(filled, structure))
 
     values = [leaves[place] for place in own]
     common = shared_tx
@@ -147,13 +153,13 @@ def for_members(
         made = torch.vmap(lambda params, *values: of(list(values)).init(params))(
             mine, *on_device(mine)
         )
-        if any(map(_is_members, pytree.tree_leaves(made, is_leaf=_is_members))):
+        if any(map(_is_members, tree_leaves(made, is_leaf=_is_members))):
             raise ValueError(
                 "for_members(transformation): expected one of a single member, got one "
                 "that has for_members in it. Wrap the whole: for_members(chain(...))."
             )
         # What does not depend on the member comes as one value that all of them show.
-        made = pytree.tree_map(torch.Tensor.contiguous, made)
+        made = tree_map(torch.Tensor.contiguous, made)
         return MembersState(made, rest)
 
     def update(
@@ -274,7 +280,7 @@ def _one_by_one(
     def counted(old: Tensor, *new: Tensor) -> Tensor:
         return torch.stack(new) if _counts(old) else old
 
-    return pytree.tree_map(counted, state, *states)
+    return tree_map(counted, state, *states)
 
 
 def _written(

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch._C import _functorch as functorch  # type: ignore[attr-defined]
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils import _pytree as pytree
 
 from vgrad.functional.origins import memory
+from vgrad.tree import tree_leaves
 
 
 class Promise(NamedTuple):
@@ -128,7 +128,7 @@ def _written(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
         found += args[1:2] or [kwargs["weight"]]
     if not found:
         return []
-    return [each for each in pytree.tree_leaves(found) if isinstance(each, Tensor)]
+    return [each for each in tree_leaves(found) if isinstance(each, Tensor)]
 
 
 _BY_SIGN = {"__setitem__", "__set__", "__delitem__"}

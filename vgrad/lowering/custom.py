@@ -18,9 +18,9 @@ from torch._C._functorch import (
 )
 from torch._functorch.autograd_function import custom_function_call
 from torch.autograd.function import BackwardCFunction
-from torch.utils import _pytree as pytree
 
 from vgrad.lowering.truthful import UnsupportedOp
+from vgrad.tree import tree_leaves
 
 
 def custom_function(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +48,7 @@ def custom_function(function: Any, *args: Any, **kwargs: Any) -> Any:
 def _mapped_once(values: Any) -> bool:
     """Tell whether one vmap runs, of which a loss that maps itself knows nothing."""
     level = maybe_current_level()
-    for each in pytree.tree_leaves(values):
+    for each in tree_leaves(values):
         if not isinstance(each, Tensor) or maybe_get_level(each) != level:
             continue
         wraps = []
@@ -62,7 +62,7 @@ def _mapped_once(values: Any) -> bool:
 
 def _below(values: Any) -> Iterator[Tensor]:
     """Yield the tensors that have the graph."""
-    for each in pytree.tree_leaves(values):
+    for each in tree_leaves(values):
         if isinstance(each, Tensor):
             while is_batchedtensor(each):
                 each = get_unwrapped(each)

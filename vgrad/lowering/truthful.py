@@ -18,9 +18,9 @@ from torch._C._functorch import (
     is_functorch_wrapped_tensor,
     maybe_get_level,
 )
-from torch.utils import _pytree as pytree
 
 from vgrad.lowering.layouts import Layouts
+from vgrad.tree import tree_leaves
 
 
 class UnsupportedOp(NotImplementedError):
@@ -204,7 +204,7 @@ def among(args: tuple, kwargs: dict) -> list[Tensor]:
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, tuple | list | dict):
-            leaves = pytree.tree_leaves(value)
+            leaves = tree_leaves(value)
             found += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return found
 

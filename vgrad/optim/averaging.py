@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from vgrad import checks
 from vgrad.optim.arithmetic import Number, counter, lerp, scalar, zeros
@@ -20,7 +19,7 @@ from vgrad.optim.base import (
     apply_updates,
     widened,
 )
-from vgrad.tree import map_values
+from vgrad.tree import map_values, tree_leaves
 from vgrad.typing import Params, Tree
 
 
@@ -182,7 +181,7 @@ def averaged_parameters(state: Tree) -> Params:
         >>> averaged_parameters(tx.init({"w": torch.ones(2)}))
         {'w': tensor([1., 1.])}
     """
-    nodes = pytree.tree_leaves(state, is_leaf=_is_average)
+    nodes = tree_leaves(state, is_leaf=_is_average)
     found = [node for node in nodes if _is_average(node)]
     if len(found) != 1:
         raise ValueError(

@@ -13,12 +13,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from vgrad import checks
 from vgrad.optim.arithmetic import blend, counter, scalar, zeros
 from vgrad.optim.base import GradientTransformation, Grads, Updates, widened
-from vgrad.tree import map_values
+from vgrad.tree import map_values, tree_map
 from vgrad.typing import Params, Tree
 
 
@@ -177,4 +176,4 @@ def _select(taken: Tensor, new: Tree, old: Tree) -> Tree:
     def choose(after: Tensor, before: Tensor) -> Tensor:
         return torch.where(taken.to(after.device), after, before)
 
-    return pytree.tree_map(choose, new, old)
+    return tree_map(choose, new, old)

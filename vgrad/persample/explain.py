@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from vgrad import checks, tree
 from vgrad.persample.engine import views
@@ -18,6 +17,7 @@ from vgrad.persample.factors.combined import Moved, Tied
 from vgrad.persample.factors.conv import Conv
 from vgrad.persample.factors.rows import Rows
 from vgrad.randomness import kept_random_state
+from vgrad.tree import tree_leaves
 from vgrad.typing import Buffers, Params, Tree
 
 EXPANDED = "no rule fits: expanded over the samples"
@@ -283,7 +283,7 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         op = getattr(func, "__name__", str(func))
         if not views.only_reads(func):
-            for leaf in pytree.tree_leaves((args, kwargs)):
+            for leaf in tree_leaves((args, kwargs)):
                 if (name := self.names.get(id(leaf))) is not None:
                     self.ops.setdefault(name, {})[op] = None
         return func(*args, **kwargs)

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn, overrides
 from torch._C import _functorch as functorch  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from vgrad import checks
 from vgrad.functional.model import BufferlessModel
 from vgrad.lowering.opened import is_python, opened
 from vgrad.precision.gemms import GEMMS, Gemm
 from vgrad.process import ALONE
+from vgrad.tree import tree_leaves
 from vgrad.typing import Buffers, Params
 
 
@@ -147,7 +147,7 @@ def alignment_report(
         )
     checks.dictionaries("alignment_report", params=params, buffers=buffers)
     checks.whole("alignment_report", least=1, multiple=multiple)
-    leaves = pytree.tree_leaves((params, buffers, args, kwargs))
+    leaves = tree_leaves((params, buffers, args, kwargs))
     cuda = {x.device.index for x in leaves if isinstance(x, Tensor) and x.is_cuda}
     watch = _Watch({**params, **buffers}, multiple)
     with ALONE, torch.random.fork_rng(devices=cuda), torch.no_grad(), watch:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch._C import _functorch as functorch  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils import _pytree as pytree
 
 from vgrad.lowering.opened import is_python, opened
 from vgrad.lowering.vmapped import VMAPPED
 from vgrad.precision.ops import KINDS, Kind
+from vgrad.tree import tree_leaves, tree_map_only
 
 
 class autocast(torch.autocast):
@@ -165,7 +165,7 @@ class Autocast(TorchFunctionMode):
                 self._casts[key] = leaf.to(dtype)
             return self._casts[key]
 
-        return pytree.tree_map_only(Tensor, cast, tree)
+        return tree_map_only(Tensor, cast, tree)
 
 
 _WHOLE = {"layer_norm", "rms_norm", "group_norm", "instance_norm", "batch_norm"}
@@ -211,7 +211,7 @@ def _device(args: tuple, kwargs: dict) -> str | None:
 
 
 def _tensors(args: tuple, kwargs: dict) -> list[Tensor]:
-    leaves = pytree.tree_leaves((args, kwargs))
+    leaves = tree_leaves((args, kwargs))
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 

@@ -12,9 +12,16 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from vgrad import checks
+from vgrad.tree import (
+    GetAttrKey,
+    register_pytree_node,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 from vgrad.typing import Tree
 
 
@@ -202,7 +209,7 @@ def all_finite(tree: Tree) -> Tensor:
         >>> all_finite({"w": torch.tensor([1.0, float("nan")])})
         tensor(False)
     """
-    leaves = [leaf for leaf in pytree.tree_leaves(tree) if _is_floating(leaf)]
+    leaves = [leaf for leaf in tree_leaves(tree) if _is_floating(leaf)]
     if not leaves:
         return torch.tensor(True)
     device = leaves[0].device
@@ -227,7 +234,7 @@ def select_tree(pred: Tensor, a: Tree, b: Tree) -> Tree:
         {'w': tensor([0., 0.])}
     """
     _check_predicate("select_tree(pred)", pred)
-    leaves, structure = pytree.tree_flatten(a)
+    leaves, structure = tree_flatten(a)
     try:
         others = structure.flatten_up_to(b)
     except ValueError as error:
@@ -254,7 +261,7 @@ def select_tree(pred: Tensor, a: Tree, b: Tree) -> Tree:
         return torch.where(pred.to(one.device), one, other)
 
     chosen = [select(*pair) for pair in zip(leaves, others, strict=True)]
-    return pytree.tree_unflatten(chosen, structure)
+    return tree_unflatten(chosen, structure)
 
 
 def _is_floating(leaf: Any) -> bool:
@@ -271,7 +278,7 @@ def _applied(operation: Callable[..., Tensor], tree: Tree, scale: Tensor) -> Tre
         wide = leaf.to(torch.promote_types(leaf.dtype, torch.float32))
         return operation(wide, scale.to(leaf.device))
 
-    return pytree.tree_map(apply, tree)
+    return tree_map(apply, tree)
 
 
 def _number(value: Tensor | float) -> Tensor:
@@ -336,15 +343,13 @@ def _register(kind: type) -> None:
 
     def with_keys(scale: Any) -> tuple[list[Any], dict[str, Any]]:
         leaves, fixed = flatten(scale)
-        keys = map(pytree.GetAttrKey, names)
+        keys = map(GetAttrKey, names)
         return list(zip(keys, leaves, strict=True)), fixed
 
     def unflatten(leaves: Iterable[Any], fixed: dict[str, Any]) -> Any:
         return _rebuilt(kind, fixed, leaves)
 
-    pytree.register_pytree_node(
-        kind, flatten, unflatten, flatten_with_keys_fn=with_keys
-    )
+    register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=with_keys)
 
 
 for _kind in _LEAVES:

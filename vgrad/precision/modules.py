@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils import _pytree as pytree
 
 from vgrad import checks
 from vgrad.functional.model import FunctionalModel
 from vgrad.precision.autocast import autocast
 from vgrad.precision.policy import Policy, cast_floating
+from vgrad.tree import tree_leaves
 from vgrad.typing import Buffers, Params, Tree
 
 _LOW = (torch.float16, torch.bfloat16)
@@ -305,5 +305,5 @@ def _computing(dtype: torch.dtype, device: str) -> autocast:
 
 def _device(tree: Tree) -> str:
     """Return the type of the device that tensors are on."""
-    leaves = pytree.tree_leaves(tree)
+    leaves = tree_leaves(tree)
     return next((x.device.type for x in leaves if isinstance(x, Tensor)), "cpu")

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from vgrad import checks
+from vgrad.tree import tree_map
 from vgrad.typing import Tree
 
 DTYPES: dict[str, torch.dtype] = {
@@ -156,7 +156,7 @@ def cast_floating(tree: Tree, dtype: torch.dtype) -> Tree:
         floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
         return leaf.to(dtype) if floating else leaf
 
-    return pytree.tree_map(cast, tree)
+    return tree_map(cast, tree)
 
 
 def _dtype(text: str, name: str) -> torch.dtype:

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from vgrad import checks, optim
 from vgrad.ensemble.axes import members, shared_names
@@ -30,7 +29,7 @@ from vgrad.training.steps import (
     own_randomness,
     wide,
 )
-from vgrad.tree import to_device
+from vgrad.tree import to_device, tree_map, tree_map_only
 from vgrad.typing import BatchLossFn, Buffers, Params, Tree
 
 Metrics = dict[str, Tensor]
@@ -332,7 +331,7 @@ def _of_each(scale: LossScale, count: int) -> LossScale:
     def expanded(leaf: Tensor) -> Tensor:
         return leaf.expand(count, *leaf.shape).contiguous() if leaf.ndim == 0 else leaf
 
-    return pytree.tree_map_only(Tensor, expanded, scale)
+    return tree_map_only(Tensor, expanded, scale)
 
 
 def _finite(grads: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -359,4 +358,4 @@ def _where(mask: Tensor, new: Tree, old: Tree) -> Tree:
     def choose(new: Tensor, old: Tensor) -> Tensor:
         return torch.where(_aligned(mask, new) if mask.ndim else mask, new, old)
 
-    return pytree.tree_map(choose, new, old)
+    return tree_map(choose, new, old)

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from vgrad import tree
 from vgrad.optim.base import GradientTransformation, step
 from vgrad.optim.hyperparams import HyperparamsState, with_hyperparams
+from vgrad.tree import tree_leaves, tree_map
 from vgrad.typing import Params, Tree
 
 
@@ -137,7 +137,7 @@ class _Adapter(Optimizer):
         if state_dict["state"]:
             template = self._transformation.init(self._params())
             new = tree.load_state_dict(template, state_dict["state"])
-            new = pytree.tree_map(torch.clone, new)
+            new = tree_map(torch.clone, new)
         super().load_state_dict({**state_dict, "state": {}})
         self._tree = new
 
@@ -187,13 +187,13 @@ def _settable(
     """Return, as numbers, the hyperparameters that are not schedules."""
     if not isinstance(state, HyperparamsState):
         return {}
-    marks = pytree.tree_map(lambda held: torch.full_like(held, math.nan), state[1])
+    marks = tree_map(lambda held: torch.full_like(held, math.nan), state[1])
     # A step without gradients: schedules overwrite the marks.
     without = dict.fromkeys(params)
     marked = state._replace(hyperparams=marks)
     _, after = transformation.update(without, marked, params)
     return {
-        name: pytree.tree_map(Tensor.item, state.hyperparams[name])
+        name: tree_map(Tensor.item, state.hyperparams[name])
         for name, kept in after.hyperparams.items()
-        if all(leaf.isnan() for leaf in pytree.tree_leaves(kept))
+        if all(leaf.isnan() for leaf in tree_leaves(kept))
     }

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from vgrad import checks
 from vgrad.optim.arithmetic import (
@@ -29,7 +28,7 @@ from vgrad.optim.base import GradientTransformation, Grads, Updates, chain, wide
 from vgrad.optim.methods.classics import rate_at
 from vgrad.optim.methods.optimizers import ascent, check_betas, check_numbers, sgd
 from vgrad.optim.transforms import add_decayed_weights, scale_by_learning_rate
-from vgrad.tree import map_values
+from vgrad.tree import map_values, tree_leaves
 from vgrad.typing import Params, Schedule, Tree
 
 
@@ -141,7 +140,7 @@ def evaluation_parameters(state: Tree, params: Params) -> Params:
         >>> evaluation_parameters(tx.init(params), params)
         {'w': tensor([1., 1.])}
     """
-    nodes = pytree.tree_leaves(state, is_leaf=_is_schedule_free)
+    nodes = tree_leaves(state, is_leaf=_is_schedule_free)
     averages = [node.average for node in nodes if _is_schedule_free(node)]
     if not averages:
         raise ValueError(

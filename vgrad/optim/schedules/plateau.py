@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from vgrad import checks
 from vgrad.optim.arithmetic import Number, counter, scalar
 from vgrad.optim.base import GradientTransformation, Grads, Updates
+from vgrad.tree import tree_flatten, tree_unflatten
 from vgrad.typing import Params, Tree
 
 Observe = Callable[[Tree, Number], Tree]
@@ -128,7 +128,7 @@ def reduce_on_plateau(
         )
 
     def observe(state: Tree, value: Number) -> Tree:
-        nodes, form = pytree.tree_flatten(state, is_leaf=_is_plateau)
+        nodes, form = tree_flatten(state, is_leaf=_is_plateau)
         places = [index for index, node in enumerate(nodes) if _is_plateau(node)]
         if len(places) != 1:
             raise ValueError(
@@ -136,7 +136,7 @@ def reduce_on_plateau(
                 f"one reduce_on_plateau. Hand on its part."
             )
         nodes[places[0]] = observed(nodes[places[0]], value)
-        return pytree.tree_unflatten(nodes, form)
+        return tree_unflatten(nodes, form)
 
     return GradientTransformation(init, update), observe
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from vgrad import batches, checks
 from vgrad.batches import ChunkSize
@@ -18,6 +17,7 @@ from vgrad.persample.engine.strategies import STRATEGIES, Chunk, saved_bytes
 from vgrad.precision.loss_scale import LossScale
 from vgrad.process import ALONE
 from vgrad.randomness import random_state, set_random_state
+from vgrad.tree import tree_map, tree_map_only
 from vgrad.typing import Buffers, LossFn, Params, Tree
 
 
@@ -121,7 +121,7 @@ class Options:
         """Add the stacked aux where the loss returns one."""
         if self.has_aux:
             trees = [part.aux for part in parts]
-            joint = parts and pytree.tree_map(lambda *each: torch.cat(each), *trees)
+            joint = parts and tree_map(lambda *each: torch.cat(each), *trees)
             value = value, joint if parts else None
         wanted = {id(each): each for part in parts for each in part.constants_of}
         if not wanted:
@@ -133,7 +133,7 @@ class Options:
                 _Constant.apply(self.function, leaf, *wanted.values()) if real else leaf
             )
 
-        return pytree.tree_map_only(Tensor, guard, value)
+        return tree_map_only(Tensor, guard, value)
 
     def _rows_at_a_time(self, problem: Problem) -> int | None:
         if self.strategy == "loop":

@@ -7,7 +7,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from vgrad import batches
 from vgrad.persample.engine.collectors import Collector
@@ -16,6 +15,7 @@ from vgrad.persample.factors.base import Factor
 from vgrad.persample.factors.scaled import Scaled
 from vgrad.precision.autocast import Autocast
 from vgrad.precision.loss_scale import LossScale
+from vgrad.tree import tree_leaves
 from vgrad.typing import Buffers, LossFn, Params, Tree
 
 Randomness = Literal["error", "different", "same"]
@@ -108,7 +108,7 @@ class Problem:
                 f"without dimensions (with has_aux=True a pair of it and aux), got "
                 f"{got}."
             )
-        for leaf in pytree.tree_leaves(aux):
+        for leaf in tree_leaves(aux):
             if not isinstance(leaf, Tensor):
                 raise TypeError(
                     f"{self.function}(loss, has_aux=True): expected tensors in aux, "

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch._C import _functorch as functorch  # type: ignore[attr-defined]
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
-from torch.utils import _pytree as pytree
 
 from vgrad.lowering.truthful import GRAPH, HOOKS, MEMORY, called
 from vgrad.persample.engine import views
 from vgrad.persample.engine.guard import UnsupportedOp
 from vgrad.persample.factors.base import Dense, Factor, Outer, Zero
 from vgrad.persample.factors.combined import Moved, Replay, disjoint, merged
+from vgrad.tree import tree_map_only
 from vgrad.typing import Params
 
 Take = Callable[[str, Factor], None]
@@ -275,7 +275,7 @@ def leaf(value: Tensor) -> Tensor:
 
 def replaced(tree: Any, by: Mapping[int, Tensor]) -> Any:
     """Put other tensors in the place of some."""
-    return pytree.tree_map_only(Tensor, lambda each: by.get(id(each), each), tree)
+    return tree_map_only(Tensor, lambda each: by.get(id(each), each), tree)
 
 
 _AROUND = {"__set__", "set_"}

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch._C import _functorch as functorch  # type: ignore[attr-defined]
-from torch.utils import _pytree as pytree
 
 from vgrad import checks, tree
 from vgrad.lowering.truthful import Truth, unoptimized_scripts
@@ -27,6 +26,7 @@ from vgrad.randomness import (
     random_state,
     set_random_state,
 )
+from vgrad.tree import tree_map_only
 from vgrad.typing import Params, Tree
 
 
@@ -103,7 +103,7 @@ def recorded(problem: Problem, start: int, stop: int) -> Chunk:
         with torch.autocast(losses.device.type, enabled=False):
             recorder.backward(losses, problem.cotangent(losses))
     _check_unreached(problem, start, frozenset(recorder.unreached))
-    losses, aux = pytree.tree_map_only(Tensor, torch.Tensor.detach, (losses, aux))
+    losses, aux = tree_map_only(Tensor, torch.Tensor.detach, (losses, aux))
     return Chunk(collected, losses, aux, problem.wanted)
 
 
@@ -153,7 +153,7 @@ def loop(problem: Problem, start: int, stop: int) -> Chunk:
             f'randomness="error". Pass randomness="different" (each sample draws its '
             f'own) or "same".'
         )
-    one = pytree.tree_map_only(Tensor, lambda leaf: leaf.unsqueeze(0), found)
+    one = tree_map_only(Tensor, lambda leaf: leaf.unsqueeze(0), found)
     return _collected(problem, *one)
 
 
@@ -253,7 +253,7 @@ def _plain_gradient(of_params: Callable, problem: Problem) -> tuple:
             )
     grads = [grad.to_dense() if grad.is_sparse else grad for grad in grads]
     if not create_graph:
-        value, aux = pytree.tree_map_only(Tensor, torch.Tensor.detach, (value, aux))
+        value, aux = tree_map_only(Tensor, torch.Tensor.detach, (value, aux))
     return dict(zip(leaves, grads, strict=True)), value, aux
 
 

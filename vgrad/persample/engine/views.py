@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from vgrad.tree import tree_map_only
 
 _CASTS = {"to", "type", "float", "double", "half", "bfloat16", "type_as"}
 _COPIES = {"clone", "contiguous", "alias", "cpu", "cuda"}
@@ -88,7 +89,7 @@ def describe(
             return tensor
         if name in ("view", "view_as"):
             return tensor.reshape(shape)  # it may not lie in memory as the source did
-        given, named = pytree.tree_map_only(
+        given, named = tree_map_only(
             Tensor, lambda leaf: tensor if leaf is source else leaf, (args, kwargs)
         )
         moved = func(*given, **named)
