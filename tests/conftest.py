@@ -30,6 +30,10 @@ class Generator:
 
 register_random(Generator)
 
+# Ops of tests are so small that a second thread only makes them wait for it. What
+# depends on threads sets their number itself.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def seeded():

@@ -12,6 +12,9 @@ from torch.utils import _pytree as pytree
 
 Grads = dict[str, Tensor]
 
+EXACT = 1e-10
+"""What float64 leaves of the difference of two right ways to compute a quantity."""
+
 
 def in_double(tree):
     """Copy every floating tensor of a tree as float64, without its graph."""
@@ -84,17 +87,48 @@ def clipped(grads: Grads, max_norm: float) -> Grads:
     return weighted(grads, (max_norm / norms(grads)).clamp(max=1))
 
 
-def error(found: Grads, expected: Grads) -> float:
-    """Largest relative error over parameters, each against its largest entry."""
-    assert found.keys() == expected.keys()
+def error(found, expected) -> float:
+    """Largest relative error over the tensors, each against its largest entry."""
     worst = 0.0
-    for name, value in expected.items():
-        reference = value.detach().double()
-        assert found[name].shape == reference.shape, name
-        scale = reference.abs().max().clamp(min=1e-30) if reference.numel() else 1.0
-        gap = (found[name].detach().double() - reference).abs()
-        worst = max(worst, float((gap / scale).max()) if gap.numel() else 0.0)
+    for value, exact in _pairs(found, expected):
+        kind = torch.complex128 if exact.is_complex() else torch.float64
+        value, exact = value.detach().to(kind), exact.detach().to(kind)
+        same = (value == exact) | (value.isnan() & exact.isnan())
+        largest = exact.abs().nan_to_num(0, posinf=0).max().clamp(min=1e-30)
+        gap = torch.where(same, 0, value - exact).abs() / largest
+        worst = max(worst, float(gap.nan_to_num(torch.inf, posinf=torch.inf).max()))
     return worst
+
+
+def assert_exact(found, expected, tolerance: float = EXACT) -> None:
+    """Compare trees of tensors, each relative to its largest expected entry.
+
+    A tolerance of 0 asks for the same dtypes and bits: NaN is NaN, and -0.0 is not 0.0.
+    """
+    if tolerance:
+        assert error(found, expected) <= tolerance
+        return
+    for value, exact in _pairs(found, expected):
+        assert value.dtype == exact.dtype
+        bits = [each.detach().flatten().view(torch.uint8) for each in (value, exact)]
+        assert torch.equal(*bits), (value, exact)
+
+
+def _pairs(found, expected):
+    """Yield the tensors at the same places that are not empty; all else is equal."""
+    left, right = (
+        {pytree.keystr(path): leaf for path, leaf in leaves}
+        for leaves, _ in map(pytree.tree_flatten_with_path, (found, expected))
+    )
+    assert left.keys() == right.keys(), left.keys() ^ right.keys()
+    for place, exact in right.items():
+        value = left[place]
+        if not isinstance(exact, Tensor):
+            assert value == exact, (place, value, exact)
+            continue
+        assert value.shape == exact.shape, (place, value.shape, exact.shape)
+        if exact.numel():
+            yield value, exact
 
 
 def rounding(
