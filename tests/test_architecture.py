@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import vgrad
 
@@ -27,8 +28,6 @@ LAYERS = [
     {"__main__"},
 ]
 """Nobody imports from a layer above their own, not even inside a function."""
-
-PERSAMPLE = [{"factors"}, {"rules"}, {"engine"}]
 
 
 def modules():
@@ -67,14 +66,64 @@ def test_every_module_has_a_layer_and_imports_go_one_way():
 
 def test_optim_needs_the_ground_floor_only():
     for path in (PACKAGE / "optim").rglob("*.py"):
-        assert set(imported(path)) <= {"typing", "checks", "tree", "optim"}
+        assert set(imported(path)) <= LAYERS[0] | LAYERS[1] | {"optim"}
+
+
+def test_per_sample_rooms_import_one_way():
+    """Factors know no rules, rules no engine, the engine none of the quantities."""
+    rooms = ["factors", "rules", "engine"]
+    for number, room in enumerate(rooms):
+        for path in (PACKAGE / "persample" / room).glob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and node.module:
+                    _, *parts = node.module.split(".")
+                    if parts[:1] == ["persample"]:
+                        assert parts[1] in rooms[: number + 1], (path, node.module)
+
+
+OWN = {"_replace", "_fields", "_asdict", "_make"}  # of named tuples, which document it
+
+
+def private(path):
+    """Yield what a file takes from torch that begins with an underscore."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            parts = [*node.module.split("."), *(alias.name for alias in node.names)]
+            yield from (part for part in parts if part.startswith("_"))
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("torch."):
+                    yield from (p for p in alias.name.split(".") if p.startswith("_"))
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            if node.attr.startswith("__") or node.attr in OWN:
+                continue
+            named = isinstance(node.value, ast.Name) and node.value.id in (
+                "self",
+                "cls",
+            )
+            if not named and node.attr in PRIVATE_OF_TORCH:
+                yield node.attr
+
+
+PRIVATE_OF_TORCH = {
+    name
+    for owner in (torch, torch.Tensor, torch.nn.Module(), torch.ops.aten, torch.Size)
+    for name in dir(owner)
+    if name.startswith("_") and not name.startswith("__")
+} | {"_schema", "_cdata", "_current_level", "_fused_sgd_", "_unsafe_view"}
+
+
+def test_torch_private_is_the_only_door_to_what_torch_does_not_promise():
+    for parts, path in modules():
+        if parts[0] != "torch_private" and parts != ("tree",):
+            assert not list(private(path)), path
 
 
 def test_no_module_outgrows_one_idea():
     long = {
         path.name: len(path.read_text().splitlines())
         for _, path in modules()
-        if len(path.read_text().splitlines()) > 371
+        if len(path.read_text().splitlines()) > 375
     }
     assert not long
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from vgrad import checks
 from vgrad.ensemble.execution import Call, Randomness, Strategy, autocasting, vmapped
 from vgrad.functional.untouched import untouched
 from vgrad.persample.explain import aligned
 from vgrad.randomness import kept_random_state
+from vgrad.torch_private import levels
 
 BUSY = 50.0
 """MFLOP of a member's forward pass from which on it keeps a CPU busy by itself."""
@@ -67,7 +67,7 @@ class Chooser:
         """Return the strategy and why it is that one."""
         if self._strategy != "auto":
             return self._strategy, f'as strategy="{self._strategy}" says'
-        if checks.inside_transform():
+        if levels.inside_transform():
             return "hybrid", "inside a transform of torch.func"
         if call.members == 1:
             return "loop", "there is one member"

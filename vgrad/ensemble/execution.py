@@ -11,21 +11,17 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._C._functorch import _add_batch_dim, _remove_batch_dim
-from torch._functorch.vmap import (
-    lazy_load_decompositions,  # pyright: ignore[reportPrivateImportUsage]
-    vmap_increment_nesting,
-)
 
 from vgrad import checks
 from vgrad.ensemble.axes import members, shared_names
 from vgrad.functional.untouched import Promise, untouched
 from vgrad.lowering.members import Members, mapped_here
-from vgrad.lowering.truthful import Truth, unoptimized_scripts
+from vgrad.lowering.truthful import Truth
 from vgrad.persample.engine.guard import raise_clearly
 from vgrad.precision.autocast import Autocast
 from vgrad.process import ALONE
 from vgrad.randomness import drawn_since, random_state, set_random_state
+from vgrad.torch_private import levels, modes
 from vgrad.tree import map_tensors, tensors, tree_map
 from vgrad.typing import Buffers, Params, Tree
 
@@ -76,7 +72,7 @@ class Call:
 
     def mapped(self, level: int) -> tuple:
         """Return the arguments as a vmap of that level sees them."""
-        return self._each(lambda x, dim: _add_batch_dim(x, dim % x.ndim, level))
+        return self._each(lambda x, dim: levels.add_batch_axis(x, dim % x.ndim, level))
 
     def with_params(self, params: Params) -> "Call":
         """Return the same call with other parameters, of the same shapes."""
@@ -142,24 +138,24 @@ def vmapped(
     With `with_buffers` it returns a pair, the second of which are new buffers. There
     those that the members share stay as they are, without the axis.
     """
-    lazy_load_decompositions()
+    levels.load_decompositions()
     alone = nullcontext() if randomness == "error" else ALONE
     try:
         # What torch.vmap does, but for its general treatment of trees, which costs as
         # much as a small model.
-        with alone, vmap_increment_nesting(call.members, randomness) as level:
+        with alone, levels.vmap_level(call.members, randomness) as level:
             params, buffers, *batch = call.mapped(level)
             truth = Truth(level, "member", 'strategy="loop"')
-            with torch._C.DisableTorchFunction():  # modes around it are not asked
+            with modes.without_modes():  # modes around it are not asked
                 for each in tensors((params, buffers, batch)):
                     truth.tell(each)
             mode = Members(told, call.promise(), truth=truth, chosen=hybrid)
-            with mode, Autocast(params.values()), unoptimized_scripts():
+            with mode, Autocast(params.values()), modes.unoptimized_scripts():
                 result = function(params, buffers, *batch)
             truth.end(tensors(result))
 
             def joined(value: Any) -> Tensor:
-                return _remove_batch_dim(_tensor(value), level, call.members, 0)
+                return levels.remove_batch_axis(_tensor(value), level, call.members, 0)
 
             if not with_buffers:
                 return _map_leaves(joined, result)

@@ -21,6 +21,7 @@ from vgrad.ensemble.execution import (
 from vgrad.functional.losses import SampleLoss
 from vgrad.persample.engine.guard import UnsupportedOp
 from vgrad.randomness import kept_random_state
+from vgrad.torch_private import levels
 from vgrad.tree import map_values
 from vgrad.typing import BatchLossFn, Buffers, Params, Tree
 
@@ -82,7 +83,7 @@ class EnsembleGradFn:
             )
         with torch.enable_grad():  # a loss may differentiate on its own
             strategy, _ = self.chooser.choose(self._loss, call)
-        if strategy == "loop" and not checks.inside_transform():
+        if strategy == "loop" and not levels.inside_transform():
             return self._by_members(call, loss_scale)
 
         def total(params: Params) -> tuple[Tensor, tuple[Tensor, Buffers]]:
@@ -236,7 +237,7 @@ def _gradient(
 
     Last come the names of parameters to which no graph leads, as far as that is known.
     """
-    if checks.inside_transform():
+    if levels.inside_transform():
         grads, (losses, buffers) = torch.func.grad(function, has_aux=True)(params)
         return grads, losses, buffers, set()
     with torch.enable_grad():

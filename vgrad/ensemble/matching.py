@@ -26,12 +26,10 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from vgrad import checks
 from vgrad.functional import slots
+from vgrad.torch_private.tensors import HOOKS, registered
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Attributes that torch itself gives a module; those that matter are compared apart."""
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_HOOKS += ("_backward_pre_hooks", "_backward_hooks")
 
 _VALUES = (bool, int, float, complex, str, bytes, type(None))
 _WHOLE = (*_VALUES, CodeType, type, BuiltinFunctionType, ModuleType)
@@ -148,7 +146,7 @@ def _tied(first: str, name: str, kind: str) -> str:
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """Return mode, hooks and plain attributes of a module, by labels such as `.p`."""
     held = vars(module)
-    hooks = held["_forward_pre_hooks"].values()
+    hooks = held[HOOKS[0]].values()
     computed = {hook.name for hook in hooks if isinstance(hook, WeightNorm)}
     computed |= {hook.name for hook in hooks if isinstance(hook, SpectralNorm)}
     computed |= {h._tensor_name for h in hooks if isinstance(h, BasePruningMethod)}
@@ -160,7 +158,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
         and not (key in computed and isinstance(value, Tensor))  # anew in each call
     }
     # The keys of hooks are numbers counted over all modules.
-    for key in _HOOKS:
+    for key in HOOKS:
         flagged = held.get(f"{key}_with_kwargs", {})
         found[f".{key}"] = [(hook, at in flagged) for at, hook in held[key].items()]
     return found | {".full_backward_hook": held["_is_full_backward_hook"]}
@@ -228,7 +226,7 @@ def _parts(value: Any) -> dict[str, Any] | None:
     if isinstance(value, _WHOLE):
         return None
     if isinstance(value, nn.Module):
-        held = {**value._parameters, **value._buffers, **value._modules}
+        held = {k: v for each in registered(value) for k, v in each.items()}
         return _attributes(value) | {f".{key}": part for key, part in held.items()}
     if isinstance(value, FunctionType):
         return {f".{key}": getattr(value, key) for key in _OF_A_FUNCTION} | {

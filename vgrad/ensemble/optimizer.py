@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vgrad import checks
 from vgrad.ensemble.execution import check_patterns
 from vgrad.optim.base import (
     Donated,
@@ -20,6 +19,7 @@ from vgrad.optim.base import (
     Updates,
     apply_updates,
 )
+from vgrad.torch_private import levels
 from vgrad.tree import (
     map_tensors,
     tensors,
@@ -209,7 +209,7 @@ def _donated(
     def step(
         grads: Grads, state: MembersState, params: Params
     ) -> tuple[Params, MembersState] | None:
-        if checks.inside_transform() or torch.compiler.is_compiling():
+        if levels.inside_transform() or torch.compiler.is_compiling():
             return None
         some = next(iter(params.values()), None)
         if some is None or any(grad is None for grad in grads.values()):

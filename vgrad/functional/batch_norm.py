@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from vgrad.functional import slots
+from vgrad.torch_private import tensors as private
 
 _TRAINING = 5
 """The place of the argument `training`, the same in all of these."""
@@ -65,11 +65,12 @@ def replace_batch_norm(model: nn.Module) -> nn.Module:
     memo: dict[int, nn.Module] = {}
 
     def replaced(module: nn.Module) -> nn.Module:
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, private.BatchNorm):
             return memo.setdefault(id(module), _group_norm(module))
-        for name, child in module._modules.items():
+        children = private.registered(module)[2]
+        for name, child in children.items():
             if child is not None:
-                module._modules[name] = replaced(child)
+                children[name] = replaced(child)
         return module
 
     return replaced(copied)
@@ -77,8 +78,8 @@ def replace_batch_norm(model: nn.Module) -> nn.Module:
 
 def _group_norm(layer: Any) -> nn.GroupNorm:
     """Make the GroupNorm that stands in for one BatchNorm."""
-    plain = type(layer).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
-    if not plain or layer._forward_hooks or layer._forward_pre_hooks:
+    plain = type(layer).forward in (private.BatchNorm.forward, nn.SyncBatchNorm.forward)
+    if not plain or private.has_forward_hooks(layer):
         raise TypeError(
             f"replace_batch_norm(model): expected layers of torch.nn without hooks, "
             f"got a {type(layer).__name__} that does more. Replace it by hand."

@@ -12,6 +12,8 @@ from vgrad import checks
 from vgrad.functional import slots
 from vgrad.functional.untouched import Promise, untouched
 from vgrad.functional.writing import write_values_
+from vgrad.torch_private import levels, modes
+from vgrad.torch_private.tensors import has_backward_hooks, version_of
 from vgrad.tree import copied
 from vgrad.typing import Buffers, Params
 
@@ -60,7 +62,7 @@ class FunctionalModel:
         self._hooked = [
             name or type(module).__name__
             for name, module in skeleton.named_modules()
-            if module._backward_hooks or module._backward_pre_hooks
+            if has_backward_hooks(module)
         ]
         self.names = tuple(self._aliases)
         self.buffer_names = tuple(
@@ -203,7 +205,7 @@ class FunctionalModel:
         self, values: dict[str, Tensor], args: tuple, kwargs: dict
     ) -> tuple[Any, dict[str, Tensor]]:
         """Call the module with copies of what it may change; return what it left."""
-        if self._hooked and checks.inside_transform():
+        if self._hooked and levels.inside_transform():
             raise RuntimeError(
                 f"fmodel(params, buffers): expected a model without backward hooks, "
                 f"which transforms of torch.func skip, got some on "
@@ -363,9 +365,9 @@ _ADVICE = "Keep what changes in a buffer (register_buffer) and use call_and_upda
 
 def _versions(values: Mapping[str, Tensor], but: Container[str]) -> dict[str, int]:
     """Return how often tensors were changed in place, as far as torch counts it."""
-    with torch._C.DisableTorchFunction():  # modes have no say in it
+    with modes.without_modes():  # modes have no say in it
         return {
-            name: 0 if value.is_inference() else value._version
+            name: 0 if value.is_inference() else version_of(value)
             for name, value in values.items()
             if name not in but
         }

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vgrad.torch_private.tensors import memory
+
 
 class Origins:
     """The registered tensors of a module, as the origins of others."""
@@ -51,13 +53,6 @@ def check_apart(function: str, model: nn.Module) -> None:
                 f"several on one memory: {', '.join(map(repr, names))}. Tie them by "
                 f"assigning the tensor itself (b.weight = a.weight), or clone one."
             )
-
-
-def memory(tensor: Tensor) -> int | None:
-    """Tell memory apart; None is for tensors that have none of the usual kind."""
-    if not torch._C._has_storage(tensor):
-        return None
-    return tensor.untyped_storage()._cdata
 
 
 def _overlap(tensors: Iterable[Tensor]) -> bool:

@@ -11,6 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from vgrad import checks
 from vgrad.functional.origins import Origins, check_apart
+from vgrad.torch_private import modes
+from vgrad.torch_private import tensors as private
 
 Container = dict[Any, Any] | list[Any]
 
@@ -40,7 +42,7 @@ class Placeholder(nn.Parameter):
         name = getattr(func, "__name__", "")
         if name not in _ALLOWED:
             raise RuntimeError(f"{name}: {cls.refusal}")
-        with torch._C.DisableTorchFunctionSubclass():
+        with modes.without_subclasses():
             value = func(*args, **(kwargs or {}))
             return value.as_subclass(cls) if isinstance(value, Tensor) else value
 
@@ -50,7 +52,7 @@ class Placeholder(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         """Pickle as the same class, and not as a parameter."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with modes.without_subclasses():
             return Tensor.as_subclass, (self.as_subclass(Tensor), type(self))
 
 
@@ -93,9 +95,7 @@ def check_plain(function: str, model: Any) -> None:
             f"model once on a batch first."
         )
     hooked = [
-        name
-        for name, tensor in named_tensors(model)
-        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks
+        name for name, tensor in named_tensors(model) if private.has_hooks(tensor)
     ]
     if hooked:
         raise TypeError(
@@ -165,8 +165,7 @@ def persistent(model: nn.Module) -> set[int]:
     return {
         id(tensor)
         for module in model.modules()
-        for key, tensor in module._buffers.items()
-        if key not in module._non_persistent_buffers_set
+        for tensor in private.persistent(module)
     }
 
 
@@ -185,7 +184,7 @@ def only_of_torch(model: nn.Module) -> bool:
     return all(
         type(module).__module__.startswith("torch.nn.modules.")
         and "forward" not in vars(module)
-        and not (module._forward_hooks or module._forward_pre_hooks)
+        and not private.has_forward_hooks(module)
         for module in model.modules()
     )
 
@@ -226,7 +225,7 @@ class _Copying(TorchFunctionMode):
 
 def placeholder(tensor: Tensor, kind: type[Placeholder] = Placeholder) -> Placeholder:
     """Return what stands in the place of a tensor."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with modes.without_subclasses():
         empty = torch.empty_like(tensor, device="meta", requires_grad=False)
         return empty.as_subclass(kind)
 
@@ -234,9 +233,7 @@ def placeholder(tensor: Tensor, kind: type[Placeholder] = Placeholder) -> Placeh
 def registries(model: nn.Module) -> list[dict[str, Any]]:
     """Return the dictionaries in which the modules register tensors."""
     return [
-        held
-        for module in model.modules()
-        for held in (module._parameters, module._buffers)
+        held for module in model.modules() for held in private.registered(module)[:2]
     ]
 
 
@@ -303,7 +300,7 @@ def _look_into(
     module: nn.Module, path: str, tensors: set[int], seen: set[int], found: list
 ) -> None:
     """Append what a module holds, except by registering it."""
-    found += [vars(module), module._modules]
+    found += [vars(module), private.registered(module)[2]]
     for key, value in vars(module).items():
         if key not in _OF_EVERY_MODULE:
             _collect(value, f"{path}.{key}".lstrip("."), tensors, seen, found)
@@ -318,7 +315,7 @@ def _collect(
     if isinstance(value, nn.Module):
         for each in value.modules():
             seen.add(id(each))
-            found += [each._parameters, each._buffers]
+            found += private.registered(each)[:2]
             _look_into(each, path, tensors, seen, found)
     if not isinstance(value, list | dict | tuple):
         return

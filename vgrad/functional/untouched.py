@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _functorch as functorch  # type: ignore[attr-defined]
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 
-from vgrad.functional.origins import memory
+from vgrad.torch_private import levels, modes
+from vgrad.torch_private import tensors as private
 from vgrad.tree import tree_leaves
 
 
@@ -84,7 +84,7 @@ def untouched(promise: Promise) -> AbstractContextManager:
     """Keep a promise while a block runs, by the mode that is there or a new one."""
     if not promise.given:
         return nullcontext()
-    for mode in reversed(_get_current_function_mode_stack()):
+    for mode in reversed(modes.function_modes()):
         if isinstance(mode, Untouched):
             return mode.also(promise)
     return Untouched(promise)
@@ -109,7 +109,7 @@ def _written(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
     if name == "__get__":
         return []
     found: list[Any] = []
-    if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if isinstance(func, private.OPS):
         found += _by_schema(func, args, kwargs)
     elif (name.endswith("_") and not name.endswith("__")) or name in _BY_SIGN:
         found += args[:1] or list(kwargs.values())[:1]
@@ -144,17 +144,12 @@ _INPLACE = {
 
 def _by_schema(op: Any, args: tuple, kwargs: dict) -> Iterator[Any]:
     """Yield what an op says that it writes into."""
-    packet = isinstance(op, torch._ops.OpOverloadPacket)
-    for each in [getattr(op, name) for name in op.overloads()] if packet else [op]:
-        for place, argument in enumerate(each._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                yield kwargs.get(argument.name)
-                if not argument.kwarg_only:
-                    yield args[place : place + 1]
+    for place, name, by_keyword in private.written(op):
+        yield kwargs.get(name)
+        if not by_keyword:
+            yield args[place : place + 1]
 
 
 def _where(tensor: Tensor) -> int | None:
     """Tell memory apart, that of tensors inside of transforms too."""
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = functorch.get_unwrapped(tensor)
-    return memory(tensor)
+    return private.memory(levels.stored(tensor))

@@ -6,6 +6,5 @@ from vgrad.lowering.attention import (
 )
 from vgrad.lowering.members import FORMS as FORMS
 from vgrad.lowering.members import Members as Members
-from vgrad.lowering.opened import is_python as is_python
 from vgrad.lowering.recurrent import recurrent_layer as recurrent_layer
 from vgrad.lowering.truthful import Truth as Truth

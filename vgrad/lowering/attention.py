@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import Function
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from vgrad.torch_private import levels
 
 Kernel = Callable[..., Tensor]
 
@@ -66,7 +67,7 @@ def scaled_dot_product_attention(
         scale=scale,
         enable_gqa=enable_gqa,
     )
-    if peek_interpreter_stack() is None:
+    if levels.current_level() is None:
         return kernel(query, key, value, attn_mask, dropout_p)
     if is_causal and attn_mask is not None:  # some backends of torch let it pass
         raise RuntimeError(
@@ -168,7 +169,7 @@ def _no_autocast(device: torch.device) -> AbstractContextManager:
 
 def _attend(kernel: Kernel, *inputs: Tensor | None) -> Tensor:
     """Run the kernel if no transform is left, else hand on to the next."""
-    if peek_interpreter_stack() is None:
+    if levels.current_level() is None:
         return kernel(*inputs)
     return _Attention.apply(kernel, *inputs)
 

@@ -9,17 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import (
-    get_unwrapped,
-    is_batchedtensor,
-    is_functorch_wrapped_tensor,
-    maybe_current_level,
-    maybe_get_level,
-)
-from torch._functorch.autograd_function import custom_function_call
 from torch.autograd.function import BackwardCFunction
 
 from vgrad.lowering.truthful import UnsupportedOp
+from vgrad.torch_private import levels
 from vgrad.tree import tree_leaves
 
 
@@ -29,7 +22,7 @@ def custom_function(function: Any, *args: Any, **kwargs: Any) -> Any:
     Raises:
         UnsupportedOp: its `vmap` leaves `backward` out.
     """
-    output = custom_function_call(function, *args, **kwargs)
+    output = levels.custom_function_call(function, *args, **kwargs)
     own = function.vmap is not torch.autograd.Function.vmap
     if own and torch.is_grad_enabled() and _mapped_once((args, kwargs)):
         given = [each for each in _below((args, kwargs)) if each.requires_grad]
@@ -47,14 +40,14 @@ def custom_function(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _mapped_once(values: Any) -> bool:
     """Tell whether one vmap runs, of which a loss that maps itself knows nothing."""
-    level = maybe_current_level()
+    level = levels.current_level()
     for each in tree_leaves(values):
-        if not isinstance(each, Tensor) or maybe_get_level(each) != level:
+        if not isinstance(each, Tensor) or levels.level_of(each) != level:
             continue
         wraps = []
-        while is_functorch_wrapped_tensor(each):
-            wraps.append(is_batchedtensor(each))
-            each = get_unwrapped(each)
+        while levels.is_wrapped(each):
+            wraps.append(levels.is_batched(each))
+            each = levels.unwrapped(each)
         if wraps[:1] == [True] and sum(wraps) == 1:
             return True
     return False
@@ -64,8 +57,8 @@ def _below(values: Any) -> Iterator[Tensor]:
     """Yield the tensors that have the graph."""
     for each in tree_leaves(values):
         if isinstance(each, Tensor):
-            while is_batchedtensor(each):
-                each = get_unwrapped(each)
+            while levels.is_batched(each):
+                each = levels.unwrapped(each)
             yield each
 
 

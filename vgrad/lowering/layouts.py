@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+
+from vgrad.torch_private import levels
+from vgrad.torch_private.tensors import storage, version_of
 
 RESHAPES = {torch.reshape, torch.flatten, torch.ravel}
 RESHAPES |= {Tensor.reshape, Tensor.reshape_as, Tensor.flatten, Tensor.ravel}
@@ -24,7 +25,7 @@ class Layouts:
 
     def __init__(self) -> None:
         """Nothing lies oddly yet."""
-        self._odd: set[StorageWeakRef] = set()
+        self._odd: set[Any] = set()
         self._doubtful: list[tuple[Tensor, int]] = []
 
     def after(self, func: Callable, tensors: Sequence[Tensor], output: Any) -> None:
@@ -36,11 +37,11 @@ class Layouts:
         if func in RESHAPES:
             if not tensors[0].is_contiguous() and self.is_odd(tensors[0]):
                 for each in (tensors[0], output):
-                    below = _below(each)
-                    self._doubtful.append((below, below._version))
+                    below = levels.stored(each)
+                    self._doubtful.append((below, version_of(below)))
             return
         for each in output if isinstance(output, tuple | list) else (output,):
-            if not isinstance(each, Tensor) or not is_functorch_wrapped_tensor(each):
+            if not isinstance(each, Tensor) or not levels.is_wrapped(each):
                 continue
             if not each.is_contiguous() and not any(
                 _memory(each) == _memory(tensor)
@@ -55,19 +56,12 @@ class Layouts:
 
     def disturbed(self) -> bool:
         """Tell whether something was written where it may have two meanings."""
-        return any(each._version != version for each, version in self._doubtful)
-
-
-def _below(tensor: Tensor) -> Tensor:
-    """Return the tensor that has the memory."""
-    while is_functorch_wrapped_tensor(tensor):
-        tensor = get_unwrapped(tensor)
-    return tensor
+        return any(version_of(each) != version for each, version in self._doubtful)
 
 
 def _lie_alike(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.stride() == other.stride()
 
 
-def _memory(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(_below(tensor).untyped_storage())
+def _memory(tensor: Tensor) -> Any:
+    return storage(levels.stored(tensor))

@@ -13,21 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import (
-    _add_batch_dim,
-    _unwrap_batched,
-    is_batchedtensor,
-    maybe_current_level,
-    maybe_get_level,
-)
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.nn import functional as F
 
-from vgrad.checks import inside_transform
 from vgrad.functional.untouched import Promise, Untouched
-from vgrad.lowering.opened import is_python, opened
 from vgrad.lowering.truthful import HOOKS, Truth, among
 from vgrad.lowering.vmapped import VMAPPED
+from vgrad.torch_private import levels, modes
 
 Form = Callable[..., Tensor]
 """From E and tensors `[E, ...]` (those that all members share: `[...]`) to the same."""
@@ -62,12 +53,12 @@ class Members(Untouched):
         self.check(func, args, kwargs)
         tensors = among(args, kwargs)
         # A loss around this one, which has modes of its own, is not asked.
-        with torch._C.DisableTorchFunction():
+        with modes.without_modes():
             self._truth.before(func, tensors)
             if func in HOOKS and tensors and tensors[0].requires_grad:
                 raise self._truth.refusal(func)  # on what all members share, too
         output = self._run(func, args, kwargs)
-        with torch._C.DisableTorchFunction():
+        with modes.without_modes():
             self._truth.after(func, tensors, output)
         return output
 
@@ -75,9 +66,9 @@ class Members(Untouched):
         """Run one call in the form that suits it."""
         if func in VMAPPED:
             return VMAPPED[func](*args, **kwargs)
-        if is_python(func):
+        if modes.is_python(func):
             with self:
-                return opened(func)(*args, **kwargs)
+                return modes.opened(func)(*args, **kwargs)
         if func not in self._forms:
             return func(*args, **kwargs)
         form, name = self._forms[func](*args, **kwargs)
@@ -135,7 +126,9 @@ def mapped_here(tensor: Tensor) -> bool:
 
     If a vmap further out does, what is in between has to see torch's own op.
     """
-    return is_batchedtensor(tensor) and maybe_get_level(tensor) == maybe_current_level()
+    return (
+        levels.is_batched(tensor) and levels.level_of(tensor) == levels.current_level()
+    )
 
 
 def _batched(form: Form, *tensors: Tensor | None) -> Tensor:
@@ -144,19 +137,19 @@ def _batched(form: Form, *tensors: Tensor | None) -> Tensor:
     What `torch.autograd.Function` does for a function with a rule for vmap, in a
     fraction of the time: below the vmap, autograd sees the ops of the form.
     """
-    interpreter: Any = retrieve_current_functorch_interpreter()
+    interpreter: Any = levels.innermost()
     level = interpreter.level()
     given, stacked = [], []
     for tensor in tensors:
         dim = None
         if tensor is not None:
-            tensor, dim = _unwrap_batched(tensor, level)
+            tensor, dim = levels.split_batch_axis(tensor, level)
             tensor = tensor.movedim(dim, 0) if dim else tensor
         given.append(tensor)
         stacked.append(dim is not None)
     with interpreter.lower():
         out = form(interpreter.batch_size(), stacked, *given)
-    return _add_batch_dim(out, 0, level)
+    return levels.add_batch_axis(out, 0, level)
 
 
 def _linear(
@@ -167,7 +160,11 @@ def _linear(
     rows = x if stacked[0] else x.expand(shape)
     if len(shape) != 3:
         rows = rows.reshape(members, math.prod(shape[1:-1]), shape[-1])
-    if weight.requires_grad and torch.is_grad_enabled() and not inside_transform():
+    if (
+        weight.requires_grad
+        and torch.is_grad_enabled()
+        and not levels.inside_transform()
+    ):
         out = _Product.apply(rows, weight, bias)
     else:
         out = torch.baddbmm(bias.unsqueeze(1), rows, weight.mT)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vgrad.torch_private import kernels
+
 
 class Run(NamedTuple):
     """What the backward pass of a layer starts from, in one dtype.
@@ -189,8 +191,8 @@ BACKWARD: dict[str, Callable[[Run], tuple[Tensor, ...]]] = {
 }
 """Gradients before the gates, at the input's and the state's side, and at the state."""
 
-_through_sigmoid = torch.ops.aten.sigmoid_backward
-_through_tanh = torch.ops.aten.tanh_backward
+_through_sigmoid = kernels.sigmoid_backward
+_through_tanh = kernels.tanh_backward
 
 
 def shifted(first: Tensor, states: Tensor, reverse: bool) -> Tensor:

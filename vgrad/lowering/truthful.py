@@ -7,19 +7,15 @@ inference, and gradients are lost without an error. So every tensor is made to s
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import (
-    get_unwrapped,
-    is_functorch_wrapped_tensor,
-    maybe_get_level,
-)
 
 from vgrad.lowering.layouts import Layouts
+from vgrad.torch_private import levels, modes
+from vgrad.torch_private import tensors as private
 from vgrad.tree import tree_leaves
 
 
@@ -31,8 +27,8 @@ def _methods(names: str) -> list[Callable]:
     return [getattr(Tensor, name) for name in names.split()]
 
 
-def _attributes(names: str, method: str = "__get__") -> list[Callable]:
-    found = [getattr(Tensor, name, None) for name in names.split()]
+def _attributes(names: str, *more: str, method: str = "__get__") -> list[Callable]:
+    found = [getattr(Tensor, name, None) for name in (*names.split(), *more)]
     return [getattr(each, method) for each in found if each is not None]
 
 
@@ -40,8 +36,7 @@ REQUIRES_GRAD, *_ = _attributes("requires_grad")
 """What is called to read that attribute."""
 
 GRAPH = {
-    *_attributes("grad_fn _grad_fn is_leaf output_nr retains_grad grad_dtype"),
-    *_attributes("_backward_hooks _post_accumulate_grad_hooks"),
+    *_attributes("grad_fn is_leaf output_nr retains_grad grad_dtype", *private.GRAPH),
 }
 """What only a tensor without a graph, or a leaf, can tell."""
 
@@ -52,9 +47,10 @@ HOOKS = {
 """What acts on the graph of a tensor that requires grad."""
 
 MEMORY = {
-    *_attributes("_version _base data"),
-    *_attributes("data grad_dtype _backward_hooks", "__set__"),
-    *_methods("_is_view set_"),
+    *_attributes("data", *private.MEMORY),
+    *_attributes("data grad_dtype", *private.GRAPH[1:2], method="__set__"),
+    *_methods("set_"),
+    private.IS_VIEW,
 }
 """What is never as it would be for one sample."""
 
@@ -68,7 +64,7 @@ STRIDES = {
 AUTOGRAD = {
     torch.autograd.grad,
     *_methods("backward requires_grad_"),
-    *_attributes("requires_grad", "__set__"),
+    *_attributes("requires_grad", method="__set__"),
 }
 """What only a loss calls that differentiates on its own."""
 
@@ -114,7 +110,9 @@ class Truth:
         if refused is None:
             if not self.layouts.is_odd(first):
                 return
-        elif maybe_get_level(first) != self.level or not refused(get_unwrapped(first)):
+        elif levels.level_of(first) != self.level or not refused(
+            levels.unwrapped(first)
+        ):
             return
         raise self.refusal(func)
 
@@ -137,7 +135,7 @@ class Truth:
 
     def end(self, results: Iterable[Tensor]) -> None:
         """Refuse results that are not those of one sample."""
-        with torch._C.DisableTorchFunction():
+        with modes.without_modes():
             for tensor in results:
                 self.tell(tensor)
             disturbed = self.layouts.disturbed()
@@ -154,17 +152,17 @@ class Truth:
 
         Returns whether this vmap maps over it.
         """
-        level = maybe_get_level(tensor)
+        level = levels.level_of(tensor)
         if level is None:
             return False
         inner = level > self.level
         while level is not None and level > self.level:
-            tensor = get_unwrapped(tensor)
-            level = maybe_get_level(tensor)
+            tensor = levels.unwrapped(tensor)
+            level = levels.level_of(tensor)
         if level != self.level:
             return False
         if not tensor.requires_grad:
-            if get_unwrapped(tensor).requires_grad:
+            if levels.unwrapped(tensor).requires_grad:
                 tensor.requires_grad = True
         elif tensor.grad_fn is not None:
             raise UnsupportedOp(
@@ -179,22 +177,14 @@ class Truth:
 
         To the transform inside this vmap is constant what only the caller follows.
         """
-        level = maybe_get_level(tensor)
+        level = levels.level_of(tensor)
         if level is None or level > self.level + 1:
             return False
-        while is_functorch_wrapped_tensor(tensor):
-            tensor = get_unwrapped(tensor)
+        while levels.is_wrapped(tensor):
+            tensor = levels.unwrapped(tensor)
             if tensor.requires_grad:
                 return True
         return False
-
-
-def unoptimized_scripts() -> AbstractContextManager:
-    """Run functions of TorchScript op by op; optimized ones differentiate themselves.
-
-    Nor may what they see here, tensors of no memory, become what they optimize for.
-    """
-    return torch.jit.optimized_execution(False)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def among(args: tuple, kwargs: dict) -> list[Tensor]:

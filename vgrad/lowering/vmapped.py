@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.autograd_function import custom_function_call
 from torch.nn import functional as F
 
 from vgrad.lowering import cells
 from vgrad.lowering.attention import scaled_dot_product_attention
 from vgrad.lowering.custom import custom_function
+from vgrad.torch_private import levels
 
 
 def _by_steps(mode: str) -> Callable[..., tuple[Tensor, ...]]:
@@ -85,6 +85,6 @@ VMAPPED: dict[Callable, Callable] = {
     torch.gru_cell: cells.gru_cell,
     torch.rnn_tanh_cell: cells.rnn_tanh_cell,
     torch.rnn_relu_cell: cells.rnn_relu_cell,
-    custom_function_call: custom_function,
+    levels.custom_function_call: custom_function,
 }
 """Torch's own vmap loops over samples here, gives wrong numbers, or refuses."""

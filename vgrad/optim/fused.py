@@ -21,9 +21,8 @@ from vgrad.optim.arithmetic import Number
 from vgrad.optim.base import Donated, Grads
 from vgrad.optim.methods.moments import AmsgradState
 from vgrad.optim.transforms import AdamState, ScheduleState, TraceState
+from vgrad.torch_private import kernels, levels
 from vgrad.typing import Params, Schedule, Tree
-
-aten = torch.ops.aten
 
 _DEVICE, _DTYPE, _SHAPE = map(attrgetter, ("device", "dtype", "shape"))
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -58,7 +57,7 @@ def donated_sgd(
         if not _taken(rate, params):
             return None
         for own, given, *kept in groups:
-            aten._fused_sgd_(
+            kernels.fused_sgd_(
                 own,
                 given,
                 *(kept or [[]]),
@@ -89,7 +88,7 @@ def donated_adam(
     decoupled: bool,
 ) -> Donated:
     """Make the step in place of `adam`, or `adamw`, with the same arguments."""
-    kernel = aten._fused_adamw_ if decoupled else aten._fused_adam_
+    kernel = kernels.fused_adamw_ if decoupled else kernels.fused_adam_
 
     def step(
         grads: Grads, state: Tree, params: Params
@@ -154,7 +153,7 @@ def _groups(
     neither at strides nor at dtypes. For a thousand small tensors these looks cost
     more than the step, so they go through whole lists.
     """
-    if checks.inside_transform() or torch.compiler.is_compiling():
+    if levels.inside_transform() or torch.compiler.is_compiling():
         return None
     checks.same_names("step(grads)", params, grads)
     places = [param.data_ptr() for param in params.values()]

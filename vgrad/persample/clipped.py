@@ -19,6 +19,7 @@ from vgrad.persample.factors.sums import Sums, ordinary, rounded_down
 from vgrad.persample.grouping import Grouping
 from vgrad.precision.loss_scale import LossScale
 from vgrad.sensitivity import Sensitivity
+from vgrad.torch_private import levels
 from vgrad.typing import Buffers, LossFn, Params, Tree
 
 _GAMMA = 0.01
@@ -282,7 +283,7 @@ class ClippedGradFn(Transform):
     ) -> Iterator[Params]:
         """Yield the sums of clipped gradients, in parts that are to be added."""
         keep: Tensor | None = decision.keep
-        if not checks.inside_transform():
+        if not levels.inside_transform():
             keep = decision.keep & decision.simple
             if bool(keep.all()):
                 keep = None

@@ -17,6 +17,7 @@ from vgrad.persample.factors.combined import Moved, Tied
 from vgrad.persample.factors.conv import Conv
 from vgrad.persample.factors.rows import Rows
 from vgrad.randomness import kept_random_state
+from vgrad.torch_private import levels
 from vgrad.tree import tree_leaves
 from vgrad.typing import Buffers, Params, Tree
 
@@ -163,7 +164,7 @@ def aligned(lines: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> s
 def _explained(options: Options, given: _Given) -> Explanation:
     """Take the strategy that the transform would take."""
     chosen, why = options.strategy, f'as strategy="{options.strategy}" says'
-    if chosen == "auto" and checks.inside_transform():
+    if chosen == "auto" and levels.inside_transform():
         chosen, why = "vmap", "inside a transform of torch.func"
     elif chosen == "auto":
         try:

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn, overrides
-from torch._C import _functorch as functorch  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode
 
 from vgrad import checks
 from vgrad.functional.model import BufferlessModel
-from vgrad.lowering.opened import is_python, opened
 from vgrad.precision.gemms import GEMMS, Gemm
 from vgrad.process import ALONE
+from vgrad.torch_private import levels, modes
+from vgrad.torch_private.tensors import memory
 from vgrad.tree import tree_leaves
 from vgrad.typing import Buffers, Params
 
@@ -182,12 +182,12 @@ class _Watch(TorchFunctionMode):
         """Run a call, and note the products in it."""
         kwargs = kwargs or {}
         op = getattr(func, "__name__", "").removesuffix("_")
-        if _is_wrapped(func) or (op not in GEMMS and is_python(func)):
+        if _is_wrapped(func) or (op not in GEMMS and modes.is_python(func)):
             with self:
-                return opened(func)(*args, **kwargs)
+                return modes.opened(func)(*args, **kwargs)
         output = func(*args, **kwargs)
         if op in GEMMS:
-            if checks.inside_transform():
+            if levels.inside_transform():
                 raise ValueError(
                     f"alignment_report(fmodel): expected a forward pass outside of the "
                     f"transforms of torch.func, got {op} inside, where sizes may be "
@@ -259,9 +259,9 @@ def _is_wrapped(func: Callable) -> bool:
 
 def _storage(tensor: Tensor) -> int:
     """Return what a tensor shares with its views; 0 for one without memory."""
-    if tensor.layout != torch.strided or functorch.is_functorch_wrapped_tensor(tensor):
+    if tensor.layout != torch.strided or levels.is_wrapped(tensor):
         return 0
-    return tensor.untyped_storage()._cdata
+    return memory(tensor) or 0
 
 
 def _sides(shape: torch.Size, size: int) -> Iterator[str]:

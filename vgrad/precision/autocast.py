@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _functorch as functorch  # type: ignore[attr-defined]
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 
-from vgrad.lowering.opened import is_python, opened
 from vgrad.lowering.vmapped import VMAPPED
 from vgrad.precision.ops import KINDS, Kind
+from vgrad.torch_private import levels, modes
+from vgrad.torch_private.tensors import version_of
 from vgrad.tree import tree_leaves, tree_map_only
 
 
@@ -48,7 +48,7 @@ class autocast(torch.autocast):
         region = ExitStack()
         region.enter_context(torch.autocast(*options))
         # Inside a transform of vgrad there is one already, which knows the weights.
-        stack = _get_current_function_mode_stack()
+        stack = modes.function_modes()
         if not any(isinstance(mode, Autocast) for mode in stack):
             region.enter_context(Autocast())
         # torch keeps what to go back to in one place, for one region at a time.
@@ -85,17 +85,17 @@ class Autocast(TorchFunctionMode):
         super().__init__()
         self._weights = {id(weight) for weight in weights}
         self._casts: dict[tuple, Tensor] = {}
-        self._level = functorch.maybe_current_level()
+        self._level = levels.current_level()
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         """Run one call."""
         kwargs = kwargs or {}
-        if not torch._C._is_any_autocast_enabled():
+        if not modes.autocast_is_on():
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name == "__get__" or functorch.maybe_current_level() is None:
+        if name == "__get__" or levels.current_level() is None:
             return func(*args, **kwargs)
         device = _device(args, kwargs)
         if device not in KINDS or not torch.is_autocast_enabled(device):
@@ -106,9 +106,9 @@ class Autocast(TorchFunctionMode):
         if kind is Kind.STEPS:
             with self:
                 return VMAPPED[func](*args, **kwargs)
-        if kind is None and name not in _WHOLE and is_python(func):
+        if kind is None and name not in _WHOLE and modes.is_python(func):
             with self:
-                return opened(func)(*args, **kwargs)
+                return modes.opened(func)(*args, **kwargs)
         low = torch.get_autocast_dtype(device)
         torch.set_autocast_enabled(device, False)
         try:
@@ -155,12 +155,12 @@ class Autocast(TorchFunctionMode):
         def cast(leaf: Tensor) -> Tensor:
             if not _may_cast(leaf) or leaf.dtype == dtype:
                 return leaf
-            here = functorch.maybe_current_level() == self._level
+            here = levels.current_level() == self._level
             if not here or id(leaf) not in self._weights:
                 return leaf.to(dtype)
-            with torch._C.DisableTorchFunction():  # modes have no say in it
-                version = leaf._version
-            key = (id(leaf), version, dtype, torch.is_grad_enabled())
+            with modes.without_modes():  # modes have no say in it
+                written = version_of(leaf)
+            key = (id(leaf), written, dtype, torch.is_grad_enabled())
             if key not in self._casts:
                 self._casts[key] = leaf.to(dtype)
             return self._casts[key]

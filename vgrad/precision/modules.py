@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from vgrad import checks
 from vgrad.functional.model import FunctionalModel
 from vgrad.precision.autocast import autocast
 from vgrad.precision.policy import Policy, cast_floating
+from vgrad.torch_private.tensors import NormBase
 from vgrad.tree import tree_leaves
 from vgrad.typing import Buffers, Params, Tree
 
@@ -259,7 +259,7 @@ def _owner(module: nn.Module, policy: Policy | None) -> Policy | None:
     Torch normalises low activations only with parameters in the dtype of the running
     statistics, which stay in float32.
     """
-    running = isinstance(module, _NormBase) and module.track_running_stats
+    running = isinstance(module, NormBase) and module.track_running_stats
     if policy is None or not running or policy.compute_dtype not in _LOW:
         return policy
     return replace(policy, param_dtype=torch.float32)

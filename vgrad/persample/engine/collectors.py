@@ -11,10 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from vgrad import checks
 from vgrad.persample.factors.base import Dense, Factor, Probes, Zero
 from vgrad.persample.factors.reductions import Norm, double
 from vgrad.persample.factors.sums import ordinary, reach, total
+from vgrad.torch_private import levels
 from vgrad.typing import Params
 
 _AT_ONCE = 2**18
@@ -155,7 +155,7 @@ class Settled:
 
         The others add exactly zero, whatever their gradients hold.
         """
-        if keep is not None and checks.inside_transform():
+        if keep is not None and levels.inside_transform():
             return {
                 name: _masked(factor, keep).weighted(weights[name])
                 for name, factor in self.factors.items()

@@ -23,6 +23,7 @@ from vgrad.lowering.truthful import (
 from vgrad.lowering.truthful import UnsupportedOp as UnsupportedOp
 from vgrad.lowering.vmapped import VMAPPED
 from vgrad.process import ALONE
+from vgrad.torch_private import messages, modes
 
 
 class LossGuard(Untouched):
@@ -62,10 +63,10 @@ class LossGuard(Untouched):
         assert self._truth is not None  # else there is one sample
         tensors = among(args, kwargs)
         # A loss around this one, which has modes of its own, is not asked.
-        with torch._C.DisableTorchFunction():
+        with modes.without_modes():
             self._truth.before(func, tensors)
         output = self.op(func, args, kwargs)
-        with torch._C.DisableTorchFunction():
+        with modes.without_modes():
             self._truth.after(func, tensors, output)
             asks = output is False and func == REQUIRES_GRAD
             hidden = asks and self._truth.hides(tensors[0])
@@ -93,25 +94,25 @@ def raise_clearly(
     message = str(error)
     if isinstance(error, torch.OutOfMemoryError | UnsupportedOp):
         raise error
-    if "randomness error mode" in message:
+    if messages.RANDOM in message:
         raise RuntimeError(
             f'{op}: expected a loss without random numbers, since randomness="error". '
             f'Pass randomness="different" (each {one} draws its own) or "same".'
         ) from error
-    if "does not currently support same randomness" in message:
+    if messages.RANDOM_OF_EACH in message:
         raise UnsupportedOp(
             f"{op}: expected random numbers that all {one}s can share, since "
             f'randomness="same", got some whose distribution depends on the {one}. '
             f'Pass randomness="different", or use strategy="loop".'
         ) from error
-    if "saved tensor hooks" in message or "CheckpointFunction" in message:
+    if any(each in message for each in messages.HOOKS_ON_SAVED):
         raise UnsupportedOp(
             f"{op}: expected ops that transforms of torch.func can differentiate, got "
             f"activation checkpointing (or other hooks on saved tensors). Take it out "
             f'and save memory with chunk_size, or use strategy="loop" if the loss '
             f"needs no functional model."
         ) from error
-    if "setup_context" in message:
+    if messages.NO_SETUP_CONTEXT in message:
         raise UnsupportedOp(
             f"{op}: expected ops that transforms of torch.func can differentiate, got "
             f"an autograd.Function without setup_context, as re-entrant activation "
@@ -125,10 +126,10 @@ def raise_clearly(
             f"one that asks a tensor to keep its gradient, where one tensor stands for "
             f'all {one}s. Leave it out, or use strategy="loop".'
         ) from error
-    if op in _AUTOGRAD or any(each in message for each in _INSIDE):
+    if op in _AUTOGRAD or any(each in message for each in messages.OWN_BACKWARD):
         raise own_backward_pass(op) from error
-    inside = op in _RECURRENT and "broadcast shape" in message
-    if in_place or inside or any(limit in message for limit in _LIMITS):
+    inside = op in _RECURRENT and messages.SHAPES in message
+    if in_place or inside or any(limit in message for limit in messages.NOT_MAPPED):
         shared = f"writes in place into a tensor that all {one}s share, or is too small"
         what = shared * in_place
         raise UnsupportedOp(
@@ -145,14 +146,6 @@ def raise_clearly(
 
 _AUTOGRAD = {"grad", "backward", "requires_grad_", "requires_grad"}
 """What only a loss calls that differentiates on its own."""
-
-_INSIDE = ("backward() called inside", "attempting to call Tensor.requires_grad_()")
-"""How torch refuses the same where another function calls it."""
-
-_LIMITS = ("vmap:", "Batching rule not implemented", "vmap over", "under vmap")
-_LIMITS += ("inside of vmap", "doesn't have storage", "Cannot access storage")
-_LIMITS += ("mutating directly with `.data`", "view size is not compatible")
-"""How torch says that a transform of its own cannot run an op."""
 
 _RECURRENT = {"rnn_tanh", "rnn_relu", "lstm", "gru"}
 _RECURRENT |= {"rnn_tanh_cell", "rnn_relu_cell", "lstm_cell", "gru_cell"}
@@ -187,9 +180,11 @@ class Fallbacks:
                 warnings.simplefilter("always")
                 yield
         finally:
-            found = {_missing_rule(str(each.message)) for each in caught} - {""}
+            found = {messages.op_without_rule(str(each.message)) for each in caught} - {
+                ""
+            }
             for each in caught:
-                if not _missing_rule(str(each.message)):
+                if not messages.op_without_rule(str(each.message)):
                     warnings.warn_explicit(
                         each.message, each.category, each.filename, each.lineno
                     )
@@ -214,13 +209,6 @@ def _frames_here() -> int:
     ):
         frame, count = frame.f_back, count + 1
     return count
-
-
-def _missing_rule(message: str) -> str:
-    """Return the op that a warning of torch's fallback names, or nothing."""
-    if "batching rule for" not in message:
-        return ""
-    return message.split("batching rule for", 1)[1].split()[0].rstrip(".")
 
 
 def _in_place(func: Callable, kwargs: dict) -> bool:

@@ -17,6 +17,8 @@ from vgrad.persample.engine.strategies import STRATEGIES, Chunk, saved_bytes
 from vgrad.precision.loss_scale import LossScale
 from vgrad.process import ALONE
 from vgrad.randomness import random_state, set_random_state
+from vgrad.torch_private import levels
+from vgrad.torch_private.tensors import version_of
 from vgrad.tree import tree_map, tree_map_only
 from vgrad.typing import Buffers, LossFn, Params, Tree
 
@@ -91,7 +93,7 @@ class Options:
         if problem.batch.size == 0:
             return
         fixed = {**problem.params, **problem.buffers}
-        versions = {name: value._version for name, value in fixed.items()}
+        versions = {name: version_of(value) for name, value in fixed.items()}
         run = STRATEGIES[self.strategy]
         # Only a loop asks the generators whether a loss drew that was not to.
         draws = self.randomness != "error" or self.strategy == "loop"
@@ -111,7 +113,7 @@ class Options:
         ):
             yield chunk(start, stop)
         for name, version in versions.items():
-            if fixed[name]._version != version:
+            if version_of(fixed[name]) != version:
                 raise RuntimeError(
                     f"{self.function}(loss): expected a loss that changes nothing it "
                     f"is given, but it wrote into {name!r} in place. Copy it first."
@@ -140,7 +142,7 @@ class Options:
             return 1
         if self.chunk_size != "auto":
             return self.chunk_size
-        if checks.inside_transform():
+        if levels.inside_transform():
             raise ValueError(
                 f'{self.function}(chunk_size="auto"): expected a number inside a '
                 f"transform of torch.func, where memory cannot be measured."

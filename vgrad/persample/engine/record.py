@@ -12,11 +12,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor
-from torch._C import _functorch as functorch  # type: ignore[attr-defined]
-from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 
 from vgrad import checks, tree
-from vgrad.lowering.opened import ASKING, opened
 from vgrad.lowering.truthful import ASKED, Truth, among, own_backward_pass
 from vgrad.persample.engine import views
 from vgrad.persample.engine.guard import LossGuard, UnsupportedOp
@@ -24,6 +21,8 @@ from vgrad.persample.engine.sites import Site, Sites, Take, Use, leaf, op_name, 
 from vgrad.persample.factors.base import Factor
 from vgrad.persample.rules.kept import captured, check_unchanged
 from vgrad.persample.rules.table import Lowering, Maker, Rule
+from vgrad.torch_private import levels, modes
+from vgrad.torch_private.tensors import version_of, viewed
 from vgrad.typing import Buffers, Params, Tree
 
 
@@ -63,7 +62,7 @@ class Recorder(LossGuard):
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Watch a loss that runs under vmap."""
-        self._level = functorch.maybe_current_level()
+        self._level = levels.current_level()
         self._truth = Truth(self._level, "sample", 'strategy="vmap" or "loop"')
         with self:
             yield
@@ -119,7 +118,7 @@ class Recorder(LossGuard):
                 if site not in sites:
                     sites.append(site)
             elif tensor.requires_grad:
-                if not functorch.is_functorch_wrapped_tensor(tensor):
+                if not levels.is_wrapped(tensor):
                     self._ends[id(tensor)] = tensor
         return sites, batched
 
@@ -134,7 +133,7 @@ class Recorder(LossGuard):
     ) -> Any:
         """Run one call that computes something."""
         entry = self._rules.get(func)
-        here = functorch.maybe_current_level() == self._level
+        here = levels.current_level() == self._level
         if entry is not None and here:
             output = None
             if isinstance(entry, Lowering):
@@ -144,9 +143,9 @@ class Recorder(LossGuard):
                 output = self._by_rule(entry, func, args, kwargs)
             if output is not None:
                 return output
-        if func in ASKING:
+        if func in modes.ASKING:
             with self:
-                return opened(func)(*args, **kwargs)
+                return modes.opened(func)(*args, **kwargs)
         if not sites:
             return self.op(func, args, kwargs)
         if here and not batched:
@@ -156,19 +155,19 @@ class Recorder(LossGuard):
 
     def physical(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the loss with the samples in front."""
-        if not functorch.is_batchedtensor(tensor):
+        if not levels.is_batched(tensor):
             return tensor.expand(self.size, *tensor.shape)
-        axis = functorch.maybe_get_bdim(tensor)
-        tensor = functorch.get_unwrapped(tensor)
+        axis = levels.batch_axis(tensor)
+        tensor = levels.unwrapped(tensor)
         return tensor.movedim(axis, 0) if axis else tensor
 
     def logical(self, tensor: Tensor) -> Tensor:
         """Hide the samples of a physical tensor."""
-        return functorch._add_batch_dim(tensor, 0, self._level)
+        return levels.add_batch_axis(tensor, 0, self._level)
 
     def below(self) -> AbstractContextManager:
         """Compute with physical tensors."""
-        return temporarily_pop_interpreter_stack()
+        return levels.without_innermost()
 
     def watching(self) -> AbstractContextManager:
         """Run ops as if the loss had called them, each by its own rule."""
@@ -180,7 +179,7 @@ class Recorder(LossGuard):
 
     def is_batched(self, tensor: Tensor) -> bool:
         """Tell whether a tensor differs from sample to sample."""
-        return functorch.is_batchedtensor(tensor)
+        return levels.is_batched(tensor)
 
     def copies(self, tensor: Tensor) -> Tensor:
         """Return what is `physical` of a tensor, or a parameter's expansion."""
@@ -235,7 +234,7 @@ class Recorder(LossGuard):
                 continue
             site = self._sites.find(value)
             if name in rule.weights:
-                if functorch.is_batchedtensor(value) or value.is_complex():
+                if levels.is_batched(value) or value.is_complex():
                     return None
                 if site is not None:
                     weights[name] = site
@@ -243,7 +242,7 @@ class Recorder(LossGuard):
                 continue
             if site is not None:
                 value = self._expanded(site, func)
-            batched |= functorch.is_batchedtensor(value)
+            batched |= levels.is_batched(value)
             physical[name] = self.physical(value)
             follows |= physical[name].requires_grad
         if not weights or (not batched and follows):
@@ -282,15 +281,15 @@ class Recorder(LossGuard):
         self, op: str, output: Tensor, uses: list[tuple[Site, Maker]], *, skip: bool
     ) -> Tensor:
         """Hook the node of an op's output; with `skip` the backward pass ends there."""
-        whole, base = output, output._base
-        if output._is_view() and base is not None and base.grad_fn is not None:
+        whole, base = output, viewed(output)
+        if base is not None and base.grad_fn is not None:
             # An op that writes into a view replaces the view's node, never its base's.
             whole = base
             if not _same_memory(whole, output):
                 whole = output = output.clone()
         number, shape = whole.output_nr, output.shape
         left = [
-            (site, maker, [(each, each._version) for each in captured(maker)])
+            (site, maker, [(each, version_of(each)) for each in captured(maker)])
             for site, maker in uses
         ]
         for site, _ in uses:

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _functorch as functorch  # type: ignore[attr-defined]
-from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 
 from vgrad.lowering.truthful import GRAPH, HOOKS, MEMORY, called
 from vgrad.persample.engine import views
 from vgrad.persample.engine.guard import UnsupportedOp
 from vgrad.persample.factors.base import Dense, Factor, Outer, Zero
 from vgrad.persample.factors.combined import Moved, Replay, disjoint, merged
+from vgrad.torch_private import levels
+from vgrad.torch_private.tensors import leaf, version_of
 from vgrad.tree import tree_map_only
 from vgrad.typing import Params
 
@@ -129,9 +129,9 @@ class Sites:
         sources = {id(site.handed): site.source for site in sites}
         args, kwargs = replaced((args, kwargs), sources)
         names = tuple(dict.fromkeys(name for site in sites for name in site.names))
-        versions = [site.source._version for site in sites]
+        versions = [version_of(site.source) for site in sites]
         output = func(*args, **kwargs)
-        if versions != [site.source._version for site in sites]:
+        if versions != [version_of(site.source) for site in sites]:
             raise UnsupportedOp(
                 f"{op_name(func)}: expected a loss that computes new tensors from "
                 f"{', '.join(names)}, got one that changes such a tensor in place. "
@@ -170,8 +170,8 @@ class Sites:
             self._asked.setdefault(site, {})[op_name(op)] = ruled
         if site.expansion is None:
             with ExitStack() as stack:  # the loss may be inside a transform of its own
-                while functorch.maybe_current_level() is not None:
-                    stack.enter_context(temporarily_pop_interpreter_stack())
+                while levels.current_level() is not None:
+                    stack.enter_context(levels.without_innermost())
                 copies = site.plain.expand(self._size, *site.plain.shape)
                 site.expansion = leaf(copies)
             self._late.update(site.names)
@@ -265,14 +265,6 @@ class Sites:
         return Zero(self._size, root.plain) if found is None else Dense(found)
 
 
-def leaf(value: Tensor) -> Tensor:
-    """Return a leaf of the same memory that requires grad.
-
-    Inside a transform `requires_grad_()` raises, even on tensors that are none of its.
-    """
-    return Tensor._make_subclass(Tensor, value.detach(), True)
-
-
 def replaced(tree: Any, by: Mapping[int, Tensor]) -> Any:
     """Put other tensors in the place of some."""
     return tree_map_only(Tensor, lambda each: by.get(id(each), each), tree)
@@ -288,8 +280,8 @@ def op_name(op: Callable | None) -> str:
 
 
 def _check_same_for_all(op: str, names: tuple[str, ...], value: Tensor) -> None:
-    drawn = functorch.is_batchedtensor(value)
-    if drawn and functorch.get_unwrapped(value).requires_grad:
+    drawn = levels.is_batched(value)
+    if drawn and levels.unwrapped(value).requires_grad:
         raise UnsupportedOp(
             f"{op}: expected what is computed from {', '.join(names)} alone to be the "
             f"same for all samples, got random numbers of each sample's own. Use "

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch._C import _functorch as functorch  # type: ignore[attr-defined]
 
 from vgrad import checks, tree
-from vgrad.lowering.truthful import Truth, unoptimized_scripts
+from vgrad.lowering.truthful import Truth
 from vgrad.persample.engine.guard import LossGuard, UnsupportedOp, raise_clearly
 from vgrad.persample.engine.problem import Problem
 from vgrad.persample.engine.record import Recorder
@@ -26,6 +25,7 @@ from vgrad.randomness import (
     random_state,
     set_random_state,
 )
+from vgrad.torch_private import levels, modes
 from vgrad.tree import tree_map_only
 from vgrad.typing import Params, Tree
 
@@ -49,7 +49,7 @@ class Chunk(NamedTuple):
 
 def auto(problem: Problem, start: int, stop: int) -> Chunk:
     """Record; where that is not possible, differentiate under `torch.vmap`."""
-    if checks.inside_transform():
+    if levels.inside_transform():
         return vmap(problem, start, stop)
     draws = problem.randomness != "error"
     state = random_state(problem.tensors) if draws else None
@@ -63,7 +63,7 @@ def auto(problem: Problem, start: int, stop: int) -> Chunk:
 
 def recorded(problem: Problem, start: int, stop: int) -> Chunk:
     """Run one backward pass and keep the factors of every use of a parameter."""
-    if checks.inside_transform():
+    if levels.inside_transform():
         raise UnsupportedOp(
             f'{problem.function}(strategy="recorded"): expected a call outside of '
             f'transforms of torch.func. Use strategy="vmap" inside them.'
@@ -114,7 +114,7 @@ def vmap(problem: Problem, start: int, stop: int) -> Chunk:
     """Differentiate under `torch.vmap`: all gradients are stored, several times."""
 
     def one(tensors: tuple[Tensor, ...]) -> tuple:
-        truth = Truth(functorch.maybe_current_level(), "sample", 'strategy="loop"')
+        truth = Truth(levels.current_level(), "sample", 'strategy="loop"')
 
         def of_params(params: Params) -> tuple[Tensor, Tree]:
             result = problem.run_loss(params, tensors, _guard(problem, truth))
@@ -136,7 +136,7 @@ def vmap(problem: Problem, start: int, stop: int) -> Chunk:
 
 def loop(problem: Problem, start: int, stop: int) -> Chunk:
     """Differentiate one sample: runs whatever plain autograd runs."""
-    inside = checks.inside_transform()
+    inside = levels.inside_transform()
     gradient = _functional_gradient if inside else _plain_gradient
     before = random_state(problem.tensors)
     tensors = tuple(row.squeeze(0) for row in problem.batch.rows(start, stop))
@@ -272,7 +272,7 @@ def _clear_errors(problem: Problem) -> Iterator[None]:
     with (
         problem.fallbacks.reported(problem.function),
         _no_weight_cache(),
-        unoptimized_scripts(),
+        modes.unoptimized_scripts(),
     ):
         try:
             yield

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from vgrad.persample.factors import costs, reductions, sums
 from vgrad.persample.factors.base import Dense, Factor, Probes
 from vgrad.persample.factors.reductions import Norm
+from vgrad.torch_private import kernels
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ class Conv(Factor):
         padding = self.pads[::-2]
         if padding != self.pads[-2::-2] or min(padding) < 0:
             inputs, padding = F.pad(inputs, self.pads), (0,) * len(padding)
-        return torch.ops.aten.convolution_backward(
+        return kernels.convolution_backward(
             outputs,
             inputs,
             inputs.new_empty(()).expand(sizes),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vgrad import checks
+from vgrad.torch_private import levels
 from vgrad.typing import Params
 
 _BLOCK = 256
@@ -103,7 +103,7 @@ def row_norms(grad: Tensor) -> Tensor:
         real = real.permute(memory_order(real))
     flat = real.reshape(len(real), math.prod(real.shape[1:]))
     exact = flat.dtype == torch.float64 or flat.requires_grad
-    if exact or checks.inside_transform():
+    if exact or levels.inside_transform():
         return _scaled_norms(flat)
     if flat.device.type != "cpu" or flat.numel() <= _SMALL:
         # Squares of float32 have room in float64; on a CPU this is slow.

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from vgrad.persample.factors.base import Dense, Factor, Outer
 from vgrad.persample.factors.conv import Conv
 from vgrad.persample.rules.table import rule
+from vgrad.torch_private import kernels
 
 Sizes = tuple[int, ...]
 
@@ -25,7 +26,7 @@ def _conv_run(op: Callable) -> Callable:
         # A view that autograd does not know as one: ops that write into it are legal
         # and cost nothing more.
         sizes = (*input.shape[:2], *output.shape[1:])
-        return torch.ops.aten._unsafe_view(output, sizes)
+        return kernels.unsafe_view(output, sizes)
 
     return run
 

@@ -7,12 +7,13 @@ from typing import Any
 from torch import Tensor
 
 from vgrad.persample.rules.table import Maker
+from vgrad.torch_private.tensors import version_of
 
 
 def check_unchanged(op: str, kept: list[tuple[Tensor, int]]) -> None:
     """Compare the versions of tensors with those that they had."""
     for tensor, version in kept:
-        if tensor._version != version:
+        if version_of(tensor) != version:
             raise RuntimeError(
                 f"{op}: expected an input that stays as it is until the backward pass, "
                 f"but an op of the loss wrote into it in place."

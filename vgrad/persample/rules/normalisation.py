@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from vgrad.persample.factors.base import Dense
 from vgrad.persample.rules.table import Recording, lowered, rule
+from vgrad.torch_private import kernels
 
 
 @rule(F.layer_norm, weights=("weight", "bias"), run=F.layer_norm)
@@ -117,7 +117,7 @@ def by_channels(
         flat = [None if each is None else each.flatten() for each in copies]
         output = run(folded, *flat)
         sizes = (folded.shape[0], record.size, *x.shape[2:])
-        output = torch.ops.aten._unsafe_view(output, sizes)
+        output = kernels.unsafe_view(output, sizes)
         return record.logical(output.transpose(0, 1))
 
 

@@ -1,16 +1,35 @@
-"""Run a Python function of torch so that a function mode sees the calls inside it.
+"""Function modes, autocast's state, and the functions of torch that hide their insides.
 
-A mode is handed `F.multi_head_attention_forward` or `F.interpolate` as one call and is
-off while that runs. What happens inside matters to who treats single ops; calling the
-function once more with the mode on would only hand it the same call again.
+Torch hands a mode `F.multi_head_attention_forward` or `F.interpolate` as one call and
+switches the mode off while it runs. What happens inside matters to modes that handle
+individual ops; calling the function once more with the mode on would only hand it over
+once more. So `opened` makes a copy of it that does not ask whether a mode is there.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from types import FunctionType
 from typing import Any
 
+import torch
+from torch._C import DisableTorchFunction as without_modes
+from torch._C import DisableTorchFunctionSubclass as without_subclasses
+from torch._C import _is_any_autocast_enabled as autocast_is_on
 from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack as function_modes
+
+__all__ = [
+    "ASKING",
+    "autocast_is_on",
+    "function_modes",
+    "is_python",
+    "opened",
+    "unoptimized_scripts",
+    "without_modes",
+    "without_subclasses",
+]
+
 
 _HANDED_ON = (
     "has_torch_function",
@@ -18,7 +37,6 @@ _HANDED_ON = (
     "has_torch_function_variadic",
 )
 """What torch's Python functions ask whether a mode wants the call."""
-
 
 ASKING = frozenset(
     func
@@ -62,3 +80,11 @@ def opened(func: FunctionType) -> Callable:
     )
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
+
+
+def unoptimized_scripts() -> AbstractContextManager:
+    """Run functions of TorchScript op by op; optimized ones differentiate themselves.
+
+    Nor may what they see here, tensors of no memory, become what they optimize for.
+    """
+    return torch.jit.optimized_execution(False)  # pyright: ignore[reportPrivateImportUsage]

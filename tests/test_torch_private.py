@@ -1,0 +1,368 @@
+"""What vgrad expects of each thing that it borrows from torch without a promise.
+
+Where one of these fails, a new torch has changed what the name says, and
+`vgrad/torch_private/` is the place to mend.
+"""
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from vgrad.torch_private import kernels, levels, messages, modes, tensors
+from vgrad.tree import keystr, tree_flatten_with_path
+
+X = torch.arange(6.0).reshape(3, 2)
+
+
+def under_vmap(look, *, randomness="error", grad=False):
+    """Return what `look` finds out about a row of X under vmap, or vmap of grad."""
+    found = []
+
+    def row(x):
+        found.append(look(x))
+        return x.sum()
+
+    torch.vmap(torch.func.grad(row) if grad else row, randomness=randomness)(X)
+    return found[0]
+
+
+class TestLevels:
+    def test_current_level_is_none_outside_and_rises_inward(self):
+        assert levels.current_level() is None
+        outer = under_vmap(lambda x: levels.current_level())
+        assert under_vmap(lambda x: levels.current_level(), grad=True) == outer + 1
+
+    def test_inside_transform_counts_every_transform_and_forward_mode(self):
+        assert not levels.inside_transform()
+        assert under_vmap(lambda x: levels.inside_transform())
+        with torch.autograd.forward_ad.dual_level():
+            assert levels.inside_transform()
+        assert not levels.inside_transform()
+
+    def test_a_mapped_tensor_is_wrapped_batched_and_knows_its_axis_and_level(self):
+        def look(x):
+            wrapped, batched = levels.is_wrapped(x), levels.is_batched(x)
+            here = levels.level_of(x) == levels.current_level()
+            return wrapped, batched, here, levels.batch_axis(x), levels.unwrapped(x)
+
+        *facts, below = under_vmap(look)
+        assert facts == [True, True, True, 0]
+        assert below.data_ptr() == X.data_ptr()
+        assert levels.level_of(X) == -1
+        assert not levels.is_wrapped(X)
+
+    def test_a_gradient_wraps_without_a_batch_and_stored_takes_all_wrappers_off(self):
+        def look(x):
+            return levels.is_wrapped(x), levels.is_batched(x), levels.stored(x)
+
+        wrapped, batched, below = under_vmap(look, grad=True)
+        assert (wrapped, batched) == (True, False)
+        assert below.data_ptr() == X.data_ptr()
+        assert levels.stored(X) is X
+
+    def test_batch_axes_go_on_and_off(self):
+        with levels.vmap_level(3, "error") as level:
+            x = levels.add_batch_axis(X, 0, level)
+            assert x.shape == (2,)
+            assert [*levels.split_batch_axis(x, level)][1] == 0
+            assert levels.split_batch_axis(X, level) == (X, None)
+            out = levels.remove_batch_axis(x * 2, level, 3, 1)
+        assert torch.equal(out, (X * 2).T)
+
+    def test_the_innermost_transform_can_be_left_for_a_block(self):
+        def look(x):
+            interpreter = levels.innermost()
+            facts = interpreter.level() == levels.current_level()
+            with interpreter.lower():
+                inner = levels.current_level()
+            with levels.without_innermost():
+                popped = levels.current_level()
+            return facts, interpreter.batch_size(), inner, popped
+
+        assert under_vmap(look) == (True, 3, None, None)
+
+    def test_decompositions_load_before_the_first_vmap(self):
+        assert levels.load_decompositions() is None
+
+    def test_a_mode_sees_an_autograd_function_as_one_call_under_vmap(self):
+        class Double(torch.autograd.Function):
+            generate_vmap_rule = True
+
+            @staticmethod
+            def forward(x):
+                return x * 2
+
+            @staticmethod
+            def setup_context(ctx, inputs, output): ...
+
+            @staticmethod
+            def backward(ctx, g):
+                return g * 2
+
+        seen = []
+
+        class Listing(TorchFunctionMode):
+            def __torch_function__(self, func, types, args=(), kwargs=None):
+                seen.append(func)
+                return func(*args, **(kwargs or {}))
+
+        def row(x):
+            with Listing():
+                return Double.apply(x)
+
+        torch.vmap(row)(X)
+        assert levels.custom_function_call in seen
+
+
+class TestTensors:
+    def test_the_version_counts_writes(self):
+        x = torch.zeros(2)
+        before = tensors.version_of(x)
+        x[0] = 1
+        x.view(2).add_(1)
+        assert tensors.version_of(x) == before + 2
+
+    def test_a_view_knows_its_base(self):
+        x = torch.zeros(2, requires_grad=True) * 1
+        assert tensors.viewed(x[:1]) is x
+        assert tensors.viewed(x) is None
+        assert tensors.IS_VIEW(x[:1])
+
+    def test_a_leaf_shares_memory_even_inside_transforms(self):
+        made = under_vmap(lambda x: tensors.leaf(X), grad=True)
+        assert made.requires_grad
+        assert made.is_leaf
+        assert tensors.memory(levels.stored(made)) == tensors.memory(X)
+
+    def test_memory_and_storage_are_equal_for_views_alone(self):
+        assert tensors.memory(X) == tensors.memory(X[1:])
+        assert tensors.memory(X) != tensors.memory(X.clone())
+        assert tensors.storage(X) == tensors.storage(X.T)
+        assert {tensors.storage(X)} != {tensors.storage(X.clone())}
+        assert tensors.memory(torch.eye(2).to_sparse()) is None
+
+    def test_hooks_on_tensors_are_seen(self):
+        for register in ("register_hook", "register_post_accumulate_grad_hook"):
+            x = torch.zeros(2, requires_grad=True)
+            assert not tensors.has_hooks(x)
+            getattr(x, register)(lambda *_: None)
+            assert tensors.has_hooks(x)
+
+    @pytest.mark.parametrize("name", tensors.HOOKS)
+    def test_hooks_on_modules_are_where_they_are_looked_for(self, name):
+        module = nn.Linear(1, 1)
+        full = (name.startswith("_backward") and "full_backward") or "forward"
+        full += "_pre_hook" if "pre" in name else "_hook"
+        getattr(module, f"register_{full}")(lambda *_: None)
+        assert len(getattr(module, name)) == 1
+        assert tensors.has_forward_hooks(module) == ("forward" in name)
+        assert tensors.has_backward_hooks(module) == ("backward" in name)
+
+    def test_registries_are_the_dictionaries_themselves(self):
+        module = nn.BatchNorm1d(2)
+        module.register_buffer("constant", torch.ones(1), persistent=False)
+        module.child = nn.Identity()
+        parameters, buffers, children = tensors.registered(module)
+        parameters["weight"] = new = nn.Parameter(torch.ones(2))
+        assert module.weight is new
+        assert module.child is children["child"]
+        kept = [id(each) for each in tensors.persistent(module)]
+        assert id(buffers["running_mean"]) in kept
+        assert id(module.constant) not in kept
+
+    def test_every_batch_norm_is_one(self):
+        for kind in (nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm):
+            assert issubclass(kind, tensors.BatchNorm)
+        assert issubclass(nn.InstanceNorm2d, tensors.NormBase)
+        assert not issubclass(nn.InstanceNorm2d, tensors.BatchNorm)
+
+    @pytest.mark.parametrize("name", [*tensors.GRAPH, *tensors.MEMORY])
+    def test_private_attributes_are_read_through_a_descriptor(self, name):
+        """A function mode sees `__get__` of it, by which `Truth` refuses."""
+        seen = []
+
+        class Listing(TorchFunctionMode):
+            def __torch_function__(self, func, types, args=(), kwargs=None):
+                seen.append(func)
+                return func(*args, **(kwargs or {}))
+
+        x = torch.zeros(1)
+        with Listing():
+            getattr(x, name)
+        (found,) = (func.__self__.__name__ for func in seen)
+        assert found in (name, name.removeprefix("_"))
+
+    @pytest.mark.parametrize(
+        ("op", "expected"),
+        [
+            (torch.ops.aten.add_, {(0, "self", False)}),
+            (torch.ops.aten.add.out, {(3, "out", True)}),
+            (torch.ops.aten.add.Tensor, set()),
+        ],
+    )
+    def test_ops_say_what_they_write_into(self, op, expected):
+        assert isinstance(op, tensors.OPS)
+        assert set(tensors.written(op)) == expected
+
+
+class TestModes:
+    def test_modes_are_listed_and_left_out(self):
+        seen = []
+
+        class Listing(TorchFunctionMode):
+            def __torch_function__(self, func, types, args=(), kwargs=None):
+                seen.append(func)
+                return func(*args, **(kwargs or {}))
+
+        assert not modes.function_modes()
+        with Listing() as mode:
+            assert modes.function_modes() == [mode]
+            with modes.without_modes():
+                X + 1
+        assert not seen
+
+    def test_subclasses_are_left_out(self):
+        class Refusing(Tensor):
+            @classmethod
+            def __torch_function__(cls, *_):
+                raise AssertionError
+
+        with modes.without_subclasses():
+            assert (X.as_subclass(Refusing) + 1).shape == X.shape
+
+    def test_autocast_on_any_device_is_seen(self):
+        assert not modes.autocast_is_on()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert modes.autocast_is_on()
+
+    def test_an_opened_function_shows_its_calls(self):
+        """Its own test of the numbers is the docstring's; here: what is one."""
+        assert modes.is_python(F.multi_head_attention_forward)
+        assert not modes.is_python(F.linear)
+        assert F.multi_head_attention_forward not in modes.ASKING
+        assert all(modes.is_python(func) for func in modes.ASKING)
+
+    def test_scripts_run_unoptimized(self):
+        with modes.unoptimized_scripts():
+            assert not torch._C._get_graph_executor_optimize()
+        assert torch._C._get_graph_executor_optimize()
+
+
+class TestKernels:
+    def test_an_unsafe_view_is_no_view_to_autograd(self):
+        x = torch.zeros(2, 3, requires_grad=True) * 1
+        assert tensors.viewed(kernels.unsafe_view(x, (6,))) is None
+
+    @pytest.mark.parametrize(
+        ("kernel", "reference", "options"),
+        [
+            (kernels.fused_adam_, torch.optim.Adam, {}),
+            (kernels.fused_adamw_, torch.optim.AdamW, {}),
+            (kernels.fused_sgd_, torch.optim.SGD, {"momentum": 0.9}),
+        ],
+    )
+    def test_fused_steps_are_those_of_torch(self, kernel, reference, options):
+        start, grad = torch.randn(5), torch.randn(5)
+        leaf = start.clone().requires_grad_()
+        leaf.grad = grad.clone()
+        reference([leaf], lr=0.1, weight_decay=0.01, **options).step()
+        own, zeros = start.clone(), torch.zeros(5)
+        common = dict(lr=torch.tensor(0.1), weight_decay=0.01, maximize=False)
+        if options:
+            more = dict(dampening=0.0, nesterov=False, is_first_step=False)
+            kernel([own], [grad], [zeros], momentum=0.9, **common, **more)
+        else:
+            more = dict(beta1=0.9, beta2=0.999, eps=1e-8, amsgrad=False)
+            lists = [own], [grad], [zeros], [zeros.clone()], [], [torch.tensor(1.0)]
+            kernel(*lists, **common, **more)
+        torch.testing.assert_close(own, leaf.detach())
+
+    def test_a_convolution_has_its_weight_gradient_alone(self):
+        x, w = torch.randn(2, 3, 5), torch.randn(4, 3, 2, requires_grad=True)
+        (expected,) = torch.autograd.grad(F.conv1d(x, w).sum(), w)
+        sizes, mask = w.new_empty(()).expand(w.shape), [False, True, False]
+        options = (None, (1,), (0,), (1,), False, (0,), 1, mask)
+        ones = torch.ones(2, 4, 4)
+        found = kernels.convolution_backward(ones, x, sizes, *options)[1]
+        torch.testing.assert_close(found, expected)
+
+    @pytest.mark.parametrize("name", ["sigmoid", "tanh"])
+    def test_derivatives_take_the_output(self, name):
+        x = torch.randn(4, requires_grad=True)
+        output = getattr(torch, name)(x)
+        (expected,) = torch.autograd.grad(output.sum(), x)
+        found = getattr(kernels, f"{name}_backward")(torch.ones(4), output)
+        torch.testing.assert_close(found, expected)
+
+    def test_a_cpu_says_what_it_multiplies(self):
+        answers = [kernels.cpu_multiplies(d) for d in (torch.bfloat16, torch.float16)]
+        assert {type(each) for each in answers} == {bool}
+        assert kernels.cpu_multiplies(torch.float32)
+
+
+class Old(torch.autograd.Function):
+    """In the old style, without setup_context."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2
+
+
+def checkpointed(x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        return x.exp()
+
+
+def written_data(x):
+    x.data = torch.zeros(2)
+
+
+def own_backward(x):
+    y = x.detach().requires_grad_()
+    return torch.autograd.grad(y.sum(), y)[0]
+
+
+DIVERSE = [
+    (messages.RANDOM, lambda x: torch.rand(2) + x, {}),
+    (messages.RANDOM_OF_EACH, torch.bernoulli, {"randomness": "same"}),
+    (messages.NO_SETUP_CONTEXT, Old.apply, {}),
+    (messages.HOOKS_ON_SAVED[0], checkpointed, {"grad": True}),
+    (messages.OWN_BACKWARD[1], own_backward, {"grad": True}),
+    (messages.NOT_MAPPED[0], lambda x: X[:1].clone().add_(0) * x.item(), {}),
+    (messages.NOT_MAPPED[0], lambda x: X[0].clone().mul_(x), {}),
+    (messages.NOT_MAPPED[0], lambda x: x[x.nonzero()], {}),
+    (messages.NOT_MAPPED[5], lambda x: x.data_ptr(), {}),
+    (messages.NOT_MAPPED[6], lambda x: x.untyped_storage(), {}),
+    (messages.NOT_MAPPED[7], written_data, {}),
+]
+
+
+@pytest.mark.parametrize(("text", "function", "options"), DIVERSE)
+def test_torch_refuses_in_the_words_that_are_matched(text, function, options):
+    with pytest.raises(RuntimeError) as caught:
+        under_vmap(lambda x: function(x), **options)
+    assert text in str(caught.value)
+
+
+def test_a_warning_of_a_missing_rule_names_the_op():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.vmap(lambda x: F.bilinear(x[None], x[None], torch.ones(1, 2, 2)))(X)
+    found = {messages.op_without_rule(str(each.message)) for each in caught}
+    assert found == {"aten::bilinear"}
+    assert messages.op_without_rule("something else") == ""
+
+
+def test_trees_have_places_with_names():
+    tree = {"moments": (X, [X])}
+    leaves, _ = tree_flatten_with_path(tree)
+    names = [keystr(path) for path, _ in leaves]
+    assert names == ["['moments'][0]", "['moments'][1][0]"]

@@ -1,0 +1,48 @@
+"""Texts of torch's errors and warnings by which vgrad tells what happened.
+
+Torch raises plain `RuntimeError` for all of these (torch/_functorch/vmap.py,
+aten/src/ATen/functorch, torch/csrc/autograd). Errors of classes of their own would end
+the need.
+"""
+
+RANDOM = "randomness error mode"
+"""A random op under `randomness="error"`."""
+
+RANDOM_OF_EACH = "does not currently support same randomness"
+"""Numbers drawn from parameters that are mapped over, under `randomness="same"`."""
+
+HOOKS_ON_SAVED = ("saved tensor hooks", "CheckpointFunction")
+"""Activation checkpointing, or another use of hooks on saved tensors."""
+
+NO_SETUP_CONTEXT = "setup_context"
+"""An autograd.Function in the old style, which transforms cannot run."""
+
+OWN_BACKWARD = (
+    "backward() called inside",
+    "attempting to call Tensor.requires_grad_()",
+)
+"""A backward pass inside a transform."""
+
+NOT_MAPPED = (
+    "vmap:",
+    "Batching rule not implemented",
+    "vmap over",
+    "under vmap",
+    "inside of vmap",
+    "doesn't have storage",
+    "Cannot access storage",
+    "mutating directly with `.data`",
+    "view size is not compatible",
+)
+"""An op that vmap cannot run, or not for tensors that are mapped over."""
+
+SHAPES = "broadcast shape"
+"""Shapes that do not go together; recurrent nets under vmap stumble there."""
+
+_NO_RULE = "batching rule for"
+
+
+def op_without_rule(warning: str) -> str:
+    """Return the op that vmap warns of running sample by sample, or nothing."""
+    _, found, rest = warning.partition(_NO_RULE)
+    return rest.split()[0].rstrip(".") if found else ""

@@ -1,0 +1,102 @@
+"""What tensors, modules and ops keep to themselves.
+
+Torch documents none of it, but its own code (`torch.nn.Module`, `torch.optim`,
+`torch.utils.checkpoint`) relies on all of it.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+
+__all__ = ["GRAPH", "HOOKS", "IS_VIEW", "MEMORY", "OPS", "BatchNorm", "NormBase"]
+
+GRAPH = ("_grad_fn", "_backward_hooks", "_post_accumulate_grad_hooks")
+"""Private attributes that speak of a tensor's graph."""
+
+MEMORY = ("_version", "_base")
+"""Private attributes that speak of a tensor's memory."""
+
+IS_VIEW = Tensor._is_view
+"""The method that does."""
+
+OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+"""The classes of what `torch.ops` holds."""
+
+HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+"""Where a module keeps the hooks on its calls."""
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often the memory of a tensor was written to in place."""
+    return tensor._version
+
+
+def viewed(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that `tensor` is a view of; None if it is no view."""
+    return tensor._base if tensor._is_view() else None
+
+
+def leaf(value: Tensor) -> Tensor:
+    """Return a leaf of the same memory that requires grad.
+
+    Inside a transform `requires_grad_()` raises, even on tensors from outside.
+    """
+    return Tensor._make_subclass(Tensor, value.detach(), True)
+
+
+def memory(tensor: Tensor) -> int | None:
+    """Return an address that tells memory apart; None without ordinary storage."""
+    if not torch._C._has_storage(tensor):
+        return None
+    return tensor.untyped_storage()._cdata
+
+
+def storage(tensor: Tensor) -> StorageWeakRef:
+    """Return a weak reference to the memory, equal for all tensors that share it."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Tell whether hooks wait for the gradient of a tensor."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def registered(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    """Return the very dictionaries of a module's parameters, buffers and children."""
+    return module._parameters, module._buffers, module._modules
+
+
+def persistent(module: nn.Module) -> Iterator[Tensor | None]:
+    """Yield the buffers of a module that its `state_dict()` holds."""
+    for name, buffer in module._buffers.items():
+        if name not in module._non_persistent_buffers_set:
+            yield buffer
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Tell whether hooks run when a module is called."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Tell whether hooks run when a gradient passes a module."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def written(op: Any) -> Iterator[tuple[int, str, bool]]:
+    """Yield place, name and whether by keyword only of what an op writes into."""
+    packet = isinstance(op, torch._ops.OpOverloadPacket)
+    for each in [getattr(op, name) for name in op.overloads()] if packet else [op]:
+        for place, argument in enumerate(each._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield place, argument.name, argument.kwarg_only
