@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
+from vgrad.dtypes import no_autocast
 from vgrad.ensemble.choice import Chooser
 from vgrad.ensemble.execution import (
     Call,
@@ -245,7 +246,7 @@ def _gradient(
         value, (losses, buffers) = function(leaves)
     found = dict.fromkeys(leaves)
     if value.requires_grad:
-        with torch.autocast(value.device.type, enabled=False):
+        with no_autocast(value.device):
             each = torch.autograd.grad(value, [*leaves.values()], allow_unused=True)
         found = dict(zip(leaves, each, strict=True))
     unreached = {name for name, grad in found.items() if grad is None}

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from vgrad import batches, checks
+from vgrad.dtypes import wide
 from vgrad.ensemble.execution import Strategy
 from vgrad.ensemble.forward import ensemble_forward
 from vgrad.functional.model import FunctionalModel
 from vgrad.persample.engine.guard import LossGuard
-from vgrad.persample.factors.reductions import wide
 from vgrad.typing import Buffers, Params, Tree
 
 

@@ -8,7 +8,6 @@ B samples of a vmap, N leading axes as one, H heads, L queries, S keys, E and V 
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from vgrad.dtypes import no_autocast
 from vgrad.torch_private import levels
 
 Kernel = Callable[..., Tensor]
@@ -160,13 +160,6 @@ def _autocast(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(kind)) if enabled else tensor
 
 
-def _no_autocast(device: torch.device) -> AbstractContextManager:
-    """Leave dtypes alone, whatever surrounds the backward pass."""
-    if not torch.amp.is_autocast_available(device.type):
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
-
-
 def _attend(kernel: Kernel, *inputs: Tensor | None) -> Tensor:
     """Run the kernel if no transform is left, else hand on to the next."""
     if levels.current_level() is None:
@@ -226,7 +219,7 @@ class _Gradient(_Refusing):
         pairs = zip(inputs, needed, strict=True)
         leaves = [x if x is None else x.detach().requires_grad_(n) for x, n in pairs]
         wanted = [x for x in leaves if x is not None and x.requires_grad]
-        with torch.enable_grad(), _no_autocast(grad.device):
+        with torch.enable_grad(), no_autocast(grad.device):
             out = kernel(*leaves)  # an empty output may not depend on its inputs
             return torch.autograd.grad(out, wanted, grad, materialize_grads=True)
 

@@ -11,7 +11,6 @@ a GRU, else 1), L layers, D directions
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from vgrad import checks
+from vgrad.dtypes import no_autocast
 from vgrad.lowering.cells import State, over_layers
 from vgrad.lowering.through_time import BACKWARD, Run, lstm_forwards, shifted
 
@@ -246,7 +246,7 @@ class _Gradient(Function):
             zero[0] if d_c is None else d_c,
             *(gates, cells, x, before, output, c, *weights),
         )
-        with _no_autocast(x.device):
+        with no_autocast(x.device):
             wide: Any = (None if each is None else each.to(dtype) for each in given)
             run = Run(reverse, *wide)
             d_ih, d_hh, *d_state = BACKWARD[mode](run)
@@ -275,10 +275,3 @@ def _by_steps(*tensors: Tensor | None) -> bool:
     same = {(each.device.type, each.dtype) for each in given}
     plain = same in ({("cpu", torch.float32)}, {("cpu", torch.float64)})
     return plain and not torch.is_autocast_enabled("cpu")
-
-
-def _no_autocast(device: torch.device) -> AbstractContextManager:
-    """Leave dtypes alone, whatever surrounds the backward pass."""
-    if not torch.amp.is_autocast_available(device.type):
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vgrad import batches, checks
 from vgrad.batches import ChunkSize
+from vgrad.dtypes import double, no_autocast
 from vgrad.persample.engine.collectors import Factors, Projections
 from vgrad.persample.engine.options import Options, Transform, joined
 from vgrad.persample.engine.problem import Randomness
@@ -119,12 +120,12 @@ def per_sample_gram(
             value = next(iter(params.values()))
             found = {group: value.new_zeros(sizes, dtype=dtype) for group in members}
         elif cross is None:
-            with _no_autocast(params):
+            with no_autocast(next(iter(params.values())).device):
                 found = _summed(members, lambda name: _symmetric(held.pop(name)))
         else:
             strips = []
             for chunk in options.chunks(params, buffers, cross, Factors):
-                with _no_autocast(params):
+                with no_autocast(next(iter(params.values())).device):
                     strips.append(_strip(held, chunk.collected.factors, members))
                 parts.append(chunk._replace(collected=None))
             found = {
@@ -255,11 +256,6 @@ class _Directions:
         return torch.from_numpy(signs).to(torch.float32) * 2 - 1
 
 
-def _no_autocast(params: Params) -> torch.autocast:
-    """Keep a surrounding autocast from rounding the products."""
-    return torch.autocast(next(iter(params.values())).device.type, enabled=False)
-
-
 def _check_cross(cross: Any) -> None:
     """Refuse a bare tensor, which would be taken for a tuple of its rows."""
     if cross is not None and not isinstance(cross, tuple | list):
@@ -290,7 +286,7 @@ def _summed(
     found: dict[str, Tensor] = {}
     for group, names in members.items():
         for name in names:
-            part = reductions.double(product(name)).real
+            part = double(product(name)).real
             found[group] = found[group] + part if group in found else part
     return found
 

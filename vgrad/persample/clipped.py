@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.batches import ChunkSize
+from vgrad.dtypes import no_autocast
 from vgrad.persample.engine.collectors import Settled
 from vgrad.persample.engine.options import Options, Transform, joined
 from vgrad.persample.engine.problem import Randomness
@@ -260,7 +261,7 @@ class ClippedGradFn(Transform):
         for chunk in self.options.chunks(params, buffers, batch, Settled):
             settled = chunk.collected
             decision = self._clip.decide(settled.norms, clipped_parts, dtype)
-            with torch.autocast(decision.keep.device.type, enabled=False):
+            with no_autocast(decision.keep.device):
                 for part in self._sums(settled, decision, clipped_parts):
                     sums.add(part)
             found.append(decision.norms)

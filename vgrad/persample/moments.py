@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.batches import ChunkSize
+from vgrad.dtypes import wide
 from vgrad.persample.engine.collectors import Moments
 from vgrad.persample.engine.options import Options, Transform, joined
 from vgrad.persample.engine.problem import Randomness
@@ -146,7 +147,7 @@ class _Running:
             mean, squares = self._means.pop(name), self._squares.pop(name)
             signal, variance = _squared(mean), squares / max(size - 1, 0)
             trace, square = trace + variance.sum(), square + signal.sum()
-            dtype = reductions.wide(value.dtype)
+            dtype = wide(value.dtype)
             found.mean[name] = mean.to(dtype)
             found.variance[name] = variance.to(dtype.to_real())
             found.second_moment[name] = (signal + squares / size).to(dtype.to_real())

@@ -52,6 +52,7 @@ from torch import Tensor
 
 from vgrad import batches, tree
 from vgrad.batches import ChunkSize
+from vgrad.dtypes import wide
 from vgrad.persample.engine.collectors import Gradients, Norms, Weighted
 from vgrad.persample.engine.options import Options, Transform, joined
 from vgrad.persample.engine.problem import Randomness
@@ -231,7 +232,7 @@ def weighted_grad(
 
 def _grad_dtype(dtype: torch.dtype, loss_scale: LossScale | None) -> torch.dtype:
     """Return the parameter's dtype, in which an unscaled gradient might be zero."""
-    return dtype if loss_scale is None else reductions.wide(dtype)
+    return dtype if loss_scale is None else wide(dtype)
 
 
 def _own_memory(grad: Tensor) -> Tensor:

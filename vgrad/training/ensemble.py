@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from vgrad import checks, optim
+from vgrad.dtypes import widened
 from vgrad.ensemble.axes import members, shared_names
 from vgrad.ensemble.execution import Call, InDims, Randomness, Strategy
 from vgrad.ensemble.gradients import (
@@ -27,7 +28,6 @@ from vgrad.training.steps import (
     in_float16,
     kept_dtypes,
     own_randomness,
-    wide,
 )
 from vgrad.tree import to_device, tree_map, tree_map_only
 from vgrad.typing import BatchLossFn, Buffers, Params, Tree
@@ -213,7 +213,7 @@ def ensemble_train_step(
                     _where(together, optimizer.shared, state.optimizer.shared),
                 )
             metrics = {
-                "loss": wide(result.losses),
+                "loss": widened(result.losses),
                 "skipped": (state.active & ~finite).float(),
             }
             if scaled:

@@ -10,6 +10,7 @@ from torch import Tensor
 from vgrad import batches, optim
 from vgrad.batches import ChunkSize
 from vgrad.dp.plan import Plan
+from vgrad.dtypes import widened
 from vgrad.generators import secret_key, torch_seed
 from vgrad.optim.base import GradientTransformation
 from vgrad.persample.clipped import clipped_grad
@@ -166,7 +167,7 @@ def train_step(
             grads = scale.unscale(grads)
             params, optimizer = optim.step(tx, grads, state.optimizer, state.params)
             new = (params, optimizer, kept_dtypes(detached(buffers), state.buffers))
-            metrics = {"loss": wide(value)}
+            metrics = {"loss": widened(value)}
             if scaled:
                 finite = all_finite(grads)
                 old = (state.params, state.optimizer, state.buffers)
@@ -262,7 +263,7 @@ def private_step(
             )
             params, optimizer = optim.step(tx, grads, state.optimizer, state.params)
         metrics = {
-            "loss": wide(result.losses).mean(),
+            "loss": widened(result.losses).mean(),
             "samples": torch.tensor(len(result.losses)),
             "clipped": result.clipped,
             "nonfinite": result.nonfinite,
@@ -307,11 +308,6 @@ def kept_dtypes(buffers: Buffers, old: Buffers) -> Buffers:
         return new.to(old.dtype) if new.is_floating_point() else new
 
     return map_values(like, buffers, old)
-
-
-def wide(value: Tensor) -> Tensor:
-    """Cast to `promote_types(dtype, float32)`, the dtype of metrics."""
-    return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 @contextmanager

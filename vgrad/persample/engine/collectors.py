@@ -11,8 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from vgrad.dtypes import double
 from vgrad.persample.factors.base import Dense, Factor, Probes, Zero
-from vgrad.persample.factors.reductions import Norm, double
+from vgrad.persample.factors.reductions import Norm
 from vgrad.persample.factors.sums import ordinary, reach, total
 from vgrad.torch_private import levels
 from vgrad.typing import Params

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vgrad import checks, tree
+from vgrad.dtypes import no_autocast
 from vgrad.lowering.truthful import Truth
 from vgrad.persample.engine.guard import LossGuard, UnsupportedOp, raise_clearly
 from vgrad.persample.engine.problem import Problem
@@ -100,7 +101,7 @@ def recorded(problem: Problem, start: int, stop: int) -> Chunk:
         # What is computed again in the backward pass is not under vmap any more.
         with torch.autograd.graph.disable_saved_tensors_hooks(_NO_HOOKS):
             losses, aux = mapped(tensors)
-        with torch.autocast(losses.device.type, enabled=False):
+        with no_autocast(losses.device):
             recorder.backward(losses, problem.cotangent(losses))
     _check_unreached(problem, start, frozenset(recorder.unreached))
     losses, aux = tree_map_only(Tensor, torch.Tensor.detach, (losses, aux))
@@ -124,7 +125,7 @@ def vmap(problem: Problem, start: int, stop: int) -> Chunk:
         forward = torch.func.vjp(of_params, dict(problem.params), has_aux=True)
         value, pullback, aux = cast(tuple[Tensor, Callable, Tree], forward)
         # As in eager training, autocast covers the forward pass alone.
-        with torch.autocast(value.device.type, enabled=False):
+        with no_autocast(value.device):
             (grads,) = pullback(problem.cotangent(value))
         return grads, value, aux
 
@@ -214,7 +215,7 @@ def _check_unreached(problem: Problem, start: int, names: frozenset[str]) -> Non
 def _collected(problem: Problem, grads: Params, losses: Tensor, aux: Tree) -> Chunk:
     """Hand stored gradients on, so that no more than one is held twice."""
     collected = problem.collect()
-    with torch.autocast(losses.device.type, enabled=False):
+    with no_autocast(losses.device):
         for name in list(grads):
             collected.take(name, problem.unscaled(Dense(grads.pop(name))))
     return Chunk(collected, losses, aux)
@@ -242,7 +243,7 @@ def _plain_gradient(of_params: Callable, problem: Problem) -> tuple:
         if not value.requires_grad:  # nothing that is differentiated has a part in it
             zeros = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
             return zeros, value, aux
-        with torch.autocast(value.device.type, enabled=False):
+        with no_autocast(value.device):
             grads = torch.autograd.grad(
                 value,
                 list(leaves.values()),
@@ -261,7 +262,7 @@ def _functional_gradient(of_params: Callable, problem: Problem) -> tuple:
     """Differentiate by torch.func, which works inside its other transforms."""
     forward = torch.func.vjp(of_params, dict(problem.params), has_aux=True)
     value, pullback, aux = cast(tuple[Tensor, Callable, Tree], forward)
-    with torch.autocast(value.device.type, enabled=False):
+    with no_autocast(value.device):
         (grads,) = pullback(problem.cotangent(value))
     return grads, value, aux
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vgrad.dtypes import double, wide
 from vgrad.persample.factors import costs, reductions, sums
 from vgrad.persample.factors.reductions import Norm
 
@@ -123,7 +124,7 @@ class Dense(Factor):
 
     def double(self) -> "Dense":
         """Widen the gradients."""
-        return Dense(reductions.double(self.g))
+        return Dense(double(self.g))
 
     def project(self, probes: Probes) -> Tensor:
         """Contract the longer side of the gradients, then the other."""
@@ -164,7 +165,7 @@ class Zero(Factor):
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Return zeros."""
-        return self.like.new_zeros(self.shape, dtype=reductions.wide(self.like.dtype))
+        return self.like.new_zeros(self.shape, dtype=wide(self.like.dtype))
 
     def take(self, rows: Tensor) -> "Zero":
         """Return the zeros of these samples."""
@@ -172,11 +173,11 @@ class Zero(Factor):
 
     def double(self) -> "Zero":
         """Widen the zeros."""
-        return Zero(self.size, reductions.double(self.like))
+        return Zero(self.size, double(self.like))
 
     def gram(self, other: Factor) -> Tensor:
         """Return zeros."""
-        dtype = reductions.wide(self.like.dtype)
+        dtype = wide(self.like.dtype)
         return self.like.new_zeros((self.size, other.size), dtype=dtype)
 
     def project(self, probes: Probes) -> Tensor:
@@ -287,7 +288,7 @@ class Outer(Factor):
 
     def double(self) -> "Outer":
         """Widen both factors."""
-        inputs, outputs = map(reductions.double, self.sides)
+        inputs, outputs = map(double, self.sides)
         return Outer(inputs, outputs, self.shape)
 
     def gram(self, other: Factor) -> Tensor:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vgrad.dtypes import wide
 from vgrad.persample.factors import reductions
 from vgrad.persample.factors.base import Dense, Factor, Outer, Probes, Zero
 from vgrad.persample.factors.reductions import Norm
@@ -104,7 +105,7 @@ class Tied(Factor):
             outer,
             rows,
             cross,
-            reductions.wide(self.outer.inputs.dtype),
+            wide(self.outer.inputs.dtype),
             lambda which: self.take(which).double().grad(),
         )
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vgrad.dtypes import double
 from vgrad.persample.factors import costs, reductions, sums
 from vgrad.persample.factors.base import Dense, Factor, Probes
 from vgrad.persample.factors.reductions import Norm
@@ -66,7 +67,7 @@ class Conv(Factor):
 
     def double(self) -> "Conv":
         """Widen both factors."""
-        inputs, outputs = map(reductions.double, self.sides)
+        inputs, outputs = map(double, self.sides)
         return replace(self, inputs=inputs, outputs=outputs)
 
     def grad(self) -> Tensor:

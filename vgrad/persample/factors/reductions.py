@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vgrad.dtypes import wide
 from vgrad.torch_private import levels
 from vgrad.typing import Params
 
@@ -60,11 +61,6 @@ class Norm(NamedTuple):
         return cls(together(values), together(uppers), reach)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for sums of numbers of `dtype`: float32 or wider."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def norm_dtype(params: Params) -> torch.dtype:
     """Return the dtype of norms over all parameters: real, float32 or wider."""
     dtype = torch.float32
@@ -76,11 +72,6 @@ def norm_dtype(params: Params) -> torch.dtype:
 def no_norms(params: Params, dtype: torch.dtype) -> Tensor:
     """Return the norms of an empty batch, [0]."""
     return next(iter(params.values())).new_zeros(0, dtype=dtype)
-
-
-def double(tensor: Tensor) -> Tensor:
-    """Widen to float64, or to its complex numbers."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float64))
 
 
 def together(norms: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vgrad.dtypes import double, wide
 from vgrad.persample.factors import reductions
 from vgrad.persample.factors.base import Factor, Probes
 from vgrad.persample.factors.reductions import Norm
@@ -37,7 +38,7 @@ class Rows(Factor):
 
     def grad(self) -> Tensor:
         """Add the rows up in tables of zeros."""
-        rows = self._rows().to(reductions.wide(self.outputs.dtype))
+        rows = self._rows().to(wide(self.outputs.dtype))
         table = rows.new_zeros((self.size * self.shape[0], self.shape[1]))
         table.index_add_(0, self._keys(), rows)
         return table.to(self.outputs.dtype).view(self.size, *self.shape)
@@ -47,17 +48,17 @@ class Rows(Factor):
         if self.index.numel() == 0:
             return Norm.exactly(self.outputs.new_zeros(self.size, dtype=torch.float64))
         # Those of one sample stay side by side when they are sorted.
-        _, sums = _summed(self._keys(), reductions.double(self._rows()))
+        _, sums = _summed(self._keys(), double(self._rows()))
         norms = reductions.row_norms(sums)
         value = reductions.together(norms.view(self.size, -1))
-        eps = torch.finfo(reductions.wide(self.outputs.dtype)).eps
+        eps = torch.finfo(wide(self.outputs.dtype)).eps
         return Norm(value, value * (1 + eps), value)
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Scale the rows, add up those of one index, and write them into a table."""
-        rows = reductions.double(self.outputs) * weights.double().view(-1, 1, 1)
+        rows = double(self.outputs) * weights.double().view(-1, 1, 1)
         keys, sums = _summed(self.index.flatten(), rows.flatten(0, 1))
-        dtype = reductions.wide(self.outputs.dtype)
+        dtype = wide(self.outputs.dtype)
         table = self.outputs.new_zeros(self.shape, dtype=dtype)
         return table.index_add_(0, keys, sums.to(dtype))
 
@@ -67,7 +68,7 @@ class Rows(Factor):
 
     def double(self) -> "Rows":
         """Widen the rows."""
-        return Rows(self.index, reductions.double(self.outputs), self.shape)
+        return Rows(self.index, double(self.outputs), self.shape)
 
     def gram(self, other: Factor) -> Tensor:
         """Inner products of rows of equal index."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vgrad.persample.factors import reductions
+from vgrad.dtypes import wide
 from vgrad.persample.factors.base import Factor, Probes
 from vgrad.persample.factors.reductions import Norm
 
@@ -38,7 +38,7 @@ class Scaled(Factor):
     def grad(self) -> Tensor:
         """Return the gradients."""
         grad = self.factor.grad()
-        return grad.to(reductions.wide(grad.dtype)) / self.scale
+        return grad.to(wide(grad.dtype)) / self.scale
 
     def norm(self) -> Norm:
         """Return their norms."""

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vgrad.persample.factors.reductions import double, memory_order, products, wide
+from vgrad.dtypes import double, wide
+from vgrad.persample.factors.reductions import memory_order, products
 from vgrad.typing import Params
 
 ROWS_AT_ONCE = 65536
