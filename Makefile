@@ -1,7 +1,10 @@
 PYTHON ?= python3
 RUN := .venv/bin
 
-.PHONY: demo test test-random bench clean
+.PHONY: demo test quick test-random bench clean
+
+# One thread for each of several processes: the ops of tests are too small for two.
+PYTEST := OMP_NUM_THREADS=1 $(RUN)/python -m pytest tests -n auto --dist worksteal
 
 demo: .venv/installed
 	$(RUN)/python -m vgrad train --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -10,10 +13,14 @@ test: .venv/installed
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
 	$(RUN)/pyright
-	$(RUN)/python -m pytest tests
+	$(PYTEST)
+
+quick: .venv/installed
+	$(RUN)/ruff check .
+	$(PYTEST) -q -m "not slow"
 
 test-random: .venv/installed
-	$(RUN)/python -m pytest tests -m hypothesis --hypothesis-profile=random
+	$(PYTEST) -m hypothesis --hypothesis-profile=random
 
 bench: .venv/installed
 	$(RUN)/python -m pytest --benchmark-only

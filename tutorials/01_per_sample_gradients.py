@@ -34,7 +34,7 @@ class SimpleCNN(nn.Module):
         return F.log_softmax(self.fc2(F.relu(self.fc1(x))), dim=1)
 
 
-# In float64 the ways below agree to the last digits, which makes the check sharp.
+# In float64 the three ways below agree to the last digits, so the check is sharp.
 model = SimpleCNN().double()
 images = torch.randn(BATCH, 1, 28, 28, dtype=torch.float64)
 targets = torch.randint(10, (BATCH,))
@@ -76,7 +76,7 @@ assert one["fc2.bias"].shape == (10,)
 # %% Vmap: the same function over the batch, with the parameters held fixed.
 mapped = vgrad.vmap(vgrad.grad(loss_of_one), in_dims=(None, 0, 0))
 
-# %% vgrad: the loss from model and criterion, and the whole of it in one call.
+# %% vgrad: make the loss of model and criterion; one call computes all gradients.
 loss = vgrad.sample_loss(fmodel, F.nll_loss)
 compute = vgrad.per_sample_grad(loss)
 
@@ -89,7 +89,7 @@ for name, grad in mapped(params, images, targets).items():
     torch.testing.assert_close(grad, reference[name], rtol=1e-9, atol=1e-12)
 
 
-# %% They take different time. Run it a few times: the first call of each warms up.
+# %% Their times differ. The first call of each warms up, so run each more than once.
 def milliseconds(function, *args) -> float:
     """Return the best of two calls."""
     best = float("inf")
@@ -104,7 +104,7 @@ print(f"loop  {milliseconds(by_loop):7.1f} ms")
 print(f"vmap  {milliseconds(mapped, params, images, targets):7.1f} ms")
 print(f"vgrad {milliseconds(compute, params, buffers, images, targets):7.1f} ms")
 
-# %% Often the gradients are not wanted, only what follows from them.
+# %% Often nobody needs the gradients themselves, only what follows from them.
 norms = vgrad.per_sample_norm(loss)(params, buffers, images, targets)
 clipped = vgrad.clipped_grad(loss, max_norm=1.0)
 result = clipped(params, buffers, images, targets)

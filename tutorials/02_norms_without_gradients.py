@@ -17,8 +17,8 @@ BATCH, POSITIONS, INPUTS, OUTPUTS = 16, 8, 256, 128
 weight = {"weight": torch.randn(OUTPUTS, INPUTS) / 16}
 
 
-# The second half of a sample is what the loss multiplies the output with, which makes
-# it the gradient at the output: we can read off both tensors.
+# The loss multiplies the output by the second half of a sample, which therefore is the
+# gradient at the output: we can read off both tensors.
 def loss(params, buffers, x, g):
     """Loss of one sample whose gradient is the outer product of g and x."""
     return (F.linear(x, params["weight"]) * g).sum()
@@ -36,7 +36,7 @@ torch.testing.assert_close(by_hand, gradients.flatten(1).norm(dim=1))
 norms = vgrad.per_sample_norm(loss)
 torch.testing.assert_close(norms(weight, {}, x, g), by_hand)
 
-# %% What that saves, as vgrad sees it: explain says what a transform does.
+# %% What that saves: explain says how a transform computes, and with how much memory.
 stored = vgrad.explain(vgrad.per_sample_grad(loss))(weight, {}, x, g)
 free = vgrad.explain(norms)(weight, {}, x, g)
 print(free, "\n")
@@ -62,8 +62,8 @@ explained = vgrad.explain(norms)(weight, {}, x, g)
 print(explained, "\n")
 assert explained.rows[0].form == "gram"
 
-# %% With many positions and few channels the gradients are the smaller ones.
-# Nothing has to be chosen: vgrad compares operations and bytes for every layer.
+# %% With many positions and few channels, the gradients are smaller than the matrices.
+# Nobody has to choose: vgrad compares operations and bytes for every layer.
 narrow = {"weight": torch.randn(4, 3)}
 batch = torch.randn(BATCH, 500, 3), torch.randn(BATCH, 500, 4)
 assert vgrad.explain(norms)(narrow, {}, *batch).rows[0].form == "gradients"

@@ -1,6 +1,6 @@
 """Mixed precision: half the memory for activations, and the same accuracy.
 
-A policy says which dtype parameters, computation and outputs have. Under
+A policy gives the dtypes of parameters, computation and outputs. Under
 "mixed_bfloat16" the products of a network run in bfloat16 while parameters, and the
 optimizer, stay in float32: a small update would be lost in 8 bits of a significand. So
 would a sum, which is why losses, and the inside of norm layers, are float32 too.
@@ -125,8 +125,8 @@ accuracies = [accuracy for _, _, accuracy in small.values()]
 assert min(accuracies) > 0.85
 assert max(accuracies) - min(accuracies) < 0.05
 
-# %% Per-sample gradients under a policy have the dtype of the parameters,
-# and what a loss scale does cannot be seen: every sample is unscaled before its norm.
+# %% Per-sample gradients under a policy have the dtype of the parameters. A loss scale
+# leaves no trace: every sample is unscaled before its norm is taken.
 fmodel, params, buffers = vgrad.make_functional_with_buffers(
     network(28), disable_autograd_tracking=True
 )

@@ -1,9 +1,9 @@
 """From `torch.optim` to pure functions: the same numbers, and what they then can do.
 
 An optimizer of vgrad is two functions: `init(params)` makes a state, and
-`update(grads, state, params)` returns updates and a new state. Nothing is changed in
-place. So a whole training is a function, which can be mapped over many trainings at
-once, and differentiated.
+`update(grads, state, params)` returns updates and a new state. Nothing changes in
+place. So a whole training run is a function: it can be mapped over many runs at once,
+and it can be differentiated.
 """
 
 # %% scikit-learn's digits and a small network, in float64 to compare curves.
@@ -16,7 +16,7 @@ import vgrad
 from vgrad import optim
 from vgrad.ensemble import for_members
 
-torch.set_num_threads(1)  # for so small a model more of them wait for one another
+torch.set_num_threads(1)  # with a model this small, more threads only wait
 torch.manual_seed(0)
 digits = load_digits()
 order = torch.randperm(len(digits.target))
@@ -64,8 +64,8 @@ torch.testing.assert_close(
 )
 print(f"{STEPS} steps from {curve[0]:.4f} to {curve[-1]:.4f}, with both")
 
-# %% A run of torch can go on here from where it is, and code that asks for an optimizer
-# of torch can have one.
+# %% A run of torch continues here from where it is. Code that needs an optimizer of
+# torch gets one, too.
 tx, state = optim.from_torch(optimizer)
 assert state[0].count == STEPS
 adapted = optim.as_torch(optim.lion(1e-3), model.named_parameters())
@@ -104,21 +104,22 @@ alone = trained(rates[best].item(), batches)
 for name, value in alone.items():
     torch.testing.assert_close(members[name][best], value, rtol=1e-6, atol=1e-9)
 
-# %% Where the members' parameters are stacked already, `for_members` does the same to
-# an optimizer, for loops that look at every step.
+# %% Where the members' parameters are stacked already, `for_members` maps an optimizer
+# in the same way, for loops that look at every step.
 tx = for_members(optim.sgd, lr=rates, momentum=0.9)
 stacked = {name: p.expand(len(rates), *p.shape).clone() for name, p in start.items()}
 state = tx.init(stacked)
 for rows in batches:
     grads = torch.vmap(torch.func.grad(loss), (0, None))(stacked, rows)
     stacked, state = optim.step(tx, grads, state, stacked)
-# Up to the best rate: where training diverges, roundings grow as everything does.
+# Up to the best rate: where training diverges, rounding errors grow with everything
+# else.
 for name, value in stacked.items():
     torch.testing.assert_close(value[: best + 1], members[name][: best + 1])
 
 
-# %% The training is differentiable, too: the gradient of the loss after ten steps flows
-# through all of the updates, momentum included, to the rate of every single step.
+# %% The training run is differentiable, too: the gradient of the loss after ten steps
+# flows through all updates, momentum included, to the rate of every single step.
 def outcome(log_rates):
     """Return the loss after a step at each of the rates."""
     schedule = log_rates.exp()
@@ -135,8 +136,8 @@ shift = 1e-5 * torch.eye(10, dtype=torch.float64)[3]
 difference = (outcome(log_rates + shift) - outcome(log_rates - shift)) / 2e-5
 torch.testing.assert_close(slopes[3], difference, rtol=1e-4, atol=1e-8)
 
-# %% So the schedule can be learned as everything else is, by one more optimizer. No
-# sweep finds ten rates: they beat the best rate that is the same for all steps.
+# %% So one more optimizer can learn the schedule. No sweep finds ten rates at once:
+# they beat the best single rate for all steps.
 meta, learned = optim.adam(0.05), {"log_rates": log_rates}
 meta_state = meta.init(learned)
 for _ in range(30):

@@ -1,8 +1,8 @@
 """Many models as one: what an ensemble does not know, a sweep, cross-validation.
 
-All three are one run of stacked models. A deep ensemble says where its members do not
-agree; members with rates of their own are a sweep; members with data of their own are
-cross-validation.
+All three are one run of stacked models. The members of a deep ensemble disagree where
+they know little; members with rates of their own are a sweep; members with data of
+their own are a cross-validation.
 """
 
 # %% scikit-learn's digits; 500 of them are held out.
@@ -15,7 +15,7 @@ import vgrad
 from vgrad.ensemble import fold_indices, member, predict
 from vgrad.training import EnsembleState, ensemble_train_step
 
-torch.set_num_threads(1)  # for such small models more of them wait for one another
+torch.set_num_threads(1)  # with models this small, more threads only wait
 digits = load_digits()
 order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
 images = torch.tensor(digits.images, dtype=torch.float32)[order] / 16
@@ -34,8 +34,8 @@ def accuracy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 # %% A deep ensemble: eight members, each from its own random numbers, trained at once.
-# The optimizer is one for a single model, and every member has its own order of the
-# data: the batch has the member axis, which is what in_dims=0 says.
+# The optimizer is that of a single model. Every member sees the data in its own order,
+# so the batch has a member axis: in_dims=0.
 MEMBERS, BATCH = 8, 64
 fmodel, params, buffers = vgrad.init_ensemble(network, MEMBERS, seed=0)
 loss = vgrad.batch_loss(fmodel, F.cross_entropy)
@@ -61,8 +61,8 @@ first = fmodel(member(state.params, 0), member(state.buffers, 0), x_held)
 torch.testing.assert_close(first, logits[0], rtol=1e-4, atol=1e-4)
 
 
-# %% Digits that are turned are none that the members have seen. The mutual information
-# is the part of the uncertainty that comes from members who do not agree.
+# %% The members have never seen rotated digits. The mutual information is the part of
+# the uncertainty that comes from their disagreement.
 def turned(pictures: torch.Tensor, degrees: float) -> torch.Tensor:
     """Rotate pictures about their centres."""
     angle = torch.deg2rad(torch.tensor(degrees))
