@@ -3,37 +3,71 @@
 Results are in `promote_types(dtype, float32)`, and a gradient of None is passed over.
 """
 
-# Annotations stay text: torch.compile, which traces the making of an optimizer inside a
-# mapped function, cannot evaluate `float | Tensor`.
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vgrad.optim.base import Grads, Updates, cast, widened
+from vgrad import checks
+from vgrad.optim.arguments import Number, required
+from vgrad.optim.base import (
+    GradientTransformation,
+    Grads,
+    Updates,
+    cast,
+    stateless,
+    widened,
+)
 from vgrad.tree import map_values
 from vgrad.typing import Params
 
-Number = float | Tensor
-"""A hyperparameter: a number, or a tensor without dimensions."""
+
+def map_grads(
+    function: Callable[..., Tensor], grads: Grads, *others: Mapping[str, Any]
+) -> Updates:
+    """Apply a function name by name; where the gradient is None, so is the result."""
+
+    def apply(grad: Tensor | None, *rest: Any) -> Tensor | None:
+        return None if grad is None else function(grad, *rest)
+
+    return map_values(apply, grads, *others)
 
 
-def is_zero(value: Number) -> bool:
-    """Tell a number zero, which a tensor never counts as."""
-    return not isinstance(value, Tensor) and value == 0
+def advance(
+    function: Callable[..., Tensor], old: Params, new: Grads, *others: Params
+) -> Params:
+    """Apply a function name by name; where `new` is None, keep what is in `old`."""
+
+    def apply(before: Tensor, value: Tensor | None, *rest: Tensor) -> Tensor:
+        return before if value is None else function(before, value, *rest)
+
+    return map_values(apply, old, new, *others)
 
 
-def check_real(function: str, params: Params) -> None:
-    """Every parameter is a real floating-point tensor."""
-    for name, param in params.items():
-        if not param.is_floating_point():
-            raise TypeError(
-                f"{function}(params): expected real floating-point parameters, got "
-                f"{param.dtype} in {name!r}. Keep it out of the parameters, or as a "
-                f"pair of real ones."
-            )
+def of_gradient(function: Callable[[Tensor], Tensor]) -> GradientTransformation:
+    """Make a transformation without state of a function of one widened gradient."""
+    return stateless(
+        lambda grads, params: map_grads(lambda g: function(widened(g)), grads)
+    )
+
+
+def of_gradient_and_parameter(
+    name: str, function: Callable[[Tensor, Tensor], Tensor]
+) -> GradientTransformation:
+    """Do the same with a function of a gradient and its parameter, both widened."""
+
+    def apply(grad: Tensor, param: Tensor) -> Tensor:
+        return function(widened(grad), widened(param))
+
+    def update(grads: Grads, params: Params | None) -> Updates:
+        params = required(name, params)
+        checks.same_names(f"{name}(grads)", params, grads)
+        return map_grads(apply, grads, params)
+
+    return stateless(update)
 
 
 def counter(params: Params) -> Tensor:
@@ -52,10 +86,20 @@ def zeros(params: Params) -> Params:
     return map_values(zero, params)
 
 
+def filled(params: Params, value: Number) -> Params:
+    """Fill tensors like those of `zeros` with one value."""
+    return map_values(lambda start: start + scalar(value, start), zeros(params))
+
+
+def copies(params: Params) -> Params:
+    """Copy parameters in the dtype of averages; the originals may be given away."""
+    return map_values(lambda param: widened(param).clone(), params)
+
+
 def squared(grads: Grads) -> Updates:
     """Square gradients entry by entry."""
     # Widened before the product: the square of a float16 overflows from 256 on.
-    return map_values(lambda g: None if g is None else widened(g).square(), grads)
+    return map_grads(lambda g: widened(g).square(), grads)
 
 
 def root(square: Tensor) -> Tensor:
@@ -73,18 +117,21 @@ def length(square: Tensor) -> Tensor:
     return square.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
 
 
+def norm(value: Tensor) -> Tensor:
+    """Return the norm of all entries; its gradient is zero where the norm is."""
+    return length(value.abs().square().sum())
+
+
 def blend(old: Params, keep: Number, new: Grads, take: Number) -> Params:
     """`keep * old + take * new` in the dtype of `old`; where `new` is None, `old`."""
 
-    def mix(before: Tensor, value: Tensor | None) -> Tensor:
-        if value is None:
-            return before
+    def mix(before: Tensor, value: Tensor) -> Tensor:
         value = cast(value, before.dtype)
         if not isinstance(take, Tensor) and take == 1:
             return plus(value, keep, before)
         return plus(scalar(keep, before) * before, take, value)
 
-    return map_values(mix, old, new)
+    return advance(mix, old, new)
 
 
 def blend_squares(old: Params, keep: Number, grads: Grads) -> Params:
@@ -93,9 +140,7 @@ def blend_squares(old: Params, keep: Number, grads: Grads) -> Params:
     In this form, torch's own, a square that overflows stays infinite.
     """
 
-    def mix(before: Tensor, grad: Tensor | None) -> Tensor:
-        if grad is None:
-            return before
+    def mix(before: Tensor, grad: Tensor) -> Tensor:
         kept = scalar(keep, before) * before
         # Widened before the product: the square of a float16 overflows from 256 on.
         grad = cast(grad, kept.dtype)
@@ -103,7 +148,7 @@ def blend_squares(old: Params, keep: Number, grads: Grads) -> Params:
             return kept + scalar(1 - keep, before) * grad.square()
         return torch.addcmul(kept, grad, grad, value=1 - keep)
 
-    return map_values(mix, old, grads)
+    return advance(mix, old, grads)
 
 
 def lerp(old: Params, new: Grads, share: Number) -> Params:
@@ -113,13 +158,11 @@ def lerp(old: Params, new: Grads, share: Number) -> Params:
     and exact where the share is 1 or both are the same.
     """
 
-    def mix(before: Tensor, value: Tensor | None) -> Tensor:
-        if value is None:
-            return before
+    def mix(before: Tensor, value: Tensor) -> Tensor:
         weight: Any = scalar(share, before)
         return torch.lerp(before, cast(value, before.dtype), weight)
 
-    return map_values(mix, old, new)
+    return advance(mix, old, new)
 
 
 def plus(value: Tensor, factor: Number, other: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """Averages over the steps: of gradients, of parameters, and slow weights."""
 
-# Annotations stay text: torch.compile, which traces the making of an optimizer inside a
-# mapped function, cannot evaluate `Params | None`.
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -11,15 +9,24 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arithmetic import Number, counter, lerp, scalar, zeros
+from vgrad.optim.arguments import Number, check_shares, plain, required
+from vgrad.optim.arithmetic import (
+    advance,
+    copies,
+    counter,
+    lerp,
+    map_grads,
+    scalar,
+    zeros,
+)
 from vgrad.optim.base import (
     GradientTransformation,
     Grads,
     Updates,
     apply_updates,
+    states_of,
     widened,
 )
-from vgrad.tree import map_values, tree_leaves
 from vgrad.typing import Params, Tree
 
 
@@ -64,7 +71,7 @@ def ema(decay: Number, *, debias: bool = True) -> GradientTransformation:
         >>> updates, state.mean
         ({'w': tensor([1., 1.])}, {'w': tensor([0.5000, 0.5000])})
     """
-    _check_decay("ema", decay)
+    check_shares("ema", decay=decay)
 
     def init(params: Params) -> EmaState:
         return EmaState(counter(params), zeros(params))
@@ -77,12 +84,10 @@ def ema(decay: Number, *, debias: bool = True) -> GradientTransformation:
         mean = lerp(state.mean, grads, 1 - decay)
         correction = 1 - decay ** count.double()
 
-        def direction(grad: Tensor | None, m: Tensor) -> Tensor | None:
-            if grad is None:
-                return None
+        def direction(grad: Tensor, m: Tensor) -> Tensor:
             return m / scalar(correction, m) if debias else m
 
-        return map_values(direction, grads, mean), EmaState(count, mean)
+        return map_grads(direction, grads, mean), EmaState(count, mean)
 
     return GradientTransformation(init, update)
 
@@ -107,8 +112,7 @@ def ema_parameters(decay: Number) -> GradientTransformation:
     arXiv 1703.01780.
 
     Example:
-        >>> from vgrad.optim.base import chain, step
-        >>> from vgrad.optim.methods.optimizers import sgd
+        >>> from vgrad.optim import chain, sgd, step
         >>> tx, params = chain(sgd(1.0), ema_parameters(0.5)), {"w": torch.ones(1)}
         >>> state = tx.init(params)
         >>> for _ in range(2):
@@ -116,7 +120,7 @@ def ema_parameters(decay: Number) -> GradientTransformation:
         >>> params, averaged_parameters(state)
         ({'w': tensor([-1.])}, {'w': tensor([-0.5000])})
     """
-    _check_decay("ema_parameters", decay)
+    check_shares("ema_parameters", decay=decay)
 
     def share(count: Tensor) -> Tensor:
         first = (count == 1).double()
@@ -146,8 +150,7 @@ def polyak_average(*, start: int | Tensor = 0) -> GradientTransformation:
     Averaging Weights Leads to Wider Optima and Better Generalization, arXiv 1803.05407.
 
     Example:
-        >>> from vgrad.optim.base import chain, step
-        >>> from vgrad.optim.methods.optimizers import sgd
+        >>> from vgrad.optim import chain, sgd, step
         >>> tx, params = chain(sgd(1.0), polyak_average()), {"w": torch.zeros(1)}
         >>> state = tx.init(params)
         >>> for _ in range(3):
@@ -155,8 +158,7 @@ def polyak_average(*, start: int | Tensor = 0) -> GradientTransformation:
         >>> params, averaged_parameters(state)
         ({'w': tensor([-3.])}, {'w': tensor([-2.])})
     """
-    if not isinstance(start, Tensor):
-        checks.whole("polyak_average", least=0, start=start)
+    checks.whole("polyak_average", least=0, **plain(start=start))
 
     def share(count: Tensor) -> Tensor:
         return 1 / (count - scalar(start, count)).clamp(min=1).double()
@@ -175,14 +177,12 @@ def averaged_parameters(state: Tree) -> Params:
         ValueError: there is not exactly one average in the state.
 
     Example:
-        >>> from vgrad.optim.base import chain
-        >>> from vgrad.optim.methods.optimizers import adam
+        >>> from vgrad.optim import adam, chain
         >>> tx = chain(adam(), ema_parameters(0.999))
         >>> averaged_parameters(tx.init({"w": torch.ones(2)}))
         {'w': tensor([1., 1.])}
     """
-    nodes = tree_leaves(state, is_leaf=_is_average)
-    found = [node for node in nodes if _is_average(node)]
+    found = states_of(state, AverageState)
     if len(found) != 1:
         raise ValueError(
             f"averaged_parameters(state with {len(found)} averages): expected the "
@@ -216,8 +216,7 @@ def lookahead(
     arXiv 1907.08610.
 
     Example:
-        >>> from vgrad.optim.base import step
-        >>> from vgrad.optim.methods.optimizers import sgd
+        >>> from vgrad.optim import sgd, step
         >>> tx, params = lookahead(sgd(1.0), sync_period=2), {"w": torch.zeros(1)}
         >>> state = tx.init(params)
         >>> for _ in range(2):
@@ -225,10 +224,8 @@ def lookahead(
         >>> params
         {'w': tensor([-1.])}
     """
-    if not isinstance(sync_period, Tensor):
-        checks.whole("lookahead", least=1, sync_period=sync_period)
-    if not isinstance(slow_step_size, Tensor):
-        checks.positive("lookahead", slow_step_size=slow_step_size)
+    checks.whole("lookahead", least=1, **plain(sync_period=sync_period))
+    checks.positive("lookahead", **plain(slow_step_size=slow_step_size))
 
     def init(params: Params) -> LookaheadState:
         return LookaheadState(counter(params), copies(params), inner.init(params))
@@ -242,20 +239,16 @@ def lookahead(
         updates, new = inner.update(grads, state.inner, params)
         checks.same_names("lookahead(grads)", state.slow, updates)
 
-        def forward(slow: Tensor, param: Tensor, update: Tensor | None) -> Tensor:
-            if update is None:
-                return slow
+        def forward(slow: Tensor, update: Tensor, param: Tensor) -> Tensor:
             fast = widened(param) + update
             moved = slow + scalar(slow_step_size, slow) * (fast - slow)
             return torch.where(synced.to(slow.device), moved, slow)
 
-        def back(update: Tensor | None, slow: Tensor, param: Tensor) -> Tensor | None:
-            if update is None:
-                return None
+        def back(update: Tensor, slow: Tensor, param: Tensor) -> Tensor:
             return torch.where(synced.to(slow.device), slow - param, update)
 
-        slow = map_values(forward, state.slow, params, updates)
-        updates = map_values(back, updates, slow, params)
+        slow = advance(forward, state.slow, updates, params)
+        updates = map_grads(back, updates, slow, params)
         return updates, LookaheadState(count, slow, new)
 
     return GradientTransformation(init, update)
@@ -275,33 +268,7 @@ def average_after(
         params = required(function, params)
         checks.same_names(f"{function}(grads)", state.average, grads)
         count = state.count + 1
-        way = share(count)
-
-        average = lerp(state.average, apply_updates(params, grads), way)
+        average = lerp(state.average, apply_updates(params, grads), share(count))
         return dict(grads), AverageState(count, average)
 
     return GradientTransformation(init, update)
-
-
-def _is_average(node: Tree) -> bool:
-    return isinstance(node, AverageState)
-
-
-def copies(params: Params) -> Params:
-    """Copy parameters in the dtype of averages; the originals may be given away."""
-    return map_values(lambda param: widened(param).clone(), params)
-
-
-def required(function: str, params: Params | None) -> Params:
-    """Return the parameters, which an update was to be given."""
-    if params is None:
-        raise ValueError(
-            f"{function}(params=None): expected the parameters, got none. "
-            f"Call update(grads, state, params)."
-        )
-    return params
-
-
-def _check_decay(function: str, decay: Number) -> None:
-    if not isinstance(decay, Tensor) and not 0 <= decay < 1:
-        raise ValueError(f"{function}(decay={decay!r}): expected 0 <= decay < 1.")

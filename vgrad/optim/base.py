@@ -1,17 +1,17 @@
 """What an optimizer is: a pair of pure functions, and how pairs are put together."""
 
-# Annotations stay text: torch.compile, which traces the making of an optimizer inside a
-# mapped function, cannot evaluate `Params | None`.
+# Annotations stay text, here and in every file of an optimizer: torch.compile, which
+# traces the making of one inside a mapped function, cannot evaluate `Params | None`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.tree import map_values
+from vgrad.tree import map_values, tree_leaves
 from vgrad.typing import Params, Tree
 
 Grads = Mapping[str, Tensor | None]
@@ -81,7 +81,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         ValueError: when updating, if the state was made by another chain.
 
     Example:
-        >>> from vgrad.optim.transforms import scale_by_learning_rate, trace
+        >>> from vgrad.optim import scale_by_learning_rate, trace
         >>> heavy_ball = chain(trace(0.9), scale_by_learning_rate(0.5))
         >>> params = {"w": torch.zeros(2)}
         >>> updates, state = heavy_ball.update(params, heavy_ball.init(params))
@@ -107,6 +107,16 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         return updates, tuple(states)
 
     return GradientTransformation(init, update)
+
+
+def stateless(
+    update: Callable[[Grads, Params | None], Updates],
+) -> GradientTransformation:
+    """Make a transformation without state of `(grads, params) -> updates`."""
+    return GradientTransformation(
+        lambda params: (),
+        lambda grads, state, params=None: (update(grads, params), state),
+    )
 
 
 def apply_updates(params: Params, updates: Grads) -> Params:
@@ -159,7 +169,7 @@ def step(
     (by a module, say) may have changed. The gradients are never changed.
 
     Example:
-        >>> from vgrad.optim.methods.optimizers import sgd
+        >>> from vgrad.optim import sgd
         >>> tx, params = sgd(0.5), {"w": torch.ones(2)}
         >>> params, state = step(tx, {"w": torch.ones(2)}, tx.init(params), params)
         >>> params
@@ -175,6 +185,12 @@ def step(
             if id(each) not in kept:
                 each.clear()
     return done
+
+
+def states_of(state: Tree, kind: type) -> list[Any]:
+    """Collect the states of one kind of transformation from a tree."""
+    nodes = tree_leaves(state, is_leaf=lambda node: isinstance(node, kind))
+    return [node for node in nodes if isinstance(node, kind)]
 
 
 def _dictionaries(tree: Tree) -> list[dict]:

@@ -2,26 +2,35 @@
 
 All of it is arithmetic on gradients that were already summed or averaged over a batch.
 It bounds the influence of no single sample, for which there is `vgrad.clipped_grad`.
-
-Every number may also be a tensor without dimensions, whose value is not checked.
-Results are in `promote_types(dtype, float32)`.
 """
 
-# Annotations stay text: torch.compile, which traces the making of an optimizer inside a
-# mapped function, cannot evaluate `Tensor | None`.
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arithmetic import Number, length, root, scalar
-from vgrad.optim.base import GradientTransformation, Grads, Updates, widened
+from vgrad.optim.arguments import Number, plain
+from vgrad.optim.arithmetic import (
+    advance,
+    length,
+    map_grads,
+    of_gradient,
+    of_gradient_and_parameter,
+    root,
+    scalar,
+)
+from vgrad.optim.base import (
+    GradientTransformation,
+    Grads,
+    Updates,
+    stateless,
+    widened,
+)
 from vgrad.tree import map_values
-from vgrad.typing import Params, Tree
+from vgrad.typing import Params
 
 
 class ZeroNansState(NamedTuple):
@@ -43,13 +52,13 @@ def clip_by_value(clip_value: Number) -> GradientTransformation:
         >>> clip.update({"w": torch.tensor([0.5, -3.0])}, ())
         ({'w': tensor([ 0.5000, -1.0000])}, ())
     """
-    _check_positive("clip_by_value", clip_value=clip_value)
+    checks.positive("clip_by_value", **plain(clip_value=clip_value))
 
     def clip(grad: Tensor) -> Tensor:
         bound: Any = scalar(clip_value, grad)
         return grad.clamp(-bound, bound)
 
-    return _each(clip)
+    return of_gradient(clip)
 
 
 def clip_by_global_norm(max_norm: Number) -> GradientTransformation:
@@ -71,23 +80,19 @@ def clip_by_global_norm(max_norm: Number) -> GradientTransformation:
         >>> clip.update({"w": torch.tensor([3.0]), "b": torch.tensor([-4.0])}, ())[0]
         {'w': tensor([0.6000]), 'b': tensor([-0.8000])}
     """
-    _check_positive("clip_by_global_norm", max_norm=max_norm)
+    checks.positive("clip_by_global_norm", **plain(max_norm=max_norm))
 
-    def update(
-        grads: Grads, state: Tree, params: Params | None = None
-    ) -> tuple[Updates, Tree]:
+    def update(grads: Grads, params: Params | None) -> Updates:
         norm = global_norm(grads)
         factor = (scalar(max_norm, norm) / (norm + 1e-6)).clamp(max=1.0)
 
-        def shrink(grad: Tensor | None) -> Tensor | None:
-            if grad is None:
-                return None
+        def shrink(grad: Tensor) -> Tensor:
             grad = widened(grad)
             return grad * factor.to(grad.device, grad.dtype)
 
-        return map_values(shrink, grads), state
+        return map_grads(shrink, grads)
 
-    return GradientTransformation(lambda params: (), update)
+    return stateless(update)
 
 
 def global_norm(grads: Grads) -> Tensor:
@@ -125,13 +130,13 @@ def clip_by_block_rms(threshold: Number) -> GradientTransformation:
         >>> clip.update({"w": torch.tensor([2.0, -2.0]), "b": torch.ones(1)}, ())[0]
         {'w': tensor([ 1., -1.]), 'b': tensor([1.])}
     """
-    _check_positive("clip_by_block_rms", threshold=threshold)
+    checks.positive("clip_by_block_rms", **plain(threshold=threshold))
 
     def clip(grad: Tensor) -> Tensor:
         rms = root(grad.abs().square().sum() / max(grad.numel(), 1))
         return grad / (rms / scalar(threshold, rms)).clamp(min=1.0)
 
-    return _each(clip)
+    return of_gradient(clip)
 
 
 def adaptive_grad_clip(
@@ -159,32 +164,17 @@ def adaptive_grad_clip(
         {'w': tensor([[1.5000, 2.0000],
                 [6.0000, 8.0000]])}
     """
-    _check_positive("adaptive_grad_clip", clipping=clipping, eps=eps)
+    checks.positive("adaptive_grad_clip", **plain(clipping=clipping, eps=eps))
 
-    def update(
-        grads: Grads, state: Tree, params: Params | None = None
-    ) -> tuple[Updates, Tree]:
-        if params is None:
-            raise ValueError(
-                "adaptive_grad_clip(params=None): expected the parameters, got none. "
-                "Call update(grads, state, params)."
-            )
-        checks.same_names("adaptive_grad_clip(grads)", params, grads)
+    def clip(grad: Tensor, param: Tensor) -> Tensor:
+        norm = _unit_norm(grad)
+        least: Any = scalar(eps, norm)
+        size = _unit_norm(param).to(norm.dtype).clamp(min=least)
+        bound = scalar(clipping, norm) * size
+        clipped = grad * (bound / norm.clamp(min=1e-6))
+        return torch.where(norm < bound, grad, clipped)
 
-        def clip(grad: Tensor | None, param: Tensor) -> Tensor | None:
-            if grad is None:
-                return None
-            grad = widened(grad)
-            norm = _unit_norm(grad)
-            least: Any = scalar(eps, norm)
-            size = _unit_norm(widened(param)).to(norm.dtype).clamp(min=least)
-            bound = scalar(clipping, norm) * size
-            clipped = grad * (bound / norm.clamp(min=1e-6))
-            return torch.where(norm < bound, grad, clipped)
-
-        return map_values(clip, grads, params), state
-
-    return GradientTransformation(lambda params: (), update)
+    return of_gradient_and_parameter("adaptive_grad_clip", clip)
 
 
 def centralize() -> GradientTransformation:
@@ -207,7 +197,7 @@ def centralize() -> GradientTransformation:
             return grad
         return grad - grad.mean(dim=tuple(range(1, grad.ndim)), keepdim=True)
 
-    return _each(centre)
+    return of_gradient(centre)
 
 
 def zero_nans() -> GradientTransformation:
@@ -233,31 +223,17 @@ def zero_nans() -> GradientTransformation:
     ) -> tuple[Updates, ZeroNansState]:
         checks.same_names("zero_nans(grads)", state.found, grads)
 
-        def replace(grad: Tensor | None) -> Tensor | None:
-            if grad is None:
-                return None
+        def replace(grad: Tensor) -> Tensor:
             grad = widened(grad)
             return torch.where(grad.isnan(), 0.0, grad)
 
-        def find(grad: Tensor | None, before: Tensor) -> Tensor:
-            return before if grad is None else grad.isnan().any()
+        def find(before: Tensor, grad: Tensor) -> Tensor:
+            return grad.isnan().any()
 
-        found = map_values(find, grads, state.found)
-        return map_values(replace, grads), ZeroNansState(found)
+        found = advance(find, state.found, grads)
+        return map_grads(replace, grads), ZeroNansState(found)
 
     return GradientTransformation(init, update)
-
-
-def _each(function: Callable[[Tensor], Tensor]) -> GradientTransformation:
-    """Make a transformation without state of a function of one widened gradient."""
-
-    def apply(grad: Tensor | None) -> Tensor | None:
-        return None if grad is None else function(widened(grad))
-
-    return GradientTransformation(
-        lambda params: (),
-        lambda grads, state, params=None: (map_values(apply, grads), state),
-    )
 
 
 def _unit_norm(value: Tensor) -> Tensor:
@@ -266,10 +242,3 @@ def _unit_norm(value: Tensor) -> Tensor:
     if sum(size > 1 for size in value.shape) <= 1:
         return root(square.sum())
     return root(square.sum(dim=tuple(range(1, value.ndim)), keepdim=True))
-
-
-def _check_positive(function: str, **values: Number) -> None:
-    """Each number is above zero; tensors pass."""
-    for name, value in values.items():
-        if not isinstance(value, Tensor):
-            checks.positive(function, **{name: value})

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arithmetic import Number
+from vgrad.optim.arguments import Number, is_schedule
 from vgrad.optim.base import Donated, Grads
-from vgrad.optim.methods.moments import AmsgradState
-from vgrad.optim.transforms import AdamState, ScheduleState, TraceState
+from vgrad.optim.transforms import ScheduleState
 from vgrad.typing import Params, Schedule, Tree
 
 aten = torch.ops.aten
@@ -30,6 +29,7 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def donated_sgd(
+    kind: type,
     lr: Number | Schedule,
     *,
     momentum: Number,
@@ -38,7 +38,7 @@ def donated_sgd(
     weight_decay: Number,
     maximize: bool,
 ) -> Donated:
-    """Make the step in place of `sgd` with the same arguments."""
+    """Make the step in place of `sgd`, whose sums are in a state of that kind."""
 
     def step(
         grads: Grads, state: Tree, params: Params
@@ -46,7 +46,7 @@ def donated_sgd(
         # The first step of dampened momentum differs: its number would have to be read.
         if not _numbers(momentum, dampening, weight_decay) or dampening != 0:
             return None
-        index, moments = _own(state, TraceState)
+        index, moments = _own(state, kind)
         # Without momentum there are no sums, and the kernel refuses what there is.
         if (moments is None) != (momentum == 0):
             return None
@@ -72,13 +72,14 @@ def donated_sgd(
             )
         new = [*state[:-1], last]
         if moments:
-            new[index] = TraceState(moments.count + 1, dict(moments.momentum))
+            new[index] = kind(moments.count + 1, dict(moments.momentum))
         return dict(params), tuple(new)
 
     return step
 
 
 def donated_adam(
+    kind: type,
     lr: Number | Schedule,
     *,
     betas: tuple[Number, Number],
@@ -88,7 +89,7 @@ def donated_adam(
     maximize: bool,
     decoupled: bool,
 ) -> Donated:
-    """Make the step in place of `adam`, or `adamw`, with the same arguments."""
+    """Make the step in place of `adam`, or `adamw`, with a state of that kind."""
     kernel = aten._fused_adamw_ if decoupled else aten._fused_adam_
 
     def step(
@@ -97,7 +98,6 @@ def donated_adam(
         # Without eps the kernel divides zero by zero where scale_by_adam does not.
         if not _numbers(*betas, eps, weight_decay) or eps == 0:
             return None
-        kind = AmsgradState if amsgrad else AdamState
         index, moments = _own(state, kind)
         if moments is None:
             return None
@@ -207,7 +207,7 @@ def _dense(tensor: Tensor) -> bool:
 
 def _rate(lr: Number | Schedule, state: Any) -> tuple[Number, Any]:
     """Return the rate of this step and the state of `scale_by_learning_rate` after."""
-    if isinstance(lr, Tensor) or not callable(lr):
+    if not is_schedule(lr):
         return lr, state
     return lr(state.count), ScheduleState(state.count + 1)
 

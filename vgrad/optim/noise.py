@@ -7,8 +7,6 @@ as random, so each member can have a seed, and a checkpoint goes on with the sam
 This is noise that helps training, and no privacy: that takes `vgrad.dp`.
 """
 
-# Annotations stay text: torch.compile, which traces the making of an optimizer inside a
-# mapped function, cannot evaluate `Params | None`.
 from __future__ import annotations
 
 import math
@@ -19,7 +17,8 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arithmetic import Number, check_real, counter, scalar
+from vgrad.optim.arguments import Number, check_real, plain
+from vgrad.optim.arithmetic import counter, scalar
 from vgrad.optim.base import GradientTransformation, Grads, Updates, widened
 from vgrad.typing import Params
 
@@ -71,13 +70,10 @@ def add_noise(
         >>> torch.equal(once["w"], again["w"])
         True
     """
-    for name, value in dict(eta=eta, gamma=gamma).items():
-        if not isinstance(value, Tensor):
-            checks.finite("add_noise", **{name: value})
-            checks.non_negative("add_noise", **{name: value})
-    if not isinstance(seed, Tensor):
-        checks.whole("add_noise", least=0, seed=seed)
-        checks.between("add_noise", -1, 2**63, seed=seed)
+    checks.finite("add_noise", **plain(eta=eta, gamma=gamma))
+    checks.non_negative("add_noise", **plain(eta=eta, gamma=gamma))
+    checks.whole("add_noise", least=0, **plain(seed=seed))
+    checks.between("add_noise", -1, 2**63, **plain(seed=seed))
 
     def init(params: Params) -> NoiseState:
         check_real("add_noise", params)

@@ -5,8 +5,6 @@ counts, by `torch.where`: nothing waits for the device, and members under `torch
 are decided about one by one.
 """
 
-# Annotations stay text: torch.compile, which traces the making of an optimizer inside a
-# mapped function, cannot evaluate `Params | None`.
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -15,9 +13,17 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arithmetic import blend, counter, scalar, zeros
+from vgrad.optim.arguments import plain
+from vgrad.optim.arithmetic import (
+    advance,
+    blend,
+    counter,
+    map_grads,
+    scalar,
+    zeros,
+)
 from vgrad.optim.base import GradientTransformation, Grads, Updates, widened
-from vgrad.tree import map_values, tree_map
+from vgrad.tree import tree_map
 from vgrad.typing import Params, Tree
 
 
@@ -53,17 +59,15 @@ def apply_if_finite(
         ValueError: the number is not whole or negative.
 
     Example:
-        >>> from vgrad.optim.transforms import trace
+        >>> from vgrad.optim import trace
         >>> tx = apply_if_finite(trace(0.9), max_consecutive_errors=3)
         >>> grads = {"w": torch.tensor([1.0, float("inf")])}
         >>> updates, state = tx.update(grads, tx.init(grads))
         >>> updates, state.errors
         ({'w': tensor([0., 0.])}, tensor(1))
     """
-    if not isinstance(max_consecutive_errors, Tensor):
-        checks.whole(
-            "apply_if_finite", least=0, max_consecutive_errors=max_consecutive_errors
-        )
+    numbers = plain(max_consecutive_errors=max_consecutive_errors)
+    checks.whole("apply_if_finite", least=0, **numbers)
 
     def init(params: Params) -> ApplyIfFiniteState:
         count = counter(params)
@@ -113,7 +117,7 @@ def multi_steps(
         ValueError: `steps` is not a whole number of at least one.
 
     Example:
-        >>> from vgrad.optim.methods.optimizers import sgd
+        >>> from vgrad.optim import sgd
         >>> tx = multi_steps(sgd(1.0), 2)
         >>> params = {"w": torch.zeros(2)}
         >>> updates, state = tx.update({"w": torch.ones(2)}, tx.init(params))
@@ -122,8 +126,7 @@ def multi_steps(
         >>> tx.update({"w": torch.tensor([1.0, 3.0])}, state)[0]
         {'w': tensor([-1., -2.])}
     """
-    if not isinstance(steps, Tensor):
-        checks.whole("multi_steps", least=1, steps=steps)
+    checks.whole("multi_steps", least=1, **plain(steps=steps))
 
     def init(params: Params) -> MultiStepsState:
         return MultiStepsState(counter(params), zeros(params), inner.init(params))
@@ -137,21 +140,15 @@ def multi_steps(
         share = 1 / scalar(steps, count.double())
         mean = blend(state.mean, 1.0, grads, share)
 
-        def present(total: Tensor, grad: Tensor | None) -> Tensor | None:
-            return None if grad is None else total
+        present = map_grads(lambda _, total: total, grads, mean)
+        updates, new = inner.update(present, state.inner, params)
 
-        updates, new = inner.update(
-            map_values(present, mean, grads), state.inner, params
-        )
-
-        def waiting(total: Tensor, grad: Tensor | None) -> Tensor:
-            if grad is None:
-                return total
+        def waiting(total: Tensor, grad: Tensor) -> Tensor:
             return torch.where(last.to(total.device), 0.0, total)
 
         return _kept_or_zero(last, updates), MultiStepsState(
             torch.where(last, 0, count),
-            map_values(waiting, mean, grads),
+            advance(waiting, mean, grads),
             _select(last, new, state.inner),
         )
 
@@ -161,13 +158,11 @@ def multi_steps(
 def _kept_or_zero(kept: Tensor, values: Grads) -> Updates:
     """Return the values where `kept`, which has no dimensions, and zeros elsewhere."""
 
-    def choose(value: Tensor | None) -> Tensor | None:
-        if value is None:
-            return None
+    def choose(value: Tensor) -> Tensor:
         value = widened(value)
         return torch.where(kept.to(value.device), value, 0.0)
 
-    return map_values(choose, values)
+    return map_grads(choose, values)
 
 
 def _select(taken: Tensor, new: Tree, old: Tree) -> Tree:

@@ -14,19 +14,27 @@ from vgrad import checks
 from vgrad.optim.averaging import AverageState
 from vgrad.optim.base import GradientTransformation
 from vgrad.optim.methods.adafactor import FactoredState, adafactor
-from vgrad.optim.methods.adam_family import adamax, nadam, radam
-from vgrad.optim.methods.classics import adadelta, adagrad, asgd, rmsprop, rprop
-from vgrad.optim.methods.moments import AdamaxState, AmsgradState, NadamState
-from vgrad.optim.methods.muon import MuonState, muon
-from vgrad.optim.methods.optimizers import adam, adamw, sgd
-from vgrad.optim.methods.scaling import (
+from vgrad.optim.methods.adam import AdamState, AmsgradState, adam, adamw
+from vgrad.optim.methods.adaptive import (
     AdadeltaState,
     RmsState,
-    RpropState,
     RssState,
     StddevState,
+    adadelta,
+    adagrad,
+    rmsprop,
 )
-from vgrad.optim.transforms import AdamState, ScheduleState, TraceState
+from vgrad.optim.methods.muon import MuonState, muon
+from vgrad.optim.methods.nadam_radam_adamax import (
+    AdamaxState,
+    NadamState,
+    adamax,
+    nadam,
+    radam,
+)
+from vgrad.optim.methods.rprop import RpropState, rprop
+from vgrad.optim.methods.sgd import TraceState, asgd, sgd
+from vgrad.optim.transforms import ScheduleState
 from vgrad.typing import Params
 
 Entry = dict[str, Any]
@@ -160,6 +168,12 @@ def fields_of(state: Any) -> list[tuple[str, str, Any]]:
 def steps_of(entry: Entry) -> float:
     """Return the number of steps of a parameter, one for any where torch has none."""
     return float(entry["step"]) if "step" in entry else float(bool(entry))
+
+
+def asgd_rate(options: dict[str, Any], steps: float) -> float:
+    """Return the rate of ASGD after a number of steps."""
+    lr = options["lr"]
+    return lr / ((1 + options["lambd"] * lr * steps) ** options["alpha"])
 
 
 def _plain(value: Any) -> Any:

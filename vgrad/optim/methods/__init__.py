@@ -1,1 +1,1 @@
-"""The optimizers, one file per family."""
+"""One file per family: the update rule, its state, and the optimizer made of both."""

@@ -1,13 +1,9 @@
 """Adafactor: mean squares of a matrix kept as one row and one column.
 
-Every number may also be a tensor without dimensions, whose value is not checked, and
-`lr` may be a schedule as `scale_by_learning_rate` takes it. Arithmetic is in
-`promote_types(dtype, float32)`. Parameters of many members go through `torch.vmap`:
-stacked, they would be taken for larger tensors.
+Parameters of many members go through `torch.vmap`: stacked, they would be taken for
+larger tensors.
 """
 
-# Annotations stay text: torch.compile, which traces the making of an optimizer inside a
-# mapped function, cannot evaluate `Params | None`.
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -16,23 +12,25 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arithmetic import (
+from vgrad.optim.arguments import (
     Number,
+    check_numbers,
     check_real,
+    rate_at,
+    required,
+)
+from vgrad.optim.arithmetic import (
     counter,
     lerp,
+    map_grads,
+    norm,
     scalar,
     squared,
     zeros,
 )
-from vgrad.optim.averaging import required
 from vgrad.optim.base import GradientTransformation, Grads, Updates, chain, widened
 from vgrad.optim.clipping import clip_by_block_rms
-from vgrad.optim.methods.classics import rate_at
-from vgrad.optim.methods.modern import _norm
-from vgrad.optim.methods.optimizers import ascent, check_numbers
-from vgrad.optim.transforms import ScheduleState
-from vgrad.tree import map_values
+from vgrad.optim.transforms import ScheduleState, ascent
 from vgrad.typing import Params, Schedule
 
 
@@ -185,16 +183,14 @@ def _descend_by_size(
         bound = count.double().rsqrt()
         bound = bound.clamp_max(scalar(rate, bound))
 
-        def descend(grad: Tensor | None, param: Tensor) -> Tensor | None:
-            if grad is None:
-                return None
+        def descend(grad: Tensor, param: Tensor) -> Tensor:
             grad, param = widened(grad), widened(param)
-            rms = _norm(param) / max(param.numel(), 1) ** 0.5
+            rms = norm(param) / max(param.numel(), 1) ** 0.5
             size = rms.clamp_min(scalar(least, rms)) * scalar(bound, rms)
             decay = scalar(rate, param) * scalar(weight_decay, param)
             return -(size * grad + decay * param)
 
-        return map_values(descend, grads, params), ScheduleState(count)
+        return map_grads(descend, grads, params), ScheduleState(count)
 
     return GradientTransformation(init, update)
 

@@ -1,13 +1,9 @@
 """Muon: updates of matrices whose singular values are all about one.
 
-Every number may also be a tensor without dimensions, whose value is not checked, and
-`lr` may be a schedule as `scale_by_learning_rate` takes it. Arithmetic is in
-`promote_types(dtype, float32)`, but for the iteration of `orthogonalize`. Parameters of
-many members go through `torch.vmap`.
+Arithmetic is in `promote_types(dtype, float32)`, but for the iteration of
+`orthogonalize`. Parameters of many members go through `torch.vmap`.
 """
 
-# Annotations stay text: torch.compile, which traces the making of an optimizer inside a
-# mapped function, cannot evaluate `Params | None`.
 from __future__ import annotations
 
 import math
@@ -20,11 +16,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from vgrad import checks
-from vgrad.optim.arithmetic import Number, check_real, lerp, scalar, zeros
-from vgrad.optim.base import GradientTransformation, Grads, Updates, chain, widened
-from vgrad.optim.methods.optimizers import ascent, check_numbers
-from vgrad.optim.transforms import add_decayed_weights, scale_by_learning_rate
-from vgrad.tree import map_values
+from vgrad.optim.arguments import Number, check_numbers, check_real
+from vgrad.optim.arithmetic import lerp, map_grads, of_gradient, scalar, zeros
+from vgrad.optim.base import GradientTransformation, Grads, Updates, widened
+from vgrad.optim.transforms import descent
 from vgrad.typing import Params, Schedule
 
 
@@ -100,9 +95,7 @@ def orthogonalize(
     ) -> tuple[Updates, tuple[()]]:
         _check_matrices("orthogonalize(grads)", grads)
 
-        def iterate(grad: Tensor | None) -> Tensor | None:
-            if grad is None:
-                return None
+        def iterate(grad: Tensor) -> Tensor:
             tall = grad.shape[0] > grad.shape[1]
             x = grad.to(dtype).mT if tall else grad.to(dtype)
             with _no_autocast(x.device):
@@ -112,7 +105,7 @@ def orthogonalize(
                     x = _addmm(x, _addmm(gram, gram, gram, b, c), x, a, 1.0)
             return widened(x.mT if tall else x).to(widened(grad).dtype)
 
-        return map_values(iterate, grads), state
+        return map_grads(iterate, grads), state
 
     return GradientTransformation(init, update)
 
@@ -163,15 +156,16 @@ def muon(
     checks.one_of(
         "muon", (None, "original", "match_rms_adamw"), adjust_lr_fn=adjust_lr_fn
     )
-    return chain(
-        *ascent(maximize),
+    return descent(
+        lr,
         _average(momentum, nesterov),
         orthogonalize(
             ns_coefficients=ns_coefficients, eps=eps, ns_steps=ns_steps, dtype=dtype
         ),
         _scale_by_shape(adjust_lr_fn == "match_rms_adamw"),
-        add_decayed_weights(weight_decay),
-        scale_by_learning_rate(lr),
+        weight_decay=weight_decay,
+        decoupled=True,
+        maximize=maximize,
     )
 
 
@@ -185,14 +179,14 @@ def _average(momentum: Number, nesterov: bool) -> GradientTransformation:
         grads: Grads, state: MuonState, params: Params | None = None
     ) -> tuple[Updates, MuonState]:
         checks.same_names("muon(grads)", state.mean, grads)
+        mean = lerp(state.mean, grads, 1 - momentum)
 
-        def direction(grad: Tensor | None, mean: Tensor) -> Tensor | None:
-            if grad is None or not nesterov:
-                return None if grad is None else mean
+        def direction(grad: Tensor, mean: Tensor) -> Tensor:
+            if not nesterov:
+                return mean
             return grad.to(mean.dtype).lerp(mean, scalar(momentum, mean))
 
-        mean = lerp(state.mean, grads, 1 - momentum)
-        return map_values(direction, grads, mean), MuonState(mean)
+        return map_grads(direction, grads, mean), MuonState(mean)
 
     return GradientTransformation(init, update)
 
@@ -200,18 +194,13 @@ def _average(momentum: Number, nesterov: bool) -> GradientTransformation:
 def _scale_by_shape(match_adamw: bool) -> GradientTransformation:
     """Let updates of all shapes have entries of about one size."""
 
-    def scale(grad: Tensor | None) -> Tensor | None:
-        if grad is None:
-            return None
+    def scale(grad: Tensor) -> Tensor:
         n, m = grad.shape
         if match_adamw:
             return 0.2 * math.sqrt(max(n, m)) * grad
         return math.sqrt(max(1.0, n / max(m, 1))) * grad
 
-    return GradientTransformation(
-        lambda params: (),
-        lambda grads, state, params=None: (map_values(scale, grads), state),
-    )
+    return of_gradient(scale)
 
 
 def _addmm(

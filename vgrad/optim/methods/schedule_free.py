@@ -1,11 +1,5 @@
-"""Schedule-free training: gradients at one point, steps from another, results between.
+"""Schedule-free training: gradients at one point, steps from another, averages."""
 
-Every number may also be a tensor without dimensions, whose value is not checked.
-Arithmetic is in `promote_types(dtype, float32)`.
-"""
-
-# Annotations stay text: torch.compile, which traces the making of an optimizer inside a
-# mapped function, cannot evaluate `Params | None`.
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -13,22 +7,36 @@ from typing import NamedTuple
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arithmetic import (
+from vgrad.optim.arguments import (
     Number,
-    blend_squares,
+    check_betas,
+    check_numbers,
     check_real,
+    check_shares,
+    rate_at,
+    required,
+)
+from vgrad.optim.arithmetic import (
+    advance,
+    blend_squares,
+    copies,
     counter,
     lerp,
+    map_grads,
     root,
     scalar,
     zeros,
 )
-from vgrad.optim.averaging import copies, required
-from vgrad.optim.base import GradientTransformation, Grads, Updates, chain, widened
-from vgrad.optim.methods.classics import rate_at
-from vgrad.optim.methods.optimizers import ascent, check_betas, check_numbers, sgd
-from vgrad.optim.transforms import add_decayed_weights, scale_by_learning_rate
-from vgrad.tree import map_values, tree_leaves
+from vgrad.optim.base import (
+    GradientTransformation,
+    Grads,
+    Updates,
+    chain,
+    states_of,
+    widened,
+)
+from vgrad.optim.methods.sgd import sgd
+from vgrad.optim.transforms import ascent, descent
 from vgrad.typing import Params, Schedule, Tree
 
 
@@ -77,7 +85,7 @@ def schedule_free(
     Reference: Defazio et al., The Road Less Scheduled, arXiv 2405.15682.
 
     Example:
-        >>> from vgrad.optim.base import step
+        >>> from vgrad.optim import step
         >>> tx, params = schedule_free(sgd(1.0), beta=0.5), {"w": torch.zeros(1)}
         >>> state = tx.init(params)
         >>> for _ in range(3):
@@ -86,7 +94,7 @@ def schedule_free(
         ({'w': tensor([-2.5000])}, {'w': tensor([-2.])})
     """
     check_numbers("schedule_free", lr, weight_lr_power=weight_lr_power)
-    _check_share("schedule_free", beta=beta)
+    check_shares("schedule_free", beta=beta)
 
     def init(params: Params) -> ScheduleFreeState:
         count = counter(params)
@@ -104,21 +112,17 @@ def schedule_free(
         total = state.weight + weight
         share = weight / total.masked_fill(total == 0, 1.0)
 
-        def move(old: Tensor, update: Tensor | None) -> Tensor:
-            return old if update is None else old + update.to(old.dtype)
+        def move(old: Tensor, update: Tensor) -> Tensor:
+            return old + update.to(old.dtype)
 
-        def mix(
-            update: Tensor | None, z: Tensor, x: Tensor, y: Tensor
-        ) -> Tensor | None:
-            if update is None:
-                return None
+        def mix(update: Tensor, z: Tensor, x: Tensor, y: Tensor) -> Tensor:
             kept = scalar(beta, z)
             return (1 - kept) * z + kept * x - widened(y)
 
-        iterate = map_values(move, state.iterate, moves)
-        reached = {n: None if moves[n] is None else z for n, z in iterate.items()}
+        iterate = advance(move, state.iterate, moves)
+        reached = map_grads(lambda _, z: z, moves, iterate)
         average = lerp(state.average, reached, share)
-        updates = map_values(mix, moves, iterate, average, params)
+        updates = map_grads(mix, moves, iterate, average, params)
         count = state.count + 1
         return updates, ScheduleFreeState(count, total, new, iterate, average)
 
@@ -140,8 +144,7 @@ def evaluation_parameters(state: Tree, params: Params) -> Params:
         >>> evaluation_parameters(tx.init(params), params)
         {'w': tensor([1., 1.])}
     """
-    nodes = tree_leaves(state, is_leaf=_is_schedule_free)
-    averages = [node.average for node in nodes if _is_schedule_free(node)]
+    averages = [each.average for each in states_of(state, ScheduleFreeState)]
     if not averages:
         raise ValueError(
             "evaluation_parameters(state): expected the state of a schedule_free "
@@ -179,7 +182,7 @@ def schedule_free_sgd(
     """
     decays = dict(weight_decay=weight_decay, weight_lr_power=weight_lr_power)
     check_numbers("schedule_free_sgd", lr, **decays)
-    _check_share("schedule_free_sgd", momentum=momentum)
+    check_shares("schedule_free_sgd", momentum=momentum)
     inner = chain(*ascent(maximize), sgd(lr, weight_decay=weight_decay))
     return schedule_free(inner, lr, beta=momentum, weight_lr_power=weight_lr_power)
 
@@ -214,12 +217,9 @@ def schedule_free_adamw(
     decays = dict(weight_decay=weight_decay, weight_lr_power=weight_lr_power)
     check_numbers("schedule_free_adamw", lr, eps=eps, **decays)
     check_betas("schedule_free_adamw", betas)
-    inner = chain(
-        *ascent(maximize),
-        _scale_by_square(betas[1], eps),
-        add_decayed_weights(weight_decay),
-        scale_by_learning_rate(lr),
-    )
+    squares = _scale_by_square(betas[1], eps)
+    options = {"weight_decay": weight_decay, "decoupled": True, "maximize": maximize}
+    inner = descent(lr, squares, **options)
     return schedule_free(inner, lr, beta=betas[0], weight_lr_power=weight_lr_power)
 
 
@@ -237,23 +237,10 @@ def _scale_by_square(beta: Number, eps: Number) -> GradientTransformation:
         square = blend_squares(state.square, beta, grads)
         correction = 1 - beta ** count.double()
 
-        def direction(grad: Tensor | None, v: Tensor) -> Tensor | None:
-            if grad is None:
-                return None
+        def direction(grad: Tensor, v: Tensor) -> Tensor:
             v = v / scalar(correction, v)
             return widened(grad) / (root(v) + scalar(eps, v))
 
-        return map_values(direction, grads, square), SquareState(count, square)
+        return map_grads(direction, grads, square), SquareState(count, square)
 
     return GradientTransformation(init, update)
-
-
-def _is_schedule_free(node: Tree) -> bool:
-    return isinstance(node, ScheduleFreeState)
-
-
-def _check_share(function: str, **shares: Number) -> None:
-    """Each number is at least zero and below one; tensors pass."""
-    for name, value in shares.items():
-        if not isinstance(value, Tensor) and not 0 <= value < 1:
-            raise ValueError(f"{function}({name}={value!r}): expected 0 <= {name} < 1.")

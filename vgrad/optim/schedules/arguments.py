@@ -1,7 +1,5 @@
 """What schedules are made of: rates and lengths, as numbers or as tensors."""
 
-# Annotations stay text: torch.compile, which traces the making of an optimizer inside a
-# mapped function, cannot evaluate `Length | None`.
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -10,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.transforms import Number
+from vgrad.optim.arguments import Number
 
 Length = int | Tensor
 """A number of steps."""

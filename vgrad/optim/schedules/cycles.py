@@ -1,6 +1,5 @@
 """Schedules of several phases: restarts, triangles, and one cycle over all steps."""
 
-# Annotations stay text, as `arguments.py` explains.
 from __future__ import annotations
 
 import math
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
+from vgrad.optim.arguments import Number
 from vgrad.optim.schedules.arguments import (
     Curve,
     Length,
@@ -19,7 +19,6 @@ from vgrad.optim.schedules.arguments import (
     plain_numbers,
 )
 from vgrad.optim.schedules.decays import half_cosine, line
-from vgrad.optim.transforms import Number
 
 ANNEAL = {"cos": half_cosine, "linear": line}
 """How `one_cycle` gets from corner to corner."""

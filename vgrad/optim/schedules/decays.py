@@ -1,6 +1,5 @@
 """Schedules of one formula: constant, a line, a power, stairs, half a cosine."""
 
-# Annotations stay text, as `arguments.py` explains.
 from __future__ import annotations
 
 import math
@@ -9,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vgrad.optim.arguments import Number
 from vgrad.optim.schedules.arguments import (
     Curve,
     Length,
@@ -16,7 +16,6 @@ from vgrad.optim.schedules.arguments import (
     check_rates,
     double,
 )
-from vgrad.optim.transforms import Number
 
 
 def constant(lr: Number, steps: Length = 0, *, factor: Number = 1 / 3) -> Curve:

@@ -1,6 +1,5 @@
 """Schedules put one after the other: joined, after a warm-up, or constant pieces."""
 
-# Annotations stay text, as `arguments.py` explains.
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -10,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vgrad.optim.arguments import Number
 from vgrad.optim.schedules.arguments import Curve, Length, check_lengths, check_rates
 from vgrad.optim.schedules.decays import constant, linear
-from vgrad.optim.transforms import Number
 from vgrad.typing import Schedule
 
 

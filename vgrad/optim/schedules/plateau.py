@@ -1,7 +1,5 @@
 """A rate that falls where a measured value no longer improves."""
 
-# Annotations stay text: torch.compile, which traces the making of an optimizer inside a
-# mapped function, cannot evaluate `Params | None`.
 from __future__ import annotations
 
 import math
@@ -12,7 +10,8 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arithmetic import Number, counter, scalar
+from vgrad.optim.arguments import Number, plain
+from vgrad.optim.arithmetic import counter, scalar
 from vgrad.optim.base import GradientTransformation, Grads, Updates
 from vgrad.tree import tree_flatten, tree_unflatten
 from vgrad.typing import Params, Tree
@@ -72,7 +71,7 @@ def reduce_on_plateau(
 
     Example:
         >>> from functools import partial
-        >>> from vgrad.optim.methods.optimizers import sgd
+        >>> from vgrad.optim import sgd
         >>> tx, observe = reduce_on_plateau(partial(sgd, momentum=0.9), 0.5, patience=1)
         >>> state = tx.init({"w": torch.ones(2)})
         >>> for loss in (1.0, 1.0, 1.0):
@@ -82,15 +81,11 @@ def reduce_on_plateau(
     """
     checks.one_of("reduce_on_plateau", MODES, mode=mode)
     checks.one_of("reduce_on_plateau", THRESHOLD_MODES, threshold_mode=threshold_mode)
-    if not isinstance(factor, Tensor):
-        checks.between("reduce_on_plateau", 0, 1, factor=factor)
-    for name, value in dict(patience=patience, cooldown=cooldown).items():
-        if not isinstance(value, Tensor):
-            checks.whole("reduce_on_plateau", least=0, **{name: value})
-    numbers = dict(lr=lr, threshold=threshold, min_lr=min_lr, eps=eps)
-    for name, value in numbers.items():
-        if not isinstance(value, Tensor):
-            checks.non_negative("reduce_on_plateau", **{name: value})
+    checks.between("reduce_on_plateau", 0, 1, **plain(factor=factor))
+    lengths = plain(patience=patience, cooldown=cooldown)
+    checks.whole("reduce_on_plateau", least=0, **lengths)
+    numbers = plain(lr=lr, threshold=threshold, min_lr=min_lr, eps=eps)
+    checks.non_negative("reduce_on_plateau", **numbers)
     sign = 1 if mode == "min" else -1
 
     def init(params: Params) -> PlateauState:

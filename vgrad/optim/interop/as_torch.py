@@ -43,8 +43,7 @@ def as_torch(
             `load_state_dict`, names, shapes or dtypes are others.
 
     Example:
-        >>> from vgrad.optim.hyperparams import inject_hyperparams
-        >>> from vgrad.optim.methods.optimizers import sgd
+        >>> from vgrad.optim import inject_hyperparams, sgd
         >>> model = torch.nn.Linear(1, 1, bias=False)
         >>> _ = torch.nn.init.ones_(model.weight)
         >>> tx = inject_hyperparams(sgd, lr=0.5)

@@ -1,36 +1,41 @@
-"""Directions scaled by the size of past gradients: AdaGrad, AdaDelta, RMSprop, Rprop.
+"""Gradients over the root of their past squares: AdaGrad, RMSprop and AdaDelta.
 
-Every number may also be a tensor without dimensions, which `torch.vmap` can batch and
-gradients can flow to. Its value is then not checked. States are kept in
-`promote_types(param dtype, float32)`, and an entry whose gradients were all zero has an
-update of zero, for `eps=0` too.
+An entry whose gradients were all zero has an update of zero, for `eps=0` too. `init`
+raises a TypeError for complex or integer parameters.
 """
 
-# Annotations stay text: torch.compile, which traces the making of an optimizer inside a
-# mapped function, cannot evaluate `Params | None`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arithmetic import (
+from vgrad.optim.arguments import (
     Number,
+    check_numbers,
+    check_real,
+    is_zero,
+    plain,
+    rate_at,
+)
+from vgrad.optim.arithmetic import (
     blend,
     blend_squares,
-    check_real,
+    filled,
     lerp,
+    map_grads,
     root,
     scalar,
     squared,
     zeros,
 )
 from vgrad.optim.base import GradientTransformation, Grads, Updates
+from vgrad.optim.methods.sgd import trace
+from vgrad.optim.transforms import descent
 from vgrad.tree import map_values
-from vgrad.typing import Params
+from vgrad.typing import Params, Schedule
 
 
 class RssState(NamedTuple):
@@ -59,13 +64,6 @@ class AdadeltaState(NamedTuple):
     moved: Params
 
 
-class RpropState(NamedTuple):
-    """State of `scale_by_rprop`: the last gradients and the size of the next step."""
-
-    previous: Params
-    size: Params
-
-
 def scale_by_rss(
     initial_accumulator_value: Number = 0.0, eps: Number = 1e-10
 ) -> GradientTransformation:
@@ -73,9 +71,6 @@ def scale_by_rss(
 
     `s = s + g * g` from `initial_accumulator_value`; the update is
     `g / (sqrt(s) + eps)`. State: one tensor of the size of each parameter.
-
-    Raises:
-        TypeError: in `init`, if a parameter is complex or integer.
 
     Reference: Duchi, Hazan and Singer, Adaptive Subgradient Methods for Online Learning
     and Stochastic Optimization, JMLR 12 (2011).
@@ -89,17 +84,14 @@ def scale_by_rss(
 
     def init(params: Params) -> RssState:
         check_real("scale_by_rss", params)
-        start = zeros(params)
-        return RssState(
-            map_values(lambda z: z + scalar(initial_accumulator_value, z), start)
-        )
+        return RssState(filled(params, initial_accumulator_value))
 
     def update(
         grads: Grads, state: RssState, params: Params | None = None
     ) -> tuple[Updates, RssState]:
         checks.same_names("scale_by_rss(grads)", state.total, grads)
         total = blend(state.total, 1, squared(grads), 1)
-        return map_values(_divider(eps), grads, total), RssState(total)
+        return map_grads(_divided(eps), grads, total), RssState(total)
 
     return GradientTransformation(init, update)
 
@@ -109,9 +101,6 @@ def scale_by_rms(alpha: Number = 0.99, eps: Number = 1e-8) -> GradientTransforma
 
     `v = alpha * v + (1 - alpha) * g * g` from zero and without correction; the update
     is `g / (sqrt(v) + eps)`. State: one tensor of the size of each parameter.
-
-    Raises:
-        TypeError: in `init`, if a parameter is complex or integer.
 
     Reference: Tieleman and Hinton, RMSprop, lecture 6.5 of Neural Networks for Machine
     Learning, 2012.
@@ -131,7 +120,7 @@ def scale_by_rms(alpha: Number = 0.99, eps: Number = 1e-8) -> GradientTransforma
     ) -> tuple[Updates, RmsState]:
         checks.same_names("scale_by_rms(grads)", state.square, grads)
         square = blend_squares(state.square, alpha, grads)
-        return map_values(_divider(eps), grads, square), RmsState(square)
+        return map_grads(_divided(eps), grads, square), RmsState(square)
 
     return GradientTransformation(init, update)
 
@@ -143,9 +132,6 @@ def scale_by_stddev(alpha: Number = 0.99, eps: Number = 1e-8) -> GradientTransfo
     `alpha` and without correction, the update is `g / (sqrt(v - m * m) + eps)`. A
     variance that rounding makes negative counts as zero, where torch gives NaN. State:
     two tensors of the size of each parameter.
-
-    Raises:
-        TypeError: in `init`, if a parameter is complex or integer.
 
     Reference: Graves, Generating Sequences With Recurrent Neural Networks,
     arXiv 1308.0850.
@@ -167,7 +153,7 @@ def scale_by_stddev(alpha: Number = 0.99, eps: Number = 1e-8) -> GradientTransfo
         mean = lerp(state.mean, grads, 1 - alpha)
         square = blend_squares(state.square, alpha, grads)
         variance = map_values(lambda m, v: v - m * m, mean, square)
-        updates = map_values(_divider(eps), grads, variance)
+        updates = map_grads(_divided(eps), grads, variance)
         return updates, StddevState(mean, square)
 
     return GradientTransformation(init, update)
@@ -180,9 +166,6 @@ def scale_by_adadelta(rho: Number = 0.9, eps: Number = 1e-6) -> GradientTransfor
     directions before this one, both with the decay `rho`, the direction is
     `g * sqrt(d + eps) / sqrt(v + eps)`. State: two tensors of the size of each
     parameter.
-
-    Raises:
-        TypeError: in `init`, if a parameter is complex or integer.
 
     Reference: Zeiler, ADADELTA: An Adaptive Learning Rate Method, arXiv 1212.5701.
 
@@ -202,91 +185,137 @@ def scale_by_adadelta(rho: Number = 0.9, eps: Number = 1e-6) -> GradientTransfor
         checks.same_names("scale_by_adadelta(grads)", state.square, grads)
         square = blend_squares(state.square, rho, grads)
 
-        def direction(grad: Tensor | None, v: Tensor, d: Tensor) -> Tensor | None:
-            if grad is None:
-                return None
+        def direction(grad: Tensor, v: Tensor, d: Tensor) -> Tensor:
             least = scalar(eps, v)
             return root(d + least) / root(v + least) * grad.to(v.dtype)
 
-        updates = map_values(direction, grads, square, state.moved)
+        updates = map_grads(direction, grads, square, state.moved)
         moved = blend_squares(state.moved, rho, updates)
         return updates, AdadeltaState(square, moved)
 
     return GradientTransformation(init, update)
 
 
-def scale_by_rprop(
-    lr: Number = 1e-2,
+def adagrad(
+    lr: Number | Schedule = 1e-2,
     *,
-    etas: tuple[Number, Number] = (0.5, 1.2),
-    step_sizes: tuple[Number, Number] = (1e-6, 50.0),
+    lr_decay: Number = 0.0,
+    weight_decay: Number = 0.0,
+    initial_accumulator_value: Number = 0.0,
+    eps: Number = 1e-10,
+    maximize: bool = False,
 ) -> GradientTransformation:
-    """Replace gradients by their signs, times a size that each entry adapts by itself.
+    """Descend along the gradient over the root of the sum of all its squares.
 
-    The size starts at `lr`. It grows by the factor `etas[1]` where the sign is that of
-    the step before and shrinks by `etas[0]` where it is the other one; in the latter
-    case the entry stays for this step and counts as zero in the next. Sizes are kept
-    within `step_sizes`. No gradient flows through a sign. State: two tensors of the
-    size of each parameter.
+    `g += weight_decay * p; s += g * g`, then, with the number `t` of steps taken
+    before, `p -= lr / (1 + t * lr_decay) * g / (sqrt(s) + eps)`. State: one tensor of
+    the size of each parameter.
 
     Raises:
-        TypeError: in `init`, if a parameter is complex or integer.
+        ValueError: a number is negative.
 
-    Reference: Riedmiller and Braun, A Direct Adaptive Method for Faster Backpropagation
-    Learning: The RPROP Algorithm, ICNN 1993.
+    Reference: Duchi, Hazan and Singer, Adaptive Subgradient Methods for Online Learning
+    and Stochastic Optimization, JMLR 12 (2011).
 
     Example:
-        >>> rprop, grads = scale_by_rprop(0.5), {"w": torch.tensor([3.0, -0.1])}
-        >>> updates, state = rprop.update(grads, rprop.init(grads))
-        >>> updates, rprop.update({"w": torch.tensor([3.0, 0.1])}, state)[0]
-        ({'w': tensor([ 0.5000, -0.5000])}, {'w': tensor([0.6000, 0.0000])})
+        >>> tx, params = adagrad(0.1), {"w": torch.ones(2)}
+        >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
+        {'w': tensor([-0.1000, -0.1000])}
     """
-    shrink, grow = etas
-    least, most = step_sizes
+    check_numbers(
+        "adagrad",
+        lr,
+        lr_decay=lr_decay,
+        weight_decay=weight_decay,
+        initial_accumulator_value=initial_accumulator_value,
+        eps=eps,
+    )
 
-    def init(params: Params) -> RpropState:
-        check_real("scale_by_rprop", params)
-        start = zeros(params)
-        return RpropState(start, map_values(lambda z: z + scalar(lr, z), start))
+    def decaying(count: Tensor) -> Tensor:
+        return rate_at(lr, count) / (1 + count.double() * lr_decay)
 
-    def update(
-        grads: Grads, state: RpropState, params: Params | None = None
-    ) -> tuple[Updates, RpropState]:
-        checks.same_names("scale_by_rprop(grads)", state.size, grads)
-
-        def resize(grad: Tensor | None, before: Tensor, size: Tensor) -> Tensor:
-            if grad is None:
-                return size
-            agreement = (grad.to(size.dtype) * before).sign()
-            grown = torch.where(agreement > 0, scalar(grow, size) * size, size)
-            moved = torch.where(agreement < 0, scalar(shrink, size) * size, grown)
-            low: Any = scalar(least, size)
-            high: Any = scalar(most, size)
-            # One bound at a time: one may be a number and the other a tensor.
-            return moved.clamp(min=low).clamp(max=high)
-
-        def keep(grad: Tensor | None, before: Tensor) -> Tensor:
-            if grad is None:
-                return before
-            grad = grad.to(before.dtype)
-            return grad.masked_fill((grad * before).sign() < 0, 0)
-
-        def direction(grad: Tensor | None, kept: Tensor, size: Tensor) -> Tensor | None:
-            return None if grad is None else kept.sign() * size
-
-        size = map_values(resize, grads, state.previous, state.size)
-        kept = map_values(keep, grads, state.previous)
-        return map_values(direction, grads, kept, size), RpropState(kept, size)
-
-    return GradientTransformation(init, update)
+    sums = scale_by_rss(initial_accumulator_value, eps)
+    rate = lr if is_zero(lr_decay) else decaying
+    return descent(rate, sums, weight_decay=weight_decay, maximize=maximize)
 
 
-def _divider(eps: Number) -> Callable[[Tensor | None, Tensor], Tensor | None]:
+def adadelta(
+    lr: Number | Schedule = 1.0,
+    *,
+    rho: Number = 0.9,
+    eps: Number = 1e-6,
+    weight_decay: Number = 0.0,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Descend along the gradient, scaled to the size of the steps before.
+
+    `g += weight_decay * p`, then `p -= lr * g * sqrt(d + eps) / sqrt(v + eps)` with
+    the mean squares `d` of the directions and `v` of the gradients. State: two tensors
+    of the size of each parameter.
+
+    Raises:
+        ValueError: a number is negative, or rho is above one.
+
+    Reference: Zeiler, ADADELTA: An Adaptive Learning Rate Method, arXiv 1212.5701.
+
+    Example:
+        >>> tx, params = adadelta(rho=0.75), {"w": torch.ones(2)}
+        >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
+        {'w': tensor([-0.0020, -0.0020])}
+    """
+    check_numbers("adadelta", lr, eps=eps, weight_decay=weight_decay)
+    _check_share("adadelta", rho=rho)
+    scaled = scale_by_adadelta(rho, eps)
+    return descent(lr, scaled, weight_decay=weight_decay, maximize=maximize)
+
+
+def rmsprop(
+    lr: Number | Schedule = 1e-2,
+    *,
+    alpha: Number = 0.99,
+    eps: Number = 1e-8,
+    weight_decay: Number = 0.0,
+    momentum: Number = 0.0,
+    centered: bool = False,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Descend along the gradient over the root of its mean square.
+
+    `g += weight_decay * p`, then `p -= lr * g / (sqrt(v) + eps)` with the mean `v` of
+    `g * g`, less the square of the mean of `g` if `centered`. With momentum, the
+    quotients add up as `b = momentum * b + g / (sqrt(v) + eps); p -= lr * b`. State:
+    one tensor of the size of each parameter, and one more for each of both options.
+
+    Raises:
+        ValueError: a number is negative, or alpha is above one.
+
+    Reference: Tieleman and Hinton, RMSprop, lecture 6.5 of Neural Networks for Machine
+    Learning, 2012; Graves, Generating Sequences With Recurrent Neural Networks,
+    arXiv 1308.0850, for the centered form.
+
+    Example:
+        >>> tx, params = rmsprop(0.1, alpha=0.75), {"w": torch.ones(2)}
+        >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
+        {'w': tensor([-0.2000, -0.2000])}
+    """
+    check_numbers("rmsprop", lr, eps=eps, weight_decay=weight_decay, momentum=momentum)
+    _check_share("rmsprop", alpha=alpha)
+    moments = scale_by_stddev if centered else scale_by_rms
+    scaled = (moments(alpha, eps), trace(momentum))
+    return descent(lr, *scaled, weight_decay=weight_decay, maximize=maximize)
+
+
+def _check_share(function: str, **values: Number) -> None:
+    """Each number is at least zero and at most one; tensors pass."""
+    for name, value in plain(**values).items():
+        if not 0 <= value <= 1:
+            raise ValueError(
+                f"{function}({name}={value!r}): expected 0 <= {name} <= 1."
+            )
+
+
+def _divided(eps: Number) -> Callable[[Tensor, Tensor], Tensor]:
     """Make the function that divides a gradient by the root of its square, plus eps."""
-
-    def divide(grad: Tensor | None, square: Tensor) -> Tensor | None:
-        if grad is None:
-            return None
-        return grad.to(square.dtype) / (root(square) + scalar(eps, square))
-
-    return divide
+    return lambda grad, square: (
+        grad.to(square.dtype) / (root(square) + scalar(eps, square))
+    )

@@ -1,13 +1,9 @@
-"""Directions that the other optimizers of the Adam family take from their moments.
+"""NAdam, RAdam and Adamax: other directions from the moments of Adam.
 
-Every number may also be a tensor without dimensions, which `torch.vmap` can batch and
-gradients can flow to. Its value is then not checked. Moments are kept in
-`promote_types(param dtype, float32)`, bias corrections are computed in float64, and an
-entry whose gradients were all zero has an update of zero, for `eps=0` too.
+What `adam.py` says of dtypes, of `eps=0` and of complex parameters holds here too. With
+`decoupled_weight_decay` the decay stays apart from the moments, as in `adamw`.
 """
 
-# Annotations stay text: torch.compile, which traces the making of an optimizer inside a
-# mapped function, cannot evaluate `Params | None`.
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -16,29 +12,20 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
+from vgrad.optim.arguments import Number, check_betas, check_numbers, check_real
 from vgrad.optim.arithmetic import (
-    Number,
-    blend_squares,
-    check_real,
+    advance,
     counter,
     lerp,
+    map_grads,
     root,
     scalar,
     zeros,
 )
 from vgrad.optim.base import GradientTransformation, Grads, Updates
-from vgrad.optim.transforms import AdamState
-from vgrad.tree import map_values
-from vgrad.typing import Params
-
-
-class AmsgradState(NamedTuple):
-    """State of `scale_by_amsgrad`: that of Adam and the largest second moments."""
-
-    count: Tensor
-    mean: Params
-    square: Params
-    largest: Params
+from vgrad.optim.methods.adam import AdamState, first_moments, next_moments
+from vgrad.optim.transforms import descent
+from vgrad.typing import Params, Schedule
 
 
 class NadamState(NamedTuple):
@@ -58,60 +45,6 @@ class AdamaxState(NamedTuple):
     largest: Params
 
 
-def scale_by_amsgrad(
-    betas: tuple[Number, Number] = (0.9, 0.999), eps: Number = 1e-8
-) -> GradientTransformation:
-    """Divide the mean of the gradients by the root of their largest mean square.
-
-    This is `scale_by_adam` with the entrywise maximum of all second moments so far,
-    taken before the correction as torch does, in the place of the last one. State:
-    three tensors of the size of each parameter.
-
-    Raises:
-        TypeError: in `init`, if a parameter is complex or integer.
-
-    Reference: Reddi et al., On the Convergence of Adam and Beyond, arXiv 1904.09237.
-
-    Example:
-        >>> amsgrad = scale_by_amsgrad((0.0, 0.5))
-        >>> grads = {"w": torch.tensor([4.0])}
-        >>> updates, state = amsgrad.update(grads, amsgrad.init(grads))
-        >>> for _ in range(9):
-        ...     updates, state = amsgrad.update({"w": torch.zeros(1)}, state)
-        >>> state.square, state.largest
-        ({'w': tensor([0.0156])}, {'w': tensor([8.])})
-    """
-    beta1, beta2 = betas
-
-    def init(params: Params) -> AmsgradState:
-        check_real("scale_by_amsgrad", params)
-        return AmsgradState(
-            counter(params), zeros(params), zeros(params), zeros(params)
-        )
-
-    def update(
-        grads: Grads, state: AmsgradState, params: Params | None = None
-    ) -> tuple[Updates, AmsgradState]:
-        checks.same_names("scale_by_amsgrad(grads)", state.mean, grads)
-        count = state.count + 1
-        mean = lerp(state.mean, grads, 1 - beta1)
-        square = blend_squares(state.square, beta2, grads)
-        largest = map_values(torch.maximum, state.largest, square)
-        steps = count.double()
-        correction1, correction2 = 1 - beta1**steps, 1 - beta2**steps
-
-        def direction(grad: Tensor | None, m: Tensor, v: Tensor) -> Tensor | None:
-            if grad is None:
-                return None
-            size = root(v / scalar(correction2, v)) + scalar(eps, v)
-            return m / scalar(correction1, m) / size
-
-        updates = map_values(direction, grads, mean, largest)
-        return updates, AmsgradState(count, mean, square, largest)
-
-    return GradientTransformation(init, update)
-
-
 def scale_by_nadam(
     betas: tuple[Number, Number] = (0.9, 0.999),
     eps: Number = 1e-8,
@@ -127,9 +60,6 @@ def scale_by_nadam(
     parameter, and the product of the momenta in float64. torch keeps the product in its
     default dtype; the numbers are the same where that is float64.
 
-    Raises:
-        TypeError: in `init`, if a parameter is complex or integer.
-
     Reference: Dozat, Incorporating Nesterov Momentum into Adam, ICLR 2016 workshop.
 
     Example:
@@ -141,9 +71,8 @@ def scale_by_nadam(
     beta1, beta2 = betas
 
     def init(params: Params) -> NadamState:
-        check_real("scale_by_nadam", params)
-        count = counter(params)
-        return NadamState(count, count.double() + 1, zeros(params), zeros(params))
+        count, mean, square = first_moments("scale_by_nadam", params)
+        return NadamState(count, count.double() + 1, mean, square)
 
     def momentum(steps: Tensor) -> Tensor:
         return beta1 * (1 - 0.5 * 0.96 ** (steps * momentum_decay))
@@ -151,23 +80,18 @@ def scale_by_nadam(
     def update(
         grads: Grads, state: NadamState, params: Params | None = None
     ) -> tuple[Updates, NadamState]:
-        checks.same_names("scale_by_nadam(grads)", state.mean, grads)
-        count = state.count + 1
-        mean = lerp(state.mean, grads, 1 - beta1)
-        square = blend_squares(state.square, beta2, grads)
+        count, mean, square = next_moments("scale_by_nadam", betas, state, grads)
         steps = count.double()
         now, ahead = momentum(steps), momentum(steps + 1)
         product = state.product * now
         by_grad, by_mean = (1 - now) / (1 - product), ahead / (1 - product * ahead)
         correction = 1 - beta2**steps
 
-        def direction(grad: Tensor | None, m: Tensor, v: Tensor) -> Tensor | None:
-            if grad is None:
-                return None
+        def direction(grad: Tensor, m: Tensor, v: Tensor) -> Tensor:
             mixed = scalar(by_grad, m) * grad.to(m.dtype) + scalar(by_mean, m) * m
             return mixed / (root(v / scalar(correction, v)) + scalar(eps, v))
 
-        updates = map_values(direction, grads, mean, square)
+        updates = map_grads(direction, grads, mean, square)
         return updates, NadamState(count, product, mean, square)
 
     return GradientTransformation(init, update)
@@ -185,32 +109,24 @@ def scale_by_radam(
     `(n - 4) * (n - 2) * N / ((N - 4) * (N - 2) * n)`. State: two tensors of the size of
     each parameter.
 
-    Raises:
-        TypeError: in `init`, if a parameter is complex or integer.
-
     Reference: Liu et al., On the Variance of the Adaptive Learning Rate and Beyond,
     arXiv 1908.03265.
 
     Example:
-        >>> radam = scale_by_radam()
-        >>> grads = {"w": torch.tensor([3.0, -0.1])}
+        >>> radam, grads = scale_by_radam(), {"w": torch.tensor([3.0, -0.1])}
         >>> radam.update(grads, radam.init(grads))[0]
         {'w': tensor([ 3.0000, -0.1000])}
     """
     beta1, beta2 = betas
 
     def init(params: Params) -> AdamState:
-        check_real("scale_by_radam", params)
-        return AdamState(counter(params), zeros(params), zeros(params))
+        return first_moments("scale_by_radam", params)
 
     def update(
         grads: Grads, state: AdamState, params: Params | None = None
     ) -> tuple[Updates, AdamState]:
-        checks.same_names("scale_by_radam(grads)", state.mean, grads)
-        count = state.count + 1
-        mean = lerp(state.mean, grads, 1 - beta1)
-        square = blend_squares(state.square, beta2, grads)
-        steps = count.double()
+        new = next_moments("scale_by_radam", betas, state, grads)
+        steps = new.count.double()
         correction1, correction2 = 1 - beta1**steps, 1 - beta2**steps
         limit = 2 / (1 - scalar(beta2, steps)) - torch.ones_like(steps)
         length = limit - 2 * steps * beta2**steps / correction2
@@ -221,14 +137,11 @@ def scale_by_radam(
         rectified = torch.where(reliable, (ratio * correction2).sqrt(), 0)
         plain = torch.where(reliable, 0, torch.ones_like(ratio))
 
-        def direction(grad: Tensor | None, m: Tensor, v: Tensor) -> Tensor | None:
-            if grad is None:
-                return None
+        def direction(grad: Tensor, m: Tensor, v: Tensor) -> Tensor:
             scale = scalar(rectified, v) / (root(v) + scalar(eps, v))
             return m / scalar(correction1, m) * (scale + scalar(plain, v))
 
-        updates = map_values(direction, grads, mean, square)
-        return updates, AdamState(count, mean, square)
+        return map_grads(direction, grads, new.mean, new.square), new
 
     return GradientTransformation(init, update)
 
@@ -241,15 +154,11 @@ def scale_by_adamax(
     `u = max(beta2 * u, abs(g) + eps)`, and the update is `m / (1 - beta1^t) / u`.
     State: two tensors of the size of each parameter.
 
-    Raises:
-        TypeError: in `init`, if a parameter is complex or integer.
-
     Reference: Kingma and Ba, Adam: A Method for Stochastic Optimization,
     arXiv 1412.6980, section 7.1.
 
     Example:
-        >>> adamax = scale_by_adamax()
-        >>> grads = {"w": torch.tensor([3.0, -0.1])}
+        >>> adamax, grads = scale_by_adamax(), {"w": torch.tensor([3.0, -0.1])}
         >>> adamax.update(grads, adamax.init(grads))[0]
         {'w': tensor([ 1., -1.])}
     """
@@ -267,21 +176,121 @@ def scale_by_adamax(
         mean = lerp(state.mean, grads, 1 - beta1)
         correction = 1 - beta1 ** count.double()
 
-        def grow(before: Tensor, grad: Tensor | None) -> Tensor:
-            if grad is None:
-                return before
+        def grow(before: Tensor, grad: Tensor) -> Tensor:
             size = grad.to(before.dtype).abs() + scalar(eps, before)
             return torch.maximum(scalar(beta2, before) * before, size)
 
-        largest = map_values(grow, state.largest, grads)
-
-        def direction(grad: Tensor | None, m: Tensor, u: Tensor) -> Tensor | None:
-            if grad is None:
-                return None
+        def direction(grad: Tensor, m: Tensor, u: Tensor) -> Tensor:
             # Without eps the maximum is zero where the mean is.
             return m / scalar(correction, m) / u.clamp_min(torch.finfo(u.dtype).tiny)
 
-        updates = map_values(direction, grads, mean, largest)
+        largest = advance(grow, state.largest, grads)
+        updates = map_grads(direction, grads, mean, largest)
         return updates, AdamaxState(count, mean, largest)
 
     return GradientTransformation(init, update)
+
+
+def nadam(
+    lr: Number | Schedule = 2e-3,
+    *,
+    betas: tuple[Number, Number] = (0.9, 0.999),
+    eps: Number = 1e-8,
+    weight_decay: Number = 0.0,
+    momentum_decay: Number = 4e-3,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Descend as `adam` does, with the momentum of Nesterov.
+
+    `g += weight_decay * p`, then `p -= lr * u` with the direction `u` of
+    `scale_by_nadam`. State: two tensors of the size of each parameter.
+
+    Raises:
+        ValueError: a number is negative, or a beta is not below one.
+
+    Reference: Dozat, Incorporating Nesterov Momentum into Adam, ICLR 2016 workshop.
+
+    Example:
+        >>> tx, params = nadam(0.1, betas=(0.0, 0.999)), {"w": torch.ones(2)}
+        >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
+        {'w': tensor([-0.1000, -0.1000])}
+    """
+    check_numbers(
+        "nadam", lr, eps=eps, weight_decay=weight_decay, momentum_decay=momentum_decay
+    )
+    check_betas("nadam", betas)
+    return descent(
+        lr,
+        scale_by_nadam(betas, eps, momentum_decay=momentum_decay),
+        weight_decay=weight_decay,
+        decoupled=decoupled_weight_decay,
+        maximize=maximize,
+    )
+
+
+def radam(
+    lr: Number | Schedule = 1e-3,
+    *,
+    betas: tuple[Number, Number] = (0.9, 0.999),
+    eps: Number = 1e-8,
+    weight_decay: Number = 0.0,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Descend as `adam` does, as far as the mean square can be relied on.
+
+    `g += weight_decay * p`, then `p -= lr * u` with the direction `u` of
+    `scale_by_radam`: the plain mean of the gradients in the first steps. State: two
+    tensors of the size of each parameter.
+
+    Raises:
+        ValueError: a number is negative, or a beta is not below one.
+
+    Reference: Liu et al., On the Variance of the Adaptive Learning Rate and Beyond,
+    arXiv 1908.03265.
+
+    Example:
+        >>> tx, params = radam(0.1), {"w": torch.ones(2)}
+        >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
+        {'w': tensor([-0.1000, -0.1000])}
+    """
+    check_numbers("radam", lr, eps=eps, weight_decay=weight_decay)
+    check_betas("radam", betas)
+    return descent(
+        lr,
+        scale_by_radam(betas, eps),
+        weight_decay=weight_decay,
+        decoupled=decoupled_weight_decay,
+        maximize=maximize,
+    )
+
+
+def adamax(
+    lr: Number | Schedule = 2e-3,
+    *,
+    betas: tuple[Number, Number] = (0.9, 0.999),
+    eps: Number = 1e-8,
+    weight_decay: Number = 0.0,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Descend along the mean gradient over the decaying maximum of its size.
+
+    `g += weight_decay * p`, then `p -= lr * m / u` with the moment `m` and the maximum
+    `u` of `scale_by_adamax`. State: two tensors of the size of each parameter.
+
+    Raises:
+        ValueError: a number is negative, or a beta is not below one.
+
+    Reference: Kingma and Ba, Adam: A Method for Stochastic Optimization,
+    arXiv 1412.6980, section 7.1.
+
+    Example:
+        >>> tx, params = adamax(0.1), {"w": torch.ones(2)}
+        >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
+        {'w': tensor([-0.1000, -0.1000])}
+    """
+    check_numbers("adamax", lr, eps=eps, weight_decay=weight_decay)
+    check_betas("adamax", betas)
+    moments = scale_by_adamax(betas, eps)
+    return descent(lr, moments, weight_decay=weight_decay, maximize=maximize)
