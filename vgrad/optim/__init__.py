@@ -1,4 +1,22 @@
-"""Optimizers as pairs of pure functions: optax's form, the numbers of torch.optim."""
+"""Optimizers as pairs of pure functions: optax's form, the numbers of torch.optim.
+
+What holds for all of them:
+
+* Arguments, defaults and numbers are those of `torch.optim`, where it has the method.
+* Every number may also be a tensor without dimensions, which `torch.vmap` can batch and
+  gradients can flow to. Its value is then not checked. `lr` may also be a schedule, as
+  `scale_by_learning_rate` takes it.
+* A negative number raises a ValueError, as does a beta that is not below one. `init` of
+  methods with moments raises a TypeError if a parameter is complex or integer; `update`
+  of those that need the parameters raises a ValueError if they are not given.
+* Arithmetic and state are in `promote_types(dtype, float32)`, where `torch.optim` stays
+  in the dtype of the parameter. Bias corrections are computed in float64.
+* An entry whose gradients were all zero has an update of zero, for `eps=0` too, where
+  `torch.optim` gives NaN. Gradients through the update stay finite there.
+* `maximize` turns the gradients around; weight decay remains a decay.
+* Step counters belong to the optimizer, not to each parameter. A parameter whose
+  gradient is None misses a step, but bias corrections and dampening count it.
+"""
 
 from vgrad.optim import schedules as schedules
 from vgrad.optim.averaging import AverageState as AverageState

@@ -37,10 +37,22 @@ def plain(**values: Any) -> dict[str, Any]:
     return {name: v for name, v in values.items() if not isinstance(v, Tensor)}
 
 
-def check_numbers(function: str, lr: Number | Schedule, **values: Number) -> None:
-    """Each number is zero or more; tensors and schedules pass."""
+def check_numbers(
+    function: str,
+    lr: Number | Schedule,
+    betas: tuple[Number, ...] = (),
+    /,
+    **values: Number,
+) -> None:
+    """Each number is zero or more, and a beta below one; tensors and schedules pass."""
     named = values if is_schedule(lr) else {"lr": lr, **values}
     checks.non_negative(function, **plain(**named))
+    for index, beta in enumerate(betas):
+        if not isinstance(beta, Tensor) and not 0 <= beta < 1:
+            raise ValueError(
+                f"{function}(betas={betas}): expected 0 <= betas[{index}] < 1, "
+                f"got {beta}."
+            )
 
 
 def check_shares(function: str, **values: Number) -> None:
@@ -48,16 +60,6 @@ def check_shares(function: str, **values: Number) -> None:
     for name, value in plain(**values).items():
         if not 0 <= value < 1:
             raise ValueError(f"{function}({name}={value!r}): expected 0 <= {name} < 1.")
-
-
-def check_betas(function: str, betas: tuple[Number, Number]) -> None:
-    """Each of both is at least zero and below one; tensors pass."""
-    for index, beta in enumerate(betas):
-        if not isinstance(beta, Tensor) and not 0 <= beta < 1:
-            raise ValueError(
-                f"{function}(betas={betas}): expected 0 <= betas[{index}] < 1, "
-                f"got {beta}."
-            )
 
 
 def check_real(function: str, params: Params) -> None:

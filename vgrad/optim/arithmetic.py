@@ -1,6 +1,6 @@
 """Arithmetic on dictionaries of tensors that the transformations have in common.
 
-Results are in `promote_types(dtype, float32)`, and a gradient of None is passed over.
+Results are in `promote_types(dtype, float32)`, and gradients of None are skipped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arguments import Number, required
+from vgrad.optim.arguments import Number, check_real, required
 from vgrad.optim.base import (
     GradientTransformation,
     Grads,
@@ -70,6 +70,31 @@ def of_gradient_and_parameter(
     return stateless(update)
 
 
+def of_history(
+    function: str,
+    start: Callable[[Params], Any],
+    move: Callable[[Grads, Any], tuple[Updates, Any]],
+) -> GradientTransformation:
+    """Make a transformation that keeps tensors of each parameter, which must be real.
+
+    `start` makes the state, a NamedTuple, and `move` one step of it: the new state and
+    the updates. `function` is the name that errors begin with.
+    """
+
+    def init(params: Params) -> Any:
+        check_real(function, params)
+        return start(params)
+
+    def update(
+        grads: Grads, state: Any, params: Params | None = None
+    ) -> tuple[Updates, Any]:
+        held = next(field for field in state if isinstance(field, dict))
+        checks.same_names(f"{function}(grads)", held, grads)
+        return move(grads, state)
+
+    return GradientTransformation(init, update)
+
+
 def counter(params: Params) -> Tensor:
     """Make a count of zero steps on the device of the parameters."""
     device = next(iter(params.values())).device if params else None
@@ -105,8 +130,8 @@ def squared(grads: Grads) -> Updates:
 def root(square: Tensor) -> Tensor:
     """Take the root of what is zero or more, with a slope that is finite at zero.
 
-    The infinite slope of a root at zero would make NaN of a gradient through an update.
-    The root of the smallest normal number, which stands for zero, vanishes beside eps.
+    The infinite slope of a root at zero would make gradients through an update NaN. The
+    root of the smallest normal number, which replaces zero, is negligible beside eps.
     """
     return square.clamp_min(torch.finfo(square.dtype).tiny).sqrt()
 
@@ -154,8 +179,8 @@ def blend_squares(old: Params, keep: Number, grads: Grads) -> Params:
 def lerp(old: Params, new: Grads, share: Number) -> Params:
     """`(1 - share) * old + share * new`, in the dtype of `old`; without `new`, `old`.
 
-    For `share = 1 - decay` the exponential moving average. One pass over the values,
-    and exact where the share is 1 or both are the same.
+    With `share = 1 - decay` the exponential moving average, in one pass over the values
+    and exact if the share is 1 or both are the same.
     """
 
     def mix(before: Tensor, value: Tensor) -> Tensor:
@@ -191,8 +216,8 @@ def scalar(value: Number, like: Tensor) -> Number:
 def placed(value: Tensor, like: Tensor) -> Tensor:
     """Bring a tensor without dimensions to the dtype and the device of `like`."""
     if torch.compiler.is_compiling() and not value.is_complex():
-        # Inductor would compute what the scalar is made of, powers of the decays above
-        # all, in every loop over a parameter, time and again: three times as slow. What
-        # comes of a reduction (of so many that it is not unrolled) it writes to memory.
+        # Inductor would recompute what the scalar is made of, such as powers of the
+        # decays, for every entry of a parameter, three times as slow. The result of a
+        # reduction, over too many entries to be unrolled, it writes to memory.
         value = value.expand(16).amax()
     return value.to(like.device, like.dtype)

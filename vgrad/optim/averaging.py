@@ -57,13 +57,9 @@ def ema(decay: Number, *, debias: bool = True) -> GradientTransformation:
 
     `m = decay * m + (1 - decay) * g` from zero; the update is `m`, divided by
     `1 - decay^t` at step `t` for `debias`. State: one tensor of the size of each
-    parameter, in `promote_types(param dtype, float32)`.
+    parameter.
 
-    Raises:
-        ValueError: the decay is negative or not below one.
-
-    Reference: Kingma and Ba, Adam: A Method for Stochastic Optimization,
-    arXiv 1412.6980, section 3.
+    Reference: Kingma and Ba, arXiv 1412.6980, section 3.
 
     Example:
         >>> tx, grads = ema(0.5), {"w": torch.ones(2)}
@@ -99,17 +95,10 @@ def ema_parameters(decay: Number) -> GradientTransformation:
     step, and `average = p` after the first: the numbers of
     `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)`. Put it
     last in a chain, where updates are what is added to the parameters, and read it by
-    `averaged_parameters`. A parameter whose update is None counts as it stands.
+    `averaged_parameters`. A parameter whose update is None enters unchanged. State: one
+    tensor of the size of each parameter.
 
-    State: one tensor of the size of each parameter, in
-    `promote_types(param dtype, float32)`.
-
-    Raises:
-        ValueError: the decay is negative or not below one; when updating, no parameters
-            are given.
-
-    Reference: Tarvainen and Valpola, Mean teachers are better role models,
-    arXiv 1703.01780.
+    Reference: Tarvainen and Valpola, arXiv 1703.01780.
 
     Example:
         >>> from vgrad.optim import chain, sgd, step
@@ -132,22 +121,17 @@ def ema_parameters(decay: Number) -> GradientTransformation:
 def polyak_average(*, start: int | Tensor = 0) -> GradientTransformation:
     """Keep the mean of the parameters over all steps; updates pass unchanged.
 
-    The mean is that of the parameters after each step later than `start`; until the
-    first of these it is the parameters themselves. With `start=0` these are the numbers
-    of `torch.optim.swa_utils.AveragedModel`. Put it last in a chain, where updates are
-    what is added to the parameters, and read it by `averaged_parameters`. A parameter
-    whose update is None counts as it stands.
-
-    State: one tensor of the size of each parameter, in
-    `promote_types(param dtype, float32)`.
+    The mean is over the parameters after each step later than `start`; until the first
+    of these it is the parameters themselves. With `start=0` these are the numbers
+    of `torch.optim.swa_utils.AveragedModel`. Use and state are those of
+    `ema_parameters`.
 
     Raises:
-        ValueError: `start` is not a whole number of zero or more; when updating, no
-            parameters are given.
+        ValueError: `start` is not a whole number of zero or more.
 
     Reference: Polyak and Juditsky, Acceleration of Stochastic Approximation by
     Averaging, SIAM Journal on Control and Optimization 30 (1992); Izmailov et al.,
-    Averaging Weights Leads to Wider Optima and Better Generalization, arXiv 1803.05407.
+    arXiv 1803.05407.
 
     Example:
         >>> from vgrad.optim import chain, sgd, step
@@ -171,7 +155,7 @@ def averaged_parameters(state: Tree) -> Params:
 
     `state` is that of the average itself or of an optimizer that holds one. The tensors
     are in `promote_types(param dtype, float32)`; before the first step they are the
-    parameters that `init` was given.
+    parameters given to `init`.
 
     Raises:
         ValueError: there is not exactly one average in the state.
@@ -186,7 +170,7 @@ def averaged_parameters(state: Tree) -> Params:
     if len(found) != 1:
         raise ValueError(
             f"averaged_parameters(state with {len(found)} averages): expected the "
-            f"state of one ema_parameters or polyak_average. Hand on its part."
+            f"state of one ema_parameters or polyak_average. Pass that part of it."
         )
     return dict(found[0].average)
 
@@ -197,23 +181,19 @@ def lookahead(
     sync_period: int | Tensor = 5,
     slow_step_size: Number = 0.5,
 ) -> GradientTransformation:
-    """Let fast weights run ahead, and every few steps return part of the way.
+    """Let fast weights run ahead, and return part of the way every few steps.
 
     The inner optimizer moves the parameters. At every `sync_period`-th step the slow
-    weights, which start as the parameters, go `slow += slow_step_size * (p - slow)`
+    weights, which start as the parameters, move by `slow_step_size * (p - slow)`
     towards the parameters `p` after the inner step, and the parameters become the slow
-    weights. The inner state is kept. Decided by `torch.where`, without a wait for the
-    device.
-
-    State: the inner one and one tensor of the size of each parameter, in
-    `promote_types(param dtype, float32)`.
+    weights. The inner state is kept. Nothing waits for the device. State: the inner one
+    and one tensor of the size of each parameter.
 
     Raises:
         ValueError: the period is not a whole number of at least one, or the step size
-            not positive; when updating, no parameters are given.
+            is not positive.
 
-    Reference: Zhang et al., Lookahead Optimizer: k steps forward, 1 step back,
-    arXiv 1907.08610.
+    Reference: Zhang et al., arXiv 1907.08610.
 
     Example:
         >>> from vgrad.optim import sgd, step

@@ -1,7 +1,7 @@
 """Gradients kept in bounds: clipping, centring, and NaN replaced by zero.
 
-All of it is arithmetic on gradients that were already summed or averaged over a batch.
-It bounds the influence of no single sample, for which there is `vgrad.clipped_grad`.
+All of it acts on gradients that were already summed or averaged over a batch. It does
+not bound the influence of single samples: that is what `vgrad.clipped_grad` does.
 """
 
 from __future__ import annotations
@@ -65,15 +65,14 @@ def clip_by_global_norm(max_norm: Number) -> GradientTransformation:
     """Shrink all gradients by one factor where their common norm exceeds `max_norm`.
 
     The factor is `min(max_norm / (norm + 1e-6), 1)` with the norm of `global_norm`: the
-    formula of `torch.nn.utils.clip_grad_norm_`, under which the norm ends up a little
-    below `max_norm`. There is no state. Entries that are not finite become NaN, and
-    an infinite norm makes zeros of the others.
+    formula of `torch.nn.utils.clip_grad_norm_`, by which the norm ends up a little
+    below `max_norm`. There is no state. If the norm is infinite, entries that are not
+    finite become NaN, and all others zero.
 
     Raises:
         ValueError: the norm is not positive.
 
-    Reference: Pascanu et al., On the difficulty of training recurrent neural networks,
-    arXiv 1211.5063.
+    Reference: Pascanu et al., arXiv 1211.5063.
 
     Example:
         >>> clip = clip_by_global_norm(1.0)
@@ -98,8 +97,8 @@ def clip_by_global_norm(max_norm: Number) -> GradientTransformation:
 def global_norm(grads: Grads) -> Tensor:
     """Compute the norm of all entries of all tensors together: `{name: shape} -> []`.
 
-    The squares are summed in `promote_types(dtype, float32)`, and the gradient of the
-    norm is zero where all entries are. What is None counts as zero.
+    The squares are summed in `promote_types(dtype, float32)`. The gradient of the norm
+    is zero if all entries are. None counts as zero.
 
     Example:
         >>> global_norm({"w": torch.tensor([3.0]), "b": torch.tensor([-4.0])})
@@ -117,13 +116,12 @@ def global_norm(grads: Grads) -> Tensor:
 def clip_by_block_rms(threshold: Number) -> GradientTransformation:
     """Divide each tensor by `max(rms / threshold, 1)`, with its root mean square.
 
-    Tensors are clipped one by one, whatever the others are. There is no state.
+    Tensors are clipped independently. There is no state.
 
     Raises:
         ValueError: the threshold is not positive.
 
-    Reference: Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear
-    Memory Cost, arXiv 1804.04235, section 6.
+    Reference: Shazeer and Stern, arXiv 1804.04235, section 6.
 
     Example:
         >>> clip = clip_by_block_rms(1.0)
@@ -146,15 +144,14 @@ def adaptive_grad_clip(
 
     A gradient `g` of parameters `p` whose norm exceeds
     `bound = clipping * max(norm(p), eps)` becomes `g * bound / max(norm(g), 1e-6)`. The
-    norms are those of the units: what belongs to one output, which is one entry of the
-    first dimension of a linear or convolution weight. A tensor of which at most one
-    dimension is longer than one is a single unit. There is no state.
+    norms are those of the units: a unit is what belongs to one output, that is, one
+    entry of the first dimension of a linear or convolution weight. A tensor with at
+    most one dimension longer than one is a single unit. There is no state.
 
     Raises:
-        ValueError: a number is not positive; when updating, no parameters are given.
+        ValueError: a number is not positive.
 
-    Reference: Brock et al., High-Performance Large-Scale Image Recognition Without
-    Normalization, arXiv 2102.06171.
+    Reference: Brock et al., arXiv 2102.06171.
 
     Example:
         >>> clip = adaptive_grad_clip(0.5)
@@ -178,13 +175,12 @@ def adaptive_grad_clip(
 
 
 def centralize() -> GradientTransformation:
-    """Take the mean of each unit off its gradient: `g - mean(g)`.
+    """Subtract the mean of each unit from its gradient: `g - mean(g)`.
 
     A unit is one entry of the first dimension, as in a linear or convolution weight.
     Tensors of fewer than two dimensions stay as they are. There is no state.
 
-    Reference: Yong et al., Gradient Centralization: A New Optimization Technique for
-    Deep Neural Networks, arXiv 2004.01461.
+    Reference: Yong et al., arXiv 2004.01461.
 
     Example:
         >>> grads = {"w": torch.tensor([[1.0, 3.0]]), "b": torch.ones(1)}
@@ -201,10 +197,10 @@ def centralize() -> GradientTransformation:
 
 
 def zero_nans() -> GradientTransformation:
-    """Replace every entry that is NaN by zero, and say where there was one.
+    """Replace every entry that is NaN by zero, and note where there was one.
 
-    Infinite entries stay. `state.found` holds a boolean for each name: whether the last
-    gradient had a NaN. To leave out the whole step instead, see `apply_if_finite`.
+    Infinite entries stay. `state.found` tells for each name whether the last gradient
+    had a NaN. To leave out the whole step instead, see `apply_if_finite`.
 
     Example:
         >>> grads = {"w": torch.tensor([1.0, float("nan")])}

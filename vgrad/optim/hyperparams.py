@@ -40,9 +40,8 @@ def inject_hyperparams(
     is overwritten. Bind all other options before:
     `inject_hyperparams(partial(sgd, nesterov=True), lr=0.1, momentum=0.9)`.
 
-    Members: put `init` under `torch.vmap` with one value per member, or set a tensor of
-    shape [E] in the stacked state. `update` needs no such care, since the values come
-    from the state.
+    For members, put `init` under `torch.vmap` with one value per member, or set a
+    tensor of shape [E] in the stacked state. `update` takes the values from the state.
 
     Raises:
         TypeError: a value is neither a number nor a tensor, schedule or tuple.
@@ -87,8 +86,8 @@ def with_hyperparams(
 ) -> HyperparamsState:
     """Return a state of `inject_hyperparams` with other values.
 
-    A number or a tensor without dimensions is set for all members of a stacked state, a
-    tensor of shape [E] one by one. The values are not checked.
+    In a stacked state, a number or a tensor without dimensions is set for all members,
+    and a tensor of shape [E] has one value per member. The values are not checked.
 
     Raises:
         TypeError: the state is not one of `inject_hyperparams`.
@@ -103,7 +102,7 @@ def with_hyperparams(
     if not isinstance(state, HyperparamsState):
         raise TypeError(
             f"with_hyperparams(state): expected the state of inject_hyperparams, got a "
-            f"{type(state).__name__}. Hand on its part."
+            f"{type(state).__name__}. Pass that part of it."
         )
     held = state.hyperparams
     unknown = set(hyperparams) - set(held)

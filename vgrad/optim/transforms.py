@@ -40,7 +40,7 @@ def add_decayed_weights(
 
     Before the moments of an optimizer this is a penalty of the squared norm, after them
     it is decoupled weight decay. A decay of the number zero is the identity and needs
-    no parameters. There is no state. The result is in `promote_types(dtype, float32)`.
+    no parameters. There is no state.
 
     `mask` says which parameters decay: a shell-style pattern of their names, a tuple of
     patterns, or a function of the name. Gradients of all others pass unchanged.
@@ -50,8 +50,7 @@ def add_decayed_weights(
         ValueError: when updating, if no parameters are given; in `init`, a pattern of
             the mask matches no parameter.
 
-    Reference: Loshchilov and Hutter, Decoupled Weight Decay Regularization,
-    arXiv 1711.05101.
+    Reference: Loshchilov and Hutter, arXiv 1711.05101.
 
     Example:
         >>> decay = add_decayed_weights(0.5)
@@ -72,7 +71,7 @@ def add_decayed_weights(
 def scale(factor: Number) -> GradientTransformation:
     """Multiply gradients by a factor: `factor * g`.
 
-    There is no state. The result is in `promote_types(dtype, float32)`.
+    There is no state.
 
     Raises:
         ValueError: the factor is infinite or NaN.
@@ -115,7 +114,7 @@ def scale_by_learning_rate(rate: Number | Schedule) -> GradientTransformation:
     `rate` is a number, a tensor without dimensions, or a schedule: a function of the
     number of steps taken so far, an int64 tensor without dimensions that is zero at the
     first step. A schedule that needs float64 computes with `count.double()`. Only a
-    schedule needs state. The result is in `promote_types(dtype, float32)`.
+    schedule needs state.
 
     Example:
         >>> descend = scale_by_learning_rate(lambda count: 1.0 / (count + 1))

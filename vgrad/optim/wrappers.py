@@ -1,8 +1,7 @@
 """Optimizers around optimizers that decide, on the device, which steps are taken.
 
-Both of these run the inner update at every call and keep what it gave only where it
-counts, by `torch.where`: nothing waits for the device, and members under `torch.vmap`
-are decided about one by one.
+Both run the inner update at every call, and `torch.where` chooses whether to keep its
+result: nothing waits for the device, and `torch.vmap` decides for each member alone.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from vgrad.typing import Params, Tree
 
 
 class ApplyIfFiniteState(NamedTuple):
-    """State of `apply_if_finite`: errors in a row and in all, and the inner state."""
+    """State of `apply_if_finite`: errors in a row and in total, and the inner state."""
 
     errors: Tensor
     total_errors: Tensor
@@ -47,16 +46,16 @@ class MultiStepsState(NamedTuple):
 def apply_if_finite(
     inner: GradientTransformation, *, max_consecutive_errors: int | Tensor
 ) -> GradientTransformation:
-    """Leave out the steps of which a gradient is infinite or NaN, as optax does.
+    """Leave out steps with a gradient that is infinite or NaN, as optax does.
 
     Such a step has updates of zero and leaves the inner state as it is. After
     `max_consecutive_errors` of them in a row the next one is made all the same, so that
-    a training that is beyond help shows. The state counts the errors in a row, which a
-    finite step sets to zero, and those in all, and says whether the last was finite.
-    Nothing waits for the device; under `torch.vmap` each member is skipped alone.
+    a training run beyond repair shows. The state counts the errors in a row, which a
+    finite step sets to zero, and all errors, and holds whether the last step was
+    finite.
 
     Raises:
-        ValueError: the number is not whole or negative.
+        ValueError: the number is not whole or is negative.
 
     Example:
         >>> from vgrad.optim import trace
@@ -85,8 +84,8 @@ def apply_if_finite(
         errors = torch.where(finite, 0, state.errors + 1)
         taken = finite | (errors > scalar(max_consecutive_errors, errors))
 
-        # What is thrown away is computed from zeros. Where it was NaN, gradients
-        # through the kept branch would be NaN too.
+        # What is discarded is computed from zeros: if it were NaN, gradients through
+        # the branch that is kept would be NaN too.
         safe = _kept_or_zero(taken, grads)
         updates, new = inner.update(safe, state.inner, params)
         return _kept_or_zero(taken, updates), ApplyIfFiniteState(
@@ -104,14 +103,14 @@ def multi_steps(
 ) -> GradientTransformation:
     """Make one inner step of the mean gradient of every `steps` calls.
 
-    The mean is kept in `promote_types(param dtype, float32)`, one tensor of the size of
-    each parameter. All calls but the last of a round have updates of zero and leave the
-    inner state as it is. The inner update is computed at every call, which costs its
-    time and spares a wait for the device.
+    All calls but the last of a round have updates of zero and leave the inner state as
+    it is. The inner update is computed at every call, which takes time but avoids
+    waiting for the device. State: the inner one and one tensor of the size of each
+    parameter.
 
-    The mean is over all calls of a round: a gradient of None counts as zero, as it does
-    where torch accumulates. A parameter whose gradient is None at the last call is not
-    updated, and what it gathered waits for the next round.
+    The mean is over all calls of a round: a gradient of None counts as zero, as when
+    torch accumulates. A parameter whose gradient is None at the last call is not
+    updated, and what it accumulated waits for the next round.
 
     Raises:
         ValueError: `steps` is not a whole number of at least one.
@@ -156,7 +155,7 @@ def multi_steps(
 
 
 def _kept_or_zero(kept: Tensor, values: Grads) -> Updates:
-    """Return the values where `kept`, which has no dimensions, and zeros elsewhere."""
+    """Return the values if `kept`, a tensor without dimensions, and zeros otherwise."""
 
     def choose(value: Tensor) -> Tensor:
         value = widened(value)
@@ -166,7 +165,7 @@ def _kept_or_zero(kept: Tensor, values: Grads) -> Updates:
 
 
 def _select(taken: Tensor, new: Tree, old: Tree) -> Tree:
-    """Return the new tree where `taken`, which has no dimensions, or else the old."""
+    """Return the new tree if `taken`, a tensor without dimensions, or else the old."""
 
     def choose(after: Tensor, before: Tensor) -> Tensor:
         return torch.where(taken.to(after.device), after, before)

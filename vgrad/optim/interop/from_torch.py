@@ -1,7 +1,7 @@
 """An optimizer of `torch.optim` read into a transformation and its state.
 
-Training that runs on `torch.optim` goes on with the functional optimizer of the same
-name; `to_torch` is the way back. No step is repeated or forgotten.
+Training goes on with the functional optimizer of the same name, without repeating or
+losing a step; `to_torch` is the way back.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from vgrad.typing import Params, Tree
 def from_torch(
     optimizer: Optimizer, params: Mapping[str, Tensor] | None = None
 ) -> tuple[GradientTransformation, Tree]:
-    """Read an optimizer of `torch.optim` into `(tx, state)`, to go on where it stands.
+    """Read an optimizer of `torch.optim` into `(tx, state)`, to go on from there.
 
-    `tx` is the optimizer of the same name with the numbers of `param_groups` as they
-    are now, without schedulers and hooks; several groups become a `partition` by name.
-    The state holds copies. One step of it is one step of torch, to the rounding of
-    float64 if everything is in float64; NAdam and ASGD keep numbers in the default
-    dtype of torch. An optimizer that has not stepped gives a fresh state.
+    `tx` is the optimizer of the same name with the current numbers of `param_groups`,
+    without schedulers and hooks; several groups become a `partition` by name. The state
+    holds copies. One step of it is one step of torch, to the rounding of float64 if
+    everything is in float64; NAdam and ASGD keep numbers in the default dtype of torch.
+    An optimizer that has not stepped gives a fresh state.
 
     Names are those the optimizer was made with, from `model.named_parameters()`, or
     those of `params`, a dictionary of the same tensors. Parameters that require no
-    gradient and have not been stepped are left out, as
-    `make_functional_with_buffers` leaves them out of its parameters.
+    gradient and have not been stepped are left out, as in
+    `make_functional_with_buffers`.
 
     Raises:
         TypeError: there is no transformation for this class, subclasses included.
@@ -116,7 +116,7 @@ def _read(optimizer: Optimizer, group: Group) -> Tree:
 
 
 def _counts(template: Tree, options: dict[str, Any]) -> bool:
-    """Tell whether numbers depend on the count of steps."""
+    """Tell whether the numbers depend on the count of steps."""
     return any(
         # For a sum without dampening, no step and one from zero are the same.
         field == "count" and (options.get("dampening") or type(state) is not TraceState)
@@ -126,11 +126,9 @@ def _counts(template: Tree, options: dict[str, Any]) -> bool:
 
 
 def _check_asgd(group: Group, steps: float) -> None:
-    """The rate of the next step, which torch has in its state, is the one we compute.
-
-    It is in the default dtype of torch, hence the tolerance.
-    """
+    """The rate that torch has in its state for the next step is the one we compute."""
     expected = asgd_rate(group.options, steps)
+    # torch keeps it in its default dtype, hence the tolerance.
     for entry in group.entries.values():
         if entry and not math.isclose(float(entry["eta"]), expected, rel_tol=1e-6):
             raise ValueError(

@@ -29,16 +29,14 @@ def to_torch(
 ) -> None:
     """Write a state into an optimizer of `torch.optim`, to go on there.
 
-    The optimizer has to be of the kind, with the options and groups, of the
-    transformation that made the state, as `from_torch` would read it: what a state does
-    not tell, such as rates, is not written. It is changed as a whole or, after an
-    error, not at all. `params` names the parameters as in `from_torch`. Their values
-    are not part of the state: load them into the module.
+    `from_torch` of the optimizer has to give the transformation that made the state,
+    with its options and groups: what is not in a state, such as rates, is not written.
+    The optimizer is changed as a whole or, after an error, not at all. `params` names
+    the parameters as in `from_torch`; load their values into the module.
 
-    Tensors are copies in the dtype that torch keeps them in, so that what was read by
-    `from_torch` comes back exactly. Adadelta, RMSprop and Rprop, and Adagrad without
-    `lr_decay`, keep a `step` in torch that nothing depends on and that a state may not
-    know; it is then left as it is.
+    Tensors are copies in the dtype of torch, so that what `from_torch` read comes back
+    exactly. Adadelta, RMSprop and Rprop, and Adagrad without `lr_decay`, keep a `step`
+    in torch on which nothing depends; where a state does not have it, it stays.
 
     Raises:
         TypeError: there is no transformation for this class, subclasses included.
@@ -69,7 +67,7 @@ def to_torch(
 
 
 def _written(optimizer: Optimizer, group: Group, state: Tree) -> dict[str, Entry]:
-    """Return what torch is to hold for each parameter of a group."""
+    """Return what torch holds for each parameter of a group."""
     fields = [each for part in state for each in fields_of(part)]
     counts = [int(held) for field, _, held in fields if field == "count"]
     if isinstance(optimizer, torch.optim.SGD) and counts == [0]:
@@ -99,7 +97,7 @@ def _written(optimizer: Optimizer, group: Group, state: Tree) -> dict[str, Entry
 def _number(
     value: float, param: Tensor, optimizer: Optimizer, settings: dict[str, Any]
 ) -> Tensor:
-    """Make a number as torch keeps it: in which dtype, and on which device."""
+    """Make a number in the dtype and on the device in which torch keeps it."""
     fused = settings.get("fused")
     wide = torch.get_default_dtype() == torch.float64 and not fused
     there = fused or settings.get("capturable")

@@ -37,7 +37,7 @@ from vgrad.typing import Params, Schedule
 class FactoredState(NamedTuple):
     """State of `scale_by_factored_rms`: steps taken, means of squared gradients.
 
-    What has two dimensions or more is in `rows` and `columns`, the rest in `squares`.
+    Tensors of two dimensions or more are in `rows` and `columns`, others in `squares`.
     """
 
     count: Tensor
@@ -55,15 +55,10 @@ def scale_by_factored_rms(
     mean(g * g, -1)` and `column`, over dimension -2, are moving averages, and
     `v = row * column / max(mean(row), eps)` stands for the mean square. The update is
     `g / max(sqrt(v), eps)`. Tensors of fewer than two dimensions keep `v` whole. State:
-    n + m numbers for a matrix of n by m, in `promote_types(param dtype, float32)`.
-    `eps=None` is the resolution of that dtype.
+    n + m numbers for a matrix of n by m. `eps=None` is the resolution of their dtype.
 
-    Raises:
-        TypeError: in `init`, if a parameter is complex or integer.
-
-    Reference: Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear
-    Memory Cost, arXiv 1804.04235. As in `torch.optim.Adafactor`, means take the place
-    of sums and `eps` bounds the result instead of being added to the squares.
+    Reference: Shazeer and Stern, arXiv 1804.04235; as in `torch.optim.Adafactor`, with
+    means instead of sums, and `eps` as a bound instead of a term added to the squares.
 
     Example:
         >>> factored = scale_by_factored_rms()
@@ -130,17 +125,16 @@ def adafactor(
     weight_decay: Number = 0.0,
     maximize: bool = False,
 ) -> GradientTransformation:
-    """Descend by a share of the size of each parameter, with next to no state.
+    """Descend by a share of the size of each parameter, with almost no state.
 
     `p -= lr * weight_decay * p + min(lr, 1 / sqrt(t)) * max(eps[1], rms(p)) * u` with
     `u` the update of `scale_by_factored_rms(beta2_decay, eps[0])`, divided by
     `max(1, rms(u) / d)`, at step `t`. State: n + m numbers for a matrix of n by m.
 
     Raises:
-        ValueError: a number is negative, `beta2_decay` is positive, or `d` below one.
+        ValueError: `beta2_decay` is positive, or `d` is below one.
 
-    Reference: Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear
-    Memory Cost, arXiv 1804.04235; with the decay and the rate of
+    Reference: Shazeer and Stern, arXiv 1804.04235; with the decay and the rate of
     `torch.optim.Adafactor`.
 
     Example:
@@ -168,7 +162,7 @@ def adafactor(
 def _descend_by_size(
     lr: Number | Schedule, least: Number, weight_decay: Number
 ) -> GradientTransformation:
-    """Scale by the rate, which falls with the steps, and by the size of parameters."""
+    """Scale by the rate, which falls step by step, and by the size of parameters."""
 
     def init(params: Params) -> ScheduleState:
         return ScheduleState(counter(params))

@@ -1,10 +1,6 @@
 """Adam, AMSGrad and AdamW: the mean gradient over the root of its mean square.
 
-NAdam, RAdam and Adamax are in `nadam_radam_adamax.py`. Moments are kept in
-`promote_types(param dtype, float32)`, and bias corrections are computed in float64. An
-entry whose gradients were all zero has an update of zero, for `eps=0` too, where
-`torch.optim` gives NaN, and gradients through the update stay finite there. `init`
-raises a TypeError for complex or integer parameters.
+NAdam, RAdam and Adamax, which share the moments, are in `nadam_radam_adamax.py`.
 """
 
 from __future__ import annotations
@@ -14,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vgrad import checks
-from vgrad.optim.arguments import Number, check_betas, check_numbers, check_real
+from vgrad.optim.arguments import Number, check_numbers
 from vgrad.optim.arithmetic import (
     blend_squares,
     counter,
     lerp,
     map_grads,
+    of_history,
     placed,
     root,
     scalar,
@@ -50,17 +46,13 @@ class AmsgradState(NamedTuple):
     largest: Params
 
 
-def first_moments(function: str, params: Params) -> AdamState:
-    """Make the moments before the first step, for the transformation of that name."""
-    check_real(function, params)
+def first_moments(params: Params) -> AdamState:
+    """Make the moments before the first step."""
     return AdamState(counter(params), zeros(params), zeros(params))
 
 
-def next_moments(
-    function: str, betas: tuple[Number, Number], state: Any, grads: Grads
-) -> AdamState:
+def next_moments(betas: tuple[Number, Number], state: Any, grads: Grads) -> AdamState:
     """Make one step of the moments; `state` has the fields of `AdamState`."""
-    checks.same_names(f"{function}(grads)", state.mean, grads)
     return AdamState(
         state.count + 1,
         lerp(state.mean, grads, 1 - betas[0]),
@@ -77,8 +69,7 @@ def scale_by_adam(
     number of the step, `m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)`. State:
     two tensors of the size of each parameter.
 
-    Reference: Kingma and Ba, Adam: A Method for Stochastic Optimization,
-    arXiv 1412.6980.
+    Reference: Kingma and Ba, arXiv 1412.6980.
 
     Example:
         >>> adam, grads = scale_by_adam(), {"w": torch.tensor([3.0, -0.1])}
@@ -87,13 +78,8 @@ def scale_by_adam(
     """
     beta1, beta2 = betas
 
-    def init(params: Params) -> AdamState:
-        return first_moments("scale_by_adam", params)
-
-    def update(
-        grads: Grads, state: AdamState, params: Params | None = None
-    ) -> tuple[Updates, AdamState]:
-        new = next_moments("scale_by_adam", betas, state, grads)
+    def move(grads: Grads, state: AdamState) -> tuple[Updates, AdamState]:
+        new = next_moments(betas, state, grads)
         steps = new.count.double()
         # Both corrections go into the denominator, by which there are fewer passes.
         correction = 1 - beta1**steps
@@ -105,7 +91,7 @@ def scale_by_adam(
 
         return map_grads(direction, grads, new.mean, new.square), new
 
-    return GradientTransformation(init, update)
+    return of_history("scale_by_adam", first_moments, move)
 
 
 def scale_by_amsgrad(
@@ -113,11 +99,11 @@ def scale_by_amsgrad(
 ) -> GradientTransformation:
     """Divide the mean of the gradients by the root of their largest mean square.
 
-    This is `scale_by_adam` with the entrywise maximum of all second moments so far,
-    taken before the correction as torch does, in the place of the last one. State:
-    three tensors of the size of each parameter.
+    This is `scale_by_adam` with the entrywise maximum of all second moments so far in
+    the place of the last one. As in torch, the maximum is taken before the correction.
+    State: three tensors of the size of each parameter.
 
-    Reference: Reddi et al., On the Convergence of Adam and Beyond, arXiv 1904.09237.
+    Reference: Reddi et al., arXiv 1904.09237.
 
     Example:
         >>> amsgrad, grads = scale_by_amsgrad((0.0, 0.5)), {"w": torch.tensor([4.0])}
@@ -129,13 +115,11 @@ def scale_by_amsgrad(
     """
     beta1, beta2 = betas
 
-    def init(params: Params) -> AmsgradState:
-        return AmsgradState(*first_moments("scale_by_amsgrad", params), zeros(params))
+    def start(params: Params) -> AmsgradState:
+        return AmsgradState(*first_moments(params), zeros(params))
 
-    def update(
-        grads: Grads, state: AmsgradState, params: Params | None = None
-    ) -> tuple[Updates, AmsgradState]:
-        new = next_moments("scale_by_amsgrad", betas, state, grads)
+    def move(grads: Grads, state: AmsgradState) -> tuple[Updates, AmsgradState]:
+        new = next_moments(betas, state, grads)
         largest = map_values(torch.maximum, state.largest, new.square)
         steps = new.count.double()
         correction1, correction2 = 1 - beta1**steps, 1 - beta2**steps
@@ -147,7 +131,7 @@ def scale_by_amsgrad(
         updates = map_grads(direction, grads, new.mean, largest)
         return updates, AmsgradState(*new, largest)
 
-    return GradientTransformation(init, update)
+    return of_history("scale_by_amsgrad", start, move)
 
 
 def adam(
@@ -161,15 +145,11 @@ def adam(
 ) -> GradientTransformation:
     """Descend along the mean gradient over the root of its mean square.
 
-    `g += weight_decay * p`, then `p -= lr * m / (sqrt(v) + eps)` with the moments `m`
-    and `v` of `scale_by_adam`, both corrected for their start at zero. With `amsgrad`
-    the largest `v` so far stands for the last one. State: two tensors of the size of
-    each parameter, three with `amsgrad`.
+    `g += weight_decay * p`, then `p -= lr * m / (sqrt(v) + eps)` with the corrected
+    moments `m` and `v` of `scale_by_adam` or, with `amsgrad`, of `scale_by_amsgrad`.
+    State: two tensors of the size of each parameter, three with `amsgrad`.
 
-    Raises:
-        ValueError: a number is negative, or a beta is not below one.
-
-    Reference: those of `scale_by_adam` and `scale_by_amsgrad`.
+    Reference: Kingma and Ba, arXiv 1412.6980; Reddi et al., arXiv 1904.09237.
 
     Example:
         >>> tx, params = adam(0.1), {"w": torch.ones(2)}
@@ -194,11 +174,7 @@ def adamw(
     together with the rate. State: two tensors of the size of each parameter, three with
     `amsgrad`.
 
-    Raises:
-        ValueError: a number is negative, or a beta is not below one.
-
-    Reference: Loshchilov and Hutter, Decoupled Weight Decay Regularization,
-    arXiv 1711.05101.
+    Reference: Loshchilov and Hutter, arXiv 1711.05101.
 
     Example:
         >>> tx, params = adamw(0.1, weight_decay=0.5), {"w": torch.ones(2)}
@@ -217,9 +193,8 @@ def _adam(
     amsgrad: bool,
     maximize: bool,
 ) -> GradientTransformation:
-    """Make `adam` or `adamw`."""
-    check_numbers(function, lr, eps=eps, weight_decay=weight_decay)
-    check_betas(function, betas)
+    """Make `adam` or `adamw`, by the name of the function."""
+    check_numbers(function, lr, betas, eps=eps, weight_decay=weight_decay)
     moments = scale_by_amsgrad if amsgrad else scale_by_adam
     options = {
         "weight_decay": weight_decay,

@@ -1,8 +1,4 @@
-"""Gradients over the root of their past squares: AdaGrad, RMSprop and AdaDelta.
-
-An entry whose gradients were all zero has an update of zero, for `eps=0` too. `init`
-raises a TypeError for complex or integer parameters.
-"""
+"""Gradients over the root of their past squares: AdaGrad, RMSprop and AdaDelta."""
 
 from __future__ import annotations
 
@@ -11,11 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from vgrad import checks
 from vgrad.optim.arguments import (
     Number,
     check_numbers,
-    check_real,
     is_zero,
     plain,
     rate_at,
@@ -26,6 +20,7 @@ from vgrad.optim.arithmetic import (
     filled,
     lerp,
     map_grads,
+    of_history,
     root,
     scalar,
     squared,
@@ -82,18 +77,14 @@ def scale_by_rss(
         ({'w': tensor([ 1., -1.])}, {'w': tensor([9.0000, 0.0100])})
     """
 
-    def init(params: Params) -> RssState:
-        check_real("scale_by_rss", params)
+    def start(params: Params) -> RssState:
         return RssState(filled(params, initial_accumulator_value))
 
-    def update(
-        grads: Grads, state: RssState, params: Params | None = None
-    ) -> tuple[Updates, RssState]:
-        checks.same_names("scale_by_rss(grads)", state.total, grads)
+    def move(grads: Grads, state: RssState) -> tuple[Updates, RssState]:
         total = blend(state.total, 1, squared(grads), 1)
         return map_grads(_divided(eps), grads, total), RssState(total)
 
-    return GradientTransformation(init, update)
+    return of_history("scale_by_rss", start, move)
 
 
 def scale_by_rms(alpha: Number = 0.99, eps: Number = 1e-8) -> GradientTransformation:
@@ -111,18 +102,11 @@ def scale_by_rms(alpha: Number = 0.99, eps: Number = 1e-8) -> GradientTransforma
         {'w': tensor([ 2.0000, -2.0000])}
     """
 
-    def init(params: Params) -> RmsState:
-        check_real("scale_by_rms", params)
-        return RmsState(zeros(params))
-
-    def update(
-        grads: Grads, state: RmsState, params: Params | None = None
-    ) -> tuple[Updates, RmsState]:
-        checks.same_names("scale_by_rms(grads)", state.square, grads)
+    def move(grads: Grads, state: RmsState) -> tuple[Updates, RmsState]:
         square = blend_squares(state.square, alpha, grads)
         return map_grads(_divided(eps), grads, square), RmsState(square)
 
-    return GradientTransformation(init, update)
+    return of_history("scale_by_rms", lambda params: RmsState(zeros(params)), move)
 
 
 def scale_by_stddev(alpha: Number = 0.99, eps: Number = 1e-8) -> GradientTransformation:
@@ -133,8 +117,7 @@ def scale_by_stddev(alpha: Number = 0.99, eps: Number = 1e-8) -> GradientTransfo
     variance that rounding makes negative counts as zero, where torch gives NaN. State:
     two tensors of the size of each parameter.
 
-    Reference: Graves, Generating Sequences With Recurrent Neural Networks,
-    arXiv 1308.0850.
+    Reference: Graves, arXiv 1308.0850.
 
     Example:
         >>> stddev, grads = scale_by_stddev(0.5), {"w": torch.tensor([3.0, -0.1])}
@@ -142,32 +125,28 @@ def scale_by_stddev(alpha: Number = 0.99, eps: Number = 1e-8) -> GradientTransfo
         {'w': tensor([ 2.0000, -2.0000])}
     """
 
-    def init(params: Params) -> StddevState:
-        check_real("scale_by_stddev", params)
+    def start(params: Params) -> StddevState:
         return StddevState(zeros(params), zeros(params))
 
-    def update(
-        grads: Grads, state: StddevState, params: Params | None = None
-    ) -> tuple[Updates, StddevState]:
-        checks.same_names("scale_by_stddev(grads)", state.mean, grads)
+    def move(grads: Grads, state: StddevState) -> tuple[Updates, StddevState]:
         mean = lerp(state.mean, grads, 1 - alpha)
         square = blend_squares(state.square, alpha, grads)
         variance = map_values(lambda m, v: v - m * m, mean, square)
         updates = map_grads(_divided(eps), grads, variance)
         return updates, StddevState(mean, square)
 
-    return GradientTransformation(init, update)
+    return of_history("scale_by_stddev", start, move)
 
 
 def scale_by_adadelta(rho: Number = 0.9, eps: Number = 1e-6) -> GradientTransformation:
-    """Scale gradients to the size that directions had before.
+    """Scale gradients to the size of earlier directions.
 
     With the mean `v` of the squared gradients and the mean `d` of the squared
     directions before this one, both with the decay `rho`, the direction is
     `g * sqrt(d + eps) / sqrt(v + eps)`. State: two tensors of the size of each
     parameter.
 
-    Reference: Zeiler, ADADELTA: An Adaptive Learning Rate Method, arXiv 1212.5701.
+    Reference: Zeiler, arXiv 1212.5701.
 
     Example:
         >>> adadelta, grads = scale_by_adadelta(0.75), {"w": torch.tensor([3.0, -3.0])}
@@ -175,14 +154,10 @@ def scale_by_adadelta(rho: Number = 0.9, eps: Number = 1e-6) -> GradientTransfor
         {'w': tensor([ 0.0020, -0.0020])}
     """
 
-    def init(params: Params) -> AdadeltaState:
-        check_real("scale_by_adadelta", params)
+    def start(params: Params) -> AdadeltaState:
         return AdadeltaState(zeros(params), zeros(params))
 
-    def update(
-        grads: Grads, state: AdadeltaState, params: Params | None = None
-    ) -> tuple[Updates, AdadeltaState]:
-        checks.same_names("scale_by_adadelta(grads)", state.square, grads)
+    def move(grads: Grads, state: AdadeltaState) -> tuple[Updates, AdadeltaState]:
         square = blend_squares(state.square, rho, grads)
 
         def direction(grad: Tensor, v: Tensor, d: Tensor) -> Tensor:
@@ -193,7 +168,7 @@ def scale_by_adadelta(rho: Number = 0.9, eps: Number = 1e-6) -> GradientTransfor
         moved = blend_squares(state.moved, rho, updates)
         return updates, AdadeltaState(square, moved)
 
-    return GradientTransformation(init, update)
+    return of_history("scale_by_adadelta", start, move)
 
 
 def adagrad(
@@ -211,11 +186,7 @@ def adagrad(
     before, `p -= lr / (1 + t * lr_decay) * g / (sqrt(s) + eps)`. State: one tensor of
     the size of each parameter.
 
-    Raises:
-        ValueError: a number is negative.
-
-    Reference: Duchi, Hazan and Singer, Adaptive Subgradient Methods for Online Learning
-    and Stochastic Optimization, JMLR 12 (2011).
+    Reference: as for `scale_by_rss`.
 
     Example:
         >>> tx, params = adagrad(0.1), {"w": torch.ones(2)}
@@ -247,16 +218,16 @@ def adadelta(
     weight_decay: Number = 0.0,
     maximize: bool = False,
 ) -> GradientTransformation:
-    """Descend along the gradient, scaled to the size of the steps before.
+    """Descend along the gradient, scaled to the size of earlier steps.
 
     `g += weight_decay * p`, then `p -= lr * g * sqrt(d + eps) / sqrt(v + eps)` with
     the mean squares `d` of the directions and `v` of the gradients. State: two tensors
     of the size of each parameter.
 
     Raises:
-        ValueError: a number is negative, or rho is above one.
+        ValueError: rho is above one.
 
-    Reference: Zeiler, ADADELTA: An Adaptive Learning Rate Method, arXiv 1212.5701.
+    Reference: Zeiler, arXiv 1212.5701.
 
     Example:
         >>> tx, params = adadelta(rho=0.75), {"w": torch.ones(2)}
@@ -287,11 +258,9 @@ def rmsprop(
     one tensor of the size of each parameter, and one more for each of both options.
 
     Raises:
-        ValueError: a number is negative, or alpha is above one.
+        ValueError: alpha is above one.
 
-    Reference: Tieleman and Hinton, RMSprop, lecture 6.5 of Neural Networks for Machine
-    Learning, 2012; Graves, Generating Sequences With Recurrent Neural Networks,
-    arXiv 1308.0850, for the centered form.
+    Reference: as for `scale_by_rms` and, if centered, `scale_by_stddev`.
 
     Example:
         >>> tx, params = rmsprop(0.1, alpha=0.75), {"w": torch.ones(2)}

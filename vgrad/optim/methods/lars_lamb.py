@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vgrad.optim.arguments import Number, check_betas, check_numbers
+from vgrad.optim.arguments import Number, check_numbers
 from vgrad.optim.arithmetic import norm, of_gradient_and_parameter, scalar
 from vgrad.optim.base import GradientTransformation, chain
 from vgrad.optim.methods.adam import scale_by_adam
@@ -27,15 +27,11 @@ def scale_by_trust_ratio(
 
     The update of each parameter is `r * (g + weight_decay * p)` with the trust ratio
     `r = trust_coefficient * norm(p) / (norm(g) + weight_decay * norm(p))`. The ratio is
-    one where the parameter is zero, which could never leave it otherwise. There is no
-    state.
+    one for a parameter of zeros, which could otherwise never change. There is no state.
+    With `add_decayed_weights` in front, instead of the decay here, the ratio is that of
+    LAMB, `norm(p) / norm(g + weight_decay * p)`.
 
-    Raises:
-        ValueError: when updating, if no parameters are given.
-
-    Reference: You et al., Large Batch Training of Convolutional Networks,
-    arXiv 1708.03888, algorithm 1. A decay in front, by `add_decayed_weights`, instead
-    of in here gives the ratio of LAMB, `norm(p) / norm(g + weight_decay * p)`.
+    Reference: You et al., arXiv 1708.03888, algorithm 1.
 
     Example:
         >>> trust = scale_by_trust_ratio(0.5)
@@ -66,22 +62,17 @@ def lamb(
     """Descend as `adamw` does, by a share of the norm of each parameter.
 
     `u = m / (sqrt(v) + eps) + weight_decay * p; p -= lr * norm(p) / norm(u) * u` with
-    the moments `m` and `v` of `scale_by_adam`. The ratio of the norms is one where
-    the parameter is zero. State: two tensors of the size of each parameter.
+    the moments `m` and `v` of `scale_by_adam`. The ratio of the norms is one for a
+    parameter of zeros. State: two tensors of the size of each parameter.
 
-    Raises:
-        ValueError: a number is negative, or a beta is not below one.
-
-    Reference: You et al., Large Batch Optimization for Deep Learning: Training BERT in
-    76 minutes, arXiv 1904.00962, algorithm 2 with the identity for phi.
+    Reference: You et al., arXiv 1904.00962, algorithm 2 with the identity for phi.
 
     Example:
         >>> tx, params = lamb(0.1), {"w": torch.tensor([3.0, 3.0])}
         >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
         {'w': tensor([-0.3000, -0.3000])}
     """
-    check_numbers("lamb", lr, eps=eps, weight_decay=weight_decay)
-    check_betas("lamb", betas)
+    check_numbers("lamb", lr, betas, eps=eps, weight_decay=weight_decay)
     return chain(
         *ascent(maximize),
         scale_by_adam(betas, eps),
@@ -103,18 +94,12 @@ def lars(
 
     `r = trust_coefficient * norm(p) / (norm(g) + weight_decay * norm(p))`, then
     `b = momentum * b + lr * r * (g + weight_decay * p); p -= b`. The ratio `r` is one
-    where the parameter is zero. The rate is inside the momentum, so a change of it
-    reaches the parameters over several steps. State: with momentum, one tensor of the
-    size of each parameter.
+    for a parameter of zeros. The rate is inside the momentum, so that changing it
+    reaches the parameters over several steps. Biases and the scales of norms usually go
+    to another optimizer, see `partition`. State: with momentum, one tensor of the size
+    of each parameter.
 
-    Biases and the scales of norms are usually given to another optimizer, see
-    `partition`.
-
-    Raises:
-        ValueError: a number is negative.
-
-    Reference: You et al., Large Batch Training of Convolutional Networks,
-    arXiv 1708.03888, algorithm 1.
+    Reference: You et al., arXiv 1708.03888, algorithm 1.
 
     Example:
         >>> tx, params = lars(10.0), {"w": torch.tensor([3.0, 4.0])}

@@ -1,7 +1,6 @@
 """Muon: updates of matrices whose singular values are all about one.
 
-Arithmetic is in `promote_types(dtype, float32)`, but for the iteration of
-`orthogonalize`. Parameters of many members go through `torch.vmap`.
+Parameters of many members go through `torch.vmap`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def orthogonalize(
     ns_steps: int = 5,
     dtype: torch.dtype = torch.bfloat16,
 ) -> GradientTransformation:
-    """Set all singular values of each matrix to about one, its directions kept.
+    """Set all singular values of each matrix to about one and keep its directions.
 
     With `x = g / max(norm(g), eps)`, each of `ns_steps` iterations takes
     `s = x @ x.T; x = a * x + (b * s + c * s @ s) @ x`, on the transpose of a matrix
@@ -44,21 +43,18 @@ def orthogonalize(
     more end between 0.6 and 1.2. There is no state. The cost is `ns_steps` times three
     products of matrices.
 
-    The iteration runs in `dtype`, norm included: bfloat16, as `torch.optim.Muon` has
-    it, is right to two or three digits and fast on accelerators. Take float32 for
-    gradients through training. In bfloat16, members under `torch.vmap` have the bits
-    they have alone, but not if the mapped function is compiled too, which rounds in
-    other places.
+    The iteration runs in `dtype`, norm included: bfloat16, the choice of
+    `torch.optim.Muon`, is right to two or three digits and fast on accelerators. Take
+    float32 for gradients through training. In bfloat16, members under `torch.vmap` have
+    the bits they have alone, except in a compiled function, which rounds elsewhere.
 
     Raises:
         ValueError: the coefficients are not three, there are 100 steps or more, or
             the dtype is not floating-point; in `init` or when updating, a parameter is
             not a matrix.
-        TypeError: a coefficient is not a number; in `init`, if a parameter is complex
-            or integer.
+        TypeError: a coefficient is not a number.
 
-    Reference: Jordan et al., Muon: An optimizer for hidden layers in neural networks,
-    2024; Bernstein and Newhouse, Old Optimizer, New Norm, arXiv 2409.20325.
+    Reference: as for `muon`; Bernstein and Newhouse, arXiv 2409.20325.
 
     Example:
         >>> even = orthogonalize(ns_coefficients=(2, -1.5, 0.5), ns_steps=9)
@@ -132,18 +128,15 @@ def muon(
     `0.2 * sqrt(max(n, m))` with `"match_rms_adamw"`, for the rates of AdamW. State: one
     tensor of the size of each parameter.
 
-    It takes the matrices of hidden layers. Biases, embeddings and the last layer are
-    for another optimizer, see `partition`; kernels of convolutions are no matrices.
-    `dtype` is that of the iteration; the numbers of `torch.optim.Muon` are those of
-    bfloat16.
+    It takes the matrices of hidden layers. Biases, embeddings and the last layer go to
+    another optimizer, see `partition`; kernels of convolutions are not matrices.
+    `dtype` is that of the iteration; `torch.optim.Muon` has the numbers of bfloat16.
 
     Raises:
-        ValueError: a number is negative, or an option is none of those named; in
-            `init`, a parameter is not a matrix.
-        TypeError: in `init`, if a parameter is complex or integer.
+        ValueError: `adjust_lr_fn` is unknown; in `init`, a parameter is not a matrix.
 
     Reference: Jordan et al., Muon: An optimizer for hidden layers in neural networks,
-    2024; Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982.
+    2024; Liu et al., arXiv 2502.16982.
 
     Example:
         >>> tx, params = muon(0.1, weight_decay=0.0), {"w": torch.eye(2)}
@@ -170,7 +163,7 @@ def muon(
 
 
 def _average(momentum: Number, nesterov: bool) -> GradientTransformation:
-    """Replace gradients by their moving average from zero, or by one step beyond."""
+    """Replace gradients by their moving average from zero, or look one step ahead."""
 
     def init(params: Params) -> MuonState:
         return MuonState(zeros(params))
@@ -192,7 +185,7 @@ def _average(momentum: Number, nesterov: bool) -> GradientTransformation:
 
 
 def _scale_by_shape(match_adamw: bool) -> GradientTransformation:
-    """Let updates of all shapes have entries of about one size."""
+    """Give updates of all shapes entries of about the same size."""
 
     def scale(grad: Tensor) -> Tensor:
         n, m = grad.shape
@@ -213,10 +206,10 @@ def _addmm(
 
 
 class _Addmm(Function):
-    """`torch.addmm` that stays one kernel under vmap, where torch makes three of it.
+    """`torch.addmm` that stays one kernel under vmap, where torch runs three.
 
-    Three kernels round to bfloat16 three times: members would differ from the same
-    members alone in every other digit.
+    Three kernels round to bfloat16 three times, by which members would differ from the
+    same members alone.
     """
 
     @staticmethod
@@ -250,7 +243,7 @@ class _Addmm(Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *inputs: Any) -> tuple[Tensor, int]:
         *tensors, beta, alpha = inputs
-        # All of them are products of one matrix, hence mapped together.
+        # All of them are products of the same matrix, so all are mapped.
         stacked = (t.movedim(dim, 0) for t, dim in zip(tensors, in_dims, strict=False))
         return _Addmm.apply(*stacked, beta, alpha), 0
 

@@ -1,7 +1,6 @@
 """NAdam, RAdam and Adamax: other directions from the moments of Adam.
 
-What `adam.py` says of dtypes, of `eps=0` and of complex parameters holds here too. With
-`decoupled_weight_decay` the decay stays apart from the moments, as in `adamw`.
+With `decoupled_weight_decay` the decay stays apart from the moments, as in `adamw`.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vgrad import checks
-from vgrad.optim.arguments import Number, check_betas, check_numbers, check_real
+from vgrad.optim.arguments import Number, check_numbers
 from vgrad.optim.arithmetic import (
     advance,
     counter,
     lerp,
     map_grads,
+    of_history,
     root,
     scalar,
     zeros,
@@ -57,30 +56,27 @@ def scale_by_nadam(
     `mu_t = beta1 * (1 - 0.96^(t * momentum_decay) / 2)`, the numerator is
     `(1 - mu_t) * g / (1 - mu_1 ... mu_t) + mu_(t+1) * m / (1 - mu_1 ... mu_(t+1))`, the
     denominator `sqrt(v / (1 - beta2^t)) + eps`. State: two tensors of the size of each
-    parameter, and the product of the momenta in float64. torch keeps the product in its
-    default dtype; the numbers are the same where that is float64.
+    parameter, and the product of the momenta in float64, where torch keeps it in its
+    default dtype.
 
     Reference: Dozat, Incorporating Nesterov Momentum into Adam, ICLR 2016 workshop.
 
     Example:
-        >>> nadam = scale_by_nadam((0.0, 0.999))
-        >>> grads = {"w": torch.tensor([3.0, -0.1])}
+        >>> nadam, grads = scale_by_nadam((0.0, 0.9)), {"w": torch.tensor([3.0, -0.1])}
         >>> nadam.update(grads, nadam.init(grads))[0]
         {'w': tensor([ 1.0000, -1.0000])}
     """
     beta1, beta2 = betas
 
-    def init(params: Params) -> NadamState:
-        count, mean, square = first_moments("scale_by_nadam", params)
+    def start(params: Params) -> NadamState:
+        count, mean, square = first_moments(params)
         return NadamState(count, count.double() + 1, mean, square)
 
     def momentum(steps: Tensor) -> Tensor:
         return beta1 * (1 - 0.5 * 0.96 ** (steps * momentum_decay))
 
-    def update(
-        grads: Grads, state: NadamState, params: Params | None = None
-    ) -> tuple[Updates, NadamState]:
-        count, mean, square = next_moments("scale_by_nadam", betas, state, grads)
+    def move(grads: Grads, state: NadamState) -> tuple[Updates, NadamState]:
+        count, mean, square = next_moments(betas, state, grads)
         steps = count.double()
         now, ahead = momentum(steps), momentum(steps + 1)
         product = state.product * now
@@ -94,23 +90,22 @@ def scale_by_nadam(
         updates = map_grads(direction, grads, mean, square)
         return updates, NadamState(count, product, mean, square)
 
-    return GradientTransformation(init, update)
+    return of_history("scale_by_nadam", start, move)
 
 
 def scale_by_radam(
     betas: tuple[Number, Number] = (0.9, 0.999), eps: Number = 1e-8
 ) -> GradientTransformation:
-    """Divide the mean gradient by the root of the mean square where that is reliable.
+    """Divide the mean gradient by the root of the mean square once that is reliable.
 
-    The number of gradients that the mean square stands for grows with the step `t` as
+    The number of gradients that the mean square represents grows with the step `t` as
     `n = N - 2 * t * beta2^t / (1 - beta2^t)` towards `N = 2 / (1 - beta2) - 1`. While
-    it is 5 or less the update is `m / (1 - beta1^t)`; then it is that times
+    it is 5 or less the update is `m / (1 - beta1^t)`; later it is that times
     `r * sqrt(1 - beta2^t) / (sqrt(v) + eps)`, where `r` is the root of
     `(n - 4) * (n - 2) * N / ((N - 4) * (N - 2) * n)`. State: two tensors of the size of
     each parameter.
 
-    Reference: Liu et al., On the Variance of the Adaptive Learning Rate and Beyond,
-    arXiv 1908.03265.
+    Reference: Liu et al., arXiv 1908.03265.
 
     Example:
         >>> radam, grads = scale_by_radam(), {"w": torch.tensor([3.0, -0.1])}
@@ -119,13 +114,8 @@ def scale_by_radam(
     """
     beta1, beta2 = betas
 
-    def init(params: Params) -> AdamState:
-        return first_moments("scale_by_radam", params)
-
-    def update(
-        grads: Grads, state: AdamState, params: Params | None = None
-    ) -> tuple[Updates, AdamState]:
-        new = next_moments("scale_by_radam", betas, state, grads)
+    def move(grads: Grads, state: AdamState) -> tuple[Updates, AdamState]:
+        new = next_moments(betas, state, grads)
         steps = new.count.double()
         correction1, correction2 = 1 - beta1**steps, 1 - beta2**steps
         limit = 2 / (1 - scalar(beta2, steps)) - torch.ones_like(steps)
@@ -143,7 +133,7 @@ def scale_by_radam(
 
         return map_grads(direction, grads, new.mean, new.square), new
 
-    return GradientTransformation(init, update)
+    return of_history("scale_by_radam", first_moments, move)
 
 
 def scale_by_adamax(
@@ -154,8 +144,7 @@ def scale_by_adamax(
     `u = max(beta2 * u, abs(g) + eps)`, and the update is `m / (1 - beta1^t) / u`.
     State: two tensors of the size of each parameter.
 
-    Reference: Kingma and Ba, Adam: A Method for Stochastic Optimization,
-    arXiv 1412.6980, section 7.1.
+    Reference: Kingma and Ba, arXiv 1412.6980, section 7.1.
 
     Example:
         >>> adamax, grads = scale_by_adamax(), {"w": torch.tensor([3.0, -0.1])}
@@ -164,14 +153,10 @@ def scale_by_adamax(
     """
     beta1, beta2 = betas
 
-    def init(params: Params) -> AdamaxState:
-        check_real("scale_by_adamax", params)
+    def start(params: Params) -> AdamaxState:
         return AdamaxState(counter(params), zeros(params), zeros(params))
 
-    def update(
-        grads: Grads, state: AdamaxState, params: Params | None = None
-    ) -> tuple[Updates, AdamaxState]:
-        checks.same_names("scale_by_adamax(grads)", state.mean, grads)
+    def move(grads: Grads, state: AdamaxState) -> tuple[Updates, AdamaxState]:
         count = state.count + 1
         mean = lerp(state.mean, grads, 1 - beta1)
         correction = 1 - beta1 ** count.double()
@@ -188,7 +173,7 @@ def scale_by_adamax(
         updates = map_grads(direction, grads, mean, largest)
         return updates, AdamaxState(count, mean, largest)
 
-    return GradientTransformation(init, update)
+    return of_history("scale_by_adamax", start, move)
 
 
 def nadam(
@@ -206,9 +191,6 @@ def nadam(
     `g += weight_decay * p`, then `p -= lr * u` with the direction `u` of
     `scale_by_nadam`. State: two tensors of the size of each parameter.
 
-    Raises:
-        ValueError: a number is negative, or a beta is not below one.
-
     Reference: Dozat, Incorporating Nesterov Momentum into Adam, ICLR 2016 workshop.
 
     Example:
@@ -216,10 +198,8 @@ def nadam(
         >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
         {'w': tensor([-0.1000, -0.1000])}
     """
-    check_numbers(
-        "nadam", lr, eps=eps, weight_decay=weight_decay, momentum_decay=momentum_decay
-    )
-    check_betas("nadam", betas)
+    decays = {"weight_decay": weight_decay, "momentum_decay": momentum_decay}
+    check_numbers("nadam", lr, betas, eps=eps, **decays)
     return descent(
         lr,
         scale_by_nadam(betas, eps, momentum_decay=momentum_decay),
@@ -238,25 +218,20 @@ def radam(
     decoupled_weight_decay: bool = False,
     maximize: bool = False,
 ) -> GradientTransformation:
-    """Descend as `adam` does, as far as the mean square can be relied on.
+    """Descend as `adam` does, once the mean square is reliable.
 
     `g += weight_decay * p`, then `p -= lr * u` with the direction `u` of
     `scale_by_radam`: the plain mean of the gradients in the first steps. State: two
     tensors of the size of each parameter.
 
-    Raises:
-        ValueError: a number is negative, or a beta is not below one.
-
-    Reference: Liu et al., On the Variance of the Adaptive Learning Rate and Beyond,
-    arXiv 1908.03265.
+    Reference: Liu et al., arXiv 1908.03265.
 
     Example:
         >>> tx, params = radam(0.1), {"w": torch.ones(2)}
         >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
         {'w': tensor([-0.1000, -0.1000])}
     """
-    check_numbers("radam", lr, eps=eps, weight_decay=weight_decay)
-    check_betas("radam", betas)
+    check_numbers("radam", lr, betas, eps=eps, weight_decay=weight_decay)
     return descent(
         lr,
         scale_by_radam(betas, eps),
@@ -279,18 +254,13 @@ def adamax(
     `g += weight_decay * p`, then `p -= lr * m / u` with the moment `m` and the maximum
     `u` of `scale_by_adamax`. State: two tensors of the size of each parameter.
 
-    Raises:
-        ValueError: a number is negative, or a beta is not below one.
-
-    Reference: Kingma and Ba, Adam: A Method for Stochastic Optimization,
-    arXiv 1412.6980, section 7.1.
+    Reference: Kingma and Ba, arXiv 1412.6980, section 7.1.
 
     Example:
         >>> tx, params = adamax(0.1), {"w": torch.ones(2)}
         >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
         {'w': tensor([-0.1000, -0.1000])}
     """
-    check_numbers("adamax", lr, eps=eps, weight_decay=weight_decay)
-    check_betas("adamax", betas)
+    check_numbers("adamax", lr, betas, eps=eps, weight_decay=weight_decay)
     moments = scale_by_adamax(betas, eps)
     return descent(lr, moments, weight_decay=weight_decay, maximize=maximize)

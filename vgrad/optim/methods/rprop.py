@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vgrad import checks
-from vgrad.optim.arguments import Number, check_numbers, check_real
-from vgrad.optim.arithmetic import advance, filled, map_grads, scalar, zeros
+from vgrad.optim.arguments import Number, check_numbers
+from vgrad.optim.arithmetic import advance, filled, map_grads, of_history, scalar, zeros
 from vgrad.optim.base import GradientTransformation, Grads, Updates, chain
 from vgrad.optim.transforms import ascent, scale_by_learning_rate
 from vgrad.typing import Params
@@ -28,13 +27,12 @@ def scale_by_rprop(
     etas: tuple[Number, Number] = (0.5, 1.2),
     step_sizes: tuple[Number, Number] = (1e-6, 50.0),
 ) -> GradientTransformation:
-    """Replace gradients by their signs, times a size that each entry adapts by itself.
+    """Replace gradients by their signs, times a size that adapts for each entry.
 
-    The size starts at `lr`. It grows by the factor `etas[1]` where the sign is that of
-    the step before and shrinks by `etas[0]` where it is the other one; in the latter
-    case the entry stays for this step and counts as zero in the next. Sizes are kept
-    within `step_sizes`. No gradient flows through a sign. State: two tensors of the
-    size of each parameter.
+    The size starts at `lr`. It grows by the factor `etas[1]` where the sign stays and
+    shrinks by `etas[0]` where it changes; then the entry stays for this step and counts
+    as zero in the next. Sizes are kept within `step_sizes`. No gradient flows through a
+    sign. State: two tensors of the size of each parameter.
 
     Reference: Riedmiller and Braun, A Direct Adaptive Method for Faster Backpropagation
     Learning: The RPROP Algorithm, ICNN 1993.
@@ -48,14 +46,10 @@ def scale_by_rprop(
     shrink, grow = etas
     least, most = step_sizes
 
-    def init(params: Params) -> RpropState:
-        check_real("scale_by_rprop", params)
+    def start(params: Params) -> RpropState:
         return RpropState(zeros(params), filled(params, lr))
 
-    def update(
-        grads: Grads, state: RpropState, params: Params | None = None
-    ) -> tuple[Updates, RpropState]:
-        checks.same_names("scale_by_rprop(grads)", state.size, grads)
+    def move(grads: Grads, state: RpropState) -> tuple[Updates, RpropState]:
 
         def resize(size: Tensor, grad: Tensor, before: Tensor) -> Tensor:
             agreement = (grad.to(size.dtype) * before).sign()
@@ -77,7 +71,7 @@ def scale_by_rprop(
         kept = advance(keep, state.previous, grads)
         return map_grads(direction, grads, kept, size), RpropState(kept, size)
 
-    return GradientTransformation(init, update)
+    return of_history("scale_by_rprop", start, move)
 
 
 def rprop(
@@ -87,20 +81,19 @@ def rprop(
     step_sizes: tuple[Number, Number] = (1e-6, 50.0),
     maximize: bool = False,
 ) -> GradientTransformation:
-    """Descend by the sign of the gradient, with a step size of its own for each entry.
+    """Descend by the sign of the gradient, with a step size for each entry.
 
     `p -= sign(g) * s`, where the step size `s` starts at `lr` and grows or shrinks by
-    `etas` as `scale_by_rprop` describes. It is meant for gradients of all the data at
-    once. A rate that changes later, in a state of `inject_hyperparams`, changes
-    nothing. State: two tensors of the size of each parameter.
+    `etas` as in `scale_by_rprop`. It is meant for gradients of all the data at once.
+    Changing the rate later, in a state of `inject_hyperparams`, has no effect. State:
+    two tensors of the size of each parameter.
 
     Raises:
         TypeError: the rate is a schedule, which step sizes that adapt cannot follow.
-        ValueError: the rate is negative, or not `0 < etas[0] < 1 < etas[1]`, or not
+        ValueError: not `0 < etas[0] < 1 < etas[1]`, or not
             `0 <= step_sizes[0] <= step_sizes[1]`.
 
-    Reference: Riedmiller and Braun, A Direct Adaptive Method for Faster Backpropagation
-    Learning: The RPROP Algorithm, ICNN 1993.
+    Reference: as for `scale_by_rprop`.
 
     Example:
         >>> tx, params = rprop(0.1), {"w": torch.ones(2)}

@@ -9,9 +9,7 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.optim.arguments import (
     Number,
-    check_betas,
     check_numbers,
-    check_real,
     check_shares,
     rate_at,
     required,
@@ -23,6 +21,7 @@ from vgrad.optim.arithmetic import (
     counter,
     lerp,
     map_grads,
+    of_history,
     root,
     scalar,
     zeros,
@@ -64,25 +63,21 @@ def schedule_free(
     beta: Number = 0.9,
     weight_lr_power: Number = 2.0,
 ) -> GradientTransformation:
-    """Let the average of the iterates take the place of a falling rate and of momentum.
+    """Average the iterates instead of using momentum and a falling rate.
 
     With `y` the parameters, where gradients are taken, `z` the iterate that the inner
     optimizer moves and `x` its average, all three of which start as the parameters:
     `z += inner(gradient at y); x = (1 - c) * x + c * z; y = (1 - beta) * z + beta * x`.
     The share `c` is `w / (sum of w so far)` with `w = lr ** weight_lr_power` of the
-    step. `lr` is the rate of the inner optimizer: it moves nothing here, and matters
-    where it changes, as it does to warm up. The inner optimizer should have no
-    momentum. Its decay of weights is that of `y`.
+    step. `lr` is the rate of the inner optimizer; it only weighs the average, and
+    matters where it changes, as in a warm-up. The inner optimizer should have no
+    momentum. Its weight decay is that of `y`.
 
-    Evaluate the model at `x`, which `evaluation_parameters` gives. State: that of
+    Evaluate the model at `x`, which `evaluation_parameters` returns. State: that of
     `inner`, and `z` and `x` in `promote_types(param dtype, float32)`: parameters of
     bfloat16 lose no small updates, and changes made to them by hand are overwritten.
 
-    Raises:
-        ValueError: a number is negative, or beta is not below one; when updating, no
-            parameters are given.
-
-    Reference: Defazio et al., The Road Less Scheduled, arXiv 2405.15682.
+    Reference: Defazio et al., arXiv 2405.15682.
 
     Example:
         >>> from vgrad.optim import step
@@ -134,7 +129,7 @@ def evaluation_parameters(state: Tree, params: Params) -> Params:
 
     They are the averages that `schedule_free` keeps in `state`, in the dtypes of
     `params`. `state` may be that of an optimizer with `schedule_free` inside, such as a
-    `partition`; what no average is kept of is returned as it is in `params`.
+    `partition`; parameters without an average are returned as they are.
 
     Raises:
         ValueError: the state holds no average of `schedule_free`.
@@ -169,18 +164,14 @@ def schedule_free_sgd(
     `z -= lr * (g + weight_decay * y)`. A schedule for `lr` should rise to a constant
     and not fall. State: two tensors of the size of each parameter.
 
-    Raises:
-        ValueError: a number is negative, or the momentum is not below one.
-
-    Reference: Defazio et al., The Road Less Scheduled, arXiv 2405.15682, algorithm 1
-    without the scale of Adam.
+    Reference: Defazio et al., arXiv 2405.15682, algorithm 1 without the scale of Adam.
 
     Example:
         >>> tx, params = schedule_free_sgd(0.5), {"w": torch.ones(2)}
         >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
         {'w': tensor([-0.5000, -0.5000])}
     """
-    decays = dict(weight_decay=weight_decay, weight_lr_power=weight_lr_power)
+    decays = {"weight_decay": weight_decay, "weight_lr_power": weight_lr_power}
     check_numbers("schedule_free_sgd", lr, **decays)
     check_shares("schedule_free_sgd", momentum=momentum)
     inner = chain(*ascent(maximize), sgd(lr, weight_decay=weight_decay))
@@ -203,20 +194,15 @@ def schedule_free_adamw(
     the moving average of `g * g`. A schedule for `lr` should rise to a constant and not
     fall. State: three tensors of the size of each parameter.
 
-    Raises:
-        TypeError: in `init`, if a parameter is complex or integer.
-        ValueError: a number is negative, or a beta is not below one.
-
-    Reference: Defazio et al., The Road Less Scheduled, arXiv 2405.15682, algorithm 1.
+    Reference: Defazio et al., arXiv 2405.15682, algorithm 1.
 
     Example:
         >>> tx, params = schedule_free_adamw(0.5), {"w": torch.ones(2)}
         >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
         {'w': tensor([-0.5000, -0.5000])}
     """
-    decays = dict(weight_decay=weight_decay, weight_lr_power=weight_lr_power)
-    check_numbers("schedule_free_adamw", lr, eps=eps, **decays)
-    check_betas("schedule_free_adamw", betas)
+    decays = {"weight_decay": weight_decay, "weight_lr_power": weight_lr_power}
+    check_numbers("schedule_free_adamw", lr, betas, eps=eps, **decays)
     squares = _scale_by_square(betas[1], eps)
     options = {"weight_decay": weight_decay, "decoupled": True, "maximize": maximize}
     inner = descent(lr, squares, **options)
@@ -226,13 +212,10 @@ def schedule_free_adamw(
 def _scale_by_square(beta: Number, eps: Number) -> GradientTransformation:
     """`scale_by_adam` without the first moment, which is not kept either."""
 
-    def init(params: Params) -> SquareState:
-        check_real("schedule_free_adamw", params)
+    def start(params: Params) -> SquareState:
         return SquareState(counter(params), zeros(params))
 
-    def update(
-        grads: Grads, state: SquareState, params: Params | None = None
-    ) -> tuple[Updates, SquareState]:
+    def move(grads: Grads, state: SquareState) -> tuple[Updates, SquareState]:
         count = state.count + 1
         square = blend_squares(state.square, beta, grads)
         correction = 1 - beta ** count.double()
@@ -243,4 +226,4 @@ def _scale_by_square(beta: Number, eps: Number) -> GradientTransformation:
 
         return map_grads(direction, grads, square), SquareState(count, square)
 
-    return GradientTransformation(init, update)
+    return of_history("schedule_free_adamw", start, move)

@@ -1,7 +1,4 @@
-"""Stochastic gradient descent: plain, with momentum, and averaged.
-
-`vgrad.optim` says what holds for all optimizers.
-"""
+"""Stochastic gradient descent: plain, with momentum, and averaged."""
 
 from __future__ import annotations
 
@@ -38,10 +35,8 @@ def trace(
 
     `b = momentum * b + (1 - dampening) * g`, where the first step takes `b = g`; the
     update is `b`, or `g + momentum * b` for `nesterov`. A momentum of the number zero
-    is the identity. The sum is kept in `promote_types(param dtype, float32)`.
-
-    The first step is that of the transformation: a parameter whose first gradient comes
-    later is dampened, where `torch.optim.SGD` would not.
+    is the identity. A parameter whose first gradient comes after the first step is
+    dampened, unlike in `torch.optim.SGD`.
 
     Reference: Sutskever et al., On the importance of initialization and momentum in
     deep learning, ICML 2013.
@@ -93,8 +88,7 @@ def sgd(
     State: with momentum, one tensor of the size of each parameter.
 
     Raises:
-        ValueError: a number is negative, or `nesterov` comes without momentum or with
-            dampening.
+        ValueError: `nesterov` comes without momentum or with dampening.
 
     Example:
         >>> tx, params = sgd(0.1, momentum=0.9), {"w": torch.ones(2)}
@@ -134,14 +128,9 @@ def asgd(
 
     `g += (weight_decay + lambd) * p; p -= lr / (1 + lambd * lr * t)^alpha * g`, with
     the number `t` of steps taken before. `averaged_parameters` reads from the state the
-    mean of the parameters after each step later than `t0 + 1`, until the first of these
-    the parameters themselves: `ax` in torch. State: one tensor of the size of each
-    parameter.
-
-    A schedule moves the rate one step late, as it does in `torch.optim.ASGD`.
-
-    Raises:
-        ValueError: a number is negative; when updating, if no parameters are given.
+    mean of the parameters after each step later than `t0 + 1`, `ax` in torch; until the
+    first of these it is the parameters themselves. A schedule moves the rate one step
+    late, as in `torch.optim.ASGD`. State: one tensor of the size of each parameter.
 
     Reference: Polyak and Juditsky, Acceleration of Stochastic Approximation by
     Averaging, SIAM Journal on Control and Optimization 30 (1992).

@@ -1,4 +1,4 @@
-"""A rate that falls where a measured value no longer improves."""
+"""A rate that falls when a measured value no longer improves."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.optim.arguments import Number, plain
 from vgrad.optim.arithmetic import counter, scalar
-from vgrad.optim.base import GradientTransformation, Grads, Updates
-from vgrad.tree import tree_flatten, tree_unflatten
+from vgrad.optim.base import GradientTransformation, Grads, Updates, states_of
+from vgrad.tree import tree_map
 from vgrad.typing import Params, Tree
 
 Observe = Callable[[Tree, Number], Tree]
@@ -24,10 +24,10 @@ THRESHOLD_MODES = ("rel", "abs")
 
 
 class PlateauState(NamedTuple):
-    """State of `reduce_on_plateau`: the rate, what it goes by, and the inner state.
+    """State of `reduce_on_plateau`: the rate, what decides on it, the inner state.
 
     `best` is the best value observed, `bad` the number of observations without a better
-    one, `cooldown` the number of observations still to be left out of account.
+    one, `cooldown` the number of observations still to ignore.
     """
 
     rate: Tensor
@@ -50,11 +50,11 @@ def reduce_on_plateau(
     min_lr: Number = 0.0,
     eps: Number = 1e-8,
 ) -> tuple[GradientTransformation, Observe]:
-    """Make the steps of `make(rate)`, and lower the rate where a value stagnates.
+    """Make the steps of `make(rate)`, and lower the rate when a value stagnates.
 
-    Returns the optimizer and the function that hands it a value, once per epoch say:
-    `state = observe(state, loss)`. Nothing waits for the device. The state may be that
-    of the optimizer or any tree that holds it, stacked ones of members included: then a
+    Returns the optimizer and a function that gives it a value, for example after each
+    epoch: `state = observe(state, loss)`. Nothing waits for the device. The state may
+    be that of the optimizer or any tree that holds it, also stacked for members: then a
     value of shape [E] is one per member.
 
     The numbers are those of `torch.optim.lr_scheduler.ReduceLROnPlateau`. A value is
@@ -65,7 +65,7 @@ def reduce_on_plateau(
     The rate is `state.rate`, in float64.
 
     Raises:
-        ValueError: a mode is unknown, a number is negative, or the factor not below
+        ValueError: a mode is unknown, a number is negative, or the factor is not below
             one; when observing, the value has another shape, or there is not exactly
             one such state.
 
@@ -123,25 +123,26 @@ def reduce_on_plateau(
         )
 
     def observe(state: Tree, value: Number) -> Tree:
-        nodes, form = tree_flatten(state, is_leaf=_is_plateau)
-        places = [index for index, node in enumerate(nodes) if _is_plateau(node)]
-        if len(places) != 1:
+        def is_plateau(node: Tree) -> bool:
+            return isinstance(node, PlateauState)
+
+        found = len(states_of(state, PlateauState))
+        if found != 1:
             raise ValueError(
-                f"observe(state with {len(places)} plateaus): expected the state of "
-                f"one reduce_on_plateau. Hand on its part."
+                f"observe(state with {found} plateaus): expected the state of one "
+                f"reduce_on_plateau. Pass that part of it."
             )
-        nodes[places[0]] = observed(nodes[places[0]], value)
-        return tree_unflatten(nodes, form)
+        return tree_map(
+            lambda node: observed(node, value) if is_plateau(node) else node,
+            state,
+            is_leaf=is_plateau,
+        )
 
     return GradientTransformation(init, update), observe
 
 
-def _is_plateau(node: Tree) -> bool:
-    return isinstance(node, PlateauState)
-
-
 def _measured(value: Number, like: Tensor) -> Tensor:
-    """Return a value for each member; no gradient flows through a comparison."""
+    """Return a value for each member, detached: comparisons have no gradient."""
     if not isinstance(value, Tensor):
         return torch.full_like(like, value)
     if value.shape not in ((), like.shape):
