@@ -74,15 +74,19 @@ def of_history(
     function: str,
     start: Callable[[Params], Any],
     move: Callable[[Grads, Any], tuple[Updates, Any]],
+    *,
+    real: bool = True,
 ) -> GradientTransformation:
-    """Make a transformation that keeps tensors of each parameter, which must be real.
+    """Make a transformation that keeps something of each parameter in its state.
 
-    `start` makes the state, a NamedTuple, and `move` one step of it: the new state and
-    the updates. `function` is the name that errors begin with.
+    `start` makes the state, a NamedTuple, and `move` the updates and the next state.
+    Parameters have to be `real`, and the names of gradients those of the state; errors
+    begin with the name of the `function`.
     """
 
     def init(params: Params) -> Any:
-        check_real(function, params)
+        if real:
+            check_real(function, params)
         return start(params)
 
     def update(
@@ -195,6 +199,18 @@ def plus(value: Tensor, factor: Number, other: Tensor) -> Tensor:
     if isinstance(factor, Tensor):
         return value + scalar(factor, other) * other
     return torch.add(value, other, alpha=factor)
+
+
+def expanded(function: str, name: str, value: Number, held: Tensor) -> Tensor:
+    """Bring a number, or a tensor of one or all values, to the shape of `held`."""
+    if not isinstance(value, Tensor):
+        return torch.full_like(held, value)
+    if value.shape not in ((), held.shape):
+        raise ValueError(
+            f"{function}({name} of shape {tuple(value.shape)}): expected a number or a "
+            f"tensor of shape {tuple(held.shape)}."
+        )
+    return value.to(held.device, held.dtype).expand(held.shape)
 
 
 def scalar(value: Number, like: Tensor) -> Number:

@@ -16,6 +16,7 @@ from vgrad.optim.arithmetic import (
     counter,
     lerp,
     map_grads,
+    of_history,
     scalar,
     zeros,
 )
@@ -69,13 +70,10 @@ def ema(decay: Number, *, debias: bool = True) -> GradientTransformation:
     """
     check_shares("ema", decay=decay)
 
-    def init(params: Params) -> EmaState:
+    def start(params: Params) -> EmaState:
         return EmaState(counter(params), zeros(params))
 
-    def update(
-        grads: Grads, state: EmaState, params: Params | None = None
-    ) -> tuple[Updates, EmaState]:
-        checks.same_names("ema(grads)", state.mean, grads)
+    def move(grads: Grads, state: EmaState) -> tuple[Updates, EmaState]:
         count = state.count + 1
         mean = lerp(state.mean, grads, 1 - decay)
         correction = 1 - decay ** count.double()
@@ -85,7 +83,7 @@ def ema(decay: Number, *, debias: bool = True) -> GradientTransformation:
 
         return map_grads(direction, grads, mean), EmaState(count, mean)
 
-    return GradientTransformation(init, update)
+    return of_history("ema", start, move, real=False)
 
 
 def ema_parameters(decay: Number) -> GradientTransformation:

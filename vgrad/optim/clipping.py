@@ -19,6 +19,7 @@ from vgrad.optim.arithmetic import (
     map_grads,
     of_gradient,
     of_gradient_and_parameter,
+    of_history,
     root,
     scalar,
 )
@@ -208,28 +209,21 @@ def zero_nans() -> GradientTransformation:
         ({'w': tensor([1., 0.])}, ZeroNansState(found={'w': tensor(True)}))
     """
 
-    def init(params: Params) -> ZeroNansState:
+    def start(params: Params) -> ZeroNansState:
         def none(param: Tensor) -> Tensor:
             return torch.zeros((), dtype=torch.bool, device=param.device)
 
         return ZeroNansState(map_values(none, params))
 
-    def update(
-        grads: Grads, state: ZeroNansState, params: Params | None = None
-    ) -> tuple[Updates, ZeroNansState]:
-        checks.same_names("zero_nans(grads)", state.found, grads)
+    def replace(grad: Tensor) -> Tensor:
+        grad = widened(grad)
+        return torch.where(grad.isnan(), 0.0, grad)
 
-        def replace(grad: Tensor) -> Tensor:
-            grad = widened(grad)
-            return torch.where(grad.isnan(), 0.0, grad)
-
-        def find(before: Tensor, grad: Tensor) -> Tensor:
-            return grad.isnan().any()
-
-        found = advance(find, state.found, grads)
+    def move(grads: Grads, state: ZeroNansState) -> tuple[Updates, ZeroNansState]:
+        found = advance(lambda _, grad: grad.isnan().any(), state.found, grads)
         return map_grads(replace, grads), ZeroNansState(found)
 
-    return GradientTransformation(init, update)
+    return of_history("zero_nans", start, move, real=False)
 
 
 def _unit_norm(value: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.optim.arguments import Number, is_schedule, rate_at
-from vgrad.optim.arithmetic import counter
+from vgrad.optim.arithmetic import counter, expanded
 from vgrad.optim.base import GradientTransformation, Grads, Updates
 from vgrad.tree import map_values, tree_map
 from vgrad.typing import Params, Schedule, Tree
@@ -136,14 +136,7 @@ def _like(name: str, value: Any, held: Tree) -> Tree:
                 f"with_hyperparams({name}={value!r}): expected a tuple of {len(held)}."
             )
         return tuple(_like(name, v, h) for v, h in zip(value, held, strict=True))
-    if not isinstance(value, Tensor):
-        return torch.full_like(held, value)
-    if value.shape not in ((), held.shape):
-        raise ValueError(
-            f"with_hyperparams({name} of shape {tuple(value.shape)}): expected a "
-            f"number or a tensor of shape {tuple(held.shape)}."
-        )
-    return value.to(held.device, held.dtype).expand(held.shape).clone()
+    return expanded("with_hyperparams", name, value, held).clone()
 
 
 def _check_hyperparam(name: str, value: Any) -> None:

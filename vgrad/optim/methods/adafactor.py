@@ -6,6 +6,7 @@ larger tensors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from vgrad.optim.arithmetic import (
 from vgrad.optim.base import GradientTransformation, Grads, Updates, chain, widened
 from vgrad.optim.clipping import clip_by_block_rms
 from vgrad.optim.transforms import ScheduleState, ascent
+from vgrad.tree import map_values
 from vgrad.typing import Params, Schedule
 
 
@@ -74,11 +76,10 @@ def scale_by_factored_rms(
     def init(params: Params) -> FactoredState:
         check_real("scale_by_factored_rms", params)
         wide = {name: p for name, p in params.items() if p.ndim > 1}
-        rows = {name: p.new_empty((*p.shape[:-1], 1)) for name, p in wide.items()}
-        columns = {
-            name: p.new_empty((*p.shape[:-2], 1, p.shape[-1]))
-            for name, p in wide.items()
-        }
+        rows = map_values(lambda p: p.new_empty((*p.shape[:-1], 1)), wide)
+        columns = map_values(
+            lambda p: p.new_empty((*p.shape[:-2], 1, p.shape[-1])), wide
+        )
         rest = {name: p for name, p in params.items() if p.ndim < 2}
         return FactoredState(counter(params), zeros(rows), zeros(columns), zeros(rest))
 
@@ -98,19 +99,13 @@ def scale_by_factored_rms(
         rows, columns = averaged(state.rows, -1), averaged(state.columns, -2)
         squares = averaged(state.squares, None)
 
-        def direction(name: str, grad: Tensor | None) -> Tensor | None:
-            if grad is None:
-                return None
-            if name in squares:
-                square = squares[name]
-                least = _least(eps, square)
-            else:
-                row, column = rows[name], columns[name]
-                least = _least(eps, row)
-                square = row * column / row.mean(-2, keepdim=True).clamp_min(least)
+        means = {**squares, **map_values(_product(eps), rows, columns)}
+
+        def direction(grad: Tensor, square: Tensor) -> Tensor:
+            least = _least(eps, square)
             return widened(grad) * square.clamp_min(least * least).rsqrt()
 
-        updates = {name: direction(name, grad) for name, grad in grads.items()}
+        updates = map_grads(direction, grads, means)
         return updates, FactoredState(count, rows, columns, squares)
 
     return GradientTransformation(init, update)
@@ -194,6 +189,13 @@ def _mean(square: Tensor | None, dim: int | None) -> Tensor | None:
     if square is None or dim is None:
         return square
     return square.sum(dim, keepdim=True) / max(square.shape[dim], 1)
+
+
+def _product(eps: Number | None) -> Callable[[Tensor, Tensor], Tensor]:
+    """Make the function that gives the mean square of a row and a column."""
+    return lambda row, column: (
+        row * column / row.mean(-2, keepdim=True).clamp_min(_least(eps, row))
+    )
 
 
 def _least(eps: Number | None, like: Tensor) -> Number:

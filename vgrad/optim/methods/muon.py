@@ -16,7 +16,14 @@ from torch.autograd import Function
 
 from vgrad import checks
 from vgrad.optim.arguments import Number, check_numbers, check_real
-from vgrad.optim.arithmetic import lerp, map_grads, of_gradient, scalar, zeros
+from vgrad.optim.arithmetic import (
+    lerp,
+    map_grads,
+    of_gradient,
+    of_history,
+    scalar,
+    zeros,
+)
 from vgrad.optim.base import GradientTransformation, Grads, Updates, widened
 from vgrad.optim.transforms import descent
 from vgrad.typing import Params, Schedule
@@ -63,22 +70,7 @@ def orthogonalize(
         tensor([[1., 0.],
                 [0., 1.]])
     """
-    if len(ns_coefficients) != 3:
-        raise ValueError(
-            f"orthogonalize(ns_coefficients={ns_coefficients!r}): expected three "
-            f"numbers, got {len(ns_coefficients)}."
-        )
-    for index, value in enumerate(ns_coefficients):
-        checks.finite("orthogonalize", **{f"ns_coefficients[{index}]": value})
-    checks.whole("orthogonalize", least=0, ns_steps=ns_steps)
-    if ns_steps >= 100:
-        raise ValueError(
-            f"orthogonalize(ns_steps={ns_steps}): expected less than 100. Five do."
-        )
-    if not dtype.is_floating_point:
-        raise ValueError(
-            f"orthogonalize(dtype={dtype}): expected a real floating-point dtype."
-        )
+    _check_iteration(ns_coefficients, ns_steps, dtype)
     a, b, c = ns_coefficients
 
     def init(params: Params) -> tuple[()]:
@@ -86,21 +78,20 @@ def orthogonalize(
         _check_matrices("orthogonalize(params)", params)
         return ()
 
+    def iterate(grad: Tensor) -> Tensor:
+        tall = grad.shape[0] > grad.shape[1]
+        x = grad.to(dtype).mT if tall else grad.to(dtype)
+        with _no_autocast(x.device):
+            x = x / x.norm().clamp(min=scalar(eps, x))
+            for _ in range(ns_steps):
+                gram = x @ x.mT
+                x = _addmm(x, _addmm(gram, gram, gram, b, c), x, a, 1.0)
+        return widened(x.mT if tall else x).to(widened(grad).dtype)
+
     def update(
         grads: Grads, state: tuple[()], params: Params | None = None
     ) -> tuple[Updates, tuple[()]]:
         _check_matrices("orthogonalize(grads)", grads)
-
-        def iterate(grad: Tensor) -> Tensor:
-            tall = grad.shape[0] > grad.shape[1]
-            x = grad.to(dtype).mT if tall else grad.to(dtype)
-            with _no_autocast(x.device):
-                x = x / x.norm().clamp(min=scalar(eps, x))
-                for _ in range(ns_steps):
-                    gram = x @ x.mT
-                    x = _addmm(x, _addmm(gram, gram, gram, b, c), x, a, 1.0)
-            return widened(x.mT if tall else x).to(widened(grad).dtype)
-
         return map_grads(iterate, grads), state
 
     return GradientTransformation(init, update)
@@ -165,13 +156,7 @@ def muon(
 def _average(momentum: Number, nesterov: bool) -> GradientTransformation:
     """Replace gradients by their moving average from zero, or look one step ahead."""
 
-    def init(params: Params) -> MuonState:
-        return MuonState(zeros(params))
-
-    def update(
-        grads: Grads, state: MuonState, params: Params | None = None
-    ) -> tuple[Updates, MuonState]:
-        checks.same_names("muon(grads)", state.mean, grads)
+    def move(grads: Grads, state: MuonState) -> tuple[Updates, MuonState]:
         mean = lerp(state.mean, grads, 1 - momentum)
 
         def direction(grad: Tensor, mean: Tensor) -> Tensor:
@@ -181,7 +166,7 @@ def _average(momentum: Number, nesterov: bool) -> GradientTransformation:
 
         return map_grads(direction, grads, mean), MuonState(mean)
 
-    return GradientTransformation(init, update)
+    return of_history("muon", lambda params: MuonState(zeros(params)), move, real=False)
 
 
 def _scale_by_shape(match_adamw: bool) -> GradientTransformation:
@@ -253,6 +238,28 @@ def _no_autocast(device: torch.device) -> AbstractContextManager:
     if not torch.amp.is_autocast_available(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
+
+
+def _check_iteration(
+    ns_coefficients: tuple[float, ...], ns_steps: int, dtype: torch.dtype
+) -> None:
+    """There are three coefficients, not too many steps, and a floating-point dtype."""
+    if len(ns_coefficients) != 3:
+        raise ValueError(
+            f"orthogonalize(ns_coefficients={ns_coefficients!r}): expected three "
+            f"numbers, got {len(ns_coefficients)}."
+        )
+    for index, value in enumerate(ns_coefficients):
+        checks.finite("orthogonalize", **{f"ns_coefficients[{index}]": value})
+    checks.whole("orthogonalize", least=0, ns_steps=ns_steps)
+    if ns_steps >= 100:
+        raise ValueError(
+            f"orthogonalize(ns_steps={ns_steps}): expected less than 100. Five do."
+        )
+    if not dtype.is_floating_point:
+        raise ValueError(
+            f"orthogonalize(dtype={dtype}): expected a real floating-point dtype."
+        )
 
 
 def _check_matrices(argument: str, tensors: Mapping[str, Tensor | None]) -> None:

@@ -92,8 +92,7 @@ def schedule_free(
     check_shares("schedule_free", beta=beta)
 
     def init(params: Params) -> ScheduleFreeState:
-        count = counter(params)
-        both = (copies(params), copies(params))
+        count, both = counter(params), (copies(params), copies(params))
         return ScheduleFreeState(count, count.double(), inner.init(params), *both)
 
     def update(
@@ -107,19 +106,16 @@ def schedule_free(
         total = state.weight + weight
         share = weight / total.masked_fill(total == 0, 1.0)
 
-        def move(old: Tensor, update: Tensor) -> Tensor:
-            return old + update.to(old.dtype)
-
         def mix(update: Tensor, z: Tensor, x: Tensor, y: Tensor) -> Tensor:
             kept = scalar(beta, z)
             return (1 - kept) * z + kept * x - widened(y)
 
-        iterate = advance(move, state.iterate, moves)
+        iterate = advance(lambda z, u: z + u.to(z.dtype), state.iterate, moves)
         reached = map_grads(lambda _, z: z, moves, iterate)
         average = lerp(state.average, reached, share)
         updates = map_grads(mix, moves, iterate, average, params)
-        count = state.count + 1
-        return updates, ScheduleFreeState(count, total, new, iterate, average)
+        new_state = ScheduleFreeState(state.count + 1, total, new, iterate, average)
+        return updates, new_state
 
     return GradientTransformation(init, update)
 

@@ -6,9 +6,16 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from vgrad import checks
 from vgrad.optim.arguments import Number, check_numbers, is_zero, rate_at
-from vgrad.optim.arithmetic import blend, counter, map_grads, plus, scalar, zeros
+from vgrad.optim.arithmetic import (
+    blend,
+    counter,
+    map_grads,
+    of_history,
+    plus,
+    scalar,
+    zeros,
+)
 from vgrad.optim.averaging import average_after
 from vgrad.optim.base import GradientTransformation, Grads, Updates, cast, chain
 from vgrad.optim.fused import donated_sgd
@@ -50,13 +57,10 @@ def trace(
     if is_zero(momentum):
         return chain()
 
-    def init(params: Params) -> TraceState:
+    def start(params: Params) -> TraceState:
         return TraceState(counter(params), zeros(params))
 
-    def update(
-        grads: Grads, state: TraceState, params: Params | None = None
-    ) -> tuple[Updates, TraceState]:
-        checks.same_names("trace(grads)", state.momentum, grads)
+    def move(grads: Grads, state: TraceState) -> tuple[Updates, TraceState]:
         taken: Number = 1
         if not is_zero(dampening):
             # As for the number zero, no momentum is no dampening.
@@ -69,7 +73,7 @@ def trace(
 
         return map_grads(direction, grads, sums), TraceState(state.count + 1, sums)
 
-    return GradientTransformation(init, update)
+    return of_history("trace", start, move, real=False)
 
 
 def sgd(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.optim.arguments import Number, plain
-from vgrad.optim.arithmetic import counter, scalar
+from vgrad.optim.arithmetic import counter, expanded, scalar
 from vgrad.optim.base import GradientTransformation, Grads, Updates, states_of
 from vgrad.tree import tree_map
 from vgrad.typing import Params, Tree
@@ -86,12 +86,21 @@ def reduce_on_plateau(
     checks.whole("reduce_on_plateau", least=0, **lengths)
     numbers = plain(lr=lr, threshold=threshold, min_lr=min_lr, eps=eps)
     checks.non_negative("reduce_on_plateau", **numbers)
-    sign = 1 if mode == "min" else -1
+    rule = _Rule(
+        sign=1 if mode == "min" else -1,
+        relative=threshold_mode == "rel",
+        factor=factor,
+        patience=patience,
+        threshold=threshold,
+        cooldown=cooldown,
+        min_lr=min_lr,
+        eps=eps,
+    )
 
     def init(params: Params) -> PlateauState:
         zero = counter(params)
         rate = zero.double() + scalar(lr, zero.double())
-        best = torch.full_like(rate, sign * math.inf)
+        best = torch.full_like(rate, rule.sign * math.inf)
         inner = make(rate).init(params)
         return PlateauState(rate, best, zero, zero.clone(), inner)
 
@@ -100,27 +109,6 @@ def reduce_on_plateau(
     ) -> tuple[Updates, PlateauState]:
         updates, inner = make(state.rate).update(grads, state.inner, params)
         return updates, state._replace(inner=inner)
-
-    def observed(state: PlateauState, value: Number) -> PlateauState:
-        value = _measured(value, state.best)
-        best = state.best
-        margin = sign * scalar(threshold, best)
-        bound = best * (1 - margin) if threshold_mode == "rel" else best - margin
-        better = sign * value < sign * bound
-        cooling = state.cooldown > 0
-        bad = torch.where(better | cooling, 0, state.bad + 1)
-        lowering = bad > scalar(patience, bad)
-        least = scalar(min_lr, best)
-        lower = (state.rate * scalar(factor, best)).clamp(min=least)
-        lowered = lowering & (state.rate - lower > scalar(eps, best))
-        left = torch.where(cooling, state.cooldown - 1, state.cooldown)
-        return PlateauState(
-            torch.where(lowered, lower, state.rate),
-            torch.where(better, value, best),
-            torch.where(lowering, 0, bad),
-            torch.where(lowering, scalar(cooldown, left), left),
-            state.inner,
-        )
 
     def observe(state: Tree, value: Number) -> Tree:
         def is_plateau(node: Tree) -> bool:
@@ -133,7 +121,7 @@ def reduce_on_plateau(
                 f"reduce_on_plateau. Pass that part of it."
             )
         return tree_map(
-            lambda node: observed(node, value) if is_plateau(node) else node,
+            lambda node: rule.observed(node, value) if is_plateau(node) else node,
             state,
             is_leaf=is_plateau,
         )
@@ -141,13 +129,37 @@ def reduce_on_plateau(
     return GradientTransformation(init, update), observe
 
 
-def _measured(value: Number, like: Tensor) -> Tensor:
-    """Return a value for each member, detached: comparisons have no gradient."""
-    if not isinstance(value, Tensor):
-        return torch.full_like(like, value)
-    if value.shape not in ((), like.shape):
-        raise ValueError(
-            f"observe(value of shape {tuple(value.shape)}): expected a number or a "
-            f"tensor of shape {tuple(like.shape)}."
+class _Rule(NamedTuple):
+    """What decides on the rate, as `reduce_on_plateau` describes it."""
+
+    sign: int
+    relative: bool
+    factor: Number
+    patience: int | Tensor
+    threshold: Number
+    cooldown: int | Tensor
+    min_lr: Number
+    eps: Number
+
+    def observed(self, state: PlateauState, value: Number) -> PlateauState:
+        """Return the state after a value was measured."""
+        best = state.best
+        # No gradient flows through a comparison.
+        value = expanded("observe", "value", value, best).detach()
+        margin = self.sign * scalar(self.threshold, best)
+        bound = best * (1 - margin) if self.relative else best - margin
+        better = self.sign * value < self.sign * bound
+        cooling = state.cooldown > 0
+        bad = torch.where(better | cooling, 0, state.bad + 1)
+        lowering = bad > scalar(self.patience, bad)
+        least = scalar(self.min_lr, best)
+        lower = (state.rate * scalar(self.factor, best)).clamp(min=least)
+        lowered = lowering & (state.rate - lower > scalar(self.eps, best))
+        left = torch.where(cooling, state.cooldown - 1, state.cooldown)
+        return PlateauState(
+            torch.where(lowered, lower, state.rate),
+            torch.where(better, value, best),
+            torch.where(lowering, 0, bad),
+            torch.where(lowering, scalar(self.cooldown, left), left),
+            state.inner,
         )
-    return value.detach().to(like.device, like.dtype).expand(like.shape)
