@@ -23,13 +23,7 @@ from vgrad.optim.arithmetic import (
     root,
     scalar,
 )
-from vgrad.optim.base import (
-    GradientTransformation,
-    Grads,
-    Updates,
-    stateless,
-    widened,
-)
+from vgrad.optim.base import GradientTransformation, Grads, Updates, stateless, widened
 from vgrad.tree import map_values
 from vgrad.typing import Params
 

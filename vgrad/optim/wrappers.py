@@ -13,14 +13,7 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.optim.arguments import plain
-from vgrad.optim.arithmetic import (
-    advance,
-    blend,
-    counter,
-    map_grads,
-    scalar,
-    zeros,
-)
+from vgrad.optim.arithmetic import advance, blend, counter, map_grads, scalar, zeros
 from vgrad.optim.base import GradientTransformation, Grads, Updates, widened
 from vgrad.tree import tree_map
 from vgrad.typing import Params, Tree

@@ -13,13 +13,7 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arguments import (
-    Number,
-    check_numbers,
-    check_real,
-    rate_at,
-    required,
-)
+from vgrad.optim.arguments import Number, check_numbers, check_real, rate_at, required
 from vgrad.optim.arithmetic import (
     counter,
     lerp,

@@ -69,8 +69,6 @@ def scale_by_adam(
     number of the step, `m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)`. State:
     two tensors of the size of each parameter.
 
-    Reference: Kingma and Ba, arXiv 1412.6980.
-
     Example:
         >>> adam, grads = scale_by_adam(), {"w": torch.tensor([3.0, -0.1])}
         >>> adam.update(grads, adam.init(grads))[0]["w"].round(decimals=5)
@@ -102,8 +100,6 @@ def scale_by_amsgrad(
     This is `scale_by_adam` with the entrywise maximum of all second moments so far in
     the place of the last one. As in torch, the maximum is taken before the correction.
     State: three tensors of the size of each parameter.
-
-    Reference: Reddi et al., arXiv 1904.09237.
 
     Example:
         >>> amsgrad, grads = scale_by_amsgrad((0.0, 0.5)), {"w": torch.tensor([4.0])}

@@ -7,13 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from vgrad.optim.arguments import (
-    Number,
-    check_numbers,
-    is_zero,
-    plain,
-    rate_at,
-)
+from vgrad.optim.arguments import Number, check_numbers, is_zero, plain, rate_at
 from vgrad.optim.arithmetic import (
     blend,
     blend_squares,
@@ -67,9 +61,6 @@ def scale_by_rss(
     `s = s + g * g` from `initial_accumulator_value`; the update is
     `g / (sqrt(s) + eps)`. State: one tensor of the size of each parameter.
 
-    Reference: Duchi, Hazan and Singer, Adaptive Subgradient Methods for Online Learning
-    and Stochastic Optimization, JMLR 12 (2011).
-
     Example:
         >>> rss, grads = scale_by_rss(), {"w": torch.tensor([3.0, -0.1])}
         >>> updates, state = rss.update(grads, rss.init(grads))
@@ -93,9 +84,6 @@ def scale_by_rms(alpha: Number = 0.99, eps: Number = 1e-8) -> GradientTransforma
     `v = alpha * v + (1 - alpha) * g * g` from zero and without correction; the update
     is `g / (sqrt(v) + eps)`. State: one tensor of the size of each parameter.
 
-    Reference: Tieleman and Hinton, RMSprop, lecture 6.5 of Neural Networks for Machine
-    Learning, 2012.
-
     Example:
         >>> rms, grads = scale_by_rms(0.75), {"w": torch.tensor([3.0, -0.1])}
         >>> rms.update(grads, rms.init(grads))[0]
@@ -116,8 +104,6 @@ def scale_by_stddev(alpha: Number = 0.99, eps: Number = 1e-8) -> GradientTransfo
     `alpha` and without correction, the update is `g / (sqrt(v - m * m) + eps)`. A
     variance that rounding makes negative counts as zero, where torch gives NaN. State:
     two tensors of the size of each parameter.
-
-    Reference: Graves, arXiv 1308.0850.
 
     Example:
         >>> stddev, grads = scale_by_stddev(0.5), {"w": torch.tensor([3.0, -0.1])}
@@ -145,8 +131,6 @@ def scale_by_adadelta(rho: Number = 0.9, eps: Number = 1e-6) -> GradientTransfor
     directions before this one, both with the decay `rho`, the direction is
     `g * sqrt(d + eps) / sqrt(v + eps)`. State: two tensors of the size of each
     parameter.
-
-    Reference: Zeiler, arXiv 1212.5701.
 
     Example:
         >>> adadelta, grads = scale_by_adadelta(0.75), {"w": torch.tensor([3.0, -3.0])}
@@ -186,7 +170,8 @@ def adagrad(
     before, `p -= lr / (1 + t * lr_decay) * g / (sqrt(s) + eps)`. State: one tensor of
     the size of each parameter.
 
-    Reference: as for `scale_by_rss`.
+    Reference: Duchi, Hazan and Singer, Adaptive Subgradient Methods for Online Learning
+    and Stochastic Optimization, JMLR 12 (2011).
 
     Example:
         >>> tx, params = adagrad(0.1), {"w": torch.ones(2)}
@@ -260,7 +245,8 @@ def rmsprop(
     Raises:
         ValueError: alpha is above one.
 
-    Reference: as for `scale_by_rms` and, if centered, `scale_by_stddev`.
+    Reference: Tieleman and Hinton, RMSprop, lecture 6.5 of Neural Networks for Machine
+    Learning, 2012; Graves, arXiv 1308.0850, for the centered form.
 
     Example:
         >>> tx, params = rmsprop(0.1, alpha=0.75), {"w": torch.ones(2)}

@@ -12,11 +12,7 @@ from vgrad.optim.arithmetic import norm, of_gradient_and_parameter, scalar
 from vgrad.optim.base import GradientTransformation, chain
 from vgrad.optim.methods.adam import scale_by_adam
 from vgrad.optim.methods.sgd import trace
-from vgrad.optim.transforms import (
-    add_decayed_weights,
-    ascent,
-    scale_by_learning_rate,
-)
+from vgrad.optim.transforms import add_decayed_weights, ascent, scale_by_learning_rate
 from vgrad.typing import Schedule
 
 
@@ -30,8 +26,6 @@ def scale_by_trust_ratio(
     one for a parameter of zeros, which could otherwise never change. There is no state.
     With `add_decayed_weights` in front, instead of the decay here, the ratio is that of
     LAMB, `norm(p) / norm(g + weight_decay * p)`.
-
-    Reference: You et al., arXiv 1708.03888, algorithm 1.
 
     Example:
         >>> trust = scale_by_trust_ratio(0.5)

@@ -17,16 +17,12 @@ class LionState(NamedTuple):
     mean: Params
 
 
-def scale_by_lion(
-    betas: tuple[Number, Number] = (0.9, 0.99),
-) -> GradientTransformation:
+def scale_by_lion(betas: tuple[Number, Number] = (0.9, 0.99)) -> GradientTransformation:
     """Replace gradients by the sign of their mix with the mean of those before.
 
     The update is `sign(beta1 * m + (1 - beta1) * g)`, and then
     `m = beta2 * m + (1 - beta2) * g`: every entry is -1, 0 or 1, and no gradient flows
     through it. State: one tensor of the size of each parameter.
-
-    Reference: Chen et al., arXiv 2302.06675.
 
     Example:
         >>> lion, grads = scale_by_lion(), {"w": torch.tensor([3.0, -0.1, 0.0])}

@@ -59,8 +59,6 @@ def scale_by_nadam(
     parameter, and the product of the momenta in float64, where torch keeps it in its
     default dtype.
 
-    Reference: Dozat, Incorporating Nesterov Momentum into Adam, ICLR 2016 workshop.
-
     Example:
         >>> nadam, grads = scale_by_nadam((0.0, 0.9)), {"w": torch.tensor([3.0, -0.1])}
         >>> nadam.update(grads, nadam.init(grads))[0]
@@ -105,8 +103,6 @@ def scale_by_radam(
     `(n - 4) * (n - 2) * N / ((N - 4) * (N - 2) * n)`. State: two tensors of the size of
     each parameter.
 
-    Reference: Liu et al., arXiv 1908.03265.
-
     Example:
         >>> radam, grads = scale_by_radam(), {"w": torch.tensor([3.0, -0.1])}
         >>> radam.update(grads, radam.init(grads))[0]
@@ -143,8 +139,6 @@ def scale_by_adamax(
 
     `u = max(beta2 * u, abs(g) + eps)`, and the update is `m / (1 - beta1^t) / u`.
     State: two tensors of the size of each parameter.
-
-    Reference: Kingma and Ba, arXiv 1412.6980, section 7.1.
 
     Example:
         >>> adamax, grads = scale_by_adamax(), {"w": torch.tensor([3.0, -0.1])}

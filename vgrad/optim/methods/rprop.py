@@ -34,9 +34,6 @@ def scale_by_rprop(
     as zero in the next. Sizes are kept within `step_sizes`. No gradient flows through a
     sign. State: two tensors of the size of each parameter.
 
-    Reference: Riedmiller and Braun, A Direct Adaptive Method for Faster Backpropagation
-    Learning: The RPROP Algorithm, ICNN 1993.
-
     Example:
         >>> rprop, grads = scale_by_rprop(0.5), {"w": torch.tensor([3.0, -0.1])}
         >>> updates, state = rprop.update(grads, rprop.init(grads))
@@ -93,7 +90,8 @@ def rprop(
         ValueError: not `0 < etas[0] < 1 < etas[1]`, or not
             `0 <= step_sizes[0] <= step_sizes[1]`.
 
-    Reference: as for `scale_by_rprop`.
+    Reference: Riedmiller and Braun, A Direct Adaptive Method for Faster Backpropagation
+    Learning: The RPROP Algorithm, ICNN 1993.
 
     Example:
         >>> tx, params = rprop(0.1), {"w": torch.ones(2)}

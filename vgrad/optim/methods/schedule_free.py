@@ -7,13 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arguments import (
-    Number,
-    check_numbers,
-    check_shares,
-    rate_at,
-    required,
-)
+from vgrad.optim.arguments import Number, check_numbers, check_shares, rate_at, required
 from vgrad.optim.arithmetic import (
     advance,
     blend_squares,

@@ -35,11 +35,7 @@ def constant(lr: Number, steps: Length = 0, *, factor: Number = 1 / 3) -> Curve:
 
 
 def linear(
-    lr: Number,
-    steps: Length,
-    *,
-    start_factor: Number = 1 / 3,
-    end_factor: Number = 1.0,
+    lr: Number, steps: Length, *, start_factor: Number = 1 / 3, end_factor: Number = 1.0
 ) -> Curve:
     """Go along a line from `lr * start_factor` to `lr * end_factor`, and stay there.
 
