@@ -90,7 +90,8 @@ class _Adapter(Optimizer):
                     f"as_torch(...).step: expected dense gradients, got a sparse one "
                     f"in {name!r}. Embeddings take sparse=False."
                 )
-        state = self._with_numbers(self._current(params))
+        state = self._transformation.init(params) if self._tree is None else self._tree
+        state = self._with_numbers(state)
         # A fresh dictionary is given away; the parameters are written in any case.
         new, self._tree = step(
             self._transformation, grads, state, dict(params), donate=True
@@ -137,11 +138,6 @@ class _Adapter(Optimizer):
     def _params(self) -> Params:
         (group,) = self.param_groups
         return dict(zip(self._names, group["params"], strict=True))
-
-    def _current(self, params: Params) -> Tree:
-        if self._tree is None:
-            return self._transformation.init(params)
-        return self._tree
 
     def _with_numbers(self, state: Tree) -> Tree:
         """Put the numbers of the parameter group into the state."""

@@ -6,7 +6,6 @@ larger tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -93,13 +92,17 @@ def scale_by_factored_rms(
         rows, columns = averaged(state.rows, -1), averaged(state.columns, -2)
         squares = averaged(state.squares, None)
 
-        means = {**squares, **map_values(_product(eps), rows, columns)}
-
-        def direction(grad: Tensor, square: Tensor) -> Tensor:
-            least = _least(eps, square)
+        def direction(name: str, grad: Tensor) -> Tensor:
+            if name in squares:
+                square = squares[name]
+                least = _least(eps, square)
+            else:
+                row, column = rows[name], columns[name]
+                least = _least(eps, row)
+                square = row * column / row.mean(-2, keepdim=True).clamp_min(least)
             return widened(grad) * square.clamp_min(least * least).rsqrt()
 
-        updates = map_grads(direction, grads, means)
+        updates = {n: g if g is None else direction(n, g) for n, g in grads.items()}
         return updates, FactoredState(count, rows, columns, squares)
 
     return GradientTransformation(init, update)
@@ -183,13 +186,6 @@ def _mean(square: Tensor | None, dim: int | None) -> Tensor | None:
     if square is None or dim is None:
         return square
     return square.sum(dim, keepdim=True) / max(square.shape[dim], 1)
-
-
-def _product(eps: Number | None) -> Callable[[Tensor, Tensor], Tensor]:
-    """Make the function that gives the mean square of a row and a column."""
-    return lambda row, column: (
-        row * column / row.mean(-2, keepdim=True).clamp_min(_least(eps, row))
-    )
 
 
 def _least(eps: Number | None, like: Tensor) -> Number:

@@ -110,27 +110,11 @@ def reduce_on_plateau(
         updates, inner = make(state.rate).update(grads, state.inner, params)
         return updates, state._replace(inner=inner)
 
-    def observe(state: Tree, value: Number) -> Tree:
-        def is_plateau(node: Tree) -> bool:
-            return isinstance(node, PlateauState)
-
-        found = len(states_of(state, PlateauState))
-        if found != 1:
-            raise ValueError(
-                f"observe(state with {found} plateaus): expected the state of one "
-                f"reduce_on_plateau. Pass that part of it."
-            )
-        return tree_map(
-            lambda node: rule.observed(node, value) if is_plateau(node) else node,
-            state,
-            is_leaf=is_plateau,
-        )
-
-    return GradientTransformation(init, update), observe
+    return GradientTransformation(init, update), rule.observe
 
 
 class _Rule(NamedTuple):
-    """What decides on the rate, as `reduce_on_plateau` describes it."""
+    """When the rate falls: the options of `reduce_on_plateau`."""
 
     sign: int
     relative: bool
@@ -141,8 +125,24 @@ class _Rule(NamedTuple):
     min_lr: Number
     eps: Number
 
-    def observed(self, state: PlateauState, value: Number) -> PlateauState:
+    def observe(self, state: Tree, value: Number) -> Tree:
         """Return the state after a value was measured."""
+        found = len(states_of(state, PlateauState))
+        if found != 1:
+            raise ValueError(
+                f"observe(state with {found} plateaus): expected the state of one "
+                f"reduce_on_plateau. Pass that part of it."
+            )
+
+        def is_plateau(node: Tree) -> bool:
+            return isinstance(node, PlateauState)
+
+        def after(node: Tree) -> Tree:
+            return self._after(node, value) if is_plateau(node) else node
+
+        return tree_map(after, state, is_leaf=is_plateau)
+
+    def _after(self, state: PlateauState, value: Number) -> PlateauState:
         best = state.best
         # No gradient flows through a comparison.
         value = expanded("observe", "value", value, best).detach()
