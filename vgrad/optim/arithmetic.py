@@ -1,39 +1,102 @@
 """Arithmetic on dictionaries of tensors that the transformations have in common.
 
-Results are in `promote_types(dtype, float32)`, and a gradient of None is passed over.
+Results are in `promote_types(dtype, float32)`, and gradients of None are skipped.
 """
 
-# Annotations stay text: torch.compile, which traces the making of an optimizer inside a
-# mapped function, cannot evaluate `float | Tensor`.
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vgrad.optim.base import Grads, Updates, cast, widened
+from vgrad import checks
+from vgrad.optim.arguments import Number, check_real, required
+from vgrad.optim.base import (
+    GradientTransformation,
+    Grads,
+    Updates,
+    cast,
+    stateless,
+    widened,
+)
 from vgrad.tree import map_values
 from vgrad.typing import Params
 
-Number = float | Tensor
-"""A hyperparameter: a number, or a tensor without dimensions."""
+
+def map_grads(
+    function: Callable[..., Tensor], grads: Grads, *others: Mapping[str, Any]
+) -> Updates:
+    """Apply a function name by name; where the gradient is None, so is the result."""
+
+    def apply(grad: Tensor | None, *rest: Any) -> Tensor | None:
+        return None if grad is None else function(grad, *rest)
+
+    return map_values(apply, grads, *others)
 
 
-def is_zero(value: Number) -> bool:
-    """Tell a number zero, which a tensor never counts as."""
-    return not isinstance(value, Tensor) and value == 0
+def advance(
+    function: Callable[..., Tensor], old: Params, new: Grads, *others: Params
+) -> Params:
+    """Apply a function name by name; where `new` is None, keep what is in `old`."""
+
+    def apply(before: Tensor, value: Tensor | None, *rest: Tensor) -> Tensor:
+        return before if value is None else function(before, value, *rest)
+
+    return map_values(apply, old, new, *others)
 
 
-def check_real(function: str, params: Params) -> None:
-    """Every parameter is a real floating-point tensor."""
-    for name, param in params.items():
-        if not param.is_floating_point():
-            raise TypeError(
-                f"{function}(params): expected real floating-point parameters, got "
-                f"{param.dtype} in {name!r}. Keep it out of the parameters, or as a "
-                f"pair of real ones."
-            )
+def of_gradient(function: Callable[[Tensor], Tensor]) -> GradientTransformation:
+    """Make a transformation without state of a function of one widened gradient."""
+    return stateless(
+        lambda grads, params: map_grads(lambda g: function(widened(g)), grads)
+    )
+
+
+def of_gradient_and_parameter(
+    name: str, function: Callable[[Tensor, Tensor], Tensor]
+) -> GradientTransformation:
+    """Do the same with a function of a gradient and its parameter, both widened."""
+
+    def apply(grad: Tensor, param: Tensor) -> Tensor:
+        return function(widened(grad), widened(param))
+
+    def update(grads: Grads, params: Params | None) -> Updates:
+        params = required(name, params)
+        checks.same_names(f"{name}(grads)", params, grads)
+        return map_grads(apply, grads, params)
+
+    return stateless(update)
+
+
+def of_history(
+    function: str,
+    start: Callable[[Params], Any],
+    move: Callable[[Grads, Any], tuple[Updates, Any]],
+    *,
+    real: bool = True,
+) -> GradientTransformation:
+    """Make a transformation that keeps something of each parameter in its state.
+
+    `start` makes the state, a NamedTuple, and `move` the updates and the next state.
+    Parameters have to be `real`, and the names of gradients those of the state; errors
+    begin with the name of the `function`.
+    """
+
+    def init(params: Params) -> Any:
+        if real:
+            check_real(function, params)
+        return start(params)
+
+    def update(
+        grads: Grads, state: Any, params: Params | None = None
+    ) -> tuple[Updates, Any]:
+        held = next(field for field in state if isinstance(field, dict))
+        checks.same_names(f"{function}(grads)", held, grads)
+        return move(grads, state)
+
+    return GradientTransformation(init, update)
 
 
 def counter(params: Params) -> Tensor:
@@ -52,17 +115,27 @@ def zeros(params: Params) -> Params:
     return map_values(zero, params)
 
 
+def filled(params: Params, value: Number) -> Params:
+    """Fill tensors like those of `zeros` with one value."""
+    return map_values(lambda start: start + scalar(value, start), zeros(params))
+
+
+def copies(params: Params) -> Params:
+    """Copy parameters in the dtype of averages; the originals may be given away."""
+    return map_values(lambda param: widened(param).clone(), params)
+
+
 def squared(grads: Grads) -> Updates:
     """Square gradients entry by entry."""
     # Widened before the product: the square of a float16 overflows from 256 on.
-    return map_values(lambda g: None if g is None else widened(g).square(), grads)
+    return map_grads(lambda g: widened(g).square(), grads)
 
 
 def root(square: Tensor) -> Tensor:
     """Take the root of what is zero or more, with a slope that is finite at zero.
 
-    The infinite slope of a root at zero would make NaN of a gradient through an update.
-    The root of the smallest normal number, which stands for zero, vanishes beside eps.
+    The infinite slope of a root at zero would make gradients through an update NaN. The
+    root of the smallest normal number, which replaces zero, is negligible beside eps.
     """
     return square.clamp_min(torch.finfo(square.dtype).tiny).sqrt()
 
@@ -73,18 +146,21 @@ def length(square: Tensor) -> Tensor:
     return square.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
 
 
+def norm(value: Tensor) -> Tensor:
+    """Return the norm of all entries; its gradient is zero where the norm is."""
+    return length(value.abs().square().sum())
+
+
 def blend(old: Params, keep: Number, new: Grads, take: Number) -> Params:
     """`keep * old + take * new` in the dtype of `old`; where `new` is None, `old`."""
 
-    def mix(before: Tensor, value: Tensor | None) -> Tensor:
-        if value is None:
-            return before
+    def mix(before: Tensor, value: Tensor) -> Tensor:
         value = cast(value, before.dtype)
         if not isinstance(take, Tensor) and take == 1:
             return plus(value, keep, before)
         return plus(scalar(keep, before) * before, take, value)
 
-    return map_values(mix, old, new)
+    return advance(mix, old, new)
 
 
 def blend_squares(old: Params, keep: Number, grads: Grads) -> Params:
@@ -93,9 +169,7 @@ def blend_squares(old: Params, keep: Number, grads: Grads) -> Params:
     In this form, torch's own, a square that overflows stays infinite.
     """
 
-    def mix(before: Tensor, grad: Tensor | None) -> Tensor:
-        if grad is None:
-            return before
+    def mix(before: Tensor, grad: Tensor) -> Tensor:
         kept = scalar(keep, before) * before
         # Widened before the product: the square of a float16 overflows from 256 on.
         grad = cast(grad, kept.dtype)
@@ -103,23 +177,21 @@ def blend_squares(old: Params, keep: Number, grads: Grads) -> Params:
             return kept + scalar(1 - keep, before) * grad.square()
         return torch.addcmul(kept, grad, grad, value=1 - keep)
 
-    return map_values(mix, old, grads)
+    return advance(mix, old, grads)
 
 
 def lerp(old: Params, new: Grads, share: Number) -> Params:
     """`(1 - share) * old + share * new`, in the dtype of `old`; without `new`, `old`.
 
-    For `share = 1 - decay` the exponential moving average. One pass over the values,
-    and exact where the share is 1 or both are the same.
+    With `share = 1 - decay` the exponential moving average, in one pass over the values
+    and exact if the share is 1 or both are the same.
     """
 
-    def mix(before: Tensor, value: Tensor | None) -> Tensor:
-        if value is None:
-            return before
+    def mix(before: Tensor, value: Tensor) -> Tensor:
         weight: Any = scalar(share, before)
         return torch.lerp(before, cast(value, before.dtype), weight)
 
-    return map_values(mix, old, new)
+    return advance(mix, old, new)
 
 
 def plus(value: Tensor, factor: Number, other: Tensor) -> Tensor:
@@ -127,6 +199,18 @@ def plus(value: Tensor, factor: Number, other: Tensor) -> Tensor:
     if isinstance(factor, Tensor):
         return value + scalar(factor, other) * other
     return torch.add(value, other, alpha=factor)
+
+
+def expanded(function: str, name: str, value: Number, held: Tensor) -> Tensor:
+    """Bring a number, or a tensor of one or all values, to the shape of `held`."""
+    if not isinstance(value, Tensor):
+        return torch.full_like(held, value)
+    if value.shape not in ((), held.shape):
+        raise ValueError(
+            f"{function}({name} of shape {tuple(value.shape)}): expected a number or a "
+            f"tensor of shape {tuple(held.shape)}."
+        )
+    return value.to(held.device, held.dtype).expand(held.shape)
 
 
 def scalar(value: Number, like: Tensor) -> Number:
@@ -148,8 +232,8 @@ def scalar(value: Number, like: Tensor) -> Number:
 def placed(value: Tensor, like: Tensor) -> Tensor:
     """Bring a tensor without dimensions to the dtype and the device of `like`."""
     if torch.compiler.is_compiling() and not value.is_complex():
-        # Inductor would compute what the scalar is made of, powers of the decays above
-        # all, in every loop over a parameter, time and again: three times as slow. What
-        # comes of a reduction (of so many that it is not unrolled) it writes to memory.
+        # Inductor would recompute what the scalar is made of, such as powers of the
+        # decays, for every entry of a parameter, three times as slow. The result of a
+        # reduction, over too many entries to be unrolled, it writes to memory.
         value = value.expand(16).amax()
     return value.to(like.device, like.dtype)

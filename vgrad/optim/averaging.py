@@ -1,7 +1,5 @@
 """Averages over the steps: of gradients, of parameters, and slow weights."""
 
-# Annotations stay text: torch.compile, which traces the making of an optimizer inside a
-# mapped function, cannot evaluate `Params | None`.
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -11,15 +9,25 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arithmetic import Number, counter, lerp, scalar, zeros
+from vgrad.optim.arguments import Number, check_shares, plain, required
+from vgrad.optim.arithmetic import (
+    advance,
+    copies,
+    counter,
+    lerp,
+    map_grads,
+    of_history,
+    scalar,
+    zeros,
+)
 from vgrad.optim.base import (
     GradientTransformation,
     Grads,
     Updates,
     apply_updates,
+    states_of,
     widened,
 )
-from vgrad.tree import map_values, tree_leaves
 from vgrad.typing import Params, Tree
 
 
@@ -50,13 +58,9 @@ def ema(decay: Number, *, debias: bool = True) -> GradientTransformation:
 
     `m = decay * m + (1 - decay) * g` from zero; the update is `m`, divided by
     `1 - decay^t` at step `t` for `debias`. State: one tensor of the size of each
-    parameter, in `promote_types(param dtype, float32)`.
+    parameter.
 
-    Raises:
-        ValueError: the decay is negative or not below one.
-
-    Reference: Kingma and Ba, Adam: A Method for Stochastic Optimization,
-    arXiv 1412.6980, section 3.
+    Reference: Kingma and Ba, arXiv 1412.6980, section 3.
 
     Example:
         >>> tx, grads = ema(0.5), {"w": torch.ones(2)}
@@ -64,27 +68,22 @@ def ema(decay: Number, *, debias: bool = True) -> GradientTransformation:
         >>> updates, state.mean
         ({'w': tensor([1., 1.])}, {'w': tensor([0.5000, 0.5000])})
     """
-    _check_decay("ema", decay)
+    check_shares("ema", decay=decay)
 
-    def init(params: Params) -> EmaState:
+    def start(params: Params) -> EmaState:
         return EmaState(counter(params), zeros(params))
 
-    def update(
-        grads: Grads, state: EmaState, params: Params | None = None
-    ) -> tuple[Updates, EmaState]:
-        checks.same_names("ema(grads)", state.mean, grads)
+    def move(grads: Grads, state: EmaState) -> tuple[Updates, EmaState]:
         count = state.count + 1
         mean = lerp(state.mean, grads, 1 - decay)
         correction = 1 - decay ** count.double()
 
-        def direction(grad: Tensor | None, m: Tensor) -> Tensor | None:
-            if grad is None:
-                return None
+        def direction(grad: Tensor, m: Tensor) -> Tensor:
             return m / scalar(correction, m) if debias else m
 
-        return map_values(direction, grads, mean), EmaState(count, mean)
+        return map_grads(direction, grads, mean), EmaState(count, mean)
 
-    return GradientTransformation(init, update)
+    return of_history("ema", start, move, real=False)
 
 
 def ema_parameters(decay: Number) -> GradientTransformation:
@@ -94,21 +93,13 @@ def ema_parameters(decay: Number) -> GradientTransformation:
     step, and `average = p` after the first: the numbers of
     `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)`. Put it
     last in a chain, where updates are what is added to the parameters, and read it by
-    `averaged_parameters`. A parameter whose update is None counts as it stands.
+    `averaged_parameters`. A parameter whose update is None enters unchanged. State: one
+    tensor of the size of each parameter.
 
-    State: one tensor of the size of each parameter, in
-    `promote_types(param dtype, float32)`.
-
-    Raises:
-        ValueError: the decay is negative or not below one; when updating, no parameters
-            are given.
-
-    Reference: Tarvainen and Valpola, Mean teachers are better role models,
-    arXiv 1703.01780.
+    Reference: Tarvainen and Valpola, arXiv 1703.01780.
 
     Example:
-        >>> from vgrad.optim.base import chain, step
-        >>> from vgrad.optim.methods.optimizers import sgd
+        >>> from vgrad.optim import chain, sgd, step
         >>> tx, params = chain(sgd(1.0), ema_parameters(0.5)), {"w": torch.ones(1)}
         >>> state = tx.init(params)
         >>> for _ in range(2):
@@ -116,7 +107,7 @@ def ema_parameters(decay: Number) -> GradientTransformation:
         >>> params, averaged_parameters(state)
         ({'w': tensor([-1.])}, {'w': tensor([-0.5000])})
     """
-    _check_decay("ema_parameters", decay)
+    check_shares("ema_parameters", decay=decay)
 
     def share(count: Tensor) -> Tensor:
         first = (count == 1).double()
@@ -128,26 +119,20 @@ def ema_parameters(decay: Number) -> GradientTransformation:
 def polyak_average(*, start: int | Tensor = 0) -> GradientTransformation:
     """Keep the mean of the parameters over all steps; updates pass unchanged.
 
-    The mean is that of the parameters after each step later than `start`; until the
-    first of these it is the parameters themselves. With `start=0` these are the numbers
-    of `torch.optim.swa_utils.AveragedModel`. Put it last in a chain, where updates are
-    what is added to the parameters, and read it by `averaged_parameters`. A parameter
-    whose update is None counts as it stands.
-
-    State: one tensor of the size of each parameter, in
-    `promote_types(param dtype, float32)`.
+    The mean is over the parameters after each step later than `start`; until the first
+    of these it is the parameters themselves. With `start=0` these are the numbers
+    of `torch.optim.swa_utils.AveragedModel`. Use and state are those of
+    `ema_parameters`.
 
     Raises:
-        ValueError: `start` is not a whole number of zero or more; when updating, no
-            parameters are given.
+        ValueError: `start` is not a whole number of zero or more.
 
     Reference: Polyak and Juditsky, Acceleration of Stochastic Approximation by
     Averaging, SIAM Journal on Control and Optimization 30 (1992); Izmailov et al.,
-    Averaging Weights Leads to Wider Optima and Better Generalization, arXiv 1803.05407.
+    arXiv 1803.05407.
 
     Example:
-        >>> from vgrad.optim.base import chain, step
-        >>> from vgrad.optim.methods.optimizers import sgd
+        >>> from vgrad.optim import chain, sgd, step
         >>> tx, params = chain(sgd(1.0), polyak_average()), {"w": torch.zeros(1)}
         >>> state = tx.init(params)
         >>> for _ in range(3):
@@ -155,8 +140,7 @@ def polyak_average(*, start: int | Tensor = 0) -> GradientTransformation:
         >>> params, averaged_parameters(state)
         ({'w': tensor([-3.])}, {'w': tensor([-2.])})
     """
-    if not isinstance(start, Tensor):
-        checks.whole("polyak_average", least=0, start=start)
+    checks.whole("polyak_average", least=0, **plain(start=start))
 
     def share(count: Tensor) -> Tensor:
         return 1 / (count - scalar(start, count)).clamp(min=1).double()
@@ -169,24 +153,22 @@ def averaged_parameters(state: Tree) -> Params:
 
     `state` is that of the average itself or of an optimizer that holds one. The tensors
     are in `promote_types(param dtype, float32)`; before the first step they are the
-    parameters that `init` was given.
+    parameters given to `init`.
 
     Raises:
         ValueError: there is not exactly one average in the state.
 
     Example:
-        >>> from vgrad.optim.base import chain
-        >>> from vgrad.optim.methods.optimizers import adam
+        >>> from vgrad.optim import adam, chain
         >>> tx = chain(adam(), ema_parameters(0.999))
         >>> averaged_parameters(tx.init({"w": torch.ones(2)}))
         {'w': tensor([1., 1.])}
     """
-    nodes = tree_leaves(state, is_leaf=_is_average)
-    found = [node for node in nodes if _is_average(node)]
+    found = states_of(state, AverageState)
     if len(found) != 1:
         raise ValueError(
             f"averaged_parameters(state with {len(found)} averages): expected the "
-            f"state of one ema_parameters or polyak_average. Hand on its part."
+            f"state of one ema_parameters or polyak_average. Pass that part of it."
         )
     return dict(found[0].average)
 
@@ -197,27 +179,22 @@ def lookahead(
     sync_period: int | Tensor = 5,
     slow_step_size: Number = 0.5,
 ) -> GradientTransformation:
-    """Let fast weights run ahead, and every few steps return part of the way.
+    """Let fast weights run ahead, and return part of the way every few steps.
 
     The inner optimizer moves the parameters. At every `sync_period`-th step the slow
-    weights, which start as the parameters, go `slow += slow_step_size * (p - slow)`
+    weights, which start as the parameters, move by `slow_step_size * (p - slow)`
     towards the parameters `p` after the inner step, and the parameters become the slow
-    weights. The inner state is kept. Decided by `torch.where`, without a wait for the
-    device.
-
-    State: the inner one and one tensor of the size of each parameter, in
-    `promote_types(param dtype, float32)`.
+    weights. The inner state is kept. Nothing waits for the device. State: the inner one
+    and one tensor of the size of each parameter.
 
     Raises:
         ValueError: the period is not a whole number of at least one, or the step size
-            not positive; when updating, no parameters are given.
+            is not positive.
 
-    Reference: Zhang et al., Lookahead Optimizer: k steps forward, 1 step back,
-    arXiv 1907.08610.
+    Reference: Zhang et al., arXiv 1907.08610.
 
     Example:
-        >>> from vgrad.optim.base import step
-        >>> from vgrad.optim.methods.optimizers import sgd
+        >>> from vgrad.optim import sgd, step
         >>> tx, params = lookahead(sgd(1.0), sync_period=2), {"w": torch.zeros(1)}
         >>> state = tx.init(params)
         >>> for _ in range(2):
@@ -225,10 +202,8 @@ def lookahead(
         >>> params
         {'w': tensor([-1.])}
     """
-    if not isinstance(sync_period, Tensor):
-        checks.whole("lookahead", least=1, sync_period=sync_period)
-    if not isinstance(slow_step_size, Tensor):
-        checks.positive("lookahead", slow_step_size=slow_step_size)
+    checks.whole("lookahead", least=1, **plain(sync_period=sync_period))
+    checks.positive("lookahead", **plain(slow_step_size=slow_step_size))
 
     def init(params: Params) -> LookaheadState:
         return LookaheadState(counter(params), copies(params), inner.init(params))
@@ -242,20 +217,16 @@ def lookahead(
         updates, new = inner.update(grads, state.inner, params)
         checks.same_names("lookahead(grads)", state.slow, updates)
 
-        def forward(slow: Tensor, param: Tensor, update: Tensor | None) -> Tensor:
-            if update is None:
-                return slow
+        def forward(slow: Tensor, update: Tensor, param: Tensor) -> Tensor:
             fast = widened(param) + update
             moved = slow + scalar(slow_step_size, slow) * (fast - slow)
             return torch.where(synced.to(slow.device), moved, slow)
 
-        def back(update: Tensor | None, slow: Tensor, param: Tensor) -> Tensor | None:
-            if update is None:
-                return None
+        def back(update: Tensor, slow: Tensor, param: Tensor) -> Tensor:
             return torch.where(synced.to(slow.device), slow - param, update)
 
-        slow = map_values(forward, state.slow, params, updates)
-        updates = map_values(back, updates, slow, params)
+        slow = advance(forward, state.slow, updates, params)
+        updates = map_grads(back, updates, slow, params)
         return updates, LookaheadState(count, slow, new)
 
     return GradientTransformation(init, update)
@@ -275,33 +246,7 @@ def average_after(
         params = required(function, params)
         checks.same_names(f"{function}(grads)", state.average, grads)
         count = state.count + 1
-        way = share(count)
-
-        average = lerp(state.average, apply_updates(params, grads), way)
+        average = lerp(state.average, apply_updates(params, grads), share(count))
         return dict(grads), AverageState(count, average)
 
     return GradientTransformation(init, update)
-
-
-def _is_average(node: Tree) -> bool:
-    return isinstance(node, AverageState)
-
-
-def copies(params: Params) -> Params:
-    """Copy parameters in the dtype of averages; the originals may be given away."""
-    return map_values(lambda param: widened(param).clone(), params)
-
-
-def required(function: str, params: Params | None) -> Params:
-    """Return the parameters, which an update was to be given."""
-    if params is None:
-        raise ValueError(
-            f"{function}(params=None): expected the parameters, got none. "
-            f"Call update(grads, state, params)."
-        )
-    return params
-
-
-def _check_decay(function: str, decay: Number) -> None:
-    if not isinstance(decay, Tensor) and not 0 <= decay < 1:
-        raise ValueError(f"{function}(decay={decay!r}): expected 0 <= decay < 1.")

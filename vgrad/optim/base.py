@@ -1,17 +1,17 @@
 """What an optimizer is: a pair of pure functions, and how pairs are put together."""
 
-# Annotations stay text: torch.compile, which traces the making of an optimizer inside a
-# mapped function, cannot evaluate `Params | None`.
+# Annotations stay text, here and in every file of an optimizer: torch.compile, which
+# traces the making of one inside a mapped function, cannot evaluate `Params | None`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.tree import map_values
+from vgrad.tree import map_values, tree_leaves
 from vgrad.typing import Params, Tree
 
 Grads = Mapping[str, Tensor | None]
@@ -34,7 +34,7 @@ class UpdateFn(Protocol):
 Donated = Callable[[Grads, Tree, Params], tuple[Params, Tree] | None]
 """A step in place: `(grads, state, params) -> (params, state)`.
 
-It returns None, before anything has changed, where it cannot be had.
+It returns None, before anything has changed, if it is not possible.
 """
 
 
@@ -43,19 +43,18 @@ class GradientTransformation(NamedTuple):
 
     `init(params) -> state` makes the state, a tree whose leaves are all tensors.
     `update(grads, state, params=None) -> (updates, state)` makes one step of it. The
-    updates of a whole optimizer are what is added to the parameters: the sign of the
-    rate is already in them. They are never narrower than float32.
+    updates of a whole optimizer are added to the parameters: the sign of the rate is
+    already in them. They are never narrower than float32.
 
-    Nothing is changed in place and no value is looked at, so both functions run under
-    `torch.vmap`, `torch.compile` and `torch.func.grad`. For many members, put
-    `init` and `update` under `torch.vmap`, and build the optimizer inside the mapped
-    function where its rate differs from member to member.
+    Neither function changes anything in place or reads a value, so both run under
+    `torch.vmap`, `torch.compile` and `torch.func.grad`. For many members, put `init`
+    and `update` under `torch.vmap`, and build the optimizer inside the mapped function
+    if its rate differs from member to member.
 
-    A gradient of `None` gives an update of `None` and leaves what the state holds for
-    that parameter as it is. Step counters belong to the transformation, not to the
-    parameter, and run on.
+    A gradient of `None` gives an update of `None` and leaves the state of that
+    parameter as it is; step counters run on.
 
-    `donated`, if it is there, is a faster way to make a whole step, for `step` with
+    `donated`, if given, is a faster way to make a whole step, for `step` with
     `donate=True`; a chain does not inherit it from its parts.
 
     Example:
@@ -81,7 +80,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         ValueError: when updating, if the state was made by another chain.
 
     Example:
-        >>> from vgrad.optim.transforms import scale_by_learning_rate, trace
+        >>> from vgrad.optim import scale_by_learning_rate, trace
         >>> heavy_ball = chain(trace(0.9), scale_by_learning_rate(0.5))
         >>> params = {"w": torch.zeros(2)}
         >>> updates, state = heavy_ball.update(params, heavy_ball.init(params))
@@ -109,16 +108,26 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     return GradientTransformation(init, update)
 
 
+def stateless(
+    update: Callable[[Grads, Params | None], Updates],
+) -> GradientTransformation:
+    """Make a transformation without state of `(grads, params) -> updates`."""
+    return GradientTransformation(
+        lambda params: (),
+        lambda grads, state, params=None: (update(grads, params), state),
+    )
+
+
 def apply_updates(params: Params, updates: Grads) -> Params:
     """Add updates to parameters: `{name: shape}, {name: shape} -> {name: shape}`.
 
     The sum is taken in `promote_types(dtype, float32)` and rounded once to the dtype of
-    the parameter, so what is below half a unit in the last place of a bfloat16 is lost.
-    Parameters whose update is `None` are returned as they came.
+    the parameter: less than half a unit in the last place of a bfloat16 is lost.
+    Parameters whose update is `None` are returned as they are.
 
     Raises:
-        ValueError: names or shapes differ, as they do when a gradient still has its
-            batch dimension.
+        ValueError: names or shapes differ, as when a gradient still has its batch
+            dimension.
 
     Example:
         >>> apply_updates({"w": torch.ones(2)}, {"w": torch.tensor([0.5, -1.0])})
@@ -148,18 +157,18 @@ def step(
 ) -> tuple[Params, Tree]:
     """Update and apply: `(grads, state, params) -> (new params, new state)`.
 
-    Like every function of tensors it records a graph if its inputs require grad, which
-    is what a gradient through the training itself needs. Ordinary training calls it
-    under `torch.no_grad()`, or with gradients and parameters of `torch.func`.
+    Like every function of tensors it records a graph if its inputs require grad, as
+    gradients through the training need it. Ordinary training calls it under
+    `torch.no_grad()`, or with gradients and parameters of `torch.func`.
 
     With `donate=True` the old parameters and the old state are given away: their memory
     may be written to, and `sgd`, `adam` and `adamw` make the step by one kernel of
-    torch, at the speed of its fused optimizers. The dictionaries that were given are
-    left empty, so that using them again raises; tensors that are also held elsewhere
-    (by a module, say) may have changed. The gradients are never changed.
+    torch, at the speed of its fused optimizers. The given dictionaries are left empty,
+    so that using them again raises; tensors that are also held elsewhere, for example
+    by a module, may have changed. The gradients are never changed.
 
     Example:
-        >>> from vgrad.optim.methods.optimizers import sgd
+        >>> from vgrad.optim import sgd
         >>> tx, params = sgd(0.5), {"w": torch.ones(2)}
         >>> params, state = step(tx, {"w": torch.ones(2)}, tx.init(params), params)
         >>> params
@@ -175,6 +184,12 @@ def step(
             if id(each) not in kept:
                 each.clear()
     return done
+
+
+def states_of(state: Tree, kind: type) -> list[Any]:
+    """Collect the states of one kind of transformation from a tree."""
+    nodes = tree_leaves(state, is_leaf=lambda node: isinstance(node, kind))
+    return [node for node in nodes if isinstance(node, kind)]
 
 
 def _dictionaries(tree: Tree) -> list[dict]:
@@ -193,5 +208,5 @@ def widened(value: Tensor) -> Tensor:
 
 
 def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast a tensor; `to` without effect would cost as much as a small sum."""
+    """Cast a tensor; even without effect `to` costs as much as a small sum."""
     return value if value.dtype == dtype else value.to(dtype)

@@ -1,27 +1,31 @@
 """Gradients kept in bounds: clipping, centring, and NaN replaced by zero.
 
-All of it is arithmetic on gradients that were already summed or averaged over a batch.
-It bounds the influence of no single sample, for which there is `vgrad.clipped_grad`.
-
-Every number may also be a tensor without dimensions, whose value is not checked.
-Results are in `promote_types(dtype, float32)`.
+All of it acts on gradients that were already summed or averaged over a batch. It does
+not bound the influence of single samples: that is what `vgrad.clipped_grad` does.
 """
 
-# Annotations stay text: torch.compile, which traces the making of an optimizer inside a
-# mapped function, cannot evaluate `Tensor | None`.
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arithmetic import Number, length, root, scalar
-from vgrad.optim.base import GradientTransformation, Grads, Updates, widened
+from vgrad.optim.arguments import Number, plain
+from vgrad.optim.arithmetic import (
+    advance,
+    length,
+    map_grads,
+    of_gradient,
+    of_gradient_and_parameter,
+    of_history,
+    root,
+    scalar,
+)
+from vgrad.optim.base import GradientTransformation, Grads, Updates, stateless, widened
 from vgrad.tree import map_values
-from vgrad.typing import Params, Tree
+from vgrad.typing import Params
 
 
 class ZeroNansState(NamedTuple):
@@ -43,58 +47,53 @@ def clip_by_value(clip_value: Number) -> GradientTransformation:
         >>> clip.update({"w": torch.tensor([0.5, -3.0])}, ())
         ({'w': tensor([ 0.5000, -1.0000])}, ())
     """
-    _check_positive("clip_by_value", clip_value=clip_value)
+    checks.positive("clip_by_value", **plain(clip_value=clip_value))
 
     def clip(grad: Tensor) -> Tensor:
         bound: Any = scalar(clip_value, grad)
         return grad.clamp(-bound, bound)
 
-    return _each(clip)
+    return of_gradient(clip)
 
 
 def clip_by_global_norm(max_norm: Number) -> GradientTransformation:
     """Shrink all gradients by one factor where their common norm exceeds `max_norm`.
 
     The factor is `min(max_norm / (norm + 1e-6), 1)` with the norm of `global_norm`: the
-    formula of `torch.nn.utils.clip_grad_norm_`, under which the norm ends up a little
-    below `max_norm`. There is no state. Entries that are not finite become NaN, and
-    an infinite norm makes zeros of the others.
+    formula of `torch.nn.utils.clip_grad_norm_`, by which the norm ends up a little
+    below `max_norm`. There is no state. If the norm is infinite, entries that are not
+    finite become NaN, and all others zero.
 
     Raises:
         ValueError: the norm is not positive.
 
-    Reference: Pascanu et al., On the difficulty of training recurrent neural networks,
-    arXiv 1211.5063.
+    Reference: Pascanu et al., arXiv 1211.5063.
 
     Example:
         >>> clip = clip_by_global_norm(1.0)
         >>> clip.update({"w": torch.tensor([3.0]), "b": torch.tensor([-4.0])}, ())[0]
         {'w': tensor([0.6000]), 'b': tensor([-0.8000])}
     """
-    _check_positive("clip_by_global_norm", max_norm=max_norm)
+    checks.positive("clip_by_global_norm", **plain(max_norm=max_norm))
 
-    def update(
-        grads: Grads, state: Tree, params: Params | None = None
-    ) -> tuple[Updates, Tree]:
+    def update(grads: Grads, params: Params | None) -> Updates:
         norm = global_norm(grads)
         factor = (scalar(max_norm, norm) / (norm + 1e-6)).clamp(max=1.0)
 
-        def shrink(grad: Tensor | None) -> Tensor | None:
-            if grad is None:
-                return None
+        def shrink(grad: Tensor) -> Tensor:
             grad = widened(grad)
             return grad * factor.to(grad.device, grad.dtype)
 
-        return map_values(shrink, grads), state
+        return map_grads(shrink, grads)
 
-    return GradientTransformation(lambda params: (), update)
+    return stateless(update)
 
 
 def global_norm(grads: Grads) -> Tensor:
     """Compute the norm of all entries of all tensors together: `{name: shape} -> []`.
 
-    The squares are summed in `promote_types(dtype, float32)`, and the gradient of the
-    norm is zero where all entries are. What is None counts as zero.
+    The squares are summed in `promote_types(dtype, float32)`. The gradient of the norm
+    is zero if all entries are. None counts as zero.
 
     Example:
         >>> global_norm({"w": torch.tensor([3.0]), "b": torch.tensor([-4.0])})
@@ -112,26 +111,25 @@ def global_norm(grads: Grads) -> Tensor:
 def clip_by_block_rms(threshold: Number) -> GradientTransformation:
     """Divide each tensor by `max(rms / threshold, 1)`, with its root mean square.
 
-    Tensors are clipped one by one, whatever the others are. There is no state.
+    Tensors are clipped independently. There is no state.
 
     Raises:
         ValueError: the threshold is not positive.
 
-    Reference: Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear
-    Memory Cost, arXiv 1804.04235, section 6.
+    Reference: Shazeer and Stern, arXiv 1804.04235, section 6.
 
     Example:
         >>> clip = clip_by_block_rms(1.0)
         >>> clip.update({"w": torch.tensor([2.0, -2.0]), "b": torch.ones(1)}, ())[0]
         {'w': tensor([ 1., -1.]), 'b': tensor([1.])}
     """
-    _check_positive("clip_by_block_rms", threshold=threshold)
+    checks.positive("clip_by_block_rms", **plain(threshold=threshold))
 
     def clip(grad: Tensor) -> Tensor:
         rms = root(grad.abs().square().sum() / max(grad.numel(), 1))
         return grad / (rms / scalar(threshold, rms)).clamp(min=1.0)
 
-    return _each(clip)
+    return of_gradient(clip)
 
 
 def adaptive_grad_clip(
@@ -141,15 +139,14 @@ def adaptive_grad_clip(
 
     A gradient `g` of parameters `p` whose norm exceeds
     `bound = clipping * max(norm(p), eps)` becomes `g * bound / max(norm(g), 1e-6)`. The
-    norms are those of the units: what belongs to one output, which is one entry of the
-    first dimension of a linear or convolution weight. A tensor of which at most one
-    dimension is longer than one is a single unit. There is no state.
+    norms are those of the units: a unit is what belongs to one output, that is, one
+    entry of the first dimension of a linear or convolution weight. A tensor with at
+    most one dimension longer than one is a single unit. There is no state.
 
     Raises:
-        ValueError: a number is not positive; when updating, no parameters are given.
+        ValueError: a number is not positive.
 
-    Reference: Brock et al., High-Performance Large-Scale Image Recognition Without
-    Normalization, arXiv 2102.06171.
+    Reference: Brock et al., arXiv 2102.06171.
 
     Example:
         >>> clip = adaptive_grad_clip(0.5)
@@ -159,42 +156,26 @@ def adaptive_grad_clip(
         {'w': tensor([[1.5000, 2.0000],
                 [6.0000, 8.0000]])}
     """
-    _check_positive("adaptive_grad_clip", clipping=clipping, eps=eps)
+    checks.positive("adaptive_grad_clip", **plain(clipping=clipping, eps=eps))
 
-    def update(
-        grads: Grads, state: Tree, params: Params | None = None
-    ) -> tuple[Updates, Tree]:
-        if params is None:
-            raise ValueError(
-                "adaptive_grad_clip(params=None): expected the parameters, got none. "
-                "Call update(grads, state, params)."
-            )
-        checks.same_names("adaptive_grad_clip(grads)", params, grads)
+    def clip(grad: Tensor, param: Tensor) -> Tensor:
+        norm = _unit_norm(grad)
+        least: Any = scalar(eps, norm)
+        size = _unit_norm(param).to(norm.dtype).clamp(min=least)
+        bound = scalar(clipping, norm) * size
+        clipped = grad * (bound / norm.clamp(min=1e-6))
+        return torch.where(norm < bound, grad, clipped)
 
-        def clip(grad: Tensor | None, param: Tensor) -> Tensor | None:
-            if grad is None:
-                return None
-            grad = widened(grad)
-            norm = _unit_norm(grad)
-            least: Any = scalar(eps, norm)
-            size = _unit_norm(widened(param)).to(norm.dtype).clamp(min=least)
-            bound = scalar(clipping, norm) * size
-            clipped = grad * (bound / norm.clamp(min=1e-6))
-            return torch.where(norm < bound, grad, clipped)
-
-        return map_values(clip, grads, params), state
-
-    return GradientTransformation(lambda params: (), update)
+    return of_gradient_and_parameter("adaptive_grad_clip", clip)
 
 
 def centralize() -> GradientTransformation:
-    """Take the mean of each unit off its gradient: `g - mean(g)`.
+    """Subtract the mean of each unit from its gradient: `g - mean(g)`.
 
     A unit is one entry of the first dimension, as in a linear or convolution weight.
     Tensors of fewer than two dimensions stay as they are. There is no state.
 
-    Reference: Yong et al., Gradient Centralization: A New Optimization Technique for
-    Deep Neural Networks, arXiv 2004.01461.
+    Reference: Yong et al., arXiv 2004.01461.
 
     Example:
         >>> grads = {"w": torch.tensor([[1.0, 3.0]]), "b": torch.ones(1)}
@@ -207,14 +188,14 @@ def centralize() -> GradientTransformation:
             return grad
         return grad - grad.mean(dim=tuple(range(1, grad.ndim)), keepdim=True)
 
-    return _each(centre)
+    return of_gradient(centre)
 
 
 def zero_nans() -> GradientTransformation:
-    """Replace every entry that is NaN by zero, and say where there was one.
+    """Replace every entry that is NaN by zero, and note where there was one.
 
-    Infinite entries stay. `state.found` holds a boolean for each name: whether the last
-    gradient had a NaN. To leave out the whole step instead, see `apply_if_finite`.
+    Infinite entries stay. `state.found` tells for each name whether the last gradient
+    had a NaN. To leave out the whole step instead, see `apply_if_finite`.
 
     Example:
         >>> grads = {"w": torch.tensor([1.0, float("nan")])}
@@ -222,42 +203,21 @@ def zero_nans() -> GradientTransformation:
         ({'w': tensor([1., 0.])}, ZeroNansState(found={'w': tensor(True)}))
     """
 
-    def init(params: Params) -> ZeroNansState:
+    def start(params: Params) -> ZeroNansState:
         def none(param: Tensor) -> Tensor:
             return torch.zeros((), dtype=torch.bool, device=param.device)
 
         return ZeroNansState(map_values(none, params))
 
-    def update(
-        grads: Grads, state: ZeroNansState, params: Params | None = None
-    ) -> tuple[Updates, ZeroNansState]:
-        checks.same_names("zero_nans(grads)", state.found, grads)
+    def replace(grad: Tensor) -> Tensor:
+        grad = widened(grad)
+        return torch.where(grad.isnan(), 0.0, grad)
 
-        def replace(grad: Tensor | None) -> Tensor | None:
-            if grad is None:
-                return None
-            grad = widened(grad)
-            return torch.where(grad.isnan(), 0.0, grad)
+    def move(grads: Grads, state: ZeroNansState) -> tuple[Updates, ZeroNansState]:
+        found = advance(lambda _, grad: grad.isnan().any(), state.found, grads)
+        return map_grads(replace, grads), ZeroNansState(found)
 
-        def find(grad: Tensor | None, before: Tensor) -> Tensor:
-            return before if grad is None else grad.isnan().any()
-
-        found = map_values(find, grads, state.found)
-        return map_values(replace, grads), ZeroNansState(found)
-
-    return GradientTransformation(init, update)
-
-
-def _each(function: Callable[[Tensor], Tensor]) -> GradientTransformation:
-    """Make a transformation without state of a function of one widened gradient."""
-
-    def apply(grad: Tensor | None) -> Tensor | None:
-        return None if grad is None else function(widened(grad))
-
-    return GradientTransformation(
-        lambda params: (),
-        lambda grads, state, params=None: (map_values(apply, grads), state),
-    )
+    return of_history("zero_nans", start, move, real=False)
 
 
 def _unit_norm(value: Tensor) -> Tensor:
@@ -266,10 +226,3 @@ def _unit_norm(value: Tensor) -> Tensor:
     if sum(size > 1 for size in value.shape) <= 1:
         return root(square.sum())
     return root(square.sum(dim=tuple(range(1, value.ndim)), keepdim=True))
-
-
-def _check_positive(function: str, **values: Number) -> None:
-    """Each number is above zero; tensors pass."""
-    for name, value in values.items():
-        if not isinstance(value, Tensor):
-            checks.positive(function, **{name: value})

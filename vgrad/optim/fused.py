@@ -1,9 +1,9 @@
 """Steps in place, for callers that give the old parameters and state away.
 
 torch has one kernel for a whole step of SGD, Adam and AdamW. It reads and writes every
-value once, where pure functions make new tensors for each intermediate result. What it
-does not know is left to the pure functions: these steps then return None, before
-anything has changed.
+value once, where pure functions make new tensors for each intermediate result. For what
+the kernel does not support these steps return None, before anything has changed, and
+leave it to the pure functions.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arithmetic import Number
+from vgrad.optim.arguments import Number, is_schedule, is_zero
 from vgrad.optim.base import Donated, Grads
-from vgrad.optim.methods.moments import AmsgradState
-from vgrad.optim.transforms import AdamState, ScheduleState, TraceState
+from vgrad.optim.transforms import ScheduleState
 from vgrad.torch_private import kernels, levels
 from vgrad.typing import Params, Schedule, Tree
 
@@ -29,6 +28,7 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def donated_sgd(
+    kind: type,
     lr: Number | Schedule,
     *,
     momentum: Number,
@@ -37,47 +37,31 @@ def donated_sgd(
     weight_decay: Number,
     maximize: bool,
 ) -> Donated:
-    """Make the step in place of `sgd` with the same arguments."""
+    """Make the step in place of `sgd`, whose sums are in a state of that kind."""
+    # The first step of dampened momentum differs: its number would have to be read.
+    plain = _numbers(momentum, dampening, weight_decay) and is_zero(dampening)
 
-    def step(
-        grads: Grads, state: Tree, params: Params
-    ) -> tuple[Params, tuple[Any, ...]] | None:
-        # The first step of dampened momentum differs: its number would have to be read.
-        if not _numbers(momentum, dampening, weight_decay) or dampening != 0:
-            return None
-        index, moments = _own(state, TraceState)
-        # Without momentum there are no sums, and the kernel refuses what there is.
-        if (moments is None) != (momentum == 0):
-            return None
-        sums = [moments.momentum] if moments else []
-        groups = _groups(params, grads, sums)
-        if groups is None:
-            return None
-        rate, last = _rate(lr, state[-1])
-        if not _taken(rate, params):
-            return None
-        for own, given, *kept in groups:
-            kernels.fused_sgd_(
-                own,
-                given,
-                *(kept or [[]]),
-                weight_decay=weight_decay,
-                momentum=momentum,
-                lr=_on(rate, own[0].device),
-                dampening=0.0,
-                nesterov=nesterov,
-                maximize=maximize,
-                is_first_step=False,
-            )
-        new = [*state[:-1], last]
-        if moments:
-            new[index] = TraceState(moments.count + 1, dict(moments.momentum))
-        return dict(params), tuple(new)
+    def launch(group: list[list[Tensor]], rate: Any, count: Tensor | None) -> None:
+        own, given, *sums = group
+        kernels.fused_sgd_(
+            own,
+            given,
+            *(sums or [[]]),
+            weight_decay=weight_decay,
+            momentum=momentum,
+            lr=rate,
+            dampening=0.0,
+            nesterov=nesterov,
+            maximize=maximize,
+            is_first_step=False,
+        )
 
-    return step
+    # Without momentum there are no sums, and the kernel refuses them.
+    return _donated(kind, lr, launch, plain=plain, keeps=not is_zero(momentum))
 
 
 def donated_adam(
+    kind: type,
     lr: Number | Schedule,
     *,
     betas: tuple[Number, Number],
@@ -87,46 +71,65 @@ def donated_adam(
     maximize: bool,
     decoupled: bool,
 ) -> Donated:
-    """Make the step in place of `adam`, or `adamw`, with the same arguments."""
+    """Make the step in place of `adam`, or `adamw`, with a state of that kind."""
     kernel = kernels.fused_adamw_ if decoupled else kernels.fused_adam_
+    # Without eps the kernel divides zero by zero where scale_by_adam does not.
+    plain = _numbers(*betas, eps, weight_decay) and not is_zero(eps)
+
+    def launch(group: list[list[Tensor]], rate: Any, count: Tensor) -> None:
+        own, given, means, squares, *largest = group
+        kernel(
+            own,
+            given,
+            means,
+            squares,
+            *(largest or [[]]),
+            [count.to(own[0].device, torch.float32)] * len(own),
+            lr=rate,
+            beta1=betas[0],
+            beta2=betas[1],
+            weight_decay=weight_decay,
+            eps=eps,
+            amsgrad=amsgrad,
+            maximize=maximize,
+        )
+
+    return _donated(kind, lr, launch, plain=plain, keeps=True)
+
+
+def _donated(
+    kind: type,
+    lr: Number | Schedule,
+    launch: Callable[..., None],
+    *,
+    plain: bool,
+    keeps: bool,
+) -> Donated:
+    """Make a step in place of a kernel that `launch` runs for each group of tensors.
+
+    It is had only if the hyperparameters are `plain` numbers, and if the state of a
+    chain has a part of that kind exactly where the optimizer `keeps` something.
+    """
 
     def step(
         grads: Grads, state: Tree, params: Params
     ) -> tuple[Params, tuple[Any, ...]] | None:
-        # Without eps the kernel divides zero by zero where scale_by_adam does not.
-        if not _numbers(*betas, eps, weight_decay) or eps == 0:
-            return None
-        kind = AmsgradState if amsgrad else AdamState
         index, moments = _own(state, kind)
-        if moments is None:
+        if not plain or (moments is not None) != keeps:
             return None
-        kept = moments[1:]  # all but the count
-        groups = _groups(params, grads, list(kept))
+        kept = list(moments[1:]) if moments else []  # all but the count
+        groups = _groups(params, grads, kept)
         if groups is None:
             return None
         rate, last = _rate(lr, state[-1])
         if not _taken(rate, params):
             return None
-        count = moments.count + 1
-        for own, given, means, squares, *largest in groups:
-            device = own[0].device
-            kernel(
-                own,
-                given,
-                means,
-                squares,
-                *(largest or [[]]),
-                [count.to(device, torch.float32)] * len(own),
-                lr=_on(rate, device),
-                beta1=betas[0],
-                beta2=betas[1],
-                weight_decay=weight_decay,
-                eps=eps,
-                amsgrad=amsgrad,
-                maximize=maximize,
-            )
+        count = moments.count + 1 if moments else None
+        for group in groups:
+            launch(group, _on(rate, group[0][0].device), count)
         new = [*state[:-1], last]
-        new[index] = kind(count, *map(dict, kept))
+        if moments:
+            new[index] = kind(count, *map(dict, kept))
         return dict(params), tuple(new)
 
     return step
@@ -149,9 +152,9 @@ def _groups(
 ) -> list[tuple[list[Tensor], ...]] | None:
     """Make lists of parameters, gradients and moments, for each device and dtype.
 
-    Returns None if a tensor is not plain: the kernels walk through memory and look
-    neither at strides nor at dtypes. For a thousand small tensors these looks cost
-    more than the step, so they go through whole lists.
+    Returns None if a tensor is not plain: the kernels walk through memory and check
+    neither strides nor dtypes. For a thousand small tensors checking one by one costs
+    more than the step, so the checks go through whole lists.
     """
     if levels.inside_transform() or torch.compiler.is_compiling():
         return None
@@ -191,14 +194,14 @@ def _share_memory(params: Params) -> bool:
 
 
 def _like(param: Tensor, grad: Tensor) -> Tensor:
-    """Bring a gradient into the order in which the parameter lies in memory."""
+    """Give a gradient the memory layout of its parameter."""
     if grad.stride() == param.stride():
         return grad
     return torch.empty_like(param).copy_(grad)
 
 
 def _dense(tensor: Tensor) -> bool:
-    """Tell whether a tensor fills its memory in one of the usual orders."""
+    """Tell whether a tensor is contiguous in one of the usual layouts."""
     if tensor.is_contiguous():
         return True
     return tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
@@ -206,13 +209,13 @@ def _dense(tensor: Tensor) -> bool:
 
 def _rate(lr: Number | Schedule, state: Any) -> tuple[Number, Any]:
     """Return the rate of this step and the state of `scale_by_learning_rate` after."""
-    if isinstance(lr, Tensor) or not callable(lr):
+    if not is_schedule(lr):
         return lr, state
     return lr(state.count), ScheduleState(state.count + 1)
 
 
 def _taken(rate: Number, params: Params) -> bool:
-    """Tell whether a kernel takes a rate as it is: no graph, on a device float32."""
+    """Tell whether a kernel takes a rate: without graph, and on a device in float32."""
     if not isinstance(rate, Tensor):
         return True
     if rate.requires_grad and torch.is_grad_enabled():
@@ -222,7 +225,7 @@ def _taken(rate: Number, params: Params) -> bool:
 
 
 def _on(rate: Number, device: torch.device) -> Any:
-    """Give the kernel a number, or what it can read without waiting for the device."""
+    """Give the kernel a number, or a tensor that it reads without waiting for it."""
     if not isinstance(rate, Tensor):
         return float(rate)
     return float(rate) if rate.device.type == "cpu" else rate.to(device, torch.float32)

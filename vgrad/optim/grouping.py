@@ -34,7 +34,7 @@ def masked(
         ValueError: in `init`, a pattern matches no parameter, or the function none.
 
     Example:
-        >>> from vgrad.optim.transforms import add_decayed_weights
+        >>> from vgrad.optim import add_decayed_weights
         >>> decay = masked(add_decayed_weights(0.5), "*.weight")
         >>> params = {"0.weight": torch.ones(2), "0.bias": torch.ones(2)}
         >>> decay.update(params, decay.init(params), params)[0]
@@ -73,7 +73,7 @@ def partition(
             `init` or when updating, a name is in no group.
 
     Example:
-        >>> from vgrad.optim.methods.optimizers import adamw, sgd
+        >>> from vgrad.optim import adamw, sgd
         >>> tx = partition({"*.bias": sgd(0.5), "*": adamw(0.1, weight_decay=0.0)})
         >>> params = {"0.weight": torch.ones(2), "0.bias": torch.ones(2)}
         >>> tx.update(params, tx.init(params), params)[0]
@@ -139,8 +139,7 @@ def freeze(selection: Selection = "*") -> GradientTransformation:
         ValueError: in `init`, a pattern matches no parameter, or the function none.
 
     Example:
-        >>> from vgrad.optim.base import chain
-        >>> from vgrad.optim.methods.optimizers import sgd
+        >>> from vgrad.optim import chain, sgd
         >>> tx = chain(freeze("encoder.*"), sgd(0.5))
         >>> params = {"encoder.weight": torch.ones(2), "head.weight": torch.ones(2)}
         >>> tx.update(params, tx.init(params), params)[0]

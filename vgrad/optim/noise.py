@@ -1,14 +1,12 @@
 """Gaussian noise on gradients, drawn from a seed and a count that live in the state.
 
-The generator is Philox4x32-10, whose every number is a function of a key and a counter.
-It needs no state of its own and no operation that `torch.vmap` or `torch.compile` treat
-as random, so each member can have a seed, and a checkpoint goes on with the same noise.
+The generator is Philox4x32-10, whose numbers are a function of a key and a counter. It
+needs no state of its own and no operation that `torch.vmap` or `torch.compile` treat as
+random, so each member can have a seed, and a checkpoint goes on with the same noise.
 
-This is noise that helps training, and no privacy: that takes `vgrad.dp`.
+This noise helps training. It gives no privacy: that takes `vgrad.dp`.
 """
 
-# Annotations stay text: torch.compile, which traces the making of an optimizer inside a
-# mapped function, cannot evaluate `Params | None`.
 from __future__ import annotations
 
 import math
@@ -19,7 +17,8 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arithmetic import Number, check_real, counter, scalar
+from vgrad.optim.arguments import Number, check_real, plain
+from vgrad.optim.arithmetic import counter, scalar
 from vgrad.optim.base import GradientTransformation, Grads, Updates, widened
 from vgrad.typing import Params
 
@@ -45,23 +44,19 @@ def add_noise(
     """Add Gaussian noise of the variance `eta / t^gamma` at step `t = 1, 2, ...`.
 
     The draws of a step are a function of the seed, of `t` and of the sizes of the
-    gradients. The state holds seed and count: training goes on with the same noise
-    after a checkpoint, and the `seed` of the transformation that updates plays no part.
-    For members with noise of their own, put `init` under `torch.vmap` with seeds of
-    shape [E]; members of one seed have the same noise.
+    gradients. The state holds seed and count, so that training goes on with the same
+    noise after a checkpoint; the `seed` of the transformation is for `init` alone. To
+    give members their own noise, put `init` under `torch.vmap` with seeds of shape [E].
 
-    The noise and the result are in `promote_types(dtype, float32)`. Draws have 32
-    random bits and are never beyond 6.8 standard deviations. Drawing takes about four
-    times the memory of the parameters in float32.
+    Draws have 32 random bits and never exceed 6.8 standard deviations. Drawing takes
+    about four times the memory of the parameters in float32.
 
     Raises:
-        TypeError: in `init`, if a parameter is complex or integer.
         ValueError: `eta` or `gamma` is negative or infinite, or the seed is not a whole
             number from zero to below 2^63.
 
-    Reference: Neelakantan et al., Adding Gradient Noise Improves Learning for Very Deep
-    Networks, arXiv 1511.06807; the generator: Salmon et al., Parallel random numbers:
-    as easy as 1, 2, 3, SC 2011.
+    Reference: Neelakantan et al., arXiv 1511.06807; for the generator, Salmon et al.,
+    Parallel random numbers: as easy as 1, 2, 3, SC 2011.
 
     Example:
         >>> noise = add_noise(1.0, 0.55, seed=1)
@@ -71,13 +66,10 @@ def add_noise(
         >>> torch.equal(once["w"], again["w"])
         True
     """
-    for name, value in dict(eta=eta, gamma=gamma).items():
-        if not isinstance(value, Tensor):
-            checks.finite("add_noise", **{name: value})
-            checks.non_negative("add_noise", **{name: value})
-    if not isinstance(seed, Tensor):
-        checks.whole("add_noise", least=0, seed=seed)
-        checks.between("add_noise", -1, 2**63, seed=seed)
+    checks.finite("add_noise", **plain(eta=eta, gamma=gamma))
+    checks.non_negative("add_noise", **plain(eta=eta, gamma=gamma))
+    checks.whole("add_noise", least=0, **plain(seed=seed))
+    checks.between("add_noise", -1, 2**63, **plain(seed=seed))
 
     def init(params: Params) -> NoiseState:
         check_real("add_noise", params)
@@ -106,7 +98,7 @@ def add_noise(
 
 def _normal(like: Params, seed: Tensor, count: Tensor) -> Params:
     """Draw normal numbers of the shapes, dtypes and devices of tensors."""
-    # All at once: the rounds are some hundred small operations, for each tensor anew.
+    # All at once: the rounds are about a hundred small operations for each call.
     sizes = [value.numel() for value in like.values()]
     dtypes = (value.dtype for value in like.values())
     dtype = reduce(torch.promote_types, dtypes, torch.float32)
@@ -136,7 +128,7 @@ def philox(counter: Words, key: Words) -> Words:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
-        # The product wraps at 64 bits; a shift drags the sign along, which is cut off.
+        # The product wraps at 64 bits; a shift extends the sign, which is cut off.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1 = ((p1 >> 32) & _WORD) ^ c1 ^ k0, p1 & _WORD
         c2, c3 = ((p0 >> 32) & _WORD) ^ c3 ^ k1, p0 & _WORD

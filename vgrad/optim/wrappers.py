@@ -1,12 +1,9 @@
 """Optimizers around optimizers that decide, on the device, which steps are taken.
 
-Both of these run the inner update at every call and keep what it gave only where it
-counts, by `torch.where`: nothing waits for the device, and members under `torch.vmap`
-are decided about one by one.
+Both run the inner update at every call, and `torch.where` chooses whether to keep its
+result: nothing waits for the device, and `torch.vmap` decides for each member alone.
 """
 
-# Annotations stay text: torch.compile, which traces the making of an optimizer inside a
-# mapped function, cannot evaluate `Params | None`.
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -15,14 +12,15 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arithmetic import blend, counter, scalar, zeros
+from vgrad.optim.arguments import plain
+from vgrad.optim.arithmetic import advance, blend, counter, map_grads, scalar, zeros
 from vgrad.optim.base import GradientTransformation, Grads, Updates, widened
-from vgrad.tree import map_values, tree_map
+from vgrad.tree import tree_map
 from vgrad.typing import Params, Tree
 
 
 class ApplyIfFiniteState(NamedTuple):
-    """State of `apply_if_finite`: errors in a row and in all, and the inner state."""
+    """State of `apply_if_finite`: errors in a row and in total, and the inner state."""
 
     errors: Tensor
     total_errors: Tensor
@@ -41,29 +39,27 @@ class MultiStepsState(NamedTuple):
 def apply_if_finite(
     inner: GradientTransformation, *, max_consecutive_errors: int | Tensor
 ) -> GradientTransformation:
-    """Leave out the steps of which a gradient is infinite or NaN, as optax does.
+    """Leave out steps with a gradient that is infinite or NaN, as optax does.
 
     Such a step has updates of zero and leaves the inner state as it is. After
     `max_consecutive_errors` of them in a row the next one is made all the same, so that
-    a training that is beyond help shows. The state counts the errors in a row, which a
-    finite step sets to zero, and those in all, and says whether the last was finite.
-    Nothing waits for the device; under `torch.vmap` each member is skipped alone.
+    a training run beyond repair shows. The state counts the errors in a row, which a
+    finite step sets to zero, and all errors, and holds whether the last step was
+    finite.
 
     Raises:
-        ValueError: the number is not whole or negative.
+        ValueError: the number is not whole or is negative.
 
     Example:
-        >>> from vgrad.optim.transforms import trace
+        >>> from vgrad.optim import trace
         >>> tx = apply_if_finite(trace(0.9), max_consecutive_errors=3)
         >>> grads = {"w": torch.tensor([1.0, float("inf")])}
         >>> updates, state = tx.update(grads, tx.init(grads))
         >>> updates, state.errors
         ({'w': tensor([0., 0.])}, tensor(1))
     """
-    if not isinstance(max_consecutive_errors, Tensor):
-        checks.whole(
-            "apply_if_finite", least=0, max_consecutive_errors=max_consecutive_errors
-        )
+    numbers = plain(max_consecutive_errors=max_consecutive_errors)
+    checks.whole("apply_if_finite", least=0, **numbers)
 
     def init(params: Params) -> ApplyIfFiniteState:
         count = counter(params)
@@ -81,8 +77,8 @@ def apply_if_finite(
         errors = torch.where(finite, 0, state.errors + 1)
         taken = finite | (errors > scalar(max_consecutive_errors, errors))
 
-        # What is thrown away is computed from zeros. Where it was NaN, gradients
-        # through the kept branch would be NaN too.
+        # What is discarded is computed from zeros: if it were NaN, gradients through
+        # the branch that is kept would be NaN too.
         safe = _kept_or_zero(taken, grads)
         updates, new = inner.update(safe, state.inner, params)
         return _kept_or_zero(taken, updates), ApplyIfFiniteState(
@@ -100,20 +96,20 @@ def multi_steps(
 ) -> GradientTransformation:
     """Make one inner step of the mean gradient of every `steps` calls.
 
-    The mean is kept in `promote_types(param dtype, float32)`, one tensor of the size of
-    each parameter. All calls but the last of a round have updates of zero and leave the
-    inner state as it is. The inner update is computed at every call, which costs its
-    time and spares a wait for the device.
+    All calls but the last of a round have updates of zero and leave the inner state as
+    it is. The inner update is computed at every call, which takes time but avoids
+    waiting for the device. State: the inner one and one tensor of the size of each
+    parameter.
 
-    The mean is over all calls of a round: a gradient of None counts as zero, as it does
-    where torch accumulates. A parameter whose gradient is None at the last call is not
-    updated, and what it gathered waits for the next round.
+    The mean is over all calls of a round: a gradient of None counts as zero, as when
+    torch accumulates. A parameter whose gradient is None at the last call is not
+    updated, and what it accumulated waits for the next round.
 
     Raises:
         ValueError: `steps` is not a whole number of at least one.
 
     Example:
-        >>> from vgrad.optim.methods.optimizers import sgd
+        >>> from vgrad.optim import sgd
         >>> tx = multi_steps(sgd(1.0), 2)
         >>> params = {"w": torch.zeros(2)}
         >>> updates, state = tx.update({"w": torch.ones(2)}, tx.init(params))
@@ -122,8 +118,7 @@ def multi_steps(
         >>> tx.update({"w": torch.tensor([1.0, 3.0])}, state)[0]
         {'w': tensor([-1., -2.])}
     """
-    if not isinstance(steps, Tensor):
-        checks.whole("multi_steps", least=1, steps=steps)
+    checks.whole("multi_steps", least=1, **plain(steps=steps))
 
     def init(params: Params) -> MultiStepsState:
         return MultiStepsState(counter(params), zeros(params), inner.init(params))
@@ -137,21 +132,15 @@ def multi_steps(
         share = 1 / scalar(steps, count.double())
         mean = blend(state.mean, 1.0, grads, share)
 
-        def present(total: Tensor, grad: Tensor | None) -> Tensor | None:
-            return None if grad is None else total
+        present = map_grads(lambda _, total: total, grads, mean)
+        updates, new = inner.update(present, state.inner, params)
 
-        updates, new = inner.update(
-            map_values(present, mean, grads), state.inner, params
-        )
-
-        def waiting(total: Tensor, grad: Tensor | None) -> Tensor:
-            if grad is None:
-                return total
+        def waiting(total: Tensor, grad: Tensor) -> Tensor:
             return torch.where(last.to(total.device), 0.0, total)
 
         return _kept_or_zero(last, updates), MultiStepsState(
             torch.where(last, 0, count),
-            map_values(waiting, mean, grads),
+            advance(waiting, mean, grads),
             _select(last, new, state.inner),
         )
 
@@ -159,19 +148,17 @@ def multi_steps(
 
 
 def _kept_or_zero(kept: Tensor, values: Grads) -> Updates:
-    """Return the values where `kept`, which has no dimensions, and zeros elsewhere."""
+    """Return the values if `kept`, a tensor without dimensions, and zeros otherwise."""
 
-    def choose(value: Tensor | None) -> Tensor | None:
-        if value is None:
-            return None
+    def choose(value: Tensor) -> Tensor:
         value = widened(value)
         return torch.where(kept.to(value.device), value, 0.0)
 
-    return map_values(choose, values)
+    return map_grads(choose, values)
 
 
 def _select(taken: Tensor, new: Tree, old: Tree) -> Tree:
-    """Return the new tree where `taken`, which has no dimensions, or else the old."""
+    """Return the new tree if `taken`, a tensor without dimensions, or else the old."""
 
     def choose(after: Tensor, before: Tensor) -> Tensor:
         return torch.where(taken.to(after.device), after, before)

@@ -13,60 +13,60 @@ from torch.optim import Optimizer
 from vgrad import checks
 from vgrad.optim.averaging import AverageState
 from vgrad.optim.base import GradientTransformation
-from vgrad.optim.methods.adafactor import FactoredState, adafactor
-from vgrad.optim.methods.adam_family import adamax, nadam, radam
-from vgrad.optim.methods.classics import adadelta, adagrad, asgd, rmsprop, rprop
-from vgrad.optim.methods.moments import AdamaxState, AmsgradState, NadamState
-from vgrad.optim.methods.muon import MuonState, muon
-from vgrad.optim.methods.optimizers import adam, adamw, sgd
-from vgrad.optim.methods.scaling import (
-    AdadeltaState,
-    RmsState,
-    RpropState,
-    RssState,
-    StddevState,
+from vgrad.optim.methods import (
+    adafactor,
+    adam,
+    adaptive,
+    muon,
+    nadam_radam_adamax,
+    rprop,
+    sgd,
 )
-from vgrad.optim.transforms import AdamState, ScheduleState, TraceState
+from vgrad.optim.transforms import ScheduleState
 from vgrad.typing import Params
 
 Entry = dict[str, Any]
 """What `torch.optim` keeps for one parameter, by torch's names."""
 
 OPTIMIZERS: dict[type[Optimizer], Callable[..., GradientTransformation]] = {
-    torch.optim.SGD: sgd,
-    torch.optim.Adam: adam,
-    torch.optim.AdamW: adamw,
-    torch.optim.NAdam: nadam,
-    torch.optim.RAdam: radam,
-    torch.optim.Adamax: adamax,
-    torch.optim.Adagrad: adagrad,
-    torch.optim.Adadelta: adadelta,
-    torch.optim.RMSprop: rmsprop,
-    torch.optim.Rprop: rprop,
-    torch.optim.ASGD: asgd,
-    torch.optim.Adafactor: adafactor,
-    torch.optim.Muon: muon,
+    torch.optim.SGD: sgd.sgd,
+    torch.optim.Adam: adam.adam,
+    torch.optim.AdamW: adam.adamw,
+    torch.optim.NAdam: nadam_radam_adamax.nadam,
+    torch.optim.RAdam: nadam_radam_adamax.radam,
+    torch.optim.Adamax: nadam_radam_adamax.adamax,
+    torch.optim.Adagrad: adaptive.adagrad,
+    torch.optim.Adadelta: adaptive.adadelta,
+    torch.optim.RMSprop: adaptive.rmsprop,
+    torch.optim.Rprop: rprop.rprop,
+    torch.optim.ASGD: sgd.asgd,
+    torch.optim.Adafactor: adafactor.adafactor,
+    torch.optim.Muon: muon.muon,
 }
 """The optimizers that exist on both sides."""
 
 _ADAM = {"mean": "exp_avg", "square": "exp_avg_sq"}
 FIELDS: dict[type, dict[str, str]] = {
-    AdamState: _ADAM,
-    AmsgradState: {**_ADAM, "largest": "max_exp_avg_sq"},
-    NadamState: {**_ADAM, "product": "mu_product"},
-    AdamaxState: {"mean": "exp_avg", "largest": "exp_inf"},
-    RssState: {"total": "sum"},
-    AdadeltaState: {"square": "square_avg", "moved": "acc_delta"},
-    RmsState: {"square": "square_avg"},
-    StddevState: {"mean": "grad_avg", "square": "square_avg"},
-    RpropState: {"previous": "prev", "size": "step_size"},
+    adam.AdamState: _ADAM,
+    adam.AmsgradState: {**_ADAM, "largest": "max_exp_avg_sq"},
+    nadam_radam_adamax.NadamState: {**_ADAM, "product": "mu_product"},
+    nadam_radam_adamax.AdamaxState: {"mean": "exp_avg", "largest": "exp_inf"},
+    adaptive.RssState: {"total": "sum"},
+    adaptive.AdadeltaState: {"square": "square_avg", "moved": "acc_delta"},
+    adaptive.RmsState: {"square": "square_avg"},
+    adaptive.StddevState: {"mean": "grad_avg", "square": "square_avg"},
+    rprop.RpropState: {"previous": "prev", "size": "step_size"},
     AverageState: {"average": "ax"},
-    FactoredState: {"rows": "row_var", "columns": "col_var", "squares": "variance"},
-    TraceState: {"momentum": "momentum_buffer"},
-    MuonState: {"mean": "momentum_buffer"},
+    adafactor.FactoredState: {
+        "rows": "row_var",
+        "columns": "col_var",
+        "squares": "variance",
+    },
+    sgd.TraceState: {"momentum": "momentum_buffer"},
+    muon.MuonState: {"mean": "momentum_buffer"},
     ScheduleState: {},
 }
-"""What torch calls the fields of each state; `count` is `step` in all of them."""
+"""torch's names for the fields of each state; `count` is `step` in all of them."""
 
 
 class Group(NamedTuple):
@@ -134,7 +134,7 @@ def groups_of(
 def _transformation(
     function: str, optimizer: Optimizer, settings: dict[str, Any]
 ) -> tuple[GradientTransformation, dict[str, Any]]:
-    """Make the transformation of a group; return its options, all of them numbers."""
+    """Make the transformation of a group, and return its options as numbers."""
     if settings.get("differentiable"):
         raise ValueError(
             f"{function}(optimizer with differentiable=True): expected False, since "
@@ -142,8 +142,8 @@ def _transformation(
             f"differentiable from the first one on."
         )
     make = OPTIMIZERS[type(optimizer)]
-    if make is adam and settings["decoupled_weight_decay"]:
-        make = adamw
+    if make is adam.adam and settings["decoupled_weight_decay"]:
+        make = adam.adamw
     known = inspect.signature(make).parameters
     options = {key: _plain(settings[key]) for key in known if key in settings}
     return make(**options), options
@@ -158,8 +158,14 @@ def fields_of(state: Any) -> list[tuple[str, str, Any]]:
 
 
 def steps_of(entry: Entry) -> float:
-    """Return the number of steps of a parameter, one for any where torch has none."""
+    """Return the steps of a parameter; where torch does not count them, one for any."""
     return float(entry["step"]) if "step" in entry else float(bool(entry))
+
+
+def asgd_rate(options: dict[str, Any], steps: float) -> float:
+    """Return the rate of ASGD after a number of steps."""
+    lr = options["lr"]
+    return lr / ((1 + options["lambd"] * lr * steps) ** options["alpha"])
 
 
 def _plain(value: Any) -> Any:

@@ -1,13 +1,9 @@
 """Adafactor: mean squares of a matrix kept as one row and one column.
 
-Every number may also be a tensor without dimensions, whose value is not checked, and
-`lr` may be a schedule as `scale_by_learning_rate` takes it. Arithmetic is in
-`promote_types(dtype, float32)`. Parameters of many members go through `torch.vmap`:
-stacked, they would be taken for larger tensors.
+Parameters of many members go through `torch.vmap`: stacked, they would be taken for
+larger tensors.
 """
 
-# Annotations stay text: torch.compile, which traces the making of an optimizer inside a
-# mapped function, cannot evaluate `Params | None`.
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -16,22 +12,19 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
+from vgrad.optim.arguments import Number, check_numbers, check_real, rate_at, required
 from vgrad.optim.arithmetic import (
-    Number,
-    check_real,
     counter,
     lerp,
+    map_grads,
+    norm,
     scalar,
     squared,
     zeros,
 )
-from vgrad.optim.averaging import required
 from vgrad.optim.base import GradientTransformation, Grads, Updates, chain, widened
 from vgrad.optim.clipping import clip_by_block_rms
-from vgrad.optim.methods.classics import rate_at
-from vgrad.optim.methods.modern import _norm
-from vgrad.optim.methods.optimizers import ascent, check_numbers
-from vgrad.optim.transforms import ScheduleState
+from vgrad.optim.transforms import ScheduleState, ascent
 from vgrad.tree import map_values
 from vgrad.typing import Params, Schedule
 
@@ -39,7 +32,7 @@ from vgrad.typing import Params, Schedule
 class FactoredState(NamedTuple):
     """State of `scale_by_factored_rms`: steps taken, means of squared gradients.
 
-    What has two dimensions or more is in `rows` and `columns`, the rest in `squares`.
+    Tensors of two dimensions or more are in `rows` and `columns`, others in `squares`.
     """
 
     count: Tensor
@@ -57,15 +50,10 @@ def scale_by_factored_rms(
     mean(g * g, -1)` and `column`, over dimension -2, are moving averages, and
     `v = row * column / max(mean(row), eps)` stands for the mean square. The update is
     `g / max(sqrt(v), eps)`. Tensors of fewer than two dimensions keep `v` whole. State:
-    n + m numbers for a matrix of n by m, in `promote_types(param dtype, float32)`.
-    `eps=None` is the resolution of that dtype.
+    n + m numbers for a matrix of n by m. `eps=None` is the resolution of their dtype.
 
-    Raises:
-        TypeError: in `init`, if a parameter is complex or integer.
-
-    Reference: Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear
-    Memory Cost, arXiv 1804.04235. As in `torch.optim.Adafactor`, means take the place
-    of sums and `eps` bounds the result instead of being added to the squares.
+    Reference: Shazeer and Stern, arXiv 1804.04235; as in `torch.optim.Adafactor`, with
+    means instead of sums, and `eps` as a bound instead of a term added to the squares.
 
     Example:
         >>> factored = scale_by_factored_rms()
@@ -81,11 +69,10 @@ def scale_by_factored_rms(
     def init(params: Params) -> FactoredState:
         check_real("scale_by_factored_rms", params)
         wide = {name: p for name, p in params.items() if p.ndim > 1}
-        rows = {name: p.new_empty((*p.shape[:-1], 1)) for name, p in wide.items()}
-        columns = {
-            name: p.new_empty((*p.shape[:-2], 1, p.shape[-1]))
-            for name, p in wide.items()
-        }
+        rows = map_values(lambda p: p.new_empty((*p.shape[:-1], 1)), wide)
+        columns = map_values(
+            lambda p: p.new_empty((*p.shape[:-2], 1, p.shape[-1])), wide
+        )
         rest = {name: p for name, p in params.items() if p.ndim < 2}
         return FactoredState(counter(params), zeros(rows), zeros(columns), zeros(rest))
 
@@ -105,9 +92,7 @@ def scale_by_factored_rms(
         rows, columns = averaged(state.rows, -1), averaged(state.columns, -2)
         squares = averaged(state.squares, None)
 
-        def direction(name: str, grad: Tensor | None) -> Tensor | None:
-            if grad is None:
-                return None
+        def direction(name: str, grad: Tensor) -> Tensor:
             if name in squares:
                 square = squares[name]
                 least = _least(eps, square)
@@ -117,7 +102,7 @@ def scale_by_factored_rms(
                 square = row * column / row.mean(-2, keepdim=True).clamp_min(least)
             return widened(grad) * square.clamp_min(least * least).rsqrt()
 
-        updates = {name: direction(name, grad) for name, grad in grads.items()}
+        updates = {n: g if g is None else direction(n, g) for n, g in grads.items()}
         return updates, FactoredState(count, rows, columns, squares)
 
     return GradientTransformation(init, update)
@@ -132,17 +117,16 @@ def adafactor(
     weight_decay: Number = 0.0,
     maximize: bool = False,
 ) -> GradientTransformation:
-    """Descend by a share of the size of each parameter, with next to no state.
+    """Descend by a share of the size of each parameter, with almost no state.
 
     `p -= lr * weight_decay * p + min(lr, 1 / sqrt(t)) * max(eps[1], rms(p)) * u` with
     `u` the update of `scale_by_factored_rms(beta2_decay, eps[0])`, divided by
     `max(1, rms(u) / d)`, at step `t`. State: n + m numbers for a matrix of n by m.
 
     Raises:
-        ValueError: a number is negative, `beta2_decay` is positive, or `d` below one.
+        ValueError: `beta2_decay` is positive, or `d` is below one.
 
-    Reference: Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear
-    Memory Cost, arXiv 1804.04235; with the decay and the rate of
+    Reference: Shazeer and Stern, arXiv 1804.04235; with the decay and the rate of
     `torch.optim.Adafactor`.
 
     Example:
@@ -170,7 +154,7 @@ def adafactor(
 def _descend_by_size(
     lr: Number | Schedule, least: Number, weight_decay: Number
 ) -> GradientTransformation:
-    """Scale by the rate, which falls with the steps, and by the size of parameters."""
+    """Scale by the rate, which falls step by step, and by the size of parameters."""
 
     def init(params: Params) -> ScheduleState:
         return ScheduleState(counter(params))
@@ -185,16 +169,14 @@ def _descend_by_size(
         bound = count.double().rsqrt()
         bound = bound.clamp_max(scalar(rate, bound))
 
-        def descend(grad: Tensor | None, param: Tensor) -> Tensor | None:
-            if grad is None:
-                return None
+        def descend(grad: Tensor, param: Tensor) -> Tensor:
             grad, param = widened(grad), widened(param)
-            rms = _norm(param) / max(param.numel(), 1) ** 0.5
+            rms = norm(param) / max(param.numel(), 1) ** 0.5
             size = rms.clamp_min(scalar(least, rms)) * scalar(bound, rms)
             decay = scalar(rate, param) * scalar(weight_decay, param)
             return -(size * grad + decay * param)
 
-        return map_values(descend, grads, params), ScheduleState(count)
+        return map_grads(descend, grads, params), ScheduleState(count)
 
     return GradientTransformation(init, update)
 

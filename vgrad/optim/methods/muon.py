@@ -1,13 +1,8 @@
 """Muon: updates of matrices whose singular values are all about one.
 
-Every number may also be a tensor without dimensions, whose value is not checked, and
-`lr` may be a schedule as `scale_by_learning_rate` takes it. Arithmetic is in
-`promote_types(dtype, float32)`, but for the iteration of `orthogonalize`. Parameters of
-many members go through `torch.vmap`.
+Parameters of many members go through `torch.vmap`.
 """
 
-# Annotations stay text: torch.compile, which traces the making of an optimizer inside a
-# mapped function, cannot evaluate `Params | None`.
 from __future__ import annotations
 
 import math
@@ -20,11 +15,17 @@ from torch import Tensor
 from torch.autograd import Function
 
 from vgrad import checks
-from vgrad.optim.arithmetic import Number, check_real, lerp, scalar, zeros
-from vgrad.optim.base import GradientTransformation, Grads, Updates, chain, widened
-from vgrad.optim.methods.optimizers import ascent, check_numbers
-from vgrad.optim.transforms import add_decayed_weights, scale_by_learning_rate
-from vgrad.tree import map_values
+from vgrad.optim.arguments import Number, check_numbers, check_real
+from vgrad.optim.arithmetic import (
+    lerp,
+    map_grads,
+    of_gradient,
+    of_history,
+    scalar,
+    zeros,
+)
+from vgrad.optim.base import GradientTransformation, Grads, Updates, widened
+from vgrad.optim.transforms import descent
 from vgrad.typing import Params, Schedule
 
 
@@ -41,7 +42,7 @@ def orthogonalize(
     ns_steps: int = 5,
     dtype: torch.dtype = torch.bfloat16,
 ) -> GradientTransformation:
-    """Set all singular values of each matrix to about one, its directions kept.
+    """Set all singular values of each matrix to about one and keep its directions.
 
     With `x = g / max(norm(g), eps)`, each of `ns_steps` iterations takes
     `s = x @ x.T; x = a * x + (b * s + c * s @ s) @ x`, on the transpose of a matrix
@@ -49,21 +50,18 @@ def orthogonalize(
     more end between 0.6 and 1.2. There is no state. The cost is `ns_steps` times three
     products of matrices.
 
-    The iteration runs in `dtype`, norm included: bfloat16, as `torch.optim.Muon` has
-    it, is right to two or three digits and fast on accelerators. Take float32 for
-    gradients through training. In bfloat16, members under `torch.vmap` have the bits
-    they have alone, but not if the mapped function is compiled too, which rounds in
-    other places.
+    The iteration runs in `dtype`, norm included: bfloat16, the choice of
+    `torch.optim.Muon`, is right to two or three digits and fast on accelerators. Take
+    float32 for gradients through training. In bfloat16, members under `torch.vmap` have
+    the bits they have alone, except in a compiled function, which rounds elsewhere.
 
     Raises:
         ValueError: the coefficients are not three, there are 100 steps or more, or
             the dtype is not floating-point; in `init` or when updating, a parameter is
             not a matrix.
-        TypeError: a coefficient is not a number; in `init`, if a parameter is complex
-            or integer.
+        TypeError: a coefficient is not a number.
 
-    Reference: Jordan et al., Muon: An optimizer for hidden layers in neural networks,
-    2024; Bernstein and Newhouse, Old Optimizer, New Norm, arXiv 2409.20325.
+    Reference: as for `muon`; Bernstein and Newhouse, arXiv 2409.20325.
 
     Example:
         >>> even = orthogonalize(ns_coefficients=(2, -1.5, 0.5), ns_steps=9)
@@ -72,22 +70,7 @@ def orthogonalize(
         tensor([[1., 0.],
                 [0., 1.]])
     """
-    if len(ns_coefficients) != 3:
-        raise ValueError(
-            f"orthogonalize(ns_coefficients={ns_coefficients!r}): expected three "
-            f"numbers, got {len(ns_coefficients)}."
-        )
-    for index, value in enumerate(ns_coefficients):
-        checks.finite("orthogonalize", **{f"ns_coefficients[{index}]": value})
-    checks.whole("orthogonalize", least=0, ns_steps=ns_steps)
-    if ns_steps >= 100:
-        raise ValueError(
-            f"orthogonalize(ns_steps={ns_steps}): expected less than 100. Five do."
-        )
-    if not dtype.is_floating_point:
-        raise ValueError(
-            f"orthogonalize(dtype={dtype}): expected a real floating-point dtype."
-        )
+    _check_iteration(ns_coefficients, ns_steps, dtype)
     a, b, c = ns_coefficients
 
     def init(params: Params) -> tuple[()]:
@@ -95,24 +78,21 @@ def orthogonalize(
         _check_matrices("orthogonalize(params)", params)
         return ()
 
+    def iterate(grad: Tensor) -> Tensor:
+        tall = grad.shape[0] > grad.shape[1]
+        x = grad.to(dtype).mT if tall else grad.to(dtype)
+        with _no_autocast(x.device):
+            x = x / x.norm().clamp(min=scalar(eps, x))
+            for _ in range(ns_steps):
+                gram = x @ x.mT
+                x = _addmm(x, _addmm(gram, gram, gram, b, c), x, a, 1.0)
+        return widened(x.mT if tall else x).to(widened(grad).dtype)
+
     def update(
         grads: Grads, state: tuple[()], params: Params | None = None
     ) -> tuple[Updates, tuple[()]]:
         _check_matrices("orthogonalize(grads)", grads)
-
-        def iterate(grad: Tensor | None) -> Tensor | None:
-            if grad is None:
-                return None
-            tall = grad.shape[0] > grad.shape[1]
-            x = grad.to(dtype).mT if tall else grad.to(dtype)
-            with _no_autocast(x.device):
-                x = x / x.norm().clamp(min=scalar(eps, x))
-                for _ in range(ns_steps):
-                    gram = x @ x.mT
-                    x = _addmm(x, _addmm(gram, gram, gram, b, c), x, a, 1.0)
-            return widened(x.mT if tall else x).to(widened(grad).dtype)
-
-        return map_values(iterate, grads), state
+        return map_grads(iterate, grads), state
 
     return GradientTransformation(init, update)
 
@@ -139,18 +119,15 @@ def muon(
     `0.2 * sqrt(max(n, m))` with `"match_rms_adamw"`, for the rates of AdamW. State: one
     tensor of the size of each parameter.
 
-    It takes the matrices of hidden layers. Biases, embeddings and the last layer are
-    for another optimizer, see `partition`; kernels of convolutions are no matrices.
-    `dtype` is that of the iteration; the numbers of `torch.optim.Muon` are those of
-    bfloat16.
+    It takes the matrices of hidden layers. Biases, embeddings and the last layer go to
+    another optimizer, see `partition`; kernels of convolutions are not matrices.
+    `dtype` is that of the iteration; `torch.optim.Muon` has the numbers of bfloat16.
 
     Raises:
-        ValueError: a number is negative, or an option is none of those named; in
-            `init`, a parameter is not a matrix.
-        TypeError: in `init`, if a parameter is complex or integer.
+        ValueError: `adjust_lr_fn` is unknown; in `init`, a parameter is not a matrix.
 
     Reference: Jordan et al., Muon: An optimizer for hidden layers in neural networks,
-    2024; Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982.
+    2024; Liu et al., arXiv 2502.16982.
 
     Example:
         >>> tx, params = muon(0.1, weight_decay=0.0), {"w": torch.eye(2)}
@@ -163,55 +140,45 @@ def muon(
     checks.one_of(
         "muon", (None, "original", "match_rms_adamw"), adjust_lr_fn=adjust_lr_fn
     )
-    return chain(
-        *ascent(maximize),
+    return descent(
+        lr,
         _average(momentum, nesterov),
         orthogonalize(
             ns_coefficients=ns_coefficients, eps=eps, ns_steps=ns_steps, dtype=dtype
         ),
         _scale_by_shape(adjust_lr_fn == "match_rms_adamw"),
-        add_decayed_weights(weight_decay),
-        scale_by_learning_rate(lr),
+        weight_decay=weight_decay,
+        decoupled=True,
+        maximize=maximize,
     )
 
 
 def _average(momentum: Number, nesterov: bool) -> GradientTransformation:
-    """Replace gradients by their moving average from zero, or by one step beyond."""
+    """Replace gradients by their moving average from zero, or look one step ahead."""
 
-    def init(params: Params) -> MuonState:
-        return MuonState(zeros(params))
+    def move(grads: Grads, state: MuonState) -> tuple[Updates, MuonState]:
+        mean = lerp(state.mean, grads, 1 - momentum)
 
-    def update(
-        grads: Grads, state: MuonState, params: Params | None = None
-    ) -> tuple[Updates, MuonState]:
-        checks.same_names("muon(grads)", state.mean, grads)
-
-        def direction(grad: Tensor | None, mean: Tensor) -> Tensor | None:
-            if grad is None or not nesterov:
-                return None if grad is None else mean
+        def direction(grad: Tensor, mean: Tensor) -> Tensor:
+            if not nesterov:
+                return mean
             return grad.to(mean.dtype).lerp(mean, scalar(momentum, mean))
 
-        mean = lerp(state.mean, grads, 1 - momentum)
-        return map_values(direction, grads, mean), MuonState(mean)
+        return map_grads(direction, grads, mean), MuonState(mean)
 
-    return GradientTransformation(init, update)
+    return of_history("muon", lambda params: MuonState(zeros(params)), move, real=False)
 
 
 def _scale_by_shape(match_adamw: bool) -> GradientTransformation:
-    """Let updates of all shapes have entries of about one size."""
+    """Give updates of all shapes entries of about the same size."""
 
-    def scale(grad: Tensor | None) -> Tensor | None:
-        if grad is None:
-            return None
+    def scale(grad: Tensor) -> Tensor:
         n, m = grad.shape
         if match_adamw:
             return 0.2 * math.sqrt(max(n, m)) * grad
         return math.sqrt(max(1.0, n / max(m, 1))) * grad
 
-    return GradientTransformation(
-        lambda params: (),
-        lambda grads, state, params=None: (map_values(scale, grads), state),
-    )
+    return of_gradient(scale)
 
 
 def _addmm(
@@ -224,10 +191,10 @@ def _addmm(
 
 
 class _Addmm(Function):
-    """`torch.addmm` that stays one kernel under vmap, where torch makes three of it.
+    """`torch.addmm` that stays one kernel under vmap, where torch runs three.
 
-    Three kernels round to bfloat16 three times: members would differ from the same
-    members alone in every other digit.
+    Three kernels round to bfloat16 three times, by which members would differ from the
+    same members alone.
     """
 
     @staticmethod
@@ -261,7 +228,7 @@ class _Addmm(Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *inputs: Any) -> tuple[Tensor, int]:
         *tensors, beta, alpha = inputs
-        # All of them are products of one matrix, hence mapped together.
+        # All of them are products of the same matrix, so all are mapped.
         stacked = (t.movedim(dim, 0) for t, dim in zip(tensors, in_dims, strict=False))
         return _Addmm.apply(*stacked, beta, alpha), 0
 
@@ -271,6 +238,28 @@ def _no_autocast(device: torch.device) -> AbstractContextManager:
     if not torch.amp.is_autocast_available(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
+
+
+def _check_iteration(
+    ns_coefficients: tuple[float, ...], ns_steps: int, dtype: torch.dtype
+) -> None:
+    """There are three coefficients, not too many steps, and a floating-point dtype."""
+    if len(ns_coefficients) != 3:
+        raise ValueError(
+            f"orthogonalize(ns_coefficients={ns_coefficients!r}): expected three "
+            f"numbers, got {len(ns_coefficients)}."
+        )
+    for index, value in enumerate(ns_coefficients):
+        checks.finite("orthogonalize", **{f"ns_coefficients[{index}]": value})
+    checks.whole("orthogonalize", least=0, ns_steps=ns_steps)
+    if ns_steps >= 100:
+        raise ValueError(
+            f"orthogonalize(ns_steps={ns_steps}): expected less than 100. Five do."
+        )
+    if not dtype.is_floating_point:
+        raise ValueError(
+            f"orthogonalize(dtype={dtype}): expected a real floating-point dtype."
+        )
 
 
 def _check_matrices(argument: str, tensors: Mapping[str, Tensor | None]) -> None:

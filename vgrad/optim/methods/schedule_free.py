@@ -1,11 +1,5 @@
-"""Schedule-free training: gradients at one point, steps from another, results between.
+"""Schedule-free training: gradients at one point, steps from another, averages."""
 
-Every number may also be a tensor without dimensions, whose value is not checked.
-Arithmetic is in `promote_types(dtype, float32)`.
-"""
-
-# Annotations stay text: torch.compile, which traces the making of an optimizer inside a
-# mapped function, cannot evaluate `Params | None`.
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -13,22 +7,29 @@ from typing import NamedTuple
 from torch import Tensor
 
 from vgrad import checks
+from vgrad.optim.arguments import Number, check_numbers, check_shares, rate_at, required
 from vgrad.optim.arithmetic import (
-    Number,
+    advance,
     blend_squares,
-    check_real,
+    copies,
     counter,
     lerp,
+    map_grads,
+    of_history,
     root,
     scalar,
     zeros,
 )
-from vgrad.optim.averaging import copies, required
-from vgrad.optim.base import GradientTransformation, Grads, Updates, chain, widened
-from vgrad.optim.methods.classics import rate_at
-from vgrad.optim.methods.optimizers import ascent, check_betas, check_numbers, sgd
-from vgrad.optim.transforms import add_decayed_weights, scale_by_learning_rate
-from vgrad.tree import map_values, tree_leaves
+from vgrad.optim.base import (
+    GradientTransformation,
+    Grads,
+    Updates,
+    chain,
+    states_of,
+    widened,
+)
+from vgrad.optim.methods.sgd import sgd
+from vgrad.optim.transforms import ascent, descent
 from vgrad.typing import Params, Schedule, Tree
 
 
@@ -56,28 +57,24 @@ def schedule_free(
     beta: Number = 0.9,
     weight_lr_power: Number = 2.0,
 ) -> GradientTransformation:
-    """Let the average of the iterates take the place of a falling rate and of momentum.
+    """Average the iterates instead of using momentum and a falling rate.
 
     With `y` the parameters, where gradients are taken, `z` the iterate that the inner
     optimizer moves and `x` its average, all three of which start as the parameters:
     `z += inner(gradient at y); x = (1 - c) * x + c * z; y = (1 - beta) * z + beta * x`.
     The share `c` is `w / (sum of w so far)` with `w = lr ** weight_lr_power` of the
-    step. `lr` is the rate of the inner optimizer: it moves nothing here, and matters
-    where it changes, as it does to warm up. The inner optimizer should have no
-    momentum. Its decay of weights is that of `y`.
+    step. `lr` is the rate of the inner optimizer; it only weighs the average, and
+    matters where it changes, as in a warm-up. The inner optimizer should have no
+    momentum. Its weight decay is that of `y`.
 
-    Evaluate the model at `x`, which `evaluation_parameters` gives. State: that of
+    Evaluate the model at `x`, which `evaluation_parameters` returns. State: that of
     `inner`, and `z` and `x` in `promote_types(param dtype, float32)`: parameters of
     bfloat16 lose no small updates, and changes made to them by hand are overwritten.
 
-    Raises:
-        ValueError: a number is negative, or beta is not below one; when updating, no
-            parameters are given.
-
-    Reference: Defazio et al., The Road Less Scheduled, arXiv 2405.15682.
+    Reference: Defazio et al., arXiv 2405.15682.
 
     Example:
-        >>> from vgrad.optim.base import step
+        >>> from vgrad.optim import step
         >>> tx, params = schedule_free(sgd(1.0), beta=0.5), {"w": torch.zeros(1)}
         >>> state = tx.init(params)
         >>> for _ in range(3):
@@ -86,11 +83,10 @@ def schedule_free(
         ({'w': tensor([-2.5000])}, {'w': tensor([-2.])})
     """
     check_numbers("schedule_free", lr, weight_lr_power=weight_lr_power)
-    _check_share("schedule_free", beta=beta)
+    check_shares("schedule_free", beta=beta)
 
     def init(params: Params) -> ScheduleFreeState:
-        count = counter(params)
-        both = (copies(params), copies(params))
+        count, both = counter(params), (copies(params), copies(params))
         return ScheduleFreeState(count, count.double(), inner.init(params), *both)
 
     def update(
@@ -104,23 +100,16 @@ def schedule_free(
         total = state.weight + weight
         share = weight / total.masked_fill(total == 0, 1.0)
 
-        def move(old: Tensor, update: Tensor | None) -> Tensor:
-            return old if update is None else old + update.to(old.dtype)
-
-        def mix(
-            update: Tensor | None, z: Tensor, x: Tensor, y: Tensor
-        ) -> Tensor | None:
-            if update is None:
-                return None
+        def mix(update: Tensor, z: Tensor, x: Tensor, y: Tensor) -> Tensor:
             kept = scalar(beta, z)
             return (1 - kept) * z + kept * x - widened(y)
 
-        iterate = map_values(move, state.iterate, moves)
-        reached = {n: None if moves[n] is None else z for n, z in iterate.items()}
+        iterate = advance(lambda z, u: z + u.to(z.dtype), state.iterate, moves)
+        reached = map_grads(lambda _, z: z, moves, iterate)
         average = lerp(state.average, reached, share)
-        updates = map_values(mix, moves, iterate, average, params)
-        count = state.count + 1
-        return updates, ScheduleFreeState(count, total, new, iterate, average)
+        updates = map_grads(mix, moves, iterate, average, params)
+        new_state = ScheduleFreeState(state.count + 1, total, new, iterate, average)
+        return updates, new_state
 
     return GradientTransformation(init, update)
 
@@ -130,7 +119,7 @@ def evaluation_parameters(state: Tree, params: Params) -> Params:
 
     They are the averages that `schedule_free` keeps in `state`, in the dtypes of
     `params`. `state` may be that of an optimizer with `schedule_free` inside, such as a
-    `partition`; what no average is kept of is returned as it is in `params`.
+    `partition`; parameters without an average are returned as they are.
 
     Raises:
         ValueError: the state holds no average of `schedule_free`.
@@ -140,8 +129,7 @@ def evaluation_parameters(state: Tree, params: Params) -> Params:
         >>> evaluation_parameters(tx.init(params), params)
         {'w': tensor([1., 1.])}
     """
-    nodes = tree_leaves(state, is_leaf=_is_schedule_free)
-    averages = [node.average for node in nodes if _is_schedule_free(node)]
+    averages = [each.average for each in states_of(state, ScheduleFreeState)]
     if not averages:
         raise ValueError(
             "evaluation_parameters(state): expected the state of a schedule_free "
@@ -166,20 +154,16 @@ def schedule_free_sgd(
     `z -= lr * (g + weight_decay * y)`. A schedule for `lr` should rise to a constant
     and not fall. State: two tensors of the size of each parameter.
 
-    Raises:
-        ValueError: a number is negative, or the momentum is not below one.
-
-    Reference: Defazio et al., The Road Less Scheduled, arXiv 2405.15682, algorithm 1
-    without the scale of Adam.
+    Reference: Defazio et al., arXiv 2405.15682, algorithm 1 without the scale of Adam.
 
     Example:
         >>> tx, params = schedule_free_sgd(0.5), {"w": torch.ones(2)}
         >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
         {'w': tensor([-0.5000, -0.5000])}
     """
-    decays = dict(weight_decay=weight_decay, weight_lr_power=weight_lr_power)
+    decays = {"weight_decay": weight_decay, "weight_lr_power": weight_lr_power}
     check_numbers("schedule_free_sgd", lr, **decays)
-    _check_share("schedule_free_sgd", momentum=momentum)
+    check_shares("schedule_free_sgd", momentum=momentum)
     inner = chain(*ascent(maximize), sgd(lr, weight_decay=weight_decay))
     return schedule_free(inner, lr, beta=momentum, weight_lr_power=weight_lr_power)
 
@@ -200,60 +184,36 @@ def schedule_free_adamw(
     the moving average of `g * g`. A schedule for `lr` should rise to a constant and not
     fall. State: three tensors of the size of each parameter.
 
-    Raises:
-        TypeError: in `init`, if a parameter is complex or integer.
-        ValueError: a number is negative, or a beta is not below one.
-
-    Reference: Defazio et al., The Road Less Scheduled, arXiv 2405.15682, algorithm 1.
+    Reference: Defazio et al., arXiv 2405.15682, algorithm 1.
 
     Example:
         >>> tx, params = schedule_free_adamw(0.5), {"w": torch.ones(2)}
         >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
         {'w': tensor([-0.5000, -0.5000])}
     """
-    decays = dict(weight_decay=weight_decay, weight_lr_power=weight_lr_power)
-    check_numbers("schedule_free_adamw", lr, eps=eps, **decays)
-    check_betas("schedule_free_adamw", betas)
-    inner = chain(
-        *ascent(maximize),
-        _scale_by_square(betas[1], eps),
-        add_decayed_weights(weight_decay),
-        scale_by_learning_rate(lr),
-    )
+    decays = {"weight_decay": weight_decay, "weight_lr_power": weight_lr_power}
+    check_numbers("schedule_free_adamw", lr, betas, eps=eps, **decays)
+    squares = _scale_by_square(betas[1], eps)
+    options = {"weight_decay": weight_decay, "decoupled": True, "maximize": maximize}
+    inner = descent(lr, squares, **options)
     return schedule_free(inner, lr, beta=betas[0], weight_lr_power=weight_lr_power)
 
 
 def _scale_by_square(beta: Number, eps: Number) -> GradientTransformation:
     """`scale_by_adam` without the first moment, which is not kept either."""
 
-    def init(params: Params) -> SquareState:
-        check_real("schedule_free_adamw", params)
+    def start(params: Params) -> SquareState:
         return SquareState(counter(params), zeros(params))
 
-    def update(
-        grads: Grads, state: SquareState, params: Params | None = None
-    ) -> tuple[Updates, SquareState]:
+    def move(grads: Grads, state: SquareState) -> tuple[Updates, SquareState]:
         count = state.count + 1
         square = blend_squares(state.square, beta, grads)
         correction = 1 - beta ** count.double()
 
-        def direction(grad: Tensor | None, v: Tensor) -> Tensor | None:
-            if grad is None:
-                return None
+        def direction(grad: Tensor, v: Tensor) -> Tensor:
             v = v / scalar(correction, v)
             return widened(grad) / (root(v) + scalar(eps, v))
 
-        return map_values(direction, grads, square), SquareState(count, square)
+        return map_grads(direction, grads, square), SquareState(count, square)
 
-    return GradientTransformation(init, update)
-
-
-def _is_schedule_free(node: Tree) -> bool:
-    return isinstance(node, ScheduleFreeState)
-
-
-def _check_share(function: str, **shares: Number) -> None:
-    """Each number is at least zero and below one; tensors pass."""
-    for name, value in shares.items():
-        if not isinstance(value, Tensor) and not 0 <= value < 1:
-            raise ValueError(f"{function}({name}={value!r}): expected 0 <= {name} < 1.")
+    return of_history("schedule_free_adamw", start, move)

@@ -4,15 +4,17 @@ A schedule is a function of the number of steps taken so far, an int64 tensor th
 zero at the first step. It returns the rate, entry by entry and in float64, so that
 `cosine(0.1, 100)(torch.arange(200))` is the whole curve. Optimizers take one as `lr`.
 
-The rate that torch reads from its optimizer is the argument `lr`, and lengths are
-called `steps` where torch says `total_iters`, `T_max`, `T_0` or `total_steps`; they
-have no defaults, but for `constant`, which by default is just that. All other names,
-defaults and numbers are those of torch. `LambdaLR` and `ChainedScheduler`
-have no counterpart, because every function of the count is a schedule, a product too.
-Nor has `cycle_momentum`: `inject_hyperparams` takes a schedule of the momentum itself.
+The argument `lr` is the rate that torch reads from its optimizer, and lengths are
+called `steps` where torch says `total_iters`, `T_max`, `T_0` or `total_steps`. Only
+`constant` has a default for it, which makes the rate constant from the start. All other
+names, defaults and numbers are those of torch. `LambdaLR` and `ChainedScheduler` have
+no counterpart: every function of the count is a schedule, and so is a product of two.
+Neither has `cycle_momentum`: `inject_hyperparams` takes a schedule for the momentum.
 
 Every number may also be a tensor without dimensions, which `torch.vmap` can batch and
-gradients can flow to. Its value is then not checked; lengths have to be whole.
+gradients can flow to. Its value is then not checked; lengths have to be whole. Rates
+and factors that are negative or infinite raise a ValueError, as do lengths and
+milestones that are not whole numbers of at least one.
 """
 
 from vgrad.optim.schedules.cycles import cosine_with_restarts as cosine_with_restarts

@@ -1,7 +1,5 @@
-"""What schedules are made of: rates and lengths, as numbers or as tensors."""
+"""What schedules take: rates and lengths, as numbers or as tensors."""
 
-# Annotations stay text: torch.compile, which traces the making of an optimizer inside a
-# mapped function, cannot evaluate `Length | None`.
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -10,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.transforms import Number
+from vgrad.optim.arguments import Number, plain
 
 Length = int | Tensor
 """A number of steps."""
@@ -40,16 +38,20 @@ def plain_numbers(function: str, **values: Number) -> dict[str, Any]:
                 f"or a tensor without dimensions. For one value per member, make the "
                 f"schedule inside the function that torch.vmap maps."
             )
-    return {name: v for name, v in values.items() if not isinstance(v, Tensor)}
+    return plain(**values)
 
 
-def double(count: Tensor, *values: Number) -> list[Tensor]:
-    """Return the count and the values as float64 tensors on the count's device."""
-    t = count.double()
+def curve(formula: Callable[..., Tensor], *values: Number) -> Curve:
+    """Make a schedule of a formula of the count and of values, all of them float64."""
 
-    def cast(value: Number) -> Tensor:
-        if isinstance(value, Tensor):
-            return value.to(t.device, t.dtype)
-        return t.new_full((), value)
+    def schedule(count: Tensor) -> Tensor:
+        t = count.double()
 
-    return [t, *map(cast, values)]
+        def cast(value: Number) -> Tensor:
+            if isinstance(value, Tensor):
+                return value.to(t.device, t.dtype)
+            return t.new_full((), value)
+
+        return formula(t, *map(cast, values))
+
+    return schedule

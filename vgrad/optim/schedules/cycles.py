@@ -1,6 +1,5 @@
 """Schedules of several phases: restarts, triangles, and one cycle over all steps."""
 
-# Annotations stay text, as `arguments.py` explains.
 from __future__ import annotations
 
 import math
@@ -10,16 +9,16 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
+from vgrad.optim.arguments import Number
 from vgrad.optim.schedules.arguments import (
     Curve,
     Length,
     check_lengths,
     check_rates,
-    double,
+    curve,
     plain_numbers,
 )
 from vgrad.optim.schedules.decays import half_cosine, line
-from vgrad.optim.transforms import Number
 
 ANNEAL = {"cos": half_cosine, "linear": line}
 """How `one_cycle` gets from corner to corner."""
@@ -38,12 +37,7 @@ def cosine_with_restarts(
     Restarts are at the exact step for counts of up to 1e12. This is
     `CosineAnnealingWarmRestarts`.
 
-    Raises:
-        ValueError: a rate is negative or infinite, or `steps` or `T_mult` is not a
-            whole number of at least one.
-
-    Reference: Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm
-    Restarts, arXiv 1608.03983.
+    Reference: Loshchilov and Hutter, arXiv 1608.03983.
 
     Example:
         >>> cosine_with_restarts(1.0, 1, T_mult=2)(torch.arange(4)).round(decimals=3)
@@ -53,8 +47,7 @@ def cosine_with_restarts(
     checks.whole("cosine_with_restarts", least=1, T_mult=T_mult)
     check_rates("cosine_with_restarts", lr=lr, eta_min=eta_min)
 
-    def schedule(count: Tensor) -> Tensor:
-        t, high, first, low = double(count, lr, steps, eta_min)
+    def formula(t: Tensor, high: Tensor, first: Tensor, low: Tensor) -> Tensor:
         if T_mult == 1:
             return half_cosine(high, low, t % first / first)
         # Period n starts where `reached` is steps * T_mult^n. Both are whole, so that
@@ -66,7 +59,7 @@ def cosine_with_restarts(
         start = first * (power - 1) / (T_mult - 1)
         return half_cosine(high, low, (t - start) / (first * power))
 
-    return schedule
+    return curve(formula, lr, steps, eta_min)
 
 
 def cyclic(
@@ -86,11 +79,9 @@ def cyclic(
     `gamma ** count` for `"exp_range"`. This is `CyclicLR`.
 
     Raises:
-        ValueError: a rate or factor is negative or infinite, a length is not a whole
-            number of at least one, or the mode is unknown.
+        ValueError: the mode is unknown.
 
-    Reference: Smith, Cyclical Learning Rates for Training Neural Networks,
-    arXiv 1506.01186.
+    Reference: Smith, arXiv 1506.01186.
 
     Example:
         >>> rate = cyclic(0.0, 1.0, step_size_up=2, mode="triangular2")
@@ -102,10 +93,8 @@ def cyclic(
     check_rates("cyclic", base_lr=base_lr, max_lr=max_lr, gamma=gamma)
     checks.one_of("cyclic", MODES, mode=mode)
 
-    def schedule(count: Tensor) -> Tensor:
-        t, up, down, low, high, ratio = double(
-            count, step_size_up, step_size_down, base_lr, max_lr, gamma
-        )
+    def formula(t: Tensor, *values: Tensor) -> Tensor:
+        up, down, low, high, ratio = values
         own = t % (up + down)
         height = torch.minimum(own / up, (up + down - own) / down)
         scale = torch.ones_like(t)
@@ -115,7 +104,7 @@ def cyclic(
             scale = ratio**t
         return low + (high - low) * height * scale
 
-    return schedule
+    return curve(formula, step_size_up, step_size_down, base_lr, max_lr, gamma)
 
 
 def one_cycle(
@@ -135,16 +124,14 @@ def one_cycle(
     `steps - 1`. `three_phase` adds the rate of the start, twice as far as `max_lr`.
     Between them the rate follows half a cosine or, with `"linear"`, a line.
 
-    From then on the rate stays. `OneCycleLR` goes on at step `steps`, to rates that may
-    be negative, and raises from the next one on, which a function of tensors cannot do.
+    Then the rate stays. `OneCycleLR` goes on at step `steps`, to rates that may be
+    negative, and raises an error after it, which a function of tensors cannot do.
 
     Raises:
-        ValueError: a rate is negative or infinite, a divisor not above zero,
-            `pct_start` not in [0, 1], the strategy unknown, or `steps` is not a whole
-            number of at least one.
+        ValueError: a divisor is not above zero, `pct_start` is not in [0, 1], or the
+            strategy is unknown.
 
-    Reference: Smith and Topin, Super-Convergence: Very Fast Training of Neural Networks
-    Using Large Learning Rates, arXiv 1708.07120.
+    Reference: Smith and Topin, arXiv 1708.07120.
 
     Example:
         >>> rate = one_cycle(
@@ -163,10 +150,8 @@ def one_cycle(
     checks.one_of("one_cycle", ANNEAL, anneal_strategy=anneal_strategy)
     anneal = ANNEAL[anneal_strategy]
 
-    def schedule(count: Tensor) -> Tensor:
-        t, top, length, warm, first, last = double(
-            count, max_lr, steps, pct_start, div_factor, final_div_factor
-        )
+    def formula(t: Tensor, *values: Tensor) -> Tensor:
+        top, length, warm, first, last = values
         start, peak, done = top / first, warm * length - 1, length - 1
         corners = [(torch.zeros_like(peak), start), (peak, top)]
         if three_phase:
@@ -183,13 +168,13 @@ def one_cycle(
             rate = torch.where(t <= end, phase, rate)
         return rate
 
-    return schedule
+    return curve(formula, max_lr, steps, pct_start, div_factor, final_div_factor)
 
 
 def _share(t: Tensor, begin: Tensor, end: Tensor) -> Tensor:
-    """Tell how much of a phase is over; zero for one of no steps.
+    """Return the share of a phase that is over; zero for a phase without steps.
 
-    Its NaN would reach the gradients of the others.
+    The NaN of such a phase would reach the gradients of the others.
     """
     span = end - begin
     return (t - begin) / torch.where(span == 0, torch.ones_like(span), span)

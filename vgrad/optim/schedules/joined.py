@@ -1,6 +1,5 @@
 """Schedules put one after the other: joined, after a warm-up, or constant pieces."""
 
-# Annotations stay text, as `arguments.py` explains.
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -10,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vgrad.optim.arguments import Number
 from vgrad.optim.schedules.arguments import Curve, Length, check_lengths, check_rates
 from vgrad.optim.schedules.decays import constant, linear
-from vgrad.optim.transforms import Number
 from vgrad.typing import Schedule
 
 
@@ -20,13 +19,13 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[Length]) -> Curve:
     """Follow one schedule after the other, as `SequentialLR` does.
 
     From step `boundaries[i - 1]` on the rate is that of `schedules[i]`, which counts
-    its own steps from there. No schedule is asked for a step that is not its own, so
-    one that overflows beyond its end leaves the gradients finite.
+    its own steps from there. No schedule is evaluated outside its own steps, so one
+    that overflows beyond its end leaves the gradients finite.
 
     Raises:
         TypeError: a schedule is not a function.
-        ValueError: there is not one schedule more than boundaries, or these are not
-            increasing whole numbers of at least one.
+        ValueError: there is not one schedule more than boundaries, or these do not
+            increase.
 
     Example:
         >>> from vgrad.optim.schedules import exponential
@@ -63,16 +62,12 @@ def warmup(schedule: Schedule, steps: Length, *, start_factor: Number = 1 / 3) -
 
     With `t` the count, the rate is
     `schedule(0) * (start_factor + (1 - start_factor) * t / steps)` before step `steps`,
-    and `schedule(t - steps)` from there on: a `LinearLR` before any other in
-    `SequentialLR`.
+    and `schedule(t - steps)` from there on: a `LinearLR` first in `SequentialLR`.
 
     Raises:
         TypeError: the schedule is not a function.
-        ValueError: the factor is negative or infinite, or `steps` is not a whole number
-            of at least one.
 
-    Reference: Goyal et al., Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour,
-    arXiv 1706.02677.
+    Reference: Goyal et al., arXiv 1706.02677.
 
     Example:
         >>> from vgrad.optim.schedules import polynomial
@@ -94,8 +89,8 @@ def piecewise_constant(values: Sequence[Number], boundaries: Sequence[Length]) -
     """Take `values[i]`, where `i` of the boundaries are `<= count`.
 
     Raises:
-        ValueError: a rate is negative or infinite, there is not one value more than
-            boundaries, or these are not increasing whole numbers of at least one.
+        ValueError: there is not one value more than boundaries, or these do not
+            increase.
 
     Example:
         >>> piecewise_constant([1.0, 0.5, 2.0], [1, 3])(torch.arange(5)).tolist()
@@ -119,7 +114,7 @@ def _check_schedule(function: str, name: str, schedule: Any) -> None:
 def _check_boundaries(
     function: str, name: str, pieces: Sequence[Any], boundaries: Sequence[Length]
 ) -> None:
-    """There is one piece more than boundaries, and those that are numbers increase."""
+    """There is one more piece than boundaries; those that are numbers increase."""
     if len(pieces) != len(boundaries) + 1:
         raise ValueError(
             f"{function}({len(pieces)} {name}, {len(boundaries)} boundaries): expected "

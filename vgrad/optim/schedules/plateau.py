@@ -1,7 +1,5 @@
-"""A rate that falls where a measured value no longer improves."""
+"""A rate that falls when a measured value no longer improves."""
 
-# Annotations stay text: torch.compile, which traces the making of an optimizer inside a
-# mapped function, cannot evaluate `Params | None`.
 from __future__ import annotations
 
 import math
@@ -12,9 +10,10 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arithmetic import Number, counter, scalar
-from vgrad.optim.base import GradientTransformation, Grads, Updates
-from vgrad.tree import tree_flatten, tree_unflatten
+from vgrad.optim.arguments import Number, plain
+from vgrad.optim.arithmetic import counter, expanded, scalar
+from vgrad.optim.base import GradientTransformation, Grads, Updates, states_of
+from vgrad.tree import tree_map
 from vgrad.typing import Params, Tree
 
 Observe = Callable[[Tree, Number], Tree]
@@ -25,10 +24,10 @@ THRESHOLD_MODES = ("rel", "abs")
 
 
 class PlateauState(NamedTuple):
-    """State of `reduce_on_plateau`: the rate, what it goes by, and the inner state.
+    """State of `reduce_on_plateau`: the rate, what decides on it, the inner state.
 
     `best` is the best value observed, `bad` the number of observations without a better
-    one, `cooldown` the number of observations still to be left out of account.
+    one, `cooldown` the number of observations still to ignore.
     """
 
     rate: Tensor
@@ -51,11 +50,11 @@ def reduce_on_plateau(
     min_lr: Number = 0.0,
     eps: Number = 1e-8,
 ) -> tuple[GradientTransformation, Observe]:
-    """Make the steps of `make(rate)`, and lower the rate where a value stagnates.
+    """Make the steps of `make(rate)`, and lower the rate when a value stagnates.
 
-    Returns the optimizer and the function that hands it a value, once per epoch say:
-    `state = observe(state, loss)`. Nothing waits for the device. The state may be that
-    of the optimizer or any tree that holds it, stacked ones of members included: then a
+    Returns the optimizer and a function that gives it a value, for example after each
+    epoch: `state = observe(state, loss)`. Nothing waits for the device. The state may
+    be that of the optimizer or any tree that holds it, also stacked for members: then a
     value of shape [E] is one per member.
 
     The numbers are those of `torch.optim.lr_scheduler.ReduceLROnPlateau`. A value is
@@ -66,13 +65,13 @@ def reduce_on_plateau(
     The rate is `state.rate`, in float64.
 
     Raises:
-        ValueError: a mode is unknown, a number is negative, or the factor not below
+        ValueError: a mode is unknown, a number is negative, or the factor is not below
             one; when observing, the value has another shape, or there is not exactly
             one such state.
 
     Example:
         >>> from functools import partial
-        >>> from vgrad.optim.methods.optimizers import sgd
+        >>> from vgrad.optim import sgd
         >>> tx, observe = reduce_on_plateau(partial(sgd, momentum=0.9), 0.5, patience=1)
         >>> state = tx.init({"w": torch.ones(2)})
         >>> for loss in (1.0, 1.0, 1.0):
@@ -82,21 +81,26 @@ def reduce_on_plateau(
     """
     checks.one_of("reduce_on_plateau", MODES, mode=mode)
     checks.one_of("reduce_on_plateau", THRESHOLD_MODES, threshold_mode=threshold_mode)
-    if not isinstance(factor, Tensor):
-        checks.between("reduce_on_plateau", 0, 1, factor=factor)
-    for name, value in dict(patience=patience, cooldown=cooldown).items():
-        if not isinstance(value, Tensor):
-            checks.whole("reduce_on_plateau", least=0, **{name: value})
-    numbers = dict(lr=lr, threshold=threshold, min_lr=min_lr, eps=eps)
-    for name, value in numbers.items():
-        if not isinstance(value, Tensor):
-            checks.non_negative("reduce_on_plateau", **{name: value})
-    sign = 1 if mode == "min" else -1
+    checks.between("reduce_on_plateau", 0, 1, **plain(factor=factor))
+    lengths = plain(patience=patience, cooldown=cooldown)
+    checks.whole("reduce_on_plateau", least=0, **lengths)
+    numbers = plain(lr=lr, threshold=threshold, min_lr=min_lr, eps=eps)
+    checks.non_negative("reduce_on_plateau", **numbers)
+    rule = _Rule(
+        sign=1 if mode == "min" else -1,
+        relative=threshold_mode == "rel",
+        factor=factor,
+        patience=patience,
+        threshold=threshold,
+        cooldown=cooldown,
+        min_lr=min_lr,
+        eps=eps,
+    )
 
     def init(params: Params) -> PlateauState:
         zero = counter(params)
         rate = zero.double() + scalar(lr, zero.double())
-        best = torch.full_like(rate, sign * math.inf)
+        best = torch.full_like(rate, rule.sign * math.inf)
         inner = make(rate).init(params)
         return PlateauState(rate, best, zero, zero.clone(), inner)
 
@@ -106,52 +110,56 @@ def reduce_on_plateau(
         updates, inner = make(state.rate).update(grads, state.inner, params)
         return updates, state._replace(inner=inner)
 
-    def observed(state: PlateauState, value: Number) -> PlateauState:
-        value = _measured(value, state.best)
+    return GradientTransformation(init, update), rule.observe
+
+
+class _Rule(NamedTuple):
+    """When the rate falls: the options of `reduce_on_plateau`."""
+
+    sign: int
+    relative: bool
+    factor: Number
+    patience: int | Tensor
+    threshold: Number
+    cooldown: int | Tensor
+    min_lr: Number
+    eps: Number
+
+    def observe(self, state: Tree, value: Number) -> Tree:
+        """Return the state after a value was measured."""
+        found = len(states_of(state, PlateauState))
+        if found != 1:
+            raise ValueError(
+                f"observe(state with {found} plateaus): expected the state of one "
+                f"reduce_on_plateau. Pass that part of it."
+            )
+
+        def is_plateau(node: Tree) -> bool:
+            return isinstance(node, PlateauState)
+
+        def after(node: Tree) -> Tree:
+            return self._after(node, value) if is_plateau(node) else node
+
+        return tree_map(after, state, is_leaf=is_plateau)
+
+    def _after(self, state: PlateauState, value: Number) -> PlateauState:
         best = state.best
-        margin = sign * scalar(threshold, best)
-        bound = best * (1 - margin) if threshold_mode == "rel" else best - margin
-        better = sign * value < sign * bound
+        # No gradient flows through a comparison.
+        value = expanded("observe", "value", value, best).detach()
+        margin = self.sign * scalar(self.threshold, best)
+        bound = best * (1 - margin) if self.relative else best - margin
+        better = self.sign * value < self.sign * bound
         cooling = state.cooldown > 0
         bad = torch.where(better | cooling, 0, state.bad + 1)
-        lowering = bad > scalar(patience, bad)
-        least = scalar(min_lr, best)
-        lower = (state.rate * scalar(factor, best)).clamp(min=least)
-        lowered = lowering & (state.rate - lower > scalar(eps, best))
+        lowering = bad > scalar(self.patience, bad)
+        least = scalar(self.min_lr, best)
+        lower = (state.rate * scalar(self.factor, best)).clamp(min=least)
+        lowered = lowering & (state.rate - lower > scalar(self.eps, best))
         left = torch.where(cooling, state.cooldown - 1, state.cooldown)
         return PlateauState(
             torch.where(lowered, lower, state.rate),
             torch.where(better, value, best),
             torch.where(lowering, 0, bad),
-            torch.where(lowering, scalar(cooldown, left), left),
+            torch.where(lowering, scalar(self.cooldown, left), left),
             state.inner,
         )
-
-    def observe(state: Tree, value: Number) -> Tree:
-        nodes, form = tree_flatten(state, is_leaf=_is_plateau)
-        places = [index for index, node in enumerate(nodes) if _is_plateau(node)]
-        if len(places) != 1:
-            raise ValueError(
-                f"observe(state with {len(places)} plateaus): expected the state of "
-                f"one reduce_on_plateau. Hand on its part."
-            )
-        nodes[places[0]] = observed(nodes[places[0]], value)
-        return tree_unflatten(nodes, form)
-
-    return GradientTransformation(init, update), observe
-
-
-def _is_plateau(node: Tree) -> bool:
-    return isinstance(node, PlateauState)
-
-
-def _measured(value: Number, like: Tensor) -> Tensor:
-    """Return a value for each member; no gradient flows through a comparison."""
-    if not isinstance(value, Tensor):
-        return torch.full_like(like, value)
-    if value.shape not in ((), like.shape):
-        raise ValueError(
-            f"observe(value of shape {tuple(value.shape)}): expected a number or a "
-            f"tensor of shape {tuple(like.shape)}."
-        )
-    return value.detach().to(like.device, like.dtype).expand(like.shape)

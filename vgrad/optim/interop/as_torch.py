@@ -24,27 +24,26 @@ def as_torch(
     """Make a `torch.optim.Optimizer` that steps by a transformation.
 
     It is for code that asks for one, such as trainers, `GradScaler` and the schedulers
-    of torch. `params` are `model.named_parameters()` or a dictionary of them; what they
-    hold in `.grad` is used, and they are written in place. State: that of the
-    transformation, made at the first step. `state_dict` returns copies of its tensors,
-    named by `vgrad.tree.state_dict`, and the parameter group.
+    of torch. `params` are `model.named_parameters()` or a dictionary of them; their
+    `.grad` is read, and they are written in place. State: that of the transformation,
+    made at the first step. `state_dict` returns copies of its tensors, named by
+    `vgrad.tree.state_dict`, and the parameter group.
 
     If the transformation is made by `inject_hyperparams`, its hyperparameters are in
     `param_groups[0]`, and the next step uses what a scheduler writes there; those that
-    are schedules themselves are not. Nor is any rate of another transformation:
+    are schedules themselves are left out. So is the rate of any other transformation:
     schedulers of torch raise a KeyError, and `step` raises if one was set by hand.
-    Groups of parameters are made by `partition`.
+    `partition` makes groups of parameters.
 
     Raises:
         TypeError: the parameters are not pairs of a name and a tensor.
         ValueError: a name comes twice, or two parameters share memory without being
-            one; a group is added later; in `step`, a gradient is
-            sparse, or a rate was set that the transformation does not read; in
-            `load_state_dict`, names, shapes or dtypes are others.
+            one; a group is added later; in `step`, a gradient is sparse, or a rate was
+            set that the transformation does not read; in `load_state_dict`, names,
+            shapes or dtypes differ.
 
     Example:
-        >>> from vgrad.optim.hyperparams import inject_hyperparams
-        >>> from vgrad.optim.methods.optimizers import sgd
+        >>> from vgrad.optim import inject_hyperparams, sgd
         >>> model = torch.nn.Linear(1, 1, bias=False)
         >>> _ = torch.nn.init.ones_(model.weight)
         >>> tx = inject_hyperparams(sgd, lr=0.5)
@@ -58,29 +57,7 @@ def as_torch(
         >>> model.weight.item(), optimizer.param_groups[0]["lr"]
         (0.25, 0.125)
     """
-    pairs: list[Any] = list(params.items() if isinstance(params, Mapping) else params)
-    for pair in pairs:
-        if not isinstance(pair, tuple) or len(pair) != 2:
-            raise TypeError(
-                f"as_torch(params): expected pairs of a name and a parameter, got a "
-                f"{type(pair).__name__}. Pass model.named_parameters()."
-            )
-    named: Params = dict(pairs)
-    if len(named) < len(pairs):
-        raise ValueError(
-            "as_torch(params): expected a name for each parameter, got one name for "
-            "several."
-        )
-    places: dict[int, str] = {}
-    for name, param in named.items():
-        first = places.setdefault(param.data_ptr(), name)
-        if first != name and param.numel() and not param.is_meta:
-            raise ValueError(
-                f"as_torch(params): expected parameters with memory of their own, got "
-                f"{first!r} and {name!r}, of which one update would overwrite the "
-                f"other. Let the modules hold one parameter."
-            )
-    return _Adapter(transformation, named)
+    return _Adapter(transformation, _named(params))
 
 
 class _Adapter(Optimizer):
@@ -113,8 +90,9 @@ class _Adapter(Optimizer):
                     f"as_torch(...).step: expected dense gradients, got a sparse one "
                     f"in {name!r}. Embeddings take sparse=False."
                 )
-        state = self._with_numbers(self._current(params))
-        # A fresh dictionary is given away; the parameters are to be written anyway.
+        state = self._transformation.init(params) if self._tree is None else self._tree
+        state = self._with_numbers(state)
+        # A fresh dictionary is given away; the parameters are written in any case.
         new, self._tree = step(
             self._transformation, grads, state, dict(params), donate=True
         )
@@ -132,7 +110,7 @@ class _Adapter(Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned; no tensor is shared with it."""
+        """Go on from what `state_dict` returned, with copies of its tensors."""
         new = None
         if state_dict["state"]:
             template = self._transformation.init(self._params())
@@ -142,13 +120,13 @@ class _Adapter(Optimizer):
         self._tree = new
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all of it: torch's own method leaves out what a subclass adds."""
+        """Return everything: torch's own method leaves out what a subclass adds."""
         names = ("_transformation", "_names", "_tree", "_shown", "_unread")
         own = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **own}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse, but for the one group that the optimizer is made with."""
+        """Refuse a second group."""
         if self.param_groups:
             raise ValueError(
                 "as_torch(...).add_param_group: expected one group, of the parameters "
@@ -161,13 +139,8 @@ class _Adapter(Optimizer):
         (group,) = self.param_groups
         return dict(zip(self._names, group["params"], strict=True))
 
-    def _current(self, params: Params) -> Tree:
-        if self._tree is None:
-            return self._transformation.init(params)
-        return self._tree
-
     def _with_numbers(self, state: Tree) -> Tree:
-        """Put what the parameter group says into the state."""
+        """Put the numbers of the parameter group into the state."""
         (group,) = self.param_groups
         unread = sorted(self._unread & group.keys())
         if unread:
@@ -179,6 +152,33 @@ class _Adapter(Optimizer):
         if not self._shown:
             return state
         return with_hyperparams(state, **{name: group[name] for name in self._shown})
+
+
+def _named(params: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Params:
+    """Return the parameters by name; no two of them may share memory."""
+    pairs: list[Any] = list(params.items() if isinstance(params, Mapping) else params)
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise TypeError(
+                f"as_torch(params): expected pairs of a name and a parameter, got a "
+                f"{type(pair).__name__}. Pass model.named_parameters()."
+            )
+    named: Params = dict(pairs)
+    if len(named) < len(pairs):
+        raise ValueError(
+            "as_torch(params): expected a name for each parameter, got one name for "
+            "several."
+        )
+    places: dict[int, str] = {}
+    for name, param in named.items():
+        first = places.setdefault(param.data_ptr(), name)
+        if first != name and param.numel() and not param.is_meta:
+            raise ValueError(
+                f"as_torch(params): expected parameters with memory of their own, got "
+                f"{first!r} and {name!r}, of which one update would overwrite the "
+                f"other. Let the modules hold one parameter."
+            )
+    return named
 
 
 def _settable(
