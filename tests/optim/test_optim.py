@@ -301,7 +301,7 @@ def test_state_is_a_tree_of_tensors_that_survives_tree_map(name, options):
     assert leaves
     assert all(isinstance(leaf, torch.Tensor) for leaf in leaves)
     mapped = pytree.tree_map(torch.clone, state)
-    assert type(mapped[-1]) is optim.ScheduleState
+    assert type(mapped[-1]) is optim.states.ScheduleState
     grads = gradients(loss, params)
     assert_same_tree(
         optim.step(tx, grads, mapped, params), optim.step(tx, grads, state, params)

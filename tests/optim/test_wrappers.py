@@ -34,8 +34,8 @@ from vgrad.optim import (
     clip_by_value,
     ema,
     ema_parameters,
-    freeze,
     inject_hyperparams,
+    keep,
     lookahead,
     masked,
     multi_steps,
@@ -64,12 +64,12 @@ CASES = {
     "scale_by_schedule": lambda h: scale_by_schedule(
         lambda t: -h * 0.1 / (t.double() + 1)
     ),
-    "masked": lambda h: chain(masked(trace(0.5 * h), "*.weight"), sgd(0.1)),
+    "masked": lambda h: chain(masked(trace(0.5 * h), ["*.weight"]), sgd(0.1)),
     "decay mask": lambda h: chain(
-        add_decayed_weights(0.1 * h, mask="*.weight"), sgd(0.1)
+        add_decayed_weights(0.1 * h, mask=["*.weight"]), sgd(0.1)
     ),
     "partition": lambda h: partition({"*.bias": sgd(0.1 * h), "*": adamw(0.1 * h)}),
-    "freeze": lambda h: chain(freeze("*.bias"), adam(0.1 * h)),
+    "keep": lambda h: chain(keep(("*.bias",)), adam(0.1 * h)),
     "apply_if_finite": lambda h: apply_if_finite(
         adam(0.1 * h), max_consecutive_errors=3
     ),
@@ -389,9 +389,9 @@ def test_masked_decay_is_that_of_torch_with_two_groups():
     assert_close(found, train_with_torch(make, params, loss, 20))
 
 
-def test_frozen_parameters_stay_the_same_tensors_without_moments_or_decay():
+def test_kept_parameters_stay_the_same_tensors_without_moments_or_decay():
     params, loss = perceptron()
-    tx = chain(freeze("0.*"), adamw(0.1))
+    tx = chain(keep(["0.*"]), adamw(0.1))
     found, state = train(tx, params, loss, 3)
     assert found["0.weight"] is params["0.weight"]
     assert found["0.bias"] is params["0.bias"]
@@ -404,9 +404,9 @@ def test_frozen_parameters_stay_the_same_tensors_without_moments_or_decay():
     assert torch.equal(found["1.weight"], expected["1.weight"])
 
 
-def test_a_frozen_group_needs_no_name():
+def test_a_group_that_is_kept_needs_no_selection():
     params, loss = perceptron()
-    tx = partition({"0.*": freeze(), "*": sgd(0.1)})
+    tx = partition({"0.*": keep(), "*": sgd(0.1)})
     found, _ = train(tx, params, loss, 1)
     assert found["0.weight"] is params["0.weight"]
     assert not torch.equal(found["1.weight"], params["1.weight"])
@@ -956,10 +956,13 @@ PLATEAU, OBSERVE = reduce_on_plateau(sgd, 0.1)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: masked(sgd(), "c*").init(PARAMS), r"masked\('c\*'\).*'b', 'w'"),
+        (lambda: masked(sgd(), ["c*"]).init(PARAMS), r"masked\('c\*'\).*'b', 'w'"),
         (lambda: masked(sgd(), ("w", "c")).init(PARAMS), r"masked\('c'\): expected a"),
-        (lambda: masked(sgd(), lambda n: False).init(PARAMS), "masked.*got none"),
-        (lambda: freeze("c").init(PARAMS), r"freeze\('c'\): expected a selection"),
+        (
+            lambda: masked(sgd(), lambda n: False).init(PARAMS),
+            "masked.*expected a function that selects a parameter, got none.*'b', 'w'",
+        ),
+        (lambda: keep(["c"]).init(PARAMS), r"keep\('c'\): expected a pattern that"),
         (lambda: partition({}), r"partition\(\{\}\): expected at least one group"),
         (
             lambda: partition({"w": sgd()}).init(PARAMS),
@@ -967,7 +970,7 @@ PLATEAU, OBSERVE = reduce_on_plateau(sgd, 0.1)
         ),
         (
             lambda: partition({"w": sgd(), "c": sgd(), "*": sgd()}).init(PARAMS),
-            r"partition\('c'\): expected a selection that matches",
+            r"partition\('c'\): expected a pattern that matches",
         ),
         (
             lambda: partition({"*": sgd()}).update(PARAMS, ((), ()), PARAMS),
@@ -978,7 +981,7 @@ PLATEAU, OBSERVE = reduce_on_plateau(sgd, 0.1)
             r"partition\(grads\): expected the names.*missing: 'b', 'w'",
         ),
         (
-            lambda: masked(sgd(), "w").update({"w": None}, ((),), PARAMS),
+            lambda: masked(sgd(), ["w"]).update({"w": None}, ((),), PARAMS),
             r"masked\(grads\).*missing: 'b'",
         ),
         (
@@ -1086,12 +1089,20 @@ def test_bad_arguments_are_refused(call, message):
     ("call", "message"),
     [
         (
-            lambda: masked(sgd(), ["w"]),
-            r"masked\(\['w'\]\): expected a pattern.*a list",
+            lambda: masked(sgd(), "*.weight"),
+            r"masked\(selection='\*.weight'\): .*a string. Write \['\*.weight'\]",
         ),
-        (lambda: freeze(3), r"freeze\(3\): expected a pattern, a tuple of.*got a int"),
-        (lambda: partition({("w", 3): sgd()}), r"partition\(\('w', 3\)\): expected a"),
-        (lambda: add_decayed_weights(0.1, mask=3), r"masked\(3\): expected a pattern"),
+        (lambda: keep("w"), r"keep\(selection='w'\): .*got a string"),
+        (lambda: keep(3), r"keep\(selection=3\): expected a list or tuple.*got a int"),
+        (lambda: partition({3: sgd()}), r"partition\(key=3\): expected .*got a int"),
+        (
+            lambda: partition({("w", 3): sgd()}),
+            r"partition\(key=\('w', 3\)\): expected patterns that are strings",
+        ),
+        (
+            lambda: add_decayed_weights(0.0, mask="w"),
+            r"add_decayed_weights\(mask='w'\): .*got a string",
+        ),
         (
             lambda: inject_hyperparams(sgd, momentum=0.9, nesterov=True),
             r"inject_hyperparams\(nesterov=True\): expected a number.*partial\(make, n",

@@ -1,9 +1,7 @@
 """Optimizers as pairs of pure functions: optax's form, the numbers of torch.optim."""
 
 from vgrad.optim import schedules as schedules
-from vgrad.optim.averaging import AverageState as AverageState
-from vgrad.optim.averaging import EmaState as EmaState
-from vgrad.optim.averaging import LookaheadState as LookaheadState
+from vgrad.optim import states as states
 from vgrad.optim.averaging import averaged_parameters as averaged_parameters
 from vgrad.optim.averaging import ema as ema
 from vgrad.optim.averaging import ema_parameters as ema_parameters
@@ -13,7 +11,6 @@ from vgrad.optim.base import GradientTransformation as GradientTransformation
 from vgrad.optim.base import apply_updates as apply_updates
 from vgrad.optim.base import chain as chain
 from vgrad.optim.base import step as step
-from vgrad.optim.clipping import ZeroNansState as ZeroNansState
 from vgrad.optim.clipping import adaptive_grad_clip as adaptive_grad_clip
 from vgrad.optim.clipping import centralize as centralize
 from vgrad.optim.clipping import clip_by_block_rms as clip_by_block_rms
@@ -21,10 +18,9 @@ from vgrad.optim.clipping import clip_by_global_norm as clip_by_global_norm
 from vgrad.optim.clipping import clip_by_value as clip_by_value
 from vgrad.optim.clipping import global_norm as global_norm
 from vgrad.optim.clipping import zero_nans as zero_nans
-from vgrad.optim.grouping import freeze as freeze
+from vgrad.optim.grouping import keep as keep
 from vgrad.optim.grouping import masked as masked
 from vgrad.optim.grouping import partition as partition
-from vgrad.optim.hyperparams import HyperparamsState as HyperparamsState
 from vgrad.optim.hyperparams import inject_hyperparams as inject_hyperparams
 from vgrad.optim.hyperparams import scale as scale
 from vgrad.optim.hyperparams import scale_by_schedule as scale_by_schedule
@@ -32,7 +28,6 @@ from vgrad.optim.hyperparams import with_hyperparams as with_hyperparams
 from vgrad.optim.interop.adapter import as_torch as as_torch
 from vgrad.optim.interop.bridges import from_torch as from_torch
 from vgrad.optim.interop.bridges import to_torch as to_torch
-from vgrad.optim.methods.adafactor import FactoredState as FactoredState
 from vgrad.optim.methods.adafactor import adafactor as adafactor
 from vgrad.optim.methods.adafactor import scale_by_factored_rms as scale_by_factored_rms
 from vgrad.optim.methods.adam_family import adamax as adamax
@@ -43,55 +38,37 @@ from vgrad.optim.methods.classics import adagrad as adagrad
 from vgrad.optim.methods.classics import asgd as asgd
 from vgrad.optim.methods.classics import rmsprop as rmsprop
 from vgrad.optim.methods.classics import rprop as rprop
-from vgrad.optim.methods.modern import LionState as LionState
 from vgrad.optim.methods.modern import lamb as lamb
 from vgrad.optim.methods.modern import lars as lars
 from vgrad.optim.methods.modern import lion as lion
 from vgrad.optim.methods.modern import scale_by_lion as scale_by_lion
 from vgrad.optim.methods.modern import scale_by_trust_ratio as scale_by_trust_ratio
-from vgrad.optim.methods.moments import AdamaxState as AdamaxState
-from vgrad.optim.methods.moments import AmsgradState as AmsgradState
-from vgrad.optim.methods.moments import NadamState as NadamState
 from vgrad.optim.methods.moments import scale_by_adamax as scale_by_adamax
 from vgrad.optim.methods.moments import scale_by_amsgrad as scale_by_amsgrad
 from vgrad.optim.methods.moments import scale_by_nadam as scale_by_nadam
 from vgrad.optim.methods.moments import scale_by_radam as scale_by_radam
-from vgrad.optim.methods.muon import MuonState as MuonState
 from vgrad.optim.methods.muon import muon as muon
 from vgrad.optim.methods.muon import orthogonalize as orthogonalize
 from vgrad.optim.methods.optimizers import adam as adam
 from vgrad.optim.methods.optimizers import adamw as adamw
 from vgrad.optim.methods.optimizers import sgd as sgd
-from vgrad.optim.methods.scaling import AdadeltaState as AdadeltaState
-from vgrad.optim.methods.scaling import RmsState as RmsState
-from vgrad.optim.methods.scaling import RpropState as RpropState
-from vgrad.optim.methods.scaling import RssState as RssState
-from vgrad.optim.methods.scaling import StddevState as StddevState
 from vgrad.optim.methods.scaling import scale_by_adadelta as scale_by_adadelta
 from vgrad.optim.methods.scaling import scale_by_rms as scale_by_rms
 from vgrad.optim.methods.scaling import scale_by_rprop as scale_by_rprop
 from vgrad.optim.methods.scaling import scale_by_rss as scale_by_rss
 from vgrad.optim.methods.scaling import scale_by_stddev as scale_by_stddev
-from vgrad.optim.methods.schedule_free import ScheduleFreeState as ScheduleFreeState
 from vgrad.optim.methods.schedule_free import (
     evaluation_parameters as evaluation_parameters,
 )
 from vgrad.optim.methods.schedule_free import schedule_free as schedule_free
 from vgrad.optim.methods.schedule_free import schedule_free_adamw as schedule_free_adamw
 from vgrad.optim.methods.schedule_free import schedule_free_sgd as schedule_free_sgd
-from vgrad.optim.noise import NoiseState as NoiseState
 from vgrad.optim.noise import add_noise as add_noise
-from vgrad.optim.schedules.plateau import PlateauState as PlateauState
 from vgrad.optim.schedules.plateau import reduce_on_plateau as reduce_on_plateau
-from vgrad.optim.transforms import AdamState as AdamState
-from vgrad.optim.transforms import ScheduleState as ScheduleState
-from vgrad.optim.transforms import TraceState as TraceState
 from vgrad.optim.transforms import add_decayed_weights as add_decayed_weights
 from vgrad.optim.transforms import scale_by_adam as scale_by_adam
 from vgrad.optim.transforms import scale_by_learning_rate as scale_by_learning_rate
 from vgrad.optim.transforms import trace as trace
-from vgrad.optim.wrappers import ApplyIfFiniteState as ApplyIfFiniteState
-from vgrad.optim.wrappers import MultiStepsState as MultiStepsState
 from vgrad.optim.wrappers import apply_if_finite as apply_if_finite
 from vgrad.optim.wrappers import multi_steps as multi_steps
 from vgrad.tree import load_state_dict as load_state_dict
