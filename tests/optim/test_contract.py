@@ -1,0 +1,545 @@
+"""What every optimizer and every transformation around one promises."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from tests.optim.problems import (
+    double,
+    gradients,
+    matrices,
+    perceptron,
+    random_gradients,
+    train,
+)
+from tests.oracle import assert_exact
+from vgrad import optim
+from vgrad.optim import GradientTransformation, adam, adamw, chain, sgd, step
+
+MEMBERS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """An optimizer as a function of its numbers, each of which may be a tensor."""
+
+    make: Callable[..., GradientTransformation]
+    numbers: dict[str, Any]
+    """By name: the values of three members in a list, or a tuple of such lists."""
+    problem: Callable = perceptron
+    outcome: Callable = lambda params, state: params
+    """What the numbers move."""
+    averages: bool = False
+    """Whether it averages parameters, which count although they have no gradient."""
+    smooth: bool = True
+    """Whether it can be differentiated: rounding to bfloat16 cannot."""
+    compiles: bool = True
+    """Whether there is code in it that no other case compiles."""
+
+    def of(self, member: int = 0) -> dict[str, Any]:
+        return each_list(lambda column: column[member], self.numbers)
+
+    def tx(self, member: int = 0) -> GradientTransformation:
+        return self.make(**self.of(member))
+
+
+def each_list(function, tree):
+    return pytree.tree_map(function, tree, is_leaf=lambda node: isinstance(node, list))
+
+
+def wrapper(make, **options) -> Case:
+    """An optimizer made from one number, about one."""
+    return Case(make, dict(h=[1.0, 0.5, 1.5]), **options)
+
+
+def averaged(params, state):
+    return optim.averaged_parameters(state)
+
+
+LR, DECAY, EPS = [0.01, 0.1, 0.001], [0.1, 0.0, 0.2], [1e-4, 1e-8, 1e-2]
+BETAS = ([0.9, 0.5, 0.8], [0.99, 0.9, 0.7])
+SLOW_BETAS = (BETAS[0], [0.999, 0.9, 0.5])
+ADAM = dict(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+DAMPENED = dict(lr=LR, momentum=[0.9, 0.5, 0.0], dampening=[0.5, 0.0, 0.9])
+RPROP = dict(etas=([0.5, 0.3, 0.9], [1.2, 1.5, 3.0]))
+LARS = dict(lr=[2.0, 1.0, 4.0], momentum=[0.8, 0.5, 0.9], weight_decay=DECAY)
+FACTORED = dict(eps=([1e-4, 1e-8, 1e-2], [1e-2, 1e-3, 0.1]), d=[2.0, 1.0, 3.0])
+MUON = dict(lr=[0.02, 0.1, 0.01], weight_decay=[0.2, 0.1, 0.4], momentum=BETAS[0])
+FREE = dict(lr=[0.02, 0.1, 0.2], weight_decay=DECAY, weight_lr_power=[1.5, 2.0, 1.0])
+OPTIMIZERS = {
+    "sgd": Case(sgd, dict(lr=LR), compiles=False),
+    "sgd, dampened": Case(sgd, DAMPENED | dict(weight_decay=DECAY)),
+    "sgd, nesterov": Case(
+        partial(sgd, nesterov=True, maximize=True), dict(lr=LR, momentum=BETAS[0])
+    ),
+    "adam": Case(adam, ADAM),
+    "adam, amsgrad": Case(partial(adam, amsgrad=True), ADAM),
+    "adamw": Case(adamw, ADAM, compiles=False),
+    "adamw, amsgrad": Case(
+        partial(adamw, amsgrad=True, maximize=True), ADAM, compiles=False
+    ),
+    "nadam": Case(optim.nadam, ADAM | dict(momentum_decay=[4e-3, 0.1, 0.0])),
+    "nadam, decoupled": Case(
+        partial(optim.nadam, decoupled_weight_decay=True), ADAM, compiles=False
+    ),
+    "radam": Case(optim.radam, ADAM | dict(betas=SLOW_BETAS)),
+    "radam, decoupled": Case(
+        partial(optim.radam, decoupled_weight_decay=True), ADAM, compiles=False
+    ),
+    "adamax": Case(partial(optim.adamax, maximize=True), ADAM),
+    "adagrad": Case(
+        optim.adagrad,
+        dict(lr=LR, lr_decay=DECAY, initial_accumulator_value=DECAY, eps=EPS),
+    ),
+    "adadelta": Case(optim.adadelta, dict(lr=LR, rho=BETAS[0], eps=EPS)),
+    "rmsprop": Case(
+        partial(optim.rmsprop, maximize=True), dict(lr=LR, alpha=BETAS[1], eps=EPS)
+    ),
+    "rmsprop, centered": Case(
+        partial(optim.rmsprop, centered=True),
+        dict(lr=LR, alpha=BETAS[1], eps=EPS, momentum=BETAS[0]),
+    ),
+    "rprop": Case(
+        optim.rprop,
+        RPROP | dict(lr=LR, step_sizes=([1e-6, 1e-3, 0.0], [50.0, 0.1, 0.01])),
+    ),
+    "asgd": Case(
+        optim.asgd,
+        dict(lr=LR, lambd=DECAY, alpha=BETAS[0], t0=[2.0, 0.0, 1e6]),
+        averages=True,
+    ),
+    "lion": Case(
+        optim.lion,
+        dict(lr=LR, betas=([0.8, 0.9, 0.5], [0.9, 0.8, 0.7]), weight_decay=DECAY),
+    ),
+    "lamb": Case(optim.lamb, ADAM),
+    "lars": Case(optim.lars, LARS | dict(trust_coefficient=[0.01, 0.002, 0.02])),
+    "adafactor": Case(
+        optim.adafactor,
+        FACTORED | dict(lr=[0.05, 0.01, 0.1], beta2_decay=[-0.7, -0.5, -0.8]),
+    ),
+    "muon": Case(
+        partial(optim.muon, dtype=torch.float64), MUON | dict(eps=EPS), matrices
+    ),
+    "muon, rounded": Case(optim.muon, MUON, matrices, smooth=False, compiles=False),
+    "schedule_free_sgd": Case(optim.schedule_free_sgd, FREE | dict(momentum=BETAS[0])),
+    "schedule_free_adamw": Case(
+        optim.schedule_free_adamw, FREE | dict(betas=BETAS, eps=EPS)
+    ),
+    "clip_by_value": wrapper(lambda h: chain(optim.clip_by_value(0.1 * h), sgd(0.1))),
+    "clip_by_global_norm": wrapper(
+        lambda h: chain(optim.clip_by_global_norm(0.2 * h), sgd(0.1))
+    ),
+    "clip_by_block_rms": wrapper(
+        lambda h: chain(optim.clip_by_block_rms(0.1 * h), sgd(0.1))
+    ),
+    "adaptive_grad_clip": wrapper(
+        lambda h: chain(optim.adaptive_grad_clip(0.1 * h), sgd(0.1))
+    ),
+    "centralize": wrapper(lambda h: chain(optim.centralize(), sgd(0.1 * h))),
+    "zero_nans": wrapper(lambda h: chain(optim.zero_nans(), sgd(0.1 * h))),
+    "scale": wrapper(lambda h: optim.scale(-0.1 * h)),
+    "scale_by_schedule": wrapper(
+        lambda h: optim.scale_by_schedule(lambda t: -h * 0.1 / (t.double() + 1))
+    ),
+    "masked": wrapper(
+        lambda h: chain(optim.masked(optim.trace(0.5 * h), ["*.weight"]), sgd(0.1))
+    ),
+    "masked, decay": wrapper(
+        lambda h: chain(optim.add_decayed_weights(0.1 * h, mask=["*.weight"]), sgd(0.1))
+    ),
+    "partition": wrapper(
+        lambda h: optim.partition({"*.bias": sgd(0.1 * h), "*": adamw(0.1 * h)})
+    ),
+    "keep": wrapper(lambda h: chain(optim.keep(["*.bias"]), adam(0.1 * h))),
+    "apply_if_finite": wrapper(
+        lambda h: optim.apply_if_finite(adam(0.1 * h), max_consecutive_errors=3)
+    ),
+    "multi_steps": wrapper(lambda h: optim.multi_steps(adam(0.1 * h), 2)),
+    "ema": wrapper(lambda h: chain(optim.ema(0.5 * h), sgd(0.1))),
+    "ema_parameters": wrapper(
+        lambda h: chain(sgd(0.1), optim.ema_parameters(0.5 * h)),
+        averages=True,
+        outcome=averaged,
+    ),
+    "polyak_average": wrapper(
+        lambda h: chain(sgd(0.1 * h), optim.polyak_average(start=1)),
+        averages=True,
+        outcome=averaged,
+    ),
+    "lookahead": wrapper(
+        lambda h: optim.lookahead(adam(0.1), sync_period=2, slow_step_size=0.5 * h)
+    ),
+    "inject_hyperparams": wrapper(
+        lambda h: optim.inject_hyperparams(
+            adamw,
+            lr=0.1 * h,
+            betas=(0.5 * h, 0.9),
+            weight_decay=lambda t: h / (t.double() + 1),
+        )
+    ),
+    "reduce_on_plateau": wrapper(lambda h: optim.reduce_on_plateau(adam, 0.1 * h)[0]),
+    "add_noise": wrapper(
+        lambda h: chain(optim.add_noise(0.1 * h, 0.55 * h, seed=7), sgd(0.1))
+    ),
+}
+
+
+def each(**fields):
+    """Every case, or those of which a field says so."""
+    return pytest.mark.parametrize(
+        "case",
+        [
+            pytest.param(case, id=name)
+            for name, case in OPTIMIZERS.items()
+            if all(getattr(case, field) == value for field, value in fields.items())
+        ],
+    )
+
+
+every = each()
+
+
+def test_every_optimizer_and_wrapper_is_in_the_table():
+    makers = {
+        name
+        for name, value in vars(optim).items()
+        if callable(value) and not isinstance(value, type) and name.islower()
+    }
+    inside = {
+        "add_decayed_weights", "trace", "scale_by_learning_rate", "schedule_free",
+        "scale_by_adam", "scale_by_amsgrad", "scale_by_nadam", "scale_by_radam",
+        "scale_by_rss", "scale_by_adadelta", "scale_by_rms", "scale_by_stddev",
+        "scale_by_rprop", "scale_by_lion", "scale_by_trust_ratio",
+        "scale_by_factored_rms", "orthogonalize",
+    }  # fmt: skip
+    others = {
+        "apply_updates", "step", "chain", "global_norm", "averaged_parameters",
+        "evaluation_parameters", "with_hyperparams", "state_dict", "load_state_dict",
+        "as_torch", "from_torch", "to_torch",
+    }  # fmt: skip
+    table = {name.split(",")[0] for name in OPTIMIZERS}
+    assert makers - inside - others == table - inside
+
+
+def tensors(case, dtype=torch.float64):
+    return pytree.tree_map(lambda v: torch.tensor(v, dtype=dtype), case.of())
+
+
+def leaves(tree):
+    found = pytree.tree_leaves(tree)
+    assert all(isinstance(leaf, Tensor) for leaf in found)
+    return found
+
+
+# Members.
+
+
+def members(case, parameters=None):
+    """Stacked numbers, parameters and states of members, and each one's start."""
+    numbers = each_list(double, case.numbers)
+    start = dict(list(case.problem()[0].items())[:parameters])
+    alone = [random_gradients(start, seed=seed) for seed in range(MEMBERS)]
+    params = {key: torch.stack([each[key] for each in alone]) for key in start}
+    state = torch.vmap(lambda n, p: case.make(**n).init(p))(numbers, params)
+    return numbers, params, state, alone
+
+
+def one_step(case, grads, numbers, params, state):
+    return step(case.make(**numbers), grads, state, params)
+
+
+@every
+def test_members_that_differ_in_every_number_train_as_they_do_alone(case):
+    numbers, params, state, alone = members(case)
+    _, loss = case.problem()
+    advance = torch.vmap(partial(one_step, case))
+    for _ in range(8):
+        grads = torch.vmap(torch.func.grad(loss))(params)
+        params, state = advance(grads, numbers, params, state)
+    for member, start in enumerate(alone):
+        expected, last = train(case.tx(member), start, loss, 8)
+        found = pytree.tree_map(lambda leaf, i=member: leaf[i], (params, state))
+        assert_exact(found[0], expected, 1e-11)
+        if all(pytree.tree_leaves(case.of(member))):  # the number zero needs no state
+            assert_exact(found[1], last, 1e-11)
+
+
+@pytest.mark.slow
+@each(compiles=True)
+def test_members_whose_optimizers_are_made_inside_compile_to_one_graph(case):
+    numbers, *trees, _ = members(case, parameters=2)
+    advance = torch.vmap(partial(one_step, case))
+    torch.compiler.reset()
+    compiled = torch.compile(advance, fullgraph=True, backend="eager")
+    arguments = (trees[0], numbers, *trees)
+    assert_exact(compiled(*arguments), advance(*arguments), 1e-12)
+
+
+# Purity and state.
+
+
+@every
+def test_gradients_state_and_parameters_are_never_changed(case):
+    start, loss = case.problem()
+    tx = case.tx()
+    params, state = train(tx, start, loss, 3)
+    arguments = (gradients(loss, params), state, params)
+    before = leaves(arguments)
+    copies = copy.deepcopy(arguments)
+    versions = [leaf._version for leaf in before]
+    first, second = step(tx, *arguments), step(tx, *arguments)
+    assert [leaf._version for leaf in before] == versions
+    assert_exact(arguments, copies, 0)
+    assert_exact(first, second, 0)
+
+
+@every
+def test_a_donated_step_has_the_numbers_of_a_pure_one(case):
+    params, loss = case.problem()
+    tx = case.tx()
+    given, state = copy.deepcopy(params), tx.init(params)
+    expected, pure = params, tx.init(params)
+    for _ in range(4):
+        grads = gradients(loss, expected)
+        kept = copy.deepcopy(grads)
+        old = given
+        given, state = step(tx, grads, state, given, donate=True)
+        expected, pure = step(tx, kept, pure, expected)
+        assert_exact(grads, kept, 0)
+        assert not old
+    assert_exact((given, state), (expected, pure), 1e-12)
+
+
+@every
+def test_a_state_shares_no_memory_and_survives_a_dictionary(case):
+    params, loss = case.problem()
+    tx = case.tx()
+    places = [leaf.data_ptr() for leaf in (*leaves(tx.init(params)), *params.values())]
+    assert len(set(places)) == len(places)
+    trained, state = train(tx, params, loss, 3)
+    saved = {key: leaf.clone() for key, leaf in optim.state_dict(state).items()}
+    again = optim.load_state_dict(tx.init(params), saved)
+    assert pytree.tree_structure(again) == pytree.tree_structure(state)
+    grads = gradients(loss, trained)
+    found, expected = (step(tx, grads, each, trained) for each in (again, state))
+    assert_exact(found, expected, 0)
+
+
+@every
+def test_no_value_is_read_and_results_are_where_the_parameters_are(case):
+    start, _ = case.problem()
+    params = {key: p.to("meta") for key, p in start.items()}
+    on_device = pytree.tree_map(lambda t: t.to("meta"), tensors(case))
+    for tx in (case.tx(), case.make(**on_device)):
+        results = step(tx, params, tx.init(params), params)
+        assert {leaf.device.type for leaf in leaves(results)} == {"meta"}
+
+
+@every
+def test_no_graph_is_recorded_where_none_is_wanted(case):
+    params, loss = case.problem()
+    tx = case.tx()
+    assert not any(leaf.requires_grad for leaf in leaves(train(tx, params, loss, 2)))
+    trained = {name: p.requires_grad_() for name, p in params.items()}
+    with torch.no_grad():
+        state = tx.init(trained)
+        updates, after = tx.update(trained, state, trained)
+    given = [u for u in updates.values() if u is not None]
+    assert not any(leaf.requires_grad for leaf in leaves((state, given, after)))
+
+
+# Gradients of None, and no parameters at all.
+
+
+def dictionaries(state):
+    """Every dictionary by parameter name that a state holds."""
+    found = []
+    pytree.tree_leaves(
+        state, is_leaf=lambda n: isinstance(n, dict) and (found.append(n) or True)
+    )
+    return found
+
+
+@every
+def test_a_parameter_without_gradients_is_as_good_as_absent(case):
+    params, loss = case.problem()
+    tx = case.tx()
+    spare = {**params, "spare.weight": torch.ones(2, 2).double()}
+    expected, found = params, spare
+    expected_state, state = tx.init(params), tx.init(spare)
+    fresh = dictionaries(tx.init(spare))
+    for _ in range(7):
+        grads = gradients(loss, expected)
+        expected, expected_state = step(tx, grads, expected_state, expected)
+        found, state = step(tx, {**grads, "spare.weight": None}, state, found)
+    assert found.pop("spare.weight") is spare["spare.weight"]
+    assert_exact(found, expected, 0)
+    for tree, before in zip(dictionaries(state), fresh, strict=True):
+        if "spare.weight" in tree:
+            assert_exact(tree.pop("spare.weight"), before["spare.weight"], 0)
+    assert_exact(state, expected_state, 0)
+
+
+@every
+def test_a_gradient_of_none_keeps_a_parameter_and_its_moments(case):
+    params, loss = case.problem()
+    tx = case.tx()
+    params, state = train(tx, params, loss, 6)
+    grads = gradients(loss, params)
+    updates, after = tx.update({**grads, "1.weight": None}, state, params)
+    assert updates["1.weight"] is None
+    assert optim.apply_updates(params, updates)["1.weight"] is params["1.weight"]
+    _, moved = tx.update(grads, state, params)
+    trees = zip(*map(dictionaries, (state, after, moved)), strict=True)
+    rows = [[t["1.weight"] for t in row] for row in trees if "1.weight" in row[0]]
+    if case.averages:
+        return
+    for before, kept, _ in rows:
+        assert_exact(kept, before, 0)
+    changed = [not torch.equal(before, other) for before, _, other in rows]
+    assert any(changed) or all(before.dtype == torch.bool for before, *_ in rows)
+
+
+@every
+def test_an_empty_dictionary_is_a_model_without_parameters(case):
+    tx, (start, loss) = case.tx(), case.problem()
+    params, state = step(tx, {}, tx.init({}), {})
+    assert params == {}
+
+    def counts(state):
+        return [int(c) for c in leaves(state) if c.dtype == torch.int64]
+
+    assert counts(state) == counts(train(tx, start, loss, 1)[1])
+
+
+# Precision.
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@every
+def test_half_precision_is_widened_once_and_rounded_once(case, dtype):
+    tx, (start, _) = case.tx(), case.problem()
+    params = {key: p.to(dtype) for key, p in start.items()}
+    state, wide_state = (
+        tx.init(params),
+        tx.init({k: p.float() for k, p in params.items()}),
+    )
+    for seed in range(3):
+        grads = random_gradients(params, seed=seed)
+        if dtype == torch.float16:  # the square of which has more than a float16 holds
+            grads = {key: 3e4 * g.sign() for key, g in grads.items()}
+        wide = floats(params)
+        updates, state = tx.update(grads, state, params)
+        expected, wide_state = tx.update(floats(grads), wide_state, wide)
+        given = {key: u for key, u in updates.items() if u is not None}
+        assert {u.dtype for u in given.values()} <= {torch.float32}
+        assert_exact(given, {key: expected[key] for key in given}, 0)
+        assert all(u.isfinite().all() for u in given.values())
+        new = optim.apply_updates(params, updates)
+        rounded = {key: (wide[key] + u).to(dtype) for key, u in given.items()}
+        assert_exact(new, {**params, **rounded}, 0)
+        params = new
+    assert not any(leaf.dtype == dtype for leaf in leaves(state))
+    if (
+        not case.average
+    ):  # the average is that of the parameters after they were rounded
+        assert_exact(state, wide_state, 0)
+
+
+@every
+def test_float64_numbers_and_gradients_widen_neither_parameters_nor_state(case):
+    start, _ = case.problem()
+    params = {key: p.float() for key, p in start.items()}
+    if case.problem is perceptron:
+        params["scale.weight"] = torch.tensor(2.0)
+    tx = case.make(**tensors(case))
+    state = tx.init(params)
+    before = pytree.tree_map(lambda s: s.dtype, (params, state))
+    for seed in range(2):
+        grads = random_gradients(params, seed=seed, dtype=torch.float64)
+        params, state = step(tx, grads, state, params)
+    assert pytree.tree_map(lambda s: s.dtype, (params, state)) == before
+
+
+def floats(tree):
+    return {key: leaf.float() for key, leaf in tree.items()}
+
+
+# Derivatives.
+
+
+@each(smooth=True)
+def test_gradients_through_training_match_finite_differences(case):
+    start, loss = case.problem()
+
+    def outcome(numbers, params):
+        tx = case.make(**numbers)
+        state = tx.init(params)
+        for _ in range(7):
+            grads = torch.func.grad(loss)(params)
+            params, state = step(tx, grads, state, params)
+        return loss(case.outcome(params, state))
+
+    numbers = tensors(case)
+    torch.testing.assert_close(
+        outcome(numbers, start), outcome(case.of(), start), rtol=1e-12, atol=0
+    )
+    slopes = torch.func.grad(outcome, argnums=(0, 1))(numbers, start)
+    assert next(iter(slopes[0].values())) != 0
+    assert all((slope != 0).any() for slope in slopes[1].values())
+    h = 1e-6
+    for number in numbers:
+        way = {key: pytree.tree_map(torch.zeros_like, v) for key, v in numbers.items()}
+        way[number] = pytree.tree_map(lambda v: h * v, numbers[number])
+        assert_slope(outcome, (numbers, start), slopes, (way, zeros(start)))
+    drawn = {key: h * g for key, g in random_gradients(start, seed=1).items()}
+    way = pytree.tree_map(torch.zeros_like, numbers)
+    assert_slope(outcome, (numbers, start), slopes, (way, drawn))
+
+
+def zeros(params):
+    return {key: torch.zeros_like(p) for key, p in params.items()}
+
+
+def assert_slope(function, arguments, slopes, way, rtol=1e-5, atol=1e-13):
+    """Compare the slope along a small way with what the function does on it."""
+    high, low = (
+        function(*pytree.tree_map(lambda a, w, s=sign: a + s * w, arguments, way))
+        for sign in (1, -1)
+    )
+    products = pytree.tree_map(lambda s, w: (s * w).sum(), slopes, way)
+    along = sum(pytree.tree_leaves(products))
+    torch.testing.assert_close(along, (high - low) / 2, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("zero", ["gradients", "parameters", "both"])
+@each(smooth=True)
+def test_slopes_are_finite_where_there_are_zeros(case, zero):
+    params, _ = case.problem()
+    grads = random_gradients(params, seed=0)
+    grads = grads if zero == "parameters" else zeros(params)
+    params = params if zero == "gradients" else zeros(params)
+    numbers = tensors(case)
+    options = {}
+    if "eps" in numbers and zero != "both" and case.problem is not matrices:
+        options["eps"] = pytree.tree_map(lambda _: 0.0, numbers.pop("eps"))
+
+    def outcome(numbers, params, grads):
+        tx = case.make(**numbers, **options)
+        state = tx.init(params)
+        for _ in range(3):
+            params, state = step(tx, grads, state, params)
+        found = case.outcome(params, state)
+        return sum(p.sum() for p in found.values()), params
+
+    slope = torch.func.grad(outcome, argnums=(0, 1, 2), has_aux=True)
+    slopes, found = slope(numbers, params, grads)
+    assert all(leaf.isfinite().all() for leaf in leaves((slopes, found)))
