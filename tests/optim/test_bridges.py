@@ -12,7 +12,7 @@ from torch import nn, optim
 from torch.optim import lr_scheduler
 from torch.utils import _pytree as pytree
 
-from tests.optim.test_optim import (
+from tests.optim.problems import (
     assert_close,
     assert_same_tree,
     gradients,
