@@ -47,6 +47,18 @@ def test_optimizers_without_decay_need_no_parameters():
         assert_exact(tx.update(grads, state), tx.update(grads, state, params), 0)
 
 
+def test_states_have_a_module_of_their_own_and_say_what_they_hold():
+    params = {"w": torch.zeros(2, 2)}
+    for make in (optim.adam, optim.lion, optim.muon, optim.schedule_free_adamw):
+        for state in optim.chain(make(), optim.zero_nans()).init(params):
+            parts = state if type(state) is tuple else (state,)
+            for kind in {type(part) for part in parts} - {tuple}:
+                assert getattr(optim.states, kind.__name__) is kind
+    assert not [name for name in vars(optim) if name.endswith("State")]
+    kinds = [kind for name, kind in vars(optim.states).items() if "State" in name]
+    assert all(kind.__doc__.startswith("State of ") for kind in kinds)
+
+
 @pytest.mark.parametrize("transformation", [
     optim.scale_by_amsgrad(eps=0.0),
     optim.scale_by_nadam(eps=0.0),

@@ -552,3 +552,21 @@ def test_slopes_are_finite_where_there_are_zeros(case, zero):
     slope = torch.func.grad(outcome, argnums=(0, 1, 2), has_aux=True)
     slopes, found = slope(numbers, params, grads)
     assert all(leaf.isfinite().all() for leaf in leaves((slopes, found)))
+
+
+@each(smooth=True, problem=perceptron)
+def test_second_slopes_are_finite_where_gradients_are_zero(case):
+    start, _ = case.problem()
+    params, numbers = zeros(start), tensors(case)
+
+    def outcome(size):
+        found, tx = params, case.make(**numbers)
+        state = tx.init(found)
+        for _ in range(2):
+            grads = {key: size * p for key, p in found.items()}
+            found, state = step(tx, grads, state, found)
+        return sum(p.sum() for p in case.outcome(found, state).values())
+
+    slope = torch.func.grad(outcome)
+    assert slope(double(0.9)).isfinite()
+    assert torch.func.grad(slope)(double(0.9)).isfinite()

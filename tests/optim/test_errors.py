@@ -188,6 +188,12 @@ KINDS = [
 ]
 STATES = [
     (
+        lambda: optim.multi_steps(sgd(), torch.tensor([2, 3])).update(
+            PARAMS, optim.multi_steps(sgd(), 2).init(PARAMS)
+        ),
+        "hyperparameter of shape (2,)): expected a number",
+    ),
+    (
         lambda: chain(optim.trace(0.9)).update(PARAMS, sgd().init(PARAMS)),
         "chain(state of 3 transformations): expected one of 1",
     ),
