@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from tests.optim.optimizers import every
 from tests.optim.problems import double
-from tests.optim.test_contract import every
 from vgrad import optim
 from vgrad.optim import adam, adamw, chain, masked, partition, sgd, step
 
