@@ -110,7 +110,8 @@ def assert_exact(found, expected, tolerance: float = EXACT) -> None:
         return
     for value, exact in _pairs(found, expected):
         assert value.dtype == exact.dtype
-        bits = [each.detach().flatten().view(torch.uint8) for each in (value, exact)]
+        pair = [each.detach().flatten().contiguous() for each in (value, exact)]
+        bits = [each.view(torch.uint8) for each in pair]
         assert torch.equal(*bits), (value, exact)
 
 

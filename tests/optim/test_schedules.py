@@ -10,22 +10,14 @@ from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
 from tests.examples import examples
+from tests.optim.problems import double
+from tests.oracle import assert_exact
 from vgrad import optim
 from vgrad.optim import schedules
 
 tried = examples(40)
-
-
-def double(values):
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def assert_same_curve(found, expected):
-    """Compare to 1e-12 of the largest rate."""
-    assert found.dtype == torch.float64
-    assert found.shape == expected.shape
-    difference = (found - expected).abs().max()
-    assert difference <= 1e-12 * expected.abs().max(), difference
+exact = partial(assert_exact, tolerance=1e-12)
+"""Which compares to 1e-12 of the largest rate."""
 
 
 # The numbers of torch.optim.lr_scheduler.
@@ -122,13 +114,13 @@ def test_every_step_agrees_with_torch_to_the_end_and_beyond(name, data):
     lr = data.draw(RATES)
     options = data.draw(st.fixed_dictionaries(OPTIONS[name]))
     ours, theirs = pair(name, lr, options)
-    assert_same_curve(ours(torch.arange(90)), torch_curve(theirs, lr, 90))
+    exact(ours(torch.arange(90)), torch_curve(theirs, lr, 90))
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_defaults_are_those_of_torch(name):
     ours, theirs = pair(name, 0.5, SOME[name])
-    assert_same_curve(ours(torch.arange(20)), torch_curve(theirs, 0.5, 20))
+    exact(ours(torch.arange(20)), torch_curve(theirs, 0.5, 20))
 
 
 @pytest.mark.parametrize("steps", [100, 10_000])
@@ -141,7 +133,7 @@ def test_a_long_cosine_agrees_with_the_closed_form_of_torch(steps):
         expected += scheduler._get_closed_form_lr()
     found = schedules.cosine(0.3, steps, eta_min=0.01)
     counts = torch.arange(0, 3 * steps, steps // 50)
-    assert_same_curve(found(counts), double(expected))
+    exact(found(counts), double(expected))
 
 
 @given(
@@ -168,7 +160,7 @@ def test_one_cycle_agrees_with_torch_and_then_stays(lr, steps, options):
         )
 
     found = schedules.one_cycle(lr, steps, **options)(torch.arange(steps + 50))
-    assert_same_curve(found[:steps], torch_curve(theirs, lr, steps))
+    exact(found[:steps], torch_curve(theirs, lr, steps))
     assert torch.equal(found[steps:], found[steps - 1].expand(50))
 
 
@@ -179,14 +171,14 @@ def test_defaults_of_one_cycle_are_those_of_torch():
         )
 
     found = schedules.one_cycle(0.5, 30)(torch.arange(30))
-    assert_same_curve(found, torch_curve(theirs, 0.5, 30))
+    exact(found, torch_curve(theirs, 0.5, 30))
 
 
 def test_a_first_phase_of_no_steps_begins_at_the_rate_of_the_start():
     found = schedules.one_cycle(1.0, 4, pct_start=0.25)(torch.arange(4))
     rest = schedules.one_cycle(1.0, 4, pct_start=0.25 + 1e-13)(torch.arange(4))
-    assert_same_curve(found, rest)
-    assert_same_curve(found[:1], double([1 / 25]))
+    exact(found, rest)
+    exact(found[:1], double([1 / 25]))
 
 
 MAINS = ["polynomial", "exponential", "step", "multi_step", "cosine"]
@@ -210,7 +202,7 @@ def test_a_warmup_agrees_with_a_linear_rate_in_sequence(name, data):
         return lr_scheduler.SequentialLR(optimizer, parts, [steps])
 
     found = schedules.warmup(ours, steps, start_factor=start)
-    assert_same_curve(found(torch.arange(90)), torch_curve(sequence, lr, 90))
+    exact(found(torch.arange(90)), torch_curve(sequence, lr, 90))
 
 
 @given(
@@ -227,7 +219,7 @@ def test_joined_schedules_agree_with_a_sequence(names, places):
         return lr_scheduler.SequentialLR(optimizer, parts, boundaries)
 
     found = schedules.join(ours, boundaries)(torch.arange(60))
-    assert_same_curve(found, torch_curve(sequence, 0.3, 60))
+    exact(found, torch_curve(sequence, 0.3, 60))
 
 
 @given(st.lists(RATES, min_size=1, max_size=5), st.data())
@@ -362,9 +354,9 @@ def test_counts_of_every_shape_give_the_whole_curve(name):
     assert one_by_one.dtype == torch.float64
     for shape in [(24,), (4, 6), (2, 3, 4), (24, 1)]:
         given_counts = counts.reshape(shape)
-        assert_same_curve(rate(given_counts), one_by_one.reshape(shape))
+        exact(rate(given_counts), one_by_one.reshape(shape))
     assert rate(counts[:0]).shape == (0,)
-    assert_same_curve(rate(counts.int()), one_by_one)
+    exact(rate(counts.int()), one_by_one)
     assert torch.equal(counts, torch.arange(24))
 
 
@@ -414,8 +406,8 @@ def test_members_under_vmap_have_their_own_rates_and_lengths(name):
     last = own_count(stacked, torch.tensor([4, 5, 6]))
     for index, member in enumerate(members):
         alone = make(**member)
-        assert_same_curve(found[index], alone(counts))
-        assert_same_curve(last[index], alone(torch.tensor(4 + index)))
+        exact(found[index], alone(counts))
+        exact(last[index], alone(torch.tensor(4 + index)))
 
 
 @every
@@ -456,6 +448,7 @@ def test_a_schedule_that_overflows_beyond_its_end_leaves_gradients_finite():
     assert grad == 0
 
 
+@pytest.mark.slow
 @every
 def test_a_schedule_compiles_to_one_graph(name):
     make, options = EVERY[name]
@@ -465,13 +458,12 @@ def test_a_schedule_compiles_to_one_graph(name):
         return make(**options)(counts), make(**values)(counts)
 
     torch.compiler.reset()
-    compiled = torch.compile(curves, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(curves, fullgraph=True, backend="eager")
     counts = torch.arange(24)
-    found, expected = compiled(tensors, counts), curves(tensors, counts)
-    for one, other in zip(found, expected, strict=True):
-        assert_same_curve(one, other)
+    exact(compiled(tensors, counts), curves(tensors, counts))
 
 
+@pytest.mark.slow
 def test_members_whose_schedules_are_made_inside_train_as_one_compiled_graph():
     lr, steps = double([0.1, 0.2]), torch.tensor([3, 5])
     start = torch.linspace(1, 2, 4).double()
@@ -481,13 +473,13 @@ def test_members_whose_schedules_are_made_inside_train_as_one_compiled_graph():
         tx = optim.sgd(schedules.warmup(main, steps), momentum=0.9)
         params = {"w": start}
         state = tx.init(params)
-        for _ in range(7):
+        for _ in range(4):
             params, state = optim.step(tx, {"w": params["w"] ** 3}, state, params)
         return params["w"]
 
     members = torch.vmap(train)
     torch.compiler.reset()
-    compiled = torch.compile(members, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(members, fullgraph=True, backend="eager")
     found = compiled(lr, steps)
     assert torch.equal(found, members(lr, steps))
     alone = torch.stack([train(lr[i].item(), steps[i].item()) for i in range(2)])
@@ -510,153 +502,106 @@ def test_gradients_reach_a_rate_through_training():
 
 # Bad arguments.
 
+RANGES = [
+    ("constant", dict(lr=-1.0), "lr >= 0."),
+    ("constant", dict(lr=float("inf")), "a finite number."),
+    ("constant", dict(steps=-1), "a whole number >= 0."),
+    ("linear", dict(steps=0), "a whole number >= 1."),
+    ("linear", dict(steps=2.5), "a whole number >= 1."),
+    ("linear", dict(end_factor=-0.5), "end_factor >= 0."),
+    ("polynomial", dict(power=-1.0), "power >= 0."),
+    ("step", dict(step_size=True), "a whole number >= 1."),
+    ("cosine", dict(eta_min=float("nan")), "eta_min >= 0."),
+    ("cosine_with_restarts", dict(T_mult=1.5), "a whole number >= 1."),
+    ("cyclic", dict(step_size_down=0), "a whole number >= 1."),
+    ("cyclic", dict(mode="square"), "one of 'triangular', 'triangular2', 'exp_range'."),
+    ("one_cycle", dict(pct_start=1.5), "at most 1."),
+    ("one_cycle", dict(div_factor=0.0), "div_factor > 0."),
+    ("one_cycle", dict(anneal_strategy="sine"), "one of 'cos', 'linear'."),
+]
+
+
+@pytest.mark.parametrize(("name", "argument", "expected"), RANGES)
+def test_arguments_out_of_range_are_named(name, argument, expected):
+    make, options = EVERY[name]
+    ((key, value),) = argument.items()
+    message = f"{name}({key}={value!r}): expected {expected}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make(**options | argument)
+
+
 ONE = schedules.constant(1.0)
+TENSOR = "expected a number or a tensor without dimensions. For one value per member, "
 BAD = [
-    (lambda s: s.constant(-1.0), ValueError, "constant(lr=-1.0): expected lr >= 0."),
     (
-        lambda s: s.constant(float("inf")),
-        ValueError,
-        "constant(lr=inf): expected a finite number.",
-    ),
-    (
-        lambda s: s.constant("fast"),
-        TypeError,
-        "constant(lr='fast'): expected a number, got a str.",
-    ),
-    (
-        lambda s: s.constant(1.0, -1),
-        ValueError,
-        "constant(steps=-1): expected a whole number >= 0.",
-    ),
-    (
-        lambda s: s.linear(1.0, 0),
-        ValueError,
-        "linear(steps=0): expected a whole number >= 1.",
-    ),
-    (
-        lambda s: s.linear(1.0, 2.5),
-        ValueError,
-        "linear(steps=2.5): expected a whole number >= 1.",
-    ),
-    (
-        lambda s: s.linear(1.0, 2, end_factor=-0.5),
-        ValueError,
-        "linear(end_factor=-0.5): expected end_factor >= 0.",
-    ),
-    (
-        lambda s: s.linear(1.0, torch.tensor([2, 3])),
-        ValueError,
-        "linear(steps of shape (2,)): expected a number or a tensor without "
-        "dimensions. For one value per member, make the schedule inside the function "
+        partial(schedules.linear, 1.0, torch.tensor([2, 3])),
+        f"linear(steps of shape (2,)): {TENSOR}make the schedule inside the function "
         "that torch.vmap maps.",
     ),
     (
-        lambda s: s.polynomial(1.0, 2, power=-1.0),
-        ValueError,
-        "polynomial(power=-1.0): expected power >= 0.",
+        partial(schedules.exponential, torch.ones(1), 0.5),
+        f"exponential(lr of shape (1,)): {TENSOR}",
     ),
     (
-        lambda s: s.exponential(torch.ones(1), 0.5),
-        ValueError,
-        "exponential(lr of shape (1,)): expected a number or a tensor",
-    ),
-    (
-        lambda s: s.step(1.0, True),
-        ValueError,
-        "step(step_size=True): expected a whole number >= 1.",
-    ),
-    (
-        lambda s: s.multi_step(1.0, [3, -1]),
-        ValueError,
+        partial(schedules.multi_step, 1.0, [3, -1]),
         "multi_step(milestones[1]=-1): expected a whole number >= 1.",
     ),
     (
-        lambda s: s.cosine(1.0, 3, eta_min=float("nan")),
-        ValueError,
-        "cosine(eta_min=nan): expected eta_min >= 0.",
-    ),
-    (
-        lambda s: s.cosine_with_restarts(1.0, 3, T_mult=1.5),
-        ValueError,
-        "cosine_with_restarts(T_mult=1.5): expected a whole number >= 1.",
-    ),
-    (
-        lambda s: s.cyclic(0.1, 1.0, step_size_down=0),
-        ValueError,
-        "cyclic(step_size_down=0): expected a whole number >= 1.",
-    ),
-    (
-        lambda s: s.cyclic(0.1, 1.0, mode="square"),
-        ValueError,
-        "cyclic(mode='square'): expected one of 'triangular', 'triangular2', "
-        "'exp_range'.",
-    ),
-    (
-        lambda s: s.one_cycle(1.0, 5, pct_start=1.5),
-        ValueError,
-        "one_cycle(pct_start=1.5): expected at most 1.",
-    ),
-    (
-        lambda s: s.one_cycle(1.0, 5, div_factor=0.0),
-        ValueError,
-        "one_cycle(div_factor=0.0): expected div_factor > 0.",
-    ),
-    (
-        lambda s: s.one_cycle(1.0, 5, anneal_strategy="sine"),
-        ValueError,
-        "one_cycle(anneal_strategy='sine'): expected one of 'cos', 'linear'.",
-    ),
-    (
-        lambda s: s.join([ONE, 0.1], [3]),
-        TypeError,
-        "join(schedules[1]=0.1): expected a function of the step count, got a float. "
-        "For a number, use constant.",
-    ),
-    (
-        lambda s: s.join([ONE], [3]),
-        ValueError,
+        partial(schedules.join, [ONE], [3]),
         "join(1 schedules, 1 boundaries): expected one of schedules more than "
         "boundaries.",
     ),
     (
-        lambda s: s.join([ONE, ONE], [0]),
-        ValueError,
+        partial(schedules.join, [ONE, ONE], [0]),
         "join(boundaries[0]=0): expected a whole number >= 1.",
     ),
     (
-        lambda s: s.join([ONE, ONE, ONE], [3, 3]),
-        ValueError,
+        partial(schedules.join, [ONE, ONE, ONE], [3, 3]),
         "join(boundaries=[3, 3]): expected them to increase.",
     ),
     (
-        lambda s: s.piecewise_constant([1.0], [2]),
-        ValueError,
+        partial(schedules.piecewise_constant, [1.0], [2]),
         "piecewise_constant(1 values, 1 boundaries): expected one of values more",
     ),
     (
-        lambda s: s.piecewise_constant([1.0, -2.0], [2]),
-        ValueError,
+        partial(schedules.piecewise_constant, [1.0, -2.0], [2]),
         "piecewise_constant(values[1]=-2.0): expected values[1] >= 0.",
     ),
     (
-        lambda s: s.warmup(torch.tensor(0.1), 3),
-        TypeError,
-        "warmup(schedule=tensor(0.1000)): expected a function of the step count",
-    ),
-    (
-        lambda s: s.warmup(ONE, 0),
-        ValueError,
+        partial(schedules.warmup, ONE, 0),
         "warmup(steps=0): expected a whole number >= 1.",
     ),
     (
-        lambda s: s.warmup(ONE, 3, start_factor=-1),
-        ValueError,
+        partial(schedules.warmup, ONE, 3, start_factor=-1),
         "warmup(start_factor=-1): expected start_factor >= 0.",
     ),
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "message"), BAD, ids=[b[2] for b in BAD])
-def test_bad_arguments_are_named(call, kind, message):
-    with pytest.raises(kind, match=re.escape(message)):
-        call(schedules)
+@pytest.mark.parametrize(("call", "message"), BAD)
+def test_bad_arguments_are_named(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            partial(schedules.constant, "fast"),
+            "constant(lr='fast'): expected a number, got a str.",
+        ),
+        (
+            partial(schedules.join, [ONE, 0.1], [3]),
+            "join(schedules[1]=0.1): expected a function of the step count, got a "
+            "float. For a number, use constant.",
+        ),
+        (
+            partial(schedules.warmup, torch.tensor(0.1), 3),
+            "warmup(schedule=tensor(0.1000)): expected a function of the step count",
+        ),
+    ],
+)
+def test_arguments_of_a_wrong_kind_are_named(call, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        call()

@@ -23,7 +23,7 @@ from vgrad.optim.base import (
     stateless,
     widened,
 )
-from vgrad.optim.grouping import Selection, masked
+from vgrad.optim.grouping import Selection, check_selection, masked
 from vgrad.typing import Params, Schedule
 
 
@@ -42,11 +42,11 @@ def add_decayed_weights(
     it is decoupled weight decay. A decay of the number zero is the identity and needs
     no parameters. There is no state.
 
-    `mask` says which parameters decay: a shell-style pattern of their names, a tuple of
-    patterns, or a function of the name. Gradients of all others pass unchanged.
+    `mask` says which parameters decay: a list or tuple of patterns of their names, or a
+    function of the name. Gradients of all others pass unchanged.
 
     Raises:
-        TypeError: the mask is none of these.
+        TypeError: the mask is neither.
         ValueError: when updating, if no parameters are given; in `init`, a pattern of
             the mask matches no parameter.
 
@@ -58,6 +58,8 @@ def add_decayed_weights(
         >>> decay.update({"w": torch.zeros(2)}, decay.init(params), params)
         ({'w': tensor([1., 2.])}, ())
     """
+    if mask is not None:
+        check_selection("add_decayed_weights", "mask", mask)
     if is_zero(weight_decay):
         return chain()
     if mask is not None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from vgrad import checks
 from vgrad.optim.base import GradientTransformation
-from vgrad.optim.grouping import Selection, partition
+from vgrad.optim.grouping import Key, partition
 from vgrad.optim.interop.counterparts import (
     Group,
     asgd_rate,
@@ -138,7 +138,7 @@ def _check_asgd(group: Group, steps: float) -> None:
             )
 
 
-def _among(names: Params) -> Selection:
+def _among(names: Params) -> Key:
     """Make the function that tells whether a name is one of these."""
     own = frozenset(names)
     return lambda name: name in own

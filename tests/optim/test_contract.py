@@ -1,0 +1,385 @@
+"""What every optimizer and every transformation around one promises."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from tests.optim.optimizers import OPTIMIZERS, each, each_list, every
+from tests.optim.problems import (
+    double,
+    gradients,
+    matrices,
+    perceptron,
+    random_gradients,
+    train,
+)
+from tests.oracle import assert_exact
+from vgrad import optim
+from vgrad.optim import chain, step
+
+MEMBERS = 3
+
+
+def test_every_optimizer_and_wrapper_is_in_the_table():
+    """But for the parts of which these are made."""
+    makers = {
+        name
+        for name, value in vars(optim).items()
+        if inspect.isfunction(value)
+        and "GradientTransformation" in str(inspect.signature(value).return_annotation)
+    }
+    parts = {name for name in makers if name.startswith("scale_by_")}
+    parts |= {"add_decayed_weights", "chain", "orthogonalize", "schedule_free", "trace"}
+    parts.add("from_torch")
+    table = {name.split(",")[0] for name in OPTIMIZERS}
+    assert makers - parts == table - parts
+
+
+def tensors(case):
+    return pytree.tree_map(double, case.of())
+
+
+def leaves(tree):
+    found = pytree.tree_leaves(tree)
+    assert all(isinstance(leaf, Tensor) for leaf in found)
+    return found
+
+
+# Members.
+
+
+def members(case):
+    """Stacked numbers, parameters and states of members, and each one's start."""
+    numbers = each_list(double, case.numbers)
+    start, _ = case.problem()
+    alone = [random_gradients(start, seed=seed) for seed in range(MEMBERS)]
+    params = {key: torch.stack([each[key] for each in alone]) for key in start}
+    state = torch.vmap(lambda n, p: case.make(**n).init(p))(numbers, params)
+    return numbers, params, state, alone
+
+
+@every
+def test_members_that_differ_in_every_number_train_as_they_do_alone(case):
+    numbers, params, state, alone = members(case)
+    _, loss = case.problem()
+
+    def one_step(grads, numbers, params, state):
+        return step(case.make(**numbers), grads, state, params)
+
+    advance = torch.vmap(one_step)
+    for _ in range(8):
+        grads = torch.vmap(torch.func.grad(loss))(params)
+        params, state = advance(grads, numbers, params, state)
+    for member, start in enumerate(alone):
+        expected, last = train(case.tx(member), start, loss, 8)
+        found = pytree.tree_map(lambda leaf, i=member: leaf[i], (params, state))
+        assert_exact(found[0], expected, 1e-12)
+        if all(pytree.tree_leaves(case.of(member))):  # the number zero needs no state
+            assert_exact(found[1], last, 1e-12)
+
+
+def compiled_together(size=7):
+    """Cases in groups, since a chain of them compiles in half the time."""
+    names = [name for name, case in OPTIMIZERS.items() if case.compiles]
+    return [names[start : start + size] for start in range(0, len(names), size)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [*compiled_together(), ["muon"]], ids=" ".join)
+def test_members_whose_optimizers_are_made_inside_compile_to_one_graph(names):
+    cases = [OPTIMIZERS[name] for name in names]
+    numbers = [each_list(double, case.numbers) for case in cases]
+    start = dict(list(cases[0].problem()[0].items())[:2])
+    params = {key: torch.stack([p, 2 * p, 3 * p]) for key, p in start.items()}
+
+    def make(numbers):
+        return chain(*(c.make(**n) for c, n in zip(cases, numbers, strict=True)))
+
+    def one_step(numbers, params, state):
+        return step(make(numbers), params, state, params)
+
+    state = torch.vmap(lambda numbers, p: make(numbers).init(p))(numbers, params)
+    torch.compiler.reset()
+    advance = torch.vmap(one_step)
+    compiled = torch.compile(advance, fullgraph=True, backend="eager")
+    expected = advance(numbers, params, state)
+    assert_exact(compiled(numbers, params, state), expected, 1e-12)
+
+
+# Purity and state.
+
+
+@every
+def test_gradients_state_and_parameters_are_never_changed(case):
+    start, loss = case.problem()
+    tx = case.tx()
+    params, state = train(tx, start, loss, 3)
+    arguments = (gradients(loss, params), state, params)
+    before = leaves(arguments)
+    copies = copy.deepcopy(arguments)
+    versions = [leaf._version for leaf in before]
+    first, second = step(tx, *arguments), step(tx, *arguments)
+    assert [leaf._version for leaf in before] == versions
+    assert_exact(arguments, copies, 0)
+    assert_exact(first, second, 0)
+
+
+@every
+def test_a_donated_step_has_the_numbers_of_a_pure_one(case):
+    params, loss = case.problem()
+    tx = case.tx()
+    given, state = copy.deepcopy(params), tx.init(params)
+    expected, pure = params, tx.init(params)
+    for _ in range(4):
+        grads = gradients(loss, expected)
+        kept = copy.deepcopy(grads)
+        old = given
+        given, state = step(tx, grads, state, given, donate=True)
+        expected, pure = step(tx, kept, pure, expected)
+        assert_exact(grads, kept, 0)
+        assert not old
+    assert_exact((given, state), (expected, pure), 1e-12)
+
+
+@every
+def test_a_state_shares_no_memory_and_survives_a_dictionary(case):
+    params, loss = case.problem()
+    tx = case.tx()
+    places = [leaf.data_ptr() for leaf in (*leaves(tx.init(params)), *params.values())]
+    assert len(set(places)) == len(places)
+    trained, state = train(tx, params, loss, 3)
+    saved = {key: leaf.clone() for key, leaf in optim.state_dict(state).items()}
+    again = optim.load_state_dict(tx.init(params), saved)
+    assert pytree.tree_structure(again) == pytree.tree_structure(state)
+    grads = gradients(loss, trained)
+    found, expected = (step(tx, grads, each, trained) for each in (again, state))
+    assert_exact(found, expected, 0)
+
+
+@every
+def test_no_value_is_read_and_results_are_where_the_parameters_are(case):
+    start, _ = case.problem()
+    params = {key: p.to("meta") for key, p in start.items()}
+    on_device = pytree.tree_map(lambda t: t.to("meta"), tensors(case))
+    for tx in (case.tx(), case.make(**on_device)):
+        results = step(tx, params, tx.init(params), params)
+        assert {leaf.device.type for leaf in leaves(results)} == {"meta"}
+
+
+@every
+def test_no_graph_is_recorded_where_none_is_wanted(case):
+    params, loss = case.problem()
+    tx = case.tx()
+    assert not any(leaf.requires_grad for leaf in leaves(train(tx, params, loss, 2)))
+    trained = {name: p.requires_grad_() for name, p in params.items()}
+    with torch.no_grad():
+        state = tx.init(trained)
+        updates, after = tx.update(trained, state, trained)
+    given = [u for u in updates.values() if u is not None]
+    assert not any(leaf.requires_grad for leaf in leaves((state, given, after)))
+
+
+# Gradients of None, and no parameters at all.
+
+
+def dictionaries(state):
+    """Every dictionary by parameter name that a state holds."""
+    found = []
+    pytree.tree_leaves(
+        state, is_leaf=lambda n: isinstance(n, dict) and (found.append(n) or True)
+    )
+    return found
+
+
+@every
+def test_a_parameter_without_gradients_is_as_good_as_absent(case):
+    params, loss = case.problem()
+    tx = case.tx()
+    spare = {**params, "spare.weight": torch.ones(2, 2).double()}
+    expected, found = params, spare
+    expected_state, state = tx.init(params), tx.init(spare)
+    fresh = dictionaries(tx.init(spare))
+    for _ in range(7):
+        grads = gradients(loss, expected)
+        expected, expected_state = step(tx, grads, expected_state, expected)
+        found, state = step(tx, {**grads, "spare.weight": None}, state, found)
+    assert found.pop("spare.weight") is spare["spare.weight"]
+    assert_exact(found, expected, 0)
+    for tree, before in zip(dictionaries(state), fresh, strict=True):
+        if "spare.weight" in tree:
+            assert_exact(tree.pop("spare.weight"), before["spare.weight"], 0)
+    assert_exact(state, expected_state, 0)
+
+
+@every
+def test_a_gradient_of_none_keeps_a_parameter_and_its_moments(case):
+    params, loss = case.problem()
+    tx = case.tx()
+    params, state = train(tx, params, loss, 6)
+    grads = gradients(loss, params)
+    updates, after = tx.update({**grads, "1.weight": None}, state, params)
+    assert updates["1.weight"] is None
+    assert optim.apply_updates(params, updates)["1.weight"] is params["1.weight"]
+    _, moved = tx.update(grads, state, params)
+    trees = zip(*map(dictionaries, (state, after, moved)), strict=True)
+    rows = [[t["1.weight"] for t in row] for row in trees if "1.weight" in row[0]]
+    if not case.averages:
+        for before, kept, _ in rows:
+            assert_exact(kept, before, 0)
+        floating = [row for row in rows if row[0].is_floating_point()]
+        moved = [not torch.equal(before, other) for before, _, other in floating]
+        assert any(moved) or not floating
+
+
+@every
+def test_an_empty_dictionary_is_a_model_without_parameters(case):
+    tx, (start, loss) = case.tx(), case.problem()
+    params, state = step(tx, {}, tx.init({}), {})
+    assert params == {}
+
+    def counts(state):
+        return [int(c) for c in leaves(state) if c.dtype == torch.int64]
+
+    assert counts(state) == counts(train(tx, start, loss, 1)[1])
+
+
+# Precision.
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@every
+def test_half_precision_is_widened_once_and_rounded_once(case, dtype):
+    tx, (start, _) = case.tx(), case.problem()
+    params = {key: p.to(dtype) for key, p in start.items()}
+    state, wide_state = tx.init(params), tx.init(floats(params))
+    for seed in range(3):
+        grads = random_gradients(params, seed=seed)
+        if dtype == torch.float16:  # the square of which has more than a float16 holds
+            grads = {key: 3e4 * g.sign() for key, g in grads.items()}
+        wide = floats(params)
+        updates, state = tx.update(grads, state, params)
+        expected, wide_state = tx.update(floats(grads), wide_state, wide)
+        given = {key: u for key, u in updates.items() if u is not None}
+        assert {u.dtype for u in given.values()} <= {torch.float32}
+        assert_exact(given, {key: expected[key] for key in given}, 0)
+        assert all(u.isfinite().all() for u in given.values())
+        new = optim.apply_updates(params, updates)
+        rounded = {key: (wide[key] + u).to(dtype) for key, u in given.items()}
+        assert_exact(new, {**params, **rounded}, 0)
+        params = new
+    assert not any(leaf.dtype == dtype for leaf in leaves(state))
+    if not case.averages:  # which is that of the parameters after they were rounded
+        assert_exact(state, wide_state, 0)
+
+
+@every
+def test_float64_numbers_and_gradients_widen_neither_parameters_nor_state(case):
+    start, _ = case.problem()
+    params = {key: p.float() for key, p in start.items()}
+    if case.problem is perceptron:
+        params["scale.weight"] = torch.tensor(2.0)
+    tx = case.make(**tensors(case))
+    state = tx.init(params)
+    before = pytree.tree_map(lambda s: s.dtype, (params, state))
+    for seed in range(2):
+        grads = random_gradients(params, seed=seed, dtype=torch.float64)
+        params, state = step(tx, grads, state, params)
+    assert pytree.tree_map(lambda s: s.dtype, (params, state)) == before
+
+
+def floats(tree):
+    return {key: leaf.float() for key, leaf in tree.items()}
+
+
+# Derivatives.
+
+
+@each(smooth=True)
+def test_gradients_through_training_match_finite_differences(case):
+    start, loss = case.problem()
+
+    def outcome(numbers, params):
+        tx = case.make(**numbers)
+        state = tx.init(params)
+        for _ in range(7):
+            grads = torch.func.grad(loss)(params)
+            params, state = step(tx, grads, state, params)
+        return loss(case.outcome(params, state))
+
+    numbers = tensors(case)
+    torch.testing.assert_close(
+        outcome(numbers, start), outcome(case.of(), start), rtol=1e-12, atol=0
+    )
+    slopes = torch.func.grad(outcome, argnums=(0, 1))(numbers, start)
+    assert next(iter(slopes[0].values())) != 0
+    assert all((slope != 0).any() for slope in slopes[1].values())
+    h = 1e-6
+    for number in numbers:
+        way = {key: pytree.tree_map(torch.zeros_like, v) for key, v in numbers.items()}
+        way[number] = pytree.tree_map(lambda v: h * v, numbers[number])
+        assert_slope(outcome, (numbers, start), slopes, (way, zeros(start)))
+    drawn = {key: h * g for key, g in random_gradients(start, seed=1).items()}
+    way = pytree.tree_map(torch.zeros_like, numbers)
+    assert_slope(outcome, (numbers, start), slopes, (way, drawn))
+
+
+def zeros(params):
+    return {key: torch.zeros_like(p) for key, p in params.items()}
+
+
+def assert_slope(function, arguments, slopes, way, rtol=1e-5, atol=1e-13):
+    """Compare the slope along a small way with what the function does on it."""
+    high, low = (
+        function(*pytree.tree_map(lambda a, w, s=sign: a + s * w, arguments, way))
+        for sign in (1, -1)
+    )
+    products = pytree.tree_map(lambda s, w: (s * w).sum(), slopes, way)
+    along = sum(pytree.tree_leaves(products))
+    torch.testing.assert_close(along, (high - low) / 2, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("zero", ["gradients", "parameters", "both"])
+@each(smooth=True)
+def test_slopes_are_finite_where_there_are_zeros(case, zero):
+    params, _ = case.problem()
+    grads = random_gradients(params, seed=0)
+    grads = grads if zero == "parameters" else zeros(params)
+    params = params if zero == "gradients" else zeros(params)
+    numbers = tensors(case)
+    options = {}
+    if "eps" in numbers and zero != "both" and case.problem is not matrices:
+        options["eps"] = pytree.tree_map(lambda _: 0.0, numbers.pop("eps"))
+
+    def outcome(numbers, params, grads):
+        tx = case.make(**numbers, **options)
+        state = tx.init(params)
+        for _ in range(3):
+            params, state = step(tx, grads, state, params)
+        found = case.outcome(params, state)
+        return sum(p.sum() for p in found.values()), params
+
+    slope = torch.func.grad(outcome, argnums=(0, 1, 2), has_aux=True)
+    slopes, found = slope(numbers, params, grads)
+    assert all(leaf.isfinite().all() for leaf in leaves((slopes, found)))
+
+
+@each(smooth=True, problem=perceptron)
+def test_second_slopes_are_finite_where_gradients_are_zero(case):
+    start, _ = case.problem()
+    params, numbers = zeros(start), tensors(case)
+
+    def outcome(size):
+        found, tx = params, case.make(**numbers)
+        state = tx.init(found)
+        for _ in range(2):
+            grads = {key: size * p for key, p in found.items()}
+            found, state = step(tx, grads, state, found)
+        return sum(p.sum() for p in case.outcome(found, state).values())
+
+    slope = torch.func.grad(outcome)
+    assert slope(double(0.9)).isfinite()
+    assert torch.func.grad(slope)(double(0.9)).isfinite()

@@ -1,0 +1,411 @@
+"""Arguments that are refused, and the words in which that is said."""
+
+import math
+import re
+from functools import partial
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from tests.optim.optimizers import every
+from tests.optim.problems import double
+from vgrad import optim
+from vgrad.optim import adam, adamw, chain, masked, partition, sgd, step
+
+noise = partial(optim.add_noise, eta=1.0, gamma=0.5, seed=0)
+# What some have to be given besides.
+BOUND = {
+    "schedule_free": partial(optim.schedule_free, sgd()),
+    "adaptive_grad_clip": partial(optim.adaptive_grad_clip, clipping=1.0),
+    "apply_if_finite": partial(optim.apply_if_finite, sgd()),
+    "multi_steps": partial(optim.multi_steps, sgd()),
+    "lookahead": partial(optim.lookahead, sgd()),
+    "reduce_on_plateau": partial(optim.reduce_on_plateau, sgd, lr=0.1),
+    "add_noise": noise,
+}
+# An argument of an optimizer, and what is expected of it.
+RANGES = [
+    *[
+        (name, dict(lr=-0.1), "lr >= 0")
+        for name in (
+            "sgd", "adam", "adamw", "nadam", "radam", "adamax", "adagrad", "adadelta",
+            "rmsprop", "rprop", "asgd", "lion", "lamb", "lars", "adafactor", "muon",
+            "schedule_free_sgd", "schedule_free_adamw",
+        )
+    ],
+    *[
+        (name, dict(weight_decay=-1), "weight_decay >= 0")
+        for name in (
+            "sgd", "adam", "adamw", "nadam", "radam", "adamax", "adagrad", "adadelta",
+            "rmsprop", "asgd", "lion", "lamb", "lars", "adafactor", "muon",
+            "schedule_free_sgd", "schedule_free_adamw",
+        )
+    ],
+    *[
+        (name, dict(eps=-1.0), "eps >= 0")
+        for name in (
+            "adam", "adamw", "nadam", "radam", "adamax", "adagrad", "adadelta",
+            "rmsprop", "lamb", "muon", "schedule_free_adamw",
+        )
+    ],
+    *[
+        (name, dict(betas=(1.0, 0.9)), "0 <= betas[0] < 1, got 1.0")
+        for name in ("adam", "nadam", "lion")
+    ],
+    *[
+        (name, dict(betas=(0.9, -0.1)), "0 <= betas[1] < 1, got -0.1")
+        for name in ("adamw", "adamax")
+    ],
+    *[
+        (name, dict(betas=(0.9, 1.0)), "0 <= betas[1] < 1, got 1.0")
+        for name in ("radam", "lamb", "schedule_free_adamw")
+    ],
+    ("sgd", dict(lr=math.nan), "lr >= 0"),
+    ("sgd", dict(momentum=-1.0), "momentum >= 0"),
+    ("nadam", dict(momentum_decay=-1), "momentum_decay >= 0"),
+    ("adagrad", dict(lr_decay=-1), "lr_decay >= 0"),
+    (
+        "adagrad",
+        dict(initial_accumulator_value=-1),
+        "initial_accumulator_value >= 0",
+    ),
+    ("adadelta", dict(rho=1.5), "0 <= rho <= 1"),
+    ("rmsprop", dict(alpha=-0.5), "0 <= alpha"),
+    ("rmsprop", dict(momentum=-1), "momentum >= 0"),
+    ("rprop", dict(etas=(0.5, 1.0)), "0 < etas[0] < 1"),
+    ("rprop", dict(step_sizes=(2.0, 1.0)), "0 <= step_sizes[0]"),
+    ("asgd", dict(lambd=-1), "lambd >= 0"),
+    ("asgd", dict(alpha=-1), "alpha >= 0"),
+    ("asgd", dict(t0=-1), "t0 >= 0"),
+    ("lars", dict(momentum=-1.0), "momentum >= 0"),
+    ("lars", dict(trust_coefficient=-1), "trust_coefficient >= 0"),
+    ("adafactor", dict(beta2_decay=0.8), "beta2_decay <= 0"),
+    ("adafactor", dict(d=0.5), "d >= 1"),
+    ("muon", dict(momentum=-1.0), "momentum >= 0"),
+    ("muon", dict(adjust_lr_fn="rms"), "one of None, 'original', 'match_rms_adamw'"),
+    ("orthogonalize", dict(ns_coefficients=(1.0, 2.0)), "three numbers"),
+    ("orthogonalize", dict(ns_steps=100), "less than 100"),
+    ("orthogonalize", dict(ns_steps=-1), "a whole number >= 0"),
+    ("orthogonalize", dict(dtype=torch.int64), "a real floating-point dtype"),
+    ("schedule_free_sgd", dict(momentum=-0.5), "0 <= momentum < 1"),
+    ("schedule_free_sgd", dict(weight_lr_power=-1), "weight_lr_power >= 0"),
+    ("schedule_free_adamw", dict(weight_lr_power=-1), "weight_lr_power >= 0"),
+    ("clip_by_value", dict(clip_value=0.0), "clip_value > 0"),
+    ("clip_by_global_norm", dict(max_norm=-1.0), "max_norm > 0"),
+    ("clip_by_block_rms", dict(threshold=math.nan), "threshold > 0"),
+    ("adaptive_grad_clip", dict(clipping=0.0), "clipping > 0"),
+    ("ema", dict(decay=1.0), "0 <= decay < 1"),
+    ("ema_parameters", dict(decay=-0.1), "0 <= decay < 1"),
+    ("polyak_average", dict(start=-1), "a whole number >= 0"),
+    ("scale", dict(factor=math.inf), "a finite number"),
+    ("schedule_free", dict(lr=-1.0), "lr >= 0"),
+    ("schedule_free", dict(beta=1.0), "0 <= beta < 1"),
+    ("schedule_free", dict(weight_lr_power=-2.0), "weight_lr_power >= 0"),
+    ("adaptive_grad_clip", dict(eps=0.0), "eps > 0"),
+    ("apply_if_finite", dict(max_consecutive_errors=-1), "a whole number >= 0"),
+    ("multi_steps", dict(steps=0), "a whole number >= 1"),
+    ("lookahead", dict(sync_period=0), "a whole number >= 1"),
+    ("lookahead", dict(slow_step_size=0.0), "slow_step_size > 0"),
+    ("reduce_on_plateau", dict(lr=-0.1), "lr >= 0"),
+    ("reduce_on_plateau", dict(mode="least"), "one of 'min', 'max'"),
+    ("reduce_on_plateau", dict(threshold_mode="both"), "one of 'rel', 'abs'"),
+    ("reduce_on_plateau", dict(factor=1.0), "0 < factor < 1"),
+    ("reduce_on_plateau", dict(patience=-1), "a whole number >= 0"),
+    ("reduce_on_plateau", dict(cooldown=0.5), "a whole number >= 0"),
+    ("reduce_on_plateau", dict(min_lr=-1.0), "min_lr >= 0"),
+    ("add_noise", dict(eta=-1.0), "eta >= 0"),
+    ("add_noise", dict(gamma=math.inf), "a finite number"),
+    ("add_noise", dict(seed=-1), "a whole number >= 0"),
+    ("add_noise", dict(seed=2**63), "-1 < seed < "),
+]  # fmt: skip
+PARAMS = {"w": torch.zeros(2), "b": torch.zeros(2)}
+PLATEAU, OBSERVE = optim.reduce_on_plateau(sgd, 0.1)
+injected = optim.inject_hyperparams
+# A call, and the beginning of what is said.
+VALUES = [
+    (
+        partial(sgd, nesterov=True),
+        "sgd(nesterov=True, momentum=0.0, dampening=0.0): expected momentum > 0",
+    ),
+    (
+        partial(sgd, momentum=0.9, dampening=0.5, nesterov=True),
+        "sgd(nesterov=True, momentum=0.9, dampening=0.5): expected momentum > 0",
+    ),
+    (
+        partial(optim.adafactor, eps=(-1.0, 1e-3)),
+        "adafactor(eps[0]=-1.0): expected eps[0] >= 0",
+    ),
+    (
+        partial(optim.adafactor, eps=(None, -1.0)),
+        "adafactor(eps[1]=-1.0): expected eps[1] >= 0",
+    ),
+    (partial(injected, sgd, lr=-1.0), "sgd(lr=-1.0): expected lr >= 0"),
+    (partial(partition, {}), "partition({}): expected at least one group"),
+]
+KINDS = [
+    (lambda: adam("0.1"), "adam(lr='0.1'): expected a number, got a"),
+    (
+        lambda: optim.rprop(lambda count: 0.1),
+        "rprop(lr=schedule): expected a number",
+    ),
+    (
+        lambda: masked(sgd(), "*.weight"),
+        "masked(selection='*.weight'): expected a list or tuple of patterns, got a "
+        "string. Write ['*.weight'].",
+    ),
+    (lambda: optim.keep("w"), "keep(selection='w'): expected a list"),
+    (
+        lambda: optim.keep(3),
+        "keep(selection=3): expected a list or tuple of patterns of names, got a int",
+    ),
+    (lambda: partition({3: sgd()}), "partition(key=3): expected a list"),
+    (
+        lambda: partition({("w", 3): sgd()}),
+        "partition(key=('w', 3)): expected patterns that are strings",
+    ),
+    (
+        lambda: optim.add_decayed_weights(0.0, mask="w"),
+        "add_decayed_weights(mask='w'): expected a list",
+    ),
+    (
+        lambda: injected(sgd, momentum=0.9, nesterov=True),
+        "inject_hyperparams(nesterov=True): expected a number",
+    ),
+    (
+        lambda: injected(sgd, momentum=0.9, nesterov=True),
+        "Bind it before: partial(make, nesterov=True)",
+    ),
+    (
+        lambda: optim.with_hyperparams(sgd().init(PARAMS), lr=0.1),
+        "with_hyperparams(state): expected the state of inject_hyperparams",
+    ),
+    (
+        lambda: optim.scale_by_schedule(0.1),
+        "scale_by_schedule(schedule=0.1): expected a function of the step count, got a "
+        "float. For a number, use scale.",
+    ),
+]
+STATES = [
+    (
+        lambda: optim.multi_steps(sgd(), torch.tensor([2, 3])).update(
+            PARAMS, optim.multi_steps(sgd(), 2).init(PARAMS)
+        ),
+        "hyperparameter of shape (2,)): expected a number",
+    ),
+    (
+        lambda: chain(optim.trace(0.9)).update(PARAMS, sgd().init(PARAMS)),
+        "chain(state of 3 transformations): expected one of 1",
+    ),
+    (
+        lambda: partition({"*": sgd()}).update(PARAMS, ((), ()), PARAMS),
+        "partition(state of 2 groups): expected one of 1",
+    ),
+    (
+        lambda: injected(sgd, lr=1.0).update(
+            PARAMS, injected(adam, eps=1.0).init(PARAMS)
+        ),
+        "inject_hyperparams(state.hyperparams): expected the names",
+    ),
+    (
+        lambda: injected(sgd, lr=1.0).update(
+            PARAMS, injected(adam, eps=1.0).init(PARAMS)
+        ),
+        "missing: 'lr'; unexpected: 'eps'",
+    ),
+    (
+        lambda: optim.with_hyperparams(injected(sgd, lr=1.0).init({}), eps=1.0),
+        "with_hyperparams('eps'): expected names among 'lr'",
+    ),
+    (
+        lambda: optim.with_hyperparams(
+            injected(sgd, lr=1.0).init({}), lr=torch.ones(2)
+        ),
+        "with_hyperparams(lr of shape (2,)): expected a number",
+    ),
+    (
+        lambda: optim.with_hyperparams(
+            injected(adam, betas=(0.9, 0.9)).init({}), betas=0.5
+        ),
+        "with_hyperparams(betas=0.5): expected a tuple of 2",
+    ),
+    (
+        lambda: OBSERVE(PLATEAU.init(PARAMS), torch.ones(2)),
+        "observe(value of shape (2,)): expected a number or a tensor of",
+    ),
+    (
+        lambda: OBSERVE(sgd().init(PARAMS), 1.0),
+        "observe(state with 0 plateaus): expected the state of one",
+    ),
+    (
+        lambda: optim.averaged_parameters(adam().init(PARAMS)),
+        "averaged_parameters(state with 0 averages): expected the state of one",
+    ),
+    (
+        lambda: optim.evaluation_parameters(adamw().init(PARAMS), PARAMS),
+        "evaluation_parameters(state): expected",
+    ),
+    (
+        lambda: optim.evaluation_parameters(
+            optim.schedule_free_sgd().init(PARAMS), {"w": PARAMS["w"]}
+        ),
+        "evaluation_parameters(params): expected the names",
+    ),
+]
+SELECTIONS = [
+    (
+        lambda: masked(sgd(), ["c*"]).init(PARAMS),
+        "masked('c*'): expected a pattern that matches a parameter, got none. The "
+        "names are 'b', 'w'.",
+    ),
+    (lambda: masked(sgd(), ("w", "c")).init(PARAMS), "masked('c'): expected a"),
+    (
+        lambda: masked(sgd(), lambda name: False).init(PARAMS),
+        "expected a function that selects a parameter, got none. The names are 'b', "
+        "'w'.",
+    ),
+    (lambda: optim.keep(["c"]).init(PARAMS), "keep('c'): expected a pattern that"),
+    (
+        lambda: partition({"w": sgd()}).init(PARAMS),
+        "partition('b'): expected a group that selects every name",
+    ),
+    (
+        lambda: partition({"w": sgd(), "c": sgd(), "*": sgd()}).init(PARAMS),
+        "partition('c'): expected a pattern that matches",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "argument", "expected"), RANGES)
+def test_numbers_out_of_range_are_refused(name, argument, expected):
+    ((key, value),) = argument.items()
+    message = f"{name}({key}={value!r}): expected {expected}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        BOUND.get(name, getattr(optim, name))(**argument)
+
+
+@pytest.mark.parametrize(("call", "message"), VALUES + STATES + SELECTIONS)
+def test_bad_values_and_states_are_refused(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+@pytest.mark.parametrize(("call", "message"), KINDS)
+def test_arguments_of_a_wrong_kind_are_refused(call, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        call()
+
+
+def test_coefficients_are_numbers():
+    coefficients = (2.0, torch.tensor(-1.5), 0.5)
+    message = r"orthogonalize\(ns_coefficients\[1\]=.*expected a number, got a Tensor"
+    with pytest.raises(TypeError, match=message):
+        optim.muon(ns_coefficients=coefficients)
+
+
+# What does not fit the parameters.
+
+free_sgd = optim.schedule_free_sgd
+# By the function that speaks: whether it minds names, missing parameters, their kind.
+TRANSFORMATIONS = {
+    "trace": (optim.trace(0.9), "grads"),
+    "add_decayed_weights": (optim.add_decayed_weights(0.1), "grads params"),
+    "scale_by_adam": (optim.scale_by_adam(), "grads real"),
+    "scale_by_amsgrad": (optim.scale_by_amsgrad(), "grads real"),
+    "scale_by_nadam": (optim.scale_by_nadam(), "grads real"),
+    "scale_by_radam": (optim.scale_by_radam(), "grads real"),
+    "scale_by_adamax": (optim.scale_by_adamax(), "grads real"),
+    "scale_by_rss": (optim.scale_by_rss(), "grads real"),
+    "scale_by_rms": (optim.scale_by_rms(), "grads real"),
+    "scale_by_stddev": (optim.scale_by_stddev(), "grads real"),
+    "scale_by_adadelta": (optim.scale_by_adadelta(), "grads real"),
+    "scale_by_rprop": (optim.scale_by_rprop(), "grads real"),
+    "scale_by_lion": (optim.scale_by_lion(), "grads real"),
+    "scale_by_factored_rms": (optim.scale_by_factored_rms(), "grads real"),
+    "scale_by_trust_ratio": (optim.scale_by_trust_ratio(), "grads params"),
+    "asgd": (optim.asgd(lambd=0.0), "params"),
+    "adafactor": (optim.adafactor(), "params"),
+    "muon": (optim.muon(), "grads"),
+    "orthogonalize": (optim.muon(), "real"),
+    "schedule_free": (free_sgd(), "grads params"),
+    "schedule_free_adamw": (optim.schedule_free_adamw(), "real"),
+    "adaptive_grad_clip": (optim.adaptive_grad_clip(1.0), "grads params"),
+    "zero_nans": (optim.zero_nans(), "grads"),
+    "masked": (masked(sgd(), ["*"]), "grads"),
+    "partition": (partition({"*": sgd()}), "grads"),
+    "multi_steps": (optim.multi_steps(sgd(), 2), "grads"),
+    "ema": (optim.ema(0.5), "grads"),
+    "ema_parameters": (optim.ema_parameters(0.5), "grads params"),
+    "polyak_average": (optim.polyak_average(), "grads params"),
+    "lookahead": (optim.lookahead(sgd()), "grads params"),
+    "add_noise": (noise(seed=0), "real"),
+}
+
+
+def minding(what):
+    return pytest.mark.parametrize(
+        ("name", "tx"),
+        [(name, tx) for name, (tx, minds) in TRANSFORMATIONS.items() if what in minds],
+    )
+
+
+@minding("grads")
+def test_names_that_differ_are_listed(name, tx):
+    params = {"a": torch.zeros(2, 2), "b": torch.zeros(2, 2)}
+    message = rf"^{name}\(grads\).*missing: 'b'; unexpected: 'c'"
+    with pytest.raises(ValueError, match=message):
+        tx.update({"a": params["a"], "c": params["b"]}, tx.init(params), params)
+
+
+@minding("params")
+def test_missing_parameters_are_named(name, tx):
+    params = {"w": torch.zeros(2)}
+    message = rf"^{name}\(params=None\): expected the parameters, got none"
+    with pytest.raises(ValueError, match=message):
+        tx.update(params, tx.init(params))
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
+@minding("real")
+def test_parameters_that_are_not_real_are_refused(name, tx, dtype):
+    with pytest.raises(TypeError, match=rf"^{name}\(params\): expected real.*'w'"):
+        tx.init({"w": torch.zeros(2, 2, dtype=dtype)})
+
+
+def test_muon_takes_matrices_alone_and_names_the_way_out():
+    params = {"w": torch.zeros(2, 3), "b": torch.zeros(3)}
+    message = r"orthogonalize\(params\): .*shape \(3,\) in 'b'.*vgrad.optim.partition"
+    with pytest.raises(ValueError, match=message):
+        optim.muon().init(params)
+    with pytest.raises(ValueError, match=r"\(grads\): .*shape \(5, 2, 3\) in 'w'"):
+        optim.orthogonalize().update({"w": torch.zeros(5, 2, 3), "b": None}, ())
+    tx = partition({"w": optim.muon(), "*": adamw()})
+    updated, _ = step(tx, params, tx.init(params), params)
+    assert not any(p.any() for p in updated.values())
+
+
+def test_names_of_updates_and_parameters_must_agree():
+    with pytest.raises(ValueError, match=r"apply_updates\(updates\).*missing: 'b'"):
+        optim.apply_updates(PARAMS, {"w": torch.zeros(2)})
+
+
+@every
+def test_gradients_with_a_batch_dimension_are_refused(case):
+    params, _ = case.problem()
+    grads = {name: torch.zeros(5, *p.shape).double() for name, p in params.items()}
+    with pytest.raises(ValueError, match=r"expected (shape|matrices).*got"):
+        step(case.tx(), grads, case.tx().init(params), params)
+
+
+@every
+def test_numbers_per_member_are_refused_outside_vmap(case):
+    params, _ = case.problem()
+    for name, value in case.of().items():
+        pairs = pytree.tree_map(lambda v: double([v, v]), value)
+
+        def stepped(numbers):
+            tx = case.make(**numbers)
+            return step(tx, params, tx.init(params), params)
+
+        with pytest.raises(ValueError, match=r"of shape \(2,\).*torch.vmap"):
+            stepped(case.of() | {name: pairs})
