@@ -1,6 +1,6 @@
 """Optimizers as pairs of pure functions: optax's form, the numbers of torch.optim.
 
-What holds for all of them:
+What holds for all of them, unless they say otherwise:
 
 * Arguments, defaults and numbers are those of `torch.optim`, where it has the method.
 * Every number may also be a tensor without dimensions, which `torch.vmap` can batch and
