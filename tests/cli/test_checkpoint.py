@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import vgrad
-from vgrad import optim
-from vgrad.cli import checkpoint, files, models
+from vgrad import files, optim
+from vgrad.cli import checkpoint, models
 from vgrad.cli.models import Shape
 from vgrad.training import TrainState
 

@@ -28,9 +28,9 @@ from tests.cli.test_run import (
     train,
     write_data,
 )
-from vgrad import dp
+from vgrad import dp, files
 from vgrad.__main__ import main
-from vgrad.cli import checkpoint, data, files, models, pictures, report, run
+from vgrad.cli import checkpoint, data, models, report, run
 from vgrad.dp import accounting
 from vgrad.ensemble import load_ensemble, load_member, member_seed
 
@@ -52,7 +52,7 @@ def quick_pictures(monkeypatch):
     """Write files in the place of pictures, which take longer than a run."""
 
     def write(job, folder, states):
-        for name in (pictures.RELIABILITY, pictures.UNCERTAIN):
+        for name in (report.RELIABILITY, report.UNCERTAIN):
             files.replace(folder / name, b"picture")
 
     monkeypatch.setattr(run, "_draw", write)
@@ -512,7 +512,7 @@ def test_damaged_and_missing_files_are_one_line(images, tmp_path, capsys):
 def test_members_train_in_low_precision_and_go_on(
     images, tmp_path, monkeypatch, precision
 ):
-    monkeypatch.setattr("vgrad.cli.precision.warn_if_slow", lambda *given: None)
+    monkeypatch.setattr("vgrad.cli.models.warn_if_slow", lambda *given: None)
     more = [FIXED, "--precision", precision]
     assert train(images, tmp_path / "whole", *THREE, *more) == 0
     whole = results(tmp_path / "whole")
@@ -567,7 +567,7 @@ def test_a_line_an_epoch_has_the_ensemble_and_the_range_of_its_members(
 def drawn(monkeypatch):
     """Keep the figures instead of writing them."""
     kept = []
-    monkeypatch.setattr(pictures, "_write", lambda figure, path: kept.append(figure))
+    monkeypatch.setattr(report, "_write", lambda figure, path: kept.append(figure))
     return kept
 
 
@@ -577,7 +577,7 @@ def test_the_diagram_shows_accuracy_over_confidence(monkeypatch, tmp_path):
     lost = torch.full((1, 2), torch.nan)
     logits = torch.cat([sure, lost]).expand(2, 5, 2)
     labels = torch.tensor([0, 1, 0, 1, 0])
-    pictures.write_reliability(tmp_path, {"plain SGD": logits}, labels)
+    report.write_reliability(tmp_path, {"plain SGD": logits}, labels)
     above, below = kept[0].axes
     line = next(one for one in above.lines if one.get_label() == "plain SGD")
     np.testing.assert_allclose(line.get_xdata(), [0.65, 0.95], rtol=1e-6)
@@ -593,7 +593,7 @@ def test_the_most_uncertain_samples_come_first(monkeypatch, tmp_path, channels):
     logits[:, 7] = torch.nan
     images = torch.rand(40, channels, 2, 3, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(40) % 2
-    pictures.write_uncertain(tmp_path, logits, images, labels)
+    report.write_uncertain(tmp_path, logits, images, labels)
     titles = [axes.get_title() for axes in kept[0].axes if axes.get_title()]
     assert len(titles) == 24
     assert "nan" in titles[0]

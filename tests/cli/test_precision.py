@@ -27,9 +27,9 @@ from tests.cli.test_run import (
     train,
     write_data,
 )
-from vgrad import optim
+from vgrad import files, optim
 from vgrad.__main__ import main
-from vgrad.cli import checkpoint, data, files, models, precision, report
+from vgrad.cli import checkpoint, data, models, report
 from vgrad.cli.arguments import Settings
 from vgrad.cli.setup import prepare
 from vgrad.dp import accounting
@@ -325,7 +325,7 @@ def test_a_run_goes_on_in_its_own_precision_only(images, tmp_path, monkeypatch, 
         assert f"expected --precision bfloat16, {told}" in message
     assert results(out) == before
     with monkeypatch.context() as patch:
-        patch.setattr("vgrad.cli.setup.instructions", lambda: ["another"])
+        patch.setattr("vgrad.cli.models.instructions", lambda: ["another"])
         assert "instructions in low precision in machine" in error(capsys, *resume)
     assert json.loads((out / "state.json").read_text())["arguments"]["precision"] == (
         "bfloat16"
@@ -370,18 +370,18 @@ def test_nothing_is_said_where_there_is_no_reason_to(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         supported(monkeypatch, bf16=False, fp16=False)
-        precision.warn_if_slow("float32", "cpu")
-        precision.warn_if_slow("float16", "cuda:0")
+        models.warn_if_slow("float32", "cpu")
+        models.warn_if_slow("float16", "cuda:0")
         supported(monkeypatch, bf16=True, fp16=True)
-        precision.warn_if_slow("float16", "cpu")
+        models.warn_if_slow("float16", "cpu")
         # A torch that cannot tell.
-        monkeypatch.setattr(precision, "_SUPPORTED", {"float16": "_no_such_op"})
-        precision.warn_if_slow("float16", "cpu")
+        monkeypatch.setattr(models, "_SUPPORTED", {"float16": "_no_such_op"})
+        models.warn_if_slow("float16", "cpu")
 
 
 def test_instructions_are_those_that_torch_finds(monkeypatch):
     found = {"avx512_bf16": True, "amx_fp16": False, "f16c": True, "avx_vnni_int16": 1}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
-    assert precision.instructions() == ["avx512_bf16", "f16c"]
+    assert models.instructions() == ["avx512_bf16", "f16c"]
     monkeypatch.delattr(torch.cpu, "get_capabilities")
-    assert precision.instructions() == []
+    assert models.instructions() == []

@@ -19,9 +19,9 @@ from rich.console import Console
 
 import vgrad
 from tests import streams
-from vgrad import dp
+from vgrad import dp, files
 from vgrad.__main__ import COMMANDS, main
-from vgrad.cli import checkpoint, data, files, report
+from vgrad.cli import checkpoint, data, report
 from vgrad.dp import accounting
 
 ROOT = Path(__file__).parents[2]

@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from vgrad import checks
 from vgrad.ensemble.execution import Call, Randomness, Strategy, autocasting, vmapped
 from vgrad.functional.untouched import untouched
+from vgrad.generators import kept_random_state
 from vgrad.persample.explain import aligned
-from vgrad.randomness import kept_random_state
 
 BUSY = 50.0
 """MFLOP of a member's forward pass from which on it keeps a CPU busy by itself."""

@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from vgrad import checks
 from vgrad.functional.model import BufferlessModel
+from vgrad.generators import ALONE
 from vgrad.lowering.opened import is_python, opened
 from vgrad.precision.gemms import GEMMS, Gemm
-from vgrad.process import ALONE
 from vgrad.tree import tree_leaves
 from vgrad.typing import Buffers, Params
 

@@ -14,18 +14,18 @@ from torch import Tensor
 from torch._C import _functorch as functorch  # type: ignore[attr-defined]
 
 from vgrad import checks, tree
+from vgrad.generators import (
+    drawn_since,
+    kept_random_state,
+    random_state,
+    set_random_state,
+)
 from vgrad.lowering.truthful import Truth, unoptimized_scripts
 from vgrad.persample.engine.guard import LossGuard, UnsupportedOp, raise_clearly
 from vgrad.persample.engine.problem import Problem
 from vgrad.persample.engine.record import Recorder
 from vgrad.persample.factors.base import Dense, Factor
 from vgrad.persample.rules.table import RULES
-from vgrad.randomness import (
-    drawn_since,
-    kept_random_state,
-    random_state,
-    set_random_state,
-)
 from vgrad.tree import tree_map_only
 from vgrad.typing import Params, Tree
 
