@@ -88,18 +88,17 @@ def block(stream: int, number: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=stream, counter=number << 192))
 
 
-def drawn(
-    draw: Callable[[np.random.Generator, np.ndarray], None], stream: int, count: int
-) -> np.ndarray:
+def drawn(draw: Callable[..., object], stream: int, count: int) -> np.ndarray:
     """Fill an array, float64 `[count]`, block by block, on as many threads as torch.
 
-    The numbers do not depend on how many threads there are.
+    `draw` is a method of numpy's generators that takes `out`. The numbers do not depend
+    on how many threads there are.
     """
     found = np.empty(count)
     parts = [found[start : start + BLOCK] for start in range(0, count, BLOCK)]
 
     def fill(number: int) -> None:
-        draw(block(stream, number), parts[number])
+        draw(block(stream, number), out=parts[number])
 
     if len(parts) < 2:
         for number in range(len(parts)):
