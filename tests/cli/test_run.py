@@ -70,7 +70,7 @@ def test_epsilon_is_what_the_accountant_says_and_ends_at_the_target(finished):
     spent = [each["epsilon"] for each in lines(finished / "metrics.jsonl")]
     assert spent == [dp.epsilon(**run, steps=steps) for steps in (4, 8, 12)]
     assert 1.98 < spent[-1] <= 2
-    _, description = checkpoint.read_model(finished)
+    *_, description = checkpoint.read_model(finished)
     assert description["epsilon"] == spent[-1]
 
 
@@ -193,7 +193,7 @@ def test_reproducible_noise_repeats_the_run_and_claims_nothing(
     assert a["metrics.jsonl"] != c["metrics.jsonl"]
     assert capsys.readouterr().out.count("epsilon of this run may not be claimed") == 6
     out = tmp_path / "a"
-    told = said(out, "ensemble.json") if kind else checkpoint.read_model(out)[1]
+    told = said(out, "ensemble.json") if kind else checkpoint.read_model(out)[-1]
     assert told["epsilon"] is None
     assert main(["evaluate", str(out), "--data", str(images)]) == 0
     assert "no claim of privacy" in capsys.readouterr().out
@@ -232,7 +232,7 @@ def test_killed_at_any_write_a_run_goes_on_with_the_same_numbers(
         # No model may come from steps that are lost and taken again.
         if (out / "model.safetensors").exists():
             model, state = checkpoint.read_model(out), checkpoint.read_state(out)
-            assert model[1]["step"] <= state[1]["step"]
+            assert model[-1]["step"] <= state[-1]["step"]
         if (out / "ensemble.safetensors").exists():
             step = checkpoint.read_state(out)[1]["step"]
             assert said(out, "ensemble.json")["step"] <= step

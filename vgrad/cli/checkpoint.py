@@ -143,40 +143,6 @@ def save_model(
     files.write_tensors(folder / MODEL, {**params, **buffers}, description)
 
 
-def read_model(
-    folder: Path, *, named: str | None = None
-) -> tuple[nn.Module, Description]:
-    """Rebuild the model, in evaluation mode and on the CPU, with its description.
-
-    `named` is the model as the caller names it, which only code from outside of this
-    package needs. Nothing larger than the file is made from what the file says.
-
-    Raises:
-        FileNotFoundError: the file is missing.
-        ValueError: it is damaged, or does not fit the model.
-    """
-    tensors, description = files.read_tensors(folder / MODEL, MODEL_KIND)
-    fmodel, params, buffers = _template(folder / MODEL, description, named)
-    tree.check_fit(MODEL, {**params, **buffers}, tensors)
-    values = fmodel.to_module(
-        {name: tensors[name] for name in params},
-        {name: tensors[name] for name in buffers},
-    )
-    return values.eval(), description
-
-
-def _template(
-    path: Path, description: Description, named: str | None
-) -> tuple[FunctionalModel, Params, Buffers]:
-    """Make a model as a file describes it, with values of its own."""
-    check(str(path), description, {"model": TEXT, "shape": TABLE})
-    spec, shape = description["model"], shape_of(str(path), description["shape"])
-    models.named_again(str(path), spec, named)
-    own = spec in models.MODELS
-    model = models.outline(spec, shape) if own else models.build(spec, shape, seed=0)
-    return make_functional_with_buffers(model)
-
-
 def save_members(
     folder: Path, params: Params, buffers: Buffers, description: Description
 ) -> None:
@@ -189,27 +155,59 @@ def save_members(
     save_ensemble(folder / ENSEMBLE, params, buffers)
 
 
-def read_members(
+def read_model(
     folder: Path, *, named: str | None = None
 ) -> tuple[FunctionalModel, Params, Buffers, Description]:
-    """Rebuild an ensemble, with its description. Raises as `read_model`."""
-    path = folder / ENSEMBLE_TEXT
+    """Rebuild a model, or an ensemble `[E, ...]`, in evaluation mode and on the CPU.
+
+    `named` is the model as the caller names it, which only code from outside of this
+    package needs. Nothing larger than the file is made from what the file says.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is damaged, or does not fit the model.
+    """
+    if holds_ensemble(folder):
+        path = folder / ENSEMBLE_TEXT
+        description = _read_text(path)
+        check(str(path), description, {"members": whole(1, _MOST_IN_A_FILE)})
+        fmodel, *entries = _template(path, description, named)
+        templates = [_stacked(values, description["members"]) for values in entries]
+        return fmodel, *load_ensemble(folder / ENSEMBLE, *templates), description
+    tensors, description = files.read_tensors(folder / MODEL, MODEL_KIND)
+    fmodel, *entries = _template(folder / MODEL, description, named)
+    tree.check_fit(MODEL, {**entries[0], **entries[1]}, tensors)
+    params, buffers = ({name: tensors[name] for name in each} for each in entries)
+    return fmodel, params, buffers, description
+
+
+def _read_text(path: Path) -> Description:
+    """Read what the description of an ensemble says."""
     if not path.is_file():
         raise FileNotFoundError(
             f"{path}: expected the description of an ensemble, got no file."
         )
     try:
         with path.open("rb") as file:
-            description = files.from_json(file.read(_LONGEST_TEXT))
+            return files.from_json(file.read(_LONGEST_TEXT))
     except ValueError as error:
         raise ValueError(
             f"{path}: expected the description of an ensemble, got a damaged file "
             f"({error})."
         ) from error
-    check(str(path), description, {"members": whole(1, _MOST_IN_A_FILE)})
-    fmodel, *entries = _template(path, description, named)
-    templates = [_stacked(values, description["members"]) for values in entries]
-    return fmodel.eval(), *load_ensemble(folder / ENSEMBLE, *templates), description
+
+
+def _template(
+    path: Path, description: Description, named: str | None
+) -> tuple[FunctionalModel, Params, Buffers]:
+    """Make a model as a file describes it, with values of its own."""
+    check(str(path), description, {"model": TEXT, "shape": TABLE})
+    spec, shape = description["model"], shape_of(str(path), description["shape"])
+    models.named_again(str(path), spec, named)
+    own = spec in models.MODELS
+    model = models.outline(spec, shape) if own else models.build(spec, shape, seed=0)
+    fmodel, params, buffers = make_functional_with_buffers(model)
+    return fmodel.eval(), params, buffers
 
 
 def _stacked(values: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
@@ -266,6 +264,7 @@ def load(
         torch.Size([5, 3])
     """
     where = Path(folder)
+    fmodel, params, buffers, _ = read_model(where, named=model)
     if holds_ensemble(where):
-        return read_members(where, named=model)[:3]
-    return read_model(where, named=model)[0]
+        return fmodel, params, buffers
+    return fmodel.to_module(params, buffers).eval()

@@ -21,7 +21,6 @@ from vgrad.cli.models import Shape
 from vgrad.ensemble.forward import ensemble_forward
 from vgrad.ensemble.prediction import class_prediction
 from vgrad.files import Description
-from vgrad.functional.model import make_functional_with_buffers
 
 ROWS = 1024
 """Images at a time, so that memory does not grow with the data."""
@@ -66,14 +65,9 @@ def evaluate(given: Namespace) -> None:
     """
     where = arguments.device(given.device)
     folder = arguments.folder("evaluate", given.folder)
-    of_ensemble = checkpoint.holds_ensemble(folder)
-    if of_ensemble:
-        fmodel, params, buffers, description = checkpoint.read_members(
-            folder, named=given.model
-        )
-    else:
-        model, description = checkpoint.read_model(folder, named=given.model)
-        fmodel, params, buffers = make_functional_with_buffers(model)
+    fmodel, params, buffers, description = checkpoint.read_model(
+        folder, named=given.model
+    )
     check(str(folder), description, _SAID)
     if description.get("plan") is not None:
         check(str(folder), description, {"delta": number(0, 1)})
@@ -88,8 +82,9 @@ def evaluate(given: Namespace) -> None:
             f"made for, got {_words(held.shape)}."
         )
     params, buffers = tree.to_device((params, buffers), where)
-    fmodel = models.under(description.get("precision") or "float32", fmodel)
-    run = ensemble_forward(fmodel, strategy="loop") if of_ensemble else fmodel
+    run = models.under(description.get("precision") or "float32", fmodel)
+    if checkpoint.holds_ensemble(folder):
+        run = ensemble_forward(run, strategy="loop")
     share, each = judge(lambda x: run(params, buffers, x), held.x_test, held.y_test)
     print(
         f"accuracy {100 * share:.2f} % on {len(held.y_test)} held-out samples "
