@@ -83,8 +83,7 @@ def noise_multiplier_for(
     at least 0.05. The search costs five to ten calls of `epsilon(...)`.
 
     Raises:
-        ValueError: an argument is outside its range, or no noise multiplier gives the
-            target, or none is needed for it.
+        ValueError: an argument is outside its range, or no noise is enough or needed.
         ImportError: `dp-accounting` is not installed.
 
     Example:
@@ -98,16 +97,14 @@ def noise_multiplier_for(
     _check("noise_multiplier_for", sampling_rate, steps, delta, accountant)
     checks.positive("noise_multiplier_for", epsilon=epsilon)
     checks.finite("noise_multiplier_for", epsilon=epsilon)
-    call = (
-        f"noise_multiplier_for({epsilon=!r}, {delta=!r}, {sampling_rate=!r}, "
-        f"{steps=!r}, {accountant=!r})"
-    )
+    call = f"noise_multiplier_for({epsilon=}, {delta=}, {sampling_rate=}, {steps=}, "
+    call += f"{accountant=})"
     used = 1 - (1 - sampling_rate) ** steps
     if delta >= used:
         raise ValueError(
             f"{call}: expected delta below {used:.3g}, the probability that a given "
             f"sample is used at all, got {delta!r}. Such a delta would allow releasing "
-            "samples as they are."
+            f"samples as they are."
         )
 
     @functools.cache

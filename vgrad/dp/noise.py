@@ -90,15 +90,13 @@ def add_gaussian_noise(
     with an infinite epsilon.
 
     Raises:
-        TypeError: `sensitivity` is a bare number, `key` no key, or a tensor is not of
-            real floats.
+        TypeError: `sensitivity` is a number, `key` no key, or a sum not of real floats.
         ValueError: the sensitivity is infinite, the noise multiplier negative or not
             finite, their product too small for float64, or `step` or `member` is not a
             whole number of zero or more.
 
     Reference:
-        Abadi et al., arXiv 1607.00133; Salmon et al., Parallel random numbers: as easy
-        as 1, 2, 3, SC 2011.
+        Abadi et al., arXiv 1607.00133; Salmon et al., Parallel random numbers, SC 2011.
 
     Example:
         >>> from vgrad.dp import secret_key
@@ -109,23 +107,13 @@ def add_gaussian_noise(
         >>> noisy["weight"].dtype
         torch.float32
     """
-    function = "add_gaussian_noise"
-    check_sensitivity(function, sensitivity)
-    checks.non_negative(function, noise_multiplier=noise_multiplier)
-    checks.finite(function, noise_multiplier=noise_multiplier)
-    checks.whole(function, least=0, step=step, member=member)
-    generators.check_key(function, key)
+    deviation = _deviation("add_gaussian_noise", noise_multiplier, sensitivity)
+    checks.whole("add_gaussian_noise", least=0, step=step, member=member)
+    generators.check_key("add_gaussian_noise", key)
     for name, total in sums.items():
-        _check_sum(function, name, total)
-    deviation = noise_multiplier * sensitivity.value
+        _check_sum("add_gaussian_noise", name, total)
     if noise_multiplier == 0:
         return map_values(_released, sums, sums)
-    if not _LEAST < deviation < 1 / _LEAST:
-        raise ValueError(
-            f"{function}(noise_multiplier={noise_multiplier!r}, {sensitivity}): "
-            f"expected a standard deviation between {_LEAST} and {1 / _LEAST}, got "
-            f"{deviation!r}. Clip to another norm."
-        )
     own = generators.subkey(key, "noise", step, float(noise_multiplier), deviation)
     normals = _Normals(own, sums, member)
     # Adding it leaves no room for what is below the grid.
@@ -195,6 +183,23 @@ def check_sensitivity(function: str, sensitivity: Any) -> None:
             f"{function}(sensitivity={sensitivity!r}): expected a finite sensitivity, "
             f"got {sensitivity.value}. Clip the gradients with a finite max_norm."
         )
+
+
+def _deviation(
+    function: str, noise_multiplier: float, sensitivity: Sensitivity
+) -> float:
+    """Return the standard deviation of the noise, which has a grid or is zero."""
+    check_sensitivity(function, sensitivity)
+    checks.non_negative(function, noise_multiplier=noise_multiplier)
+    checks.finite(function, noise_multiplier=noise_multiplier)
+    deviation = noise_multiplier * sensitivity.value
+    if noise_multiplier != 0 and not _LEAST < deviation < 1 / _LEAST:
+        raise ValueError(
+            f"{function}(noise_multiplier={noise_multiplier!r}, {sensitivity}): "
+            f"expected a standard deviation between {_LEAST} and {1 / _LEAST}, got "
+            f"{deviation!r}. Clip to another norm."
+        )
+    return deviation
 
 
 def _check_sum(function: str, name: str, total: Tensor) -> None:
