@@ -19,7 +19,7 @@ FIGURES = (METRICS, PLAIN)
 
 
 class Record(NamedTuple):
-    """The figures after one epoch; None stands for what is not a finite number.
+    """The figures after one epoch; None stands for NaN or infinity, and for no figure.
 
     Attributes:
         step: how many steps have been taken.
@@ -77,7 +77,7 @@ def append(path: Path, record: Record) -> int:
 
 
 def cut(path: Path, length: int) -> None:
-    """Take away what was written after the checkpoint that saw `length` bytes."""
+    """Cut off everything written after the checkpoint that saw `length` bytes."""
     if os.path.lexists(path):
         with open(files.open_own(path, os.O_RDWR), "r+b") as file:
             file.truncate(length)

@@ -110,7 +110,7 @@ def show_table(private: Sequence[Record], plain: Sequence[Record]) -> None:
 
 
 def _table(private: Sequence[Record], plain: Sequence[Record]) -> Table:
-    """Make a table of the last figures of two runs, of which one may have none.
+    """Make a table of the last figures of two runs; one may have no records.
 
     The run of an ensemble has a line for each member too.
     """
