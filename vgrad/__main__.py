@@ -7,7 +7,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from vgrad.cli import arguments, rules
+from vgrad.cli import arguments
 from vgrad.persample.engine.guard import UnsupportedOp
 
 
@@ -19,8 +19,8 @@ class Command(NamedTuple):
     run: Callable[[Namespace], None]
 
 
+# Each imports its command when it runs, so that others do not need its packages.
 def _train(given: Namespace) -> None:
-    # Here and not above, so that what it needs on top is needed by it alone.
     from vgrad.cli.run import train
 
     train(given)
@@ -38,13 +38,19 @@ def _bench(given: Namespace) -> None:
     run(given.out, given.suites)
 
 
+def _rules(given: Namespace) -> None:
+    from vgrad.cli.rules import run
+
+    run(given)
+
+
 COMMANDS = {
     "train": Command(
         "Train a classifier with differential privacy, and one without beside it. The "
-        "folder gets model.safetensors (for an ensemble ensemble.* instead), "
-        "the only file meant for release; state.*, with which the run can go on and "
-        "which would reveal its noise; and metrics.jsonl, plain.jsonl and pictures, "
-        "whose figures come from the private data without noise.",
+        "folder gets model.safetensors (for an ensemble ensemble.* instead), the only "
+        "file meant for release; state.*, from which the run can go on and which would "
+        "reveal its noise; and metrics.jsonl, plain.jsonl and pictures, whose figures "
+        "come from the private data without noise.",
         arguments.add_train,
         _train,
     ),
@@ -62,8 +68,8 @@ COMMANDS = {
     "rules": Command(
         "Print the ops that have a rule for per-sample gradients. With --model also "
         "what a private step does with each parameter of that model.",
-        rules.add_arguments,
-        rules.run,
+        arguments.add_rules,
+        _rules,
     ),
 }
 
@@ -75,7 +81,7 @@ _LONGEST = 2000
 
 
 class _Parser(ArgumentParser):
-    """A parser that says what is wrong in one line, as everything here does."""
+    """A parser that reports an error in one line, as all commands do."""
 
     def error(self, message: str) -> NoReturn:
         """Print the line and exit with status 2."""
@@ -114,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str) -> int:
-    """Print one line, whatever a file has put into the message."""
+    """Print a message as one line of printable text, whatever a file put into it."""
     line = " ".join(message.split())
     line = line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..."
     shown = (each if each.isprintable() else ascii(each)[1:-1] for each in line)

@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all, and tensors kept in such files.
+"""Files that exist as a whole or not at all, and tensors kept in such files.
 
 A file of tensors has parts, each sealed with a hash of its own and readable alone.
 """
@@ -21,10 +21,10 @@ Description = dict[str, Any]
 
 
 def replace(path: Path, content: bytes, *, private: bool = False) -> None:
-    """Write a file so that at any moment the old or the new content is there.
+    """Write a file so that at any moment either the old or the new content is there.
 
-    When this returns, the new one is on the disk. A private file can be read by its
-    owner alone, from the moment it exists.
+    When this returns, the new one is on the disk. Only its owner can read a private
+    file, from the moment it exists.
     """
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)  # left by a process that was killed
@@ -45,11 +45,8 @@ def replace(path: Path, content: bytes, *, private: bool = False) -> None:
 def open_own(path: Path, flags: int) -> int:
     """Open a file that has one name; one that is written to is for its owner alone.
 
-    What could be somebody else's is not opened: a symbolic link, a file that has a
-    second name, and what is no file.
-
-    Raises:
-        OSError: it cannot be opened, or is one of these.
+    Nothing that could be somebody else's is opened: no symbolic link, no file with a
+    second name, nothing but a regular file. All of these raise an OSError.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
@@ -75,14 +72,10 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def from_json(text: str | bytes) -> Any:
-    """Read JSON from anybody.
+    """Read JSON that anybody may have written.
 
     Raises:
-        ValueError: it is none, is nested too deeply, or names what is no number.
-
-    Example:
-        >>> from_json('{"kind": "model"}')
-        {'kind': 'model'}
+        ValueError: it is not JSON, is nested too deeply, or holds NaN or infinity.
     """
 
     def refuse(name: str) -> None:
@@ -112,8 +105,8 @@ def write_parts(
 ) -> None:
     """Replace a file by parts and their description.
 
-    The entry `name` of a part is `part/name` in the file; the part `""`, which is then
-    the only one, adds nothing to the names.
+    The entry `name` of a part is `part/name` in the file. A part `""` must be the only
+    one, and adds nothing to the names.
     """
     text = json.dumps(description)
     metadata = {"vgrad": text}
@@ -140,7 +133,7 @@ def read_parts(
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is damaged, was written by another program, or holds another
-            kind of tensors; `called` tells the user what was looked for.
+            kind of tensors. `called` is what the error says was expected.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: expected {called}, got no file.")
@@ -170,6 +163,23 @@ def read_parts(
         for part, held in tensors.items()
     }
     return named, description
+
+
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    description: Description,
+    *,
+    private: bool = False,
+) -> None:
+    """Replace a file by tensors in one part, and their description."""
+    write_parts(path, {"": tensors}, description, private=private)
+
+
+def read_tensors(path: Path, kind: str) -> tuple[dict[str, Tensor], Description]:
+    """Read what `write_tensors` wrote, on the CPU. Errors are those of `read_parts`."""
+    parts, description = read_parts(path, kind, [""], called=f"the {kind} of a run")
+    return parts[""], description
 
 
 def _held(

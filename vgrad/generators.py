@@ -1,17 +1,22 @@
-"""Random numbers as a function of a key, so that what a step drew it draws again.
+"""Where random numbers come from: secret keys and their streams, or torch's generators.
 
 A run keeps one secret key of 256 bits. What it draws for one purpose (a batch, the
 noise of one parameter, dropout) at one step comes from a stream of its own, whose key
-is a keyed hash (BLAKE2b) of the purpose and the step. No stream tells anything about
-another one, and none has to be read in order: a run that goes on, a worker that reads
-ahead and a machine that holds a part of a tensor draw the very same numbers.
+is a keyed hash (BLAKE2b) of the purpose and the step. No stream reveals anything about
+another, and none has to be read in order: a run that goes on, a worker that reads ahead
+and a machine that holds a part of a tensor all draw the very same numbers.
+
+The random ops of a loss draw from torch's own generators. Their state is kept and put
+back here.
 """
 
 import hashlib
 import json
 import secrets
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -22,18 +27,30 @@ from vgrad import checks
 Place = str | int | float
 """A part of what a stream is for."""
 
+RandomState = tuple[Tensor, dict[int, Tensor]]
+"""Of torch's generators, on the CPU and on CUDA devices by their index."""
+
 KEY_BYTES = 32
 
 BLOCK = 2**16
 """Numbers of one stream that are drawn at once, from a counter of their own."""
 
+ALONE = threading.RLock()
+"""Held by any thread that borrows torch's own generators, or catches warnings.
+
+Both exist once per process: a second thread that sets a generator in between, or draws
+from it, would change the numbers of the first, and leave it in the wrong state. One
+lock serves both, since two could be taken in two orders. Code that draws from torch's
+generators without it, as a plain call of a model with dropout does, is not kept out.
+"""
+
 
 def secret_key(*, seed: int | None = None, member: int = 0) -> Tensor:
     """Draw a key, uint8 `[32]`, from the operating system.
 
-    Who knows the key knows all batches and all noise that were drawn by it: keep it
-    with the private data. With a `seed` the key is a hash of `seed` and `member`. That
-    is for tests and for what is not private: seeds can be tried, so noise from such a
+    Whoever knows the key knows all batches and all noise drawn from it: keep it with
+    the private data. With a `seed` the key is a hash of `seed` and `member`. That is
+    for tests and for what is not private: seeds can be guessed, so noise from such a
     key hides nothing.
 
     Raises:
@@ -53,20 +70,12 @@ def secret_key(*, seed: int | None = None, member: int = 0) -> Tensor:
 
 
 def subkey(key: Tensor, *place: Place) -> Tensor:
-    """Derive a key for one part of a run, uint8 `[32]`.
-
-    Raises:
-        TypeError: `key` is not what `secret_key` returns.
-    """
+    """Derive a key for one part of a run, uint8 `[32]`."""
     return _tensor(_digest(_bytes(key), place, KEY_BYTES))
 
 
 def stream(key: Tensor, *place: Place) -> int:
-    """Derive the key of one stream, a number of 128 bits.
-
-    Raises:
-        TypeError: `key` is not what `secret_key` returns.
-    """
+    """Derive the key of one stream, a number of 128 bits."""
     return int.from_bytes(_digest(_bytes(key), place, 16), "little")
 
 
@@ -79,18 +88,17 @@ def block(stream: int, number: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=stream, counter=number << 192))
 
 
-def drawn(
-    draw: Callable[[np.random.Generator, np.ndarray], None], stream: int, count: int
-) -> np.ndarray:
+def drawn(draw: Callable[..., object], stream: int, count: int) -> np.ndarray:
     """Fill an array, float64 `[count]`, block by block, on as many threads as torch.
 
-    The numbers do not depend on how many threads there are.
+    `draw` is a method of numpy's generators that takes `out`. The numbers do not depend
+    on how many threads there are.
     """
     found = np.empty(count)
     parts = [found[start : start + BLOCK] for start in range(0, count, BLOCK)]
 
     def fill(number: int) -> None:
-        draw(block(stream, number), parts[number])
+        draw(block(stream, number), out=parts[number])
 
     if len(parts) < 2:
         for number in range(len(parts)):
@@ -103,7 +111,7 @@ def drawn(
 
 
 def torch_seed(key: Tensor, *place: Place) -> int:
-    """Derive a seed of 64 bits for a generator of torch, for what only torch can draw.
+    """Derive a seed of 64 bits for a generator of torch, where only torch can draw.
 
     On the CPU torch uses 32 of them: enough for dropout, too few for a secret.
     """
@@ -111,24 +119,50 @@ def torch_seed(key: Tensor, *place: Place) -> int:
 
 
 def check_key(function: str, key: Tensor) -> None:
-    """Refuse what is not a key.
+    """Refuse what is not a key, with a TypeError."""
+    # What was passed may be a secret in another form: no message shows it.
+    got = f"a {type(key).__name__}"
+    if isinstance(key, Tensor):
+        if key.dtype == torch.uint8 and key.shape == (KEY_BYTES,):
+            return
+        got = f"a tensor of {key.dtype} {tuple(key.shape)}"
+    raise TypeError(
+        f"{function}(key): expected a key as vgrad.dp.secret_key() draws one, or "
+        f"that of a state, got {got}."
+    )
 
-    Raises:
-        TypeError: `key` is not what `secret_key` returns.
-    """
-    if (
-        not isinstance(key, Tensor)
-        or key.dtype != torch.uint8
-        or key.shape != (KEY_BYTES,)
-    ):
-        # What was passed may be a secret in another form: no message shows it.
-        got = f"a {type(key).__name__}"
-        if isinstance(key, Tensor):
-            got = f"a tensor of {key.dtype} {tuple(key.shape)}"
-        raise TypeError(
-            f"{function}(key): expected a key as vgrad.dp.secret_key() draws one, or "
-            f"that of a state, got {got}."
-        )
+
+def random_state(tensors: Iterable[Tensor]) -> RandomState:
+    """Return the state of the generators that computing with `tensors` may use."""
+    devices = {each.device.index for each in tensors if each.is_cuda}
+    states = {index: torch.cuda.get_rng_state(index) for index in devices}
+    return torch.get_rng_state(), states
+
+
+def set_random_state(state: RandomState) -> None:
+    """Put the generators back."""
+    torch.set_rng_state(state[0])
+    for index, of_device in state[1].items():
+        torch.cuda.set_rng_state(of_device, index)
+
+
+@contextmanager
+def kept_random_state(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Put the generators back after a block that computes with `tensors`."""
+    with ALONE:
+        state = random_state(tensors)
+        try:
+            yield
+        finally:
+            set_random_state(state)
+
+
+def drawn_since(before: RandomState, tensors: Iterable[Tensor]) -> bool:
+    """Tell whether random numbers were drawn."""
+    after = random_state(tensors)
+    return not torch.equal(before[0], after[0]) or any(
+        not torch.equal(state, after[1][index]) for index, state in before[1].items()
+    )
 
 
 def _digest(key: bytes, place: tuple[Place, ...], size: int) -> bytes:

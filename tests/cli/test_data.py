@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
+from tests import oracle
 from tests.examples import examples
 from vgrad.cli import data
 
@@ -39,50 +40,41 @@ def written(tmp_path):
     return write
 
 
-def rows(*images):
-    return sorted(row.tobytes() for each in images for row in each.numpy())
-
-
 def test_the_digits_are_scikit_learns_divided_by_sixteen():
-    found = data.load("digits", seed=3)
-    expected = torch.from_numpy(load_digits().images).float() / 16
-    assert rows(found.x_train, found.x_test) == rows(expected.unsqueeze(1))
+    found, bunch = data.load("digits", seed=3), load_digits()
+    x = np.concatenate([found.x_train.numpy(), found.x_test.numpy()])[:, 0]
+    y = np.concatenate([found.y_train.numpy(), found.y_test.numpy()])
+    expected = (bunch.images / 16).astype(np.float32)
+    assert pairs(x, y) == pairs(expected, bunch.target)
     assert (len(found.x_train), len(found.x_test), found.classes) == (1438, 359, 10)
     assert found.y_train.dtype == torch.int64
 
 
-def test_the_digits_keep_their_labels_when_they_are_split():
-    found, bunch, labels = data.load("digits", seed=3), load_digits(), {}
-    for image, label in zip(bunch.images, bunch.target, strict=True):
-        labels.setdefault((image / 16).astype(np.float32).tobytes(), set()).add(label)
-    for x, y in ((found.x_train, found.y_train), (found.x_test, found.y_test)):
-        for image, label in zip(x.numpy(), y.tolist(), strict=True):
-            assert label in labels[image.tobytes()]
+def pairs(images, labels):
+    return sorted(
+        (image.tobytes(), int(y)) for image, y in zip(images, labels, strict=True)
+    )
 
 
 def test_the_seed_alone_fixes_the_split():
     torch.manual_seed(1)
     first = data.load("digits", seed=0)
     torch.manual_seed(2)
-    assert torch.equal(first.x_test, data.load("digits", seed=0).x_test)
+    oracle.assert_exact(data.load("digits", seed=0), first, 0)
     assert not torch.equal(first.x_test, data.load("digits", seed=1).x_test)
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [
-        ((6, 4, 5), (6, 1, 4, 5)),
-        ((6, 3, 4, 5), (6, 3, 4, 5)),
-        ((6, 7), (6, 1, 1, 7)),
-    ],
+    [((6, 4, 5), (1, 4, 5)), ((6, 3, 4, 5), (3, 4, 5)), ((6, 7), (1, 1, 7))],
 )
 def test_images_become_four_dimensional_without_moving_a_pixel(
     written, given, expected
 ):
     x = np.arange(np.prod(given), dtype=np.float32).reshape(given)
     found = data.load(written(x_train=x, x_test=x[:3]), seed=0)
-    assert found.x_train.shape == expected
-    assert found.shape == (*expected[1:], 3)
+    assert found.x_train.shape == (6, *expected)
+    assert found.shape == (*expected, 3)
     assert np.array_equal(found.x_train.numpy().ravel(), x.ravel())
 
 
@@ -101,7 +93,7 @@ def test_one_sample_does_not_change_how_another_is_preprocessed(written):
     before = data.load(written(), seed=0).x_train
     changed[0] = 1e6
     after = data.load(written(x_train=changed), seed=0).x_train
-    assert torch.equal(before[1:], after[1:])
+    oracle.assert_exact(after[1:], before[1:], 0)
 
 
 def test_the_classes_are_those_that_the_file_states_or_else_the_largest_label(written):
@@ -131,10 +123,7 @@ WRONG = {
     "beyond float32": ({"x_test": np.full((3, 4, 5), 1e39)}, "finite .* in x_test"),
     "whole numbers": ({"x_train": np.zeros((6, 4, 5), int)}, "uint8.* got int64"),
     "text": ({"x_train": np.full((6, 4, 5), "a")}, "uint8.* in x_train, got <U1"),
-    "labels of text": (
-        {"y_test": np.array(["a", "b", "c"])},
-        "whole numbers .* y_test",
-    ),
+    "labels of text": ({"y_test": np.array(list("abc"))}, "whole numbers .* y_test"),
     "fractions": ({"y_test": np.zeros(3)}, "whole numbers .* y_test, got float64"),
     "one-hot": ({"y_test": np.eye(3, dtype=int)}, "whole numbers .* y_test"),
     "negative": ({"y_train": np.array([0, 1, 2, 0, 1, -1])}, "in y_train, got -1 to 2"),
@@ -197,7 +186,7 @@ DTYPES += ["[('a', '<f4', (2147483647,))]", "('<f4', (2,))", "None", "'M8[s]'", 
 DTYPES += ["[" * 200 + "]" * 200]
 
 
-@examples(300)
+@examples(120)
 @given(
     key=st.sampled_from([*data.KEYS, "classes"]),
     shape=st.sampled_from(SHAPES),
@@ -277,7 +266,7 @@ def test_nothing_is_unpickled(written, tmp_path):
     assert not (tmp_path / "sprung").exists()
 
 
-@examples(150)
+@examples(80)
 @given(
     place=st.floats(0, 1, exclude_max=True),
     byte=st.integers(1, 255),

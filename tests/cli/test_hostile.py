@@ -15,42 +15,35 @@ import pytest
 import torch
 
 import vgrad
-from tests.cli.test_members import quick_pictures  # noqa: F401
-from tests.cli.test_run import (
-    Killed,
+from tests import oracle
+from tests.cli.runs import (
+    CURVES,
+    DRAW,
+    PLAIN,
+    THREE,
     arguments,
+    contents,
     error,
-    fast_accountant,  # noqa: F401
+    interrupted,
     lines,
-    stop,
+    resume,
+    said,
     train,
-    write_data,
 )
 from vgrad import files
 from vgrad.__main__ import main
-from vgrad.cli import checkpoint, models, report
+from vgrad.cli import checkpoint, models, report, run
 
 OWN = {"metrics.jsonl", "plain.jsonl", "state.json", "state.safetensors", "curves.png"}
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory):
-    return write_data(tmp_path_factory.mktemp("data") / "images.npz")
+LAST = {"one": CURVES, "three": (run, "_draw")}
 
 
 @pytest.fixture(scope="module")
 def runs(images, tmp_path_factory):
     """Two runs that still have to draw their curves, of one model and of three."""
     folder = tmp_path_factory.mktemp("runs")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "write_curves", stop)
-        patch.setattr("vgrad.cli.run._draw", stop)
-        for name, more in (
-            ("one", []),
-            ("three", ["--members", "3", "--without-privacy"]),
-        ):
-            with pytest.raises(Killed):
-                train(images, folder / name, *more)
+    for name, more in (("one", []), ("three", [*THREE, PLAIN])):
+        interrupted(images, folder / name, *more, where=LAST[name])
     return folder
 
 
@@ -69,29 +62,23 @@ def three(runs, tmp_path):
     return shutil.copytree(runs / "three", tmp_path / "run")
 
 
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def forge(folder, change, tensors=None):
     """Change what the state says, and seal it."""
     held, description = checkpoint.read_state(folder)
     change(description)
-    files.write_parts(
-        folder / "state.safetensors", {"": {**held, **(tensors or {})}}, description
-    )
+    values = {**held, **(tensors or {})}
+    files.write_tensors(folder / "state.safetensors", values, description)
 
 
 def forge_model(folder, **changed):
     """Change what the model, or the text of the ensemble, says."""
     if (folder / "ensemble.json").exists():
-        said = json.loads((folder / "ensemble.json").read_text()) | changed
-        (folder / "ensemble.json").write_text(json.dumps(said))
+        told = said(folder, "ensemble.json") | changed
+        (folder / "ensemble.json").write_text(json.dumps(told))
         return
-    parts, said = files.read_parts(
-        folder / "model.safetensors", "model", [""], called="the model"
-    )
-    files.write_parts(folder / "model.safetensors", parts, said | changed)
+    path = folder / "model.safetensors"
+    tensors, told = files.read_tensors(path, "model")
+    files.write_tensors(path, tensors, told | changed)
 
 
 # Other files.
@@ -102,7 +89,7 @@ def test_a_state_can_name_no_file_to_be_cut(either, tmp_path, capsys, name):
     name = name.format(tmp_path)
     for victim in (tmp_path / "victim", either / "notes"):
         victim.write_text("mine")
-    forge(either, lambda said: said["lengths"].update({name: 0}))
+    forge(either, lambda told: told["lengths"].update({name: 0}))
     before = contents(either)
     message = error(capsys, "train", "--resume", either)
     assert f"got '{name}', which no run writes to" in message
@@ -145,7 +132,7 @@ def test_figures_are_written_to_a_file_of_their_own(one, tmp_path, capsys, name,
     if before is not None:  # what it advises works
         (one / name).unlink()
         shutil.copy(victim, one / name)
-        assert main(["train", "--resume", str(one)]) == 0
+        assert resume(one) == 0
 
 
 @pytest.mark.parametrize("name", ["state.json", ".state.json.partial", "curves.png"])
@@ -153,7 +140,7 @@ def test_no_link_is_followed(one, tmp_path, name):
     victim = tmp_path / "victim"
     (one / name).unlink(missing_ok=True)
     os.symlink(victim, one / name)
-    assert main(["train", "--resume", str(one)]) == 0
+    assert resume(one) == 0
     assert not victim.exists()
     assert not (one / name).is_symlink()
 
@@ -170,42 +157,38 @@ def test_a_dangling_link_is_a_part_of_a_run_too(images, tmp_path, capsys, name):
 
 
 def test_only_what_is_for_release_can_be_read_by_others(images, tmp_path, monkeypatch):
-    def private(folder):
-        return {
-            path.name
-            for path in folder.iterdir()
-            if stat.S_IMODE(path.stat().st_mode) == 0o600
-        }
-
-    monkeypatch.setattr("vgrad.cli.run._draw", stop)
     # So that figures are private from the first byte, and are not made so.
     monkeypatch.setattr(os, "fchmod", lambda *given: None)
+    monkeypatch.setattr(report, "_write", DRAW)
     before = os.umask(0)
     try:
         assert train(images, tmp_path / "one") == 0
-        with pytest.raises(Killed):
-            train(images, tmp_path / "three", "--members", "3")
+        interrupted(images, tmp_path / "three", *THREE, where=LAST["three"])
     finally:
         os.umask(before)
-    everything = set(os.listdir(tmp_path / "one"))
-    assert private(tmp_path / "one") == OWN == everything - {"model.safetensors"}
-    released = {"ensemble.json", "ensemble.safetensors"}
-    everything = set(os.listdir(tmp_path / "three"))
-    assert private(tmp_path / "three") == everything - released
+    released = {"ensemble.json", "ensemble.safetensors", "model.safetensors"}
+    for name in ("one", "three"):
+        found = private(tmp_path / name)
+        assert found == set(os.listdir(tmp_path / name)) - released
+    assert private(tmp_path / "one") == OWN
+
+
+def private(folder):
+    modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in folder.iterdir()}
+    return {name for name, mode in modes.items() if mode == 0o600}
 
 
 def test_what_others_could_read_becomes_private_when_the_run_goes_on(one):
     for path in one.iterdir():
         path.chmod(0o644)
-    assert main(["train", "--resume", str(one)]) == 0
-    modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in one.iterdir()}
-    assert {name for name, mode in modes.items() if mode == 0o600} == OWN
+    assert resume(one) == 0
+    assert private(one) == OWN
 
 
 # Code.
 
 EVIL = """
-import pathlib, torch
+import pathlib
 pathlib.Path(__file__).with_name("sprung").touch()
 def make(*, channels, height, width, classes):
     layers = torch.nn.Linear(channels * height * width, 64), torch.nn.Tanh()
@@ -215,11 +198,9 @@ def make(*, channels, height, width, classes):
 
 
 @pytest.fixture
-def evil(tmp_path, monkeypatch):
-    (tmp_path / "evil.py").write_text(EVIL)
-    monkeypatch.chdir(tmp_path)
-    yield tmp_path / "sprung"
-    sys.modules.pop("evil", None)
+def evil(tmp_path, module):
+    module("evil", EVIL)
+    return tmp_path / "sprung"
 
 
 def test_no_model_chooses_the_code_that_runs(either, images, capsys, evil):
@@ -240,14 +221,14 @@ def test_no_model_chooses_the_code_that_runs(either, images, capsys, evil):
 
 
 def test_no_state_chooses_the_code_that_runs(either, capsys, evil):
-    forge(either, lambda said: said["arguments"].update(model="evil:make"))
-    resume = ["train", "--resume", either]
-    assert "name it: with --model" in error(capsys, *resume)
-    message = error(capsys, *resume, "--model", "mlp")
+    forge(either, given(model="evil:make"))
+    command = ["train", "--resume", either]
+    assert "name it: with --model" in error(capsys, *command)
+    message = error(capsys, *command, "--model", "mlp")
     assert "expected --model evil:make, which the run was started with" in message
     assert not evil.exists()
     # Named again, it is imported, and is not the model that the run was started with.
-    assert "source_sha256" in error(capsys, *resume, "--model", "evil:make")
+    assert "source_sha256" in error(capsys, *command, "--model", "evil:make")
     assert evil.exists()
 
 
@@ -281,7 +262,7 @@ def test_an_ensemble_is_loaded_from_its_folder(three):
     for name, value in params.items():
         assert value.is_leaf
         assert value.requires_grad
-        assert torch.equal(value, state[f".plain.params['{name}']"])
+        oracle.assert_exact(value, state[f".plain.params['{name}']"], 0)
     scores = vgrad.ensemble_forward(fmodel)(params, buffers, torch.zeros(5, 1, 1, 6))
     assert scores.shape == (3, 5, 3)
 
@@ -379,18 +360,12 @@ def test_an_ensemble_of_any_number_of_members_is_refused(three, count):
         vgrad.load(three)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[" * 100_000,
-        '{"members": ' + "[" * 100_000,
-        '{"members": NaN}',
-        '{"members": ' + "9" * 5000 + "}",
-        "\xff\xfe",
-        "",
-        "3",
-    ],
-)
+DEEP = "[" * 100_000
+TEXTS = [DEEP, '{"members": ' + DEEP, '{"members": NaN}', "\xff\xfe", "", "3"]
+TEXTS += ['{"members": ' + "9" * 5000 + "}"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
 def test_a_text_that_is_no_description_is_refused(three, images, capsys, text):
     (three / "ensemble.json").write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=r"ensemble\.json: expected"):
@@ -419,80 +394,53 @@ def test_a_message_is_one_short_line_whatever_a_file_says(one, images, capsys):
 
 # States.
 
+
+def given(**changed):
+    return lambda told: told["arguments"].update(changed)
+
+
+def told(**changed):
+    return lambda told: told.update(changed)
+
+
+def length(value):
+    return lambda told: told["lengths"].update({"plain.jsonl": value})
+
+
+RATE = "expected a finite number from -inf to inf in 'lr'"
 FORGED = {
-    "no arguments": (lambda said: said.pop("arguments"), "in 'arguments', got no such"),
-    "a list of them": (
-        lambda said: said.update(arguments=[1]),
-        "expected a dictionary in 'arguments'",
-    ),
-    "one too many": (
-        lambda said: said["arguments"].update(evil=1),
-        "belongs to another version",
-    ),
-    "members": (
-        lambda said: said["arguments"].update(members=10**9),
-        "--members 1000000000: expected at most 10000",
-    ),
-    "fewer members": (
-        lambda said: said["arguments"].update(members=-1),
-        "members=-1): expected a whole number >= 1",
-    ),
-    "other members": (
-        lambda said: said["arguments"].update(members=9_999),
-        "expected 9999 members, got another number",
-    ),
-    "epochs": (
-        lambda said: said["arguments"].update(epochs=10**9),
-        "--epochs 1000000000: expected at most 1000000",
-    ),
-    "a rate that is text": (
-        lambda said: said["arguments"].update(lr="fast"),
-        "expected a finite number from -inf to inf in 'lr'",
-    ),
-    **{
-        f"a rate of {len(str(rate))} digits": (
-            lambda said, rate=rate: said["arguments"].update(lr=rate),
-            "expected a finite number from -inf to inf in 'lr'",
-        )
-        for rate in (10**400, -(10**400))
-    },
+    "no arguments": (lambda told: told.pop("arguments"), "in 'arguments', got no such"),
+    "a list": (told(arguments=[1]), "expected a dictionary in 'arguments'"),
+    "one too many": (given(evil=1), "belongs to another version"),
+    "members": (given(members=10**9), "--members 1000000000: expected at most 10000"),
+    "fewer members": (given(members=-1), "members=-1): expected a whole number >= 1"),
+    "other members": (given(members=9_999), "expected 9999 members, got another numb"),
+    "epochs": (given(epochs=10**9), "--epochs 1000000000: expected at most 1000000"),
+    "a rate that is text": (given(lr="fast"), RATE),
+    "a large rate": (given(lr=10**400), RATE),
+    "a negative rate": (given(lr=-(10**400)), RATE),
     "a flag that is a number": (
-        lambda said: said["arguments"].update(reproducible_noise=0),
+        given(reproducible_noise=0),
         "expected true or false in 'reproducible_noise'",
     ),
-    "a seed that is true": (
-        lambda said: said["arguments"].update(seed=True),
-        "in 'seed', got True",
-    ),
-    "data": (lambda said: said["arguments"].update(data=["a"]), "text in 'data'"),
-    "a plan": (lambda said: said.update(plan=None), "in 'plan', got None"),
-    "forms": (lambda said: said.update(forms=[]), "in 'forms', got []"),
-    "negative steps": (lambda said: said.update(step=-4), "in 'step', got -4"),
-    "other steps": (lambda said: said.update(step=4), "got some after [8]"),
-    "lengths": (lambda said: said.update(lengths=[0]), "in 'lengths', got [0]"),
+    "a seed that is true": (given(seed=True), "in 'seed', got True"),
+    "data": (given(data=["a"]), "text in 'data'"),
+    "a plan": (told(plan=None), "in 'plan', got None"),
+    "forms": (told(forms=[]), "in 'forms', got []"),
+    "negative steps": (told(step=-4), "in 'step', got -4"),
+    "other steps": (told(step=4), "got some after [8]"),
+    "lengths": (told(lengths=[0]), "in 'lengths', got [0]"),
     "no length": (
-        lambda said: said["lengths"].pop("plain.jsonl"),
+        lambda told: told["lengths"].pop("plain.jsonl"),
         "in 'plain.jsonl', got no such entry",
     ),
     **{
-        f"length {length}": (
-            lambda said, length=length: said["lengths"].update({"plain.jsonl": length}),
-            "in 'plain.jsonl', got",
-        )
-        for length in (-1, True, 1.0, "1", None, 2**63)
+        f"length {value}": (length(value), "in 'plain.jsonl', got")
+        for value in (-1, True, 1.0, "1", None, 2**63)
     },
-    "a length too long": (
-        lambda said: said["lengths"].update({"plain.jsonl": 2**62}),
-        "that the checkpoint knows of, got",
-    ),
-    "a length of no line": (
-        lambda said: said["lengths"].update({"plain.jsonl": 0}),
-        "expected one line for each of 2 epochs",
-    ),
-    "a length of half a line": (
-        lambda said: said["lengths"].update({"plain.jsonl": 9}),
-        "line 1: expected JSON",
-    ),
+    "a length too long": (length(2**62), "that the checkpoint knows of, got"),
+    "a length of no line": (length(0), "expected one line for each of 2 epochs"),
+    "half a line": (length(9), "line 1: expected JSON"),
 }
 
 
@@ -508,23 +456,21 @@ def test_a_state_that_says_what_cannot_be_changes_nothing(either, capsys, name):
 @pytest.mark.parametrize("value", [-(2**62), 0, 4, 9])
 @pytest.mark.parametrize("which", [".private", ".plain"])
 def test_states_after_other_steps_are_refused(one, capsys, which, value):
-    forge(one, lambda said: None, {f"{which}.step": torch.tensor(value)})
+    forge(one, told(), {f"{which}.step": torch.tensor(value)})
     assert "after the 8 steps that it claims, got some" in error(
         capsys, "train", "--resume", one
     )
 
 
-def test_the_states_of_members_are_all_after_the_same_steps(
-    images, tmp_path, monkeypatch, capsys
-):
+def test_the_states_of_members_are_all_after_the_same_steps(images, tmp_path, capsys):
     out = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        patch.setattr(report, "write_curves", stop)
-        with pytest.raises(Killed):
-            train(images, out, "--members", "2")
+    interrupted(images, out, "--members", "2")
     name = ".private.members[1].step"
-    forge(out, lambda said: None, {name: torch.tensor(4)})
+    forge(out, told(), {name: torch.tensor(4)})
     assert "got some after [4, 8]" in error(capsys, "train", "--resume", out)
+
+
+FIGURES = '{"step": 8, "test_accuracy": 0.5, "samples_per_second": '
 
 
 @pytest.mark.parametrize(
@@ -533,17 +479,10 @@ def test_the_states_of_members_are_all_after_the_same_steps(
         ("[" * 200, "line 2: expected JSON"),
         ("[]", "line 2: expected a dictionary of step, loss"),
         ('{"step": 8}', "line 2: expected a finite number from 0 to 1 in 'test_acc"),
+        (FIGURES + "1e999}", "in 'samples_per_second'"),
+        (FIGURES.replace("8", "7") + "1}", "expected one line for each of 2 epochs"),
         (
-            '{"step": 8, "test_accuracy": 0.5, "samples_per_second": 1e999}',
-            "in 'samples_per_second'",
-        ),
-        (
-            '{"step": 7, "test_accuracy": 0.5, "samples_per_second": 1}',
-            "expected one line for each of 2 epochs",
-        ),
-        (
-            '{"step": 8, "test_accuracy": 0.5, "samples_per_second": 1, '
-            '"member_accuracies": [0.5, "x"]}',
+            FIGURES + '1, "member_accuracies": [0.5, "x"]}',
             "a list, each a finite number from 0 to 1, or null in 'member_acc",
         ),
     ],
@@ -552,30 +491,15 @@ def test_figures_that_are_none_are_refused(either, capsys, line, message):
     path = either / "plain.jsonl"
     first = path.read_text().splitlines()[0]
     path.write_text(f"{first}\n{line}\n")
-    length = path.stat().st_size
-    forge(either, lambda said: said["lengths"].update({"plain.jsonl": length}))
+    forge(either, length(path.stat().st_size))
     assert message in error(capsys, "train", "--resume", either)
 
 
 # Random changes.
 
-ODD = [
-    None,
-    True,
-    0,
-    -1,
-    1,
-    2**31 - 5,
-    2**62,
-    2**64,
-    1e308,
-    0.5,
-    "",
-    "mlp",
-    "os:system",
-]
-ODD += ["x" * 5000, "\x1b[0m\n", [], [[]], {}, {"a": 1}, "../x", "meta", "float16"]
-ODD += [json.loads("[" * 300 + "]" * 300)]
+ODD = [None, True, 0, -1, 1, 2**31 - 5, 2**62, 2**64, 1e308, 0.5, "", "mlp"]
+ODD += ["os:system", "x" * 5000, "\x1b[0m\n", [], [[]], {}, {"a": 1}, "../x", "meta"]
+ODD += ["float16", json.loads("[" * 300 + "]" * 300)]
 
 
 def mutated(said, chance):

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import vgrad
+from tests import oracle
 from vgrad.cli import models
 from vgrad.cli.models import Shape
 
@@ -14,16 +15,8 @@ SHAPE = Shape(channels=2, height=9, width=7, classes=5)
 
 
 @pytest.fixture
-def factory(tmp_path, monkeypatch):
-    """Write a module where the user is, and forget it afterwards."""
-
-    def write(source):
-        (tmp_path / "mine.py").write_text("import torch\n" + source)
-        monkeypatch.chdir(tmp_path)
-        return "mine:make"
-
-    yield write
-    sys.modules.pop("mine", None)
+def factory(module):
+    return lambda source: module("mine", source)
 
 
 @pytest.mark.parametrize("name", models.MODELS)
@@ -32,14 +25,12 @@ def test_gradients_of_single_samples_are_those_of_batches_of_one(name):
     fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
     source = torch.Generator().manual_seed(0)
     x, y = torch.rand(3, 2, 9, 7, generator=source), torch.tensor([0, 4, 2])
-    x = x.double()
     loss = vgrad.sample_loss(fmodel, F.cross_entropy)
-    grads = vgrad.per_sample_grad(loss)(params, buffers, x, y)
-    for row in range(3):
-        model.zero_grad()
-        F.cross_entropy(model(x[row : row + 1]), y[row : row + 1]).backward()
-        for key, param in model.named_parameters():
-            torch.testing.assert_close(grads[key][row], param.grad)
+    grads = vgrad.per_sample_grad(loss)(params, buffers, x.double(), y)
+    expected = oracle.model_gradients(
+        model, lambda model, x, y: F.cross_entropy(model(x), y), (x, y), 3
+    )
+    oracle.assert_exact(grads, expected)
 
 
 @pytest.mark.parametrize("name", models.MODELS)
@@ -51,7 +42,7 @@ def test_the_seed_alone_fixes_the_weights_and_torchs_generator_stays(name):
     torch.manual_seed(8)
     again = models.build(name, SHAPE, seed=0).state_dict()
     other = models.build(name, SHAPE, seed=1).state_dict()
-    assert all(torch.equal(first[key], again[key]) for key in first)
+    oracle.assert_exact(again, first, 0)
     assert any(not torch.equal(first[key], other[key]) for key in first)
 
 

@@ -1,15 +1,14 @@
-import sys
-
 import numpy as np
 import pytest
 import torch
 
+from tests import oracle
+from tests.cli.runs import error
 from vgrad.__main__ import main
 from vgrad.cli import rules
 from vgrad.persample.rules import RULES
 
 MODEL = '''
-import torch
 from torch import nn
 from torch.overrides import wrap_torch_function
 
@@ -47,24 +46,19 @@ def make(*, channels, height, width, classes):
 '''
 
 
-@pytest.fixture
-def images(tmp_path):
-    rng = np.random.default_rng(0)
-    path = tmp_path / "images.npz"
-    y = np.arange(6) % 3
-    x = rng.normal(size=(6, 4))
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    path = tmp_path_factory.mktemp("six") / "images.npz"
+    x, y = np.random.default_rng(0).normal(size=(6, 4)), np.arange(6) % 3
     np.savez(path, x_train=x, y_train=y, x_test=x, y_test=y)
     return str(path)
 
 
 @pytest.fixture
-def factory(tmp_path, monkeypatch):
+def factory(module):
     """Write a module whose rule is gone again after the test."""
     before = dict(RULES)
-    (tmp_path / "gated_model.py").write_text(MODEL)
-    monkeypatch.chdir(tmp_path)
-    yield "gated_model:make"
-    sys.modules.pop("gated_model", None)
+    yield module("gated_model", MODEL)
     RULES.clear()
     RULES.update(before)
 
@@ -110,7 +104,7 @@ def test_rules_of_a_factory_count_and_random_layers_may_draw(images, factory, ca
     found = [cells(line) for line in capsys.readouterr().out.splitlines()]
     assert ["gated_model.gate", "weight", "Dense", "`out = x * weight`."] in found
     assert ["1.weight", "gate", "Dense", "gradients", "96", "has a rule"] in found
-    assert torch.equal(torch.get_rng_state(), before)
+    oracle.assert_exact(torch.get_rng_state(), before, 0)
 
 
 def test_the_products_of_a_model_come_last_where_they_are_asked_for(images, capsys):
@@ -137,15 +131,8 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_arguments_are_one_line(images, tmp_path, monkeypatch, capsys, name):
-    (tmp_path / "wrong_model.py").write_text(
-        "import torch\ndef make(**shape):\n    return torch.nn.Linear(99, 3)\n"
-    )
-    monkeypatch.chdir(tmp_path)
+def test_bad_arguments_are_one_line(images, capsys, module, name):
+    source = "def make(**shape):\n    return torch.nn.Linear(99, 3)\n"
+    module("wrong_model", source)
     given, message = BAD[name]
-    assert main(["rules", "--data", images, *given]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert message in told.err
-    assert len(told.err.splitlines()) == 1
-    sys.modules.pop("wrong_model", None)
+    assert message in error(capsys, "rules", "--data", images, *given)

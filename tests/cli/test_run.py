@@ -1,9 +1,7 @@
 """The main job from end to end: what a run writes, survives and refuses."""
 
 import fcntl
-import functools
 import io
-import json
 import math
 import os
 import signal
@@ -17,90 +15,38 @@ import pytest
 import torch
 from rich.console import Console
 
-import vgrad
-from tests import streams
-from vgrad import dp
+from tests.cli.runs import (
+    BATCH,
+    FIXED,
+    KEYS,
+    PLAIN,
+    SIZE,
+    THREE,
+    Killed,
+    arguments,
+    built,
+    contents,
+    error,
+    held_out,
+    interrupted,
+    lines,
+    reference,
+    results,
+    resume,
+    said,
+    train,
+    watch_noise,
+    write_data,
+)
+from vgrad import dp, files
 from vgrad.__main__ import COMMANDS, main
-from vgrad.cli import checkpoint, data, files, report
-from vgrad.dp import accounting
+from vgrad.cli import checkpoint, report
 
 ROOT = Path(__file__).parents[2]
-KEYS = ["step", "loss", "test_accuracy", "epsilon", "samples_per_second"]
-SIZE, BATCH = 48, 12
 
 
-@pytest.fixture(autouse=True)
-def fast_accountant(monkeypatch):
-    """Ask the accountant the same question once only."""
-    for name in ("epsilon", "noise_multiplier_for"):
-        monkeypatch.setattr(accounting, name, cached(name))
-
-
-@functools.cache
-def cached(name):
-    return functools.cache(getattr(accounting, name))
-
-
-def write_data(path, seed=0, **changed):
-    rng = np.random.default_rng(seed)
-    y_train, y_test = rng.integers(0, 3, SIZE), rng.integers(0, 3, 30)
-    centres = rng.normal(size=(3, 6)).astype(np.float32)
-    found = {
-        "x_train": centres[y_train] + rng.normal(size=(SIZE, 6)),
-        "y_train": y_train,
-        "x_test": centres[y_test] + rng.normal(size=(30, 6)),
-        "y_test": y_test,
-        "classes": np.array(3),
-        **changed,
-    }
-    np.savez(path, **found)
-    return path
-
-
-@pytest.fixture
-def images(tmp_path):
-    return write_data(tmp_path / "images.npz")
-
-
-def arguments(images, *more, epochs=2):
-    sizes = ["--batch-size", str(BATCH), "--epochs", str(epochs)]
-    return ["--data", str(images), "--model", "mlp", "--lr", "0.5", *sizes, *more]
-
-
-def train(images, out, *more, epochs=2):
-    return main(["train", "--out", str(out), *arguments(images, *more, epochs=epochs)])
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def results(folder):
-    """Everything that a run leaves, apart from how long it took, as bytes."""
-    found = {}
-    for name in ("metrics.jsonl", "plain.jsonl"):
-        records = lines(folder / name)
-        found[name] = [{**each, "samples_per_second": None} for each in records]
-    for name, kind in (("state", "training state"), ("model", "model")):
-        tensors, description = files.read_tensors(folder / f"{name}.safetensors", kind)
-        description.pop("lengths", None)
-        found[name] = {key: value.numpy().tobytes() for key, value in tensors.items()}
-        found[f"{name} description"] = description
-    return found
-
-
-class Killed(BaseException):
-    """Stands for a signal that no handler sees."""
-
-
-def stop(*args, **kwargs):
-    raise Killed
-
-
-def test_a_run_writes_what_it_promises(images, tmp_path):
-    out = tmp_path / "new" / "run"
-    assert train(images, out, epochs=3) == 0
-    assert sorted(os.listdir(out)) == [
+def test_a_run_writes_what_it_promises(finished):
+    assert sorted(os.listdir(finished)) == [
         "curves.png",
         "metrics.jsonl",
         "model.safetensors",
@@ -109,93 +55,95 @@ def test_a_run_writes_what_it_promises(images, tmp_path):
         "state.safetensors",
     ]
     for name in ("metrics.jsonl", "plain.jsonl"):
-        records = lines(out / name)
+        records = lines(finished / name)
         assert [list(each) for each in records] == [KEYS] * 3
         assert [each["step"] for each in records] == [4, 8, 12]
-    assert all(each["epsilon"] is None for each in lines(out / "plain.jsonl"))
-    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG\r\n")
+    assert all(each["epsilon"] is None for each in lines(finished / "plain.jsonl"))
     for name in ("state.json", "state.safetensors"):
-        assert stat.S_IMODE((out / name).stat().st_mode) == 0o600
+        assert stat.S_IMODE((finished / name).stat().st_mode) == 0o600
 
 
-def test_epsilon_is_what_the_accountant_says_and_ends_at_the_target(images, tmp_path):
-    assert train(images, tmp_path / "run", "--epsilon", "2", epochs=3) == 0
-    plan = json.loads((tmp_path / "run/state.json").read_text())["plan"]
-    spent = [each["epsilon"] for each in lines(tmp_path / "run/metrics.jsonl")]
-    assert spent == [
-        dp.epsilon(
-            sampling_rate=BATCH / SIZE,
-            noise_multiplier=plan["noise_multiplier"],
-            steps=steps,
-            delta=1e-5,
-        )
-        for steps in (4, 8, 12)
-    ]
+def test_epsilon_is_what_the_accountant_says_and_ends_at_the_target(finished):
+    plan = said(finished)["plan"]
+    run = {"sampling_rate": BATCH / SIZE, "delta": 1e-5}
+    run |= {"noise_multiplier": plan["noise_multiplier"]}
+    spent = [each["epsilon"] for each in lines(finished / "metrics.jsonl")]
+    assert spent == [dp.epsilon(**run, steps=steps) for steps in (4, 8, 12)]
     assert 1.98 < spent[-1] <= 2
-    _, description = checkpoint.read_model(tmp_path / "run")
+    *_, description = checkpoint.read_model(finished)
     assert description["epsilon"] == spent[-1]
 
 
-def reference(images, key, plan, private, *, lr, max_norm, steps):
-    """Train in plain torch, sample by sample, from the key of the state."""
-    held = np.load(images)
-    x = torch.from_numpy(held["x_train"]).float()[:, None, None]
-    y = torch.from_numpy(held["y_train"])
-    model = vgrad.cli.models.build("mlp", data.load(str(images), seed=0).shape, seed=0)
-    params = list(model.parameters())
-    own = streams.of_plan(key, plan)
-    sizes = {
-        "multiplier": plan["noise_multiplier"],
-        "sensitivity": max_norm / BATCH,
+def test_only_the_model_is_for_release(finished):
+    path = finished / "model.safetensors"
+    tensors, description = files.read_tensors(path, "model")
+    assert tensors.keys() == checkpoint.load(finished).state_dict().keys()
+    assert description.keys() == {
+        *("kind", "model", "precision", "shape"),
+        *("seed", "step", "epsilon", "delta", "plan"),
     }
-    for step in range(steps):
-        if private:
-            index = streams.batch(own, step, SIZE, BATCH / SIZE)
-        else:
-            order = torch.randperm(SIZE, generator=streams.shuffle(key, step))
-            index = order[:BATCH].tolist()
-        total = [torch.zeros_like(param) for param in params]
-        for row in index:
-            scores = model(x[row : row + 1])
-            loss = torch.nn.functional.cross_entropy(scores, y[row : row + 1])
-            grads = torch.autograd.grad(loss, params)
-            norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads))
-            factor = min(1.0, max_norm / norm) if private else 1.0
-            total = [
-                sum_ + factor * grad for sum_, grad in zip(total, grads, strict=True)
-            ]
-        with torch.no_grad():
-            for (name, param), sum_ in zip(
-                model.named_parameters(), total, strict=True
-            ):
-                mean = sum_ / BATCH
-                if private:
-                    mean += streams.noise(own, step, name, param.shape, **sizes)
-                param -= lr * mean
-    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def test_evaluate_counts_right_answers_of_the_model_on_held_out_data(
+    images, finished, capsys
+):
+    assert main(["evaluate", str(finished), "--data", str(images)]) == 0
+    model, (x, y) = checkpoint.load(finished), held_out(images)
+    guesses = [int(model(x[row : row + 1]).argmax()) for row in range(30)]
+    share = np.mean(np.array(guesses) == y)
+    last = lines(finished / "metrics.jsonl")[-1]
+    assert last["test_accuracy"] == pytest.approx(share)
+    assert capsys.readouterr().out == (
+        f"accuracy {100 * share:.2f} % on 30 held-out samples (epsilon "
+        f"{last['epsilon']:.3f} at delta 1e-05)\n"
+    )
+
+
+def test_evaluate_refuses_data_that_the_model_was_not_made_for(
+    finished, tmp_path, capsys
+):
+    wide = {"x_train": np.zeros((SIZE, 7)), "x_test": np.zeros((30, 7))}
+    other = write_data(tmp_path / "wide.npz", **wide)
+    message = error(capsys, "evaluate", finished, "--data", other)
+    assert "expected images of 1 x 1 x 6 in 3 classes" in message
+    more = write_data(tmp_path / "more.npz", classes=np.array(4))
+    assert "in 4 classes" in error(capsys, "evaluate", finished, "--data", more)
+    labels = {"y_train": np.arange(SIZE) % 2, "y_test": np.arange(30) % 2}
+    fewer = write_data(tmp_path / "fewer.npz", **labels, classes=np.array(2))
+    assert main(["evaluate", str(finished), "--data", str(fewer)]) == 0
+
+
+def test_a_finished_run_stays_as_it_is_and_its_folder_is_taken(
+    images, finished, tmp_path, capsys
+):
+    before = {path: (path.read_bytes(), path.stat()) for path in finished.iterdir()}
+    assert resume(finished) == 0
+    assert "is finished; nothing was changed" in capsys.readouterr().out
+    command = ["train", "--out", finished, *arguments(images)]
+    assert "expected a folder without a run" in error(capsys, *command)
+    after = {path: (path.read_bytes(), path.stat()) for path in finished.iterdir()}
+    assert after == before
+    for name in (*checkpoint.FILES, "metrics.jsonl", *report.PICTURES):
+        other = tmp_path / f"only {name}"
+        other.mkdir()
+        (other / name).write_text("mine")
+        command = ["train", "--out", other, *arguments(images)]
+        assert f"got one with {name}" in error(capsys, *command)
+        assert contents(other) == {name: b"mine"}
 
 
 @pytest.mark.parametrize("which", ["private", "plain"])
 def test_both_runs_are_what_plain_torch_computes_sample_by_sample(
-    images, tmp_path, monkeypatch, which
+    images, tmp_path, which
 ):
     out = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        patch.setattr(report, "display", stop)
-        with pytest.raises(Killed):
-            train(images, out, "--reproducible-noise", "--max-norm", "0.8", epochs=3)
+    more = [FIXED, "--max-norm", "0.8"]
+    interrupted(images, out, *more, where=(report, "display"), epochs=3)
     before, description = checkpoint.read_state(out)
-    assert main(["train", "--resume", str(out)]) == 0
+    assert resume(out) == 0
     after, _ = checkpoint.read_state(out)
-    expected = reference(
-        images,
-        before[f".{which}.key"].tolist(),
-        description["plan"],
-        which == "private",
-        lr=0.5,
-        max_norm=0.8,
-        steps=12,
-    )
+    key, private = before[f".{which}.key"].tolist(), which == "private"
+    expected = reference(images, key, description["plan"], private, steps=12)
     for name, value in expected.items():
         found = after[f".{which}.params['{name}']"]
         torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-5)
@@ -209,94 +157,89 @@ def test_the_noise_has_the_size_that_the_arguments_ask_for(
     monkeypatch.setattr(dp.Plan, "sample", lambda *args, **kwargs: empty)
     out = tmp_path / "run"
     assert train(images, out, "--max-norm", "0.25", epochs=4) == 0
-    start = vgrad.cli.models.build("mlp", data.load(str(images), seed=0).shape, seed=0)
-    end = dict(checkpoint.load(out).named_parameters())
-    moved = [(end[key] - start).flatten() for key, start in start.named_parameters()]
-    multiplier = json.loads((out / "state.json").read_text())["plan"][
-        "noise_multiplier"
-    ]
+    start, end = (
+        torch.cat([value.flatten() for value in model.parameters()])
+        for model in (built(images), checkpoint.load(out))
+    )
+    multiplier = said(out)["plan"]["noise_multiplier"]
     expected = 0.5 * multiplier * 0.25 / BATCH * math.sqrt(16)
     # 643 normal numbers: five standard errors are 14 %.
-    assert torch.cat(moved).detach().std() == pytest.approx(expected, rel=0.14)
+    assert (end - start).detach().std() == pytest.approx(expected, rel=0.14)
     assert [each["loss"] for each in lines(out / "metrics.jsonl")] == [None] * 4
 
 
-def test_only_the_model_is_for_release(images, tmp_path):
-    assert train(images, tmp_path / "run") == 0
-    tensors, description = files.read_tensors(
-        tmp_path / "run/model.safetensors", "model"
-    )
-    model = checkpoint.load(tmp_path / "run")
-    assert tensors.keys() == model.state_dict().keys()
-    assert description.keys() == {
-        *("kind", "model", "precision", "shape"),
-        *("seed", "step", "epsilon", "delta", "plan"),
-    }
-
-
-def test_the_seed_fixes_the_start_and_never_the_noise(images, tmp_path):
-    for name in "ab":
-        assert train(images, tmp_path / name, "--seed", "5") == 0
-    a, b = results(tmp_path / "a"), results(tmp_path / "b")
-    assert a["plain.jsonl"] == b["plain.jsonl"]
+@pytest.mark.parametrize("kind", [[], THREE], ids=["one", "three"])
+def test_the_seed_fixes_the_start_and_never_the_noise(images, tmp_path, kind):
+    for name, seed in (("a", "5"), ("b", "5"), ("c", "6")):
+        assert train(images, tmp_path / name, *kind, "--seed", seed) == 0
+    a, b, c = (results(tmp_path / name) for name in "abc")
+    assert a["plain.jsonl"] == b["plain.jsonl"] != c["plain.jsonl"]
     assert a["metrics.jsonl"] != b["metrics.jsonl"]
-    assert a["state"][".private.key"] != b["state"][".private.key"]
-    assert train(images, tmp_path / "c", "--seed", "6") == 0
-    assert results(tmp_path / "c")["plain.jsonl"] != a["plain.jsonl"]
+    released = "ensemble" if kind else "model"
+    assert a[released] != b[released]
+    keys = [name for name in a["state"][0] if ".private" in name and ".key" in name]
+    assert len(keys) == (3 if kind else 1)
+    assert all(a["state"][0][key] != b["state"][0][key] for key in keys)
 
 
+@pytest.mark.parametrize("kind", [[], THREE], ids=["one", "three"])
 def test_reproducible_noise_repeats_the_run_and_claims_nothing(
-    images, tmp_path, capsys
+    images, tmp_path, capsys, kind
 ):
-    for name in "ab":
-        assert train(images, tmp_path / name, "--reproducible-noise") == 0
-    assert results(tmp_path / "a") == results(tmp_path / "b")
-    assert "epsilon of this run may not be claimed" in capsys.readouterr().out
-    assert checkpoint.read_model(tmp_path / "a")[1]["epsilon"] is None
-    assert main(["evaluate", str(tmp_path / "a"), "--data", str(images)]) == 0
+    for name, more in (("a", []), ("b", []), ("c", ["--seed", "1"])):
+        assert train(images, tmp_path / name, *kind, FIXED, *more) == 0
+    a, b, c = (results(tmp_path / name) for name in "abc")
+    assert a == b
+    assert a["metrics.jsonl"] != c["metrics.jsonl"]
+    assert capsys.readouterr().out.count("epsilon of this run may not be claimed") == 6
+    out = tmp_path / "a"
+    told = said(out, "ensemble.json") if kind else checkpoint.read_model(out)[-1]
+    assert told["epsilon"] is None
+    assert main(["evaluate", str(out), "--data", str(images)]) == 0
     assert "no claim of privacy" in capsys.readouterr().out
-    other = ["--reproducible-noise", "--seed", "1"]
-    assert train(images, tmp_path / "c", *other) == 0
-    assert results(tmp_path / "a")["metrics.jsonl"] != lines(
-        tmp_path / "c/metrics.jsonl"
-    )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "every"),
+    [([FIXED], 1), ([*THREE, FIXED], 4), ([*THREE, PLAIN], 4)],
+    ids=["one", "three", "three, plain"],
+)
 def test_killed_at_any_write_a_run_goes_on_with_the_same_numbers(
-    images, tmp_path, monkeypatch
+    images, tmp_path, monkeypatch, more, every
 ):
-    fixed = "--reproducible-noise"
+    more = [*more, "--batch-size", "24"]
     sync, calls = os.fsync, []
 
-    def counting(descriptor):
+    def killing(descriptor):
+        if len(calls) == moment:
+            raise Killed
         calls.append(descriptor)
         sync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", counting)
-    assert train(images, tmp_path / "whole", fixed) == 0
+    monkeypatch.setattr(os, "fsync", killing)
+    moment = math.inf
+    assert train(images, tmp_path / "whole", *more) == 0
     expected, writes = results(tmp_path / "whole"), len(calls)
     assert writes > 20
-    for moment in range(writes):
+    for number in range(0, writes, every):
         calls.clear()
-
-        def killing(descriptor, moment=moment):
-            if len(calls) == moment:
-                raise Killed
-            counting(descriptor)
-
-        out = tmp_path / f"killed{moment}"
-        monkeypatch.setattr(os, "fsync", killing)
+        moment = number
+        out = tmp_path / f"killed{number}"
         with pytest.raises(Killed):
-            train(images, out, fixed)
-        monkeypatch.setattr(os, "fsync", counting)
+            train(images, out, *more)
+        moment = math.inf
+        # No model may come from steps that are lost and taken again.
         if (out / "model.safetensors").exists():
-            # No model may come from steps that are lost and taken again.
             model, state = checkpoint.read_model(out), checkpoint.read_state(out)
-            assert model[1]["step"] <= state[1]["step"]
+            assert model[-1]["step"] <= state[-1]["step"]
+        if (out / "ensemble.safetensors").exists():
+            step = checkpoint.read_state(out)[1]["step"]
+            assert said(out, "ensemble.json")["step"] <= step
         if (out / "state.safetensors").exists():
-            assert main(["train", "--resume", str(out)]) == 0
+            assert resume(out) == 0
         else:
-            assert train(images, out, fixed) == 0
+            assert train(images, out, *more) == 0
         assert results(out) == expected
 
 
@@ -314,39 +257,27 @@ main(sys.argv[2:])
 """
 
 
+@pytest.mark.slow
 def test_killed_by_a_signal_a_run_goes_on_with_the_same_numbers(images, tmp_path):
-    more = arguments(images, "--reproducible-noise", epochs=5)
+    more = arguments(images, FIXED, epochs=3)
     out, whole = tmp_path / "killed", tmp_path / "whole"
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    for start, writes in ((["--out", out, *more], 17), (["--resume", out], 20)):
-        command = [sys.executable, "-c", KILLED, str(writes), "train", *map(str, start)]
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL
-        )
-        assert done.returncode == -signal.SIGKILL
-        assert 0 < len(lines(out / "metrics.jsonl")) < 5
-        assert not (out / "curves.png").exists()
-    assert main(["train", "--resume", str(out)]) == 0
+    command = [sys.executable, "-c", KILLED, "17", "train", "--out", str(out), *more]
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    assert done.returncode == -signal.SIGKILL
+    assert 0 < len(lines(out / "metrics.jsonl")) < 3
+    assert not (out / "curves.png").exists()
+    assert resume(out) == 0
     assert main(["train", "--out", str(whole), *more]) == 0
     assert results(out) == results(whole)
 
 
 def test_noise_is_drawn_again_for_the_same_step_only(images, tmp_path, monkeypatch):
-    seen, add_noise = [], dp.Plan.add_noise
-
-    def watched(self, sums, sensitivity, *, key, step):
-        zeros = {name: torch.zeros_like(value) for name, value in sums.items()}
-        noise = add_noise(self, zeros, sensitivity, key=key, step=step)
-        seen.append(noise["1.weight"].numpy().tobytes())
-        if len(seen) == 7:  # in the middle of the second of three epochs
-            raise Killed
-        return add_noise(self, sums, sensitivity, key=key, step=step)
-
-    monkeypatch.setattr(dp.Plan, "add_noise", watched)
+    seen = watch_noise(monkeypatch, killed_at=7)  # in the second of three epochs
     with pytest.raises(Killed):
         train(images, tmp_path / "run", epochs=3)
     before = seen[:7]
-    assert main(["train", "--resume", str(tmp_path / "run")]) == 0
+    assert resume(tmp_path / "run") == 0
     after = seen[7:]
     assert after[:3] == before[4:]
     assert len(set(before[:4] + after)) == len(before[:4] + after) == 12
@@ -354,128 +285,73 @@ def test_noise_is_drawn_again_for_the_same_step_only(images, tmp_path, monkeypat
 
 def test_the_figures_of_lost_steps_are_cut_off(images, tmp_path):
     out = tmp_path / "run"
-    assert train(images, out, "--reproducible-noise") == 0
+    assert train(images, out, FIXED) == 0
     expected = results(out)
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "loss": 0.1')
     (out / "curves.png").unlink()
-    assert main(["train", "--resume", str(out)]) == 0
+    assert resume(out) == 0
     assert results(out) == expected
 
 
-def test_a_finished_run_stays_as_it_is(images, tmp_path, capsys):
+def test_arguments_given_again_have_to_be_the_same(images, tmp_path, capsys):
     out = tmp_path / "run"
-    assert train(images, out) == 0
-    before = {path: (path.read_bytes(), path.stat()) for path in out.iterdir()}
-    assert main(["train", "--resume", str(out)]) == 0
-    assert "is finished; nothing was changed" in capsys.readouterr().out
-    assert before == {path: (path.read_bytes(), path.stat()) for path in out.iterdir()}
-
-
-def interrupted(images, out, monkeypatch, *more):
-    """Leave a run that still has an epoch to go."""
-    with monkeypatch.context() as patch:
-        patch.setattr(report, "write_curves", stop)
-        with pytest.raises(Killed):
-            train(images, out, *more)
-
-
-def error(capsys, *command):
-    """Run a command that has to fail, and return the one line it prints."""
-    capsys.readouterr()
-    try:
-        status = main([str(each) for each in command])
-    except SystemExit as leaving:
-        status = leaving.code
-    printed = capsys.readouterr()
-    assert status == 2
-    assert printed.out == ""
-    assert printed.err.startswith("vgrad: ")
-    assert printed.err.count("\n") == 1
-    return printed.err
-
-
-def test_arguments_given_again_have_to_be_the_same(
-    images, tmp_path, monkeypatch, capsys
-):
-    out = tmp_path / "run"
-    interrupted(images, out, monkeypatch)
+    interrupted(images, out)
     before = results(out)
-    resume = ["train", "--resume", out]
-    assert "expected --lr 0.5, which" in error(capsys, *resume, "--lr", "0.7")
-    assert "--seed 0, which" in error(capsys, *resume, "--seed", "1")
-    message = error(capsys, *resume, "--reproducible-noise")
-    assert "--reproducible-noise False" in message
+    command = ["train", "--resume", out]
+    assert "expected --lr 0.5, which" in error(capsys, *command, "--lr", "0.7")
+    assert "--seed 0, which" in error(capsys, *command, "--seed", "1")
+    assert "--reproducible-noise False" in error(capsys, *command, FIXED)
+    assert "--members 1, which" in error(capsys, *command, "--members", "4")
+    assert "--without-privacy False, which" in error(capsys, *command, PLAIN)
+    for other in ("bfloat16", "float16"):
+        message = error(capsys, *command, "--precision", other)
+        told = f"which the run was started with, got {other}. Leave it out"
+        assert f"expected --precision float32, {told}" in message
     assert results(out) == before
-    assert main(["train", "--resume", str(out), "--lr", "0.5", "--seed", "0"]) == 0
+    assert resume(out, "--lr", "0.5", "--seed", "0", "--members", "1") == 0
 
 
-def test_what_would_change_the_numbers_is_refused(
-    images, tmp_path, monkeypatch, capsys
-):
-    out = tmp_path / "run"
-    interrupted(images, out, monkeypatch)
+def test_what_would_change_the_numbers_is_refused(tmp_path, monkeypatch, capsys):
+    images, out = write_data(tmp_path / "images.npz"), tmp_path / "run"
+    interrupted(images, out, "--precision", "bfloat16")
     before = results(out)
-    resume = ["train", "--resume", out]
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "get_num_threads", lambda: 77)
-        assert "expected threads (OMP_NUM_THREADS) in" in error(capsys, *resume)
-    with monkeypatch.context() as patch:
-        patch.setattr("vgrad.cli.setup._MOST_ROWS", 5)
-        assert "expected chunk_size in forms to be 512" in error(capsys, *resume)
-    with monkeypatch.context() as patch:
-        patch.setattr("vgrad.cli.setup.STRATEGY", "loop")
-        assert "expected strategy in forms to be 'auto'" in error(capsys, *resume)
+    for place, value, message in (
+        ("torch.get_num_threads", lambda: 77, "threads (OMP_NUM_THREADS) in"),
+        ("vgrad.cli.setup._MOST_ROWS", 5, "chunk_size in forms to be 512"),
+        ("vgrad.cli.setup.STRATEGY", "loop", "strategy in forms to be 'auto'"),
+        ("vgrad.cli.models.instructions", lambda: ["x"], "instructions in low prec"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, value)
+            assert f"expected {message}" in error(capsys, "train", "--resume", out)
     write_data(images, seed=1)
-    assert "expected sha256 in data to be" in error(capsys, *resume)
+    message = error(capsys, "train", "--resume", out)
+    assert "expected sha256 in data to be" in message
     assert results(out) == before
 
 
 def test_a_factory_whose_source_has_changed_is_refused(
-    images, tmp_path, monkeypatch, capsys
+    images, tmp_path, capsys, module
 ):
     source = (
-        "import torch\n"
         "def make(*, channels, height, width, classes):\n"
         "    layers = torch.nn.Flatten(), torch.nn.Linear(width, classes)\n"
         "    return torch.nn.Sequential(*layers)\n"
     )
-    (tmp_path / "own_model.py").write_text(source)
-    monkeypatch.chdir(tmp_path)
-    out = tmp_path / "run"
-    interrupted(images, out, monkeypatch, "--model", "own_model:make")
-    (tmp_path / "own_model.py").write_text(source + "# changed\n")
-    message = error(capsys, "train", "--resume", out, "--model", "own_model:make")
+    out, own = tmp_path / "run", ["--model", module("own_model", source)]
+    interrupted(images, out, *own)
+    module("own_model", source + "# changed\n")
+    message = error(capsys, "train", "--resume", out, *own)
     assert "expected source_sha256 in model" in message
-    sys.modules.pop("own_model")
 
 
-def test_metrics_that_were_shortened_are_refused(images, tmp_path, monkeypatch, capsys):
+def test_metrics_that_were_shortened_are_refused(images, tmp_path, capsys):
     out = tmp_path / "run"
-    interrupted(images, out, monkeypatch)
+    interrupted(images, out)
     (out / "plain.jsonl").write_bytes((out / "plain.jsonl").read_bytes()[:-1])
-    assert "bytes that the checkpoint knows of" in error(
-        capsys, "train", "--resume", out
-    )
-
-
-def test_a_folder_with_a_run_or_a_part_of_one_is_not_written_to(
-    images, tmp_path, capsys
-):
-    out = tmp_path / "run"
-    assert train(images, out) == 0
-    before = {path: path.read_bytes() for path in out.iterdir()}
-    command = ["train", "--out", out, *arguments(images)]
-    assert "expected a folder without a run" in error(capsys, *command)
-    assert before == {path: path.read_bytes() for path in out.iterdir()}
-    for name in ("metrics.jsonl", "curves.png", "model.safetensors"):
-        other = tmp_path / f"only {name}"
-        other.mkdir()
-        (other / name).write_text("mine")
-        command = ["train", "--out", other, *arguments(images)]
-        assert f"got one with {name}" in error(capsys, *command)
-        assert (other / name).read_text() == "mine"
-        assert os.listdir(other) == [name]
+    message = error(capsys, "train", "--resume", out)
+    assert "bytes that the checkpoint knows of" in message
 
 
 def test_files_of_other_names_are_left_alone(images, tmp_path):
@@ -485,39 +361,29 @@ def test_files_of_other_names_are_left_alone(images, tmp_path):
     assert (tmp_path / "run/notes.txt").read_text() == "mine"
 
 
-def test_two_processes_do_not_train_in_one_folder(
-    images, tmp_path, monkeypatch, capsys
-):
-    out = tmp_path / "run"
-    interrupted(images, out, monkeypatch)
-    descriptor = os.open(out, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    message = error(capsys, "train", "--resume", out)
-    os.close(descriptor)
-    assert "no other process is training" in message
+def test_no_two_processes_train_in_one_folder(images, tmp_path, monkeypatch, capsys):
+    out, refused = tmp_path / "run", []
 
-
-def test_no_two_processes_train_in_one_folder_at_once(
-    images, tmp_path, monkeypatch, capsys
-):
-    """What locks the folder keeps out another run, and not foreign locks alone."""
-    out = tmp_path / "run"
-    refused = []
-
-    def resume_meanwhile(*given):
+    def meanwhile(*given):
         monkeypatch.setattr(report, "write_curves", lambda *given, **more: None)
         refused.append(error(capsys, "train", "--resume", out))
 
-    monkeypatch.setattr(report, "show_table", resume_meanwhile)
+    monkeypatch.setattr(report, "show_table", meanwhile)
     assert train(images, out) == 0
-    (message,) = refused
-    assert "no other process is training" in message
+    # What locks the folder keeps out another run, and not foreign locks alone.
+    descriptor = os.open(out, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    refused.append(error(capsys, "train", "--resume", out))
+    os.close(descriptor)
+    assert all("no other process is training" in each for each in refused)
+    assert len(refused) == 2
 
 
+MANY = "1000000000"
 BAD = {
     "no such data": (["--data", "none.npz"], "none.npz: expected a file"),
     "no such set": (["--data", "imagenet"], "expected digits, mnist, cifar10"),
-    "no such model": (["--model", "lenet"], "expected one of cnn, mlp, resnet"),
+    "no such model": (["--model", "lenet"], "expected one of cnn, mlp, resnet or a"),
     "cnn on features": (["--model", "cnn"], "Use --model mlp"),
     "epsilon zero": (["--epsilon", "0"], "expected epsilon > 0"),
     "epsilon negative": (["--epsilon", "-1"], "expected epsilon > 0"),
@@ -526,21 +392,27 @@ BAD = {
     "epsilon a word": (["--epsilon", "much"], "argument --epsilon: invalid float"),
     "delta one": (["--delta", "1"], "expected 0 < delta < 1"),
     "max-norm zero": (["--max-norm", "0"], "expected max_norm > 0"),
-    "too many epochs": (
-        ["--epochs", "1000000000"],
-        "at most 1000000, as the run is sav",
-    ),
-    "too many members": (["--members", "1000000000"], "at most 10000, as all of them"),
+    "too many epochs": (["--epochs", MANY], "at most 1000000, as the run is sav"),
+    "too many members": (["--members", MANY], "at most 10000, as all of them"),
     "no epochs": (["--epochs", "0"], "expected a whole number >= 1"),
     "half an epoch": (["--epochs", "0.5"], "argument --epochs: invalid int"),
     "batch too large": (["--batch-size", "49"], "at most the 48 training samples"),
     "learning rate": (["--lr", "-1"], "expected lr > 0"),
     "seed": (["--seed", "-1"], "< seed <"),
+    "precision": (["--precision", "half"], "'half'): expected one of 'float32', 'bf"),
     "unknown device": (["--device", "teapot"], "--device teapot: expected cpu"),
     "other device": (["--device", "meta"], "--device meta: expected cpu"),
     "absent device": (["--device", "cuda:99"], "--device cuda:99: expected cpu"),
     "unknown argument": (["--learning-rate", "1"], "unrecognized arguments"),
     "abbreviation": (["--eps", "1"], "unrecognized arguments: --eps"),
+    "plain alone": ([PLAIN], "--without-privacy: expected --members 2 or more"),
+    "plain epsilon": ([*THREE, PLAIN, "--epsilon", "3"], "training, got --epsilon."),
+    "plain delta": ([*THREE, PLAIN, "--delta", "1e-5"], "training, got --delta."),
+    "plain norm": ([*THREE, PLAIN, "--max-norm", "1"], "training, got --max-norm."),
+    "plain noise": ([*THREE, PLAIN, FIXED], "training, got --reproducible-noise."),
+    "no members": (["--members", "0"], "members=0): expected a whole number >= 1"),
+    "half a member": (["--members", "2.5"], "argument --members: invalid int value"),
+    "no such members": ([*THREE, "--model", "net"], "expected one of cnn, mlp, resnet"),
 }
 
 
@@ -559,7 +431,8 @@ def test_a_tiny_budget_is_planned_for(images, tmp_path, capsys):
     assert all(line["epsilon"] == 0 for line in lines(tmp_path / "run/metrics.jsonl"))
 
 
-def test_a_folder_has_a_name_and_is_no_file(images, tmp_path, monkeypatch, capsys):
+def test_a_folder_has_a_name_and_is_no_file(tmp_path, monkeypatch, capsys):
+    images = write_data(tmp_path / "images.npz")
     monkeypatch.chdir(tmp_path)
     before = os.listdir(tmp_path)
     for start in (["--out", "", *arguments(images)], ["--resume", ""]):
@@ -575,14 +448,14 @@ def test_a_folder_has_a_name_and_is_no_file(images, tmp_path, monkeypatch, capsy
 
 def test_bad_data_is_one_line_and_leaves_no_trace(tmp_path, capsys):
     out = tmp_path / "run"
-    x_train = np.full((SIZE, 6), np.nan)
-    images = write_data(tmp_path / "nan.npz", x_train=x_train)
-    command = ["train", "--out", out, *arguments(images)]
-    assert "got NaN or infinity" in error(capsys, *command)
+    changes = [({"x_train": np.full((SIZE, 6), np.nan)}, "got NaN or infinity")]
     for classes in (2, -1, 2**62, 2**31 - 4):
-        images = write_data(tmp_path / "labels.npz", classes=np.array(classes))
+        message = "expected labels from 0 to classes - 1"
+        changes.append(({"classes": np.array(classes)}, message))
+    for changed, message in changes:
+        images = write_data(tmp_path / "bad.npz", **changed)
         command = ["train", "--out", out, *arguments(images)]
-        assert "expected labels from 0 to classes - 1" in error(capsys, *command)
+        assert message in error(capsys, *command)
     assert not out.exists()
 
 
@@ -596,64 +469,51 @@ FACTORIES = {
 
 @pytest.mark.parametrize("name", FACTORIES)
 def test_a_model_that_cannot_be_trained_is_refused_before_anything_is_written(
-    images, tmp_path, monkeypatch, capsys, name
+    images, tmp_path, capsys, module, name
 ):
     before, after, message = FACTORIES[name]
-    (tmp_path / "bad_model.py").write_text(
-        "import torch\n"
+    spec = module(
+        "bad_model",
         "def make(*, channels, height, width, classes):\n"
         f"    return torch.nn.Sequential(torch.nn.Flatten(), {before}"
-        f"torch.nn.Linear(width, classes{after}))\n"
+        f"torch.nn.Linear(width, classes{after}))\n",
     )
-    monkeypatch.chdir(tmp_path)
     out = tmp_path / "run"
-    command = ["train", "--out", out, *arguments(images, "--model", "bad_model:make")]
+    command = ["train", "--out", out, *arguments(images, "--model", spec)]
     assert message in error(capsys, *command)
     assert not out.exists()
-    sys.modules.pop("bad_model")
 
 
-def test_dropout_trains_and_resumes_with_the_same_masks(images, tmp_path, monkeypatch):
-    (tmp_path / "dropping.py").write_text(
-        "import torch\n"
+def test_dropout_trains_and_resumes_with_the_same_masks(images, tmp_path, module):
+    spec = module(
+        "dropping",
         "def make(*, channels, height, width, classes):\n"
         "    layers = torch.nn.Flatten(), torch.nn.Dropout(), "
         "torch.nn.Linear(width, classes)\n"
-        "    return torch.nn.Sequential(*layers)\n"
+        "    return torch.nn.Sequential(*layers)\n",
     )
-    monkeypatch.chdir(tmp_path)
-    more = ["--model", "dropping:make", "--reproducible-noise"]
+    more, killed = ["--model", spec, FIXED], tmp_path / "killed"
     assert train(images, tmp_path / "whole", *more) == 0
-    save, saved = checkpoint.save_model, []
-
-    def killing(*args):
-        save(*args)
-        saved.append(args)
-        if len(saved) == 2:
-            raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_model", killing)
-        with pytest.raises(Killed):
-            train(images, tmp_path / "killed", *more)
-    assert main(["train", "--resume", str(tmp_path / "killed"), *more[:2]]) == 0
-    assert results(tmp_path / "killed") == results(tmp_path / "whole")
-    sys.modules.pop("dropping")
+    interrupted(images, killed, *more, where=(checkpoint, "save_model"), after=1)
+    assert said(killed)["step"] == 4
+    assert resume(killed, *more[:2]) == 0
+    assert results(killed) == results(tmp_path / "whole")
 
 
 def test_checkpoints_that_are_missing_damaged_or_foreign_are_one_line(
-    images, tmp_path, monkeypatch, capsys
+    images, tmp_path, capsys
 ):
     none = tmp_path / "none"
-    assert "expected the folder of a run" in error(capsys, "train", "--resume", none)
+    command = ["train", "--resume", none]
+    assert "expected the folder of a run" in error(capsys, *command)
     none.mkdir()
-    assert "state of a run, got no file" in error(capsys, "train", "--resume", none)
+    assert "state of a run, got no file" in error(capsys, *command)
     assert "model of a run, got no file" in error(capsys, "evaluate", none)
     (none / "state.safetensors").write_text("not one of ours")
-    assert "got a damaged file" in error(capsys, "train", "--resume", none)
+    assert "got a damaged file" in error(capsys, *command)
     assert os.listdir(none) == ["state.safetensors"]
     out = tmp_path / "run"
-    interrupted(images, out, monkeypatch)
+    interrupted(images, out)
     tensors, description = checkpoint.read_state(out)
     del description["arguments"]["epsilon"]
     files.write_tensors(out / "state.safetensors", tensors, description)
@@ -681,7 +541,7 @@ def test_a_command_has_to_be_given(capsys):
 
 @pytest.mark.parametrize("package", ["rich", "matplotlib"])
 def test_a_missing_package_is_named_with_the_extra_that_has_it(
-    images, tmp_path, monkeypatch, capsys, package
+    tmp_path, monkeypatch, capsys, package
 ):
     def missing(given):
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)
@@ -695,82 +555,47 @@ def test_an_interrupt_has_its_own_status(images, tmp_path, monkeypatch, capsys):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(report, "write_curves", interrupt)
-    assert train(images, tmp_path / "run") == 130
+    with monkeypatch.context() as patch:
+        patch.setattr(report, "write_curves", interrupt)
+        assert train(images, tmp_path / "run") == 130
     assert capsys.readouterr().err.startswith("vgrad: interrupted")
-    monkeypatch.undo()
-    assert main(["train", "--resume", str(tmp_path / "run")]) == 0
+    assert resume(tmp_path / "run") == 0
 
 
-def test_evaluate_counts_right_answers_of_the_model_on_held_out_data(
-    images, tmp_path, capsys
-):
-    out = tmp_path / "run"
-    assert train(images, out) == 0
-    capsys.readouterr()
-    assert main(["evaluate", str(out), "--data", str(images)]) == 0
-    model, held = checkpoint.load(out), np.load(images)
-    x = torch.from_numpy(held["x_test"]).float()[:, None, None]
-    guesses = [int(model(x[row : row + 1]).argmax()) for row in range(30)]
-    share = np.mean(np.array(guesses) == held["y_test"])
-    last = lines(out / "metrics.jsonl")[-1]
-    assert last["test_accuracy"] == pytest.approx(share)
-    assert capsys.readouterr().out == (
-        f"accuracy {100 * share:.2f} % on 30 held-out samples (epsilon "
-        f"{last['epsilon']:.3f} at delta 1e-05)\n"
-    )
-
-
-def test_evaluate_refuses_data_that_the_model_was_not_made_for(
-    images, tmp_path, capsys
-):
-    out = tmp_path / "run"
-    assert train(images, out) == 0
-    wide = {"x_train": np.zeros((SIZE, 7)), "x_test": np.zeros((30, 7))}
-    other = write_data(tmp_path / "wide.npz", **wide)
-    message = error(capsys, "evaluate", out, "--data", other)
-    assert "expected images of 1 x 1 x 6 in 3 classes" in message
-    more = write_data(tmp_path / "more.npz", classes=np.array(4))
-    assert "in 4 classes" in error(capsys, "evaluate", out, "--data", more)
-    fewer = write_data(
-        tmp_path / "fewer.npz",
-        y_train=np.arange(SIZE) % 2,
-        y_test=np.arange(30) % 2,
-        classes=np.array(2),
-    )
-    assert main(["evaluate", str(out), "--data", str(fewer)]) == 0
-
-
-def test_on_a_terminal_there_is_a_bar_and_a_table_of_both_runs(
-    images, tmp_path, monkeypatch
+@pytest.mark.parametrize(
+    ("more", "texts", "absent"),
+    [
+        ([], ["private SGD", "plain SGD", "epsilon"], "member"),
+        ([*THREE, PLAIN], ["plain SGD", "member 0", "member 2"], "private SGD"),
+    ],
+    ids=["one", "three"],
+)
+def test_on_a_terminal_there_is_a_bar_and_a_table(
+    images, tmp_path, monkeypatch, more, texts, absent
 ):
     monkeypatch.setenv("TERM", "xterm")
     screen = io.StringIO()
     monkeypatch.setattr(
         report, "Console", lambda: Console(file=screen, force_terminal=True)
     )
-    assert train(images, tmp_path / "run") == 0
+    assert train(images, tmp_path / "run", *more) == 0
     shown = screen.getvalue()
-    for text in ("epoch 2/2", "8/8 steps", "private SGD", "plain SGD", "epsilon"):
-        assert text in shown
+    assert all(text in shown for text in ("epoch 2/2", "8/8 steps", *texts))
+    assert absent not in shown
 
 
-def test_the_digits_train_in_silence_but_for_a_line_an_epoch(tmp_path):
+@pytest.mark.slow
+def test_the_digits_train_in_silence_but_for_a_line_an_epoch(tmp_path, capfd):
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "vgrad"]
-    more = ["--epochs", "2", "--seed", "4"]
-    done = subprocess.run(
-        [*command, "train", "--out", out, *more],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "vgrad", "train", "--out", out]
+    more = ["--epochs", "2", "--seed", "4", "--model", "mlp"]
+    done = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("\nepoch ") == 2
     assert len(done.stdout.splitlines()) == 7
-    judged = subprocess.run(
-        [*command, "evaluate", out], cwd=ROOT, capture_output=True, text=True
-    )
-    share = lines(out / "metrics.jsonl")[-1]["test_accuracy"]
-    assert (judged.returncode, judged.stderr) == (0, "")
-    assert judged.stdout.startswith(f"accuracy {100 * share:.2f} % on 359 held-out")
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG\r\n")
+    assert main(["evaluate", str(out)]) == 0
+    judged, share = capfd.readouterr(), lines(out / "metrics.jsonl")[-1]
+    told = f"accuracy {100 * share['test_accuracy']:.2f} % on 359 held-out"
+    assert judged.out.startswith(told)
+    assert judged.err == ""

@@ -1,7 +1,6 @@
 import logging
 import math
 import sys
-from itertools import pairwise
 
 import dp_accounting
 import numpy as np
@@ -10,10 +9,15 @@ from scipy import optimize
 from scipy.special import log_ndtr
 
 from vgrad.dp import epsilon, noise_multiplier_for
-from vgrad.dp.accounting import ACCOUNTANTS
 
 ACCOUNTANT = pytest.mark.parametrize("accountant", ["pld", "rdp"])
 USUAL = {"sampling_rate": 0.01, "noise_multiplier": 1.0, "steps": 1000, "delta": 1e-5}
+
+
+def run(sampling_rate, noise_multiplier, steps, delta=1e-5):
+    return dict(
+        zip(USUAL, (sampling_rate, noise_multiplier, steps, delta), strict=True)
+    )
 
 
 def gaussian_delta(mu, spent):
@@ -28,18 +32,17 @@ def gaussian_epsilon(noise_multiplier, steps, delta):
 
 
 @pytest.mark.parametrize(
-    ("noise_multiplier", "steps", "delta"),
+    ("noise", "steps", "delta"),
     [(1.0, 1, 1e-5), (0.5, 3, 1e-6), (5.0, 10, 1e-5), (30.0, 1000, 1e-3)],
 )
 def test_without_sampling_epsilon_is_that_of_the_gaussian_mechanism(
-    noise_multiplier, steps, delta
+    noise, steps, delta
 ):
-    exact = gaussian_epsilon(noise_multiplier, steps, delta)
-    run = {"sampling_rate": 1.0, "noise_multiplier": noise_multiplier}
-    run |= {"steps": steps, "delta": delta}
-    tight = epsilon(**run)
+    exact = gaussian_epsilon(noise, steps, delta)
+    tight = epsilon(**run(1.0, noise, steps, delta))
     assert exact <= tight <= 1.001 * exact
-    assert tight <= epsilon(**run, accountant="rdp") <= 1.25 * exact
+    loose = epsilon(**run(1.0, noise, steps, delta), accountant="rdp")
+    assert tight <= loose <= 1.25 * exact
 
 
 @pytest.mark.parametrize("rate", [0.5, 0.1, 1e-3])
@@ -53,15 +56,13 @@ def test_one_sampled_step_has_its_closed_form(rate):
         return rate * gaussian_delta(1 / noise, inner) - delta
 
     exact = optimize.brentq(excess, 0, 100, xtol=1e-13)
-    found = epsilon(sampling_rate=rate, noise_multiplier=noise, steps=1, delta=delta)
+    found = epsilon(**run(rate, noise, 1, delta))
     assert exact <= found <= 1.001 * exact
 
 
 def test_many_sampled_steps_agree_with_a_simulation_of_the_privacy_loss():
     rate, noise, steps, delta, trials = 0.2, 1.5, 30, 0.01, 200_000
-    spent = epsilon(
-        sampling_rate=rate, noise_multiplier=noise, steps=steps, delta=delta
-    )
+    spent = epsilon(**run(rate, noise, steps, delta))
     random = np.random.default_rng(0)
     losses = np.zeros(trials)
     for _ in range(steps):
@@ -74,42 +75,37 @@ def test_many_sampled_steps_agree_with_a_simulation_of_the_privacy_loss():
 
 
 @pytest.mark.parametrize(
-    ("noise_multiplier", "steps", "delta"),
-    [(200 / 3, 10_000, 2e-11), (44.7, 50_000, 2e-11), (44.7, 50_000, 1e-10)],
+    ("noise", "steps", "delta", "loose"),
+    [
+        # The library alone is too low: its composition by FFT has rounding errors of
+        # the size of these deltas.
+        (200 / 3, 10_000, 2e-11, 1.02),
+        (44.7, 50_000, 2e-11, 1.02),
+        (44.7, 50_000, 1e-10, 1.02),
+        # These are composed at once.
+        (2 * math.sqrt(10**6 + 7), 10**6 + 7, 1e-5, 1.001),
+        (2e4, 10**8, 1e-5, 1.01),
+        (2e5, 10**10, 1e-3, 1.4),
+    ],
 )
-def test_epsilon_is_not_too_low_for_a_small_delta_after_many_steps(
-    noise_multiplier, steps, delta
-):
-    # The library alone is: its composition by FFT has rounding errors of that size.
-    run = {"sampling_rate": 1.0, "noise_multiplier": noise_multiplier}
-    exact = gaussian_epsilon(noise_multiplier, steps, delta)
-    found = epsilon(**run, steps=steps, delta=delta)
-    assert exact <= found <= 1.02 * exact
-
-
-@pytest.mark.parametrize(
-    ("steps", "delta", "loose"),
-    [(10**6 + 7, 1e-5, 1.001), (10**8, 1e-5, 1.01), (10**10, 1e-3, 1.4)],
-)
-def test_very_many_steps_are_composed_at_once_and_on_the_safe_side(steps, delta, loose):
-    run = {"sampling_rate": 1.0, "noise_multiplier": 2 * math.sqrt(steps)}
-    exact = gaussian_epsilon(run["noise_multiplier"], steps, delta)
-    assert exact <= epsilon(**run, steps=steps, delta=delta) <= loose * exact
+def test_epsilon_errs_on_the_safe_side_after_many_steps(noise, steps, delta, loose):
+    exact = gaussian_epsilon(noise, steps, delta)
+    assert exact <= epsilon(**run(1.0, noise, steps, delta)) <= loose * exact
 
 
 def test_more_steps_than_the_grid_can_bound_are_refused_with_a_way_out():
-    run = USUAL | {"steps": 10**12, "noise_multiplier": 1e5, "delta": 1e-3}
+    many = run(0.01, 1e5, 10**12, 1e-3)
     match = r'epsilon\(steps=1000000000000, accountant="pld"\): .*accountant="rdp"'
     with pytest.raises(ValueError, match=match):
-        epsilon(**run)
-    assert 0 < epsilon(**run, accountant="rdp") < 1
-    assert epsilon(**(run | {"delta": 1e-5})) == math.inf
+        epsilon(**many)
+    assert 0 < epsilon(**many, accountant="rdp") < 1
+    assert epsilon(**(many | {"delta": 1e-5})) == math.inf
 
 
 def test_a_delta_within_the_rounding_errors_gets_no_finite_bound():
-    run = USUAL | {"steps": 100_000, "delta": 1e-11}
-    assert epsilon(**run) == math.inf
-    assert epsilon(**run, accountant="rdp") < math.inf
+    tiny = run(0.01, 1.0, 100_000, 1e-11)
+    assert epsilon(**tiny) == math.inf
+    assert epsilon(**tiny, accountant="rdp") < math.inf
 
 
 @pytest.mark.parametrize(("rate", "noise"), [(0.01, 1000.0), (1e-3, 10.0), (0.5, 1e4)])
@@ -117,8 +113,7 @@ def test_epsilon_stays_tight_for_little_privacy_loss_per_step(rate, noise):
     # There the sum of losses is nearly normal, as if all samples were used with more
     # noise (central limit theorem, arXiv 1911.11607).
     steps, delta = 1000, 1e-6
-    run = {"sampling_rate": rate, "noise_multiplier": noise, "steps": steps}
-    found = epsilon(**run, delta=delta)
+    found = epsilon(**run(rate, noise, steps, delta))
     assert found == pytest.approx(gaussian_epsilon(noise / rate, steps, delta), rel=0.1)
 
 
@@ -132,51 +127,37 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("rate", "noise", "steps", "delta"), RUNS)
-def test_the_loss_distribution_is_at_least_as_tight_as_renyi(rate, noise, steps, delta):
-    run = {"sampling_rate": rate, "noise_multiplier": noise, "steps": steps}
-    tight = epsilon(**run, delta=delta)
-    assert 0 < tight <= epsilon(**run, delta=delta, accountant="rdp")
-
-
-@pytest.mark.parametrize(("rate", "noise", "steps", "delta"), RUNS)
-def test_the_grid_is_as_tight_as_a_uniformly_fine_one(rate, noise, steps, delta):
-    found = epsilon(
-        sampling_rate=rate, noise_multiplier=noise, steps=steps, delta=delta
-    )
+def test_the_grid_is_as_tight_as_a_fine_one_and_as_renyi(rate, noise, steps, delta):
+    found = epsilon(**run(rate, noise, steps, delta))
+    loose = epsilon(**run(rate, noise, steps, delta), accountant="rdp")
     relation = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
     step = dp_accounting.GaussianDpEvent(noise)
     event = dp_accounting.PoissonSampledDpEvent(rate, step)
     fine = dp_accounting.pld.PLDAccountant(relation, 2e-4).compose(event, steps)
-    assert found <= 1.001 * fine.get_epsilon(delta)
+    assert 0 < found <= min(loose, 1.001 * fine.get_epsilon(delta))
 
 
 @ACCOUNTANT
 @pytest.mark.parametrize(
     ("name", "rising"),
     [
-        ("steps", [1, 10, 1000, 20_000]),
-        ("sampling_rate", [1e-4, 0.01, 0.3, 1.0]),
-        ("noise_multiplier", [100.0, 3.0, 1.0, 0.5, 0.1]),
+        ("steps", [1, 10, 1000]),
+        ("sampling_rate", [1e-4, 0.01, 1.0]),
+        ("noise_multiplier", [100.0, 1.0, 0.5]),
         ("delta", [1e-2, 1e-4, 1e-8]),
     ],
 )
 def test_epsilon_grows_with_less_privacy(accountant, name, rising):
-    run = USUAL | {"steps": 100}
-    spent = [
-        epsilon(**(run | {name: value}), accountant=accountant) for value in rising
-    ]
-    assert all(a < b for a, b in pairwise(spent))
+    few = USUAL | {"steps": 100, "accountant": accountant}
+    spent = [epsilon(**(few | {name: value})) for value in rising]
+    assert spent == sorted(set(spent))
 
 
 @ACCOUNTANT
-def test_without_noise_epsilon_is_infinite(accountant):
+def test_without_noise_epsilon_is_infinite_and_without_steps_zero(accountant):
     for noise in (0, 0.0, 1e-300, 0.04):
-        run = USUAL | {"noise_multiplier": noise}
-        assert epsilon(**run, accountant=accountant) == math.inf
-
-
-@ACCOUNTANT
-def test_without_steps_nothing_is_spent(accountant):
+        silent = USUAL | {"noise_multiplier": noise}
+        assert epsilon(**silent, accountant=accountant) == math.inf
     assert epsilon(**(USUAL | {"steps": 0}), accountant=accountant) == 0.0
 
 
@@ -184,22 +165,21 @@ def test_without_steps_nothing_is_spent(accountant):
 @pytest.mark.parametrize("rate", [1.0, 1e-8])
 @pytest.mark.parametrize("steps", [1, 100_000])
 def test_extreme_arguments_give_a_number_and_no_warning(noise, rate, steps):
-    run = {"sampling_rate": rate, "noise_multiplier": noise, "steps": steps}
-    assert epsilon(**run, delta=1e-6) >= 0
+    assert epsilon(**run(rate, noise, steps, 1e-6)) >= 0
 
 
 @ACCOUNTANT
 @pytest.mark.parametrize(
-    ("target", "rate", "steps"), [(3.0, 0.5, 200), (1.0, 0.01, 1000), (0.05, 1.0, 1)]
+    ("target", "rate", "steps"), [(3.0, 0.5, 200), (1.0, 0.1, 100), (0.05, 1.0, 1)]
 )
 def test_the_calibrated_noise_meets_the_target_and_hardly_more(
     accountant, target, rate, steps
 ):
-    run = {"sampling_rate": rate, "steps": steps, "delta": 1e-5}
-    run |= {"accountant": accountant}
-    found = noise_multiplier_for(epsilon=target, **run)
-    assert epsilon(noise_multiplier=found, **run) <= target
-    assert epsilon(noise_multiplier=found / 1.0002, **run) > target
+    asked = {"sampling_rate": rate, "steps": steps, "delta": 1e-5}
+    asked |= {"accountant": accountant}
+    found = noise_multiplier_for(epsilon=target, **asked)
+    assert epsilon(noise_multiplier=found, **asked) <= target
+    assert epsilon(noise_multiplier=found / 1.0002, **asked) > target
 
 
 @pytest.mark.parametrize("target", [10.0, 1.0, 0.1, 1e-9, 1e-300, 5e-324])
@@ -218,11 +198,12 @@ def test_a_very_large_budget_gets_the_least_noise(target):
     assert found == pytest.approx(0.05, rel=2e-4)
 
 
+@pytest.mark.slow
 def test_the_calibrated_noise_meets_the_target_after_very_many_steps():
     # There epsilon does not fall everywhere when the noise grows, by rounding.
-    run = {"sampling_rate": 0.5, "steps": 10**9, "delta": 1e-5}
-    found = noise_multiplier_for(epsilon=3.0, **run)
-    assert 2.98 < epsilon(noise_multiplier=found, **run) <= 3.0
+    many = {"sampling_rate": 0.5, "steps": 10**9, "delta": 1e-5}
+    found = noise_multiplier_for(epsilon=3.0, **many)
+    assert 2.98 < epsilon(noise_multiplier=found, **many) <= 3.0
 
 
 def test_a_budget_out_of_reach_is_an_error_that_names_the_arguments():
@@ -245,7 +226,7 @@ def warn_as_the_library_does():
     accountant.compose(dp_accounting.PoissonSampledDpEvent(0.5, event))
 
 
-BUDGET = {"epsilon": 3.0, "delta": 1e-5, "sampling_rate": 0.5, "steps": 200}
+BUDGET = {"epsilon": 3.0, "delta": 1e-5, "sampling_rate": 0.5, "steps": 20}
 
 
 @ACCOUNTANT
@@ -298,43 +279,33 @@ def test_a_missing_library_says_how_to_get_it(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("function", "name", "value"),
     [
-        ("sampling_rate", 0.0),
-        ("sampling_rate", 1.5),
-        ("noise_multiplier", -1.0),
-        ("noise_multiplier", math.inf),
-        ("steps", -1),
-        ("steps", 1.5),
-        ("steps", 10**400),
-        ("delta", 0.0),
-        ("delta", 1.0),
-        ("accountant", "gdp"),
+        (epsilon, "sampling_rate", 0.0),
+        (epsilon, "sampling_rate", 1.5),
+        (epsilon, "noise_multiplier", -1.0),
+        (epsilon, "noise_multiplier", math.inf),
+        (epsilon, "steps", -1),
+        (epsilon, "steps", 1.5),
+        (epsilon, "steps", 10**400),
+        (epsilon, "delta", 0.0),
+        (epsilon, "delta", 1.0),
+        (epsilon, "accountant", "gdp"),
+        (noise_multiplier_for, "epsilon", 0.0),
+        (noise_multiplier_for, "epsilon", math.inf),
+        (noise_multiplier_for, "delta", 1.0),
+        (noise_multiplier_for, "sampling_rate", 0),
+        (noise_multiplier_for, "steps", 0),
+        (noise_multiplier_for, "steps", 10**400),
+        (noise_multiplier_for, "accountant", "gdp"),
     ],
 )
-def test_epsilon_refuses_arguments_out_of_range(name, value):
-    with pytest.raises(ValueError, match=rf"epsilon\({name}="):
-        epsilon(**(USUAL | {name: value}))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("epsilon", 0.0),
-        ("epsilon", math.inf),
-        ("delta", 1.0),
-        ("sampling_rate", 0),
-        ("steps", 0),
-        ("steps", 10**400),
-        ("accountant", "gdp"),
-    ],
-)
-def test_calibration_refuses_arguments_out_of_range(name, value):
-    with pytest.raises(ValueError, match=rf"noise_multiplier_for\({name}="):
-        noise_multiplier_for(**(BUDGET | {name: value}))
+def test_arguments_out_of_range_are_refused(function, name, value):
+    usual = USUAL if function is epsilon else BUDGET
+    with pytest.raises(ValueError, match=rf"{function.__name__}\({name}="):
+        function(**(usual | {name: value}))
 
 
 def test_the_error_lists_the_accountants_there_are():
-    names = ", ".join(repr(name) for name in ACCOUNTANTS)
-    with pytest.raises(ValueError, match=f"expected one of {names}"):
+    with pytest.raises(ValueError, match="expected one of 'pld', 'rdp'"):
         epsilon(**USUAL, accountant="gdp")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from tests import streams
+from tests import oracle, streams
 from vgrad import Sensitivity
 from vgrad.dp import add_gaussian_noise, secret_key
 from vgrad.dp.noise import _CUDA_BLOCK, _Normals
@@ -17,22 +17,9 @@ SIGMA = MULTIPLIER * SENSITIVITY
 GRID = 2.0 ** math.floor(math.log2(SIGMA / 2**16))
 
 
-def noised(
-    sums,
-    seed=0,
-    noise_multiplier=MULTIPLIER,
-    sensitivity=SENSITIVITY,
-    step=0,
-    member=0,
-):
-    return add_gaussian_noise(
-        sums,
-        Sensitivity(sensitivity),
-        noise_multiplier=noise_multiplier,
-        key=secret_key(seed=seed),
-        step=step,
-        member=member,
-    )
+def noised(sums, seed=0, sensitivity=SENSITIVITY, **changed):
+    given = {"noise_multiplier": MULTIPLIER, "key": secret_key(seed=seed), "step": 0}
+    return add_gaussian_noise(sums, Sensitivity(sensitivity), **(given | changed))
 
 
 def is_gaussian(values, sigma):
@@ -85,16 +72,12 @@ def test_what_can_be_released_does_not_depend_on_the_sum(shift):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_noise_is_drawn_in_float64_and_rounded_once(dtype, shift):
     total = torch.full((70_000,), shift, dtype=dtype)
-    drawn = streams.noise(
-        secret_key(seed=0).tolist(),
-        3,
-        "a",
-        (70_000,),
-        multiplier=MULTIPLIER,
-        sensitivity=SENSITIVITY,
-    )
+    sizes = {"multiplier": MULTIPLIER, "sensitivity": SENSITIVITY}
+    drawn = streams.noise(secret_key(seed=0).tolist(), 3, "a", (70_000,), **sizes)
     expected = ((total.double() + drawn) / GRID).round() * GRID
-    assert torch.equal(noised({"a": total}, step=3)["a"], expected.to(dtype))
+    found = noised({"a": total}, step=3)["a"]
+    assert found.dtype == dtype
+    assert torch.equal(found, expected.to(dtype))
 
 
 def test_all_blocks_of_a_stream_are_apart():
@@ -134,12 +117,6 @@ def test_half_precision_sums_get_float32_noise(dtype):
     assert len(noised({"a": torch.zeros(50_000, dtype=dtype)})["a"].unique()) > 40_000
 
 
-def test_float64_sums_keep_their_dtype():
-    assert noised({"a": torch.zeros(2, dtype=torch.float64)})["a"].dtype is (
-        torch.float64
-    )
-
-
 def test_autocast_around_it_changes_nothing():
     sums = {"a": torch.ones(100)}
     expected = noised(sums)["a"]
@@ -153,12 +130,16 @@ def correlation(a, b):
     return float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1])
 
 
+def independent(one, another):
+    found = correlation(one, another)
+    assert abs(found) < 5 / math.sqrt(one.numel())
+    assert not torch.equal(one[:100], another[:100])
+
+
 def test_leaves_have_independent_noise():
-    size = 100_000
-    noise = noised({name: torch.zeros(size) for name in "abc"})
+    noise = noised({name: torch.zeros(100_000) for name in "abc"})
     for first, second in ("ab", "ac", "bc"):
-        assert abs(correlation(noise[first], noise[second])) < 4 / math.sqrt(size)
-        assert not torch.equal(noise[first][:100], noise[second][:100])
+        independent(noise[first], noise[second])
 
 
 @pytest.mark.parametrize(
@@ -174,18 +155,13 @@ def test_leaves_have_independent_noise():
     ids=str,
 )
 def test_noise_of_anything_else_is_independent(other):
-    size = 100_000
-    sums = {"a": torch.zeros(size)}
-    one, another = noised(sums)["a"], noised(sums, **other)["a"]
-    assert abs(correlation(one, another)) < 5 / math.sqrt(size)
-    assert not torch.equal(one[:100], another[:100])
+    sums = {"a": torch.zeros(100_000)}
+    independent(noised(sums)["a"], noised(sums, **other)["a"])
 
 
 def test_the_same_call_draws_the_same_noise_in_any_order():
     sums = {"a": torch.zeros(3), "b": torch.zeros(2, 2)}
-    first = noised(sums)
-    again = noised({name: sums[name] for name in "ba"})
-    assert all(torch.equal(first[name], again[name]) for name in sums)
+    oracle.assert_exact(noised({name: sums[name] for name in "ba"}), noised(sums), 0)
 
 
 def test_noise_is_independent_of_what_it_is_added_to():
@@ -196,20 +172,14 @@ def test_noise_is_independent_of_what_it_is_added_to():
     assert float(gap.abs().max()) <= GRID
 
 
-def test_the_order_and_the_names_of_the_dictionary_are_kept():
-    result = noised({"b": torch.zeros(2, 3), "a": torch.zeros(())})
-    assert list(result) == ["b", "a"]
-    assert result["b"].shape == (2, 3)
-    assert result["a"].shape == ()
-
-
 SHAPES = st.lists(st.integers(0, 20), max_size=3)
 
 
 @given(shapes=st.lists(SHAPES, max_size=4), seed=st.integers(0, 2**32 - 1))
 def test_every_entry_of_any_shape_gets_its_own_noise(shapes, seed):
-    sums = {str(index): torch.zeros(shape) for index, shape in enumerate(shapes)}
+    sums = {f"{9 - index}": torch.zeros(shape) for index, shape in enumerate(shapes)}
     noise = noised(sums, seed)
+    assert list(noise) == list(sums)
     assert [list(value.shape) for value in noise.values()] == shapes
     drawn = torch.cat([torch.zeros(0), *(value.flatten() for value in noise.values())])
     # Among n float32 numbers some pairs agree by chance, far fewer than one in 10.
@@ -221,9 +191,9 @@ def test_nothing_changes():
     sums, key = {"a": torch.ones(5)}, secret_key(seed=0)
     global_state, numpys = torch.get_rng_state(), np.random.get_state()[1].copy()
     add_gaussian_noise(sums, Sensitivity(1.0), noise_multiplier=1.0, key=key, step=0)
-    assert torch.equal(sums["a"], torch.ones(5))
-    assert torch.equal(key, secret_key(seed=0))
-    assert torch.equal(torch.get_rng_state(), global_state)
+    oracle.assert_exact(sums["a"], torch.ones(5), 0)
+    oracle.assert_exact(key, secret_key(seed=0), 0)
+    oracle.assert_exact(torch.get_rng_state(), global_state, 0)
     assert np.array_equal(np.random.get_state()[1], numpys)
 
 
@@ -290,66 +260,69 @@ def test_noise_on_a_gpu_has_its_standard_deviation_and_repeats():
     assert len(drawn.unique()) > 0.999 * len(drawn)
 
 
-@pytest.mark.parametrize("bare", [1.0, torch.tensor(1.0), None])
-def test_a_bare_number_is_no_sensitivity(bare):
-    with pytest.raises(TypeError, match=r"clipped_grad\(\.\.\.\)\.sensitivity"):
-        add_gaussian_noise({}, bare, noise_multiplier=1.0, key=secret_key(), step=0)
+KEY_BYTES = bytes(range(32))
+ADVICE = r"clipped_grad\(\.\.\.\)\.sensitivity"
+KEYS = r"expected a key as vgrad\.dp\.secret_key\(\) draws one, or .*, got a "
+REFUSED = {
+    "a number": ({"sensitivity": 1.0}, TypeError, ADVICE),
+    "a tensor": ({"sensitivity": torch.tensor(1.0)}, TypeError, ADVICE),
+    "none": ({"sensitivity": None}, TypeError, ADVICE),
+    "infinite": (
+        {"sensitivity": Sensitivity(math.inf)},
+        ValueError,
+        "expected a finite sensitivity",
+    ),
+    **{
+        f"{value} times": (
+            {"noise_multiplier": value},
+            ValueError,
+            r"add_gaussian_noise\(noise_multiplier=",
+        )
+        for value in (-1.0, math.nan, math.inf)
+    },
+    **{
+        f"{dtype}": (
+            {"sums": {"a": torch.zeros(2, dtype=dtype)}},
+            TypeError,
+            r"sums\['a'\]\): expected a tensor of real",
+        )
+        for dtype in (torch.int64, torch.complex64)
+    },
+    **{
+        f"{name} {value}": (
+            {name: value},
+            ValueError,
+            rf"add_gaussian_noise\({name}=",
+        )
+        for name in ("step", "member")
+        for value in (-1, 1.5, True)
+    },
+    "float key": ({"key": torch.zeros(32)}, TypeError, KEYS + "tensor of"),
+    "short key": ({"key": torch.zeros(16).byte()}, TypeError, KEYS + "tensor of"),
+    # No message shows a key in another form.
+    "bytes": ({"key": KEY_BYTES}, TypeError, KEYS + r"bytes\.$"),
+    "list": ({"key": list(KEY_BYTES)}, TypeError, KEYS + r"list\.$"),
+    "int64 key": (
+        {"key": torch.tensor(list(KEY_BYTES))},
+        TypeError,
+        KEYS + r"tensor of torch\.int64 \(32,\)\.$",
+    ),
+}
 
 
-def test_an_infinite_sensitivity_is_refused():
-    with pytest.raises(ValueError, match="expected a finite sensitivity"):
-        noised({}, sensitivity=math.inf)
-
-
-@pytest.mark.parametrize("multiplier", [-1.0, math.nan, math.inf])
-def test_a_noise_multiplier_out_of_range_is_refused(multiplier):
-    match = r"add_gaussian_noise\(noise_multiplier="
-    with pytest.raises(ValueError, match=match):
-        noised({}, noise_multiplier=multiplier)
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
-def test_sums_that_are_not_real_floats_are_refused(dtype):
-    with pytest.raises(TypeError, match=r"sums\['a'\]\): expected a tensor of real"):
-        noised({"a": torch.zeros(2, dtype=dtype)})
-
-
-@pytest.mark.parametrize("name", ["step", "member"])
-@pytest.mark.parametrize("value", [-1, 1.5, True])
-def test_places_that_are_not_whole_are_refused(name, value):
-    with pytest.raises(ValueError, match=rf"add_gaussian_noise\({name}="):
-        noised({}, **{name: value})
-
-
-@pytest.mark.parametrize("key", [b"0" * 32, torch.zeros(32), torch.zeros(16).byte()])
-def test_what_is_no_key_is_refused(key):
-    with pytest.raises(TypeError, match=r"expected a key as vgrad\.dp\.secret_key"):
-        add_gaussian_noise({}, Sensitivity(1.0), noise_multiplier=1.0, key=key, step=0)
-
-
-@pytest.mark.parametrize(
-    ("form", "kind"),
-    [
-        (bytes, "bytes"),
-        (list, "list"),
-        (lambda key: torch.tensor(list(key)), r"tensor of torch\.int64 \(32,\)"),
-    ],
-)
-def test_no_message_shows_a_key_in_another_form(form, kind):
-    key = form(bytes(range(32)))
-    with pytest.raises(TypeError, match=f"got a {kind}\\.$") as caught:
-        add_gaussian_noise({}, Sensitivity(1.0), noise_multiplier=1.0, key=key, step=0)
-    assert "x1e" not in str(caught.value)
-    assert "30" not in str(caught.value)
+@pytest.mark.parametrize("name", REFUSED)
+def test_arguments_that_do_not_fit_are_refused(name):
+    changed, error, message = REFUSED[name]
+    given = {"sums": {}, "sensitivity": Sensitivity(1.0), "noise_multiplier": 1.0}
+    given |= {"key": secret_key(), "step": 0} | changed
+    with pytest.raises(error, match=message) as caught:
+        add_gaussian_noise(given.pop("sums"), given.pop("sensitivity"), **given)
+    if "key" in changed:
+        assert "x1e" not in str(caught.value)
+        assert "30" not in str(caught.value)
 
 
 def test_noise_of_a_key_of_the_system_is_gaussian():
-    result = add_gaussian_noise(
-        {"a": torch.zeros(20_000)},
-        Sensitivity(SENSITIVITY),
-        noise_multiplier=MULTIPLIER,
-        key=secret_key(),
-        step=0,
-    )
-    pvalue = stats.kstest(result["a"].double().numpy() / SIGMA, "norm").pvalue
+    noise = noised({"a": torch.zeros(20_000)}, key=secret_key())["a"]
+    pvalue = stats.kstest(noise.double().numpy() / SIGMA, "norm").pvalue
     assert pvalue > 1e-9  # The key is not fixed here.

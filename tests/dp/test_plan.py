@@ -1,5 +1,6 @@
 import dataclasses
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -31,17 +32,12 @@ def test_the_expected_batch_size_is_not_rounded():
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
-@pytest.mark.parametrize("steps", [None, 0, 1, 20])
-def test_epsilon_is_that_of_the_accountant(accountant, steps):
+def test_epsilon_is_that_of_the_accountant(accountant):
     plan = dataclasses.replace(PLAN, accountant=accountant)
-    expected = epsilon(
-        sampling_rate=0.1,
-        noise_multiplier=2.0,
-        steps=20 if steps is None else steps,
-        delta=1e-4,
-        accountant=accountant,
-    )
-    assert plan.epsilon(steps) == expected
+    run = {"sampling_rate": 0.1, "noise_multiplier": 2.0, "delta": 1e-4}
+    for given, steps in ((None, 20), (0, 0), (1, 1), (20, 20)):
+        expected = epsilon(**run, steps=steps, accountant=accountant)
+        assert plan.epsilon(given) == expected
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
@@ -54,14 +50,12 @@ def test_a_plan_for_a_budget_keeps_it_to_the_last_step(accountant):
     assert plan.epsilon() > 0.999
 
 
-def test_more_steps_than_planned_are_refused():
-    with pytest.raises(ValueError, match=r"Plan.epsilon\(steps=21\): expected at most"):
-        PLAN.epsilon(21)
-
-
-@pytest.mark.parametrize("steps", [-1, 2.0, True])
-def test_steps_that_are_not_whole_are_refused(steps):
-    with pytest.raises(ValueError, match=r"Plan.epsilon\(steps="):
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [(21, "21): expected at most"), (-1, "-1)"), (2.0, "2.0)"), (True, "True)")],
+)
+def test_steps_that_are_not_planned_are_refused(steps, message):
+    with pytest.raises(ValueError, match=re.escape(f"Plan.epsilon(steps={message}")):
         PLAN.epsilon(steps)
 
 
@@ -133,30 +127,29 @@ def test_a_clipped_sum_made_by_the_plan_fits_it(samples):
     torch.testing.assert_close(noisy["w"], sums["w"] + noise["w"])
 
 
-@pytest.mark.parametrize(
-    "value",
-    [3.0, 3.0 / 10, 3.0 / 11, 3.0 / 10.5 * (1 + 1e-8), 3.0 / 105],
-    ids=["not divided", "floored", "size drawn", "slightly off", "data set size"],
-)
-def test_a_sensitivity_of_another_plan_is_refused(value):
-    with pytest.raises(ValueError, match=r"max_norm / expected_batch_size = 0.2857"):
-        PLAN.add_noise({}, Sensitivity(value), key=KEY, step=0)
+OTHER = "max_norm / expected_batch_size = 0.2857"
+SENSITIVITIES = {
+    "not divided": (Sensitivity(3.0), ValueError, OTHER),
+    "floored": (Sensitivity(3.0 / 10), ValueError, OTHER),
+    "size drawn": (Sensitivity(3.0 / 11), ValueError, OTHER),
+    "slightly off": (Sensitivity(3.0 / 10.5 * (1 + 1e-8)), ValueError, OTHER),
+    "data set size": (Sensitivity(3.0 / 105), ValueError, OTHER),
+    "infinite": (Sensitivity(math.inf), ValueError, "expected a finite sensitivity"),
+    "bare": (3.0 / 10.5, TypeError, r"Plan.add_noise\(sensitivity=0.2857"),
+}
+
+
+@pytest.mark.parametrize("name", SENSITIVITIES)
+def test_a_sensitivity_of_another_plan_is_refused(name):
+    sensitivity, error, message = SENSITIVITIES[name]
+    with pytest.raises(error, match=message):
+        PLAN.add_noise({}, sensitivity, key=KEY, step=0)
 
 
 def test_a_sensitivity_equal_up_to_rounding_is_accepted():
     value = 3.0 / 10.5 * (1 + 1e-10)
     result = PLAN.add_noise({"a": torch.zeros(1)}, Sensitivity(value), key=KEY, step=0)
     assert result["a"].isfinite().all()
-
-
-def test_a_bare_number_is_no_sensitivity():
-    with pytest.raises(TypeError, match=r"Plan.add_noise\(sensitivity=0.2857"):
-        PLAN.add_noise({}, 3.0 / 10.5, key=KEY, step=0)
-
-
-def test_an_infinite_sensitivity_is_refused():
-    with pytest.raises(ValueError, match="expected a finite sensitivity"):
-        PLAN.add_noise({}, Sensitivity(math.inf), key=KEY, step=0)
 
 
 @pytest.mark.parametrize(

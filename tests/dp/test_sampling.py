@@ -1,5 +1,7 @@
+import math
 import pickle
-from itertools import pairwise
+import re
+from itertools import islice, pairwise
 
 import pytest
 import torch
@@ -16,38 +18,36 @@ def sample(size, rate, step=0):
     return poisson_sample(size, rate, key=KEY, step=step)
 
 
-def inclusions(size, rate, draws):
-    """Which samples were in which batch, [draws, size]."""
-    table = torch.zeros(draws, size, dtype=torch.float64)
+DRAWS, SIZE, RATE = 4000, 40, 0.3
+
+
+@pytest.fixture(scope="module")
+def table():
+    """Which samples were in which batch, [DRAWS, SIZE]."""
+    table = torch.zeros(DRAWS, SIZE, dtype=torch.float64)
     for step, row in enumerate(table):
-        row[sample(size, rate, step)] = 1
+        row[sample(SIZE, RATE, step)] = 1
     return table
 
 
-def test_every_sample_is_drawn_with_the_rate():
-    size, rate, draws = 40, 0.3, 4000
-    counts = inclusions(size, rate, draws).sum(0)
-    scores = (counts - draws * rate) / (draws * rate * (1 - rate)) ** 0.5
-    low, high = stats.chi2(size).interval(0.999)
+def test_every_sample_is_drawn_with_the_rate(table):
+    scores = (table.sum(0) - DRAWS * RATE) / (DRAWS * RATE * (1 - RATE)) ** 0.5
+    low, high = stats.chi2(SIZE).interval(0.999)
     assert low < float((scores**2).sum()) < high
 
 
-def test_samples_are_drawn_independently_of_each_other():
-    size, draws = 20, 4000
-    scores = torch.corrcoef(inclusions(size, 0.3, draws).T)[
-        torch.triu_indices(size, size, 1).unbind()
-    ] * (draws**0.5)
+def test_samples_are_drawn_independently_of_each_other(table):
+    pairs = torch.triu_indices(SIZE, SIZE, 1).unbind()
+    scores = torch.corrcoef(table.T)[pairs] * DRAWS**0.5
     low, high = stats.chi2(scores.numel()).interval(0.999)
     assert low < float((scores**2).sum()) < high
 
 
-def test_batch_sizes_are_binomial_and_not_fixed():
-    size, rate, draws = 40, 0.3, 4000
-    sizes = inclusions(size, rate, draws).sum(1).long()
-    law = stats.binom(size, rate)
-    edges = [0, 8, 10, 12, 14, 16, size + 1]
+def test_batch_sizes_are_binomial_and_not_fixed(table):
+    sizes, law = table.sum(1).long(), stats.binom(SIZE, RATE)
+    edges = [0, 8, 10, 12, 14, 16, SIZE + 1]
     observed = [int(((sizes >= a) & (sizes < b)).sum()) for a, b in pairwise(edges)]
-    expected = [draws * (law.cdf(b - 1) - law.cdf(a - 1)) for a, b in pairwise(edges)]
+    expected = [DRAWS * (law.cdf(b - 1) - law.cdf(a - 1)) for a, b in pairwise(edges)]
     assert stats.chisquare(observed, expected, sum_check=False).pvalue > 0.001
 
 
@@ -99,19 +99,13 @@ def test_batches_are_those_of_the_reference():
         assert sample(size, 0.01, step).tolist() == expected
 
 
-def test_a_second_pass_is_refused():
+@pytest.mark.parametrize("served", [1, 3])
+def test_a_second_pass_is_refused(served):
     # It would draw the same batches again, whose steps have been accounted for.
     sampler = PoissonBatchSampler(100, 0.5, 3, key=KEY)
-    assert len(list(sampler)) == 3
-    with pytest.raises(RuntimeError, match="expected one pass over the batches"):
+    assert len(list(islice(sampler, served))) == served
+    with pytest.raises(RuntimeError, match=r"expected one pass .*plan\.sampler\(state"):
         next(iter(sampler))
-
-
-def test_a_second_pass_is_refused_before_the_first_one_has_ended():
-    sampler = PoissonBatchSampler(100, 0.5, 3, key=KEY)
-    next(iter(sampler))
-    with pytest.raises(RuntimeError, match=r"plan\.sampler\(state\)"):
-        list(sampler)
 
 
 @pytest.mark.parametrize("start", [0, 1, 3])
@@ -166,42 +160,29 @@ class Nested(Dataset):
         return {"pair": pair, "label": index}
 
 
-def test_an_empty_batch_has_the_tree_and_dtypes_of_a_batch_that_is_not():
+def test_an_empty_batch_has_the_tree_and_dtypes_of_a_batch_and_memory_of_its_own():
     collated = collate(Nested())
-    full, empty = collated([Nested()[0], Nested()[1]]), collated([])
+    full, first = collated([Nested()[0], Nested()[1]]), collated([])
     assert full["label"].tolist() == [0, 1]
+    first["label"] = None
+    first["pair"][0].resize_(2, 4)
+    empty = collated([])
     assert empty.keys() == full.keys()
     assert type(empty["pair"]) is type(full["pair"])
     for kept, gone in zip(full["pair"], empty["pair"], strict=True):
-        assert gone.shape == (0, *kept.shape[1:])
-        assert gone.dtype == kept.dtype
+        assert (gone.shape, gone.dtype) == ((0, *kept.shape[1:]), kept.dtype)
     assert empty["label"].shape == (0,)
 
 
-def test_empty_batches_share_nothing():
-    collated = collate(Nested())
-    first = collated([])
-    first["label"] = None
-    first["pair"][0].resize_(2, 4)
-    assert collated([])["label"].shape == (0,)
-    assert collated([])["pair"][0].shape == (0, 4)
+def doubled(samples):
+    return {"x": 2 * torch.stack([x for (x,) in samples])}
 
 
-def test_a_collate_function_of_the_user_is_used():
+def test_a_collate_function_of_the_user_is_used_and_can_be_pickled():
     dataset = TensorDataset(torch.arange(4.0))
-
-    def doubled(samples):
-        return {"x": 2 * torch.stack([x for (x,) in samples])}
-
-    collated = collate(dataset, doubled)
+    collated = pickle.loads(pickle.dumps(collate(dataset, doubled)))
     assert collated([dataset[3], dataset[1]])["x"].tolist() == [6.0, 2.0]
     assert collated([])["x"].shape == (0,)
-
-
-def test_the_collate_function_can_be_pickled():
-    dataset = TensorDataset(torch.ones(4, 2))
-    collated = pickle.loads(pickle.dumps(collate(dataset)))
-    assert collated([])[0].shape == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -219,29 +200,28 @@ def test_collate_refuses_what_cannot_be_made_empty(collate_fn):
         collate(dataset, collate_fn)
 
 
-@pytest.mark.parametrize("rate", [0.0, -0.1, 1.1, float("nan")])
-def test_a_rate_that_is_no_probability_is_refused(rate):
-    with pytest.raises(ValueError, match=r"poisson_sample\(sampling_rate="):
-        sample(10, rate)
-    with pytest.raises(ValueError, match=r"PoissonBatchSampler\(sampling_rate="):
-        PoissonBatchSampler(10, rate, 1, key=KEY)
+BAD = {
+    **{f"rate {rate}": {"sampling_rate": rate} for rate in (0.0, -0.1, 1.1, math.nan)},
+    "no samples": {"dataset_size": 0},
+    "a size of 2.0": {"dataset_size": 2.0},
+    "no steps": {"steps": 0},
+    "start": {"start": -1},
+    "step": {"step": -1},
+    "float key": {"key": torch.zeros(32)},
+    "number": {"key": 7},
+}
 
 
-def test_sizes_that_are_not_whole_are_refused():
-    with pytest.raises(ValueError, match=r"poisson_sample\(dataset_size=0\)"):
-        sample(0, 0.5)
-    with pytest.raises(ValueError, match=r"PoissonBatchSampler\(dataset_size=2.0\)"):
-        PoissonBatchSampler(2.0, 0.5, 1, key=KEY)
-    with pytest.raises(ValueError, match=r"PoissonBatchSampler\(steps=0\)"):
-        PoissonBatchSampler(2, 0.5, 0, key=KEY)
-    with pytest.raises(ValueError, match=r"PoissonBatchSampler\(start=-1\)"):
-        PoissonBatchSampler(2, 0.5, 1, key=KEY, start=-1)
-    with pytest.raises(ValueError, match=r"poisson_sample\(step=-1\)"):
-        sample(2, 0.5, -1)
-
-
-def test_what_is_no_key_is_refused():
-    with pytest.raises(TypeError, match=r"PoissonBatchSampler\(key\): expected a key"):
-        PoissonBatchSampler(2, 0.5, 1, key=torch.zeros(32))
-    with pytest.raises(TypeError, match=r"poisson_sample\(key\): expected a key"):
-        poisson_sample(2, 0.5, key=7, step=0)
+@pytest.mark.parametrize("name", BAD)
+def test_arguments_out_of_range_are_refused(name):
+    ((argument, value),) = BAD[name].items()
+    error, message = ValueError, f"{argument}={value}"
+    if argument == "key":
+        error, message = TypeError, "key): expected a key"
+    given = {"dataset_size": 10, "sampling_rate": 0.5, "key": KEY} | BAD[name]
+    if argument not in ("steps", "start"):
+        with pytest.raises(error, match=re.escape(f"poisson_sample({message}")):
+            poisson_sample(**({"step": 0} | given))
+    if argument != "step":
+        with pytest.raises(error, match=re.escape(f"PoissonBatchSampler({message}")):
+            PoissonBatchSampler(**({"steps": 1} | given))

@@ -13,7 +13,6 @@ from torch import nn
 
 from tests.examples import examples
 from vgrad import files
-from vgrad.cli.files import write_tensors
 from vgrad.ensemble import (
     init_ensemble,
     load_ensemble,
@@ -22,6 +21,7 @@ from vgrad.ensemble import (
     save_ensemble,
     share,
 )
+from vgrad.files import write_tensors
 from vgrad.functional import make_functional_with_buffers
 
 SHARED = ["0.*", "*.running_mean"]

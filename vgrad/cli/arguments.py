@@ -1,8 +1,8 @@
-"""What the main job can be told, once: defaults, help and checks."""
+"""The arguments of all commands, each declared once: defaults, help and checks."""
 
 import os
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,9 @@ import torch
 from vgrad import checks
 from vgrad.cli import models
 from vgrad.cli.descriptions import FLAG, TEXT, Kind, check, number, whole
-from vgrad.cli.precision import POLICIES
 
 _OF_PRIVACY = ("epsilon", "delta", "max_norm", "reproducible_noise")
-"""What says nothing about a run without privacy."""
+"""Arguments that have no meaning for a run without privacy."""
 
 _MOST = {
     "epochs": (10**6, "as the run is saved after each"),
@@ -23,12 +22,7 @@ _MOST = {
 }
 """How large an argument may be, and why."""
 
-_KINDS: Mapping[Any, Kind] = {
-    str: TEXT,
-    bool: FLAG,
-    int: whole(),
-    float: number(),
-}
+_KINDS: Mapping[Any, Kind] = {str: TEXT, bool: FLAG, int: whole(), float: number()}
 """What an argument of a type is in a file."""
 
 
@@ -66,8 +60,8 @@ class Settings:
     epsilon: float = _option(3.0, "what the whole run may spend, all members together")
     delta: float = _option(
         1e-5,
-        "probability that goes with epsilon; keep it far "
-        "below one over the number of training samples",
+        "probability that goes with epsilon; keep it far below one over the number of "
+        "training samples",
     )
     max_norm: float = _option(2.0, "L2 norm to which each sample's gradient is clipped")
     epochs: int = _option(50, "passes over the data; one is 1 / q steps")
@@ -99,13 +93,12 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        checks.positive(
-            "train", epsilon=self.epsilon, max_norm=self.max_norm, lr=self.lr
-        )
-        checks.finite("train", epsilon=self.epsilon, max_norm=self.max_norm, lr=self.lr)
+        sizes = {"epsilon": self.epsilon, "max_norm": self.max_norm, "lr": self.lr}
+        checks.positive("train", **sizes)
+        checks.finite("train", **sizes)
         checks.between("train", 0, 1, delta=self.delta)
-        checks.whole("train", least=1, epochs=self.epochs, batch_size=self.batch_size)
-        checks.whole("train", least=1, members=self.members)
+        counts = {"epochs": self.epochs, "batch_size": self.batch_size}
+        checks.whole("train", least=1, **counts, members=self.members)
         for name, (most, reason) in _MOST.items():
             if getattr(self, name) > most:
                 raise ValueError(
@@ -118,18 +111,14 @@ class Settings:
                 "model. A run of one model trains it with privacy, and without beside "
                 "it; see plain.jsonl."
             )
-        checks.one_of("train", POLICIES, precision=self.precision)
+        checks.one_of("train", models.POLICIES, precision=self.precision)
         # Torch's generators on the CPU use 32 bits of a seed.
         checks.between("train", -1, 2**32, seed=self.seed)
         device(self.device)
 
 
 def device(name: str) -> torch.device:
-    """Return the device of this name if it is here and works.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Return the device of this name; a ValueError if it is not here or fails."""
     try:
         found = torch.device(name)
         if found.type not in ("cpu", "cuda"):
@@ -145,7 +134,7 @@ def device(name: str) -> torch.device:
 
 
 def folder(option: str, name: str) -> Path:
-    """Return the path of a folder, which has to be there or can be made.
+    """Return the path of a folder that is there or can be made.
 
     Raises:
         ValueError: there is no name.
@@ -176,21 +165,8 @@ def add_train(parser: ArgumentParser) -> None:
         "numbers; arguments given again must be equal, and --model module:factory must "
         "be given again: a file may not choose the code that runs",
     )
-    for each in fields(Settings):
-        name = "--" + each.name.replace("_", "-")
-        text = each.metadata["help"]
-        # What is not given stays out, so that --resume can tell it from what is.
-        if each.type is bool:
-            parser.add_argument(name, action="store_true", default=SUPPRESS, help=text)
-            continue
-        kind: Any = each.type
-        parser.add_argument(
-            name,
-            type=kind,
-            default=SUPPRESS,
-            metavar=each.name.rpartition("_")[2].upper(),
-            help=f"{text} (default: {each.default})",
-        )
+    # An absent argument leaves no entry, so that --resume can tell what was given.
+    _declare(parser, [each.name for each in fields(Settings)], default=SUPPRESS)
 
 
 def add_evaluate(parser: ArgumentParser) -> None:
@@ -202,14 +178,7 @@ def add_evaluate(parser: ArgumentParser) -> None:
         help="the module:factory that the model was trained with, if it was: a file "
         "may not choose the code that runs",
     )
-    for each in fields(Settings):
-        if each.name in ("data", "device"):
-            parser.add_argument(
-                f"--{each.name}",
-                default=each.default,
-                metavar=each.name.upper(),
-                help=f"{each.metadata['help']} (default: {each.default})",
-            )
+    _declare(parser, ["data", "device"])
 
 
 def add_bench(parser: ArgumentParser) -> None:
@@ -229,6 +198,44 @@ def add_bench(parser: ArgumentParser) -> None:
     )
 
 
+def add_rules(parser: ArgumentParser) -> None:
+    """Declare the arguments of `rules`."""
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="explain a private step of this model as well: a name or module:factory "
+        "as for train; a module may register rules of its own",
+    )
+    parser.add_argument(
+        "--alignment",
+        action="store_true",
+        help="with --model, also list its matrix products and what to pad so that "
+        "tensor cores take them",
+    )
+    _declare(parser, ["data"])
+
+
+def _declare(
+    parser: ArgumentParser, names: Collection[str], *, default: str | None = None
+) -> None:
+    """Declare some of the settings, with their own defaults or another one for all."""
+    for each in fields(Settings):
+        if each.name not in names:
+            continue
+        more: dict[str, Any] = {"action": "store_true"}
+        text = each.metadata["help"]
+        if each.type is not bool:
+            metavar = each.name.rpartition("_")[2].upper()
+            more = {"type": each.type, "metavar": metavar}
+            text += f" (default: {each.default})"
+        parser.add_argument(
+            "--" + each.name.replace("_", "-"),
+            default=default or each.default,
+            help=text,
+            **more,
+        )
+
+
 def started(arguments: Namespace) -> Settings:
     """Return the settings of a run that starts.
 
@@ -236,14 +243,12 @@ def started(arguments: Namespace) -> Settings:
         ValueError: as `Settings`, or arguments contradict one another.
     """
     found = given(arguments)
-    if "without_privacy" in found:
-        idle = [name for name in _OF_PRIVACY if name in found]
-        if idle:
-            raise ValueError(
-                f"--without-privacy: expected none of the arguments of private "
-                f"training, got --{idle[0].replace('_', '-')}. Leave one of the two "
-                f"out."
-            )
+    idle = [name for name in _OF_PRIVACY if name in found]
+    if "without_privacy" in found and idle:
+        raise ValueError(
+            f"--without-privacy: expected none of the arguments of private training, "
+            f"got --{idle[0].replace('_', '-')}. Leave one of the two out."
+        )
     return Settings(**found)
 
 
@@ -257,8 +262,8 @@ def recorded(arguments: Any, again: Mapping[str, Any]) -> Settings:
     """Return the settings of a run that goes on, as its file has them.
 
     Raises:
-        ValueError: an argument given again differs, or they are those of another
-            version, or none; or they name code that has not been named again.
+        ValueError: they are missing, or of another version; an argument given again
+            differs; or they name code that has not been named again.
     """
     kinds = {each.name: _KINDS[each.type] for each in fields(Settings)}
     if not isinstance(arguments, dict) or arguments.keys() != kinds.keys():

@@ -10,23 +10,16 @@ from typing import Any
 
 import vgrad
 
-COLUMNS: tuple[str, ...] = (
-    "contender",
-    "median",
-    "plain step",
-    "ratio to plain",
-    "samples/s",
-    "error",
-)
+COLUMNS = ("contender", "median", "plain step", "ratio to plain", "samples/s", "error")
 MEMORY = "peak memory"
 MEBIBYTE = 1 << 20
 
 
 def run(out: Path | None, suites: Sequence[str] = ()) -> None:
-    """Run `bench/` beside the package; print tables and, with `out`, keep them.
+    """Run the `suites` of `bench/` beside the package, or all; print their tables.
 
-    `out` names a JSON file; a Markdown file of the same name gets the tables. Of the
-    files `bench/test_*.py` only those that `suites` names run, or all.
+    `out` names a JSON file for the figures; a Markdown file of the same name gets the
+    tables.
 
     Raises:
         FileNotFoundError: the package does not lie in a checkout.
@@ -102,16 +95,14 @@ def _tables(
     """Yield the name of each group, its columns and its lines."""
     for group in sorted({row["group"] for row in measured}):
         chosen = [row for row in measured if row["group"] == group]
-        columns, lines = list(COLUMNS), [_cells(row) for row in chosen]
-        if any("peak_bytes" in row for row in chosen):
-            columns.append(MEMORY)
-            for row, cells in zip(chosen, lines, strict=True):
-                peak = row.get("peak_bytes")
-                cells.append("" if peak is None else f"{peak / MEBIBYTE:.0f} MiB")
+        with_memory = any("peak_bytes" in row for row in chosen)
+        columns = [*COLUMNS, MEMORY] if with_memory else COLUMNS
+        lines = [_cells(row)[: len(columns)] for row in chosen]
         yield group, columns, lines
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
+    peak = row.get("peak_bytes")
     return [
         row["contender"],
         f"{1e3 * row['median_seconds']:.1f} ms",
@@ -119,19 +110,20 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['ratio_to_plain']:.2f}",
         f"{row['samples_per_second']:.0f}",
         f"{row['oracle_error']:.0e}",
+        "" if peak is None else f"{peak / MEBIBYTE:.0f} MiB",
     ]
 
 
 def _print(measured: list[dict[str, Any]]) -> None:
     """Print a table for each group."""
-    # Here and not above: without a checkout this must fail for want of one.
+    # Imported here, so that without a checkout the error is about the checkout.
     from rich.console import Console
     from rich.table import Table
 
     for group, columns, lines in _tables(measured):
         table = Table(title=group)
         for number, column in enumerate(columns):
-            table.add_column(column, justify="left" if number == 0 else "right")
+            table.add_column(column, justify="right" if number else "left")
         for cells in lines:
             table.add_row(*cells)
         Console().print(table)

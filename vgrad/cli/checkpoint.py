@@ -1,25 +1,29 @@
 """What a run leaves in its folder: the state it can go on from, and the model.
 
 `state.safetensors` is the truth: every tensor of the training, the secret key included,
-and a description of the run. The key tells the noise, so it is for the owner alone.
-`state.json` repeats the description for people. `model.safetensors` holds parameters
-and buffers and is the only file meant for release; `ensemble.safetensors`, with what
-`ensemble.json` says about it, takes its place in the run of an ensemble. Nothing is
+and a description of the run. The key reveals the noise, so only its owner may read the
+file. `state.json` repeats the description for people. `model.safetensors` holds
+parameters and buffers and is the only file meant for release. In the run of an ensemble
+`ensemble.safetensors` and its description `ensemble.json` take its place. Nothing is
 pickled.
+
+Anybody can write a state and seal it. It may neither name a file that is not one of the
+run's, nor claim a progress that its tensors and figures do not have: a run goes on only
+after all of that has been checked here.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from vgrad import tree
-from vgrad.cli import files, models
+from vgrad import checks, files, tree
+from vgrad.cli import metrics, models
 from vgrad.cli.descriptions import TABLE, TEXT, check, shape_of, whole
-from vgrad.cli.files import Description
 from vgrad.ensemble.store import load_ensemble, save_ensemble
+from vgrad.files import Description
 from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
 from vgrad.typing import Buffers, Params, Tree
 
@@ -33,7 +37,7 @@ ENSEMBLE_TEXT = "ensemble.json"
 FILES = (STATE, STATE_TEXT, MODEL, ENSEMBLE, ENSEMBLE_TEXT)
 
 _LONGEST_TEXT = 2**20
-"""Bytes of a description, which has some hundreds."""
+"""Bytes of a description, which has a few hundred."""
 
 _MOST_IN_A_FILE = 2**20
 """Members, beyond which the size of an entry may not fit into 64 bits."""
@@ -41,30 +45,33 @@ _MOST_IN_A_FILE = 2**20
 STATE_KIND = "training state"
 MODEL_KIND = "model"
 
+_SECTIONS = ("arguments", "lengths", "data", "plan", "model", "machine", "forms")
+"""Dictionaries in the description of every state."""
+
 
 def save_state(folder: Path, state: Tree, description: Description) -> None:
     """Make this the state that a run goes on from, however it ends."""
     description = {"kind": STATE_KIND, **description}
     tensors = tree.state_dict(state)
     files.write_tensors(folder / STATE, tensors, description, private=True)
-    text = json.dumps(description, indent=2) + "\n"
-    files.replace(folder / STATE_TEXT, text.encode(), private=True)
+    files.replace(folder / STATE_TEXT, _text(description), private=True)
 
 
 def read_state(folder: Path) -> tuple[dict[str, Tensor], Description]:
-    """Read the tensors by name and the description.
-
-    Raises:
-        FileNotFoundError, ValueError: as `files.read_tensors`.
-    """
+    """Read the tensors by name and the description. Raises as `files.read_tensors`."""
     return files.read_tensors(folder / STATE, STATE_KIND)
 
 
-def check_members(tensors: Mapping[str, Tensor], members: int) -> None:
-    """Refuse tensors of an ensemble's state that are not those of so many members.
+def check_said(before: Description) -> None:
+    """Raise a ValueError if a state lacks what every state says."""
+    kinds = {"step": whole(0), **dict.fromkeys(_SECTIONS, TABLE)}
+    check(STATE, before, kinds)
 
-    Raises:
-        ValueError: they are of fewer or more; to make these may take all memory.
+
+def check_members(tensors: Mapping[str, Tensor], members: int) -> None:
+    """Raise a ValueError if an ensemble's state has more or fewer members.
+
+    To make a template of as many as its description claims may take all memory.
     """
     plain = [t for name, t in tensors.items() if name.startswith(".plain.params")]
     if members > 1 and any(not t.numel() or t.shape[:1] != (members,) for t in plain):
@@ -75,10 +82,57 @@ def restored(template: Tree, tensors: dict[str, Tensor]) -> Tree:
     """Put tensors that were read in the place of those of a template.
 
     Raises:
-        ValueError: names, shapes or dtypes are others.
+        ValueError: names, shapes or dtypes differ.
     """
     tree.check_fit(STATE, tree.state_dict(template), tensors)
     return tree.load_state_dict(template, tensors)
+
+
+def refuse_differences(before: Description, now: Description) -> None:
+    """Raise a ValueError if something is not as it was when the run started."""
+    for section, entries in now.items():
+        for name, value in entries.items():
+            recorded = before[section].get(name)
+            if recorded != value:
+                raise ValueError(
+                    f"--resume: expected {name} in {section} to be {recorded!r}, as "
+                    f"when the run was started, got {value!r}. The numbers would "
+                    f"differ; start another run with --out."
+                )
+
+
+def refuse_progress(
+    folder: Path,
+    before: Description,
+    *,
+    taken: set[int],
+    ends: Sequence[int],
+    names: Collection[str],
+) -> None:
+    """Raise if the states, or the figures in the folder, are not those of the step.
+
+    `taken` are the steps that the states have taken, `ends` those at which an epoch
+    ends, `names` the files that have figures.
+    """
+    path, step, lengths = folder / STATE, before["step"], before["lengths"]
+    if taken != {step} or step not in (0, *ends):
+        raise ValueError(
+            f"{path}: expected states at the end of an epoch, after the {step} steps "
+            f"that it claims, got some after {sorted(taken)}."
+        )
+    check(f"{path}, lengths", lengths, dict.fromkeys(names, whole(0)))
+    if unknown := lengths.keys() - set(names):
+        raise ValueError(
+            f"{path}, lengths: expected {', '.join(names)}, got "
+            f"{checks.listed(unknown)}, which no run writes to."
+        )
+    past = [end for end in ends if end <= step]
+    for name in names:
+        if [line.step for line in metrics.read(folder / name, lengths[name])] != past:
+            raise ValueError(
+                f"{folder / name}: expected one line for each of {len(past)} epochs, "
+                f"got others. The file was changed after it was written."
+            )
 
 
 def save_model(
@@ -89,97 +143,90 @@ def save_model(
     files.write_tensors(folder / MODEL, {**params, **buffers}, description)
 
 
-def read_model(
-    folder: Path, *, named: str | None = None
-) -> tuple[nn.Module, Description]:
-    """Rebuild the model, in evaluation mode and on the CPU, with its description.
-
-    `named` is the model as the caller names it, which code that is not of this package
-    needs. Nothing larger than the file is made of what the file says.
-
-    Raises:
-        FileNotFoundError: the file is missing.
-        ValueError: it is damaged, or does not fit the model.
-    """
-    tensors, description = files.read_tensors(folder / MODEL, MODEL_KIND)
-    fmodel, params, buffers = _template(folder / MODEL, description, named)
-    tree.check_fit(MODEL, {**params, **buffers}, tensors)
-    values = fmodel.to_module(
-        {name: tensors[name] for name in params},
-        {name: tensors[name] for name in buffers},
-    )
-    return values.eval(), description
-
-
-def _template(
-    path: Path, description: Description, named: str | None
-) -> tuple[FunctionalModel, Params, Buffers]:
-    """Make a model as a file describes it, whose values are not those of the file."""
-    check(str(path), description, {"model": TEXT, "shape": TABLE})
-    spec, shape = description["model"], shape_of(str(path), description["shape"])
-    models.named_again(str(path), spec, named)
-    own = spec in models.MODELS
-    model = models.outline(spec, shape) if own else models.build(spec, shape, seed=0)
-    return make_functional_with_buffers(model)
-
-
 def save_members(
     folder: Path, params: Params, buffers: Buffers, description: Description
 ) -> None:
     """Write an ensemble `[E, ...]`; the description needs `members` too.
 
-    The text comes first: what it says was spent is then never less than what the
-    members in the other file have spent.
+    The text comes first: the privacy that it says was spent is then never less than
+    what the members in the other file have spent.
     """
-    text = json.dumps(description, indent=2) + "\n"
-    files.replace(folder / ENSEMBLE_TEXT, text.encode())
+    files.replace(folder / ENSEMBLE_TEXT, _text(description))
     save_ensemble(folder / ENSEMBLE, params, buffers)
 
 
-def read_members(
+def read_model(
     folder: Path, *, named: str | None = None
 ) -> tuple[FunctionalModel, Params, Buffers, Description]:
-    """Rebuild an ensemble, in evaluation mode and on the CPU, with its description.
+    """Rebuild a model, or an ensemble `[E, ...]`, in evaluation mode and on the CPU.
+
+    `named` is the model as the caller names it, which only code from outside of this
+    package needs. Nothing larger than the file is made from what the file says.
 
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: a file is damaged, or does not fit the model.
     """
-    path = folder / ENSEMBLE_TEXT
+    if holds_ensemble(folder):
+        path = folder / ENSEMBLE_TEXT
+        description = _read_text(path)
+        check(str(path), description, {"members": whole(1, _MOST_IN_A_FILE)})
+        fmodel, *entries = _template(path, description, named)
+        templates = [_stacked(values, description["members"]) for values in entries]
+        return fmodel, *load_ensemble(folder / ENSEMBLE, *templates), description
+    tensors, description = files.read_tensors(folder / MODEL, MODEL_KIND)
+    fmodel, *entries = _template(folder / MODEL, description, named)
+    tree.check_fit(MODEL, {**entries[0], **entries[1]}, tensors)
+    params, buffers = ({name: tensors[name] for name in each} for each in entries)
+    return fmodel, params, buffers, description
+
+
+def _read_text(path: Path) -> Description:
+    """Read what the description of an ensemble says."""
     if not path.is_file():
         raise FileNotFoundError(
             f"{path}: expected the description of an ensemble, got no file."
         )
     try:
         with path.open("rb") as file:
-            description = files.from_json(file.read(_LONGEST_TEXT))
+            return files.from_json(file.read(_LONGEST_TEXT))
     except ValueError as error:
         raise ValueError(
             f"{path}: expected the description of an ensemble, got a damaged file "
             f"({error})."
         ) from error
-    check(str(path), description, {"members": whole(1, _MOST_IN_A_FILE)})
-    fmodel, *entries = _template(path, description, named)
-    templates = [_stacked(values, description["members"]) for values in entries]
-    return fmodel.eval(), *load_ensemble(folder / ENSEMBLE, *templates), description
+
+
+def _template(
+    path: Path, description: Description, named: str | None
+) -> tuple[FunctionalModel, Params, Buffers]:
+    """Make a model as a file describes it, with values of its own."""
+    check(str(path), description, {"model": TEXT, "shape": TABLE})
+    spec, shape = description["model"], shape_of(str(path), description["shape"])
+    models.named_again(str(path), spec, named)
+    own = spec in models.MODELS
+    model = models.outline(spec, shape) if own else models.build(spec, shape, seed=0)
+    fmodel, params, buffers = make_functional_with_buffers(model)
+    return fmodel.eval(), params, buffers
 
 
 def _stacked(values: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
     """Give entries a member axis and no memory of their own, `[count, *shape]`."""
     return {
-        name: torch.zeros(
-            (), dtype=value.dtype, requires_grad=value.requires_grad
-        ).expand(count, *value.shape)
-        for name, value in values.items()
+        name: torch.zeros((), dtype=t.dtype, requires_grad=t.requires_grad).expand(
+            count, *t.shape
+        )
+        for name, t in values.items()
     }
 
 
-def holds_ensemble(folder: Path) -> bool:
-    """Whether a folder is that of an ensemble's run.
+def _text(description: Description) -> bytes:
+    """Write a description for people to read."""
+    return (json.dumps(description, indent=2) + "\n").encode()
 
-    Raises:
-        ValueError: it holds a model, too.
-    """
+
+def holds_ensemble(folder: Path) -> bool:
+    """Tell whether a folder holds an ensemble; a ValueError if it holds a model too."""
     found = [name for name in (ENSEMBLE, ENSEMBLE_TEXT) if (folder / name).exists()]
     if found and (folder / MODEL).exists():
         raise ValueError(
@@ -197,9 +244,8 @@ def load(
     `[E, *shape]`, as `vgrad.stack` makes them. Both are in evaluation mode and on the
     CPU, and their parameters require grad.
 
-    The files hold tensors and text, and choose no code: a model that came from
-    `module:factory` is loaded if that is passed as `model`, which imports the module.
-    Pass it if you trust that module.
+    The files hold tensors and text, and choose no code. To load a model that came from
+    `module:factory`, pass that as `model`, if you trust the module: it is imported.
 
     Raises:
         FileNotFoundError: the folder holds no model.
@@ -218,6 +264,7 @@ def load(
         torch.Size([5, 3])
     """
     where = Path(folder)
+    fmodel, params, buffers, _ = read_model(where, named=model)
     if holds_ensemble(where):
-        return read_members(where, named=model)[:3]
-    return read_model(where, named=model)[0]
+        return fmodel, params, buffers
+    return fmodel.to_module(params, buffers).eval()

@@ -8,7 +8,8 @@ import hashlib
 import importlib
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,10 +27,9 @@ KEYS = ("x_train", "y_train", "x_test", "y_test")
 _PUBLIC_CLASSES = 10
 """How many classes digits, MNIST and CIFAR-10 have by their public descriptions."""
 
-
 _UNPACKED = 2**24
 _RATIO = 100
-"""A file unpacks to so many bytes, or to so many times its size, and not to more."""
+"""A file may unpack to so many bytes, or to so many times its size."""
 
 
 class Dataset(NamedTuple):
@@ -64,27 +64,25 @@ def load(source: str, *, seed: int) -> Dataset:
     numbers `[N]` from 0 on. Bytes are divided by 255, other numbers taken as they are.
     The number of classes is the file's `classes`, or else the largest label plus one
     over both splits; either way it counts as public. `seed` fixes how scikit-learn's
-    digits are split, the others come split.
+    digits are split; the others come split.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it cannot be read, or holds something else than described here.
+        ValueError: it cannot be read, or does not hold what is described here.
         ModuleNotFoundError: the package that has the data is not installed.
-
-    Example:
-        >>> data = load("digits", seed=0)
-        >>> data.x_train.shape, data.x_test.shape, data.classes
-        (torch.Size([1438, 1, 8, 8]), torch.Size([359, 1, 8, 8]), 10)
     """
-    if source in SOURCES:
-        return _checked(source, SOURCES[source](seed), _PUBLIC_CLASSES)
-    if not source.endswith(".npz"):
+    if source not in SOURCES and not source.endswith(".npz"):
         raise ValueError(
             f"--data {source}: expected {', '.join(SOURCES)} or a file named *.npz."
         )
-    arrays = _read_npz(source)
-    given = arrays.pop("classes", None)
-    return _checked(source, arrays, None if given is None else _count(source, given))
+    if source not in SOURCES and not Path(source).is_file():
+        raise FileNotFoundError(f"--data {source}: expected a file, got none there.")
+    try:
+        if source in SOURCES:
+            return _checked({**SOURCES[source](seed), "classes": _PUBLIC_CLASSES})
+        return _checked(_read_npz(Path(source)))
+    except ValueError as error:
+        raise ValueError(f"--data {source}: {error}") from error
 
 
 def digest(data: Dataset) -> str:
@@ -101,86 +99,67 @@ def _digits(seed: int) -> Arrays:
     """Scikit-learn's 1797 digits of 8 x 8 pixels; a fifth of them is held out."""
     bunch: Any = importlib.import_module("sklearn.datasets").load_digits()
     images, labels = (bunch.images / 16).astype(np.float32), bunch.target
-    order = torch.randperm(
-        len(images), generator=torch.Generator().manual_seed(seed)
-    ).numpy()
+    source = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(images), generator=source).numpy()
     test, train = np.split(order, [len(images) // 5])
-    return dict(
-        zip(
-            KEYS,
-            (images[train], labels[train], images[test], labels[test]),
-            strict=True,
-        )
-    )
+    parts = images[train], labels[train], images[test], labels[test]
+    return dict(zip(KEYS, parts, strict=True))
 
 
-def _torchvision(name: str) -> Callable[[int], Arrays]:
-    """Make a reader of one of torchvision's data sets, downloaded once."""
-
-    def read(_: int) -> Arrays:
-        try:
-            datasets: Any = importlib.import_module("torchvision.datasets")
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f"--data {name.lower()}: expected torchvision to be installed. Run "
-                f"pip install torchvision."
-            ) from error
-        arrays: Arrays = {}
-        for split in ("train", "test"):
-            folder = Path.home() / ".cache" / "vgrad"
-            found = getattr(datasets, name)(
-                folder, train=split == "train", download=True
-            )
-            images = np.asarray(found.data)
-            if images.ndim == 4:  # torchvision keeps colours last
-                images = images.transpose(0, 3, 1, 2)
-            arrays[f"x_{split}"] = images
-            arrays[f"y_{split}"] = np.asarray(found.targets)
-        return arrays
-
-    return read
+def _torchvision(name: str, _: int) -> Arrays:
+    """One of torchvision's data sets, downloaded once."""
+    try:
+        datasets: Any = importlib.import_module("torchvision.datasets")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"--data {name.lower()}: expected torchvision to be installed. Run "
+            f"pip install torchvision."
+        ) from error
+    folder, read = Path.home() / ".cache" / "vgrad", getattr(datasets, name)
+    arrays: Arrays = {}
+    for split in ("train", "test"):
+        found = read(folder, train=split == "train", download=True)
+        images = np.asarray(found.data)
+        if images.ndim == 4:  # torchvision keeps colours last
+            images = images.transpose(0, 3, 1, 2)
+        arrays[f"x_{split}"] = images
+        arrays[f"y_{split}"] = np.asarray(found.targets)
+    return arrays
 
 
 SOURCES: dict[str, Callable[[int], Arrays]] = {
     "digits": _digits,
-    "mnist": _torchvision("MNIST"),
-    "cifar10": _torchvision("CIFAR10"),
+    "mnist": partial(_torchvision, "MNIST"),
+    "cifar10": partial(_torchvision, "CIFAR10"),
 }
 
 
-def _read_npz(source: str) -> Arrays:
+def _read_npz(path: Path) -> Arrays:
     """Read the arrays of a file, without pickle."""
-    if not Path(source).is_file():
-        raise FileNotFoundError(f"--data {source}: expected a file, got none there.")
     try:
-        with zipfile.ZipFile(source) as archive, warnings.catch_warnings():
+        with zipfile.ZipFile(path) as archive, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about headers of old or odd writers
             members = {each.filename: each for each in archive.infolist()}
             wanted = [key for key in (*KEYS, "classes") if f"{key}.npy" in members]
-            _refuse_bomb(source, [members[f"{key}.npy"] for key in wanted])
+            _refuse_bomb(path, [members[f"{key}.npy"] for key in wanted])
             arrays = {key: _read_npy(archive, members[f"{key}.npy"]) for key in wanted}
     except Exception as error:
         # A forged archive or header may lead zipfile and numpy anywhere.
         raise ValueError(
-            f"--data {source}: expected arrays of numbers as numpy.savez writes them, "
-            f"got {type(error).__name__}: {error}"
+            f"expected arrays of numbers as numpy.savez writes them, got "
+            f"{type(error).__name__}: {error}"
         ) from error
     missing = [key for key in KEYS if key not in arrays]
     if missing:
         raise ValueError(
-            f"--data {source}: expected the keys {', '.join(KEYS)}, but "
-            f"{', '.join(missing)} is missing."
+            f"expected the keys {', '.join(KEYS)}, but {', '.join(missing)} is missing."
         )
     return arrays
 
 
-def _refuse_bomb(source: str, members: list[zipfile.ZipInfo]) -> None:
-    """Refuse what would fill the memory; a member cannot unpack to more than it says.
-
-    Raises:
-        ValueError: there is little in the file, and it unpacks to much.
-    """
-    packed = Path(source).stat().st_size  # the archive may say what it likes
+def _refuse_bomb(path: Path, members: list[zipfile.ZipInfo]) -> None:
+    """Refuse what would fill the memory; a member unpacks to no more than it says."""
+    packed = path.stat().st_size  # the archive may say what it likes
     size = sum(each.file_size for each in members)
     if size > max(_UNPACKED, _RATIO * packed):
         raise ValueError(
@@ -197,83 +176,75 @@ def _read_npy(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
         return np.lib.format.read_array(file, allow_pickle=False)
 
 
-def _checked(source: str, arrays: Arrays, classes: int | None) -> Dataset:
+def _checked(arrays: Mapping[str, Any]) -> Dataset:
     """Check arrays from anywhere and make tensors of them."""
     images, labels = {}, {}
     for split in ("train", "test"):
         x, y = f"x_{split}", f"y_{split}"
-        images[split] = _images(source, x, arrays[x])
-        labels[split] = _labels(source, y, arrays[y])
+        images[split], labels[split] = _images(x, arrays[x]), _labels(y, arrays[y])
         if len(images[split]) != len(labels[split]):
             raise ValueError(
-                f"--data {source}: expected as many labels as images, got "
-                f"{len(labels[split])} in {y} and {len(images[split])} in {x}."
+                f"expected as many labels as images, got {len(labels[split])} in {y} "
+                f"and {len(images[split])} in {x}."
             )
-    if images["train"].shape[1:] != images["test"].shape[1:]:
+    sizes = [tuple(each.shape[1:]) for each in images.values()]
+    if sizes[0] != sizes[1]:
         raise ValueError(
-            f"--data {source}: expected images of one size, got "
-            f"{tuple(images['train'].shape[1:])} in x_train and "
-            f"{tuple(images['test'].shape[1:])} in x_test."
+            f"expected images of one size, got {sizes[0]} in x_train and {sizes[1]} in "
+            f"x_test."
         )
     largest = max(int(each.max()) for each in labels.values())
-    classes = largest + 1 if classes is None else classes
+    given = np.asarray(arrays.get("classes", largest + 1))
+    if given.ndim != 0 or given.dtype.kind not in "iu":
+        raise ValueError(
+            f"expected one whole number in classes, got {given.dtype} of shape "
+            f"{given.shape}."
+        )
+    classes = int(given)
     if not 2 <= classes <= MOST_CLASSES or largest >= classes:
         raise ValueError(
-            f"--data {source}: expected labels from 0 to classes - 1 of at least two "
-            f"classes and at most {MOST_CLASSES}, got the label {largest} and "
-            f"{classes} classes."
+            f"expected labels from 0 to classes - 1 of at least two classes and at "
+            f"most {MOST_CLASSES}, got the label {largest} and {classes} classes."
         )
     return Dataset(
         images["train"], labels["train"], images["test"], labels["test"], classes
     )
 
 
-def _images(source: str, key: str, array: np.ndarray) -> Tensor:
+def _images(key: str, array: np.ndarray) -> Tensor:
     """Turn an array into images, float32 [N, C, H, W]."""
     if array.dtype != np.uint8 and array.dtype.kind != "f":
         raise ValueError(
-            f"--data {source}: expected floating-point numbers or bytes (uint8) in "
-            f"{key}, got {array.dtype}."
+            f"expected floating-point numbers or bytes (uint8) in {key}, got "
+            f"{array.dtype}."
         )
     if array.ndim not in (2, 3, 4) or array.size == 0:
         raise ValueError(
-            f"--data {source}: expected images [N, H, W] or [N, C, H, W], or features "
-            f"[N, F], with no size of zero, in {key}, got shape {array.shape}."
+            f"expected images [N, H, W] or [N, C, H, W], or features [N, F], with no "
+            f"size of zero, in {key}, got shape {array.shape}."
         )
-    with np.errstate(over="ignore"):  # what does not fit is infinite, and refused
+    with np.errstate(over="ignore"):  # numbers that do not fit become infinite
         images = torch.from_numpy(array.astype(np.float32))
     if array.dtype == np.uint8:
         images /= 255
     if not images.isfinite().all():
         raise ValueError(
-            f"--data {source}: expected finite float32 numbers in {key}, got NaN or "
-            f"infinity."
+            f"expected finite float32 numbers in {key}, got NaN or infinity."
         )
     while images.ndim < 4:
         images = images.unsqueeze(1)
     return images
 
 
-def _labels(source: str, key: str, array: np.ndarray) -> Tensor:
+def _labels(key: str, array: np.ndarray) -> Tensor:
     """Turn an array into labels, int64 [N]."""
     if array.dtype.kind not in "iu" or array.ndim != 1:
         raise ValueError(
-            f"--data {source}: expected whole numbers [N] in {key}, got {array.dtype} "
-            f"of shape {array.shape}."
+            f"expected whole numbers [N] in {key}, got {array.dtype} of shape "
+            f"{array.shape}."
         )
     if array.size and not 0 <= array.min() <= array.max() < 2**31:
         raise ValueError(
-            f"--data {source}: expected labels from 0 on in {key}, got "
-            f"{array.min()} to {array.max()}."
+            f"expected labels from 0 on in {key}, got {array.min()} to {array.max()}."
         )
     return torch.from_numpy(array.astype(np.int64))
-
-
-def _count(source: str, array: np.ndarray) -> int:
-    """Read the optional key `classes`."""
-    if array.ndim != 0 or array.dtype.kind not in "iu":
-        raise ValueError(
-            f"--data {source}: expected one whole number in classes, got {array.dtype} "
-            f"of shape {array.shape}."
-        )
-    return int(array)

@@ -1,6 +1,6 @@
 """What the files of a run say about themselves, checked: anybody can write such a file.
 
-A kind is what a value has to be, in words, and the test of it.
+A kind says in words what a value has to be, and tests it.
 """
 
 import math
@@ -53,7 +53,7 @@ def one_of(names: Collection[str]) -> Kind:
 
 
 def optional(kind: Kind) -> Kind:
-    """Of a kind, or None, which is also what is missing."""
+    """Of a kind, or None, or missing."""
     words, holds = kind
     return Kind(f"{words}, or null", lambda value: value is None or holds(value))
 
@@ -68,13 +68,10 @@ def several(kind: Kind) -> Kind:
 
 
 def check(where: str, found: Any, kinds: Mapping[str, Kind]) -> None:
-    """Check the entries that have a kind; what others say is read by nobody.
+    """Check the entries that have a kind; nobody reads any others.
 
     Raises:
         ValueError: there is no such dictionary, or an entry is of another kind.
-
-    Example:
-        >>> check("state.json", {"step": 3}, {"step": whole(0)})
     """
     if not isinstance(found, dict):
         raise ValueError(
@@ -98,11 +95,6 @@ def shape_of(where: str, found: Any) -> Shape:
 
     Raises:
         ValueError: as `check`, or an image of that size has too many numbers.
-
-    Example:
-        >>> sizes = {"channels": 1, "height": 8, "width": 8, "classes": 10}
-        >>> shape_of("model.safetensors", sizes)
-        Shape(channels=1, height=8, width=8, classes=10)
     """
     side = whole(1, _MOST_FEATURES)
     kinds = {name: side for name in Shape._fields} | {"classes": whole(1, MOST_CLASSES)}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vgrad import tree
-from vgrad.cli import arguments, checkpoint, data, precision
+from vgrad.cli import arguments, checkpoint, data, models
 from vgrad.cli.descriptions import (
     TABLE,
     check,
@@ -17,19 +17,18 @@ from vgrad.cli.descriptions import (
     shape_of,
     whole,
 )
-from vgrad.cli.files import Description
 from vgrad.cli.models import Shape
 from vgrad.ensemble.forward import ensemble_forward
 from vgrad.ensemble.prediction import class_prediction
-from vgrad.functional.model import make_functional_with_buffers
+from vgrad.files import Description
 
-_ROWS = 1024
+ROWS = 1024
 """Images at a time, so that memory does not grow with the data."""
 
 _SAID = {
     "seed": whole(0, 2**32 - 1),
     # Models of earlier versions do not say, and were trained in float32.
-    "precision": optional(one_of(precision.POLICIES)),
+    "precision": optional(one_of(models.POLICIES)),
     "plan": optional(TABLE),
     "epsilon": optional(number(0)),
 }
@@ -39,14 +38,14 @@ _SAID = {
 def judge(
     score: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor
 ) -> tuple[float, list[float] | None]:
-    """Share of images [N, C, H, W] that are classified as their labels [N] say.
+    """Return the share of images [N, C, H, W] that are classified as labels [N] say.
 
     Scores are logits `[N, C]`, or `[E, N, C]` of an ensemble, which takes the class of
-    the largest mean probability. The second result are the shares of its members.
+    the largest mean probability. The second result holds the shares of its members.
     """
     right: list[Tensor] = []
     with torch.no_grad():
-        for x, y in zip(images.split(_ROWS), labels.split(_ROWS), strict=True):
+        for x, y in zip(images.split(ROWS), labels.split(ROWS), strict=True):
             scores = score(x)
             guesses = scores.argmax(-1)
             if scores.ndim == 3:
@@ -63,27 +62,18 @@ def evaluate(given: Namespace) -> None:
 
     The digits are split as they were when the model was trained, and the model runs in
     the precision in which it was trained.
-
-    Raises:
-        FileNotFoundError, ValueError: as `data.load` and `checkpoint.load`, or the
-            model was made for other images.
     """
     where = arguments.device(given.device)
     folder = arguments.folder("evaluate", given.folder)
-    of_ensemble = checkpoint.holds_ensemble(folder)
-    if of_ensemble:
-        fmodel, params, buffers, description = checkpoint.read_members(
-            folder, named=given.model
-        )
-    else:
-        model, description = checkpoint.read_model(folder, named=given.model)
-        fmodel, params, buffers = make_functional_with_buffers(model)
+    fmodel, params, buffers, description = checkpoint.read_model(
+        folder, named=given.model
+    )
     check(str(folder), description, _SAID)
     if description.get("plan") is not None:
         check(str(folder), description, {"delta": number(0, 1)})
     held = data.load(given.data, seed=description["seed"]).to(where)
     expected = shape_of(str(folder), description["shape"])
-    # A file that happens to lack the last classes is as good as any other.
+    # A file may happen to lack the last classes.
     if held.shape._replace(classes=0) != expected._replace(classes=0) or (
         held.classes > expected.classes
     ):
@@ -92,8 +82,9 @@ def evaluate(given: Namespace) -> None:
             f"made for, got {_words(held.shape)}."
         )
     params, buffers = tree.to_device((params, buffers), where)
-    fmodel = precision.under(description.get("precision") or "float32", fmodel)
-    run = ensemble_forward(fmodel, strategy="loop") if of_ensemble else fmodel
+    run = models.under(description.get("precision") or "float32", fmodel)
+    if checkpoint.holds_ensemble(folder):
+        run = ensemble_forward(run, strategy="loop")
     share, each = judge(lambda x: run(params, buffers, x), held.x_test, held.y_test)
     print(
         f"accuracy {100 * share:.2f} % on {len(held.y_test)} held-out samples "

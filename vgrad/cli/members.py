@@ -1,9 +1,9 @@
 """The training run of a deep ensemble: many members on the same data.
 
 E members. They differ in initialisation and in batches. Without privacy all of them
-take a step at once; with privacy each takes its own, on a Poisson batch and with noise
-of its own. Every one of these steps uses the same data, so E members that take T steps
-each spend what E * T steps of one model do: the plan is made for so many.
+take a step at once. With privacy each takes its own, on a Poisson batch and with noise
+of its own. Every step uses the same data, so T steps of each of E members spend as much
+as E * T steps of one model: the plan is made for so many.
 
 Reference: Lakshminarayanan et al., Simple and Scalable Predictive Uncertainty
 Estimation using Deep Ensembles, arXiv 1612.01474.
@@ -11,33 +11,29 @@ Estimation using Deep Ensembles, arXiv 1612.01474.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vgrad import dp, optim
+from vgrad import optim
 from vgrad.cli import models, setup
 from vgrad.cli.arguments import Settings
 from vgrad.cli.data import Dataset
-from vgrad.cli.precision import POLICIES, under
+from vgrad.cli.evaluate import ROWS
 from vgrad.cli.setup import Job, Model, Pair, Taken, Trainer
 from vgrad.ensemble.execution import Strategy
 from vgrad.ensemble.forward import ensemble_forward
 from vgrad.ensemble.gradients import ensemble_grad
 from vgrad.ensemble.stacking import member, member_seed, stack
 from vgrad.functional.losses import batch_loss
-from vgrad.functional.model import FunctionalModel
+from vgrad.generators import kept_random_state
 from vgrad.persample.engine.guard import UnsupportedOp
-from vgrad.precision import DynamicLossScale, LossScale
-from vgrad.process import ALONE
+from vgrad.precision import LossScale
 from vgrad.training.ensemble import EnsembleState, ensemble_train_step
 from vgrad.training.steps import TrainState
 from vgrad.typing import Buffers, Params
-
-_ROWS = 1024
-"""Images at a time, so that memory does not grow with the data."""
 
 
 class PrivateMembers(NamedTuple):
@@ -74,73 +70,76 @@ def prepare(settings: Settings) -> Job:
             made are not alike.
     """
     found, ends = setup.read(settings)
-    device = torch.device(settings.device)
+    count, device = settings.members, torch.device(settings.device)
     modules = [
         models.build(settings.model, found.shape, seed=member_seed(settings.seed, i))
-        for i in range(settings.members)
+        for i in range(count)
     ]
     one = setup.tried(settings, found, modules[0])
     model = Model(*stack(module.train().to(device) for module in modules))
     strategy = _strategy(settings, model, found)
-    scores = _scorer(settings, model.function, strategy)
-    forms: dict[str, Any] = {"strategy of members": strategy}
-    plan, private = None, ()
+    plain = _plain_trainer(settings, model, found, strategy)
+    start = setup.plain_state(settings, model, EnsembleState.create)
+    trainers, starts = Pair((), plain), Pair((), start)
+    plan, forms = None, {"strategy of members": strategy}
     if settings.private:
-        plan = setup.planned(settings, found, steps=ends[-1] * settings.members)
+        plan = total = setup.planned(settings, found, steps=ends[-1] * count)
         of_one = dataclasses.replace(plan, steps=ends[-1])
-        advance = _private_advance(setup.private_advance(settings, one, of_one))
-        private = Trainer(advance, scores, _spent(plan, settings.members))
+        trainers = trainers._replace(
+            private=Trainer(
+                _private_advance(setup.private_advance(settings, one, of_one)),
+                plain.scores,
+                lambda step: total.epsilon(step * count),
+            )
+        )
+        starts = Pair(_private_start(settings, model), start)
         forms |= setup.forms(one.params)
     return Job(
         settings,
         found.to(device),
-        model.function,
         plan,
         ends,
-        Pair(
-            private,
-            Trainer(
-                _plain_advance(settings, model, found, strategy),
-                scores,
-                lambda step: None,
-            ),
-        ),
-        _start(settings, model),
+        trainers,
+        starts,
         setup.describe(settings, found, plan, forms),
+    )
+
+
+def _plain_trainer(
+    settings: Settings, model: Model, found: Dataset, strategy: Strategy
+) -> Trainer:
+    """Let all members take a step at once, each on a batch of its own."""
+    step = ensemble_train_step(
+        batch_loss(model.function, F.cross_entropy),
+        optim.sgd(settings.lr),
+        in_dims=0,
+        strategy=strategy,
+        policy=models.POLICIES[settings.precision],
+    )
+    forward = ensemble_forward(
+        models.under(settings.precision, model.function.eval()),
+        chunk_size=ROWS,
+        strategy=strategy,
+    )
+    return Trainer(
+        setup.plain_advance(settings, found, step),
+        lambda state, images: forward(state.params, state.buffers, images),
+        lambda step: None,
     )
 
 
 def _strategy(settings: Settings, model: Model, found: Dataset) -> Strategy:
     """Choose a strategy: the cheapest, or the loop where an op cannot be batched."""
-    device = torch.device(settings.device)
-    on_cuda = device.type == "cuda"
-    count = settings.members
-    images = torch.zeros(count, 2, *found.shape[:3], device=device)
-    labels = torch.zeros(count, 2, dtype=torch.int64, device=device)
-    function = under(settings.precision, model.function)
+    images, labels = setup.blank(settings, found, settings.members, 2)
+    function = models.under(settings.precision, model.function)
     loss = batch_loss(function, F.cross_entropy)
     compute = ensemble_grad(loss, in_dims=0, strategy="hybrid")
-    with ALONE, torch.random.fork_rng([device] if on_cuda else []):
+    with kept_random_state([images]):
         try:
             compute(model.params, model.buffers, images, labels)
         except UnsupportedOp:
             return "loop"
     return "auto"
-
-
-def _scorer(
-    settings: Settings, fmodel: FunctionalModel, strategy: Strategy
-) -> Callable[[Any, Tensor], Tensor]:
-    """Make the function that runs all members of a state in evaluation mode."""
-    forward = ensemble_forward(
-        under(settings.precision, fmodel.eval()), chunk_size=_ROWS, strategy=strategy
-    )
-    return lambda state, images: forward(state.params, state.buffers, images)
-
-
-def _spent(plan: dp.Plan, members: int) -> Callable[[int], float]:
-    """Count the steps of all members."""
-    return lambda step: plan.epsilon(step * members)
 
 
 def _private_advance(advance: Callable) -> Callable:
@@ -160,52 +159,14 @@ def _private_advance(advance: Callable) -> Callable:
     return run
 
 
-def _plain_advance(
-    settings: Settings, model: Model, found: Dataset, strategy: Strategy
-) -> Callable:
-    """Let all members take a step at once, each on a batch of its own."""
-    step = ensemble_train_step(
-        batch_loss(model.function, F.cross_entropy),
-        optim.sgd(settings.lr),
-        in_dims=0,
-        strategy=strategy,
-        policy=POLICIES[settings.precision],
-    )
-    size = len(found.y_train)
-
-    def draw(state: EnsembleState) -> Tensor:
-        source = setup.shuffles(state)
-        orders = [
-            torch.randperm(size, generator=source)[: settings.batch_size]
-            for _ in range(settings.members)
-        ]
-        return torch.stack(orders)
-
-    return setup.advance(step, draw)
-
-
-def _start(settings: Settings, model: Model) -> Pair:
-    """Make the states before the first step, each with a key of its own."""
-    plain = setup.first(
-        settings,
-        EnsembleState.create,
-        model,
-        setup.plain_key(settings),
-        DynamicLossScale(),
-    )
-    if not settings.private:
-        return Pair((), plain)
-    states = [
-        setup.first(
-            settings,
-            TrainState.create,
-            Model(model.function, member(model.params, i), member(model.buffers, i)),
-            setup.private_key(settings, i),
-            setup.PRIVATE_SCALE,
-        )
+def _private_start(settings: Settings, model: Model) -> PrivateMembers:
+    """Make the states of the members before the first step, each with its own key."""
+    values = [
+        Model(model.function, member(model.params, i), member(model.buffers, i))
         for i in range(settings.members)
     ]
-    return Pair(PrivateMembers(tuple(states)), plain)
+    states = [setup.private_state(settings, one, i) for i, one in enumerate(values)]
+    return PrivateMembers(tuple(states))
 
 
 def _stacked(entries: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -1,17 +1,15 @@
 """The figures of a run, one line of JSON after each epoch.
 
-They are computed from the private data without noise, the loss above all: these files
-are not for release.
+They are computed from the private data without noise: these files are not for release.
 """
 
 import json
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vgrad.cli import files
+from vgrad import files
 from vgrad.cli.descriptions import check, number, optional, several, whole
 
 METRICS = "metrics.jsonl"
@@ -21,7 +19,7 @@ FIGURES = (METRICS, PLAIN)
 
 
 class Record(NamedTuple):
-    """The figures after one epoch; None stands for what is not a finite number.
+    """The figures after one epoch; None stands for NaN or infinity, and for no figure.
 
     Attributes:
         step: how many steps have been taken.
@@ -32,8 +30,8 @@ class Record(NamedTuple):
         loss_scale: of the next step; None, and not written, where there is none.
         skipped: steps of the epoch that were left out because a gradient was not
             finite, which private steps never are; written beside a loss scale.
-        member_accuracies: of an ensemble, whose losses are means over its members, loss
-            scale the smallest of theirs, and steps skipped and samples sums.
+        member_accuracies: of an ensemble. Its loss is the mean over the members, its
+            loss scale their smallest; skipped steps and samples are sums.
     """
 
     step: int
@@ -59,7 +57,7 @@ _KINDS = {
 
 
 def names(trainers: Sequence[Any]) -> list[str]:
-    """Return the files of a pair of runs, one of which may be `()`, which has none."""
+    """Return the files of a pair of runs; one that is `()` has none."""
     return [name for name, one in zip(FIGURES, trainers, strict=True) if one]
 
 
@@ -79,7 +77,7 @@ def append(path: Path, record: Record) -> int:
 
 
 def cut(path: Path, length: int) -> None:
-    """Take away what was written after the checkpoint that saw `length` bytes."""
+    """Cut off everything written after the checkpoint that saw `length` bytes."""
     if os.path.lexists(path):
         with open(files.open_own(path, os.O_RDWR), "r+b") as file:
             file.truncate(length)
@@ -102,20 +100,14 @@ def read(path: Path, length: int) -> list[Record]:
             f"{path}: expected the {length} bytes that the checkpoint knows of, got "
             f"{len(known)}. The file was changed after it was written."
         )
-    lines = enumerate(known.splitlines(), start=1)
-    return [_record(f"{path}, line {i}", line) for i, line in lines]
-
-
-def _record(where: str, line: bytes) -> Record:
-    """Read a line."""
-    try:
-        found = files.from_json(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: expected JSON, got an error: {error}") from error
-    check(where, found, _KINDS)
-    return Record(**{name: found.get(name) for name in Record._fields})
-
-
-def finite(value: float) -> float | None:
-    """Return a number, or None for NaN and infinity, which JSON does not have."""
-    return value if math.isfinite(value) else None
+    records = []
+    for i, line in enumerate(known.splitlines(), start=1):
+        where = f"{path}, line {i}"
+        try:
+            found = files.from_json(line)
+        except ValueError as error:
+            message = f"{where}: expected JSON, got an error: {error}"
+            raise ValueError(message) from error
+        check(where, found, _KINDS)
+        records.append(Record(**{name: found.get(name) for name in Record._fields}))
+    return records

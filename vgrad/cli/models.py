@@ -1,33 +1,50 @@
-"""The models of the main job: three small nets by name, or a factory of yours.
+"""The models of the main job, and the precision that they run in.
 
-None has BatchNorm, whose statistics mix samples. Tanh and average pooling keep the
-gradients of single samples small, so that clipping takes less away. Images are
+A model is one of three small nets, or comes from a factory of the user's. None of the
+nets has BatchNorm, whose statistics mix samples. Tanh and average pooling keep the
+gradients of single samples small, so that clipping removes less. Images are
 `[B, C, H, W]`.
 
 Reference: Papernot et al., Tempered Sigmoid Activations for Deep Learning with
 Differential Privacy, arXiv 2007.14191.
 """
 
-import contextlib
 import hashlib
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from vgrad.process import ALONE
+from vgrad.functional.model import FunctionalModel
+from vgrad.generators import kept_random_state
+from vgrad.precision import policy_for
 
 MOST_CLASSES = 2**16
 _MOST_PARAMETERS = 2**29
 """Of a net of this package: 2 GiB in float32."""
 
+POLICIES: dict[str, str | None] = {
+    "float32": None,
+    "bfloat16": "mixed_bfloat16",
+    "float16": "mixed_float16",
+}
+"""By the name of a precision; parameters and optimizer are float32 in each."""
+
+_SUPPORTED = {
+    "bfloat16": "_is_mkldnn_bf16_supported",
+    "float16": "_is_mkldnn_fp16_supported",
+}
+"""The ops that tell what oneDNN can do on this CPU; builds without it have none."""
+
 
 class Shape(NamedTuple):
-    """What a model is made for: the size of its images and the number of classes."""
+    """The size of the images that a model is made for, and the number of classes."""
 
     channels: int
     height: int
@@ -112,14 +129,9 @@ def build(spec: str, shape: Shape, *, seed: int) -> nn.Module:
     Raises:
         ValueError: no model has this name, or the factory fails, or a net of this
             package would be too large.
-        TypeError: the factory returns something else than a module.
-
-    Example:
-        >>> model = build("mlp", Shape(1, 8, 8, classes=10), seed=0)
-        >>> model(torch.zeros(5, 1, 8, 8)).shape
-        torch.Size([5, 10])
+        TypeError: the factory returns something other than a module.
     """
-    with ALONE, torch.random.fork_rng(devices=[]):
+    with kept_random_state(()):
         if spec in MODELS:
             outline(spec, shape)
         torch.manual_seed(seed)
@@ -131,10 +143,6 @@ def outline(spec: str, shape: Shape) -> nn.Module:
 
     Raises:
         ValueError: the images are too small for it, or it has too many parameters.
-
-    Example:
-        >>> sum(p.numel() for p in outline("mlp", Shape(1, 8, 8, 10)).parameters())
-        4810
     """
     with torch.device("meta"):
         model = MODELS[spec](**shape._asdict())
@@ -151,11 +159,8 @@ def outline(spec: str, shape: Shape) -> nn.Module:
 def named_again(where: str, spec: str, again: str | None) -> None:
     """Refuse a model that a file names, unless its code may run.
 
-    Code of this package may. Any other is code that whoever wrote the file has chosen,
-    so that the caller has to name it too.
-
-    Raises:
-        ValueError: the caller has not, or names another model.
+    Code of this package may. Any other code was chosen by whoever wrote the file, so
+    the caller has to name it too.
     """
     if again is None and spec not in MODELS:
         raise ValueError(
@@ -170,22 +175,77 @@ def named_again(where: str, spec: str, again: str | None) -> None:
         )
 
 
-def source_digest(spec: str) -> str | None:
-    """Hash the file that a factory is in; a net of this package has None.
+@contextmanager
+def tried(spec: str, shape: Shape, *, private: bool) -> Iterator[None]:
+    """Say what a model has to be when it fails, in whatever way, in a block."""
+    try:
+        yield
+    except Exception as error:
+        # Code of the user's own may raise anything; the cause is kept.
+        needs = " and has per-sample gradients" if private else ""
+        raise ValueError(
+            f"--model {spec}: expected a model that scores {shape.classes} classes for "
+            f"images {list(shape[:3])}{needs}, got {type(error).__name__}: {error}"
+        ) from error
 
-    The factory has been imported by `build`.
-    """
+
+def source_digest(spec: str) -> str | None:
+    """Hash the file of a factory that `build` imported; None for a net of vgrad."""
     if spec in MODELS:
         return None
     file = getattr(sys.modules[spec.partition(":")[0]], "__file__", None)
     return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
+def under(precision: str, fmodel: FunctionalModel) -> FunctionalModel:
+    """Run a functional model in a precision."""
+    policy = POLICIES[precision]
+    return fmodel if policy is None else policy_for(fmodel, policy)
+
+
+def warn_if_slow(precision: str, device: str) -> None:
+    """Warn if a run in float16 or bfloat16 goes to a CPU that is slow in it."""
+    if torch.device(device).type != "cpu" or not _is_slow(precision):
+        return
+    if precision == "bfloat16":
+        advice = "float32"
+    elif _is_slow("bfloat16"):
+        advice = "float32 (bfloat16 is as slow here)"
+    else:
+        advice = "bfloat16"
+    warnings.warn(
+        f"--precision {precision}: this CPU lacks the instructions for {precision}. "
+        f"Convolutions and products of large matrices can take 50 times as long as in "
+        f"float32, or longer. Use --precision {advice}, or a GPU.",
+        stacklevel=2,
+    )
+
+
+def instructions() -> list[str]:
+    """List what the CPU has for float16 and bfloat16: others round differently."""
+    # Older torch does not tell.
+    found = getattr(torch.cpu, "get_capabilities", dict)()
+    low = {name for name in found if "f16" in name or "fp16" in name}
+    return sorted(name for name in low if found[name])
+
+
+def _is_slow(precision: str) -> bool:
+    """Tell whether torch knows the CPU to be slow; where it cannot tell, it is not."""
+    if precision not in _SUPPORTED:
+        return False
+    supported = getattr(torch.ops.mkldnn, _SUPPORTED[precision], lambda: True)
+    return not supported()
+
+
 def _made(spec: str, shape: Shape) -> nn.Module:
-    """Import a factory and call it."""
+    """Import a factory and call it, with the user's directory on the path meanwhile."""
+    before = list(sys.path)
+    sys.path.insert(0, "")
     try:
-        with _current_directory_on_path():
-            model = _factory(spec)(**shape._asdict())
+        module, _, name = spec.partition(":")
+        if not (module and name):
+            raise ValueError("no such name.")
+        model = getattr(importlib.import_module(module), name)(**shape._asdict())
     except Exception as error:
         # Code of the user's own may raise anything; the cause is kept.
         raise ValueError(
@@ -193,31 +253,14 @@ def _made(spec: str, shape: Shape) -> nn.Module:
             f"module:name that takes channels, height, width and classes, got "
             f"{type(error).__name__}: {error}"
         ) from error
+    finally:
+        sys.path[:] = before
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"--model {spec}: expected a factory that returns a torch.nn.Module, got a "
             f"{type(model).__name__}."
         )
     return model
-
-
-def _factory(spec: str) -> Callable[..., nn.Module]:
-    """Import what `module:name` names."""
-    module, colon, name = spec.partition(":")
-    if not (module and colon and name):
-        raise ValueError("no such name.")
-    return getattr(importlib.import_module(module), name)
-
-
-@contextlib.contextmanager
-def _current_directory_on_path() -> Iterator[None]:
-    """Let imports find modules where the user is, and leave the path as it was."""
-    before = list(sys.path)
-    sys.path.insert(0, "")
-    try:
-        yield
-    finally:
-        sys.path[:] = before
 
 
 def _check_size(model: str, height: int, width: int, *, least: int) -> None:

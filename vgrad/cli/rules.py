@@ -1,8 +1,7 @@
 """Print the table of rules, and what a private step does with a model."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from types import CodeType, FunctionType
 
 import torch
@@ -11,14 +10,14 @@ from torch.nn import functional as F
 from torch.overrides import resolve_name
 
 from vgrad.cli import data, models
-from vgrad.cli.arguments import Settings
+from vgrad.cli.data import Dataset
 from vgrad.cli.setup import STRATEGY
 from vgrad.functional.losses import sample_loss
 from vgrad.functional.model import make_functional_with_buffers
 from vgrad.persample.clipped import clipped_grad
 from vgrad.persample.explain import Explanation, aligned, explain
 from vgrad.persample.factors.base import Factor
-from vgrad.persample.rules.table import RULES, Lowering, Rule
+from vgrad.persample.rules.table import RULES, Rule
 from vgrad.precision.alignment import AlignmentReport, alignment_report
 
 _ROWS = 64
@@ -28,44 +27,17 @@ _HOLDERS = {"F": F, "torch": torch, "Tensor": Tensor}
 """Where torch keeps the functions that it hands to function modes."""
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments of `rules`."""
-    texts = {each.name: each.metadata["help"] for each in fields(Settings)}
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        help=f"explain a private step of this model as well: {texts['model']}; a "
-        f"module may register rules of its own",
-    )
-    parser.add_argument(
-        "--data",
-        default="digits",
-        metavar="DATA",
-        help=f"what the model is for: {texts['data']} (default: digits)",
-    )
-    parser.add_argument(
-        "--alignment",
-        action="store_true",
-        help="with --model, also list its matrix products and what to pad so that "
-        "tensor cores take them",
-    )
-
-
 def run(given: Namespace) -> None:
-    """Print the rules and, with a model, what becomes of each of its parameters.
-
-    Raises:
-        FileNotFoundError, ValueError: as `data.load` and `models.build`, or the model
-            takes no such images; `--alignment` comes without a model.
-    """
+    """Print the rules and, with a model, what becomes of each of its parameters."""
+    if given.alignment and given.model is None:
+        raise ValueError("--alignment: expected a model, got none. Add --model MODEL.")
     reports: list[Explanation | AlignmentReport] = []
     # Before the table, since a factory's module may register rules.
     if given.model is not None:
-        reports.append(explanation(given.model, given.data))
+        found = data.load(given.data, seed=0)
+        reports.append(_explanation(given.model, found))
         if given.alignment:
-            reports.append(alignment(given.model, given.data))
-    elif given.alignment:
-        raise ValueError("--alignment: expected a model, got none. Add --model MODEL.")
+            reports.append(_alignment(given.model, found))
     print(table())
     for report in reports:
         print(f"\n{report}")
@@ -76,69 +48,47 @@ def table() -> str:
 
     Ops of this package are steps of other rules, and left out.
     """
-    lines = [
-        (
-            op_name(op),
-            ", ".join(entry.weights) if isinstance(entry, Rule) else "",
-            ", ".join(sorted(set(_kinds(_body(entry), set())))),
-            (_body(entry).__doc__ or "").partition("\n")[0],
-        )
-        for op, entry in RULES.items()
-        if not str(getattr(op, "__module__", "")).startswith("vgrad.")
-    ]
+    lines = []
+    for op, entry in RULES.items():
+        if str(getattr(op, "__module__", "")).startswith("vgrad."):
+            continue
+        is_rule = isinstance(entry, Rule)
+        weights = ", ".join(entry.weights) if is_rule else ""
+        registered = entry.factors if is_rule else entry.run
+        factors = ", ".join(sorted(set(_kinds(registered, set()))))
+        what = (registered.__doc__ or "").partition("\n")[0]
+        lines.append((op_name(op), weights, factors, what))
     return aligned([("op", "weights", "factors", "what"), *sorted(lines)])
 
 
-def explanation(model: str, source: str) -> Explanation:
+def _explanation(model: str, found: Dataset) -> Explanation:
     """Explain a private step of a model on the first samples of a data set."""
-    found = data.load(source, seed=0)
-    shape = found.shape
-    module = models.build(model, shape, seed=0).train()
-    try:
-        function, params, buffers = make_functional_with_buffers(module)
+    module = models.build(model, found.shape, seed=0).train()
+    with models.tried(model, found.shape, private=True):
+        function, *values = make_functional_with_buffers(module)
         compute = clipped_grad(
             sample_loss(function, F.cross_entropy),
             max_norm=1.0,
             strategy=STRATEGY,
             randomness="different",
         )
-        return explain(compute)(
-            params, buffers, found.x_train[:_ROWS], found.y_train[:_ROWS]
-        )
-    except Exception as error:
-        # Code of the user's own may raise anything; the cause is kept.
-        raise ValueError(
-            f"--model {model}: expected a model that scores {shape.classes} classes "
-            f"for images {list(shape[:3])} and has per-sample gradients, got "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        return explain(compute)(*values, found.x_train[:_ROWS], found.y_train[:_ROWS])
 
 
-def alignment(model: str, source: str) -> AlignmentReport:
+def _alignment(model: str, found: Dataset) -> AlignmentReport:
     """Report on a model's matrix products for the samples of its explanation."""
-    found = data.load(source, seed=0)
     module = models.build(model, found.shape, seed=0)
     function, params, buffers = make_functional_with_buffers(module)
     return alignment_report(function, params, buffers, found.x_train[:_ROWS])
 
 
 def op_name(op: Callable) -> str:
-    """Return the name under which users know an op.
-
-    Example:
-        >>> op_name(F.linear), op_name(torch.mm), op_name(Tensor.mm)
-        ('F.linear', 'torch.mm', 'Tensor.mm')
-    """
+    """Return the name under which users know an op, such as "F.linear"."""
     name = getattr(op, "__name__", str(op))
     for place, holder in _HOLDERS.items():
         if getattr(holder, name, None) is op:
             return f"{place}.{name}"
     return resolve_name(op) or f"{op.__module__}.{name}"
-
-
-def _body(entry: Rule | Lowering) -> Callable:
-    """Return the function that was registered."""
-    return entry.factors if isinstance(entry, Rule) else entry.run
 
 
 def _kinds(function: Callable, seen: set[Callable]) -> Iterator[str]:

@@ -5,12 +5,13 @@ then the model is. A run can be killed at any moment, and goes on from the last 
 with the numbers that it would have had.
 
 Noise never serves two different releases. Batches and noise of a step follow from the
-key in the state, so the steps after the last state are taken again as they were; a run
-that would differ in anything which changes these steps is refused; and what the lost
-steps left in the metrics is cut off.
+key in the state, so the steps after the last state are repeated exactly. A run that
+would differ in anything which changes these steps is refused, and what the lost steps
+left in the metrics is cut off.
 """
 
 import fcntl
+import math
 import os
 import time
 from argparse import Namespace
@@ -22,25 +23,14 @@ from typing import Any
 
 import torch
 
-from vgrad.cli import (
-    arguments,
-    checkpoint,
-    files,
-    members,
-    metrics,
-    pictures,
-    precision,
-    report,
-    resuming,
-    setup,
-)
+from vgrad import files
+from vgrad.cli import arguments, checkpoint, members, metrics, models, report, setup
 from vgrad.cli.arguments import Settings
 from vgrad.cli.evaluate import judge
+from vgrad.cli.members import PrivateMembers
 from vgrad.cli.metrics import FIGURES, Record
 from vgrad.cli.setup import Job, Pair, Trainer
 from vgrad.precision import NoOpLossScale
-
-_PICTURES = (report.CURVES, pictures.RELIABILITY, pictures.UNCERTAIN)
 
 _NO_CLAIM = (
     "The noise can be reproduced from the seed: the epsilon of this run may not be "
@@ -52,8 +42,7 @@ def train(given: Namespace) -> None:
     """Start the run that the arguments describe, or go on with one.
 
     Raises:
-        OSError, ValueError: something that was given does not fit. Nothing has then
-            been overwritten.
+        OSError, ValueError: an argument or file does not fit; nothing was overwritten.
     """
     if given.resume is None:
         _begin(arguments.started(given), arguments.folder("--out", given.out))
@@ -75,7 +64,7 @@ def _begin(settings: Settings, folder: Path) -> None:
 
 def _refuse_taken(folder: Path) -> None:
     """Raise if a folder holds a file of a run, or anything by that name."""
-    for name in (*checkpoint.FILES, *FIGURES, *_PICTURES):
+    for name in (*checkpoint.FILES, *FIGURES, *report.PICTURES):
         if os.path.lexists(folder / name):
             raise FileExistsError(
                 f"--out {folder}: expected a folder without a run, got one with "
@@ -97,13 +86,19 @@ def _resume(folder: Path, given: Namespace) -> None:
         )
     with _alone(folder):
         tensors, before = checkpoint.read_state(folder)
-        resuming.check_said(before)
+        checkpoint.check_said(before)
         settings = arguments.recorded(before["arguments"], arguments.given(given))
         checkpoint.check_members(tensors, settings.members)
         job = _prepare(settings)
-        resuming.refuse_differences(before, job.description)
+        checkpoint.refuse_differences(before, job.description)
         states = checkpoint.restored(job.start, tensors)
-        resuming.refuse_progress(job, folder, states, before)
+        checkpoint.refuse_progress(
+            folder,
+            before,
+            taken=_steps_taken(states),
+            ends=job.ends,
+            names=metrics.names(job.trainers),
+        )
         lengths = before["lengths"]
         # Nothing is written or cut before all of it has been checked.
         if before["step"] == job.ends[-1] and (folder / report.CURVES).exists():
@@ -114,23 +109,33 @@ def _resume(folder: Path, given: Namespace) -> None:
         _run(job, folder, states, lengths)
 
 
+def _steps_taken(states: Pair) -> set[int]:
+    """Return how many steps each state has taken, each member of an ensemble's too."""
+    return {
+        int(one.step)
+        for state in states
+        if state
+        for one in (state.members if isinstance(state, PrivateMembers) else [state])
+    }
+
+
 def _run(job: Job, folder: Path, states: Pair, lengths: dict[str, int]) -> None:
     """Train from the states given to the end, and draw the curves."""
     _announce(job)
-    precision.warn_if_slow(job.settings.precision, job.settings.device)
+    models.warn_if_slow(job.settings.precision, job.settings.device)
     # After a kill the files that follow from the state may be one epoch behind it.
     _save(job, folder, states, lengths)
     with report.display(job.ends[-1], len(job.ends)) as shown:
         for number, end in enumerate(job.ends, start=1):
             if end <= int(states.plain.step):
                 continue
-            # The bar follows the slower of the two runs.
-            tells = shown.step, _silent if job.trainers.private else shown.step
+            # The bar follows private SGD, the slower of the two.
+            slower = job.trainers.private or job.trainers.plain
             results = [
-                _epoch(job, trainer, state, end, tell) if trainer else ((), None)
-                for trainer, state, tell in zip(
-                    job.trainers, states, tells, strict=True
-                )
+                _epoch(job, each, state, end, shown.step if each is slower else None)
+                if each
+                else ((), None)
+                for each, state in zip(job.trainers, states, strict=True)
             ]
             states, figures = (Pair(*each) for each in zip(*results, strict=True))
             lengths = {
@@ -146,18 +151,18 @@ def _run(job: Job, folder: Path, states: Pair, lengths: dict[str, int]) -> None:
     ]
     if job.settings.members > 1:
         _draw(job, folder, states)
-    # The last of all files: where it is, a run is finished.
+    # The last of all files: its presence says that the run is finished.
     report.write_curves(folder, *records, delta=job.settings.delta)
     report.show_table(*records)
     _conclude(job, folder)
 
 
-def _silent(taken: int) -> None:
-    """Tell nobody how many steps have been taken."""
-
-
 def _epoch(
-    job: Job, trainer: Trainer, state: Any, end: int, tell: Callable[[int], None]
+    job: Job,
+    trainer: Trainer,
+    state: Any,
+    end: int,
+    tell: Callable[[int], None] | None,
 ) -> tuple[Any, Record]:
     """Train until `end` steps have been taken, and judge the model."""
     total, samples, started = torch.zeros(()), 0, time.perf_counter()
@@ -166,7 +171,8 @@ def _epoch(
         state, taken = trainer.advance(state, job.data)
         total, skipped = total + taken.loss, skipped + taken.skipped
         samples += taken.samples
-        tell(int(state.step))
+        if tell is not None:
+            tell(int(state.step))
     loss = total.item() / max(1, samples)
     seconds = time.perf_counter() - started  # after item(), which waits for a GPU
     held = job.data.x_test, job.data.y_test
@@ -174,7 +180,7 @@ def _epoch(
     scaled = not isinstance(state.loss_scale, NoOpLossScale)
     return state, Record(
         step=end,
-        loss=metrics.finite(loss) if samples else None,
+        loss=loss if samples and math.isfinite(loss) else None,
         test_accuracy=share,
         epsilon=trainer.epsilon(end),
         samples_per_second=samples / seconds,
@@ -185,33 +191,31 @@ def _epoch(
 
 
 def _save(job: Job, folder: Path, states: Pair, lengths: dict[str, int]) -> None:
-    """Save the states and then, as it may follow from no other, the model."""
+    """Save the states and then the model, which may follow from no other state."""
     step = int(states.plain.step)
     progress = {"step": step, "lengths": lengths}
     checkpoint.save_state(folder, states, {**job.description, **progress})
-    claimed = not job.settings.reproducible_noise
-    released, trainer = states.private, job.trainers.private
-    if not job.settings.private:
-        released, trainer = states.plain, job.trainers.plain
+    which = 0 if job.settings.private else 1
+    released, spent = states[which], job.trainers[which].epsilon(step)
     description = {
         "model": job.settings.model,
         "precision": job.settings.precision,
         "shape": job.data.shape._asdict(),
         "seed": job.settings.seed,
         "step": step,
-        "epsilon": trainer.epsilon(step) if claimed else None,
+        "epsilon": None if job.settings.reproducible_noise else spent,
         "delta": job.plan.delta if job.plan else None,
         "plan": asdict(job.plan) if job.plan else None,
     }
-    if job.settings.members == 1:
-        checkpoint.save_model(folder, released.params, released.buffers, description)
-        return
-    description["members"] = job.settings.members
-    checkpoint.save_members(folder, released.params, released.buffers, description)
+    write = checkpoint.save_model
+    if job.settings.members > 1:
+        write = checkpoint.save_members
+        description["members"] = job.settings.members
+    write(folder, released.params, released.buffers, description)
 
 
 def _draw(job: Job, folder: Path, states: Pair) -> None:
-    """Draw the pictures of an ensemble, the second one of the one that is saved."""
+    """Draw the pictures of an ensemble, the second from the private run if any."""
     images, labels = job.data.x_test, job.data.y_test
     with torch.no_grad():
         scores = {
@@ -221,57 +225,58 @@ def _draw(job: Job, folder: Path, states: Pair) -> None:
             )
             if trainer
         }
-    pictures.write_reliability(folder, scores, labels)
-    pictures.write_uncertain(folder, next(iter(scores.values())), images, labels)
+    report.write_reliability(folder, scores, labels)
+    report.write_uncertain(folder, next(iter(scores.values())), images, labels)
 
 
 def _announce(job: Job) -> None:
+    settings, plan = job.settings, job.plan
     sizes = f"{len(job.data.y_train)} training and {len(job.data.y_test)} held-out"
-    count = job.settings.members
+    count = settings.members
     params = sum(value.numel() for value in job.start.plain.params.values())
-    model = f"{job.settings.model}: {params // count} parameters"
+    model = f"{settings.model}: {params // count} parameters"
     steps = f"{job.ends[-1]} steps"
     if count > 1:
         model += f", {count} members"
         steps += " of each member"
     noise = "without privacy."
-    if job.plan:
+    if plan:
         noise = (
-            f"at sampling rate {job.plan.sampling_rate:.4g} and noise multiplier "
-            f"{job.plan.noise_multiplier:.4g}. In brackets: without privacy."
+            f"at sampling rate {plan.sampling_rate:.4g} and noise multiplier "
+            f"{plan.noise_multiplier:.4g}. In brackets: without privacy."
         )
-    report.say(f"{job.settings.data}: {sizes} samples. {model}. {steps} {noise}")
-    if job.plan and count > 1:
+    report.say(f"{settings.data}: {sizes} samples. {model}. {steps} {noise}")
+    if plan and count > 1:
         report.say(
-            f"The budget is that of all members together: {job.plan.steps} steps on "
-            f"the same data."
+            f"The budget is that of all members together: {plan.steps} steps on the "
+            f"same data."
         )
-    if job.settings.reproducible_noise:
+    if settings.reproducible_noise:
         report.say(_NO_CLAIM)
 
 
 def _conclude(job: Job, folder: Path) -> None:
+    names = checkpoint.MODEL
+    if job.settings.members > 1:
+        names = f"{checkpoint.ENSEMBLE} and {checkpoint.ENSEMBLE_TEXT}"
     if job.settings.reproducible_noise:
         report.say(_NO_CLAIM)
-        return
-    if not job.plan:
+    elif job.plan:
+        report.say(
+            f"For release: {folder / names}, with epsilon {job.plan.epsilon():.3f} at "
+            f"delta {job.plan.delta:g}. The other files tell more about the training "
+            f"data."
+        )
+    else:
         report.say(
             f"Saved: {folder / checkpoint.ENSEMBLE}, trained without privacy. Nothing "
             f"here hides the training data."
         )
-        return
-    names = checkpoint.MODEL
-    if job.settings.members > 1:
-        names = f"{checkpoint.ENSEMBLE} and {checkpoint.ENSEMBLE_TEXT}"
-    report.say(
-        f"For release: {folder / names}, with epsilon {job.plan.epsilon():.3f} at "
-        f"delta {job.plan.delta:g}. The other files tell more about the training data."
-    )
 
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Keep other processes from training in a folder; a kill gives it free."""
+    """Keep other processes from training in a folder; a kill releases it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:

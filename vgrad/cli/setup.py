@@ -1,7 +1,8 @@
-"""What a training run is before its first step: data, model, plan and two trainers.
+"""A training run before its first step: data, model, plan and two trainers.
 
-Private and plain SGD start from the same weights, take the same number of steps at the
-same rate and size of batch, and differ in clipping, noise and how batches are drawn.
+Private and plain SGD start from the same weights and take the same number of steps at
+the same rate and size of batch. They differ in clipping, in noise and in how batches
+are drawn.
 """
 
 import dataclasses
@@ -17,19 +18,17 @@ from vgrad import dp, optim
 from vgrad.cli import data, models
 from vgrad.cli.arguments import Settings
 from vgrad.cli.data import Dataset
-from vgrad.cli.files import Description
-from vgrad.cli.precision import POLICIES, instructions, under
+from vgrad.files import Description
 from vgrad.functional.losses import batch_loss, sample_loss
 from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
-from vgrad.generators import subkey, torch_seed
+from vgrad.generators import kept_random_state, subkey, torch_seed
 from vgrad.persample.clipped import clipped_grad
 from vgrad.precision import DynamicLossScale, LossScale, StaticLossScale
-from vgrad.process import ALONE
 from vgrad.training.steps import TrainState, private_step, train_step
 from vgrad.typing import Buffers, Params
 
 STRATEGY = "auto"
-PRIVATE_SCALE = StaticLossScale(2.0**10)
+_PRIVATE_SCALE = StaticLossScale(2.0**10)
 _GRADIENT_BYTES = 2**28
 _MOST_ROWS = 512
 
@@ -43,7 +42,7 @@ class Model(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a step tells: the sum of its losses, of how many samples, steps skipped."""
+    """What a step reports: the sum of its losses, samples taken and steps skipped."""
 
     loss: Tensor
     samples: int
@@ -54,7 +53,7 @@ class Trainer(NamedTuple):
     """One way to train.
 
     Attributes:
-        advance: takes a step, on a batch that it draws, from one state to the next.
+        advance: draws the batch that follows on a state, and takes a step on it.
         scores: logits of a state for some images, `[N, C]`; `[E, N, C]` of an ensemble.
         epsilon: the privacy spent after so many steps.
     """
@@ -76,7 +75,7 @@ class Job(NamedTuple):
 
     Attributes:
         ends: the number of steps at the end of each epoch.
-        plan: of all private steps, those of all members; None without privacy.
+        plan: of the private steps of all members together; None without privacy.
         trainers: a pair of `Trainer`.
         start: a pair of `TrainState`, or of the states of ensembles.
         description: what has to be the same when the run goes on.
@@ -84,7 +83,6 @@ class Job(NamedTuple):
 
     settings: Settings
     data: Dataset
-    model: FunctionalModel
     plan: dp.Plan | None
     ends: list[int]
     trainers: Pair
@@ -104,18 +102,28 @@ def prepare(settings: Settings) -> Job:
     module = models.build(settings.model, found.shape, seed=settings.seed)
     model = tried(settings, found, module)
     plan = planned(settings, found, steps=ends[-1])
-    scores = scorer(settings, model.function)
+    run = models.under(settings.precision, model.function.eval())
+    step = train_step(
+        batch_loss(model.function, F.cross_entropy),
+        optim.sgd(settings.lr),
+        policy=models.POLICIES[settings.precision],
+    )
+    plain = Trainer(
+        plain_advance(settings, found, step),
+        lambda state, images: run(state.params, state.buffers, images),
+        lambda step: None,
+    )
+    private = Trainer(
+        private_advance(settings, model, plan), plain.scores, plan.epsilon
+    )
+    start = plain_state(settings, model, TrainState.create)
     return Job(
         settings,
         found.to(torch.device(settings.device)),
-        model.function,
         plan,
         ends,
-        Pair(
-            Trainer(private_advance(settings, model, plan), scores, plan.epsilon),
-            Trainer(_plain_advance(settings, model, found), scores, lambda step: None),
-        ),
-        _start(settings, model),
+        Pair(private, plain),
+        Pair(private_state(settings, model), start),
         describe(settings, found, plan, forms(model.params)),
     )
 
@@ -147,19 +155,15 @@ def planned(settings: Settings, found: Dataset, *, steps: int) -> dp.Plan:
 
 
 def tried(settings: Settings, found: Dataset, module: nn.Module) -> Model:
-    """Try a model on blank images, so that what is wrong shows early."""
-    shape = found.shape
-    device = torch.device(settings.device)
-    on_cuda = device.type == "cuda"
-    module = module.train().to(device)
-    images = torch.zeros(2, *shape[:3], device=device)
-    labels = torch.zeros(2, dtype=torch.int64, device=device)
-    try:
+    """Try a model on blank images, so that errors show early."""
+    module = module.train().to(settings.device)
+    images, labels = blank(settings, found, 2)
+    with models.tried(settings.model, found.shape, private=settings.private):
         model = Model(*make_functional_with_buffers(module))
-        with ALONE, torch.random.fork_rng([device] if on_cuda else []):
-            function = under(settings.precision, model.function)
+        with kept_random_state([images]):
+            function = models.under(settings.precision, model.function)
             scores = function(model.params, model.buffers, images)
-            if scores.shape != (2, shape.classes):
+            if scores.shape != (2, found.classes):
                 raise ValueError(
                     f"scores of shape {tuple(scores.shape)} for two images"
                 )
@@ -167,23 +171,14 @@ def tried(settings: Settings, found: Dataset, module: nn.Module) -> Model:
                 loss = sample_loss(function, F.cross_entropy)
                 gradient = clipped_grad(loss, max_norm=1.0, randomness="different")
                 gradient(model.params, model.buffers, images, labels)
-    except Exception as error:
-        # Code of the user's own may raise anything; the cause is kept.
-        needs = " and has per-sample gradients" if settings.private else ""
-        raise ValueError(
-            f"--model {settings.model}: expected a model that scores {shape.classes} "
-            f"classes for images {list(shape[:3])}{needs}, got "
-            f"{type(error).__name__}: {error}"
-        ) from error
     return model
 
 
-def scorer(
-    settings: Settings, fmodel: FunctionalModel
-) -> Callable[[TrainState, Tensor], Tensor]:
-    """Make the function that runs a state's model in evaluation mode."""
-    model = under(settings.precision, fmodel.eval())
-    return lambda state, images: model(state.params, state.buffers, images)
+def blank(settings: Settings, found: Dataset, *sizes: int) -> tuple[Tensor, Tensor]:
+    """Make blank images `[*sizes, C, H, W]` and labels `[*sizes]`."""
+    device = torch.device(settings.device)
+    images = torch.zeros(*sizes, *found.shape[:3], device=device)
+    return images, torch.zeros(*sizes, dtype=torch.int64, device=device)
 
 
 def private_advance(settings: Settings, model: Model, plan: dp.Plan) -> Callable:
@@ -195,37 +190,30 @@ def private_advance(settings: Settings, model: Model, plan: dp.Plan) -> Callable
         strategy=STRATEGY,
         chunk_size=_rows_at_a_time(model.params),
         randomness="different",
-        policy=POLICIES[settings.precision],
+        policy=models.POLICIES[settings.precision],
     )
 
     def draw(state: TrainState) -> Tensor:
         return plan.sample(key=state.key, step=int(state.step))
 
-    return advance(step, draw)
+    return _advance(step, draw)
 
 
-def _plain_advance(settings: Settings, model: Model, found: Dataset) -> Callable:
-    """Train on batches of fixed size, without clipping and noise."""
-    size = len(found.y_train)
-    step = train_step(
-        batch_loss(model.function, F.cross_entropy),
-        optim.sgd(settings.lr),
-        policy=POLICIES[settings.precision],
-    )
+def plain_advance(settings: Settings, found: Dataset, step: Callable) -> Callable:
+    """Train on batches of fixed size, one for each member of an ensemble."""
+    size, members = len(found.y_train), settings.members
 
-    def draw(state: TrainState) -> Tensor:
-        return torch.randperm(size, generator=shuffles(state))[: settings.batch_size]
+    def draw(state: Any) -> Tensor:
+        seed = torch_seed(state.key, "batch", int(state.step))
+        source = torch.Generator().manual_seed(seed)
+        orders = [torch.randperm(size, generator=source) for _ in range(members)]
+        index = torch.stack([order[: settings.batch_size] for order in orders])
+        return index if members > 1 else index[0]
 
-    return advance(step, draw)
-
-
-def shuffles(state: Any) -> torch.Generator:
-    """Return the generator of the batch that follows on a state without privacy."""
-    seed = torch_seed(state.key, "batch", int(state.step))
-    return torch.Generator().manual_seed(seed)
+    return _advance(step, draw)
 
 
-def advance(
+def _advance(
     step: Callable[..., tuple[Any, dict[str, Tensor]]],
     draw: Callable[[Any], Tensor],
 ) -> Callable[[Any, Dataset], tuple[Any, Taken]]:
@@ -237,45 +225,36 @@ def advance(
         samples, loss = index.numel(), torch.zeros(())
         if samples:  # the mean over no samples is no number
             loss = figures["loss"].double().mean() * samples
-        return state, Taken(
-            loss, samples, figures.get("skipped", torch.zeros(())).sum()
-        )
+        skipped = figures.get("skipped", torch.zeros(())).sum()
+        return state, Taken(loss, samples, skipped)
 
     return run
 
 
-def _start(settings: Settings, model: Model) -> Pair:
-    """Make the states before the first step; their keys are part of them."""
-    return Pair(
-        first(settings, TrainState.create, model, private_key(settings), PRIVATE_SCALE),
-        first(
-            settings, TrainState.create, model, plain_key(settings), DynamicLossScale()
-        ),
-    )
-
-
-def private_key(settings: Settings, member: int = 0) -> Tensor:
-    """Return the secret key of a private run; no secret where noise is reproducible."""
+def private_state(settings: Settings, model: Model, member: int = 0) -> TrainState:
+    """Make a private state; its key is no secret where noise is reproducible."""
     seed = settings.seed if settings.reproducible_noise else None
-    return dp.secret_key(seed=seed, member=member)
+    key = dp.secret_key(seed=seed, member=member)
+    return _first(settings, model, TrainState.create, key, _PRIVATE_SCALE)
 
 
-def plain_key(settings: Settings) -> Tensor:
-    """Return the key of the run without privacy, which is no secret."""
-    return subkey(dp.secret_key(seed=settings.seed), "plain")
+def plain_state(settings: Settings, model: Model, create: Callable[..., Any]) -> Any:
+    """Make a state of the run without privacy, whose key is no secret."""
+    key = subkey(dp.secret_key(seed=settings.seed), "plain")
+    return _first(settings, model, create, key, DynamicLossScale())
 
 
-def first(
+def _first(
     settings: Settings,
-    create: Callable[..., Any],
     model: Model,
+    create: Callable[..., Any],
     key: Tensor,
     scale: LossScale,
 ) -> Any:
     """Make a state before the first step.
 
-    The scale is the one that the step begins with of its own accord; it is given here,
-    so that a state saved before the first step is the same tree as any other.
+    The scale is the one that the step would begin with by default. It is given here so
+    that a state saved before the first step is the same tree as any other.
     """
     return create(
         optim.sgd(settings.lr),
@@ -286,15 +265,15 @@ def first(
 
 
 def forms(params: Params) -> Description:
-    """Say how per-sample gradients are computed: another way rounds otherwise."""
+    """Say how per-sample gradients are computed: other ways round differently."""
     return {"strategy": STRATEGY, "chunk_size": _rows_at_a_time(params)}
 
 
 def _rows_at_a_time(params: Params) -> int:
     """Choose a chunk size from the model alone.
 
-    Free memory, which `chunk_size="auto"` looks at, is another when a run goes on; the
-    sums would then be rounded otherwise.
+    `chunk_size="auto"` depends on free memory, which may differ when a run goes on; the
+    sums would then be rounded differently.
     """
     gradient = sum(value.numel() * value.element_size() for value in params.values())
     return max(1, min(_MOST_ROWS, _GRADIENT_BYTES // gradient))
@@ -305,9 +284,9 @@ def describe(
 ) -> Description:
     """Collect what has to be the same when the run goes on, as JSON has it."""
     on_cuda = settings.device.startswith("cuda")
-    device = torch.device(settings.device)
-    in_float32 = settings.precision == "float32"
-    low = {} if in_float32 else {"instructions in low precision": instructions()}
+    low = {}
+    if settings.precision != "float32":
+        low = {"instructions in low precision": models.instructions()}
     description = {
         "arguments": dataclasses.asdict(settings),
         "data": {
@@ -321,7 +300,7 @@ def describe(
             "torch": torch.__version__,
             "threads (OMP_NUM_THREADS)": torch.get_num_threads(),
             "instructions": torch.backends.cpu.get_cpu_capability(),
-            "device": torch.cuda.get_device_name(device) if on_cuda else "cpu",
+            "device": torch.cuda.get_device_name(settings.device) if on_cuda else "cpu",
             **low,
         },
         "forms": forms,

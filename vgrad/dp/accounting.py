@@ -1,4 +1,4 @@
-"""How much privacy the steps of DP-SGD spend, and how much noise a budget asks for.
+"""How much privacy the steps of DP-SGD spend, and how much noise a budget requires.
 
 Every step draws a Poisson batch at `sampling_rate` and adds Gaussian noise of
 `noise_multiplier` times the sensitivity. Two data sets are neighbours when one has
@@ -40,9 +40,8 @@ def epsilon(
     divergences, is faster and not as tight. Both err on the safe side. The answer is
     infinite where no bound can be given: without noise (a multiplier below 0.05 counts
     as none), and with "pld" where `delta` is not above the rounding errors of the
-    composition, `steps * 2^-52`.
-
-    Choose `delta` well below one over the size of the data set.
+    composition, `steps * 2^-52`. Choose `delta` well below one over the size of the
+    data set.
 
     Raises:
         ValueError: an argument is outside its range, or "pld" gets more steps than it
@@ -84,8 +83,7 @@ def noise_multiplier_for(
     at least 0.05. The search costs five to ten calls of `epsilon(...)`.
 
     Raises:
-        ValueError: an argument is outside its range, or no noise multiplier gives the
-            target, or none is needed for it.
+        ValueError: an argument is outside its range, or no noise is enough or needed.
         ImportError: `dp-accounting` is not installed.
 
     Example:
@@ -99,16 +97,14 @@ def noise_multiplier_for(
     _check("noise_multiplier_for", sampling_rate, steps, delta, accountant)
     checks.positive("noise_multiplier_for", epsilon=epsilon)
     checks.finite("noise_multiplier_for", epsilon=epsilon)
-    call = (
-        f"noise_multiplier_for({epsilon=!r}, {delta=!r}, {sampling_rate=!r}, "
-        f"{steps=!r}, {accountant=!r})"
-    )
+    call = f"noise_multiplier_for({epsilon=}, {delta=}, {sampling_rate=}, {steps=}, "
+    call += f"{accountant=})"
     used = 1 - (1 - sampling_rate) ** steps
     if delta >= used:
         raise ValueError(
             f"{call}: expected delta below {used:.3g}, the probability that a given "
-            f"sample is used at all, got {delta!r}. Such a delta allows to release "
-            "samples as they are."
+            f"sample is used at all, got {delta!r}. Such a delta would allow releasing "
+            f"samples as they are."
         )
 
     @functools.cache
@@ -152,11 +148,11 @@ def _root(
         low, high, step = high, high + step, 2 * step
     while excess(low) <= 0:
         low, high, step = low - step, low, 2 * step
-    # It comes with dp-accounting, whose absence `excess` has reported by now.
+    # SciPy comes with dp-accounting, whose absence `excess` has reported by now.
     from scipy.optimize import brentq
 
     root: Any = brentq(excess, low, high, xtol=tolerance / 2)
-    # On a coarse grid it does not fall everywhere.
+    # On a coarse grid `excess` does not fall everywhere.
     step = tolerance / 2
     while excess(root) > 0:
         root, step = min(root + step, high), 2 * step
@@ -192,7 +188,7 @@ def _spent(
 
 
 def _library() -> Any:
-    """Import `dp-accounting`, which only this file needs."""
+    """Import `dp-accounting`, which only accounting needs."""
     try:
         import dp_accounting
     except ImportError as error:
@@ -207,9 +203,9 @@ def _library() -> Any:
 def _quiet() -> Iterator[None]:
     """Hide that Rényi orders are left out, and leave logging as it was.
 
-    dp-accounting warns about every order whose series does not converge, hundreds of
-    times, though it costs tightness at most. Its other messages get through. The
-    handler is there because absl would otherwise install one for good.
+    dp-accounting warns hundreds of times about orders whose series do not converge,
+    which costs tightness at most. Its other messages get through. Without the handler
+    absl would install one for good.
     """
     logger, root = logging.getLogger("absl"), logging.getLogger()
     handler = logging.NullHandler()
@@ -237,7 +233,7 @@ def _pld_epsilon(library: Any, event: Any, delta: float) -> float:
     sampled, steps = event.event, event.count
     # The library composes with an FFT and does not count its rounding errors, which
     # move delta by up to a quarter of this (measured against the closed form of the
-    # Gaussian mechanism); without this, small deltas give an epsilon that is too low.
+    # Gaussian mechanism). Without it the epsilon of a small delta would be too low.
     delta = delta - steps * 2.0**-52
     if delta <= 0:
         return math.inf
@@ -254,9 +250,9 @@ def _pld_epsilon(library: Any, event: Any, delta: float) -> float:
         sampling_prob=rate,
         neighboring_relation=library.NeighboringRelation.ADD_OR_REMOVE_ONE,
     )
-    # Two stages, since the library bounds the result of one by Chernoff's inequality at
-    # orders that fit the number of points it starts from, and raises that number to the
-    # power of the steps: a number of a gigabit after 10^8.
+    # In two stages. In one the library would bound the result by Chernoff's inequality
+    # at orders that fit the number of points it starts from, and raise that number to
+    # the power of the steps: to a gigabit after 10^8.
     few = math.isqrt(steps)
     times, rest = divmod(steps, few)
     composed = one.self_compose(few).self_compose(times)
@@ -272,7 +268,7 @@ def _grid_width(rate: float, noise: float, steps: int) -> float:
     and memory in proportion to the number of points.
     """
     # With rate q and noise s, the loss of a step at z is log(1 - q + q exp(x)),
-    # x = z / s + 1 / (2 s^2), where z is standard normal; 10 is as good as its end.
+    # x = z / s + 1 / (2 s^2), where z is standard normal and hardly ever beyond 10.
     x = 10 / noise + 0.5 / noise**2
     largest = x + math.log(rate + (1 - rate) * math.exp(-x))
     # Two upper estimates of its standard deviation, for much and for little noise.

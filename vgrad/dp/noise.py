@@ -1,6 +1,6 @@
 """Gaussian noise on sums, sized by the sensitivity that comes with the sum.
 
-What the noise protects against, and what it does not. The accountant's guarantee is one
+What the noise protects against, and what it does not. The accountant's guarantee is
 about real numbers and a perfect source of randomness. This file comes close to them:
 
 * Noise is drawn and added in float64. The sum is then rounded to a grid of 2^-17 to
@@ -12,17 +12,16 @@ about real numbers and a perfect source of randomness. This file comes close to 
   2^-36 of the sum in deviations). In float32 some values are impossible without a
   given sample: with a million parameters and a thousand steps one of them shows with a
   probability of about 2e-4, twenty times a delta of 1e-5.
-* What that leaves are these 2^-32. Over the 10^9 numbers of the example they add about
-  1e-5 to epsilon if they err independently, and 0.5 if all erred in one direction. A
-  discrete Gaussian on the same grid, sampled by integers alone, would replace this
-  estimate by a proof, at a multiple of the cost. Nor does anything here hide how long
-  a step takes.
-* The sum is one of float32 numbers, of gradients that the batch as a whole computed. A
-  sample that is added rounds those of others anew, which the sensitivity does not
-  count. Batches of B samples whose gradients all point one way moved the sum by up to
-  4 B 2^-24 of the clip norm besides (1e-2 for 60,000 samples, B 2^-24 in chunks of
-  64). A gradient that is nothing but rounding errors, of terms that cancel, may turn
-  altogether if the number of rows decides which kernel runs: one such sample beside
+* The 2^-32 remain. Over the 10^9 numbers of the example they add about 1e-5 to epsilon
+  if they err independently, and 0.5 if all err in one direction. A discrete Gaussian on
+  the same grid, sampled with integers alone, would replace this estimate by a proof, at
+  a multiple of the cost. Nor does anything here hide how long a step takes.
+* The sum adds float32 gradients that are computed for the batch as a whole. An added
+  sample changes how the others are rounded, which the sensitivity does not count. In
+  batches of B samples whose gradients all point one way this moved the sum by up to
+  4 B 2^-24 of the clip norm (1e-2 for 60,000 samples, B 2^-24 in chunks of 64). A
+  gradient that is nothing but rounding errors, of terms that cancel, may change
+  completely if the number of samples decides which kernel runs: one such sample beside
   the new one moved the sum by twice the sensitivity. With `chunk_size=1` or
   `strategy="loop"` no sample's gradient depends on another sample.
 * Keys of streams have 128 bits and come from a keyed hash (BLAKE2b) of a secret key of
@@ -79,27 +78,25 @@ def add_gaussian_noise(
     """Add independent noise to every entry. {name: shape} -> {name: shape}.
 
     The noise is N(0, (noise_multiplier * sensitivity.value)^2), drawn once per call:
-    call this once per step, on the sum over the whole batch, also when that batch is
-    empty. It is a function of the key, the step, the member, the name and the shape of
-    each entry and of both numbers: the same call draws the same noise, and any other
-    one independent noise. Never use a key and a step for two different sums.
+    call this once per step, on the sum over the whole batch, even if that batch is
+    empty. It is a function of the key, the step, the member, the name and shape of each
+    entry and both numbers: the same call draws the same noise, any other call
+    independent noise. Never use a key and a step for two different sums.
 
     Noise is drawn and added in float64 and rounded to `promote_types(dtype, float32)`:
     sums of half precision come back as float32. On CPU tensors it costs 10 to 20 ns a
-    number and thread. Nothing is changed, and what is not finite in the sums stays as
-    it is. A noise multiplier of zero adds nothing, and the accountant then answers with
-    an infinite epsilon.
+    number and thread. No argument is changed, and entries that are not finite stay as
+    they are. A noise multiplier of zero adds nothing, and the accountant then answers
+    with an infinite epsilon.
 
     Raises:
-        TypeError: `sensitivity` is a bare number, `key` no key, or a tensor is not of
-            real floats.
+        TypeError: `sensitivity` is a number, `key` no key, or a sum not of real floats.
         ValueError: the sensitivity is infinite, the noise multiplier negative or not
             finite, their product too small for float64, or `step` or `member` is not a
             whole number of zero or more.
 
     Reference:
-        Abadi et al., arXiv 1607.00133; Salmon et al., Parallel random numbers: as easy
-        as 1, 2, 3, SC 2011.
+        Abadi et al., arXiv 1607.00133; Salmon et al., Parallel random numbers, SC 2011.
 
     Example:
         >>> from vgrad.dp import secret_key
@@ -110,23 +107,13 @@ def add_gaussian_noise(
         >>> noisy["weight"].dtype
         torch.float32
     """
-    function = "add_gaussian_noise"
-    check_sensitivity(function, sensitivity)
-    checks.non_negative(function, noise_multiplier=noise_multiplier)
-    checks.finite(function, noise_multiplier=noise_multiplier)
-    checks.whole(function, least=0, step=step, member=member)
-    generators.check_key(function, key)
+    deviation = _deviation("add_gaussian_noise", noise_multiplier, sensitivity)
+    checks.whole("add_gaussian_noise", least=0, step=step, member=member)
+    generators.check_key("add_gaussian_noise", key)
     for name, total in sums.items():
-        _check_sum(function, name, total)
-    deviation = noise_multiplier * sensitivity.value
+        _check_sum("add_gaussian_noise", name, total)
     if noise_multiplier == 0:
         return map_values(_released, sums, sums)
-    if not _LEAST < deviation < 1 / _LEAST:
-        raise ValueError(
-            f"{function}(noise_multiplier={noise_multiplier!r}, {sensitivity}): "
-            f"expected a standard deviation between {_LEAST} and {1 / _LEAST}, got "
-            f"{deviation!r}. Clip to another norm."
-        )
     own = generators.subkey(key, "noise", step, float(noise_multiplier), deviation)
     normals = _Normals(own, sums, member)
     # Adding it leaves no room for what is below the grid.
@@ -157,7 +144,8 @@ class _Normals:
         if like.device.type == "cuda":
             return self._on_cuda(self._starts[name], like)
         stream = generators.stream(self._key, self._member, name, *like.shape)
-        found = generators.drawn(_normal, stream, like.numel())
+        draw = np.random.Generator.standard_normal
+        found = generators.drawn(draw, stream, like.numel())
         return torch.from_numpy(found).view(like.shape)
 
     def _on_cuda(self, start: int, like: Tensor) -> Tensor:
@@ -173,10 +161,6 @@ class _Normals:
             source.set_offset(4 * _CUDA_BLOCK * (start + number))
             part.normal_(generator=source)
         return found.view(like.shape)
-
-
-def _normal(source: np.random.Generator, out: np.ndarray) -> None:
-    source.standard_normal(out=out)
 
 
 def _released(value: Tensor, total: Tensor) -> Tensor:
@@ -199,6 +183,23 @@ def check_sensitivity(function: str, sensitivity: Any) -> None:
             f"{function}(sensitivity={sensitivity!r}): expected a finite sensitivity, "
             f"got {sensitivity.value}. Clip the gradients with a finite max_norm."
         )
+
+
+def _deviation(
+    function: str, noise_multiplier: float, sensitivity: Sensitivity
+) -> float:
+    """Return the standard deviation of the noise, which has a grid or is zero."""
+    check_sensitivity(function, sensitivity)
+    checks.non_negative(function, noise_multiplier=noise_multiplier)
+    checks.finite(function, noise_multiplier=noise_multiplier)
+    deviation = noise_multiplier * sensitivity.value
+    if noise_multiplier != 0 and not _LEAST < deviation < 1 / _LEAST:
+        raise ValueError(
+            f"{function}(noise_multiplier={noise_multiplier!r}, {sensitivity}): "
+            f"expected a standard deviation between {_LEAST} and {1 / _LEAST}, got "
+            f"{deviation!r}. Clip to another norm."
+        )
+    return deviation
 
 
 def _check_sum(function: str, name: str, total: Tensor) -> None:

@@ -37,8 +37,8 @@ class Plan:
     a constant of the plan and never the size of the batch drawn, which depends on the
     data.
 
-    Choose `delta` well below `1 / dataset_size`: a `delta` of that size allows to
-    release one sample as it is.
+    Choose `delta` well below `1 / dataset_size`: a `delta` of that size would allow
+    releasing one sample as it is.
 
     Raises:
         TypeError: a field is not a number.
@@ -165,10 +165,10 @@ class Plan:
     def sampler(self, state: Keyed) -> PoissonBatchSampler:
         """Return the batches from the state's step to the last one, for one pass.
 
-        The state is a `TrainState` or whatever else has a `key` and a `step`. Batches
-        follow from these two: those of a state that was saved are the ones that the
-        lost run drew. Steps on batches of your own are not the plan's, and nothing can
-        see that.
+        The state is a `TrainState` or anything else with a `key` and a `step`, from
+        which the batches follow: a state that was saved gives those that the lost run
+        drew. Steps on batches of your own are not the plan's, and nothing can detect
+        that.
 
         Raises:
             ValueError: the state has taken more steps than the plan has.

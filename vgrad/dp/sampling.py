@@ -2,10 +2,9 @@
 
 The batches vary in size and may be empty; both are part of the guarantee, and an empty
 batch gets noise and counts as a step like any other. Shuffled batches of a fixed size
-are not offered, because their privacy cannot be had from the accounting of Poisson
-batches: it may be considerably worse (arXiv 2403.17673), and for sampling without
-replacement epsilon was found above 10 where Poisson sampling gives about 1
-(arXiv 2405.20769).
+are not offered, because the accounting of Poisson batches does not bound their privacy,
+which may be considerably worse (arXiv 2403.17673): for sampling without replacement
+epsilon was found above 10 where Poisson sampling gives about 1 (arXiv 2405.20769).
 """
 
 from collections.abc import Callable, Iterator
@@ -48,20 +47,16 @@ def poisson_sample(
     check_rate("poisson_sample", sampling_rate)
     generators.check_key("poisson_sample", key)
     stream = generators.stream(key, "batch", step)
-    drawn = generators.drawn(_uniform, stream, dataset_size)
+    drawn = generators.drawn(np.random.Generator.random, stream, dataset_size)
     return torch.from_numpy((drawn < sampling_rate).nonzero()[0])
-
-
-def _uniform(source: np.random.Generator, out: np.ndarray) -> None:
-    source.random(out=out)
 
 
 class PoissonBatchSampler:
     """Poisson batches of indices for a `DataLoader`, from step `start` to `steps`.
 
-    Hand it over as `DataLoader(dataset, batch_sampler=..., collate_fn=...)` with
-    `collate(dataset)`, which knows what an empty batch looks like. Batches are lists of
-    indices, some maybe empty, those of `poisson_sample`: a worker may read ahead, and a
+    Pass it as `DataLoader(dataset, batch_sampler=..., collate_fn=collate(dataset))`,
+    since `collate` knows what an empty batch looks like. Batches are those of
+    `poisson_sample`, lists of indices, some maybe empty: a worker may read ahead, and a
     run that goes on at step `start` gets the batches that it would have had.
 
     It serves one pass. A second one would repeat batches that have been released.
@@ -98,12 +93,9 @@ class PoissonBatchSampler:
                 f"of at most the number of steps. All of them have been taken; make a "
                 f"plan with more."
             )
-        self.dataset_size = dataset_size
-        self.sampling_rate = sampling_rate
-        self.steps = steps
-        self.start = start
-        self._key = key
-        self._served = False
+        self.dataset_size, self.sampling_rate = dataset_size, sampling_rate
+        self.start, self.steps = start, steps
+        self._key, self._served = key, False
 
     def __len__(self) -> int:
         """Return the number of batches, empty ones included."""
@@ -111,7 +103,7 @@ class PoissonBatchSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         """Draw the batches one by one."""
-        # Asked when the first one is drawn: a DataLoader with workers makes two
+        # Checked when the first batch is drawn: a DataLoader with workers makes two
         # iterators and uses one.
         if self._served:
             raise RuntimeError(
@@ -128,15 +120,15 @@ class PoissonBatchSampler:
 def collate(
     dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Tree] = default_collate
 ) -> Callable[[list[Any]], Tree]:
-    """Make a collate function that turns an empty batch into tensors of zero rows.
+    """Make a collate function that turns an empty batch into tensors without samples.
 
     Batches with samples go to `collate_fn`. The tree, the trailing shapes and the
     dtypes of an empty batch are learned now, from `collate_fn([dataset[0]])`; where
     samples differ in shape, those of the first one are taken.
 
     Raises:
-        TypeError: `collate_fn` returns something that is not a tree of tensors with
-            one row per sample.
+        TypeError: `collate_fn` returns something other than a tree of tensors with one
+            row per sample.
 
     Example:
         >>> from torch.utils.data import TensorDataset

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vgrad.ensemble.execution import Call, Randomness, Strategy, autocasting, vmapped
 from vgrad.functional.untouched import untouched
+from vgrad.generators import kept_random_state
 from vgrad.persample.explain import aligned
-from vgrad.randomness import kept_random_state
 from vgrad.torch_private import levels
 
 BUSY = 50.0

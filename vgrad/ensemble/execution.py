@@ -15,12 +15,11 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.ensemble.axes import members, shared_names
 from vgrad.functional.untouched import Promise, untouched
+from vgrad.generators import ALONE, drawn_since, random_state, set_random_state
 from vgrad.lowering.members import Members, mapped_here
 from vgrad.lowering.truthful import Truth
 from vgrad.persample.engine.guard import raise_clearly
 from vgrad.precision.autocast import Autocast
-from vgrad.process import ALONE
-from vgrad.randomness import drawn_since, random_state, set_random_state
 from vgrad.torch_private import levels, modes
 from vgrad.tree import map_tensors, tensors, tree_map
 from vgrad.typing import Buffers, Params, Tree

@@ -20,8 +20,8 @@ from vgrad.ensemble.execution import (
     vmapped,
 )
 from vgrad.functional.losses import SampleLoss
+from vgrad.generators import kept_random_state
 from vgrad.persample.engine.guard import UnsupportedOp
-from vgrad.randomness import kept_random_state
 from vgrad.torch_private import levels
 from vgrad.tree import map_values
 from vgrad.typing import BatchLossFn, Buffers, Params, Tree

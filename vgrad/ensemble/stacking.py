@@ -14,7 +14,7 @@ from vgrad.ensemble.axes import members, shared_names, split
 from vgrad.ensemble.matching import check_alike
 from vgrad.functional import slots
 from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
-from vgrad.process import ALONE
+from vgrad.generators import ALONE
 from vgrad.typing import Buffers, Params
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from vgrad import batches, checks
 from vgrad.batches import ChunkSize
 from vgrad.dtypes import double, no_autocast
+from vgrad.generators import ALONE, random_state, set_random_state
 from vgrad.persample.engine.collectors import Factors, Projections
 from vgrad.persample.engine.options import Options, Transform, joined
 from vgrad.persample.engine.problem import Randomness
@@ -24,8 +25,6 @@ from vgrad.persample.factors import reductions
 from vgrad.persample.factors.base import Dense, Factor, Probes
 from vgrad.persample.grouping import Grouping
 from vgrad.precision.loss_scale import LossScale
-from vgrad.process import ALONE
-from vgrad.randomness import random_state, set_random_state
 from vgrad.typing import Buffers, LossFn, Params, Tree
 
 Kind = Literal["rademacher", "gaussian"]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch.overrides import TorchFunctionMode
 
 from vgrad import checks, tree
+from vgrad.generators import kept_random_state
 from vgrad.persample.engine import views
 from vgrad.persample.engine.guard import Fallbacks, UnsupportedOp
 from vgrad.persample.engine.options import Options, Transform
@@ -16,7 +17,6 @@ from vgrad.persample.factors.base import Dense, Factor, Outer, Zero
 from vgrad.persample.factors.combined import Moved, Tied
 from vgrad.persample.factors.conv import Conv
 from vgrad.persample.factors.rows import Rows
-from vgrad.randomness import kept_random_state
 from vgrad.torch_private import levels
 from vgrad.tree import tree_leaves
 from vgrad.typing import Buffers, Params, Tree

@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from vgrad import checks
 from vgrad.functional.model import BufferlessModel
+from vgrad.generators import ALONE
 from vgrad.precision.gemms import GEMMS, Gemm
-from vgrad.process import ALONE
 from vgrad.torch_private import levels, modes
 from vgrad.torch_private.tensors import memory
 from vgrad.tree import tree_leaves

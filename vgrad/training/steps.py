@@ -11,7 +11,7 @@ from vgrad import batches, optim
 from vgrad.batches import ChunkSize
 from vgrad.dp.plan import Plan
 from vgrad.dtypes import widened
-from vgrad.generators import secret_key, torch_seed
+from vgrad.generators import ALONE, secret_key, torch_seed
 from vgrad.optim.base import GradientTransformation
 from vgrad.persample.clipped import clipped_grad
 from vgrad.persample.engine.problem import Randomness
@@ -26,7 +26,6 @@ from vgrad.precision import (
 )
 from vgrad.precision.autocast import Autocast
 from vgrad.precision.modules import loss_under
-from vgrad.process import ALONE
 from vgrad.tree import map_values, to_device
 from vgrad.typing import BatchLossFn, Buffers, LossFn, Params, Tree
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vgrad.functional.batch_norm import refuse_batch_statistics
 from vgrad.functional.untouched import Promise, Untouched
+from vgrad.generators import ALONE
 from vgrad.lowering.truthful import (
     REQUIRES_GRAD,
     Truth,
@@ -22,7 +23,6 @@ from vgrad.lowering.truthful import (
 )
 from vgrad.lowering.truthful import UnsupportedOp as UnsupportedOp
 from vgrad.lowering.vmapped import VMAPPED
-from vgrad.process import ALONE
 from vgrad.torch_private import messages, modes
 
 

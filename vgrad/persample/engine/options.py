@@ -10,13 +10,12 @@ from torch import Tensor
 
 from vgrad import batches, checks
 from vgrad.batches import ChunkSize
+from vgrad.generators import ALONE, random_state, set_random_state
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.guard import Fallbacks
 from vgrad.persample.engine.problem import Problem, Randomness
 from vgrad.persample.engine.strategies import STRATEGIES, Chunk, saved_bytes
 from vgrad.precision.loss_scale import LossScale
-from vgrad.process import ALONE
-from vgrad.randomness import random_state, set_random_state
 from vgrad.torch_private import levels
 from vgrad.torch_private.tensors import version_of
 from vgrad.tree import tree_map, tree_map_only

@@ -14,18 +14,18 @@ from torch import Tensor
 
 from vgrad import checks, tree
 from vgrad.dtypes import no_autocast
+from vgrad.generators import (
+    drawn_since,
+    kept_random_state,
+    random_state,
+    set_random_state,
+)
 from vgrad.lowering.truthful import Truth
 from vgrad.persample.engine.guard import LossGuard, UnsupportedOp, raise_clearly
 from vgrad.persample.engine.problem import Problem
 from vgrad.persample.engine.record import Recorder
 from vgrad.persample.factors.base import Dense, Factor
 from vgrad.persample.rules.table import RULES
-from vgrad.randomness import (
-    drawn_since,
-    kept_random_state,
-    random_state,
-    set_random_state,
-)
 from vgrad.torch_private import levels, modes
 from vgrad.tree import tree_map_only
 from vgrad.typing import Params, Tree
