@@ -126,7 +126,7 @@ def differentiated(run, mode, x, hidden, weights, layout, at=(0, 1, 2)):
 
 
 def reported(mode, x, hidden, weights, layout, at=(0, 1, 2)):
-    """The same by `recurrent`, weights' gradients made of what it reports.
+    """The same by `recurrent_net`, weights' gradients made of what it reports.
 
     Those of the weights are for each sequence, [N, *shape].
     """
@@ -143,7 +143,7 @@ def reported(mode, x, hidden, weights, layout, at=(0, 1, 2)):
             found[first + 2], found[first + 3] = d_ih.sum(0), d_hh.sum(0)
 
     anchor = torch.zeros((), dtype=x.dtype, requires_grad=True)
-    outputs = recurrent.recurrent(
+    outputs = recurrent.recurrent_net(
         mode, x, hidden, weights, report, anchor=anchor, **layout
     )
     given = [(o, g) for o, g in zip(outputs, cotangents(outputs), strict=True)]
@@ -637,12 +637,12 @@ def run_recurrent(mode, x, hidden, weights, layout):
     def report(*found):
         ignored.append(found)
 
-    return recurrent.recurrent(
+    return recurrent.recurrent_net(
         mode, x, hidden, weights, report, anchor=anchor, **layout
     )
 
 
-BOTH = {"steps": by_steps, "recurrent": run_recurrent}
+BOTH = {"steps": by_steps, "recurrent_net": run_recurrent}
 both = pytest.mark.parametrize("name", BOTH)
 
 

@@ -15,8 +15,7 @@ import vgrad
 from tests import oracle
 from tests.cases import TiedLanguageModel
 from vgrad import explain
-from vgrad.precision import Policy, PolicyModel, policy_for
-from vgrad.precision.modules import loss_under
+from vgrad.precision import Policy, PolicyModel, loss_under, policy_for
 
 STRATEGIES = ("auto", "recorded", "vmap", "loop")
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from vgrad.precision import Policy, cast_to_full, cast_to_half
-from vgrad.precision.policy import cast_floating
+from vgrad.precision import Policy, cast_floating, cast_to_full, cast_to_half
 
 SPELLINGS = {
     torch.float16: ("float16", "f16"),

@@ -27,7 +27,7 @@ Report = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """Takes `d_ih, d_hh [T, N, G * H]`, `x [T, N, I]` and `h_prev [T, N, H]`."""
 
 
-def recurrent(
+def recurrent_net(
     mode: str,
     x: Tensor,
     hidden: Sequence[Tensor],
@@ -61,7 +61,7 @@ def recurrent(
     Example:
         >>> weights = [torch.ones(2, 3), torch.ones(2, 2)]
         >>> anchor = torch.zeros((), requires_grad=True)
-        >>> output, h_n = recurrent("rnn_tanh", torch.ones(7, 5, 3),
+        >>> output, h_n = recurrent_net("rnn_tanh", torch.ones(7, 5, 3),
         ...     (torch.zeros(1, 5, 2),), weights,
         ...     lambda first, *found: print(first, [tuple(x.shape) for x in found]),
         ...     anchor=anchor, num_layers=1, bidirectional=False, dropout=0.0,
@@ -76,8 +76,8 @@ def recurrent(
         *own, w_hr = own
         if w_hr is not None:
             raise NotImplementedError(
-                "recurrent(w_hr): expected an LSTM without projections, got one with "
-                "them. Use steps."
+                "recurrent_net(w_hr): expected an LSTM without projections, got one "
+                "with them. Use steps."
             )
         tell = partial(report, first)
         return recurrent_layer(
@@ -85,7 +85,7 @@ def recurrent(
         )
 
     return over_layers(
-        "recurrent",
+        "recurrent_net",
         layer,
         mode,
         x,

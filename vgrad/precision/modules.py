@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vgrad import checks
 from vgrad.functional.model import FunctionalModel
-from vgrad.precision.autocast import autocast
+from vgrad.precision.autocasting import autocast
 from vgrad.precision.policy import Policy, cast_floating
 from vgrad.torch_private.tensors import NormBase
 from vgrad.tree import tree_leaves

@@ -49,8 +49,8 @@ class autocast(torch.autocast):
         region.enter_context(torch.autocast(*options))
         # Inside a transform of vgrad there is one already, which knows the weights.
         stack = modes.function_modes()
-        if not any(isinstance(mode, Autocast) for mode in stack):
-            region.enter_context(Autocast())
+        if not any(isinstance(mode, AutocastMode) for mode in stack):
+            region.enter_context(AutocastMode())
         # torch keeps what to go back to in one place, for one region at a time.
         self._regions = [*getattr(self, "_regions", ()), region]
         return self
@@ -74,7 +74,7 @@ class autocast(torch.autocast):
         return inside
 
 
-class Autocast(TorchFunctionMode):
+class AutocastMode(TorchFunctionMode):
     """The function mode that casts the arguments of ops while torch's autocast is on.
 
     `weights` are cast once in the life of a mode, at the level where it was made.
