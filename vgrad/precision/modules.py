@@ -118,9 +118,9 @@ class PolicyModel(FunctionalModel):
         for name, module in modules.items():
             if (policy := chosen[name]) is not None:
                 self._regions.watch(module, policy)
-        super().__init__(skeleton, fmodel._constants)
+        super().__init__(skeleton, fmodel._entries.constants)
         self._owners: dict[str, Policy] = {}
-        for name, aliases in self._aliases.items():
+        for name, aliases in self._entries.aliases.items():
             places = [alias.rpartition(".")[0] for alias in aliases]
             # A module in two places is known by its first name.
             places = [each for each in places if each in modules]
