@@ -1,10 +1,10 @@
 """Recurrent nets by torch's kernels, with a backward pass that tells what it finds.
 
-The gradient of a sample's weights is a sum over time steps of outer products of the
-gradients before the gates with what entered there. The kernels add that up over all
-samples; here the backward pass hands both sides on instead. It keeps nothing but inputs
+The gradient of a sample's weights is a sum over time steps of outer products: the
+gradients before the gates times what entered there. The kernels add that up over all
+samples; here the backward pass hands on both sides instead. It keeps nothing but inputs
 and outputs, computes all gates again at once, and then goes through time with one GEMM
-and a few elementwise ops a step, everything else being done for all steps at once.
+and a few elementwise ops a step; everything else is done for all steps at once.
 
 T time steps, N sequences, I inputs, H features of a state, G gates (4 of an LSTM, 3 of
 a GRU, else 1), L layers, D directions
@@ -20,7 +20,7 @@ from torch.autograd import Function
 
 from vgrad import checks
 from vgrad.dtypes import no_autocast
-from vgrad.lowering.cells import State, over_layers
+from vgrad.lowering.cells import Layout, State, over_layers
 from vgrad.lowering.through_time import BACKWARD, Run, lstm_forwards, shifted
 
 Report = Callable[[Tensor, Tensor, Tensor, Tensor], None]
@@ -54,7 +54,7 @@ def recurrent_net(
 
     Raises:
         ValueError: an unknown mode, an anchor or weights with the wrong
-        `requires_grad`.
+            `requires_grad`.
         NotImplementedError: projections, and a second derivative.
         RuntimeError: what torch refuses: no time step, sizes that do not match.
 
@@ -79,24 +79,11 @@ def recurrent_net(
                 "recurrent_net(w_hr): expected an LSTM without projections, got one "
                 "with them. Use steps."
             )
-        tell = partial(report, first)
-        return recurrent_layer(
-            mode, x, state, own, tell, anchor=anchor, reverse=reverse
-        )
+        options = {"anchor": anchor, "reverse": reverse}
+        return recurrent_layer(mode, x, state, own, partial(report, first), **options)
 
-    return over_layers(
-        "recurrent_net",
-        layer,
-        mode,
-        x,
-        hidden,
-        weights,
-        num_layers=num_layers,
-        bidirectional=bidirectional,
-        dropout=dropout,
-        training=training,
-        batch_first=batch_first,
-    )
+    layout = Layout(num_layers, bidirectional, dropout, training, batch_first)
+    return over_layers("recurrent_net", layer, mode, x, hidden, weights, layout)
 
 
 def recurrent_layer(
@@ -127,8 +114,8 @@ def recurrent_layer(
     changed in place.
 
     Cost: the forward pass of torch; backwards two thirds of the operations of torch's
-    backward pass for the gradients of inputs and states, the rest for the gates, and
-    about `2 G` numbers per output of memory, for the time of the pass. The kernel runs
+    backward pass for the gradients of inputs and states, the rest for the gates, and,
+    while it runs, memory for about `2 G` numbers per output. The kernel runs
     under the surrounding autocast. The backward pass runs in the widest dtype of
     inputs, states and weights, float32 at least, which is the dtype of `d_ih` and
     `d_hh`; other gradients have the dtype of what they belong to.
