@@ -28,14 +28,8 @@ def _by_steps(mode: str) -> Callable[..., tuple[Tensor, ...]]:
         batch_first: bool,
     ) -> tuple[Tensor, ...]:
         state = (hx,) if isinstance(hx, Tensor) else tuple(hx)
-        return cells.steps(
-            *(mode, input, state, params),
-            num_layers=num_layers,
-            bidirectional=bidirectional,
-            dropout=dropout,
-            training=train,
-            batch_first=batch_first,
-        )
+        layout = cells.Layout(num_layers, bidirectional, dropout, train, batch_first)
+        return cells.steps(mode, input, state, params, **layout._asdict())
 
     return run
 
