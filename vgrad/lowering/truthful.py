@@ -153,10 +153,8 @@ class Truth:
         Returns whether this vmap maps over it.
         """
         level = levels.level_of(tensor)
-        if level is None:
-            return False
         inner = level > self.level
-        while level is not None and level > self.level:
+        while level > self.level:
             tensor = levels.unwrapped(tensor)
             level = levels.level_of(tensor)
         if level != self.level:
@@ -177,8 +175,7 @@ class Truth:
 
         The transform inside takes for constant what only the caller differentiates.
         """
-        level = levels.level_of(tensor)
-        if level is None or level > self.level + 1:
+        if levels.level_of(tensor) > self.level + 1:
             return False
         while levels.is_wrapped(tensor):
             tensor = levels.unwrapped(tensor)
