@@ -18,6 +18,18 @@ from vgrad.tree import keystr, tree_flatten_with_path
 X = torch.arange(6.0).reshape(3, 2)
 
 
+class Listing(TorchFunctionMode):
+    """Lists the functions that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
 def under_vmap(look, *, randomness="error", grad=False):
     """Return what `look` finds out about a row of X under vmap, or vmap of grad."""
     found = []
@@ -52,8 +64,10 @@ class TestLevels:
         *facts, below = under_vmap(look)
         assert facts == [True, True, True, 0]
         assert below.data_ptr() == X.data_ptr()
-        assert levels.level_of(X) == -1
+        assert levels.level_of(X) == levels.batch_axis(X) == -1
         assert not levels.is_wrapped(X)
+        with pytest.raises(RuntimeError, match="No wrappers"):
+            levels.unwrapped(X)
 
     def test_a_gradient_wraps_without_a_batch_and_stored_takes_all_wrappers_off(self):
         def look(x):
@@ -103,19 +117,14 @@ class TestLevels:
             def backward(ctx, g):
                 return g * 2
 
-        seen = []
-
-        class Listing(TorchFunctionMode):
-            def __torch_function__(self, func, types, args=(), kwargs=None):
-                seen.append(func)
-                return func(*args, **(kwargs or {}))
+        mode = Listing()
 
         def row(x):
-            with Listing():
+            with mode:
                 return Double.apply(x)
 
         torch.vmap(row)(X)
-        assert levels.custom_function_call in seen
+        assert levels.custom_function_call in mode.seen
 
 
 class TestTensors:
@@ -183,17 +192,10 @@ class TestTensors:
     @pytest.mark.parametrize("name", [*tensors.GRAPH, *tensors.MEMORY])
     def test_private_attributes_are_read_through_a_descriptor(self, name):
         """A function mode sees `__get__` of it, by which `Truth` refuses."""
-        seen = []
-
-        class Listing(TorchFunctionMode):
-            def __torch_function__(self, func, types, args=(), kwargs=None):
-                seen.append(func)
-                return func(*args, **(kwargs or {}))
-
         x = torch.zeros(1)
-        with Listing():
+        with Listing() as mode:
             getattr(x, name)
-        (found,) = (func.__self__.__name__ for func in seen)
+        (found,) = (func.__self__.__name__ for func in mode.seen)
         assert found in (name, name.removeprefix("_"))
 
     @pytest.mark.parametrize(
@@ -211,19 +213,12 @@ class TestTensors:
 
 class TestModes:
     def test_modes_are_listed_and_left_out(self):
-        seen = []
-
-        class Listing(TorchFunctionMode):
-            def __torch_function__(self, func, types, args=(), kwargs=None):
-                seen.append(func)
-                return func(*args, **(kwargs or {}))
-
         assert not modes.function_modes()
         with Listing() as mode:
             assert modes.function_modes() == [mode]
             with modes.without_modes():
                 X + 1
-        assert not seen
+        assert not mode.seen
 
     def test_subclasses_are_left_out(self):
         class Refusing(Tensor):
@@ -330,26 +325,39 @@ def own_backward(x):
     return torch.autograd.grad(y.sum(), y)[0]
 
 
-DIVERSE = [
+REFUSED = [
     (messages.RANDOM, lambda x: torch.rand(2) + x, {}),
     (messages.RANDOM_OF_EACH, torch.bernoulli, {"randomness": "same"}),
     (messages.NO_SETUP_CONTEXT, Old.apply, {}),
     (messages.HOOKS_ON_SAVED[0], checkpointed, {"grad": True}),
+    (messages.OWN_BACKWARD[0], lambda x: x.sum().backward(), {}),
     (messages.OWN_BACKWARD[1], own_backward, {"grad": True}),
     (messages.NOT_MAPPED[0], lambda x: X[:1].clone().add_(0) * x.item(), {}),
     (messages.NOT_MAPPED[0], lambda x: X[0].clone().mul_(x), {}),
     (messages.NOT_MAPPED[0], lambda x: x[x.nonzero()], {}),
+    (messages.NOT_MAPPED[1], lambda x: torch.equal(x, x), {}),
+    (messages.NOT_MAPPED[2], lambda x: torch.allclose(x, x), {}),
+    (messages.NOT_MAPPED[3], lambda x: x.data, {}),
+    (messages.NOT_MAPPED[4], lambda x: x.clone().as_strided((2,), (5,)), {}),
     (messages.NOT_MAPPED[5], lambda x: x.data_ptr(), {}),
     (messages.NOT_MAPPED[6], lambda x: x.untyped_storage(), {}),
     (messages.NOT_MAPPED[7], written_data, {}),
+    (messages.NOT_MAPPED[8], lambda x: (x[:, None] * X[:, 0]).mT.view(6), {}),
+    (messages.SHAPES, lambda x: torch.ones(1).mul_(torch.ones(2)), {}),
 ]
 
 
-@pytest.mark.parametrize(("text", "function", "options"), DIVERSE)
+@pytest.mark.parametrize(("text", "function", "options"), REFUSED)
 def test_torch_refuses_in_the_words_that_are_matched(text, function, options):
     with pytest.raises(RuntimeError) as caught:
-        under_vmap(lambda x: function(x), **options)
+        under_vmap(function, **options)
     assert text in str(caught.value)
+
+
+def test_every_text_that_is_matched_has_a_case():
+    texts = [*messages.NOT_MAPPED, *messages.OWN_BACKWARD, *messages.HOOKS_ON_SAVED]
+    texts += [messages.RANDOM, messages.RANDOM_OF_EACH, messages.NO_SETUP_CONTEXT]
+    assert {*texts, messages.SHAPES} == {text for text, *_ in REFUSED}
 
 
 def test_a_warning_of_a_missing_rule_names_the_op():

@@ -5,7 +5,7 @@ Each takes the function's name and the arguments by name, so that a call reads
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,46 +14,39 @@ from torch import Tensor
 from vgrad.torch_private import levels
 
 
-def _number(function: str, name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        kind = type(value).__name__
-        raise TypeError(
-            f"{function}({name}={value!r}): expected a number, got a {kind}."
-        )
-
-
 def positive(function: str, **values: Any) -> None:
     """Each value is a number above zero; infinity passes, NaN does not."""
-    for name, value in values.items():
-        _number(function, name, value)
-        if not value > 0:
-            raise ValueError(f"{function}({name}={value!r}): expected {name} > 0.")
+    _numbers(function, values, lambda value: value > 0, "{} > 0")
 
 
 def non_negative(function: str, **values: Any) -> None:
     """Each value is a number of zero or more; infinity passes, NaN does not."""
-    for name, value in values.items():
-        _number(function, name, value)
-        if not value >= 0:
-            raise ValueError(f"{function}({name}={value!r}): expected {name} >= 0.")
+    _numbers(function, values, lambda value: value >= 0, "{} >= 0")
 
 
 def finite(function: str, **values: Any) -> None:
     """Each value is a number that is neither infinite nor NaN."""
-    for name, value in values.items():
-        _number(function, name, value)
-        if not math.isfinite(value):
-            raise ValueError(f"{function}({name}={value!r}): expected a finite number.")
+    _numbers(function, values, math.isfinite, "a finite number")
 
 
 def between(function: str, low: float, high: float, **values: Any) -> None:
     """Each value is a number with `low < value < high`."""
+    expected = f"{low} < {{}} < {high}"
+    _numbers(function, values, lambda value: low < value < high, expected)
+
+
+def _numbers(
+    function: str, values: dict[str, Any], holds: Callable, expected: str
+) -> None:
     for name, value in values.items():
-        _number(function, name, value)
-        if not low < value < high:
-            raise ValueError(
-                f"{function}({name}={value!r}): expected {low} < {name} < {high}."
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            kind = type(value).__name__
+            raise TypeError(
+                f"{function}({name}={value!r}): expected a number, got a {kind}."
             )
+        if not holds(value):
+            said = expected.format(name)
+            raise ValueError(f"{function}({name}={value!r}): expected {said}.")
 
 
 def whole(function: str, *, least: int, **values: Any) -> None:

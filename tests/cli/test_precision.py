@@ -28,6 +28,7 @@ from vgrad import files, optim
 from vgrad.__main__ import main
 from vgrad.cli import checkpoint, models, report, setup
 from vgrad.cli.arguments import Settings
+from vgrad.torch_private import kernels
 from vgrad.training import TrainState, private_step, train_step
 
 SCALE = ["loss_scale", "skipped"]
@@ -248,7 +249,7 @@ def test_nothing_is_said_where_there_is_no_reason_to(monkeypatch):
         supported(monkeypatch, bf16=True, fp16=True)
         models.warn_if_slow("float16", "cpu")
         # A torch that cannot tell.
-        monkeypatch.setattr(models, "_SUPPORTED", {"float16": "_no_such_op"})
+        monkeypatch.setattr(kernels, "_ON_CPU", {"float16": "_no_such_op"})
         models.warn_if_slow("float16", "cpu")
 
 

@@ -1,26 +1,44 @@
 """Ops of all members at once: the numbers of torch's ops, one member at a time."""
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch._C._functorch import current_level
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from tests.examples import examples
 from vgrad.lowering import FORMS, Members, Truth
+from vgrad.torch_private import levels
 
 E = 3
 CONVOLUTIONS = [F.conv1d, F.conv2d, F.conv3d]
+
+
+LINEAR, CONV1D = ((5, 4), (2, 4), (2,)), ((2, 4, 5), (3, 4, 3), (3,))
+by_op = pytest.mark.parametrize(
+    ("plain", "shapes"),
+    [(F.linear, LINEAR), (F.conv1d, CONV1D)],
+    ids=["linear", "conv"],
+)
+by_choice = pytest.mark.parametrize("chosen", [True, False])
+by_space = pytest.mark.parametrize(
+    "plain", CONVOLUTIONS, ids=lambda each: each.__name__
+)
+
+
+def close(found, expected, bound=1e-12):
+    torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
 
 
 def mapped(function, dims, *tensors, told=None, chosen=True):
     """Run under a vmap over members."""
 
     def one(*tensors):
-        truth = Truth(current_level(), "member", "a loop")
+        truth = Truth(levels.current_level(), "member", "a loop")
         with Members(told, truth=truth, chosen=chosen):
             return function(*tensors)
 
@@ -29,13 +47,9 @@ def mapped(function, dims, *tensors, told=None, chosen=True):
 
 def looped(function, dims, *tensors):
     """Run the op itself for one member after the other."""
-    size = next(
-        t.shape[dim] for t, dim in zip(tensors, dims, strict=True) if dim is not None
-    )
-    rows = [
-        [t if dim is None else t.select(dim, i) for t, dim in zip(tensors, dims)]  # noqa: B905
-        for i in range(size)
-    ]
+    pairs = list(zip(tensors, dims, strict=True))
+    size = next(t.shape[dim] for t, dim in pairs if dim is not None)
+    rows = [[t if d is None else t.select(d, i) for t, d in pairs] for i in range(size)]
     return torch.stack([function(*row) for row in rows])
 
 
@@ -44,42 +58,38 @@ def random(*shape, seed=0):
     return torch.randn(shape, dtype=torch.float64, generator=made)
 
 
+def own(*shapes, dims=(0, 0, 0)):
+    """Make tensors, with an axis of members where `dims` has one."""
+    pairs = zip(shapes, dims, strict=False)
+    return [random(*([] if dim is None else [E]), *shape) for shape, dim in pairs]
+
+
 def check(function, dims, *tensors, chosen=True):
     """Values and gradients of everything are those of the loop."""
     leaves = [each.clone().requires_grad_() for each in tensors]
     found = mapped(function, dims, *leaves, chosen=chosen)
     expected = looped(function, dims, *leaves)
-    assert found.shape == expected.shape
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    close(found, expected)
     weights = random(*expected.shape, seed=7)
     grads = torch.autograd.grad((found * weights).sum(), leaves)
-    for grad, wanted in zip(
-        grads, torch.autograd.grad((expected * weights).sum(), leaves), strict=True
-    ):
-        torch.testing.assert_close(grad, wanted, rtol=1e-11, atol=1e-11)
+    close(grads, torch.autograd.grad((expected * weights).sum(), leaves), 1e-11)
 
 
-def form(function, dims, *tensors):
+def form(function, dims, *tensors, **options):
     told = []
-    mapped(function, dims, *tensors, told=lambda *each: told.append(each))
+    tell = lambda *each: told.append(each)  # noqa: E731
+    mapped(function, dims, *tensors, told=tell, **options)
     return told
 
 
-@pytest.mark.parametrize("bias", ["own", "shared", "none"])
-@pytest.mark.parametrize("weight", ["own", "shared"])
-@pytest.mark.parametrize("input", ["own", "shared"])
-@pytest.mark.parametrize("chosen", [True, False])
-def test_linear_equals_the_loop_whatever_members_share(input, weight, bias, chosen):
-    kinds = [input, weight] + [bias] * (bias != "none")
-    if "own" not in kinds:
-        return  # nothing to map over
-    shapes = [(5, 4), (2, 4), (2,)][: len(kinds)]
-    dims = tuple(0 if kind == "own" else None for kind in kinds)
-    tensors = [
-        random(*([E] if kind == "own" else []), *shape)
-        for kind, shape in zip(kinds, shapes, strict=True)
-    ]
-    check(F.linear, dims, *tensors, chosen=chosen)
+@pytest.mark.parametrize(
+    "dims",
+    [each for each in product((0, None), repeat=3) if 0 in each]
+    + [each for each in product((0, None), repeat=2) if 0 in each],
+)
+@by_choice
+def test_linear_equals_the_loop_whatever_members_share(dims, chosen):
+    check(F.linear, dims, *own(*LINEAR, dims=dims), chosen=chosen)
 
 
 @given(
@@ -109,13 +119,11 @@ def test_a_bias_of_one_number_is_added_everywhere():
 
 
 def test_arguments_may_have_names():
-    tensors = random(E, 5, 4), random(E, 2, 4), random(E, 2)
-
     def named(x, weight, bias):
         return F.linear(input=x, bias=bias, weight=weight)
 
-    check(named, (0, 0, 0), *tensors)
-    assert form(named, (0, 0, 0), *tensors) == [("linear", "baddbmm")]
+    check(named, (0, 0, 0), *own(*LINEAR))
+    assert form(named, (0, 0, 0), *own(*LINEAR)) == [("linear", "baddbmm")]
 
 
 OPTIONS = {
@@ -133,50 +141,40 @@ OPTIONS = {
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-@pytest.mark.parametrize("plain", CONVOLUTIONS, ids=lambda each: each.__name__)
+@by_space
 def test_convolutions_take_every_option(plain, options):
     space = CONVOLUTIONS.index(plain) + 1
-    groups = options.get("groups", 1)
-    x = random(E, 2, 4, *[5] * space)
-    weight = random(E, 6, 4 // groups, *[2] * space)
-    bias = random(E, 6)
+    channels = 4 // options.get("groups", 1)
+    tensors = own((2, 4, *[5] * space), (6, channels, *[2] * space), (6,))
 
     def convolve(x, weight, bias=None):
         return plain(x, weight, bias, **options)
 
-    check(convolve, (0, 0, 0), x, weight, bias)
-    check(convolve, (0, 0), x, weight)
+    check(convolve, (0, 0, 0), *tensors)
+    check(convolve, (0, 0), *tensors[:2])
 
 
-@pytest.mark.parametrize("plain", CONVOLUTIONS, ids=lambda each: each.__name__)
-@pytest.mark.parametrize("chosen", [True, False])
+@by_space
+@by_choice
 @pytest.mark.parametrize(
     "dims", [(0, 0, 0), (None, 0, 0), (0, None, None), (0, 0, None), (0, None, 0)]
 )
 def test_convolutions_equal_the_loop_whatever_members_share(plain, chosen, dims):
     space = CONVOLUTIONS.index(plain) + 1
     shapes = (2, 4, *[4] * space), (6, 2, *[3] * space), (6,)
-    tensors = [
-        random(*([] if dim is None else [E]), *shape)
-        for dim, shape in zip(dims, shapes, strict=True)
-    ]
 
     def convolve(x, weight, bias):
         return plain(x, weight, bias, 1, 1, 1, 2)
 
-    check(convolve, dims, *tensors, chosen=chosen)
+    check(convolve, dims, *own(*shapes, dims=dims), chosen=chosen)
 
 
-@pytest.mark.parametrize("plain", CONVOLUTIONS, ids=lambda each: each.__name__)
+@by_space
 def test_convolutions_of_one_sample_have_no_batch_dimension(plain):
     space = CONVOLUTIONS.index(plain) + 1
-    x, weight, bias = (
-        random(E, 2, *[4] * space),
-        random(E, 3, 2, *[3] * space),
-        random(E, 3),
-    )
-    check(plain, (0, 0, 0), x, weight, bias)
-    check(plain, (None, 0, 0), x[0], weight, bias)
+    for dims in ((0, 0, 0), (None, 0, 0)):
+        shapes = (2, *[4] * space), (3, 2, *[3] * space), (3,)
+        check(plain, dims, *own(*shapes, dims=dims))
 
 
 @given(
@@ -203,78 +201,67 @@ def test_convolutions_take_all_sizes(
     )
 
 
-@pytest.mark.parametrize("chosen", [True, False])
+@by_choice
 def test_samples_mapped_inside_of_members_are_right(chosen):
-    x, weight, bias = random(E, 5, 4), random(E, 2, 4), random(E, 2)
-
     def each(x, weight, bias):
         return torch.vmap(lambda row: F.linear(row, weight, bias))(x)
 
-    check(each, (0, 0, 0), x, weight, bias, chosen=chosen)
-    check(each, (None, 0, 0), x[0], weight, bias, chosen=chosen)
-    image, kernel = random(E, 5, 4, 6), random(E, 6, 2, 3)
+    for dims in ((0, 0, 0), (None, 0, 0)):
+        check(each, dims, *own(*LINEAR, dims=dims), chosen=chosen)
 
     def convolved(x, kernel):
         run = lambda one: F.conv1d(one, kernel, padding="same", groups=2)  # noqa: E731
         return torch.vmap(run)(x)
 
-    check(convolved, (0, 0), image, kernel, chosen=chosen)
+    check(convolved, (0, 0), *own((5, 4, 6), (6, 2, 3)), chosen=chosen)
 
 
 def test_ensembles_of_ensembles_are_right():
     x, weight, bias = random(2, E, 5, 4), random(2, E, 3, 4), random(2, E, 3)
-    found = torch.vmap(lambda *each: mapped(F.linear, (0, 0, 0), *each))(
-        x, weight, bias
-    )
+
+    def linear(*each):
+        return mapped(F.linear, (0, 0, 0), *each)
+
     expected = torch.einsum("aebi,aeoi->aebo", x, weight) + bias.unsqueeze(2)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    found = torch.vmap(
-        lambda x, w: mapped(F.linear, (0, 0, 0), x, w, bias[0]), in_dims=(None, 0)
-    )(x[0], weight)
+    close(torch.vmap(linear)(x, weight, bias), expected)
     expected = torch.einsum("ebi,aeoi->aebo", x[0], weight) + bias[0].unsqueeze(1)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    close(torch.vmap(linear, (None, 0, None))(x[0], weight, bias[0]), expected)
 
 
 @pytest.mark.parametrize("argument", [0, 1, 2])
-@pytest.mark.parametrize("plain", [F.linear, F.conv1d], ids=["linear", "conv1d"])
-def test_a_member_may_differentiate_inside(plain, argument):
+@by_op
+def test_a_member_may_differentiate_inside(plain, shapes, argument):
     """Gradient penalties differentiate by the input, learned optimizers by weights."""
-    shapes = {F.linear: ((5, 4), (2, 4), (2,)), F.conv1d: ((2, 4, 5), (3, 4, 3), (3,))}
-    tensors = [random(E, *shape) for shape in shapes[plain]]
 
     def penalty(*given):
-        grad = torch.func.grad(
-            lambda *each: plain(*each).pow(3).sum(), argnums=argument
-        )(*given)
-        return grad.square().sum()
+        cubed = lambda *each: plain(*each).pow(3).sum()  # noqa: E731
+        return torch.func.grad(cubed, argnums=argument)(*given).square().sum()
 
-    check(penalty, (0, 0, 0), *tensors)
+    check(penalty, (0, 0, 0), *own(*shapes))
 
 
-@pytest.mark.parametrize("plain", [F.linear, F.conv1d], ids=["linear", "conv1d"])
-def test_forward_mode_and_second_derivatives_around_are_right(plain):
-    shapes = {F.linear: ((5, 4), (2, 4), (2,)), F.conv1d: ((2, 4, 5), (3, 4, 3), (3,))}
-    x, weight, bias = (random(E, *shape) for shape in shapes[plain])
+@by_op
+def test_forward_mode_and_second_derivatives_around_are_right(plain, shapes):
+    x, weight, bias = own(*shapes)
     direction = random(*weight.shape, seed=3)
 
     def by(run):
         return lambda w: run(plain, (0, 0, 0), x, w, bias).pow(3)
 
-    _, found = torch.func.jvp(by(mapped), (weight,), (direction,))
-    _, expected = torch.func.jvp(by(looped), (weight,), (direction,))
-    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+    def tangents(run):
+        return torch.func.jvp(by(run), (weight,), (direction,))[1]
 
     def product(run):
         inner = torch.func.grad(lambda w: by(run)(w).sum())
         return torch.func.grad(lambda w: (inner(w) * direction).sum())(weight)
 
-    torch.testing.assert_close(product(mapped), product(looped), rtol=1e-10, atol=1e-10)
+    close(tangents(mapped), tangents(looped), 1e-11)
+    close(product(mapped), product(looped), 1e-10)
 
 
-@pytest.mark.parametrize("plain", [F.linear, F.conv1d], ids=["linear", "conv1d"])
-def test_autograd_may_differentiate_twice_and_for_many_vectors_at_once(plain):
-    shapes = {F.linear: ((5, 4), (2, 4), (2,)), F.conv1d: ((2, 4, 5), (3, 4, 3), (3,))}
-    x, *others = (random(*shape) for shape in shapes[plain])
+@by_op
+def test_autograd_may_differentiate_twice_and_for_many_vectors_at_once(plain, shapes):
+    x, *others = (random(*shape) for shape in shapes)
     tensors = [x, *(torch.stack([each, 2 * each, -each]) for each in others)]
 
     def derivatives(run):
@@ -286,105 +273,80 @@ def test_autograd_may_differentiate_twice_and_for_many_vectors_at_once(plain):
         many = random(4, *value.shape)
         return *twice, *torch.autograd.grad(value, leaves, many, is_grads_batched=True)
 
-    for found, expected in zip(derivatives(mapped), derivatives(looped), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    close(derivatives(mapped), derivatives(looped), 1e-10)
 
 
 def test_forward_mode_of_autograd_goes_through_a_linear_layer():
-    x, weight, bias = random(5, 4), random(E, 2, 4), random(E, 2)
+    dims = (None, 0, 0)
+    x, weight, bias = own(*LINEAR, dims=dims)
     direction = random(*weight.shape, seed=3)
 
     def tangent(run):
         with forward_ad.dual_level():
             dual = forward_ad.make_dual(weight.clone().requires_grad_(), direction)
-            out = run(F.linear, (None, 0, 0), x, dual, bias)
-            return forward_ad.unpack_dual(out).tangent
+            return forward_ad.unpack_dual(run(F.linear, dims, x, dual, bias)).tangent
 
     torch.testing.assert_close(tangent(mapped), tangent(looped))
 
 
-def test_what_is_told_is_the_form_that_ran():
-    x, weight, bias = random(E, 5, 4), random(E, 2, 4), random(E, 2)
-    assert form(F.linear, (0, 0, 0), x, weight, bias) == [("linear", "baddbmm")]
-    assert form(F.linear, (0, 0), x, weight) == [("linear", "torch")]
-    assert form(F.linear, (0, None, None), x, weight[0], bias[0]) == [
-        ("linear", "torch")
-    ]
-    image, kernel = random(E, 2, 4, 5), random(E, 3, 4, 2)
-    told = {
-        (0, 0): "one call a member",
-        (None, 0): "one convolution with the channels of all members",
-        (0, None): "one convolution of all members' batches",
-    }
-    for dims, name in told.items():
-        given = [
-            t if dim == 0 else t[0]
-            for t, dim in zip((image, kernel), dims, strict=True)
-        ]
-        assert form(F.conv1d, dims, *given) == [("conv1d", name)]
+CHANNELS = "one convolution with the channels of all members"
+
+
+@pytest.mark.parametrize(
+    ("plain", "dims", "name"),
+    [
+        (F.linear, (0, 0, 0), "baddbmm"),
+        (F.linear, (0, 0), "torch"),
+        (F.linear, (0, None, None), "torch"),
+        (F.conv1d, (0, 0), "one call a member"),
+        (F.conv1d, (None, 0), CHANNELS),
+        (F.conv1d, (0, None), "one convolution of all members' batches"),
+    ],
+)
+def test_what_is_told_is_the_form_that_ran(plain, dims, name):
+    shapes = LINEAR if plain is F.linear else CONV1D
+    tensors = own(*shapes, dims=dims)
+    assert form(plain, dims, *tensors) == [(plain.__name__, name)]
+    assert form(plain, dims, *tensors, chosen=False) == []
     assert set(FORMS) == {F.linear, *CONVOLUTIONS}
 
 
-def test_without_a_choice_nothing_is_told():
-    told = []
-    mapped(
-        F.linear,
-        (0, 0, 0),
-        random(E, 5, 4),
-        random(E, 2, 4),
-        random(E, 2),
-        told=lambda *each: told.append(each),
-        chosen=False,
-    )
-    assert told == []
-
-
-@pytest.mark.parametrize("chosen", [True, False])
+@by_choice
 def test_padding_of_an_embedding_holds_for_every_member(chosen):
     """Torch's own rule pads in the table of the first member only."""
-    table = random(E, 5, 3)
     made = torch.Generator().manual_seed(0)
     tokens = torch.randint(5, (E, 4, 6), generator=made)
+    leaf = random(E, 5, 3).requires_grad_()
 
-    def look_up(table, tokens):
-        return F.embedding(tokens, table, padding_idx=1).pow(2)
+    def gradient(run, **options):
+        look_up = lambda t, i: F.embedding(i, t, padding_idx=1).pow(2)  # noqa: E731
+        found = run(look_up, (0, 0), leaf, tokens, **options)
+        return torch.autograd.grad(found.sum(), leaf)[0]
 
-    leaf = table.clone().requires_grad_()
-    found = mapped(look_up, (0, 0), leaf, tokens, chosen=chosen)
-    (grad,) = torch.autograd.grad(found.sum(), leaf)
-    expected = looped(look_up, (0, 0), leaf, tokens)
-    (wanted,) = torch.autograd.grad(expected.sum(), leaf)
-    torch.testing.assert_close(grad, wanted, rtol=1e-12, atol=1e-12)
+    grad = gradient(mapped, chosen=chosen)
+    close(grad, gradient(looped))
     assert not grad[:, 1].any()
 
 
-@pytest.mark.parametrize("chosen", [True, False])
+@by_choice
 def test_ops_inside_of_torchs_python_functions_have_their_forms_too(chosen):
     """Multi-head attention is Python, and calls an attention that vmap loops over."""
-    torch.manual_seed(0)
     layers = [nn.MultiheadAttention(4, 2, dtype=torch.float64) for _ in range(E)]
-    params = {
-        name: torch.stack([layer.get_parameter(name).detach() for layer in layers])
-        for name, _ in layers[0].named_parameters()
-    }
-    x = random(5, 2, 4)
+    params, _ = torch.func.stack_module_state(layers)
+    x, told = random(5, 2, 4), []
 
     def attend(params):
         return torch.func.functional_call(layers[0], params, (x, x, x))[0]
 
-    told = []
-    found = mapped(
-        attend, (0,), params, told=lambda *each: told.append(each), chosen=chosen
-    )
+    options = {"told": lambda *each: told.append(each), "chosen": chosen}
+    found = mapped(attend, (0,), params, **options)
     expected = torch.stack([layer(x, x, x)[0] for layer in layers])
-    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+    close(found, expected, 1e-11)
     assert [op for op, _ in told] == (["linear", "linear"] if chosen else [])
 
 
 def test_errors_of_an_op_are_torchs_own():
-    x, weight, bias = random(E, 5, 4), random(E, 2, 3), random(E, 2)
     with pytest.raises(RuntimeError, match="size"):
-        mapped(F.linear, (0, 0, 0), x, weight, bias)
-    image, kernel = random(E, 2, 4, 5), random(E, 3, 3, 2)
+        mapped(F.linear, (0, 0, 0), *own((5, 4), (2, 3), (2,)))
     with pytest.raises(RuntimeError, match="expected input"):
-        mapped(F.conv1d, (0, 0), image, kernel)
+        mapped(F.conv1d, (0, 0), *own((2, 4, 5), (3, 3, 2)))

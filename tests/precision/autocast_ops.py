@@ -7,7 +7,7 @@ the dtype of the test, and differs from sample to sample, the others are float32
 import torch
 from torch.nn import functional as F
 
-from vgrad.precision.ops import KINDS
+from vgrad.precision import KINDS
 
 
 def labels(x):

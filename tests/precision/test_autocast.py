@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import vgrad
 from tests import oracle
-from vgrad.precision import autocast
-from vgrad.precision.autocast import Autocast
+from vgrad.precision import AutocastMode, autocast
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop"),
@@ -379,7 +378,7 @@ def test_a_weight_is_cast_again_after_a_change_and_at_another_level():
     weight = torch.ones(7, 7)
 
     def run(x):
-        with Autocast([weight]):
+        with AutocastMode([weight]):
             counts, outputs = [], []
             for _ in range(2):
                 for _ in range(2):

@@ -15,9 +15,9 @@ import vgrad
 from tests import oracle
 from tests.cases import TiedLanguageModel
 from vgrad import explain
-from vgrad.precision import Policy, PolicyModel, policy_for
-from vgrad.precision.modules import loss_under
+from vgrad.precision import Policy, PolicyModel, loss_under, policy_for
 
+split = vgrad.make_functional_with_buffers
 STRATEGIES = ("auto", "recorded", "vmap", "loop")
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 SEEN: dict[str, tuple] = {}
@@ -35,10 +35,8 @@ class Spy(nn.Module):
             self.add_module(name, child)
 
     def forward(self, x):
-        SEEN[self.tag] = (
-            F.linear(x.to(self.weight.dtype), self.weight).dtype,
-            (self.weight.dtype),
-        )
+        product = F.linear(x.to(self.weight.dtype), self.weight)
+        SEEN[self.tag] = product.dtype, self.weight.dtype
         for child in self.children():
             x = child(x)
         return x
@@ -54,7 +52,7 @@ def spies():
 
 def seen_under(model, policy):
     """Return what every spy saw under a policy."""
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    fmodel, params, buffers = split(model)
     SEEN.clear()
     policy_for(fmodel, policy)(params, buffers, torch.ones(2, 3))
     return dict(SEEN)
@@ -76,7 +74,7 @@ def mlp(seed=0):
         nn.Linear(5, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 6), nn.Linear(6, 3)
     )
     x, y = torch.randn(7, 5), torch.randint(3, (7,))
-    return model, *vgrad.make_functional_with_buffers(model), x, y
+    return model, *split(model), x, y
 
 
 def eager(model, x, dtype):
@@ -111,6 +109,7 @@ def test_one_policy_holds_for_all_modules(policy, product, weight):
 @pytest.mark.parametrize(
     ("policies", "expected"),
     [
+        ({"": "mixed_bfloat16"}, everywhere(BF16)),
         ({"": "mixed_bfloat16", "b": "float32"}, everywhere(BF16, b=F32, b_x=F32)),
         (
             {"": "mixed_bfloat16", "a.x": "float64"},
@@ -123,6 +122,10 @@ def test_one_policy_holds_for_all_modules(policy, product, weight):
         (
             {"": "mixed_bfloat16", "*.x": "float32"},
             everywhere(BF16, a_x=F32, a_x_deep=F32, b_x=F32),
+        ),
+        (
+            {"": "mixed_bfloat16", ("a.y", "*.x"): "float32", ("a.x",): "float64"},
+            everywhere(BF16, a_y=F32, b_x=F32, a_x=F64, a_x_deep=F64),
         ),
         (  # three letters against two, whichever comes first
             {"*.x": "float32", "": "mixed_bfloat16", "a.x": "float64"},
@@ -138,90 +141,72 @@ def test_one_policy_holds_for_all_modules(policy, product, weight):
         ),
         ({"*": "mixed_float16"}, everywhere(F16)),
         ({"b": "mixed_bfloat16"}, everywhere(F32, b=BF16, b_x=BF16)),
-        ({"": "float32", "?.x": "bfloat16", "*.x": "bfloat16"}, None),
+        (  # two patterns that agree
+            {"": "float32", "?.x": "bfloat16", "*.x": "bfloat16"},
+            everywhere(F32, a_x=BF16, a_x_deep=BF16, b_x=BF16),
+        ),
     ],
 )
 def test_the_most_specific_pattern_holds(policies, expected):
-    if expected is None:  # two patterns that agree
-        expected = everywhere(F32, a_x=BF16, a_x_deep=BF16, b_x=BF16)
     assert computed_in(policies) == expected
 
 
-def test_the_empty_name_is_the_model_and_no_pattern():
-    assert computed_in({"": "mixed_bfloat16"}) == everywhere(BF16)
-    fmodel, *_ = vgrad.make_functional_with_buffers(nn.Linear(2, 2))
-    assert policy_for(fmodel, "float64").policies == {"": Policy.parse("float64")}
+SPIES, *_ = split(spies())
+UNPARSED = (TypeError, "expected a string, got a dtype")
+SEVERAL = "most specific pattern for the module "
+NONE = "matches a module, got none"
 
 
-def test_equally_specific_patterns_that_disagree_are_refused():
-    fmodel, *_ = vgrad.make_functional_with_buffers(spies())
-    policies = {"a.*": "mixed_bfloat16", "*.x": "float32"}
-    with pytest.raises(ValueError, match="most specific pattern for the module 'a.x'"):
+@pytest.mark.parametrize(
+    ("fmodel", "policies", "error", "message"),
+    [
+        (SPIES, {"a.*": "bf16", "*.x": "f32"}, ValueError, SEVERAL + "'a.x'"),
+        (SPIES, {"": "float32", "*": "bfloat16"}, ValueError, SEVERAL + "''"),
+        (SPIES, {"": "f32", "hedd": "bf16"}, ValueError, f"'hedd'.*{NONE}"),
+        (SPIES, {("a", "hedd"): "bf16"}, ValueError, f"'hedd'.*{NONE}"),
+        (SPIES, {"a.weight": "bf16"}, ValueError, f"'a.weight'.*{NONE}"),
+        (SPIES, {3: "bf16"}, TypeError, r"policy_for\(policy=3\): expected a list or"),
+        (spies(), "float32", TypeError, "make_functional_with_buffers.*Spy"),
+        (SPIES, torch.bfloat16, *UNPARSED),
+        (SPIES, {"": "mixed_float8"}, ValueError, "dtypes among.*'mixed_float8'"),
+        (policy_for(SPIES, "f32"), "bf16", TypeError, "a model without policies"),
+    ],
+)
+def test_what_is_no_model_or_no_policy_is_refused(fmodel, policies, error, message):
+    with pytest.raises(error, match=message):
         policy_for(fmodel, policies)
-    with pytest.raises(ValueError, match="for the module ''"):
-        policy_for(fmodel, {"": "float32", "*": "mixed_bfloat16"})
-
-
-def test_a_pattern_that_matches_nothing_is_refused():
-    fmodel, *_ = vgrad.make_functional_with_buffers(spies())
-    with pytest.raises(ValueError, match="'hedd'.*matches a module, got none"):
-        policy_for(fmodel, {"": "float32", "hedd": "mixed_bfloat16"})
-    with pytest.raises(ValueError, match="'a.weight'.*matches a module, got none"):
-        policy_for(fmodel, {"a.weight": "mixed_bfloat16"})
-
-
-def test_what_is_no_model_or_no_policy_is_refused():
-    model, fmodel, *_ = mlp()
-    with pytest.raises(TypeError, match="make_functional_with_buffers.*Sequential"):
-        policy_for(model, "float32")
-    with pytest.raises(TypeError, match="expected a string, got a dtype"):
-        policy_for(fmodel, torch.bfloat16)
-    with pytest.raises(ValueError, match="expected dtypes among.*'mixed_float8'"):
-        policy_for(fmodel, {"": "mixed_float8"})
-    with pytest.raises(TypeError, match="expected a model without policies"):
-        policy_for(policy_for(fmodel, "float32"), "bfloat16")
-    with pytest.raises(TypeError, match="expected a string, got a dtype"):
+    with pytest.raises(UNPARSED[0], match=UNPARSED[1]):
         loss_under(torch.bfloat16, lambda params, buffers: params["w"])
 
 
+def test_one_policy_is_that_of_the_empty_name():
+    assert policy_for(SPIES, "float64").policies == {"": Policy.parse("float64")}
+
+
 class Listed(nn.Module):
-    """Has modules in containers, which are never called themselves."""
+    """Has modules in containers, and calls the child of a child past its parent."""
 
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList([Spy("list.0"), Spy("list.1")])
         self.named = nn.ModuleDict({"one": Spy("dict.one", x=Spy("dict.one.x"))})
+        self.a = Spy("a", x=Spy("a.x"))
 
     def forward(self, x):
         for block in (*self.blocks, *self.named.values()):
             x = block(x)
-        return x
+        return self.a.x(x)
 
 
-def test_a_policy_of_a_container_holds_for_what_is_in_it():
+def test_a_policy_of_what_is_not_called_holds_for_what_is_in_it():
     policies = {"": "mixed_bfloat16", "blocks": "float32", "named": "float64"}
-    assert seen_under(Listed(), policies) == {
+    assert seen_under(Listed(), {**policies, "a": "float32"}) == {
         "list.0": (F32, F32),
         "list.1": (F32, F32),
         "dict.one": (F64, F64),
         "dict.one.x": (F64, F64),
+        "a.x": (F32, F32),
     }
-
-
-class Reaching(nn.Module):
-    """Calls the child of a child, and not the child."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = Spy("a", x=Spy("a.x"))
-
-    def forward(self, x):
-        return self.a.x(x)
-
-
-def test_a_policy_holds_for_a_module_that_is_called_past_its_parent():
-    seen = seen_under(Reaching(), {"": "mixed_bfloat16", "a": "float32"})
-    assert seen == {"a.x": (F32, F32)}
 
 
 def test_parameters_of_a_module_itself_follow_its_policy_and_not_its_childrens():
@@ -233,39 +218,22 @@ def test_parameters_of_a_module_itself_follow_its_policy_and_not_its_childrens()
 
 def test_a_module_in_two_places_follows_the_policy_of_its_first_name():
     shared = Spy("shared")
-    seen = seen_under(
-        nn.ModuleDict({"model": nn.Sequential(shared, Spy("between"), shared)})[
-            "model"
-        ],
-        {"": "mixed_bfloat16", "0": "float32"},
-    )
+    model = nn.Sequential(shared, Spy("between"), shared)
+    seen = seen_under(model, {"": "mixed_bfloat16", "0": "float32"})
     assert seen == {"shared": (F32, F32), "between": (BF16, F32)}
 
 
-def test_tied_parameters_may_be_computed_with_in_several_dtypes():
-    torch.manual_seed(0)
-    model = TiedLanguageModel()
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+def test_tied_parameters_have_one_dtype_and_may_be_computed_with_in_several():
+    model, tokens = TiedLanguageModel(), torch.randint(11, (3, 5))
+    fmodel, params, buffers = split(model)
     mixed = policy_for(fmodel, {"": "mixed_bfloat16", "head": "float32"})
-    tokens = torch.randint(11, (3, 5))
     with torch.autocast("cpu", dtype=BF16):
         hidden = torch.tanh(model.norm(model.embed(tokens) + model.position.weight[:5]))
     expected = model.head(hidden.float())
     assert torch.equal(mixed(params, buffers, tokens), expected)
-
-
-def test_tied_parameters_that_would_get_several_dtypes_are_refused():
-    fmodel, *_ = vgrad.make_functional_with_buffers(TiedLanguageModel())
     for other in ("bfloat16", "float64"):
         with pytest.raises(ValueError, match="one dtype for the tied.*'head.weight'"):
             policy_for(fmodel, {"": "mixed_bfloat16", "head": other})
-
-
-def test_a_state_dict_of_a_tied_model_may_stand_in_for_the_parameters():
-    torch.manual_seed(0)
-    model = TiedLanguageModel()
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
-    tokens = torch.randint(11, (3, 5))
     pure = policy_for(fmodel, "bfloat16")
     found = pure(model.state_dict(), {}, tokens)
     assert torch.equal(found, pure(params, buffers, tokens))
@@ -283,7 +251,7 @@ class Several(nn.Module):
 
 @pytest.mark.parametrize("output", [F16, BF16, F32, F64])
 def test_every_floating_output_has_the_output_dtype(output):
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(Several())
+    fmodel, params, buffers = split(Several())
     for compute in (BF16, F32, F64):
         under = policy_for(fmodel, Policy(F32, compute, output))
         found = under(params, buffers, torch.ones(2, 3))
@@ -317,11 +285,9 @@ def test_modules_with_policies_of_their_own_equal_casts_by_hand_bit_for_bit():
 
 
 def test_one_weight_may_be_used_in_both_low_dtypes():
-    torch.manual_seed(0)
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     second.weight = first.weight
-    model = nn.Sequential(first, second)
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    fmodel, params, buffers = split(nn.Sequential(first, second))
     both = policy_for(fmodel, {"": "mixed_bfloat16", "1": "mixed_float16"})
     x = torch.randn(2, 3)
     expected = eager(second, eager(first, x, BF16), F16).float()
@@ -330,18 +296,13 @@ def test_one_weight_may_be_used_in_both_low_dtypes():
 
 def test_a_policy_overrides_the_autocast_around_the_call():
     model, fmodel, params, buffers, x, _ = mlp()
-    full = policy_for(fmodel, "float32")
+    full, expected = policy_for(fmodel, "float32"), model(x)
     with torch.autocast("cpu", dtype=BF16):
-        assert torch.equal(full(params, buffers, x), torch_plain(model, x))
+        assert torch.equal(full(params, buffers, x), expected)
         low = policy_for(fmodel, "mixed_float16")(params, buffers, x)
         assert torch.is_autocast_enabled("cpu")
         assert torch.get_autocast_dtype("cpu") == BF16
     assert torch.equal(low, eager(model, x, F16).float())
-
-
-def torch_plain(model, x):
-    with torch.autocast("cpu", enabled=False):
-        return model(x)
 
 
 # Buffers.
@@ -353,75 +314,67 @@ def torch_plain(model, x):
 )
 @pytest.mark.parametrize("training", [True, False])
 def test_batch_norm_keeps_its_statistics_in_float32(policy, training):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).train(training)
     model[1].running_mean.normal_()
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    fmodel, params, buffers = split(model)
     x = torch.randn(6, 5)
     under = policy_for(fmodel, policy)
     for given in ((params, buffers), ({**params, **buffers}, {})):
         found, new = under.call_and_update(*given, x)
-        dtypes = {name: value.dtype for name, value in buffers.items()}
-        assert {name: value.dtype for name, value in new.items()} == dtypes
+        assert {n: v.dtype for n, v in new.items()} == {
+            n: v.dtype for n, v in buffers.items()
+        }
         assert found.dtype == Policy.parse(policy).output_dtype
         reference = copy.deepcopy(model).double()
         expected = reference(x.double())
         torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.02)
         for name in ("running_mean", "running_var"):
-            left = getattr(reference[1], name)
-            torch.testing.assert_close(
-                new[f"1.{name}"].double(), left, rtol=4e-3, atol=4e-3
-            )
+            stays, left = new[f"1.{name}"].double(), getattr(reference[1], name)
+            torch.testing.assert_close(stays, left, rtol=4e-3, atol=4e-3)
         assert int(new["1.num_batches_tracked"]) == int(training)
 
 
 def test_mixed_batch_norm_is_eager_autocast_bit_for_bit():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    fmodel, params, buffers = split(model)
     x = torch.randn(6, 2, 5, 5)
-    mixed = policy_for(fmodel, "mixed_bfloat16")
-    found, new = mixed.call_and_update(params, buffers, x)
+    found, new = policy_for(fmodel, "mixed_bfloat16").call_and_update(
+        params, buffers, x
+    )
     assert torch.equal(found, eager(model, x, BF16).float())
-    for name, buffer in model.named_buffers():
-        assert torch.equal(new[name], buffer)
-        assert new[name].dtype == buffer.dtype
+    oracle.assert_exact(new, dict(model.named_buffers()), 0)
 
 
-class Average(nn.Module):
+# Buffers.
+
+
+class Average(nn.Linear):
     """Binds a new buffer in the dtype of the input, and counts."""
 
     def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
+        super().__init__(3, 3)
         self.register_buffer("mean", torch.zeros(3))
         self.register_buffer("count", torch.tensor(0))
 
     def forward(self, x):
-        x = self.layer(x)
-        self.mean = x.mean(0)
-        self.count = self.count + 1
+        x = super().forward(x)
+        self.mean, self.count = x.mean(0), self.count + 1
         return x
 
 
 @pytest.mark.parametrize("policy", ["bfloat16", "mixed_bfloat16", "float64"])
-def test_new_buffers_come_in_the_dtype_of_the_old_ones(policy):
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(Average())
-    under = policy_for(fmodel, policy)
-    _, new = under.call_and_update(params, buffers, torch.ones(2, 3))
-    assert new["mean"].dtype == F32
+def test_buffers_and_frozen_parameters_come_back_in_the_dtype_they_had(policy):
+    fmodel, params, buffers = split(Average())
+    _, new = policy_for(fmodel, policy).call_and_update(
+        params, buffers, torch.ones(2, 3)
+    )
+    assert (new["mean"].dtype, new["count"].dtype) == (F32, torch.int64)
     assert new["mean"].any()
-    assert new["count"].dtype == torch.int64
-
-
-@pytest.mark.parametrize("policy", ["bfloat16", "mixed_bfloat16", "float64"])
-def test_frozen_parameters_are_cast_like_others_and_come_back_as_they_were(policy):
     _, fmodel, params, buffers, x, _ = mlp()
     under = policy_for(fmodel, policy)
-    expected = under(params, buffers, x)
     trained, constant = vgrad.freeze(params, buffers, "0.*")
     found, new = under.call_and_update(trained, constant, x)
-    assert torch.equal(found, expected)
+    assert torch.equal(found, under(params, buffers, x))
     assert all(new[name] is constant[name] for name in constant)
 
 
@@ -461,7 +414,7 @@ class Recovering(nn.Module):
 @pytest.mark.parametrize("around", [True, False])
 def test_an_exception_leaves_no_autocast_and_no_mode(error, around):
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(Failing(error)))
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    fmodel, params, buffers = split(model)
     policies = {"": "mixed_bfloat16", "1": "float32", "1.0": "mixed_float16"}
     under = policy_for(fmodel, policies)
     with torch.autocast("cpu", dtype=BF16, enabled=around):
@@ -490,7 +443,7 @@ def test_a_hook_that_raises_before_its_module_runs_leaves_nothing():
         raise ValueError("not today")
 
     model[1].register_forward_pre_hook(refuse)
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    fmodel, params, buffers = split(model)
     under = policy_for(fmodel, {"": "mixed_bfloat16", "1": "float32"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -502,12 +455,10 @@ def test_a_hook_that_raises_before_its_module_runs_leaves_nothing():
 
 def test_what_is_given_stays_as_it_is():
     _, fmodel, params, buffers, x, _ = mlp()
-    before = copy.deepcopy((params, x))
-    plain = fmodel(params, buffers, x)
+    before, plain = copy.deepcopy((params, x)), fmodel(params, buffers, x)
     policy_for(fmodel, "bfloat16")(params, buffers, x)
     assert torch.equal(fmodel(params, buffers, x), plain)
-    assert torch.equal(x, before[1])
-    assert all(torch.equal(params[name], before[0][name]) for name in params)
+    oracle.assert_exact((params, x), before, 0)
 
 
 # Copies.
@@ -524,19 +475,17 @@ def test_copies_and_pickles_compute_the_same_bits():
 
 
 def test_modes_are_changed_in_a_new_function_with_the_same_policies():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 50), nn.Dropout(0.5))
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    fmodel, params, buffers = split(model)
     mixed = policy_for(fmodel, "mixed_bfloat16")
     evaluated = mixed.eval()
-    assert mixed.training
-    assert not evaluated.training
+    assert (mixed.training, evaluated.training) == (True, False)
     assert evaluated.policies == mixed.policies
     x = torch.randn(4, 3)
     expected = eager(copy.deepcopy(model).eval(), x, BF16).float()
     assert torch.equal(evaluated(params, buffers, x), expected)
-    assert (mixed(params, buffers, x) == 0).any()
-    assert (evaluated.train()(params, buffers, x) == 0).any()
+    for trained in (mixed, evaluated.train()):
+        assert (trained(params, buffers, x) == 0).any()
 
 
 def test_a_module_made_of_it_is_plain_and_in_the_dtypes_that_are_given():
@@ -544,11 +493,9 @@ def test_a_module_made_of_it_is_plain_and_in_the_dtypes_that_are_given():
     module = policy_for(fmodel, "bfloat16").to_module(params, buffers)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
     assert torch.equal(module(x), model(x))
-    other = copy.deepcopy(model)
     doubled = {name: 2 * value for name, value in params.items()}
-    policy_for(fmodel, "bfloat16").copy_to_(other, doubled, buffers)
-    for name, value in other.named_parameters():
-        assert torch.equal(value, doubled[name])
+    policy_for(fmodel, "bfloat16").copy_to_(model, doubled, buffers)
+    oracle.assert_exact(dict(model.named_parameters()), doubled, 0)
 
 
 def test_threads_share_one_function_and_keep_their_own_state():

@@ -7,10 +7,8 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from tests.precision.autocast_ops import CPU, CUDA, PYTHON, STEPPED, UNFAKED, UNLISTED
-from vgrad.lowering import is_python
-from vgrad.precision import autocast
-from vgrad.precision.autocast import Autocast
-from vgrad.precision.ops import KINDS, Kind
+from vgrad.precision import KINDS, AutocastMode, Kind, autocast
+from vgrad.torch_private import modes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop"),
@@ -122,7 +120,7 @@ def test_an_op_of_the_table_for_cuda_has_the_dtype_of_torch(name, in_cuda_autoca
         one = torch.empty(shapes[0], dtype=dtype, device="cuda")
         batch = torch.empty(3, *shapes[0], dtype=dtype, device="cuda")
         expected = [each.dtype for each in leaves(op(one, *rest))]
-        with Autocast():
+        with AutocastMode():
             found = torch.vmap(op, (0, *(None for _ in rest)))(batch, *rest)
         assert [each.dtype for each in leaves(found)] == expected
 
@@ -130,7 +128,7 @@ def test_an_op_of_the_table_for_cuda_has_the_dtype_of_torch(name, in_cuda_autoca
 def test_what_torch_refuses_to_autocast_is_refused_under_transforms(in_cuda_autocast):
     x = torch.empty(3, 2, device="cuda")
     with (
-        Autocast(),
+        AutocastMode(),
         pytest.raises(RuntimeError, match="safe to autocast.*takes logits"),
     ):
         torch.vmap(F.binary_cross_entropy)(x, x)
@@ -194,7 +192,9 @@ UNCALLED = {
 
 
 def test_every_python_function_is_called():
-    names = {name for name in dir(F) if is_python(getattr(F, name)) and name[0] != "_"}
+    names = {
+        name for name in dir(F) if modes.is_python(getattr(F, name)) and name[0] != "_"
+    }
     assert names - UNCALLED.keys() <= PYTHON.keys()
 
 

@@ -1,6 +1,7 @@
 """Policies: what their text means, and what their casts touch."""
 
 import dataclasses
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -9,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from vgrad.precision import Policy, cast_to_full, cast_to_half
-from vgrad.precision.policy import cast_floating
+from tests.oracle import assert_exact
+from vgrad.precision import Policy, cast_floating, cast_to_full, cast_to_half
 
 SPELLINGS = {
     torch.float16: ("float16", "f16"),
@@ -89,56 +90,32 @@ def test_one_dtype_is_for_all_three(dtype):
         assert Policy.parse(f" {name} ") == Policy(dtype, dtype, dtype)
 
 
-@pytest.mark.parametrize(
-    ("text", "got"),
-    [
-        ("q=f32", "'q=f32'"),
-        ("=f32", "'=f32'"),
-        ("P=f32", "'P=f32'"),
-        ("p=f32,", "''"),
-        (",p=f32", "''"),
-        ("p=f32,,c=f16", "''"),
-        ("p=f32,f16", "'f16'"),
-        ("p=f32,p=f16", "'p=f16'"),
-        ("p=f32, p = f32 ", "'p = f32'"),
-        ("c=f32,compute=f32", "'compute=f32'"),
-        ("output=f32,c=f16,o=f32", "'o=f32'"),
-    ],
-)
-def test_keys_that_are_unknown_or_come_twice_are_refused(text, got):
-    with pytest.raises(
-        ValueError,
-        match=f"Policy.parse\\(.*\\): expected each of params, compute and output .* "
-        f"once at most, got {got}",
-    ):
-        Policy.parse(text)
+ONCE = "each of params, compute and output .* once at most"
+AMONG = "dtypes among float16, .*, bf16, .*or one of mixed_float16, mixed_bfloat16"
+WRONG_KEYS = {"q=f32": "q=f32", "=f32": "=f32", "P=f32": "P=f32", "p=f32,": ""}
+WRONG_KEYS |= {",p=f32": "", "p=f32,,c=f16": "", "p=f32,f16": "f16"}
+WRONG_KEYS |= {"p=f32,p=f16": "p=f16", "p=f32, p = f32 ": "p = f32"}
+WRONG_KEYS |= {"c=f32,compute=f32": "compute=f32", "output=f32,c=f16,o=f32": "o=f32"}
+WRONG_DTYPES = {"": "", "  ": "", "half": "half", "F32": "F32", "int32": "int32"}
+WRONG_DTYPES |= {"torch.float32": "torch.float32", "mixed_float32": "mixed_float32"}
+WRONG_DTYPES |= {
+    "p=int8": "int8",
+    "p=,c=f16": "",
+    "p=f32,c": "",
+    "p=f32=f16": "f32=f16",
+}
+WRONG_DTYPES |= {"p=mixed_float16": "mixed_float16", "p=f32;c=f16": "f32;c=f16"}
+WRONG_DTYPES |= {"float32,float16": "float32,float16"}
+WRONG = [(text, ONCE, got) for text, got in WRONG_KEYS.items()]
+WRONG += [(text, AMONG, got) for text, got in WRONG_DTYPES.items()]
 
 
-@pytest.mark.parametrize(
-    ("text", "got"),
-    [
-        ("", "''"),
-        ("  ", "''"),
-        ("half", "'half'"),
-        ("F32", "'F32'"),
-        ("int32", "'int32'"),
-        ("torch.float32", "'torch.float32'"),
-        ("mixed_float32", "'mixed_float32'"),
-        ("p=int8", "'int8'"),
-        ("p=,c=f16", "''"),
-        ("p=f32,c", "''"),
-        ("p=f32=f16", "'f32=f16'"),
-        ("p=mixed_float16", "'mixed_float16'"),
-        ("float32,float16", "'float32,float16'"),
-        ("p=f32;c=f16", "'f32;c=f16'"),
-    ],
-)
-def test_dtypes_that_are_unknown_are_refused(text, got):
-    with pytest.raises(
-        ValueError,
-        match=f"Policy.parse\\(.*\\): expected dtypes among float16, .*, bf16, .*"
-        f"or one of mixed_float16, mixed_bfloat16, got {got}",
-    ):
+@pytest.mark.parametrize(("text", "expected", "got"), WRONG)
+def test_keys_and_dtypes_that_are_unknown_or_come_twice_are_refused(
+    text, expected, got
+):
+    message = f"Policy.parse\\(.*\\): expected {expected}, got '{got}'"
+    with pytest.raises(ValueError, match=message):
         Policy.parse(text)
 
 
@@ -153,18 +130,14 @@ def test_what_is_no_text_is_refused(text):
 # The object.
 
 
-def test_policies_compare_and_hash_by_their_dtypes():
+def test_policies_compare_and_hash_by_their_dtypes_and_are_frozen():
     a, b = Policy(F32, F16, F32), Policy.parse("mixed_float16")
     assert a == b
     assert hash(a) == hash(b)
     assert len({a, b, Policy(F32, BF16, F32), Policy(F16, F32, F32)}) == 3
     assert a != Policy(F32, F16, F16)
-
-
-def test_a_policy_is_frozen():
-    policy = Policy(F32, F16, F32)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        policy.compute_dtype = torch.float32
+        a.compute_dtype = torch.float32
 
 
 def test_the_dtype_of_outputs_is_replaced_in_a_new_policy():
@@ -178,17 +151,14 @@ def test_the_dtype_of_outputs_is_replaced_in_a_new_policy():
 @pytest.mark.parametrize(
     "wrong", [torch.int64, torch.complex64, "float32", None, [F32]]
 )
-@pytest.mark.parametrize("place", range(3))
-def test_dtypes_that_do_not_float_are_refused(wrong, place):
-    values = [F32, F32, F32]
-    values[place] = wrong
-    name = ("param_dtype", "compute_dtype", "output_dtype")[place]
+@pytest.mark.parametrize("name", ["param_dtype", "compute_dtype", "output_dtype"])
+def test_dtypes_that_do_not_float_are_refused(wrong, name):
+    values = dict.fromkeys(("param_dtype", "compute_dtype", "output_dtype"), F32)
+    known = "torch.float16, torch.bfloat16, torch.float32, torch.float64"
     with pytest.raises(
-        ValueError,
-        match=f"Policy\\({name}=.*\\): expected one of torch.float16, torch.bfloat16, "
-        f"torch.float32, torch.float64",
+        ValueError, match=f"Policy\\({name}=.*: expected one of {known}"
     ):
-        Policy(*values)
+        Policy(**{**values, name: wrong})
 
 
 # Casts.
@@ -213,19 +183,16 @@ def nested(dtype):
 @pytest.mark.parametrize("start", SPELLINGS)
 @pytest.mark.parametrize("to", SPELLINGS)
 def test_casts_touch_floating_tensors_alone(start, to):
-    tree = nested(start)
-    result = cast_floating(tree, to)
-    expected = nested(start)
+    tree, expected = nested(start), nested(start)
     expected["tensor"] = expected["tensor"].to(to)
     expected["list"][0] = expected["list"][0].to(to)
     expected["tuple"] = (torch.ones(0, dtype=to), {})
     expected["pair"] = Pair(torch.arange(3), torch.ones(2, 2, dtype=to))
+    result = cast_floating(tree, to)
     assert list(result) == list(expected)
+    assert_exact(result, expected, 0)
     assert type(result["pair"]) is Pair
-    for name in ("tensor", "tuple", "pair"):
-        torch.testing.assert_close(result[name], expected[name], rtol=0, atol=0)
-    torch.testing.assert_close(result["list"][0], expected["list"][0], rtol=0, atol=0)
-    assert result["list"][1:] == [None, 3, 0.5, True, "text"]
+    assert result["tuple"][0].dtype == to
     assert [type(leaf) for leaf in result["list"][2:5]] == [int, float, bool]
     assert result["pair"].left is tree["pair"].left
     assert result["mask"] is tree["mask"]
@@ -241,44 +208,38 @@ def test_a_tensor_of_the_dtype_is_returned_itself(dtype):
     for cast in (policy.cast_to_param, policy.cast_to_compute, policy.cast_to_output):
         assert cast(tensor) is tensor
         assert cast([weight])[0] is weight
+        for empty in ({}, [], (), None, {"a": []}, 3, "text"):
+            assert cast(empty) == empty
 
 
-@pytest.mark.parametrize("empty", [{}, [], (), None, {"a": []}, 3, "text"])
-def test_a_tree_without_tensors_comes_back_equal(empty):
-    assert Policy(F16, F16, F16).cast_to_param(empty) == empty
+POLICY = Policy(F64, BF16, F16)
 
 
-def test_each_cast_has_its_own_dtype():
-    policy = Policy(F64, BF16, F16)
-    tree = {"w": torch.ones(2), "ids": torch.arange(2)}
-    for cast, dtype in (
-        (policy.cast_to_param, F64),
-        (policy.cast_to_compute, BF16),
-        (policy.cast_to_output, F16),
-    ):
-        result = cast(tree)
-        assert result["w"].dtype == dtype
-        assert result["ids"] is tree["ids"]
-
-
-def test_casts_to_full_and_half():
-    tree = (torch.ones(2, dtype=F64), torch.ones(2, dtype=F16), torch.arange(2))
-    for result, dtype in (
-        (cast_to_full(tree), F32),
-        (cast_to_half(tree), F16),
-        (cast_to_half(tree, dtype=F16), F16),
-        (cast_to_half(tree, dtype=BF16), BF16),
-    ):
-        assert [leaf.dtype for leaf in result] == [dtype, dtype, torch.int64]
-    assert cast_to_half(tree)[1] is tree[1]
+@pytest.mark.parametrize(
+    ("cast", "dtype"),
+    [
+        (POLICY.cast_to_param, F64),
+        (POLICY.cast_to_compute, BF16),
+        (POLICY.cast_to_output, F16),
+        (cast_to_full, F32),
+        (cast_to_half, F16),
+        (partial(cast_to_half, dtype=F16), F16),
+        (partial(cast_to_half, dtype=BF16), BF16),
+    ],
+)
+def test_each_cast_has_its_own_dtype(cast, dtype):
+    ids, kept = torch.arange(2), torch.ones(2, dtype=dtype)
+    tree = {"wide": torch.ones(2, dtype=F64), "low": torch.ones(2, dtype=F16)}
+    result = cast({**tree, "ids": ids, "kept": kept})
+    assert result["wide"].dtype == result["low"].dtype == dtype
+    assert result["ids"] is ids
+    assert result["kept"] is kept
 
 
 @pytest.mark.parametrize("dtype", [F32, F64, torch.int16, "float16", None])
 def test_half_of_another_dtype_is_refused(dtype):
-    with pytest.raises(
-        ValueError,
-        match="cast_to_half\\(dtype=.*\\): expected one of torch.float16, torch.bf",
-    ):
+    message = "cast_to_half\\(dtype=.*\\): expected one of torch.float16, torch.bf"
+    with pytest.raises(ValueError, match=message):
         cast_to_half(torch.ones(1), dtype=dtype)
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from vgrad.functional.model import FunctionalModel
 from vgrad.generators import kept_random_state
 from vgrad.precision import policy_for
+from vgrad.torch_private import kernels
 
 MOST_CLASSES = 2**16
 _MOST_PARAMETERS = 2**29
@@ -35,12 +36,6 @@ POLICIES: dict[str, str | None] = {
     "float16": "mixed_float16",
 }
 """By the name of a precision; parameters and optimizer are float32 in each."""
-
-_SUPPORTED = {
-    "bfloat16": "_is_mkldnn_bf16_supported",
-    "float16": "_is_mkldnn_fp16_supported",
-}
-"""The ops that tell what oneDNN can do on this CPU; builds without it have none."""
 
 
 class Shape(NamedTuple):
@@ -205,11 +200,13 @@ def under(precision: str, fmodel: FunctionalModel) -> FunctionalModel:
 
 def warn_if_slow(precision: str, device: str) -> None:
     """Warn if a run in float16 or bfloat16 goes to a CPU that is slow in it."""
-    if torch.device(device).type != "cpu" or not _is_slow(precision):
+    if torch.device(device).type != "cpu" or kernels.cpu_multiplies(
+        getattr(torch, precision)
+    ):
         return
     if precision == "bfloat16":
         advice = "float32"
-    elif _is_slow("bfloat16"):
+    elif not kernels.cpu_multiplies(torch.bfloat16):
         advice = "float32 (bfloat16 is as slow here)"
     else:
         advice = "bfloat16"
@@ -227,14 +224,6 @@ def instructions() -> list[str]:
     found = getattr(torch.cpu, "get_capabilities", dict)()
     low = {name for name in found if "f16" in name or "fp16" in name}
     return sorted(name for name in low if found[name])
-
-
-def _is_slow(precision: str) -> bool:
-    """Tell whether torch knows the CPU to be slow; where it cannot tell, it is not."""
-    if precision not in _SUPPORTED:
-        return False
-    supported = getattr(torch.ops.mkldnn, _SUPPORTED[precision], lambda: True)
-    return not supported()
 
 
 def _made(spec: str, shape: Shape) -> nn.Module:

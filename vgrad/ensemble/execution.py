@@ -19,7 +19,7 @@ from vgrad.generators import ALONE, drawn_since, random_state, set_random_state
 from vgrad.lowering.members import Members, mapped_here
 from vgrad.lowering.truthful import Truth
 from vgrad.persample.engine.guard import raise_clearly
-from vgrad.precision.autocast import Autocast
+from vgrad.precision.autocasting import AutocastMode
 from vgrad.torch_private import levels, modes
 from vgrad.tree import map_tensors, tensors, tree_map
 from vgrad.typing import Buffers, Params, Tree
@@ -149,7 +149,7 @@ def vmapped(
                 for each in tensors((params, buffers, batch)):
                     truth.tell(each)
             mode = Members(told, call.promise(), truth=truth, chosen=hybrid)
-            with mode, Autocast(params.values()), modes.unoptimized_scripts():
+            with mode, AutocastMode(params.values()), modes.unoptimized_scripts():
                 result = function(params, buffers, *batch)
             truth.end(tensors(result))
 
@@ -205,7 +205,7 @@ def autocasting(function: Callable) -> Callable:
     """Run a function of a member under the mode that casts its weights once."""
 
     def run(params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
-        with Autocast(params.values()):
+        with AutocastMode(params.values()):
             return function(params, buffers, *batch)
 
     return run

@@ -1,9 +1,8 @@
-"""Batch normalisation: why it has no per-sample gradient, and the way out of it.
+"""Batch normalisation: why it has no per-sample gradient, and what to do instead.
 
 With batch statistics the output for one sample depends on all the others, so the loss
-is not a sum over samples. On a batch of one sample the layer still runs and gives
-numbers, which are wrong. In evaluation mode the statistics are constants and all is
-well.
+is not a sum over samples. On a batch of one the layer still runs, and its numbers are
+wrong. In evaluation mode the statistics are constants and all is well.
 """
 
 import copy
@@ -17,7 +16,7 @@ from vgrad.functional import slots
 from vgrad.torch_private import tensors as private
 
 _TRAINING = 5
-"""The place of the argument `training`, the same in all of these."""
+"""The place of the argument `training` in each of these."""
 
 _REFUSED = {"batch_norm", "native_batch_norm", "cudnn_batch_norm"}
 _REFUSED |= {"miopen_batch_norm", "_native_batch_norm_legit", "_batch_norm_impl_index"}
@@ -28,11 +27,10 @@ _ALWAYS_REFUSED = {"batch_norm_stats", "_batch_norm_with_update"}
 def refuse_batch_statistics(function: Callable, args: tuple, kwargs: dict) -> None:
     """Raise if a call of a torch function normalises by statistics of its batch."""
     name, _, overload = getattr(function, "__name__", "").partition(".")
+    training = name in _ALWAYS_REFUSED or overload == "no_stats"
     if name in _REFUSED and overload != "no_stats":
         given = args[_TRAINING] if len(args) > _TRAINING else False
         training = kwargs.get("training", given)
-    else:
-        training = name in _ALWAYS_REFUSED or overload == "no_stats"
     if training:
         raise ValueError(
             f"{name}(training=True): expected a loss that treats every sample by "
@@ -51,7 +49,7 @@ def replace_batch_norm(model: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: a layer is lazy, a subclass with a forward pass of its own, or has
-            hooks: what it does besides would be lost.
+            hooks: whatever else it does would be lost.
 
     Reference: Wu and He, Group Normalization, arXiv 1803.08494.
 

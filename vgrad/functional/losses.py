@@ -17,7 +17,7 @@ def sample_loss(fmodel: FunctionalModel, criterion: Criterion) -> LossFn:
 
     The last item of a sample is the target, those before it are the model's inputs; a
     dictionary among the inputs becomes keyword arguments. The loss adds a batch
-    dimension of one to every tensor and takes it off again. The criterion gets
+    dimension of one to every tensor and removes it again. The criterion gets
     `(output, target)` and may reduce by mean, by sum or, where one number a sample is
     left, not at all. With `criterion=None` all items are inputs, and the model's output
     is the loss or holds it (`.loss`, `["loss"]` or the first of a tuple, as in
@@ -35,7 +35,6 @@ def sample_loss(fmodel: FunctionalModel, criterion: Criterion) -> LossFn:
         >>> loss(params, buffers, torch.ones(3), torch.tensor(1)).shape
         torch.Size([])
     """
-
     return SampleLoss(fmodel, criterion)
 
 
@@ -52,7 +51,7 @@ class SampleLoss(LossFn):
         batch = map_tensors(lambda leaf: leaf.unsqueeze(0), sample)
         inputs, target = _split("sample_loss", batch, self._criterion)
         output = _call(self._fmodel, params, buffers, inputs)
-        return _scalar("sample_loss", _value(output, target, self._criterion))
+        return _value("sample_loss", output, target, self._criterion)
 
 
 def batch_loss(fmodel: FunctionalModel, criterion: Criterion) -> "BatchLoss":
@@ -91,22 +90,20 @@ class BatchLoss(BatchLossFn):
         """Return the loss of the batch."""
         inputs, target = _split("batch_loss", batch, self._criterion)
         output = _call(self._fmodel, params, buffers, inputs)
-        return _scalar("batch_loss", _value(output, target, self._criterion))
+        return _value("batch_loss", output, target, self._criterion)
 
     def with_buffers(
         self, params: Params, buffers: Buffers, /, *batch: Tree
     ) -> tuple[Tensor, Buffers]:
         """Return the loss of the batch and the new buffers."""
         inputs, target = _split("batch_loss", batch, self._criterion)
-        output, new_buffers = _call(
-            self._fmodel.call_and_update, params, buffers, inputs
-        )
-        loss = _scalar("batch_loss", _value(output, target, self._criterion))
-        return loss, new_buffers
+        update = self._fmodel.call_and_update
+        output, new_buffers = _call(update, params, buffers, inputs)
+        return _value("batch_loss", output, target, self._criterion), new_buffers
 
 
 def _split(function: str, items: Tree, criterion: Criterion) -> tuple[tuple, Any]:
-    """Separate the model's inputs from the target, of which a criterion gets a copy."""
+    """Separate the model's inputs from a copy of the target, for the criterion."""
     if criterion is None:
         return items, None
     if len(items) < 2:
@@ -120,33 +117,30 @@ def _split(function: str, items: Tree, criterion: Criterion) -> tuple[tuple, Any
 
 def _call(function: Callable, params: Params, buffers: Buffers, inputs: tuple) -> Any:
     """Call with the dictionaries among the inputs as keyword arguments."""
-    args = [item for item in inputs if not isinstance(item, Mapping)]
-    kwargs: dict[str, Any] = {}
+    args, kwargs = [], {}
     for item in inputs:
-        if isinstance(item, Mapping):
-            twice = kwargs.keys() & item.keys()
-            if twice:
-                raise ValueError(
-                    f"loss(params, buffers, *inputs): expected each keyword argument "
-                    f"once, got {sorted(twice)} in two dictionaries."
-                )
+        if not isinstance(item, Mapping):
+            args.append(item)
+        elif twice := kwargs.keys() & item.keys():
+            raise ValueError(
+                f"loss(params, buffers, *inputs): expected each keyword argument "
+                f"once, got {sorted(twice)} in two dictionaries."
+            )
+        else:
             kwargs.update(item)
     return function(params, buffers, *args, **kwargs)
 
 
-def _value(output: Any, target: Any, criterion: Criterion) -> Any:
+def _value(function: str, output: Any, target: Any, criterion: Criterion) -> Tensor:
     """Apply the criterion, or find the loss in an output that holds it."""
     if criterion is not None:
-        return criterion(output, target)
-    if isinstance(output, Mapping):
-        return output.get("loss")
-    if isinstance(output, tuple) and not hasattr(output, "loss"):
-        return output[0]
-    return getattr(output, "loss", output)
-
-
-def _scalar(function: str, value: Any) -> Tensor:
-    """Return a loss as a tensor without dimensions."""
+        value = criterion(output, target)
+    elif isinstance(output, Mapping):
+        value = output.get("loss")
+    elif isinstance(output, tuple) and not hasattr(output, "loss"):
+        value = output[0]
+    else:
+        value = getattr(output, "loss", output)
     if not isinstance(value, Tensor):
         raise ValueError(
             f"{function}(fmodel, criterion): expected a tensor as loss, got a "

@@ -5,11 +5,11 @@ import threading
 from collections.abc import Container, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from vgrad import checks
 from vgrad.functional import slots
+from vgrad.functional.entries import Entries
 from vgrad.functional.untouched import Promise, untouched
 from vgrad.functional.writing import write_values_
 from vgrad.torch_private import levels, modes
@@ -22,41 +22,35 @@ class FunctionalModel:
     """A module without values: `fmodel(params, buffers, *args, **kwargs) -> output`.
 
     Made by `make_functional_with_buffers`. A call is pure: it changes neither the
-    tensors it is given nor anything of itself. Buffers, inputs and tensors in plain
-    attributes are copied before the module sees them, and what the forward pass sets or
-    appends on the module is undone when it ends, after an exception too. An op that
-    would write into a parameter is refused before it runs, `.data` or not. Only what
-    torch does not see could: `.detach().numpy()[0] = 0`, or compiled code. A lock lets
-    threads share one object.
+    tensors it is given nor itself. It copies buffers, inputs and tensors in plain
+    attributes before the module sees them, and undoes what the forward pass sets or
+    appends on the module, after an exception too. An op that would write into a
+    parameter is refused before it runs, `.data` or not; only code that torch does not
+    see could write: `.detach().numpy()[0] = 0`, or compiled code. A lock lets threads
+    share one object.
 
-    `params` and `buffers` together hold every name exactly once; which of the two a
-    name is in is the caller's choice. A whole `state_dict()` may stand in for `params`
-    with `{}` for `buffers`. A call costs one copy of the buffers and of the inputs.
+    `params` and `buffers` together hold every name exactly once, each name in whichever
+    of the two the caller likes. A whole `state_dict()` may stand in for `params` with
+    `{}` for `buffers`. A call costs one copy of the buffers and of the inputs.
 
     Attributes:
-        names: the names of all entries, tied ones under their first name only.
+        names: all entries, tied tensors under their first name only.
         buffer_names: those that are buffers of the module.
     """
 
     def __init__(self, skeleton: nn.Module, constants: dict[str, Tensor]) -> None:
         """Take a module of placeholders, and the values that no `state_dict` holds."""
         self._skeleton = skeleton
-        self._constants = constants
+        self._entries = Entries(skeleton, constants)
         self._lock = threading.RLock()
         self._running = False
-        self._aliases: dict[str, list[str]] = {}
-        self._shapes: dict[str, torch.Size] = {}
-        first_names: dict[int, str] = {}
-        for name, tensor in slots.named_tensors(skeleton):
-            first = first_names.setdefault(id(tensor), name)
-            self._aliases.setdefault(first, []).append(name)
-            self._shapes[first] = tensor.shape
+        firsts = self._entries.firsts
         registries = slots.registries(skeleton)
-        attributes = slots.attributes(skeleton, set(first_names))
-        self._registered = slots.places(registries, first_names)
-        self._referenced = slots.places(attributes, first_names)
+        attributes = slots.attributes(skeleton, set(firsts))
+        self._registered = slots.places(registries, firsts)
+        self._referenced = slots.places(attributes, firsts)
         self._pristine = [(each, copy.copy(each)) for each in registries + attributes]
-        self._loose = slots.loose(attributes, first_names)
+        self._loose = slots.loose(attributes, firsts)
         own_buffers = slots.own_buffers(skeleton)
         copied = own_buffers | slots.renormalised(skeleton)
         self._hooked = [
@@ -64,12 +58,10 @@ class FunctionalModel:
             for name, module in skeleton.named_modules()
             if has_backward_hooks(module)
         ]
-        self.names = tuple(self._aliases)
-        self.buffer_names = tuple(
-            name for key, name in first_names.items() if key in own_buffers
-        )
-        self._copied = {name for key, name in first_names.items() if key in copied}
-        # Torch's own modules write into no parameter; to watch them would only cost.
+        self.names = tuple(self._entries.aliases)
+        self.buffer_names = tuple(n for key, n in firsts.items() if key in own_buffers)
+        self._copied = {name for key, name in firsts.items() if key in copied}
+        # Torch's own modules write into no parameter; watching them would only cost.
         only_torch = slots.only_of_torch(skeleton)
         self._watched = () if only_torch else set(self.names) - self._copied
 
@@ -84,7 +76,7 @@ class FunctionalModel:
             RuntimeError: the forward pass changes a parameter in place, or uses a view
                 of one that the module keeps.
         """
-        return self._run(self._check(params, buffers), args, kwargs)[0]
+        return self._run(self._entries.merged(params, buffers), args, kwargs)[0]
 
     def call_and_update(
         self, params: Params, buffers: Buffers, /, *args: Any, **kwargs: Any
@@ -102,13 +94,13 @@ class FunctionalModel:
             >>> buffers["running_mean"], new["running_mean"]
             (tensor([0., 0.]), tensor([0.1000, 0.1000]))
         """
-        output, left = self._run(self._check(params, buffers), args, kwargs)
+        output, left = self._run(self._entries.merged(params, buffers), args, kwargs)
         return output, {name: left[name] for name in buffers or self.buffer_names}
 
     def train(self, mode: bool = True) -> "FunctionalModel":
         """Return a new function whose module is in training mode."""
         skeleton = copy.deepcopy(self._skeleton).train(mode)
-        return FunctionalModel(skeleton, self._constants)
+        return FunctionalModel(skeleton, self._entries.constants)
 
     def eval(self) -> "FunctionalModel":
         """Return a new function whose module is in evaluation mode."""
@@ -124,18 +116,15 @@ class FunctionalModel:
 
         Its parameters require grad unless their names are in `buffers`.
         """
-        values = self._check(params, buffers)
         module = copy.deepcopy(self._skeleton)
         own: dict[str, Tensor] = {}
-        for name in self.names:
-            own[name] = values[name].detach().clone()
+        for name, given in self._entries.merged(params, buffers).items():
+            own[name] = value = given.detach().clone()
             if name not in self.buffer_names:
-                real_or_complex = (
-                    own[name].is_floating_point() or own[name].is_complex()
-                )
+                real_or_complex = value.is_floating_point() or value.is_complex()
                 trained = name in params and real_or_complex
-                own[name] = nn.Parameter(own[name], requires_grad=trained)
-        FunctionalModel(module, self._constants)._fill(own)
+                own[name] = nn.Parameter(value, requires_grad=trained)
+        FunctionalModel(module, self._entries.constants)._fill(own)
         for each in module.modules():
             if isinstance(each, nn.RNNBase):
                 each.flatten_parameters()  # cuDNN wants the weights in one block
@@ -147,59 +136,17 @@ class FunctionalModel:
         Raises:
             ValueError: the module lacks a name, has one more, or another shape.
         """
-        values = self._check(params, buffers)
-        write_values_(
-            model,
-            {
-                alias: values[name]
-                for name, aliases in self._aliases.items()
-                for alias in aliases
-            },
-        )
+        values, aliases = self._entries.merged(params, buffers), self._entries.aliases
+        write_values_(model, {n: values[key] for key in values for n in aliases[key]})
 
     def __reduce__(self) -> tuple:
         """Copy and pickle by parts, since a lock can be neither."""
-        return FunctionalModel, (self._skeleton, self._constants)
+        return FunctionalModel, (self._skeleton, self._entries.constants)
 
     def __repr__(self) -> str:
         """Name the module's class and how much it holds."""
         kind = type(self._skeleton).__name__
         return f"FunctionalModel({kind}, {len(self.names)} tensors)"
-
-    def _check(self, params: Params, buffers: Buffers) -> dict[str, Tensor]:
-        """Merge the two dictionaries into one value a name, or say what is wrong."""
-        checks.dictionaries("fmodel", params=params, buffers=buffers)
-        both = params.keys() & buffers.keys()
-        if both:
-            raise ValueError(
-                f"fmodel(params, buffers): expected each name in one of the two, got "
-                f"{checks.listed(both)} in both."
-            )
-        values = {**params, **buffers}
-        if values.keys() != self._aliases.keys():
-            if not buffers:
-                values = self._from_state_dict(params)
-            checks.same_names("fmodel(params, buffers)", self._aliases, values)
-        checks.same_shapes("fmodel(params, buffers)", self._shapes, values)
-        return values
-
-    def _from_state_dict(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Fold tied names into their first, add what a `state_dict()` leaves out."""
-        values = dict(state)
-        for first, aliases in self._aliases.items():
-            given = [(alias, values.pop(alias)) for alias in aliases if alias in values]
-            for alias, value in given:
-                if not checks.same_values(value, given[0][1]):
-                    raise ValueError(
-                        f"fmodel(state_dict, {{}}): expected one value for the tied "
-                        f"names {given[0][0]!r} and {alias!r}, got two."
-                    )
-            if given:
-                values[first] = given[0][1]
-        device = next((value.device for value in values.values()), None)
-        for name, constant in self._constants.items():
-            values.setdefault(name, constant.to(device))
-        return values
 
     def _run(
         self, values: dict[str, Tensor], args: tuple, kwargs: dict

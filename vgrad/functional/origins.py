@@ -1,4 +1,4 @@
-"""What follows from a module's registered tensors: what shares their memory, results.
+"""What follows a module's registered tensors: views on their memory, and results.
 
 In eager mode a view of a parameter follows it, in memory and in gradients, and so does
 what was computed from it. A copy of either would be a constant.
@@ -28,21 +28,18 @@ class Origins:
         return id(tensor) in self._ids or memory(tensor) in self._memory
 
     def lead_to(self, tensor: Tensor) -> bool:
-        """Tell the same, and whether a tensor was computed from them."""
-        return self.hold(tensor) or any(
-            id(leaf) in self._ids for leaf in _leaves(tensor)
-        )
+        """Tell whether a tensor is or shares one of them, or was computed from them."""
+        return self.hold(tensor) or any(id(x) in self._ids for x in _leaves(tensor))
 
 
 def check_apart(function: str, model: nn.Module) -> None:
-    """Refuse registered tensors of which two hold the same numbers in memory.
+    """Refuse two registered tensors that hold the same numbers in memory.
 
     In eager mode a step on one of them changes the other.
     """
     groups: dict[int, dict[int, tuple[str, Tensor]]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        where = memory(tensor)
-        if where is not None:
+        if (where := memory(tensor)) is not None:
             groups.setdefault(where, {}).setdefault(id(tensor), (name, tensor))
     for group in groups.values():
         names, tensors = zip(*group.values(), strict=True)

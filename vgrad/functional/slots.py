@@ -24,7 +24,7 @@ class Placeholder(nn.Parameter):
     """Stands where a value goes, and raises where a value would be needed.
 
     It lies on the device `meta`. An ordinary tensor there would not do: some kernels
-    take it together with real ones and read memory that is not theirs.
+    take it together with real ones and read memory outside of both.
     """
 
     refusal = (
@@ -74,36 +74,27 @@ _ALLOWED |= {"element_size", "__hash__", "stride"}
 
 def check_plain(function: str, model: Any) -> None:
     """Refuse what cannot be copied or exchanged tensor by tensor."""
+    given = f"{function}({type(model).__name__})"
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     if not isinstance(model, nn.Module) or isinstance(
         model, (torch.jit.ScriptModule, *wrappers)
     ):
         raise TypeError(
-            f"{function}({type(model).__name__}): expected a plain "
-            f"torch.nn.Module. Pass the module itself, before it was scripted or "
-            f"wrapped (`wrapped.module`)."
+            f"{given}: expected a plain torch.nn.Module. Pass the module itself, "
+            f"before it was scripted or wrapped (`wrapped.module`)."
         )
-    lazy = [
-        name
-        for name, tensor in named_tensors(model)
-        if torch.nn.parameter.is_lazy(tensor)
-    ]
-    if lazy:
+    tensors = list(named_tensors(model))
+    if lazy := [n for n, tensor in tensors if nn.parameter.is_lazy(tensor)]:
         raise TypeError(
-            f"{function}({type(model).__name__}): expected "
-            f"initialised tensors, got lazy ones in {checks.listed(lazy)}. Run the "
-            f"model once on a batch first."
+            f"{given}: expected initialised tensors, got lazy ones in "
+            f"{checks.listed(lazy)}. Run the model once on a batch first."
         )
-    hooked = [
-        name for name, tensor in named_tensors(model) if private.has_hooks(tensor)
-    ]
-    if hooked:
+    if hooked := [n for n, tensor in tensors if private.has_hooks(tensor)]:
         raise TypeError(
-            f"{function}({type(model).__name__}): expected tensors without hooks, "
-            f"which gradients of other tensors would not run, got some on "
-            f"{checks.listed(hooked)}. Remove them (`handle.remove()`). What they do "
-            f"to a gradient can be done by a parametrization, whose backward pass does "
-            f"it (torch.nn.utils.parametrize)."
+            f"{given}: expected tensors without hooks, which gradients of other "
+            f"tensors would not run, got some on {checks.listed(hooked)}. Remove them "
+            f"(`handle.remove()`). A parametrization can do to a gradient what they "
+            f"do, in its backward pass (torch.nn.utils.parametrize)."
         )
     check_apart(function, model)
 
@@ -155,18 +146,12 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def own_buffers(model: nn.Module) -> set[int]:
     """Return the ids of the buffers that are not parameters as well."""
-    return {id(tensor) for tensor in model.buffers()} - {
-        id(tensor) for tensor in model.parameters()
-    }
+    return set(map(id, model.buffers())) - set(map(id, model.parameters()))
 
 
 def persistent(model: nn.Module) -> set[int]:
     """Return the ids of the buffers that a `state_dict()` holds."""
-    return {
-        id(tensor)
-        for module in model.modules()
-        for tensor in private.persistent(module)
-    }
+    return {id(each) for m in model.modules() for each in private.persistent(m)}
 
 
 def renormalised(model: nn.Module) -> set[int]:
@@ -180,7 +165,7 @@ def renormalised(model: nn.Module) -> set[int]:
 
 
 def only_of_torch(model: nn.Module) -> bool:
-    """Tell whether all that runs in a forward pass are modules of torch itself."""
+    """Tell whether a forward pass runs modules of torch itself and nothing else."""
     return all(
         type(module).__module__.startswith("torch.nn.modules.")
         and "forward" not in vars(module)
@@ -192,12 +177,12 @@ def only_of_torch(model: nn.Module) -> bool:
 def duplicate(model: nn.Module, placeholders: dict[int, Any]) -> nn.Module:
     """Copy a module with its tensors, by id, replaced wherever they are held.
 
-    Views and results of them have to be computed anew in each call, as the old
+    The forward pass has to compute views and results of them anew, as the old
     `torch.nn.utils.weight_norm` does: until then, nothing can be done with them.
     """
     origins, memo = Origins(model), dict(placeholders)
     for *_, value in _entries(attributes(model, set())):
-        # One that is not registered; its class copies it unseen.
+        # An unregistered parameter: its class copies it unseen.
         if isinstance(value, nn.Parameter) and origins.hold(value):
             memo.setdefault(id(value), placeholder(value, Stale))
     with _Copying(origins):
@@ -232,15 +217,13 @@ def placeholder(tensor: Tensor, kind: type[Placeholder] = Placeholder) -> Placeh
 
 def registries(model: nn.Module) -> list[dict[str, Any]]:
     """Return the dictionaries in which the modules register tensors."""
-    return [
-        held for module in model.modules() for held in private.registered(module)[:2]
-    ]
+    return [held for m in model.modules() for held in private.registered(m)[:2]]
 
 
 def attributes(model: nn.Module, tensors: set[int]) -> list[Container]:
     """Return the attributes of each module, and every list and dictionary below them.
 
-    Modules that are held without being registered are looked into as well.
+    Looks into modules that are held without being registered, too.
 
     Raises:
         TypeError: a tuple holds one of `tensors`: its entry cannot be exchanged.

@@ -1,7 +1,7 @@
-"""Calls that write into a tensor which is to stay as it is, refused before they run.
+"""Refuses calls that write into protected tensors, before they run.
 
-A function mode sees every call of torch, those of ops of one's own among them. What it
-cannot see is NumPy, DLPack or compiled code that writes into the same memory.
+A function mode sees every call of torch, custom ops included. It cannot see NumPy,
+DLPack or compiled code write into the same memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ from vgrad.tree import tree_leaves
 
 
 class Promise(NamedTuple):
-    """Tensors that stay as they are, and how to tell who writes into one.
+    """Tensors that stay as they are, and the error for a call that writes into one.
 
     Attributes:
         given: the tensors, by name.
@@ -37,7 +37,7 @@ class Untouched(TorchFunctionMode):
     """The function mode that keeps promises."""
 
     def __init__(self, *promises: Promise) -> None:
-        """Look at the tensors only when something is written to."""
+        """Keep these, and more in the blocks of `also`."""
         super().__init__()
         self._promises = [*promises]
 
@@ -50,16 +50,12 @@ class Untouched(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def check(self, func: Callable, args: tuple, kwargs: dict) -> None:
-        """Refuse a call that writes into a tensor which is to stay as it is.
-
-        Raises:
-            RuntimeError: it does.
-        """
+        """Raise a RuntimeError if a call writes into one of the tensors."""
         written = _written(func, args, kwargs)
         if not written:
             return
         name = getattr(func, "__name__", "").partition(".")[0]
-        # What only changes the object in hand may be done to another one.
+        # What only changes the object in hand leaves others on the same memory alone.
         key = id if name in _OF_THE_OBJECT else _where
         places = {key(tensor) for tensor in written} - {None}
         for promise in self._promises:
@@ -81,7 +77,7 @@ class Untouched(TorchFunctionMode):
 
 
 def untouched(promise: Promise) -> AbstractContextManager:
-    """Keep a promise while a block runs, by the mode that is there or a new one."""
+    """Keep a promise while a block runs, by the current mode or a new one."""
     if not promise.given:
         return nullcontext()
     for mode in reversed(modes.function_modes()):
@@ -93,14 +89,14 @@ def untouched(promise: Promise) -> AbstractContextManager:
 _OF_THE_OBJECT = {"__set__", "set_", "requires_grad_", "detach_", "rename_"}
 _OF_THE_OBJECT |= {"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_"}
 _OF_THE_OBJECT |= {"unsqueeze_", "as_strided_"}
-"""What leaves the numbers in memory as they are."""
+"""Calls that leave the numbers in memory as they are."""
 
 _STATISTICS = {F.batch_norm: 1, F.instance_norm: 1}
 _STATISTICS |= {torch.batch_norm: 3, torch.instance_norm: 3}
-"""Where the running statistics begin, which these write into in training."""
+"""The place of the first of two running statistics, which training writes into."""
 
 _TABLES = {F.embedding, F.embedding_bag}
-"""What rewrites its second argument, if there is a `max_norm`."""
+"""Functions that rewrite their second argument, if there is a `max_norm`."""
 
 
 def _written(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
@@ -139,11 +135,11 @@ _INPLACE = {
     if isinstance(func, FunctionType)
     and "inplace" in func.__code__.co_varnames[: func.__code__.co_argcount]
 }
-"""Where functions are told to write into their first argument."""
+"""The place of the argument that says to write into the first one."""
 
 
 def _by_schema(op: Any, args: tuple, kwargs: dict) -> Iterator[Any]:
-    """Yield what an op says that it writes into."""
+    """Yield the arguments that an op's schema marks as written."""
     for place, name, by_keyword in private.written(op):
         yield kwargs.get(name)
         if not by_keyword:
@@ -151,5 +147,5 @@ def _by_schema(op: Any, args: tuple, kwargs: dict) -> Iterator[Any]:
 
 
 def _where(tensor: Tensor) -> int | None:
-    """Tell memory apart, that of tensors inside of transforms too."""
+    """Identify memory, inside transforms too."""
     return private.memory(levels.stored(tensor))

@@ -20,9 +20,8 @@ def write_values_(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     given: dict[int, Tensor] = {}
     for name, target in targets.items():
         _check_writable(function, name, target)
-        if not checks.same_values(
-            given.setdefault(id(target), values[name]), values[name]
-        ):
+        first = given.setdefault(id(target), values[name])
+        if not checks.same_values(first, values[name]):
             raise ValueError(
                 f"{function}: expected one value for {name!r} and the names that the "
                 f"module ties to it, got two."
@@ -35,12 +34,11 @@ def write_values_(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 def write_grads_(model: nn.Module, grads: Params) -> None:
     """Fill `.grad` of a module's parameters, for a loop that uses `torch.optim`.
 
-    Each gradient is copied and cast to its parameter's dtype; parameters without one
+    Copies each gradient and casts it to its parameter's dtype. Parameters without one
     get `None`, so that no gradient of an earlier step is applied again.
 
     Raises:
-        ValueError: a name is not a parameter of the module.
-        ValueError: a gradient has the wrong shape.
+        ValueError: a name is not a parameter of the module, or a shape is wrong.
 
     Example:
         >>> model = torch.nn.Linear(2, 1, bias=False)

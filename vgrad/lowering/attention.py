@@ -40,18 +40,18 @@ def scaled_dot_product_attention(
     `softmax(query @ key.mT * scale + attn_mask) @ value`, of shape `[..., H, L, V]`,
     with the arguments, errors and dtypes of torch's function, autocast included.
 
-    Outside of `torch.func` this is torch's function. Inside, the axes of all vmaps
-    join the leading axes, so that one kernel serves all samples. What a vmap leaves
-    unbatched is expanded, which copies it only if a sample has leading axes of its own
-    besides the heads. The backward pass of `torch.func` runs the forward kernel once
-    more and keeps nothing but the inputs.
+    Outside `torch.func` this is torch's function. Inside, the axes of all vmaps join
+    the leading axes, so that one kernel serves all samples. Unbatched tensors are
+    expanded, which copies them only if a sample has leading axes besides the heads. The
+    backward pass of `torch.func` runs the forward kernel again and keeps only the
+    inputs.
 
     With dropout the samples run through torch's math backend, which knows all modes of
     `randomness` but holds the weights `[B, ..., H, L, S]` of all samples at once.
 
     Raises:
         NotImplementedError: a second or forward-mode derivative inside `torch.func`.
-        RuntimeError: what torch's function refuses, and `dropout_p > 0` in a vmap whose
+        RuntimeError: torch's function would raise, or `dropout_p > 0` in a vmap whose
             `randomness` is `"error"`.
 
     Reference: https://arxiv.org/abs/2205.14135 (the fused kernel).
@@ -61,12 +61,8 @@ def scaled_dot_product_attention(
         >>> torch.vmap(scaled_dot_product_attention)(x, x, x).shape
         torch.Size([7, 2, 5, 4])
     """
-    kernel = partial(
-        F.scaled_dot_product_attention,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-    )
+    options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    kernel = partial(F.scaled_dot_product_attention, **options)
     if levels.current_level() is None:
         return kernel(query, key, value, attn_mask, dropout_p)
     if is_causal and attn_mask is not None:  # some backends of torch let it pass
@@ -99,7 +95,7 @@ def fold(
     *,
     enable_gqa: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Callable[[Tensor], Tensor]]:
-    """Join an axis of `batch_size` samples and all leading axes but the heads in one.
+    """Join an axis of `batch_size` samples and all leading axes but the heads.
 
     `in_dims` says for each of the four tensors where its axis of samples is, or None
     where it has none. Returns `query`, `key` and `value` as `[N, H, L, E]`, the mask as
@@ -151,7 +147,7 @@ def _padded(tensor: Tensor, rank: int) -> Tensor:
 
 
 def _autocast(tensor: Tensor) -> Tensor:
-    """Cast as autocast casts what enters attention, once for both passes."""
+    """Cast as autocast casts the inputs of attention, once for both passes."""
     kind = tensor.device.type
     eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
     if not (eligible and torch.amp.is_autocast_available(kind)):
@@ -161,7 +157,7 @@ def _autocast(tensor: Tensor) -> Tensor:
 
 
 def _attend(kernel: Kernel, *inputs: Tensor | None) -> Tensor:
-    """Run the kernel if no transform is left, else hand on to the next."""
+    """Run the kernel if no transform is left, else pass on to the next one."""
     if levels.current_level() is None:
         return kernel(*inputs)
     return _Attention.apply(kernel, *inputs)
@@ -210,7 +206,7 @@ class _Attention(_Refusing):
 class _Gradient(_Refusing):
     """The needed gradients of `_Attention`, from a second forward pass."""
 
-    # To keep what the first one returned would need code for each backend and device.
+    # Keeping what the first one returned would need code for each backend and device.
 
     @staticmethod
     def forward(

@@ -1,16 +1,17 @@
 """Recurrent nets as linear steps, which every transform of `torch.func` can run.
 
-torch has no batching rules for its recurrent kernels: of `torch.vmap(grad)` LSTM loops
-over the samples, GRU and the plain nets raise. Here a step is two linear maps and
-elementwise ops. It costs more than torch's kernels, and works under `torch.vmap`, for
-second derivatives and with weights that differ from sample to sample.
+torch has no batching rules for its recurrent kernels: under `torch.vmap(grad)` an LSTM
+loops over the samples, a GRU and the plain nets raise. Here a step is two linear maps
+and elementwise ops. It costs more than torch's kernels, but works under `torch.vmap`,
+for second derivatives and with weights that differ from sample to sample.
 
 T time steps, N sequences, I inputs, H features of a state, P of a projected one, G
 gates (4 of an LSTM, 3 of a GRU, else 1), L layers, D directions
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,110 +26,58 @@ Layer = Callable[[int, Tensor, State, Sequence[Any], bool], tuple[Tensor, State]
 """From (place of the first weight, x, state, w_ih to w_hr, reverse) to all outputs."""
 
 
-def lstm_cell(
+class Layout(NamedTuple):
+    """The options of a net: of how many layers it consists, and how it reads them."""
+
+    num_layers: int
+    bidirectional: bool
+    dropout: float
+    training: bool
+    batch_first: bool
+
+
+def cell(
+    mode: str,
     input: Tensor,
-    hx: Sequence[Tensor],
+    hx: Any,
     w_ih: Tensor,
     w_hh: Tensor,
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Make one step of an LSTM, as `torch.lstm_cell` does.
+) -> Any:
+    """Make one step of a net, as `torch.lstm_cell` and its like do.
 
-    `input [N, I]` and `hx = (h, c)`, each `[N, H]`, with `w_ih [4H, I]` and
-    `w_hh [4H, H]` give the next `(h, c)`: with `i, f, g, o` the four parts of
-    `input @ w_ih.T + b_ih + h @ w_hh.T + b_hh`,
+    `input [N, I]` and `hx [N, H]`, of an LSTM `(h, c)`, with `w_ih [G * H, I]` and
+    `w_hh [G * H, H]` give the next state. With `a = input @ w_ih.T + b_ih` and
+    `b = h @ w_hh.T + b_hh`, whose parts belong to the gates,
 
-        c' = sigmoid(f) * c + sigmoid(i) * tanh(g)
-        h' = sigmoid(o) * tanh(c')
+        rnn_tanh   h' = tanh(a + b)
+        rnn_relu   h' = relu(a + b)
+        gru        h' = n + sigmoid(a_z + b_z) * (h - n)
+                   n  = tanh(a_n + sigmoid(a_r + b_r) * b_n)
+        lstm       c' = sigmoid(f) * c + sigmoid(i) * tanh(g)
+                   h' = sigmoid(o) * tanh(c')    of the parts i, f, g, o of a + b
 
     Raises:
         RuntimeError: a state of another size than the input and the weights need.
 
     Example:
         >>> w_ih, w_hh, h = torch.ones(8, 3), torch.ones(8, 2), torch.zeros(5, 2)
-        >>> h, c = lstm_cell(torch.ones(5, 3), (h, h), w_ih, w_hh)
+        >>> h, c = cell("lstm", torch.ones(5, 3), (h, h), w_ih, w_hh)
         >>> h.shape, c.shape
         (torch.Size([5, 2]), torch.Size([5, 2]))
     """
-    h, c = _cell("lstm", input, tuple(hx), (w_ih, w_hh, b_ih, b_hh))
-    return h, c
+    state = tuple(hx) if mode == "lstm" else (hx,)
+    _check_state(f"{mode}_cell", mode, state, input.shape[:-1], w_hh)
+    at_input, at_state = F.linear(input, w_ih, b_ih), F.linear(state[0], w_hh, b_hh)
+    state = _NEXT[mode](at_input, at_state, *state)
+    return state if mode == "lstm" else state[0]
 
 
-def gru_cell(
-    input: Tensor,
-    hx: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> Tensor:
-    """Make one step of a GRU, as `torch.gru_cell` does.
-
-    `input [N, I]` and `hx [N, H]` with `w_ih [3H, I]` and `w_hh [3H, H]` give the next
-    state: with `a_r, a_z, a_n` the parts of `input @ w_ih.T + b_ih` and `b_r, b_z, b_n`
-    those of `hx @ w_hh.T + b_hh`,
-
-        n   = tanh(a_n + sigmoid(a_r + b_r) * b_n)
-        hx' = n + sigmoid(a_z + b_z) * (hx - n)
-
-    Raises:
-        RuntimeError: a state of another size than the input and the weights need.
-
-    Example:
-        >>> w_ih, w_hh, h = torch.ones(6, 3), torch.ones(6, 2), torch.zeros(5, 2)
-        >>> gru_cell(torch.ones(5, 3), h, w_ih, w_hh).shape
-        torch.Size([5, 2])
-    """
-    return _cell("gru", input, (hx,), (w_ih, w_hh, b_ih, b_hh))[0]
-
-
-def rnn_tanh_cell(
-    input: Tensor,
-    hx: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> Tensor:
-    """Make one step, `tanh(input @ w_ih.T + b_ih + hx @ w_hh.T + b_hh)`.
-
-    `input [N, I]`, `hx [N, H]`, `w_ih [H, I]` and `w_hh [H, H]`, as
-    `torch.rnn_tanh_cell` takes them.
-
-    Raises:
-        RuntimeError: a state of another size than the input and the weights need.
-
-    Example:
-        >>> rnn_tanh_cell(torch.zeros(5, 3), torch.ones(5, 2), torch.ones(2, 3),
-        ...     torch.eye(2))[0]
-        tensor([0.7616, 0.7616])
-    """
-    return _cell("rnn_tanh", input, (hx,), (w_ih, w_hh, b_ih, b_hh))[0]
-
-
-def rnn_relu_cell(
-    input: Tensor,
-    hx: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> Tensor:
-    """Make one step, `relu(input @ w_ih.T + b_ih + hx @ w_hh.T + b_hh)`.
-
-    `input [N, I]`, `hx [N, H]`, `w_ih [H, I]` and `w_hh [H, H]`, as
-    `torch.rnn_relu_cell` takes them.
-
-    Raises:
-        RuntimeError: a state of another size than the input and the weights need.
-
-    Example:
-        >>> rnn_relu_cell(torch.zeros(5, 3), torch.ones(5, 2), torch.ones(2, 3),
-        ...     torch.eye(2))[0]
-        tensor([1., 1.])
-    """
-    return _cell("rnn_relu", input, (hx,), (w_ih, w_hh, b_ih, b_hh))[0]
+lstm_cell = partial(cell, "lstm")
+gru_cell = partial(cell, "gru")
+rnn_tanh_cell = partial(cell, "rnn_tanh")
+rnn_relu_cell = partial(cell, "rnn_relu")
 
 
 def steps(
@@ -185,19 +134,8 @@ def steps(
             outputs.append(state[0])
         return torch.stack(outputs[::-1] if reverse else outputs), state
 
-    return over_layers(
-        "steps",
-        layer,
-        mode,
-        x,
-        hidden,
-        weights,
-        num_layers=num_layers,
-        bidirectional=bidirectional,
-        dropout=dropout,
-        training=training,
-        batch_first=batch_first,
-    )
+    layout = Layout(num_layers, bidirectional, dropout, training, batch_first)
+    return over_layers("steps", layer, mode, x, hidden, weights, layout)
 
 
 def over_layers(
@@ -207,20 +145,16 @@ def over_layers(
     x: Tensor,
     hidden: Sequence[Tensor],
     weights: Sequence[Tensor],
-    *,
-    num_layers: int,
-    bidirectional: bool,
-    dropout: float,
-    training: bool,
-    batch_first: bool,
+    layout: Layout,
 ) -> tuple[Tensor, ...]:
     """Run `layer` for each layer and direction, in torch's order, dropout between.
 
-    It gets the place of its first weight in the list, `x [T, N, I]`, its state, its
-    five weights, None for what it lacks, and whether it goes from the last time step to
-    the first. The rest is as in `steps`; errors name `function`.
+    `layer` gets the place of its first weight in the list, `x [T, N, I]`, its state,
+    its five weights, None for those that it lacks, and whether to go from the last time
+    step to the first. The rest is as in `steps`; errors name `function`.
     """
     checks.one_of(function, _NEXT, mode=mode)
+    num_layers, bidirectional, dropout, training, batch_first = layout
     directions = 2 if bidirectional else 1
     places = num_layers * directions
     own = _split(function, mode, weights, places)
@@ -272,12 +206,6 @@ def _rnn_relu(at_input: Tensor, at_state: Tensor, h: Tensor) -> State:
 
 _NEXT = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _rnn_tanh, "rnn_relu": _rnn_relu}
 """The next state of each mode."""
-
-
-def _cell(mode: str, x: Tensor, state: State, weights: Sequence[Any]) -> State:
-    w_ih, w_hh, b_ih, b_hh = weights
-    _check_state(f"{mode}_cell", mode, state, x.shape[:-1], w_hh)
-    return _NEXT[mode](F.linear(x, w_ih, b_ih), F.linear(state[0], w_hh, b_hh), *state)
 
 
 def _split(

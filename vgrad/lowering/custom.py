@@ -1,7 +1,7 @@
-"""An autograd.Function with a vmap of its own, where autograd is at work below.
+"""An autograd.Function with a vmap of its own, where autograd runs below the vmap.
 
 Torch runs that `vmap` on the tensors of all samples and differentiates what it does.
-Only where it calls `apply` again is the gradient the one that `backward` gives.
+Only if it calls `apply` again is the gradient the one that `backward` gives.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from vgrad.tree import tree_leaves
 
 
 def custom_function(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an autograd.Function, and see that its gradient is its own.
+    """Run an autograd.Function, and check that `backward` gives its gradient.
 
     Raises:
         UnsupportedOp: its `vmap` leaves `backward` out.
@@ -54,7 +54,7 @@ def _mapped_once(values: Any) -> bool:
 
 
 def _below(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors that have the graph."""
+    """Yield the tensors that have the graph, below all vmaps."""
     for each in tree_leaves(values):
         if isinstance(each, Tensor):
             while levels.is_batched(each):
@@ -63,7 +63,7 @@ def _below(values: Any) -> Iterator[Tensor]:
 
 
 def _passed_by(given: list[Tensor], made: list[Tensor]) -> bool:
-    """Tell whether a graph leads from results to arguments by no own backward."""
+    """Tell whether a path from results to arguments passes no backward of its own."""
     leaves = {id(each) for each in given if each.grad_fn is None}
     ends = {each.grad_fn for each in given} - {None}
     left: list[Any] = [each.grad_fn for each in made]

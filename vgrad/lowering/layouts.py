@@ -1,8 +1,8 @@
-"""Which tensors share memory, where torch decides that by how one of them lies in it.
+"""Which tensors share memory, where torch decides that by their strides.
 
 `reshape`, `flatten` and `contiguous` return a view where they can, else a copy. Under
-vmap the result of an op may lie otherwise than that of one sample, and then one is a
-view and the other a copy: whoever writes into either gets other numbers.
+vmap the result of an op may have other strides than for one sample, and then one is a
+view and the other a copy: writing into either gives other numbers.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,22 +17,22 @@ from vgrad.torch_private.tensors import storage, version_of
 RESHAPES = {torch.reshape, torch.flatten, torch.ravel}
 RESHAPES |= {Tensor.reshape, Tensor.reshape_as, Tensor.flatten, Tensor.ravel}
 RESHAPES |= {Tensor.contiguous}
-"""What may return a view or a copy."""
+"""Functions that may return a view or a copy."""
 
 
 class Layouts:
     """The memory of one run of a function under vmap."""
 
     def __init__(self) -> None:
-        """Nothing lies oddly yet."""
+        """Know of no odd layout yet."""
         self._odd: set[Any] = set()
         self._doubtful: list[tuple[Tensor, int]] = []
 
     def after(self, func: Callable, tensors: Sequence[Tensor], output: Any) -> None:
-        """Note results that do not lie one number after the other, and copies of them.
+        """Note results that are not contiguous, and copies of them.
 
-        Views lie as what they are views of, and results that lie as an operand does
-        would for one sample.
+        A view has the layout of its base; a result with the layout of an operand would
+        have it for one sample, too.
         """
         if func in RESHAPES:
             if not tensors[0].is_contiguous() and self.is_odd(tensors[0]):
@@ -51,7 +51,7 @@ class Layouts:
                 self._odd.add(_memory(each))
 
     def is_odd(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor may lie otherwise than that of one sample."""
+        """Tell whether a tensor may have another layout than for one sample."""
         return bool(self._odd) and _memory(tensor) in self._odd
 
     def disturbed(self) -> bool:

@@ -1,8 +1,8 @@
 """Ops whose weights differ from member to member, in the form that suits the device.
 
-torch's vmap makes one grouped convolution of E ordinary ones, which a CPU runs several
-times slower than one after the other, and adds the bias of a linear layer in a pass of
-its own. Everything else it batches as well as can be done.
+torch's vmap turns E ordinary convolutions into one grouped one, which a CPU runs
+several times slower than the E in turn, and adds the bias of a linear layer in a
+separate pass. Everything else it batches as well as possible.
 
 E members, B rows, I inputs, O outputs
 """
@@ -21,15 +21,16 @@ from vgrad.lowering.vmapped import VMAPPED
 from vgrad.torch_private import levels, modes
 
 Form = Callable[..., Tensor]
-"""From E and tensors `[E, ...]` (those that all members share: `[...]`) to the same."""
+"""From E and tensors `[E, ...]` (`[...]` where all members share one) to `[E, ...]`."""
 
 
 class Members(Untouched):
     """Under `torch.vmap` over members, runs each op in its best form.
 
-    `told` gets the name of each op that has several forms, and of the one it took. With
-    `chosen=False` there is no choice: all ops run in torch's own way, but for those
-    that it does member by member, wrongly or not at all. Tensors tell the `truth`.
+    `told` is an optional callback, invoked once per op that has several forms, with the
+    names of the op and of the form. With `chosen=False` all ops run in torch's own way,
+    except those that it runs member by member, wrongly or not at all. `truth` makes
+    tensors answer questions about themselves truthfully.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Members(Untouched):
         truth: Truth,
         chosen: bool = True,
     ) -> None:
-        """Say who wants to know, what is to stay, and whether there is a choice."""
+        """Keep the callback, the promises, the truth and the forms."""
         super().__init__(*promises)
         self._told = told
         self._truth = truth
@@ -52,7 +53,7 @@ class Members(Untouched):
         kwargs = kwargs or {}
         self.check(func, args, kwargs)
         tensors = among(args, kwargs)
-        # A loss around this one, which has modes of its own, is not asked.
+        # The modes of a surrounding loss must not see these questions.
         with modes.without_modes():
             self._truth.before(func, tensors)
             if func in HOOKS and tensors and tensors[0].requires_grad:
@@ -63,7 +64,7 @@ class Members(Untouched):
         return output
 
     def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run one call in the form that suits it."""
+        """Run one call in its best form."""
         if func in VMAPPED:
             return VMAPPED[func](*args, **kwargs)
         if modes.is_python(func):
@@ -78,7 +79,7 @@ class Members(Untouched):
 
 
 Chosen = tuple[Callable[[], Tensor] | None, str]
-"""How to run a call, None standing for torch's own way, and what that is called."""
+"""How to run a call, None for torch's own way, and the name of that form."""
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Chosen:
@@ -103,11 +104,19 @@ def convolution(plain: Callable) -> Callable[..., Chosen]:
         if input.device.type != "cpu":
             return None, "grouped"
 
-        def one(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-            return plain(x, w, b, *args, **kw)
+        def separate(
+            members: int, stacked: list[bool], *tensors: Tensor | None
+        ) -> Tensor:
+            # The backward pass of unbind is one stack; that of indexing would be a
+            # whole tensor of zeros for each member.
+            columns = [
+                [x] * members if x is None or not own else x.unbind(0)
+                for x, own in zip(tensors, stacked, strict=True)
+            ]
+            rows = zip(*columns, strict=True)
+            return torch.stack([plain(*row, *args, **kw) for row in rows])
 
-        form = _Separate(one)
-        return lambda: _batched(form, input, weight, bias), "one call a member"
+        return lambda: _batched(separate, input, weight, bias), "one call a member"
 
     return choose
 
@@ -118,24 +127,23 @@ FORMS: dict[Callable, Callable[..., Chosen]] = {
     F.conv2d: convolution(F.conv2d),
     F.conv3d: convolution(F.conv3d),
 }
-"""Ops with a choice of forms, and what chooses by the arguments of a call."""
+"""Ops with several forms, and what chooses one by the arguments of a call."""
 
 
 def mapped_here(tensor: Tensor) -> bool:
     """Tell whether the innermost transform is a vmap that maps over a tensor.
 
-    If a vmap further out does, what is in between has to see torch's own op.
+    If an outer vmap does, the transforms in between have to see torch's own op.
     """
-    return (
-        levels.is_batched(tensor) and levels.level_of(tensor) == levels.current_level()
-    )
+    level = levels.current_level()
+    return levels.is_batched(tensor) and levels.level_of(tensor) == level
 
 
 def _batched(form: Form, *tensors: Tensor | None) -> Tensor:
-    """Give a form the tensors of all members, the level of the vmap taken off.
+    """Call a form with the tensors of all members, below the level of the vmap.
 
-    What `torch.autograd.Function` does for a function with a rule for vmap, in a
-    fraction of the time: below the vmap, autograd sees the ops of the form.
+    `torch.autograd.Function` does the same for a function with a rule for vmap, in
+    several times the time: below the vmap, autograd sees the ops of the form.
     """
     interpreter: Any = levels.innermost()
     level = interpreter.level()
@@ -174,8 +182,8 @@ def _linear(
 class _Product(torch.autograd.Function):
     """`[E, B, I], [E, O, I], [E, O] -> [E, B, O]`, whose gradients lie like the inputs.
 
-    In autograd the right factor of a product gets its gradient transposed, and who
-    wants it as the weight lies has to copy it.
+    Autograd transposes the gradient of the right factor of a product; code that needs
+    it in the layout of the weight would have to copy it.
     """
 
     @staticmethod
@@ -193,21 +201,3 @@ class _Product(torch.autograd.Function):
             torch.bmm(grad.mT, x.conj()) if to_weight else None,
             grad.sum(1) if to_bias else None,
         )
-
-
-class _Separate:
-    """Runs the plain op once for each member."""
-
-    def __init__(self, one: Callable) -> None:
-        self._one = one
-
-    def __call__(
-        self, members: int, stacked: list[bool], *tensors: Tensor | None
-    ) -> Tensor:
-        # The backward pass of unbind is one stack; that of indexing would be a
-        # whole tensor of zeros for each member.
-        columns = [
-            [x] * members if x is None or not own else x.unbind(0)
-            for x, own in zip(tensors, stacked, strict=True)
-        ]
-        return torch.stack([self._one(*row) for row in zip(*columns, strict=True)])

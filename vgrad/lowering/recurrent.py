@@ -1,10 +1,10 @@
 """Recurrent nets by torch's kernels, with a backward pass that tells what it finds.
 
-The gradient of a sample's weights is a sum over time steps of outer products of the
-gradients before the gates with what entered there. The kernels add that up over all
-samples; here the backward pass hands both sides on instead. It keeps nothing but inputs
+The gradient of a sample's weights is a sum over time steps of outer products: the
+gradients before the gates times what entered there. The kernels add that up over all
+samples; here the backward pass hands on both sides instead. It keeps nothing but inputs
 and outputs, computes all gates again at once, and then goes through time with one GEMM
-and a few elementwise ops a step, everything else being done for all steps at once.
+and a few elementwise ops a step; everything else is done for all steps at once.
 
 T time steps, N sequences, I inputs, H features of a state, G gates (4 of an LSTM, 3 of
 a GRU, else 1), L layers, D directions
@@ -20,14 +20,14 @@ from torch.autograd import Function
 
 from vgrad import checks
 from vgrad.dtypes import no_autocast
-from vgrad.lowering.cells import State, over_layers
+from vgrad.lowering.cells import Layout, State, over_layers
 from vgrad.lowering.through_time import BACKWARD, Run, lstm_forwards, shifted
 
 Report = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """Takes `d_ih, d_hh [T, N, G * H]`, `x [T, N, I]` and `h_prev [T, N, H]`."""
 
 
-def recurrent(
+def recurrent_net(
     mode: str,
     x: Tensor,
     hidden: Sequence[Tensor],
@@ -54,14 +54,14 @@ def recurrent(
 
     Raises:
         ValueError: an unknown mode, an anchor or weights with the wrong
-        `requires_grad`.
+            `requires_grad`.
         NotImplementedError: projections, and a second derivative.
         RuntimeError: what torch refuses: no time step, sizes that do not match.
 
     Example:
         >>> weights = [torch.ones(2, 3), torch.ones(2, 2)]
         >>> anchor = torch.zeros((), requires_grad=True)
-        >>> output, h_n = recurrent("rnn_tanh", torch.ones(7, 5, 3),
+        >>> output, h_n = recurrent_net("rnn_tanh", torch.ones(7, 5, 3),
         ...     (torch.zeros(1, 5, 2),), weights,
         ...     lambda first, *found: print(first, [tuple(x.shape) for x in found]),
         ...     anchor=anchor, num_layers=1, bidirectional=False, dropout=0.0,
@@ -76,27 +76,14 @@ def recurrent(
         *own, w_hr = own
         if w_hr is not None:
             raise NotImplementedError(
-                "recurrent(w_hr): expected an LSTM without projections, got one with "
-                "them. Use steps."
+                "recurrent_net(w_hr): expected an LSTM without projections, got one "
+                "with them. Use steps."
             )
-        tell = partial(report, first)
-        return recurrent_layer(
-            mode, x, state, own, tell, anchor=anchor, reverse=reverse
-        )
+        options = {"anchor": anchor, "reverse": reverse}
+        return recurrent_layer(mode, x, state, own, partial(report, first), **options)
 
-    return over_layers(
-        "recurrent",
-        layer,
-        mode,
-        x,
-        hidden,
-        weights,
-        num_layers=num_layers,
-        bidirectional=bidirectional,
-        dropout=dropout,
-        training=training,
-        batch_first=batch_first,
-    )
+    layout = Layout(num_layers, bidirectional, dropout, training, batch_first)
+    return over_layers("recurrent_net", layer, mode, x, hidden, weights, layout)
 
 
 def recurrent_layer(
@@ -127,8 +114,8 @@ def recurrent_layer(
     changed in place.
 
     Cost: the forward pass of torch; backwards two thirds of the operations of torch's
-    backward pass for the gradients of inputs and states, the rest for the gates, and
-    about `2 G` numbers per output of memory, for the time of the pass. The kernel runs
+    backward pass for the gradients of inputs and states, the rest for the gates, and,
+    while it runs, memory for about `2 G` numbers per output. The kernel runs
     under the surrounding autocast. The backward pass runs in the widest dtype of
     inputs, states and weights, float32 at least, which is the dtype of `d_ih` and
     `d_hh`; other gradients have the dtype of what they belong to.

@@ -1,8 +1,7 @@
 """One layer of a recurrent net through time, forwards and backwards.
 
-Backwards, what the forward pass did not keep is computed again for all steps at once; a
-time step is then one GEMM and a few elementwise ops, everything else being done for all
-steps at once.
+The backward pass computes again what the forward pass did not keep. A time step is then
+one GEMM and a few elementwise ops; everything else is done for all steps at once.
 
 T time steps, N sequences, I inputs, H features of a state, G gates.
 """

@@ -1,9 +1,9 @@
-"""What a tensor says of itself under `torch.vmap` while autograd is at work below.
+"""What a tensor says about itself under `torch.vmap` while autograd runs below.
 
-A tensor of the function wraps one of all samples `[B, ...]`, which has the graph, and
-says of itself that it requires no grad and has none: code that asks takes the way of
-inference, and gradients are lost without an error. So every tensor is made to say of
-`requires_grad` what is true below, and what it cannot tell it is not asked.
+Inside the mapped function a tensor wraps one of all samples `[B, ...]`, which has the
+graph. The wrapper says that it requires no grad and has no graph: code that asks takes
+the path of inference, and gradients are lost without an error. So every tensor is made
+to answer `requires_grad` as the one below would, and calls that ask for more raise.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -33,18 +33,18 @@ def _attributes(names: str, *more: str, method: str = "__get__") -> list[Callabl
 
 
 REQUIRES_GRAD, *_ = _attributes("requires_grad")
-"""What is called to read that attribute."""
+"""The call that reads this attribute."""
 
 GRAPH = {
     *_attributes("grad_fn is_leaf output_nr retains_grad grad_dtype", *private.GRAPH),
 }
-"""What only a tensor without a graph, or a leaf, can tell."""
+"""Questions that only a tensor without a graph, or a leaf, can answer."""
 
 HOOKS = {
     torch.detach_,
     *_methods("detach_ register_hook retain_grad register_post_accumulate_grad_hook"),
 }
-"""What acts on the graph of a tensor that requires grad."""
+"""Calls that act on the graph of a tensor that requires grad."""
 
 MEMORY = {
     *_attributes("data", *private.MEMORY),
@@ -52,24 +52,24 @@ MEMORY = {
     *_methods("set_"),
     private.IS_VIEW,
 }
-"""What is never as it would be for one sample."""
+"""Questions whose answer is never that of one sample."""
 
 STRIDES = {
     torch.as_strided,
     torch.as_strided_,
     *_methods("as_strided as_strided_ as_strided_scatter"),
 }
-"""What reads memory in an order of its own."""
+"""Calls that read memory in an order of their own."""
 
 AUTOGRAD = {
     torch.autograd.grad,
     *_methods("backward requires_grad_"),
     *_attributes("requires_grad", method="__set__"),
 }
-"""What only a loss calls that differentiates on its own."""
+"""Calls of a loss that differentiates on its own."""
 
 ASKED = {REQUIRES_GRAD} | GRAPH | MEMORY
-"""What reads and has to be watched all the same."""
+"""Calls that only read, and have to be watched all the same."""
 
 _REFUSED: dict[Callable, Callable[[Tensor], bool]] = {
     **dict.fromkeys(GRAPH, lambda below: below.grad_fn is not None),
@@ -85,8 +85,8 @@ class Truth:
 
     Attributes:
         level: that of the vmap.
-        one: what it maps over.
-        otherwise: what runs a function that asks for more.
+        one: what it maps over, in a word.
+        otherwise: what to use for a function that asks for more.
         layouts: how tensors lie in memory.
     """
 
@@ -102,7 +102,7 @@ class Truth:
         self.refuse(func, tensors)
 
     def refuse(self, func: Callable, tensors: Sequence[Tensor]) -> None:
-        """Refuse a call, by its arguments, whose answer would not be the truth."""
+        """Refuse a call whose answer would be wrong for one sample."""
         refused = _REFUSED.get(func)
         if not tensors or (refused is None and func not in STRIDES):
             return
@@ -117,7 +117,7 @@ class Truth:
         raise self.refusal(func)
 
     def refusal(self, func: Callable) -> UnsupportedOp:
-        """Return the error for a call whose answer would not be the truth."""
+        """Return the error for a call whose answer would be wrong for one sample."""
         if func in AUTOGRAD:
             return own_backward_pass(called(func))
         return UnsupportedOp(
@@ -127,7 +127,7 @@ class Truth:
         )
 
     def after(self, func: Callable, tensors: Sequence[Tensor], output: Any) -> None:
-        """Make what a call returned tell the truth to code that no mode sees."""
+        """Make the results of a call truthful to code that no mode sees."""
         for each in output if isinstance(output, tuple | list) else (output,):
             if isinstance(each, Tensor):
                 self.tell(each)
@@ -153,10 +153,8 @@ class Truth:
         Returns whether this vmap maps over it.
         """
         level = levels.level_of(tensor)
-        if level is None:
-            return False
         inner = level > self.level
-        while level is not None and level > self.level:
+        while level > self.level:
             tensor = levels.unwrapped(tensor)
             level = levels.level_of(tensor)
         if level != self.level:
@@ -173,12 +171,11 @@ class Truth:
         return not inner
 
     def hides(self, tensor: Tensor) -> bool:
-        """Tell whether the gradient of this vmap hides that of who called it.
+        """Tell whether the gradient inside this vmap hides the caller's.
 
-        To the transform inside this vmap is constant what only the caller follows.
+        The transform inside takes for constant what only the caller differentiates.
         """
-        level = levels.level_of(tensor)
-        if level is None or level > self.level + 1:
+        if levels.level_of(tensor) > self.level + 1:
             return False
         while levels.is_wrapped(tensor):
             tensor = levels.unwrapped(tensor)

@@ -27,17 +27,9 @@ def _by_steps(mode: str) -> Callable[..., tuple[Tensor, ...]]:
         bidirectional: bool,
         batch_first: bool,
     ) -> tuple[Tensor, ...]:
-        return cells.steps(
-            mode,
-            input,
-            (hx,) if isinstance(hx, Tensor) else tuple(hx),
-            params,
-            num_layers=num_layers,
-            bidirectional=bidirectional,
-            dropout=dropout,
-            training=train,
-            batch_first=batch_first,
-        )
+        state = (hx,) if isinstance(hx, Tensor) else tuple(hx)
+        layout = cells.Layout(num_layers, bidirectional, dropout, train, batch_first)
+        return cells.steps(mode, input, state, params, **layout._asdict())
 
     return run
 
@@ -51,10 +43,9 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Look rows up; torch's rule for one table a sample pads in the first one only."""
-    rows = F.embedding(
-        input, weight, None, max_norm, norm_type, scale_grad_by_freq, sparse
-    )
+    """Look up rows; torch's rule for one table a sample pads only the first table."""
+    options = (max_norm, norm_type, scale_grad_by_freq, sparse)
+    rows = F.embedding(input, weight, None, *options)
     if padding_idx is None:
         return rows
     padding = (input == padding_idx % len(weight)).unsqueeze(-1)
@@ -87,4 +78,4 @@ VMAPPED: dict[Callable, Callable] = {
     torch.rnn_relu_cell: cells.rnn_relu_cell,
     levels.custom_function_call: custom_function,
 }
-"""Torch's own vmap loops over samples here, gives wrong numbers, or refuses."""
+"""Here torch's own vmap loops over samples, gives wrong numbers, or refuses."""

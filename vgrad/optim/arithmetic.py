@@ -12,15 +12,9 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
+from vgrad.dtypes import cast, widened
 from vgrad.optim.arguments import Number, check_real, required
-from vgrad.optim.base import (
-    GradientTransformation,
-    Grads,
-    Updates,
-    cast,
-    stateless,
-    widened,
-)
+from vgrad.optim.base import GradientTransformation, Grads, Updates, stateless
 from vgrad.tree import map_values
 from vgrad.typing import Params
 

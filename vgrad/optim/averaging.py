@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
+from vgrad.dtypes import widened
 from vgrad.optim.arguments import Number, check_shares, plain, required
 from vgrad.optim.arithmetic import (
     advance,
@@ -26,7 +27,6 @@ from vgrad.optim.base import (
     Updates,
     apply_updates,
     states_of,
-    widened,
 )
 from vgrad.typing import Params, Tree
 

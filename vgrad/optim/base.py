@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from vgrad import checks
+from vgrad.dtypes import cast, widened
 from vgrad.tree import map_values, tree_leaves
 from vgrad.typing import Params, Tree
 
@@ -200,13 +200,3 @@ def _dictionaries(tree: Tree) -> list[dict]:
     if isinstance(tree, list | tuple):
         return [found for each in tree for found in _dictionaries(each)]
     return []
-
-
-def widened(value: Tensor) -> Tensor:
-    """Cast a tensor to `promote_types(dtype, float32)`, the dtype of all arithmetic."""
-    return cast(value, torch.promote_types(value.dtype, torch.float32))
-
-
-def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast a tensor; even without effect `to` costs as much as a small sum."""
-    return value if value.dtype == dtype else value.to(dtype)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
+from vgrad.dtypes import widened
 from vgrad.optim.arguments import Number, plain
 from vgrad.optim.arithmetic import (
     advance,
@@ -23,7 +24,7 @@ from vgrad.optim.arithmetic import (
     root,
     scalar,
 )
-from vgrad.optim.base import GradientTransformation, Grads, Updates, stateless, widened
+from vgrad.optim.base import GradientTransformation, Grads, Updates, stateless
 from vgrad.tree import map_values
 from vgrad.typing import Params
 

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
+from vgrad.dtypes import widened
 from vgrad.optim.arguments import Number, check_real, plain
 from vgrad.optim.arithmetic import counter, scalar
-from vgrad.optim.base import GradientTransformation, Grads, Updates, widened
+from vgrad.optim.base import GradientTransformation, Grads, Updates
 from vgrad.typing import Params
 
 _WORD = 2**32 - 1

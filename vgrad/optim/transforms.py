@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from vgrad import checks
+from vgrad.dtypes import widened
 from vgrad.optim.arguments import Number, is_schedule, is_zero, plain
 from vgrad.optim.arithmetic import (
     counter,
@@ -15,14 +16,7 @@ from vgrad.optim.arithmetic import (
     plus,
     scalar,
 )
-from vgrad.optim.base import (
-    GradientTransformation,
-    Grads,
-    Updates,
-    chain,
-    stateless,
-    widened,
-)
+from vgrad.optim.base import GradientTransformation, Grads, Updates, chain, stateless
 from vgrad.optim.grouping import Selection, check_selection, masked
 from vgrad.typing import Params, Schedule
 

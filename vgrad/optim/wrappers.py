@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
+from vgrad.dtypes import widened
 from vgrad.optim.arguments import plain
 from vgrad.optim.arithmetic import advance, blend, counter, map_grads, scalar, zeros
-from vgrad.optim.base import GradientTransformation, Grads, Updates, widened
+from vgrad.optim.base import GradientTransformation, Grads, Updates
 from vgrad.tree import tree_map
 from vgrad.typing import Params, Tree
 

@@ -1,4 +1,4 @@
-"""Which matrix products of a model have sizes that tensor cores do not like.
+"""Which matrix products of a model have sizes that slow tensor cores down.
 
 Tensor cores multiply small blocks: sizes should be multiples of 8 for 16-bit floats and
 of 16 for 8-bit types. Every product is seen as a GEMM, `[M, K] @ [K, N]`.
@@ -35,7 +35,7 @@ class Row(NamedTuple):
         count: calls, times the matrices of a batch, the groups or the time steps.
         flops: floating-point operations of all of them, `2 * m * n * k * count`.
         share: these among those of all rows.
-        pad: the misaligned ones of `"M"`, `"N"` and `"K"`, and what to pad them to.
+        pad: what to pad to, by the misaligned of `"M"`, `"N"` and `"K"`.
         advice: the same in words, by parameter where there is one.
     """
 
@@ -60,7 +60,7 @@ class AlignmentReport:
 
     Attributes:
         multiple: what sizes should be multiples of.
-        rows: the products, in the order in which the forward pass came to them.
+        rows: the products, in the order of the forward pass.
     """
 
     multiple: int
@@ -80,11 +80,9 @@ class AlignmentReport:
             names = ", ".join(row.names)
             lines.append([names, row.op, *numbers, f"{row.share:.1%}", pad])
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        kinds = "<<>>>>>><"
-        table = [
-            "  ".join(map("{:{}{}}".format, line, kinds, widths)).rstrip()
-            for line in lines
-        ]
+        cell = "{:{}{}}".format
+        rows = ("  ".join(map(cell, line, "<<>>>>>><", widths)) for line in lines)
+        table = [row.rstrip() for row in rows]
         total = sum(row.flops for row in self.rows)
         told = f"{self.misaligned:.1%} of {total:,} floating-point operations are in "
         told += f"products with a size that is no multiple of {self.multiple}"
@@ -105,24 +103,24 @@ def alignment_report(
 
     `fmodel` is what `make_functional_with_buffers` returns, a policy for it or a batch
     loss. It runs once on this batch, without autograd; nothing is kept, and random
-    generators are put back. On the device `meta` that costs nothing.
+    generators are restored. On the device `meta` that costs nothing.
 
-    A layer has M = batch times positions, N = outputs and K = inputs, for a convolution
-    those of a group, K times the size of the kernel (N, if it is transposed). Attention
-    has two products a head. A recurrent net multiplies its inputs for all steps at once
-    and its states step by step.
+    A layer has M = batch times positions, N = outputs and K = inputs; a convolution has
+    those of a group, with K (N, if it is transposed) times the size of the kernel.
+    Attention has two products a head. A recurrent net multiplies its inputs for all
+    steps at once and its states step by step.
 
     N and K should be multiples of `multiple`: 8 for 16-bit floats, 16 for 8-bit types.
-    So should M where it is no batch dimension, as in attention; where a parameter is
+    So should M unless it is the batch dimension, as in attention; where a parameter is
     the left operand, M and K are its sizes and N is the batch dimension.
 
-    Compiled or scripted code, what autograd computes and an `einsum` of more than two
-    operands are left out.
+    Leaves out compiled or scripted code, backward passes and an `einsum` of more than
+    two operands.
 
     Raises:
         TypeError: `fmodel` is a module or takes no buffers; `params` or `buffers` is no
             dictionary.
-        ValueError: `multiple` is no whole number above zero; a product is inside of a
+        ValueError: `multiple` is no whole number above zero; a product is inside a
             transform of `torch.func`, where sizes may be those of one sample.
 
     Reference: PyTorch, Performance Tuning Guide, "set sizes to multiples of 8".
@@ -164,7 +162,7 @@ class _Known(NamedTuple):
 
 
 class _Watch(TorchFunctionMode):
-    """Sees every product, and which tensors are views or casts of a parameter."""
+    """Records every product, and which tensors are views or casts of a parameter."""
 
     def __init__(self, tensors: Mapping[str, Tensor], multiple: int) -> None:
         """Note where the parameters lie."""
@@ -196,7 +194,7 @@ class _Watch(TorchFunctionMode):
             for gemm in GEMMS[op](output, args, kwargs):
                 self._note(op, gemm)
         elif op in _COPIES and args and isinstance(output, Tensor):
-            # They stay until the end, so that no other tensor gets their memory.
+            # Copies live until the end, so that no other tensor gets their memory.
             copies = [each._replace(tensor=output) for each in self._among(args[0])]
             if copies:
                 self._known.setdefault(_storage(output), copies)
@@ -212,7 +210,7 @@ class _Watch(TorchFunctionMode):
             yield Row(names, op, m, n, k, count, own, own / total, dict(pad), advice)
 
     def _among(self, tensor: Tensor | None) -> list[_Known]:
-        """Return the parameters that a tensor is, or is a view or a cast of."""
+        """Return the parameters of which a tensor is a view or a cast."""
         if tensor is None or not (storage := _storage(tensor)):
             return []
         at = tensor.storage_offset()
@@ -253,19 +251,19 @@ _COPIES |= {"clone", "contiguous"}
 
 
 def _is_wrapped(func: Callable) -> bool:
-    """Tell whether `wrap_torch_function` made a function, which may have any name."""
+    """Tell whether a function comes from `wrap_torch_function`, under any name."""
     return isinstance(func, FunctionType) and func.__globals__ is vars(overrides)
 
 
 def _storage(tensor: Tensor) -> int:
-    """Return what a tensor shares with its views; 0 for one without memory."""
+    """Identify the memory of a tensor and its views; 0 if it has none."""
     if tensor.layout != torch.strided or levels.is_wrapped(tensor):
         return 0
     return memory(tensor) or 0
 
 
 def _sides(shape: torch.Size, size: int) -> Iterator[str]:
-    """Yield the sides of a matrix that have this size, however it was turned."""
+    """Yield the sides of a matrix that have this size, transposed or not."""
     if len(shape) == 2:
         names = zip(("rows", "columns"), shape, strict=True)
         yield from (name for name, length in names if length == size)

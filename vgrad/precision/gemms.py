@@ -19,9 +19,9 @@ class Gemm(NamedTuple):
         m, n, k: the sizes.
         count: how many there are.
         left, right: the operands that may be parameters.
-        batch: the size that is a batch dimension if none of them is one, or `""`.
-        parts: for N and K, how many of what they consist of, where the right operand
-            is not simply a matrix.
+        batch: the size that is a batch dimension if neither is one, or `""`.
+        parts: for N and K, how many parts of what name they have, if the right operand
+            is more than a matrix.
     """
 
     m: int
@@ -52,7 +52,7 @@ def _contracted(
 
 
 def _axes(letters: str, tensor: Tensor) -> dict[str, int]:
-    """Return sizes by letter; the axes of an ellipsis are numbered from behind."""
+    """Return sizes by letter; the axes of an ellipsis are numbered from the end."""
     front, dots, back = letters.partition("...")
     hidden = range(tensor.dim() - len(front + back), 0, -1) if dots else ()
     names = [*front, *(f"-{place}" for place in hidden), *back]
@@ -131,7 +131,7 @@ def _attention(
 def _recurrent(
     gates: int, output: Any, input: Tensor, hx: Any, *given: Any
 ) -> Iterator[Gemm]:
-    """Describe a padded batch, or a packed one, which has its batch sizes before hx."""
+    """Describe a padded batch, or a packed one, whose batch sizes come before hx."""
     if isinstance(given[1], bool):
         weights, batch_first = given[0], given[-1]
         n, t = input.shape[:2] if batch_first else input.shape[1::-1]
@@ -162,7 +162,7 @@ def _steps(
 
 
 def _op(names: str, describe: Callable[..., Iterator[Gemm]]) -> Describe:
-    """Bind the arguments of an op, which are called as torch calls them."""
+    """Bind the arguments of an op by the names that torch gives them."""
 
     def bound(output: Any, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[Gemm]:
         given = {**dict(zip(names.split(), args, strict=False)), **kwargs}
@@ -180,11 +180,8 @@ _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 GEMMS: dict[str, Describe] = {
     "linear": _op("input weight bias", _linear),
     "bilinear": _op("input1 input2 weight bias", _bilinear),
-    "matmul": _op("input other", _pair),
-    "linalg_matmul": _op("input other", _pair),
-    "mm": _op("input mat2", _pair),
-    "_int_mm": _op("input mat2", _pair),
-    "bmm": _op("input mat2", _pair),
+    **dict.fromkeys(("matmul", "linalg_matmul"), _op("input other", _pair)),
+    **dict.fromkeys(("mm", "_int_mm", "bmm"), _op("input mat2", _pair)),
     "mv": _op("input vec", _pair),
     "addmm": _op("input mat1 mat2", _pair),
     "addmv": _op("input mat vec", _pair),

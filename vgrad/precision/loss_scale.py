@@ -2,8 +2,8 @@
 
 A loss is multiplied by a scale before its backward pass and gradients are divided by it
 afterwards, so that small ones do not become zero on the way. Everything is a tensor
-operation without a look at a value: it runs under `torch.vmap`, with one scale for each
-member of an ensemble, and asks no device to wait.
+operation that reads no value: it runs under `torch.vmap`, with one scale for each
+member of an ensemble, and makes no device wait.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,14 +14,9 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.tree import (
-    GetAttrKey,
-    register_pytree_node,
-    tree_flatten,
-    tree_leaves,
-    tree_map,
-    tree_unflatten,
-)
+from vgrad.dtypes import widened
+from vgrad.precision.skipping import check_predicate, is_floating
+from vgrad.tree import GetAttrKey, register_pytree_node, tree_map
 from vgrad.typing import Tree
 
 
@@ -73,8 +68,32 @@ class NoOpLossScale:
         return self
 
 
+class _Scaling:
+    """How a scale that is a tensor is applied, float32 or wider."""
+
+    loss_scale: Any
+
+    def scale(self, tree: Tree) -> Tree:
+        """Multiply floating tensors by the scale."""
+        return self._applied(torch.mul, tree)
+
+    def unscale(self, tree: Tree) -> Tree:
+        """Divide floating tensors by the scale."""
+        return self._applied(torch.div, tree)
+
+    def _applied(self, operation: Callable[..., Tensor], tree: Tree) -> Tree:
+        scale = _single(self.loss_scale)
+
+        def apply(leaf: Any) -> Any:
+            if not is_floating(leaf):
+                return leaf
+            return operation(widened(leaf), scale.to(leaf.device))
+
+        return tree_map(apply, tree)
+
+
 @dataclass(frozen=True, eq=False)
-class StaticLossScale:
+class StaticLossScale(_Scaling):
     """A scale that stays.
 
     `loss_scale` is kept as a float32 tensor. `scale` and `unscale` work in
@@ -100,28 +119,20 @@ class StaticLossScale:
             _check("StaticLossScale", loss_scale=self.loss_scale)
         object.__setattr__(self, "loss_scale", _number(self.loss_scale))
 
-    def scale(self, tree: Tree) -> Tree:
-        """Multiply floating tensors by the scale."""
-        return _applied(torch.mul, tree, self.loss_scale)
-
-    def unscale(self, tree: Tree) -> Tree:
-        """Divide floating tensors by the scale."""
-        return _applied(torch.div, tree, self.loss_scale)
-
     def adjust(self, finite: Tensor) -> "StaticLossScale":
         """Return the same."""
         return self
 
 
 @dataclass(frozen=True, eq=False)
-class DynamicLossScale:
+class DynamicLossScale(_Scaling):
     """A scale that shrinks after a step that was not finite, and grows after many.
 
     `adjust(finite)` returns the next one: on the `period`-th finite step in a row
     `loss_scale * factor`, at most `max`; after any other finite step the same; after
     one that was not finite `loss_scale / factor`, at least `min`. Both moves start the
-    count anew. Scale and count are tensors, float32 and int64, which come to be where
-    `finite` is; the rest is fixed.
+    count anew. Scale and count are tensors, float32 and int64, on the device of
+    `finite`; the rest is fixed.
 
     Under `torch.vmap` all of it works for scales and `finite` of shape `[E]`: a member
     backs off alone. The history of a scale depends on the data it saw; in private
@@ -178,17 +189,9 @@ class DynamicLossScale:
         counter = torch.zeros_like(scale, dtype=torch.int64)
         object.__setattr__(self, "counter", counter)
 
-    def scale(self, tree: Tree) -> Tree:
-        """Multiply floating tensors by the scale."""
-        return _applied(torch.mul, tree, self.loss_scale)
-
-    def unscale(self, tree: Tree) -> Tree:
-        """Divide floating tensors by the scale."""
-        return _applied(torch.div, tree, self.loss_scale)
-
     def adjust(self, finite: Tensor) -> "DynamicLossScale":
         """Return the scale after a step whose gradients were all finite, or not."""
-        _check_predicate("DynamicLossScale.adjust(finite)", finite)
+        check_predicate("DynamicLossScale.adjust(finite)", finite)
         now = _single(self.loss_scale).to(finite.device)
         counter = self.counter.to(finite.device)
         full = counter == self.period - 1
@@ -197,88 +200,6 @@ class DynamicLossScale:
         scale = torch.where(finite, torch.where(full, grown, now), shrunk)
         counter = torch.where(finite & ~full, counter + 1, 0)
         return _rebuilt(DynamicLossScale, self.__dict__, (scale, counter))
-
-
-def all_finite(tree: Tree) -> Tensor:
-    """Tell whether the tensors of a tree are finite: a bool without dimensions.
-
-    The answer stays on the device of the first floating tensor; a tree without one
-    gives True. Cost: one pass over the tree.
-
-    Example:
-        >>> all_finite({"w": torch.tensor([1.0, float("nan")])})
-        tensor(False)
-    """
-    leaves = [leaf for leaf in tree_leaves(tree) if _is_floating(leaf)]
-    if not leaves:
-        return torch.tensor(True)
-    device = leaves[0].device
-    return torch.stack([leaf.isfinite().all().to(device) for leaf in leaves]).all()
-
-
-def select_tree(pred: Tensor, a: Tree, b: Tree) -> Tree:
-    """Return the tensors of `a` where `pred` is true, else those of `b`.
-
-    `pred` is a bool tensor without dimensions, and no one looks at it: that is how a
-    step is skipped without a device sync. For members of an ensemble call this under
-    `torch.vmap`.
-
-    Raises:
-        ValueError: the trees differ in structure, in a shape or dtype, or in something
-            that is no tensor.
-        TypeError: `pred` is no bool tensor without dimensions.
-
-    Example:
-        >>> new, old = {"w": torch.ones(2)}, {"w": torch.zeros(2)}
-        >>> select_tree(torch.tensor(False), new, old)
-        {'w': tensor([0., 0.])}
-    """
-    _check_predicate("select_tree(pred)", pred)
-    leaves, structure = tree_flatten(a)
-    try:
-        others = structure.flatten_up_to(b)
-    except ValueError as error:
-        raise ValueError(
-            f"select_tree(a, b): expected two trees of one structure, got a "
-            f"{type(a).__name__} and a {type(b).__name__} that differ. {error}"
-        ) from error
-
-    def select(one: Any, other: Any) -> Any:
-        if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-            # A tensor beside a number is refused unseen: comparing them is a look.
-            if isinstance(one, Tensor) or isinstance(other, Tensor) or one != other:
-                raise ValueError(
-                    f"select_tree(a, b): expected tensors or equal values, got "
-                    f"{one!r} and {other!r}."
-                )
-            return one
-        if one.shape != other.shape or one.dtype != other.dtype:
-            raise ValueError(
-                f"select_tree(a, b): expected tensors of one shape and dtype, got "
-                f"{one.dtype} {tuple(one.shape)} and {other.dtype} "
-                f"{tuple(other.shape)}."
-            )
-        return torch.where(pred.to(one.device), one, other)
-
-    chosen = [select(*pair) for pair in zip(leaves, others, strict=True)]
-    return tree_unflatten(chosen, structure)
-
-
-def _is_floating(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-
-
-def _applied(operation: Callable[..., Tensor], tree: Tree, scale: Tensor) -> Tree:
-    """Compute with the floating tensors of a tree and the scale, float32 or wider."""
-    scale = _single(scale)
-
-    def apply(leaf: Any) -> Any:
-        if not _is_floating(leaf):
-            return leaf
-        wide = leaf.to(torch.promote_types(leaf.dtype, torch.float32))
-        return operation(wide, scale.to(leaf.device))
-
-    return tree_map(apply, tree)
 
 
 def _number(value: Tensor | float) -> Tensor:
@@ -306,19 +227,6 @@ def _check(function: str, **values: Any) -> None:
             )
 
 
-def _check_predicate(function: str, pred: Any) -> None:
-    if not isinstance(pred, Tensor) or pred.dtype != torch.bool or pred.ndim:
-        got = (
-            f"{pred.dtype} {tuple(pred.shape)}"
-            if isinstance(pred, Tensor)
-            else type(pred).__name__
-        )
-        raise TypeError(
-            f"{function}: expected a bool tensor without dimensions, got {got}. For "
-            f"one answer per member use torch.vmap."
-        )
-
-
 def _rebuilt(kind: Any, fixed: Mapping[str, Any], leaves: Iterable[Any]) -> Any:
     """Make a scale of other leaves, which a tree_map may have made anything."""
     scale = object.__new__(kind)
@@ -337,14 +245,13 @@ _LEAVES: dict[type, tuple[str, ...]] = {
 def _register(kind: type) -> None:
     names = _LEAVES[kind]
 
-    def flatten(scale: Any) -> tuple[list[Any], dict[str, Any]]:
-        fixed = {k: v for k, v in scale.__dict__.items() if k not in names}
-        return [getattr(scale, name) for name in names], fixed
-
     def with_keys(scale: Any) -> tuple[list[Any], dict[str, Any]]:
-        leaves, fixed = flatten(scale)
-        keys = map(GetAttrKey, names)
-        return list(zip(keys, leaves, strict=True)), fixed
+        fixed = {k: v for k, v in scale.__dict__.items() if k not in names}
+        return [(GetAttrKey(name), getattr(scale, name)) for name in names], fixed
+
+    def flatten(scale: Any) -> tuple[list[Any], dict[str, Any]]:
+        keyed, fixed = with_keys(scale)
+        return [leaf for _, leaf in keyed], fixed
 
     def unflatten(leaves: Iterable[Any], fixed: dict[str, Any]) -> Any:
         return _rebuilt(kind, fixed, leaves)

@@ -1,7 +1,6 @@
 """A policy for a functional model: one for the whole of it, or one for each module."""
 
 import copy
-import fnmatch
 import functools
 import re
 from collections.abc import Callable, Mapping
@@ -12,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vgrad import checks
+from vgrad import checks, names
 from vgrad.functional.model import FunctionalModel
-from vgrad.precision.autocast import autocast
+from vgrad.precision.autocasting import autocast
 from vgrad.precision.policy import Policy, cast_floating
 from vgrad.torch_private.tensors import NormBase
 from vgrad.tree import tree_leaves
@@ -23,8 +22,12 @@ from vgrad.typing import Buffers, Params, Tree
 _LOW = (torch.float16, torch.bfloat16)
 
 
+Key = str | tuple[str, ...]
+"""The modules that have a policy: one pattern of names, or several."""
+
+
 def policy_for(
-    fmodel: FunctionalModel, policy: Policy | str | Mapping[str, Policy | str]
+    fmodel: FunctionalModel, policy: Policy | str | Mapping[Key, Policy | str]
 ) -> "PolicyModel":
     """Run a functional model under a policy: the same function in other dtypes.
 
@@ -33,18 +36,19 @@ def policy_for(
     and parameters and inputs are cast to it. Gradients have the dtype of the parameters
     that are given, so float32 parameters are master weights.
 
-    A dictionary gives modules policies of their own, by name or shell-style pattern of
-    names: `{"": "mixed_bfloat16", "head": "float32"}`, where `""` is the model itself.
-    What a pattern says holds for all that is inside of the module, unless a more
-    specific pattern (one with more letters outside of its wildcards) matches there.
+    A dictionary gives modules policies of their own, by a pattern of names or a tuple
+    of them: `{"": "mixed_bfloat16", ("head", "*.norm"): "float32"}`, where `""` is the
+    model itself. A policy holds for everything inside a module, unless a more specific
+    pattern (one with more letters outside of its wildcards) matches there.
 
     Buffers come back in the dtype that they are given in. They are cast for the forward
-    pass where the computation is in float32 or float64; else running statistics stay as
-    they are, and so does what a batch norm multiplies by.
+    pass where the computation is in float32 or float64; otherwise running statistics
+    stay as they are, and so does what a batch norm multiplies by.
 
     Raises:
         TypeError: `fmodel` is not what `make_functional_with_buffers` returns, or has
-            policies already, or a policy is neither a `Policy` nor a string.
+            policies already, a policy is neither a `Policy` nor a string, or a key is
+            neither a pattern nor a tuple of patterns.
         ValueError: a pattern matches no module, two equally specific ones give one
             module different policies, tied parameters would get several dtypes, or a
             string is no policy.
@@ -68,18 +72,16 @@ def policy_for(
             "them. Pass one dictionary of all policies."
         )
     given = policy if isinstance(policy, Mapping) else {"": policy}
-    return PolicyModel(
-        fmodel, {pattern: _policy(each) for pattern, each in given.items()}
-    )
+    return PolicyModel(fmodel, {key: _policy(each) for key, each in given.items()})
 
 
 def loss_under(policy: Policy | str, loss: Callable) -> Callable:
     """Run a loss, of a sample or of a batch, under a policy.
 
-    The loss gets parameters in the dtype of the policy and runs under its autocast; a
-    computation in float32 or float64 has its batch and buffers cast too. What the loss
-    returns stays in the dtype that it came in. It knows no modules, so where a policy
-    has low parameters, models with batch norm need `policy_for`.
+    The loss gets parameters in the dtype of the policy and runs under its autocast;
+    a computation in float32 or float64 has its batch and buffers cast too. The result
+    is not cast. A loss knows no modules: under a policy with low parameters, models
+    with batch norm need `policy_for`.
 
     Example:
         >>> loss = lambda params, buffers, x: (x @ params["w"]).sum()
@@ -104,10 +106,10 @@ class PolicyModel(FunctionalModel):
     """What `policy_for` returns: a functional model under its policies.
 
     Attributes:
-        policies: by pattern, as they were given.
+        policies: by pattern or tuple of patterns, as they were given.
     """
 
-    def __init__(self, fmodel: FunctionalModel, policies: Mapping[str, Policy]) -> None:
+    def __init__(self, fmodel: FunctionalModel, policies: Mapping[Key, Policy]) -> None:
         """Watch the modules that have a policy, in a copy."""
         skeleton = copy.deepcopy(fmodel._skeleton)
         self.policies = dict(policies)
@@ -118,9 +120,9 @@ class PolicyModel(FunctionalModel):
         for name, module in modules.items():
             if (policy := chosen[name]) is not None:
                 self._regions.watch(module, policy)
-        super().__init__(skeleton, fmodel._constants)
+        super().__init__(skeleton, fmodel._entries.constants)
         self._owners: dict[str, Policy] = {}
-        for name, aliases in self._aliases.items():
+        for name, aliases in self._entries.aliases.items():
             places = [alias.rpartition(".")[0] for alias in aliases]
             # A module in two places is known by its first name.
             places = [each for each in places if each in modules]
@@ -167,7 +169,7 @@ class _Entered(NamedTuple):
 class _Regions:
     """The policies in force while a model runs, the innermost last.
 
-    Which module runs inside of which is known only then: a `ModuleList` never runs, and
+    Only then is known which module runs inside which: a `ModuleList` never runs, and
     some models call the children of their children.
     """
 
@@ -175,7 +177,7 @@ class _Regions:
         self._entered = [_Entered()]
 
     def watch(self, module: nn.Module, policy: Policy) -> None:
-        """Enter before the module's forward pass and leave after it, come what may."""
+        """Enter before the module's forward pass and leave after it, always."""
         before = functools.partial(self._before, policy)
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(self._after, prepend=True, always_call=True)
@@ -213,39 +215,39 @@ class _Regions:
 
 
 def _chosen(
-    names: list[str], policies: Mapping[str, Policy]
+    modules: list[str], policies: Mapping[Key, Policy]
 ) -> dict[str, Policy | None]:
     """Return the policy of every module, parents before what is inside of them."""
-    for pattern in policies:
-        if not fnmatch.filter(names, pattern):
-            raise ValueError(
-                f"policy_for({pattern!r}): expected a pattern that matches a module, "
-                f"got none. The names are {checks.listed(names)}."
-            )
+    given: list[tuple[str, Policy]] = []
+    for key, policy in policies.items():
+        patterns = (key,) if isinstance(key, str) else key
+        names.check("policy_for", policy=patterns)
+        names.all_matched("policy_for", modules, patterns, kind="module")
+        given += [(pattern, policy) for pattern in patterns]
     chosen: dict[str, Policy | None] = {}
     depth: dict[str, int] = {}
-    for name in names:
+    for name in modules:
         parent = name.rpartition(".")[0]
-        chosen[name] = chosen.get(parent)
-        depth[name] = depth.get(parent, -1)
-        found = [each for each in policies if fnmatch.fnmatchcase(name, each)]
+        chosen[name], depth[name] = chosen.get(parent), depth.get(parent, -1)
+        found = [each for each in given if names.matches(name, each[0])]
         if not found:
             continue
-        best = max(map(_letters, found))
+        best = max(_letters(pattern) for pattern, _ in found)
         if best < depth[name]:
             continue
-        among = {policies[each] for each in found if _letters(each) == best}
+        among = {policy for pattern, policy in found if _letters(pattern) == best}
         if len(among) > 1:
+            listed = checks.listed(pattern for pattern, _ in found)
             raise ValueError(
                 f"policy_for: expected one most specific pattern for the module "
-                f"{name!r}, got {checks.listed(found)} with different policies."
+                f"{name!r}, got {listed} with different policies."
             )
         chosen[name], depth[name] = among.pop(), best
     return chosen
 
 
 def _letters(pattern: str) -> int:
-    """Count what a pattern fixes."""
+    """Count the letters that a pattern fixes."""
     return len(re.sub(r"\[.+?\]|[*?]", "", pattern))
 
 
@@ -256,7 +258,7 @@ def _policy(given: Any) -> Policy:
 def _owner(module: nn.Module, policy: Policy | None) -> Policy | None:
     """Return the policy for what a module itself holds.
 
-    Torch normalises low activations only with parameters in the dtype of the running
+    Torch normalises low activations only by parameters in the dtype of the running
     statistics, which stay in float32.
     """
     running = isinstance(module, NormBase) and module.track_running_stats

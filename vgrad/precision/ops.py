@@ -1,8 +1,8 @@
 """What autocast does to which op on which device: torch's lists, by torch's names.
 
-A name is that of the function a model calls, `linear` for `F.linear` and `x @ y` among
-the rest; ops that torch has no kernel of autocast for, but that reach one inside, stand
-here with what becomes of them.
+A name is that of the function a model calls, such as `linear` for `F.linear`; `x @ y`
+is `__matmul__`. Ops without an autocast kernel of their own that reach one inside are
+listed with what becomes of them.
 """
 
 from enum import Enum

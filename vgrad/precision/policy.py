@@ -1,7 +1,7 @@
-"""Policies: which dtype parameters, computation and outputs have.
+"""Policies: the dtypes of parameters, computation and outputs.
 
-A policy is two casts, of parameters and of outputs, around `autocast(compute_dtype)`,
-which decides op by op what runs in the low dtype.
+A policy casts parameters and outputs around `autocast(compute_dtype)`, which decides op
+by op what runs in the low dtype.
 """
 
 from dataclasses import dataclass, replace
@@ -34,8 +34,8 @@ _KEYS = {"p": "params", "c": "compute", "o": "output"}
 class Policy:
     """The dtypes of parameters, computation and outputs.
 
-    `str(policy)` is a form that `Policy.parse` reads. The casts touch floating tensors
-    only, anywhere in a tree, and return the rest as it is.
+    `Policy.parse` reads `str(policy)`. The casts change floating tensors anywhere in a
+    tree, and return the rest as it is.
 
     Raises:
         ValueError: a dtype other than float16, bfloat16, float32 and float64.
@@ -55,7 +55,7 @@ class Policy:
     output_dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        """Refuse what is no floating dtype."""
+        """Refuse other dtypes than floating ones."""
         for name, value in self.__dict__.items():
             if value not in DTYPES.values():
                 allowed = ", ".join(f"torch.{known}" for known in DTYPES)
@@ -68,14 +68,14 @@ class Policy:
         """Read a policy from a string.
 
         Either `params=DTYPE,compute=DTYPE,output=DTYPE` (short `p=`, `c=`, `o=`) in any
-        order, where computation is like the parameters and the output like the
-        computation if they are left out, and parameters float32; or one dtype for all
-        three; or `mixed_float16` or `mixed_bfloat16`. Dtypes are `float16`, `bfloat16`,
+        order; by default parameters are float32, the computation is like the parameters
+        and the output like the computation. Or one dtype for all three, or
+        `mixed_float16` or `mixed_bfloat16`. Dtypes are `float16`, `bfloat16`,
         `float32`, `float64` or `f16`, `bf16`, `f32`, `f64`.
 
         Raises:
             TypeError: not a string.
-            ValueError: an unknown key or dtype, or a key that comes twice.
+            ValueError: an unknown key or dtype, or a key given twice.
 
         Example:
             >>> Policy.parse("c=f16").output_dtype

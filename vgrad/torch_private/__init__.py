@@ -1,6 +1,7 @@
 """The only door to what torch does not promise to keep.
 
-Each file borrows what one part of vgrad needs and says what it expects of it; each name
-has a test in `tests/test_torch_private.py`, which fails where torch takes it away or
-changes it. `torch.utils._pytree` is borrowed in `vgrad/tree.py` in the same way.
+Each file says what it expects of each name that it borrows, in which file of torch that
+name lives, and what would end the need. Each name has a test in
+`tests/test_torch_private.py`, which fails if torch removes it or changes it.
+`vgrad/tree.py` borrows `torch.utils._pytree` in the same way.
 """

@@ -1,23 +1,25 @@
-"""Kernels that torch calls itself and lists nowhere.
+"""Kernels that torch calls itself and documents nowhere.
 
-The fused optimizers run where `torch.optim.SGD(fused=True)` and its like do
-(torch/optim/_functional and aten/src/ATen/native/native_functions.yaml).
+All are in aten/src/ATen/native/native_functions.yaml. Documented functions that do the
+same would end the need.
 """
 
 import torch
 
 unsafe_view = torch.ops.aten._unsafe_view
-"""View a tensor that nobody else has: autograd sees no view, so writes are free."""
+"""View a tensor that nobody else holds: autograd sees no view, so writes are free."""
 
 fused_sgd_ = torch.ops.aten._fused_sgd_
 fused_adam_ = torch.ops.aten._fused_adam_
 fused_adamw_ = torch.ops.aten._fused_adamw_
-"""Whole steps in place, on lists of tensors of one device and dtype."""
+"""Whole steps in place, on lists of tensors of one device and dtype, as
+`torch.optim.SGD(fused=True)` and its like take them (torch/optim/sgd.py, adam.py)."""
 
 convolution_backward = torch.ops.aten.convolution_backward
 sigmoid_backward = torch.ops.aten.sigmoid_backward
 tanh_backward = torch.ops.aten.tanh_backward
-"""The derivatives that autograd calls, with a choice of which of them."""
+"""The derivatives that autograd calls (tools/autograd/derivatives.yaml), that of a
+convolution with a choice of input, weight and bias."""
 
 _ON_CPU = {
     "bfloat16": "_is_mkldnn_bf16_supported",
@@ -28,7 +30,8 @@ _ON_CPU = {
 def cpu_multiplies(dtype: torch.dtype) -> bool:
     """Tell whether this CPU has instructions for products of a low precision dtype.
 
-    True where torch cannot tell.
+    True where torch cannot tell: builds without oneDNN lack these ops
+    (aten/src/ATen/native/mkldnn/Utils.cpp).
     """
     name = _ON_CPU.get(str(dtype).removeprefix("torch."), "")
     return getattr(torch.ops.mkldnn, name, lambda: True)()

@@ -1,10 +1,32 @@
 """The levels of the transforms of `torch.func`, and the tensors that they wrap.
 
 Each running transform has a level; the innermost has the highest. A vmap wraps each
-tensor that it maps over, a gradient each one that it follows. `unwrapped` takes one
-wrapper off. Public `torch.func` does not let code ask for any of this
-(torch/_functorch/pyfunctorch.py, torch/csrc/functorch/init.cpp); it could end here if
-torch made `torch._C._functorch` public.
+tensor that it maps over, a gradient each one that it follows.
+
+From torch/csrc/functorch/init.cpp, which `torch._C._functorch` binds:
+
+    current_level     the innermost level, None outside of transforms
+    level_of          the level of the outermost wrapper of a tensor, -1 without one
+    batch_axis        the axis that a vmap took away there, -1 if none did
+    is_batched        whether the outermost wrapper is a vmap's
+    is_wrapped        whether there is a wrapper
+    unwrapped         what the outermost wrapper wraps; raises if there is none
+    split_batch_axis  what the wrapper of a level wraps, and its axis, None if there
+                      is none
+    add_batch_axis    wrap for a level, as `torch.vmap` does with its inputs
+    remove_batch_axis unwrap, as `torch.vmap` does with its outputs
+
+From torch/_functorch/pyfunctorch.py, autograd_function.py and vmap.py:
+
+    innermost             the running transform: `level()`, and `lower()`, a block below
+                          it; a vmap has `batch_size()`
+    without_innermost     a block without the innermost level
+    custom_function_call  the call of an autograd.Function, as function modes see it
+    vmap_level            a block with a vmap of its own, whose level it gives
+    load_decompositions   what the first vmap does, which threads must not do at once
+
+`torch.autograd.forward_ad._current_level` is -1 outside of forward mode. Public names
+for all of this in `torch.func` would end the need.
 """
 
 from typing import Any

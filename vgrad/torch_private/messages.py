@@ -1,17 +1,18 @@
 """Texts of torch's errors and warnings by which vgrad tells what happened.
 
-Torch raises plain `RuntimeError` for all of these (torch/_functorch/vmap.py,
-aten/src/ATen/functorch, torch/csrc/autograd). Errors of classes of their own would end
-the need.
+Torch raises plain `RuntimeError` for all of these. Those about vmap come from
+torch/_functorch and aten/src/ATen/functorch, those about autograd from
+torch/autograd/__init__.py and torch/_functorch/eager_transforms.py, those about memory
+from c10/core. Errors of classes of their own would end the need.
 """
 
 RANDOM = "randomness error mode"
 """A random op under `randomness="error"`."""
 
 RANDOM_OF_EACH = "does not currently support same randomness"
-"""Numbers drawn from parameters that are mapped over, under `randomness="same"`."""
+"""A draw from a mapped distribution, under `randomness="same"`."""
 
-HOOKS_ON_SAVED = ("saved tensor hooks", "CheckpointFunction")
+HOOKS_ON_SAVED = ("saved tensor hooks",)
 """Activation checkpointing, or another use of hooks on saved tensors."""
 
 NO_SETUP_CONTEXT = "setup_context"
@@ -37,7 +38,7 @@ NOT_MAPPED = (
 """An op that vmap cannot run, or not for tensors that are mapped over."""
 
 SHAPES = "broadcast shape"
-"""Shapes that do not go together; recurrent nets under vmap stumble there."""
+"""Shapes that do not match, as recurrent kernels say when vmap maps their weights."""
 
 _NO_RULE = "batching rule for"
 

@@ -2,8 +2,13 @@
 
 Torch hands a mode `F.multi_head_attention_forward` or `F.interpolate` as one call and
 switches the mode off while it runs. What happens inside matters to modes that handle
-individual ops; calling the function once more with the mode on would only hand it over
-once more. So `opened` makes a copy of it that does not ask whether a mode is there.
+individual ops; calling the function again with the mode on would only hand it over
+again. So `opened` makes a copy of it that does not ask whether a mode is there.
+
+Rests on torch/overrides.py (the stack of modes, innermost last, and the three questions
+that `torch.nn.functional` asks first) and on `torch._C` (blocks without modes and
+subclasses, and autocast's state over all devices). A mode that stays on inside of such
+functions, and a public stack, would end the need.
 """
 
 from collections.abc import Callable
@@ -36,14 +41,14 @@ _HANDED_ON = (
     "has_torch_function_unary",
     "has_torch_function_variadic",
 )
-"""What torch's Python functions ask whether a mode wants the call."""
+"""The questions by which torch's Python functions learn whether a mode wants a call."""
 
 ASKING = frozenset(
     func
     for func in vars(F).values()
     if isinstance(func, FunctionType) and "requires_grad" in func.__code__.co_names
 )
-"""Functions that go by whether tensors require grad, some of which they make."""
+"""Functions that ask whether tensors require grad, some of them their own."""
 
 
 def is_python(func: Callable) -> bool:
@@ -85,6 +90,7 @@ def opened(func: FunctionType) -> Callable:
 def unoptimized_scripts() -> AbstractContextManager:
     """Run functions of TorchScript op by op; optimized ones differentiate themselves.
 
-    Nor may what they see here, tensors of no memory, become what they optimize for.
+    Nor may they specialize on what they see here: tensors without memory. The end of
+    TorchScript would end the need (torch/jit/_fuser.py).
     """
     return torch.jit.optimized_execution(False)  # pyright: ignore[reportPrivateImportUsage]

@@ -1,7 +1,10 @@
 """What tensors, modules and ops keep to themselves.
 
-Torch documents none of it, but its own code (`torch.nn.Module`, `torch.optim`,
-`torch.utils.checkpoint`) relies on all of it.
+Torch documents none of it, but its own Python code relies on all of it: on `_version`,
+`_base` and the hooks of a tensor in torch/_tensor.py, on `_make_subclass` in
+torch/nn/parameter.py, on storages in torch/multiprocessing/reductions.py, on the
+registries and hooks of modules in torch/nn/modules/module.py, on the schemas of ops in
+torch/_ops.py. Documented attributes of the same meaning would end the need.
 """
 
 from collections.abc import Iterator
@@ -16,13 +19,13 @@ from torch.nn.modules.batchnorm import _NormBase as NormBase
 __all__ = ["GRAPH", "HOOKS", "IS_VIEW", "MEMORY", "OPS", "BatchNorm", "NormBase"]
 
 GRAPH = ("_grad_fn", "_backward_hooks", "_post_accumulate_grad_hooks")
-"""Private attributes that speak of a tensor's graph."""
+"""Private attributes that tell of a tensor's graph."""
 
 MEMORY = ("_version", "_base")
-"""Private attributes that speak of a tensor's memory."""
+"""Private attributes that tell of a tensor's memory."""
 
 IS_VIEW = Tensor._is_view
-"""The method that does."""
+"""The method that does the same."""
 
 OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 """The classes of what `torch.ops` holds."""

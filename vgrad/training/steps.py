@@ -24,7 +24,7 @@ from vgrad.precision import (
     all_finite,
     select_tree,
 )
-from vgrad.precision.autocast import Autocast
+from vgrad.precision.autocasting import AutocastMode
 from vgrad.precision.modules import loss_under
 from vgrad.tree import map_values, to_device
 from vgrad.typing import BatchLossFn, Buffers, LossFn, Params, Tree
@@ -156,7 +156,7 @@ def train_step(
         scaled = not isinstance(scale, NoOpLossScale)
 
         def of_params(params: Params) -> tuple[Tensor, tuple[Tensor, Buffers]]:
-            with Autocast(params.values()):
+            with AutocastMode(params.values()):
                 value, buffers = run(params, state.buffers, *batch)
             return scale.scale(value), (value, buffers)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
+from vgrad.dtypes import widened
 from vgrad.optim.arguments import Number, check_numbers, check_real, rate_at, required
 from vgrad.optim.arithmetic import (
     counter,
@@ -22,7 +23,7 @@ from vgrad.optim.arithmetic import (
     squared,
     zeros,
 )
-from vgrad.optim.base import GradientTransformation, Grads, Updates, chain, widened
+from vgrad.optim.base import GradientTransformation, Grads, Updates, chain
 from vgrad.optim.clipping import clip_by_block_rms
 from vgrad.optim.transforms import ScheduleState, ascent
 from vgrad.tree import map_values

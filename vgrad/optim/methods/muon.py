@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from vgrad import checks
+from vgrad.dtypes import no_autocast, widened
 from vgrad.optim.arguments import Number, check_numbers, check_real
 from vgrad.optim.arithmetic import (
     lerp,
@@ -24,7 +24,7 @@ from vgrad.optim.arithmetic import (
     scalar,
     zeros,
 )
-from vgrad.optim.base import GradientTransformation, Grads, Updates, widened
+from vgrad.optim.base import GradientTransformation, Grads, Updates
 from vgrad.optim.transforms import descent
 from vgrad.typing import Params, Schedule
 
@@ -81,7 +81,7 @@ def orthogonalize(
     def iterate(grad: Tensor) -> Tensor:
         tall = grad.shape[0] > grad.shape[1]
         x = grad.to(dtype).mT if tall else grad.to(dtype)
-        with _no_autocast(x.device):
+        with no_autocast(x.device):
             x = x / x.norm().clamp(min=scalar(eps, x))
             for _ in range(ns_steps):
                 gram = x @ x.mT
@@ -231,13 +231,6 @@ class _Addmm(Function):
         # All of them are products of the same matrix, so all are mapped.
         stacked = (t.movedim(dim, 0) for t, dim in zip(tensors, in_dims, strict=False))
         return _Addmm.apply(*stacked, beta, alpha), 0
-
-
-def _no_autocast(device: torch.device) -> AbstractContextManager:
-    """Leave dtypes alone, whatever surrounds the update."""
-    if not torch.amp.is_autocast_available(device.type):
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
 
 
 def _check_iteration(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from vgrad import checks
+from vgrad.dtypes import widened
 from vgrad.optim.arguments import Number, check_numbers, check_shares, rate_at, required
 from vgrad.optim.arithmetic import (
     advance,
@@ -20,14 +21,7 @@ from vgrad.optim.arithmetic import (
     scalar,
     zeros,
 )
-from vgrad.optim.base import (
-    GradientTransformation,
-    Grads,
-    Updates,
-    chain,
-    states_of,
-    widened,
-)
+from vgrad.optim.base import GradientTransformation, Grads, Updates, chain, states_of
 from vgrad.optim.methods.sgd import sgd
 from vgrad.optim.transforms import ascent, descent
 from vgrad.typing import Params, Schedule, Tree

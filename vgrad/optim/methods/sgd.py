@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from vgrad.dtypes import cast
 from vgrad.optim.arguments import Number, check_numbers, is_zero, rate_at
 from vgrad.optim.arithmetic import (
     blend,
@@ -17,7 +18,7 @@ from vgrad.optim.arithmetic import (
     zeros,
 )
 from vgrad.optim.averaging import average_after
-from vgrad.optim.base import GradientTransformation, Grads, Updates, cast, chain
+from vgrad.optim.base import GradientTransformation, Grads, Updates, chain
 from vgrad.optim.fused import donated_sgd
 from vgrad.optim.transforms import (
     add_decayed_weights,

@@ -13,7 +13,7 @@ from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.guard import Fallbacks
 from vgrad.persample.factors.base import Factor
 from vgrad.persample.factors.scaled import Scaled
-from vgrad.precision.autocast import Autocast
+from vgrad.precision.autocasting import AutocastMode
 from vgrad.precision.loss_scale import LossScale
 from vgrad.tree import tree_leaves
 from vgrad.typing import Buffers, LossFn, Params, Tree
@@ -91,7 +91,7 @@ class Problem:
     ) -> tuple[Tensor, Tree]:
         """Return `(scalar, aux)` of one sample, a copy, which the loss may change."""
         sample = self.batch.sample(tuple(tensor.clone() for tensor in tensors))
-        with watch, Autocast(params.values()):
+        with watch, AutocastMode(params.values()):
             # Dictionaries of its own, in which the loss may bind names anew.
             result = self.loss(dict(params), dict(self.buffers), *sample)
         if self.has_aux and not (isinstance(result, tuple) and len(result) == 2):

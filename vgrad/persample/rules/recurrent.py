@@ -92,7 +92,7 @@ def _run(
         x = x.movedim(time, 0)  # [T, B, n, I]
         count = x.shape[2]
         hidden = [each.transpose(0, 1).flatten(1, 2) for each in hidden]
-        output, *final = recurrent.recurrent(
+        output, *final = recurrent.recurrent_net(
             mode,
             x.flatten(1, 2),
             tuple(hidden),

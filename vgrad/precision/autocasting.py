@@ -1,9 +1,9 @@
 """Autocast that works under `vmap`, `grad` and every other transform of `torch.func`.
 
 Torch decides on dtypes below the transforms, where an op may have become another one:
-under `torch.vmap` a convolution on a CPU stays in float32, `nn.Linear` gives float32
-back, and a layer norm of what it gives raises. Here a function mode decides above them,
-for each op as the model calls it, from torch's own state and by torch's own lists.
+under `torch.vmap` a convolution on a CPU stays in float32, `nn.Linear` returns float32,
+and a layer norm of that raises. Here a function mode decides above them, for each op as
+the model calls it, from torch's own state and by torch's own lists.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,16 +23,16 @@ from vgrad.tree import tree_leaves, tree_map_only
 
 
 class autocast(torch.autocast):
-    """`torch.autocast` that holds under the transforms of `torch.func` too.
+    """`torch.autocast` that also holds under the transforms of `torch.func`.
 
     The arguments, the lists of ops and the results are those of `torch.autocast` for
-    the device; so an inner `torch.autocast(device_type, enabled=False)` counts. Without
-    a transform around them ops are left to torch. The transforms of vgrad do the same
-    by themselves under a plain `torch.autocast`.
+    the device; an inner `torch.autocast(device_type, enabled=False)` counts, too. Ops
+    outside of transforms are left to torch. The transforms of vgrad do the same by
+    themselves under a plain `torch.autocast`.
 
-    Weights are cast once per forward pass in the transforms of vgrad. In transforms of
-    `torch.func` that a region contains they are cast at each use: a cast kept from one
-    transform to the next would be a constant there, with a gradient of zero.
+    The transforms of vgrad cast weights once per forward pass. In transforms of
+    `torch.func` that a region contains, weights are cast at each use: a cast kept from
+    one transform to the next would be a constant there, with a gradient of zero.
 
     Example:
         >>> x, weight = torch.ones(3, 4, 5), torch.ones(2, 5)
@@ -47,11 +47,11 @@ class autocast(torch.autocast):
         options = (self.device, self.fast_dtype, self._enabled, self._cache_enabled)
         region = ExitStack()
         region.enter_context(torch.autocast(*options))
-        # Inside a transform of vgrad there is one already, which knows the weights.
+        # A transform of vgrad has set one already, which knows the weights.
         stack = modes.function_modes()
-        if not any(isinstance(mode, Autocast) for mode in stack):
-            region.enter_context(Autocast())
-        # torch keeps what to go back to in one place, for one region at a time.
+        if not any(isinstance(mode, AutocastMode) for mode in stack):
+            region.enter_context(AutocastMode())
+        # torch's context keeps the state to restore for one region at a time.
         self._regions = [*getattr(self, "_regions", ()), region]
         return self
 
@@ -74,10 +74,10 @@ class autocast(torch.autocast):
         return inside
 
 
-class Autocast(TorchFunctionMode):
+class AutocastMode(TorchFunctionMode):
     """The function mode that casts the arguments of ops while torch's autocast is on.
 
-    `weights` are cast once in the life of a mode, at the level where it was made.
+    It casts `weights` once in its life, at the level where it was made.
     """
 
     def __init__(self, weights: Iterable[Tensor] = ()) -> None:
@@ -170,7 +170,7 @@ class Autocast(TorchFunctionMode):
 
 _WHOLE = {"layer_norm", "rms_norm", "group_norm", "instance_norm", "batch_norm"}
 _WHOLE |= {"embedding", "embedding_bag"}
-"""Python functions of torch that call no op of a list."""
+"""Python functions of torch that call no op of the lists."""
 
 
 def _kind(device: str, name: str, args: tuple, kwargs: dict) -> Kind | None:
