@@ -145,10 +145,7 @@ VALUES = [
 ]
 KINDS = [
     (lambda: adam("0.1"), "adam(lr='0.1'): expected a number, got a"),
-    (
-        lambda: optim.rprop(lambda count: 0.1),
-        "rprop(lr=schedule): expected a number",
-    ),
+    (lambda: optim.rprop(lambda count: 0.1), "rprop(lr=schedule): expected a number"),
     (
         lambda: masked(sgd(), "*.weight"),
         "masked(selection='*.weight'): expected a list or tuple of patterns, got a "

@@ -7,14 +7,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from tests.optim.problems import (
-    double,
-    gradients,
-    leaves_of,
-    perceptron,
-    train,
-    values,
-)
+from tests.optim.problems import double, gradients, leaves_of, perceptron, train, values
 from tests.oracle import assert_exact
 from vgrad.optim import (
     adam,

@@ -109,11 +109,12 @@ GRID = [
     for number, options in enumerate(choices)
     for moved, move in MOVES.items()
     if not move.get(LACKING.get(name))
+    # For the sake of time, each alone with the first options only.
+    if number == 0 or moved in ("plain", "decayed, maximized") or name == "muon"
 ]
 EVERY = [
-    pytest.param(name, move | choices[-1], id=name)
+    pytest.param(name, dict(weight_decay=0.1) | choices[-1], id=name)
     for name, choices in OPTIONS.items()
-    for move in [MOVES["decayed" if name != "rprop" else "plain"]]
 ]
 
 
@@ -147,14 +148,14 @@ def problem(name, options):
 
 @pytest.mark.usefixtures("_double_by_default")
 @pytest.mark.parametrize(("name", "options"), GRID)
-def test_steps_agree_with_torch(name, options):
+def test_100_steps_agree_with_torch(name, options):
     options = without_lacking(name, options)
     ours, theirs = OPTIMIZERS[name]
     params, loss = problem(name, options)
-    found, _ = train(ours(**options), params, loss, 60)
+    found, _ = train(ours(**options), params, loss, 100)
     # Not `foreach`, which Adafactor and RAdam compute in another order.
     expected = train_with_torch(
-        lambda p: theirs(p, **options | single(theirs)), params, loss, 60
+        lambda p: theirs(p, **options | single(theirs)), params, loss, 100
     )
     assert all(not torch.equal(found[key], start) for key, start in params.items())
     assert_exact(found, expected, 1e-12)
