@@ -15,10 +15,9 @@ from tests import oracle
 from tests.cli.runs import watched
 from vgrad import files, optim
 from vgrad.cli import checkpoint, models
-from vgrad.cli.models import Shape
 from vgrad.training import TrainState
 
-SHAPE = Shape(channels=1, height=8, width=8, classes=4)
+SHAPE = models.Shape(channels=1, height=8, width=8, classes=4)
 
 
 def tensors():

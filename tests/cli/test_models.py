@@ -9,9 +9,8 @@ from torch.nn import functional as F
 import vgrad
 from tests import oracle
 from vgrad.cli import models
-from vgrad.cli.models import Shape
 
-SHAPE = Shape(channels=2, height=9, width=7, classes=5)
+SHAPE = models.Shape(channels=2, height=9, width=7, classes=5)
 
 
 @pytest.fixture

@@ -427,7 +427,9 @@ def test_bad_arguments_are_one_line_and_leave_no_trace(images, tmp_path, capsys,
 
 def test_a_tiny_budget_is_planned_for(images, tmp_path, capsys):
     assert train(images, tmp_path / "run", "--epsilon", "1e-300") == 0
-    assert "noise multiplier" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "noise multiplier" in shown
+    assert "members" not in shown
     assert all(line["epsilon"] == 0 for line in lines(tmp_path / "run/metrics.jsonl"))
 
 

@@ -10,8 +10,9 @@ from scipy import stats
 from tests import oracle, streams
 from vgrad import Sensitivity
 from vgrad.dp import add_gaussian_noise, secret_key
-from vgrad.dp.noise import _CUDA_BLOCK, _Normals
+from vgrad.dp import noise as gaussian
 
+BLOCK = gaussian._CUDA_BLOCK
 MULTIPLIER, SENSITIVITY = 1.5, 0.4
 SIGMA = MULTIPLIER * SENSITIVITY
 GRID = 2.0 ** math.floor(math.log2(SIGMA / 2**16))
@@ -131,8 +132,7 @@ def correlation(a, b):
 
 
 def independent(one, another):
-    found = correlation(one, another)
-    assert abs(found) < 5 / math.sqrt(one.numel())
+    assert abs(correlation(one, another)) < 5 / math.sqrt(one.numel())
     assert not torch.equal(one[:100], another[:100])
 
 
@@ -228,15 +228,20 @@ def test_a_noise_multiplier_of_zero_adds_nothing_and_shares_nothing():
 
 @pytest.mark.parametrize("members", [1, 3])
 def test_places_in_the_stream_of_a_device_are_apart(members):
-    sizes = {"a": 3 * _CUDA_BLOCK + 1, "b": 0, "c": 1, "d": _CUDA_BLOCK}
+    sizes = {
+        "a": 3 * BLOCK + 1,
+        "b": 0,
+        "c": 1,
+        "d": BLOCK,
+    }
     sums = {name: torch.empty(size, device="meta") for name, size in sizes.items()}
     key = secret_key(seed=0)
     taken = []
     for member in range(members):
-        normals = _Normals(key, sums, member)
+        normals = gaussian._Normals(key, sums, member)
         for name, size in sizes.items():
             start = normals._starts[name]
-            taken += range(start, start + math.ceil(size / _CUDA_BLOCK))
+            taken += range(start, start + math.ceil(size / BLOCK))
     assert sorted(taken) == list(range(members * 6))
 
 
@@ -245,7 +250,7 @@ def test_places_in_the_stream_of_a_device_are_apart(members):
 def test_noise_on_a_gpu_has_its_standard_deviation_and_repeats():
     sums = {
         "a": torch.zeros(50_000, device="cuda"),
-        "b": torch.zeros(3 * _CUDA_BLOCK + 7, device="cuda"),
+        "b": torch.zeros(3 * BLOCK + 7, device="cuda"),
     }
     result, again = noised(sums), noised(sums)
     assert is_gaussian(result["a"].cpu(), SIGMA)
@@ -253,10 +258,10 @@ def test_noise_on_a_gpu_has_its_standard_deviation_and_repeats():
     assert all(torch.equal(result[name], again[name]) for name in sums)
     assert not torch.equal(result["a"], noised(sums, member=1)["a"])
     # Blocks that overlapped would repeat numbers of one another.
-    parts = result["b"][: 3 * _CUDA_BLOCK].view(3, -1)
+    parts = result["b"][: 3 * BLOCK].view(3, -1)
     for first, second in ((0, 1), (1, 2), (0, 2)):
-        assert abs(correlation(parts[first], parts[second])) < 5 / _CUDA_BLOCK**0.5
-    drawn = _Normals(secret_key(seed=0), sums, 0).of("b", sums["b"])
+        assert abs(correlation(parts[first], parts[second])) < 5 / BLOCK**0.5
+    drawn = gaussian._Normals(secret_key(seed=0), sums, 0).of("b", sums["b"])
     assert len(drawn.unique()) > 0.999 * len(drawn)
 
 
