@@ -923,7 +923,7 @@ def test_a_rule_that_leaves_a_weight_out_is_named():
     def affine(x, weight, bias):
         return x * weight + bias
 
-    @vgrad.rule(affine, weights=("weight", "bias"))
+    @vgrad.rules.rule(affine, weights=("weight", "bias"))
     def half_a_rule(x, weight, bias):
         return {"weight": lambda g: Dense(g * x)}
 

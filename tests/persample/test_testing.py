@@ -14,9 +14,9 @@ from torch.overrides import (
 
 import vgrad
 from tests import cases
-from vgrad import explain, rule
+from vgrad import explain
 from vgrad.persample.factors import Dense, Norm, Outer
-from vgrad.persample.rules import RULES
+from vgrad.persample.rules import RULES, rule
 from vgrad.testing import check_rule
 
 B = 4

@@ -5,10 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from types import CodeType, FunctionType
 
-import torch
-from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import resolve_name
 
 from vgrad.cli import data, models
 from vgrad.cli.arguments import Settings
@@ -17,15 +14,12 @@ from vgrad.functional.losses import sample_loss
 from vgrad.functional.model import make_functional_with_buffers
 from vgrad.persample.clipped import clipped_grad
 from vgrad.persample.explain import Explanation, aligned, explain
-from vgrad.persample.factors.base import Factor
-from vgrad.persample.rules.table import RULES, Lowering, Rule
+from vgrad.persample.rules import RULES, Factor, Lowering, Rule
 from vgrad.precision.alignment import AlignmentReport, alignment_report
+from vgrad.torch_private.modes import op_name
 
 _ROWS = 64
 """Samples that a model is explained with."""
-
-_HOLDERS = {"F": F, "torch": torch, "Tensor": Tensor}
-"""Where torch keeps the functions that it hands to function modes."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -78,7 +72,7 @@ def table() -> str:
     """
     lines = [
         (
-            op_name(op),
+            op_name(op, full=True),
             ", ".join(entry.weights) if isinstance(entry, Rule) else "",
             ", ".join(sorted(set(_kinds(_body(entry), set())))),
             (_body(entry).__doc__ or "").partition("\n")[0],
@@ -120,20 +114,6 @@ def alignment(model: str, source: str) -> AlignmentReport:
     module = models.build(model, found.shape, seed=0)
     function, params, buffers = make_functional_with_buffers(module)
     return alignment_report(function, params, buffers, found.x_train[:_ROWS])
-
-
-def op_name(op: Callable) -> str:
-    """Return the name under which users know an op.
-
-    Example:
-        >>> op_name(F.linear), op_name(torch.mm), op_name(Tensor.mm)
-        ('F.linear', 'torch.mm', 'Tensor.mm')
-    """
-    name = getattr(op, "__name__", str(op))
-    for place, holder in _HOLDERS.items():
-        if getattr(holder, name, None) is op:
-            return f"{place}.{name}"
-    return resolve_name(op) or f"{op.__module__}.{name}"
 
 
 def _body(entry: Rule | Lowering) -> Callable:

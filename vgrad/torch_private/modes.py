@@ -13,17 +13,20 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C import DisableTorchFunction as without_modes
 from torch._C import DisableTorchFunctionSubclass as without_subclasses
 from torch._C import _is_any_autocast_enabled as autocast_is_on
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.overrides import resolve_name
 
 __all__ = [
     "ASKING",
     "autocast_is_on",
     "function_modes",
     "is_python",
+    "op_name",
     "opened",
     "unoptimized_scripts",
     "without_modes",
@@ -49,6 +52,28 @@ ASKING = frozenset(
 def is_python(func: Callable) -> bool:
     """Tell whether `torch.nn.functional` defines a function, in Python."""
     return isinstance(func, FunctionType) and func.__globals__ is vars(F)
+
+
+def op_name(func: Any, *, full: bool = False) -> str:
+    """Return the name under which users know an op or an attribute, as messages do.
+
+    With `full` it says where torch has the op, so that no two have the same name.
+
+    Example:
+        >>> op_name(Tensor.mm), op_name(Tensor.grad_fn.__get__)
+        ('mm', 'grad_fn')
+        >>> [op_name(op, full=True) for op in (F.linear, torch.mm, Tensor.mm)]
+        ['F.linear', 'torch.mm', 'Tensor.mm']
+    """
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    if not full:
+        return name
+    for place, holder in {"F": F, "torch": torch, "Tensor": Tensor}.items():
+        if getattr(holder, name, None) is func:
+            return f"{place}.{name}"
+    return resolve_name(func) or f"{func.__module__}.{name}"
 
 
 @cache

@@ -33,14 +33,19 @@ class Rows(Factor):
     @property
     def bytes(self) -> int:
         """Memory of the index and of the rows."""
-        pair = (self.index, self.outputs)
-        return sum(each.numel() * each.element_size() for each in pair)
+        return self.index.nbytes + self.outputs.nbytes
+
+    @property
+    def keys(self) -> Tensor:
+        """The index, where the rows of all samples' tables are numbered, [B, T]."""
+        start = torch.arange(self.size, device=self.index.device) * self.shape[0]
+        return self.index + start[:, None]
 
     def grad(self) -> Tensor:
         """Add the rows up in tables of zeros."""
         rows = self._rows().to(wide(self.outputs.dtype))
         table = rows.new_zeros((self.size * self.shape[0], self.shape[1]))
-        table.index_add_(0, self._keys(), rows)
+        table.index_add_(0, self.keys.flatten(), rows)
         return table.to(self.outputs.dtype).view(self.size, *self.shape)
 
     def norm(self) -> Norm:
@@ -48,7 +53,7 @@ class Rows(Factor):
         if self.index.numel() == 0:
             return Norm.exactly(self.outputs.new_zeros(self.size, dtype=torch.float64))
         # Those of one sample stay side by side when they are sorted.
-        _, sums = _summed(self._keys(), double(self._rows()))
+        _, sums = _summed(self.keys.flatten(), double(self._rows()))
         norms = reductions.row_norms(sums)
         value = reductions.together(norms.view(self.size, -1))
         eps = torch.finfo(wide(self.outputs.dtype)).eps
@@ -88,11 +93,6 @@ class Rows(Factor):
         rows, right = reductions.products(self.outputs, probes.right)
         left = probes.left.T[self.index].to(rows.dtype)
         return (left * (rows @ right.T)).sum(1)
-
-    def _keys(self) -> Tensor:
-        """Number the rows of all samples' tables, [B * T]."""
-        start = torch.arange(self.size, device=self.index.device) * self.shape[0]
-        return (self.index + start[:, None]).flatten()
 
     def _rows(self) -> Tensor:
         return self.outputs.flatten(0, 1)

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import wrap_torch_function
 
-from vgrad.persample.factors.base import Dense, Factor, Outer
-from vgrad.persample.factors.rows import Rows
+from vgrad.persample.factors.base import Dense, Factor
+from vgrad.persample.factors.outer import Outer
 from vgrad.persample.rules.table import Recording, lowered, rule
 
 
@@ -196,33 +196,6 @@ def einsum(record: Recording, equation: Any, *operands: Any) -> Tensor | None:
         return contraction(data, weight, x, w, out)
 
 
-@rule(F.embedding, weights=("weight",))
-def embedding(
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> dict | None:
-    """`out = weight[input]`; the row of `padding_idx` has no gradient."""
-    if max_norm is not None:
-        return None
-    shape = weight.shape
-    padding = None if padding_idx is None else padding_idx % len(weight)
-
-    def rows(g: Tensor) -> Rows:
-        index = input.reshape(len(input), math.prod(input.shape[1:])).long()
-        outputs = g.reshape(*index.shape, g.shape[-1])
-        if padding is not None:
-            outputs = outputs.masked_fill((index == padding)[..., None], 0)
-        factor = Rows(index, outputs, shape)
-        return _by_frequency(factor) if scale_grad_by_freq else factor
-
-    return {"weight": rows}
-
-
 def positions(tensor: Tensor) -> Tensor:
     """View `[B, ..., I]` as `[B, 1, T, I]`."""
     count = math.prod(tensor.shape[1:-1])
@@ -278,11 +251,3 @@ def _axes(equation: str, *dims: int) -> tuple[str, str, str] | None:
         once = [each for each in sorted(inputs) if inputs.count(each) == 1]
         out = "..." + "".join(each for each in once if each.isalpha())
     return terms[0], terms[1], out.replace("...", free)
-
-
-def _by_frequency(rows: Rows) -> Rows:
-    """Divide each row by how often the sample looks it up."""
-    start = torch.arange(rows.size, device=rows.index.device) * rows.shape[0]
-    keys = rows.index + start[:, None]
-    _, places, counts = keys.unique(return_inverse=True, return_counts=True)
-    return Rows(rows.index, rows.outputs / counts[places][..., None], rows.shape)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from vgrad.lowering import cells, recurrent
-from vgrad.persample.factors.base import Dense, Outer, Positions
+from vgrad.persample.factors.base import Dense
+from vgrad.persample.factors.outer import Outer, Positions
 from vgrad.persample.rules.table import Recording, lowered
 
 Output = tuple[Tensor, ...]
