@@ -28,6 +28,7 @@ __all__ = [
     "is_python",
     "op_name",
     "opened",
+    "opened_attention",
     "unoptimized_scripts",
     "without_modes",
     "without_subclasses",
@@ -77,10 +78,11 @@ def op_name(func: Any, *, full: bool = False) -> str:
 
 
 @cache
-def opened(func: FunctionType) -> Callable:
+def opened(func: FunctionType, **others: Callable) -> Callable:
     """Return the same function, which does not hand itself to function modes.
 
-    What it calls does, so run it where the mode is on.
+    What it calls does, so run it where the mode is on. `others` take the place of
+    functions that it calls by these names.
 
     Example:
         >>> import torch
@@ -99,12 +101,22 @@ def opened(func: FunctionType) -> Callable:
     def handed_on(*_: Any) -> bool:
         return False
 
-    names = {**func.__globals__, **dict.fromkeys(_HANDED_ON, handed_on)}
+    names = {**func.__globals__, **dict.fromkeys(_HANDED_ON, handed_on), **others}
     copy = FunctionType(
         func.__code__, names, func.__name__, func.__defaults__, func.__closure__
     )
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
+
+
+def opened_attention(projections: Callable) -> Callable:
+    """Return `F.multi_head_attention_forward`, opened, which projects in this way.
+
+    `projections(query, key, value, weight, bias)` take the place of those of torch,
+    which copy the three to be contiguous, forward and backward:
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/functional.py#L6191
+    """
+    return opened(F.multi_head_attention_forward, _in_projection_packed=projections)
 
 
 def unoptimized_scripts() -> AbstractContextManager:
