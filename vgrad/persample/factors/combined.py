@@ -46,16 +46,12 @@ def _joined_outers(factors: Sequence[Outer]) -> list[Outer]:
     for each in factors:
         sizes = (each.inputs.shape[1], each.inputs.shape[3], each.outputs.shape[3])
         alike.setdefault(sizes, []).append(each)
-    return [
-        Outer(
-            torch.cat([each.inputs for each in group], dim=2),
-            torch.cat([each.outputs for each in group], dim=2),
-            group[0].shape,
-        )
-        if len(group) > 1
-        else group[0]
-        for group in alike.values()
-    ]
+    for sizes, group in alike.items():
+        if len(group) > 1:
+            inputs = torch.cat([each.inputs for each in group], dim=2)
+            outputs = torch.cat([each.outputs for each in group], dim=2)
+            alike[sizes] = [Outer(inputs, outputs, group[0].shape)]
+    return [each for (each,) in alike.values()]
 
 
 def _joined_rows(factors: Sequence[Rows]) -> list[Rows]:

@@ -35,7 +35,7 @@ class Conv(Pair):
     @property
     def form(self) -> costs.ConvForm:
         """The way in which norms are computed."""
-        if reductions.rounded_convolutions(self.inputs.device):
+        if reductions.rounded(self.inputs.device, "conv"):
             return "offsets"
         before, after = reversed(self.pads[::2]), reversed(self.pads[1::2])
         sizes = zip(self.inputs.shape[2:], before, after, strict=True)

@@ -6,7 +6,7 @@ runs in float32 or wider, with autocast off, whatever the dtype of the gradients
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -115,7 +115,9 @@ def products(*factors: Tensor) -> list[Tensor]:
     dtype = torch.float32
     for factor in factors:
         dtype = torch.promote_types(dtype, factor.dtype)
-    if dtype in (torch.float32, torch.complex64) and _rounded(factors[0].device):
+    if dtype in (torch.float32, torch.complex64) and rounded(
+        factors[0].device, "matmul"
+    ):
         dtype = torch.promote_types(dtype, torch.float64)
     return [factor.to(dtype) for factor in factors]
 
@@ -213,18 +215,12 @@ def _checked(
     return Norm(norms, upper, reach)
 
 
-def rounded_convolutions(device: torch.device) -> bool:
-    """Tell whether torch may round the factors of convolutions in float32."""
-    on_cuda = device.type == "cuda"
-    backend: Any = torch.backends.cudnn if on_cuda else torch.backends.mkldnn
-    return backend.conv.fp32_precision not in _UNROUNDED
-
-
-def _rounded(device: torch.device) -> bool:
-    """Tell whether torch may round the factors of products of float32 matrices."""
-    on_cuda = device.type == "cuda"
-    backend: Any = torch.backends.cuda if on_cuda else torch.backends.mkldnn
-    return backend.matmul.fp32_precision not in _UNROUNDED
+def rounded(device: torch.device, op: Literal["conv", "matmul"]) -> bool:
+    """Tell whether torch may round the float32 factors of an op."""
+    backends: Any = torch.backends
+    on_cuda = {"conv": backends.cudnn, "matmul": backends.cuda}
+    backend = on_cuda[op] if device.type == "cuda" else backends.mkldnn
+    return getattr(backend, op).fp32_precision not in _UNROUNDED
 
 
 _UNROUNDED = {"none", "ieee"}

@@ -1,13 +1,7 @@
-"""The table: one rule per op, saying which factors its parameters receive.
+"""The rules of products with matrices: linear layers, matmul, addmm and einsum.
 
-A rule has the arguments of its op, with physical tensors: what is `[...]` for a sample
-is `[B, ...]` here. It returns, for each of its weights, a function from the gradient at
-the op's output `[B, ...]` to the weight's factor, or None where it does not fit the
-call. What that function refers to is kept until the backward pass, so each refers to
-nothing that it does not need. `run` computes the op on physical tensors.
-
-An op that is not in the table gets its parameters expanded over the samples, which is
-as good for elementwise ops: their per-sample gradients are small.
+What is elementwise has no rule: its parameters are expanded over the samples, which is
+as good, since their per-sample gradients are small.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What an op's entry in the rule table is, and how one is made."""
+"""The table: one rule per op, and how one is registered."""
 
 import inspect
 from collections.abc import Callable, Mapping
