@@ -5,6 +5,7 @@ The reference is the loop over samples in float64 of `oracle`.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -253,6 +254,7 @@ def conv_case(dims, lead, kernel, *, space=SPACE, channels=4, transposed=False, 
     )
 
 
+wide = partial(conv_case, transposed=True)
 CONVOLVED = {
     f"conv{dims}d{', transposed' * transposed}, {text}": conv_case(
         dims, lead, kernel, transposed=transposed, **options
@@ -276,18 +278,12 @@ CONVOLVED |= {
     "conv2d, uneven": conv_case(2, (1,), (3, 1), stride=(1, 2), padding=(0, 2)),
     "conv2d, by depth": conv_case(2, (2,), 3, channels=6, groups=6),
     "conv2d, large": conv_case(2, (1,), 3, space=(18, 18), channels=1),
-    "conv1d, wide output": conv_case(
-        1, (2,), 3, transposed=True, stride=2, padding=1, output_padding=1
+    "conv1d, wide output": wide(1, (2,), 3, stride=2, padding=1, output_padding=1),
+    "conv2d, wider output": wide(
+        2, (1,), 2, dilation=3, stride=2, output_padding=(2, 1)
     ),
-    "conv2d, wider output": conv_case(
-        2, (1,), 2, transposed=True, dilation=3, stride=2, output_padding=(2, 1)
-    ),
-    "conv3d, wide output": conv_case(
-        3, (), 1, transposed=True, stride=3, output_padding=2, groups=2
-    ),
-    "conv2d, transposed by depth": conv_case(
-        2, (1,), 3, transposed=True, channels=6, groups=6
-    ),
+    "conv3d, wide output": wide(3, (), 1, stride=3, output_padding=2, groups=2),
+    "conv2d, transposed by depth": wide(2, (1,), 3, channels=6, groups=6),
 }
 CONVOLVED |= {
     name: case(name, [weight], [x], kind)
@@ -641,10 +637,9 @@ def convolutions(draw):
     space = [gap * (k - 1) + 1 for gap, k in zip(dilation, kernel, strict=True)]
     space = [a + b for a, b in zip(space, each(0, 3), strict=True)]
     if transposed:
-        wide = zip(stride, dilation, strict=True)
-        options["output_padding"] = draw(
-            st.tuples(*(st.integers(0, max(pair) - 1) for pair in wide))
-        )
+        most = map(max, stride, dilation)
+        more = st.tuples(*(st.integers(0, each - 1) for each in most))
+        options["output_padding"] = draw(more)
         space = [1 + n + 2 * p for n, p in zip(space, padding, strict=True)]
     lead = draw(st.sampled_from([(), (1,), (2,), (3,)]))
     options["groups"] = draw(st.sampled_from([1, 2, 6]))

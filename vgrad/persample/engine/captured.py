@@ -1,4 +1,4 @@
-"""The tensors that a rule keeps until the backward pass: nobody may write into them."""
+"""The tensors that a rule keeps until the backward pass, and their versions."""
 
 import gc
 from types import FunctionType, ModuleType

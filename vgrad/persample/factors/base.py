@@ -1,9 +1,9 @@
 """Compact forms of per-sample gradients, and what can be computed from each.
 
-B samples, T positions of one sample, G groups, I inputs, O outputs, P numbers in a
-parameter. Every use of a parameter in the loss leaves a factor; from it a quantity is
-computed without the gradients where that is cheaper. Products of matrices run in
-`promote_types(dtype, float32)`, or wider where torch is allowed to round their factors.
+B samples, P numbers in a parameter, O of them along its first axis. Every use of a
+parameter in the loss leaves a factor; quantities are computed from it, without the
+gradients where that is cheaper. Products of matrices run in
+`promote_types(dtype, float32)`, or wider where torch may round their factors.
 """
 
 from abc import ABC, abstractmethod

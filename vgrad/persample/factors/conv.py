@@ -34,7 +34,7 @@ class Conv(Pair):
 
     @property
     def form(self) -> costs.ConvForm:
-        """The way in which norms are computed."""
+        """How norms are computed."""
         if reductions.rounded(self.inputs.device, "conv"):
             return "offsets"
         before, after = reversed(self.pads[::2]), reversed(self.pads[1::2])
@@ -114,8 +114,8 @@ class Conv(Pair):
     def _patch_products(self) -> Tensor:
         """Inner products of the patches seen at two positions, [B * G, T, T].
 
-        A sum over the kernel of shifted inner products of pixels: patches of which each
-        pixel is in K would take K times as many operations.
+        A sum, over the kernel, of shifted inner products of pixels. Products of patches
+        would take K times as many operations, since each pixel is in K of them.
         """
         inputs = self._split(reductions.products(self._padded())[0])
         space, count = inputs.shape[2:], len(inputs)

@@ -15,7 +15,7 @@ from vgrad.persample.factors.base import Factor, Pair, Probes
 from vgrad.persample.factors.reductions import Norm
 
 _APART = 1e8
-"""Up to which float32 holds the products of four numbers."""
+"""Size up to which float32 holds the product of four numbers."""
 
 
 class Positions:

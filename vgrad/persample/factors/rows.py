@@ -1,4 +1,4 @@
-"""Per-sample gradients of tables of which a sample uses some rows.
+"""Per-sample gradients of tables from which a sample uses some rows.
 
 B samples, T positions of one sample, O numbers in a row.
 """

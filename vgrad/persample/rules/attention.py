@@ -1,4 +1,4 @@
-"""Attention: no parameters of its own, but one kernel for all samples."""
+"""Attention: one kernel for all samples, and projections that are linear layers."""
 
 from typing import Any
 

@@ -94,7 +94,7 @@ def contraction_rule(
     def blocks(g: Tensor) -> Factor:
         a = _in_blocks(data, x, groups, rest, inputs)
         b = _in_blocks(g, out, groups, rest, outputs)
-        # Whoever transposes the factor of a matrix takes its two sides for the axes.
+        # To transpose the factor of a matrix, its two sides are taken for the axes.
         one_side = len(shape) == 2 and 2 in (len(inputs), len(outputs))
         if groups + inputs + outputs == [*w] and not one_side:
             return Outer(b, a, shape)

@@ -51,7 +51,7 @@ class Recording(Protocol):
         ...
 
     def use(self, tensor: Tensor) -> Callable[[Factor], None] | None:
-        """Return what the factor of a use of a parameter has to be given to, once."""
+        """Return what takes the factor of this use, once; None for other tensors."""
         ...
 
     def below(self) -> AbstractContextManager:
