@@ -241,6 +241,22 @@ class TestModes:
         assert F.multi_head_attention_forward not in modes.ASKING
         assert all(modes.is_python(func) for func in modes.ASKING)
 
+    def test_opened_attention_projects_as_it_is_told(self):
+        layer, given = torch.nn.MultiheadAttention(2, 1), []
+
+        def projections(*args):
+            given.extend(args)
+            return [args[0] * factor for factor in (1, 0, 3)]
+
+        out, weights = modes.opened_attention(projections)(
+            X, X, X, 2, 1, layer.in_proj_weight, layer.in_proj_bias, None, None, False,
+            0.0, torch.eye(2), None,
+        )  # fmt: skip
+        same = (X, X, X, layer.in_proj_weight, layer.in_proj_bias)
+        assert all(a is b for a, b in zip(given[3:], same[3:], strict=True))
+        assert torch.equal(weights, torch.full((3, 3), 1 / 3))
+        torch.testing.assert_close(out, 3 * X.mean(0).expand(3, 2))
+
     def test_scripts_run_unoptimized(self):
         with modes.unoptimized_scripts():
             assert not torch._C._get_graph_executor_optimize()

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.overrides import wrap_torch_function
 
 import vgrad
-from vgrad.persample.factors import Outer
+from vgrad import rules
 
 torch.manual_seed(0)
 BATCH, POSITIONS, WIDTH, RANK = 16, 4, 96, 8
@@ -76,19 +76,19 @@ expected = norms(params, buffers, *batch)
 
 # %% The rule: the arguments of the op, with the samples in front of those of the loss.
 # It returns a function for each weight, which gets the gradient g at the op's output.
-# Both gradients are sums over positions of outer products, which is what `Outer` holds.
-def positions(tensor):
-    """View [B, ..., C] as [B, groups = 1, positions, C], as `Outer` wants it."""
-    return tensor.reshape(len(tensor), 1, -1, tensor.shape[-1])
-
-
-@vgrad.rule(low_rank, weights=("down", "up"))
+# Both gradients are sums over positions of outer products, which is what `Outer` holds;
+# `positions` views [B, ..., C] as [B, groups = 1, positions, C], as it wants them.
+@rules.rule(low_rank, weights=("down", "up"))
 def without_scale(x, down, up, scale=1.0):
     """Forget what is easily forgotten."""
     sizes = down.shape, up.shape
     return {
-        "down": lambda g: Outer(positions(x), positions(g @ up), sizes[0]),
-        "up": lambda g: Outer(positions(F.linear(x, down)), positions(g), sizes[1]),
+        "down": lambda g: rules.Outer(
+            rules.positions(x), rules.positions(g @ up), sizes[0]
+        ),
+        "up": lambda g: rules.Outer(
+            rules.positions(F.linear(x, down)), rules.positions(g), sizes[1]
+        ),
     }
 
 
@@ -102,14 +102,16 @@ else:
 
 
 # %% Mend it. A second rule for an op takes the place of the first only if told so.
-@vgrad.rule(low_rank, weights=("down", "up"), replace=True)
+@rules.rule(low_rank, weights=("down", "up"), replace=True)
 def right(x, down, up, scale=1.0):
     """Scale the gradient at the output first."""
     sizes = down.shape, up.shape
     return {
-        "down": lambda g: Outer(positions(x), positions(scale * g @ up), sizes[0]),
-        "up": lambda g: Outer(
-            positions(F.linear(x, down)), positions(scale * g), sizes[1]
+        "down": lambda g: rules.Outer(
+            rules.positions(x), rules.positions(scale * g @ up), sizes[0]
+        ),
+        "up": lambda g: rules.Outer(
+            rules.positions(F.linear(x, down)), rules.positions(scale * g), sizes[1]
         ),
     }
 

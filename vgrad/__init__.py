@@ -34,6 +34,7 @@ from vgrad.functional.model import (
     make_functional_with_buffers as make_functional_with_buffers,
 )
 from vgrad.functional.writing import write_grads_ as write_grads_
+from vgrad.persample import rules as rules
 from vgrad.persample.analysis import per_sample_gram as per_sample_gram
 from vgrad.persample.analysis import per_sample_projection as per_sample_projection
 from vgrad.persample.clipped import ClippedGrad as ClippedGrad
@@ -47,7 +48,6 @@ from vgrad.persample.moments import gradient_moments as gradient_moments
 from vgrad.persample.quantities import per_sample_grad as per_sample_grad
 from vgrad.persample.quantities import per_sample_norm as per_sample_norm
 from vgrad.persample.quantities import weighted_grad as weighted_grad
-from vgrad.persample.rules.table import rule as rule
 from vgrad.precision import autocast as autocast
 from vgrad.sensitivity import Sensitivity as Sensitivity
 from vgrad.tree import freeze as freeze

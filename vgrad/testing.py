@@ -5,7 +5,7 @@ nothing of factors, so that a mistake in a rule shows against it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ def check_rule(
     weights = torch.linspace(-1, 2, size, dtype=torch.float64, device=losses.device)
     sums = weighted_grad(loss, **recorded)(weights, *given)
     check("weighted sum", sums, _weighted(grads, dict.fromkeys(grads, weights)))
-    bound = 0.9 * float(_joint(norms, list(norms)).mean())  # clips some samples
+    bound = 0.9 * float(_joint(norms, norms).mean())  # clips some samples
     for kind in _KINDS:
         compute = clipped_grad(loss, max_norm=bound, clipping=kind, **recorded)
         result = compute(*given)
@@ -89,7 +89,7 @@ def check_rule(
         _check_equal("losses", result.losses, losses, tolerance)
 
 
-def _check_ruled(rows: Sequence[Row]) -> None:
+def _check_ruled(rows: Iterable[Row]) -> None:
     """Refuse what autograd did instead of a rule."""
     for row in rows:
         if row.why.startswith(EXPANDED):
@@ -107,8 +107,9 @@ def _check_equal(what: str, found: Tensor, expected: Tensor, tolerance: float) -
             f"check_rule(loss): expected the {what} in the shape "
             f"{tuple(expected.shape)}, got {tuple(found.shape)}."
         )
-    scale = expected.abs().amax() if expected.numel() else torch.zeros(())
-    gap = (found - expected).abs().amax() if expected.numel() else torch.zeros(())
+    if not expected.numel():
+        return
+    scale, gap = expected.abs().amax(), (found - expected).abs().amax()
     error = float(gap / scale) if scale > 0 else float(gap)
     if not error <= tolerance:  # NaN is no less
         raise AssertionError(
@@ -131,7 +132,7 @@ def _reference(
     loss: LossFn, params: Params, buffers: Buffers, batch: Tree, size: int
 ) -> tuple[Tensor, Params]:
     """Run plain autograd sample by sample, -> losses [B], gradients [B, *shape]."""
-    values, found = [], {name: [] for name in params}
+    values, rows = [], []
     for row in range(size):
         leaves = {n: value.clone().requires_grad_() for n, value in params.items()}
         sample = tree_map_only(Tensor, lambda leaf, i=row: leaf[i], batch)
@@ -141,9 +142,9 @@ def _reference(
                 value, list(leaves.values()), allow_unused=True, materialize_grads=True
             )
         values.append(value.detach())
-        for name, grad in zip(params, grads, strict=True):
-            found[name].append(grad)
-    stacked = {name: torch.stack(each) for name, each in found.items()}
+        rows.append(grads)
+    columns = zip(params, zip(*rows, strict=True), strict=True)
+    stacked = {name: torch.stack(column) for name, column in columns}
     finite = all(bool(grad.isfinite().all()) for grad in stacked.values())
     if not finite or not any(bool(grad.any()) for grad in stacked.values()):
         raise ValueError(
@@ -161,7 +162,7 @@ def _weighted(grads: Params, weights: Params) -> Params:
     }
 
 
-def _joint(norms: Params, names: list[str]) -> Tensor:
+def _joint(norms: Params, names: Iterable[str]) -> Tensor:
     """Norms [B] over several parameters."""
     return torch.stack([norms[name] for name in names]).norm(dim=0)
 
@@ -169,11 +170,9 @@ def _joint(norms: Params, names: list[str]) -> Tensor:
 def _factors(kind: Kind, norms: Params, bound: float) -> Params:
     """Factors [B] of each parameter, by the definitions of `clipped_grad`."""
     if kind == "automatic":
-        factors = bound / (_joint(norms, list(norms)) + _GAMMA)
-        return dict.fromkeys(norms, factors)
-    layers = {name: name.rpartition(".")[0] for name in norms}
-    if kind == "flat":
-        layers = dict.fromkeys(norms, "")
+        return dict.fromkeys(norms, bound / (_joint(norms, norms) + _GAMMA))
+    flat = kind == "flat"
+    layers = {name: "" if flat else name.rpartition(".")[0] for name in norms}
     share = bound / math.sqrt(len(set(layers.values())))
     factors = {}
     for name, layer in layers.items():

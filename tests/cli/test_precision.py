@@ -26,10 +26,8 @@ from tests.cli.runs import (
 )
 from vgrad import files, optim
 from vgrad.__main__ import main
-from vgrad.cli import checkpoint, models, report, setup
-from vgrad.cli.arguments import Settings
-from vgrad.torch_private import kernels
 from vgrad.cli import arguments, checkpoint, models, report, setup
+from vgrad.torch_private import kernels
 from vgrad.training import TrainState, private_step, train_step
 
 SCALE = ["loss_scale", "skipped"]

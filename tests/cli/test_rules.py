@@ -5,15 +5,14 @@ import torch
 from tests import oracle
 from tests.cli.runs import error
 from vgrad.__main__ import main
-from vgrad.cli import rules
 from vgrad.persample.rules import RULES
+from vgrad.torch_private.modes import op_name
 
 MODEL = '''
 from torch import nn
 from torch.overrides import wrap_torch_function
 
-from vgrad.persample.factors import Dense
-from vgrad import rule
+from vgrad.persample.rules import Dense, rule
 
 
 @wrap_torch_function(lambda x, weight: (x, weight))
@@ -84,7 +83,7 @@ def test_the_table_has_a_line_for_each_op_with_weights_and_factors(capsys):
 
 
 def test_every_op_that_has_a_rule_is_named_once():
-    names = [rules.op_name(op) for op in RULES]
+    names = [op_name(op, full=True) for op in RULES]
     assert len(set(names)) == len(names)
 
 

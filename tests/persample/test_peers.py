@@ -5,7 +5,6 @@
 """
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -51,29 +50,19 @@ class BroadcastPositions(nn.Module):
         return self.head((self.token(x) + self.position(self.ids)).flatten(1))
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable]] = {
-    "padding_idx": (cases.CASES["padding_idx"].model, cases.tokens(7, 3)),
-    "circular padding": (
-        lambda: nn.Sequential(
-            nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"),
-            nn.Flatten(),
-            nn.Linear(48, 3),
-        ),
-        cases.images(2, 4),
-    ),
-    "tied weights": (TiedLinear, cases.vectors(4)),
-    "broadcast positions": (BroadcastPositions, cases.tokens(7, 3)),
-    "flattened rows": (cases.Flattened, cases.CASES["flattened"].batch),
-    "keyword call": (CalledByKeyword, cases.vectors(4)),
-}
+def circular():
+    conv = nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular")
+    return nn.Sequential(conv, nn.Flatten(), nn.Linear(48, 3))
 
-README = {
-    "padding_idx": (WRONG, RAISES),
-    "circular padding": (WRONG, WRONG),
-    "tied weights": (EXACT, WRONG),
-    "broadcast positions": (RAISES, RAISES),
-    "flattened rows": (RAISES, RAISES),
-    "keyword call": (RAISES, RAISES),
+
+PADDED, FLATTENED = cases.CASES["padding_idx"], cases.CASES["flattened"]
+README = {  # a model, its batch, and what Opacus and BackPACK do
+    "padding_idx": (PADDED.model, PADDED.batch, WRONG, RAISES),
+    "circular padding": (circular, cases.images(2, 4), WRONG, WRONG),
+    "tied weights": (TiedLinear, cases.vectors(4), EXACT, WRONG),
+    "broadcast positions": (BroadcastPositions, cases.tokens(7, 3), RAISES, RAISES),
+    "flattened rows": (FLATTENED.model, FLATTENED.batch, RAISES, RAISES),
+    "keyword call": (CalledByKeyword, cases.vectors(4), RAISES, RAISES),
 }
 
 
@@ -108,11 +97,11 @@ def outcome(compute, model, x, y, expected):
         return RAISES
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", README)
 @pytest.mark.parametrize("peer", ["vgrad", "opacus", "backpack"])
 def test_the_comparison_in_the_readme_is_true(name, peer):
     torch.manual_seed(1)
-    build, make_batch = MODELS[name]
+    build, make_batch, opacus, backpack = README[name]
     x, y = make_batch(3)
     if name == "padding_idx":
         x[0, 0] = 0
@@ -122,6 +111,9 @@ def test_the_comparison_in_the_readme_is_true(name, peer):
         return F.cross_entropy(model(x), y)
 
     expected = oracle.model_gradients(model, run, (x, y), 3)
-    compute = {"vgrad": by_vgrad, "opacus": by_opacus, "backpack": by_backpack}[peer]
-    claimed = {"vgrad": EXACT, "opacus": README[name][0], "backpack": README[name][1]}
-    assert outcome(compute, model, x, y, expected) == claimed[peer]
+    compute, claimed = {
+        "vgrad": (by_vgrad, EXACT),
+        "opacus": (by_opacus, opacus),
+        "backpack": (by_backpack, backpack),
+    }[peer]
+    assert outcome(compute, model, x, y, expected) == claimed

@@ -152,7 +152,7 @@ def test_a_rule_may_hold_its_input_on_any_way(holder, changed, monkeypatch):
         return x * weight
 
     monkeypatch.setitem(RULES, scaled, None)  # and taken out again
-    vgrad.rule(scaled, weights=("weight",), replace=True)(
+    vgrad.rules.rule(scaled, weights=("weight",), replace=True)(
         lambda x, weight: {"weight": HOLDERS[holder](x)}
     )
 

@@ -13,10 +13,9 @@ from torch.overrides import (
 )
 
 import vgrad
-from tests import cases
-from vgrad import explain, rule
-from vgrad.persample.factors import Dense, Norm, Outer
-from vgrad.persample.rules import RULES
+from tests import cases, oracle
+from vgrad import explain
+from vgrad.persample.rules import RULES, Dense, Norm, Outer, positions, rule
 from vgrad.testing import check_rule
 
 B = 4
@@ -25,7 +24,6 @@ B = 4
 @pytest.fixture(autouse=True)
 def table():
     """Leave the table of rules as it was."""
-    torch.manual_seed(0)
     before = dict(RULES)
     yield
     RULES.clear()
@@ -52,10 +50,6 @@ def product(x, weight):
     return Product.apply(x, weight)
 
 
-def positions(tensor):
-    return tensor.reshape(len(tensor), 1, -1, tensor.shape[-1])
-
-
 def right(x, weight):
     shape = weight.shape
     return {"weight": lambda g: Outer(positions(x), positions(g), shape)}
@@ -66,18 +60,22 @@ def loss(params, buffers, x):
     return product(hidden, params["1.weight"]).square().sum()
 
 
-def values(dtype=torch.float32):
+def values():
     params = {"0.first": torch.randn(5, 6), "1.weight": torch.randn(3, 5)}
-    params = {name: value.to(dtype) for name, value in params.items()}
-    return params, {}, torch.randn(B, 2, 6, dtype=dtype)
+    return params, {}, torch.randn(B, 2, 6)
+
+
+def register(factors=right, **options):
+    """Make `factors` the rule of `product`."""
+    return rule(product, weights=("weight",), **options)(factors)
 
 
 def test_a_right_rule_passes_and_changes_nothing_it_is_given():
-    rule(product, weights=("weight",))(right)
+    register()
     params, buffers, x = values()
     before = {name: value.clone() for name, value in params.items()}
     check_rule(loss, params, buffers, x)
-    assert all(torch.equal(params[name], before[name]) for name in params)
+    oracle.assert_exact(params, before, 0)
     assert all(not value.requires_grad for value in params.values())
 
 
@@ -86,7 +84,7 @@ def test_a_rule_runs_ops_that_no_transform_can():
     norms = vgrad.per_sample_norm(loss)
     with pytest.raises(vgrad.UnsupportedOp):
         norms(params, buffers, x)
-    rule(product, weights=("weight",))(right)
+    register()
     expected = vgrad.per_sample_norm(loss, strategy="loop")(params, buffers, x)
     torch.testing.assert_close(norms(params, buffers, x), expected)
     rows = explain(norms)(params, buffers, x).rows
@@ -109,35 +107,25 @@ class UpperTwice(Dense):
         return Norm(value, 2 * upper, reach)
 
 
-def gradients(x, g):
-    return positions(g)[:, 0].mT @ positions(x)[:, 0]
+def gradients(a, b):
+    return (b.mT @ a)[:, 0]
 
 
+GRADIENTS = "gradients of '1.weight' as plain autograd"
+SHAPE = r"gradients of '1.weight' in the shape \(4, 3, 5\), got \(4, 3, 4\)"
 WRONG = {
-    "a factor too many": (
-        lambda x, g, s: Outer(2 * positions(x), positions(g), s),
-        "gradients of '1.weight' as plain autograd",
-    ),
-    "one position alone": (
-        lambda x, g, s: Outer(positions(x)[:, :, :1], positions(g)[:, :, :1], s),
-        "gradients of '1.weight' as plain autograd",
-    ),
-    "another sample": (
-        lambda x, g, s: Outer(positions(x).roll(1, 0), positions(g), s),
-        "gradients of '1.weight' as plain autograd",
-    ),
-    "another shape": (
-        lambda x, g, s: Dense(gradients(x, g)[:, :, 1:]),
-        r"gradients of '1.weight' in the shape \(4, 3, 5\), got \(4, 3, 4\)",
-    ),
+    "a factor too many": (lambda a, b, s: Outer(2 * a, b, s), GRADIENTS),
+    "a position alone": (lambda a, b, s: Outer(a[:, :, :1], b[:, :, :1], s), GRADIENTS),
+    "another sample": (lambda a, b, s: Outer(a.roll(1, 0), b, s), GRADIENTS),
+    "another shape": (lambda a, b, s: Dense(gradients(a, b)[:, :, 1:]), SHAPE),
     "not a number": (
-        lambda x, g, s: Outer(math.nan * positions(x), positions(g), s),
+        lambda a, b, s: Outer(math.nan * a, b, s),
         "gradients of '1.weight' .* error of nan",
     ),
-    "norms": (lambda x, g, s: NormTwice(gradients(x, g)), "norms of '1.weight'"),
-    "sums": (lambda x, g, s: SumTwice(gradients(x, g)), "weighted sum of '1.weight'"),
+    "norms": (lambda a, b, s: NormTwice(gradients(a, b)), "norms of '1.weight'"),
+    "sums": (lambda a, b, s: SumTwice(gradients(a, b)), "weighted sum of '1.weight'"),
     "bounds": (
-        lambda x, g, s: UpperTwice(gradients(x, g)),
+        lambda a, b, s: UpperTwice(gradients(a, b)),
         "sum with clipping='flat' of '0.first'",
     ),
 }
@@ -147,29 +135,23 @@ WRONG = {
 def test_a_wrong_rule_fails_by_name(name):
     make, message = WRONG[name]
 
-    @rule(product, weights=("weight",))
+    @register
     def wrong(x, weight):
         shape = weight.shape
-        return {"weight": lambda g: make(x, g, shape)}
+        return {"weight": lambda g: make(positions(x), positions(g), shape)}
 
     with pytest.raises(AssertionError, match=message):
         check_rule(loss, *values())
 
 
 def test_a_wrong_gradient_at_the_input_fails_at_the_layer_before():
-    def run(x, weight):
-        return product(x.detach() + 2 * (x - x.detach()), weight)
-
-    rule(product, weights=("weight",), run=run)(right)
+    register(run=lambda x, weight: product(x.detach() + 2 * (x - x.detach()), weight))
     with pytest.raises(AssertionError, match="gradients of '0.first'"):
         check_rule(loss, *values())
 
 
 def test_a_wrong_output_fails():
-    def run(x, weight):
-        return product(x, weight) + 1
-
-    rule(product, weights=("weight",), run=run)(right)
+    register(run=lambda x, weight: product(x, weight) + 1)
 
     def linear(params, buffers, x):  # whose gradients do not depend on the output
         return product(x, params["w"]).sum()
@@ -179,12 +161,7 @@ def test_a_wrong_output_fails():
 
 
 def test_the_tolerance_is_the_largest_relative_error():
-    @rule(product, weights=("weight",))
-    def slightly_wrong(x, weight):
-        shape = weight.shape
-        return {
-            "weight": lambda g: Outer((1 + 1e-6) * positions(x), positions(g), shape)
-        }
+    register(lambda x, weight: right((1 + 1e-6) * x, weight))
 
     check_rule(loss, *values(), tolerance=1e-5)
     with pytest.raises(AssertionError, match=r"1\.0e-06, more than 1e-10"):
@@ -239,7 +216,7 @@ def test_whole_models_pass_with_their_buffers_and_any_tree_as_batch(name):
 
 
 def test_a_batch_that_says_little_is_refused():
-    rule(product, weights=("weight",))(right)
+    register()
     params, buffers, x = values()
     with pytest.raises(ValueError, match="at least two samples"):
         check_rule(loss, params, buffers, x[:1])
@@ -250,12 +227,12 @@ def test_a_batch_that_says_little_is_refused():
 
 
 def test_an_op_has_one_rule_unless_it_is_replaced():
-    rule(product, weights=("weight",))(right)
+    register()
     with pytest.raises(ValueError, match=r"rule\(product\).* replace=True"):
-        rule(product, weights=("weight",))(right)
+        register()
     with pytest.raises(ValueError, match=r"rule\(linear\): expected an op without"):
         rule(F.linear, weights=("weight",))(lambda input, weight, bias=None: None)
-    replaced = rule(product, weights=("weight",), replace=True)(lambda x, weight: None)
+    replaced = register(lambda x, weight: None, replace=True)
     assert RULES[product].factors is replaced
 
 
@@ -301,9 +278,8 @@ def test_weights_are_names_of_parameters_of_the_rule():
 
 def test_the_parameters_of_a_rule_have_a_name_and_a_place():
     with pytest.raises(TypeError, match=r"got \*rest. Name each"):
-        rule(product, weights=("weight",))(lambda weight, *rest: None)
+        register(lambda weight, *rest: None)
     with pytest.raises(TypeError, match=r"got weight. Name each, and pass run="):
-        rule(product, weights=("weight",))(lambda x, *, weight: None)
-    by_keyword = rule(product, weights=("weight",), run=product)
-    by_keyword(lambda x, *, weight: None)
+        register(lambda x, *, weight: None)
+    register(lambda x, *, weight: None, run=product)
     assert product in RULES

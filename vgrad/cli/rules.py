@@ -4,10 +4,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 
-import torch
-from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import resolve_name
 
 from vgrad.cli import data, models
 from vgrad.cli.data import Dataset
@@ -16,15 +13,12 @@ from vgrad.functional.losses import sample_loss
 from vgrad.functional.model import make_functional_with_buffers
 from vgrad.persample.clipped import clipped_grad
 from vgrad.persample.explain import Explanation, aligned, explain
-from vgrad.persample.factors.base import Factor
-from vgrad.persample.rules.table import RULES, Rule
+from vgrad.persample.rules import RULES, Factor, Rule
 from vgrad.precision.alignment import AlignmentReport, alignment_report
+from vgrad.torch_private.modes import op_name
 
 _ROWS = 64
 """Samples that a model is explained with."""
-
-_HOLDERS = {"F": F, "torch": torch, "Tensor": Tensor}
-"""Where torch keeps the functions that it hands to function modes."""
 
 
 def run(given: Namespace) -> None:
@@ -57,7 +51,7 @@ def table() -> str:
         registered = entry.factors if is_rule else entry.run
         factors = ", ".join(sorted(set(_kinds(registered, set()))))
         what = (registered.__doc__ or "").partition("\n")[0]
-        lines.append((op_name(op), weights, factors, what))
+        lines.append((op_name(op, full=True), weights, factors, what))
     return aligned([("op", "weights", "factors", "what"), *sorted(lines)])
 
 
@@ -80,15 +74,6 @@ def _alignment(model: str, found: Dataset) -> AlignmentReport:
     module = models.build(model, found.shape, seed=0)
     function, params, buffers = make_functional_with_buffers(module)
     return alignment_report(function, params, buffers, found.x_train[:_ROWS])
-
-
-def op_name(op: Callable) -> str:
-    """Return the name under which users know an op, such as "F.linear"."""
-    name = getattr(op, "__name__", str(op))
-    for place, holder in _HOLDERS.items():
-        if getattr(holder, name, None) is op:
-            return f"{place}.{name}"
-    return resolve_name(op) or f"{op.__module__}.{name}"
 
 
 def _kinds(function: Callable, seen: set[Callable]) -> Iterator[str]:

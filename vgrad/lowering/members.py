@@ -74,7 +74,7 @@ class Members(Untouched):
             return func(*args, **kwargs)
         form, name = self._forms[func](*args, **kwargs)
         if self._told is not None:
-            self._told(func.__name__, name)
+            self._told(modes.op_name(func), name)
         return func(*args, **kwargs) if form is None else form()
 
 

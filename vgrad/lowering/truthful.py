@@ -119,11 +119,11 @@ class Truth:
     def refusal(self, func: Callable) -> UnsupportedOp:
         """Return the error for a call whose answer would be wrong for one sample."""
         if func in AUTOGRAD:
-            return own_backward_pass(called(func))
+            return own_backward_pass(modes.op_name(func))
         return UnsupportedOp(
-            f"{called(func)}: expected a loss that leaves the graph, the hooks and the "
-            f"memory of its tensors alone, got one that asks for them where one tensor "
-            f"stands for all {self.one}s. Use {self.otherwise}."
+            f"{modes.op_name(func)}: expected a loss that leaves the graph, the hooks "
+            f"and the memory of its tensors alone, got one that asks for them where "
+            f"one tensor stands for all {self.one}s. Use {self.otherwise}."
         )
 
     def after(self, func: Callable, tensors: Sequence[Tensor], output: Any) -> None:
@@ -194,14 +194,6 @@ def among(args: tuple, kwargs: dict) -> list[Tensor]:
             leaves = tree_leaves(value)
             found += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return found
-
-
-def called(func: Callable) -> str:
-    """Return the name under which a user knows a function or an attribute."""
-    name = getattr(func, "__name__", str(func))
-    if name in ("__get__", "__set__"):
-        name = getattr(getattr(func, "__self__", None), "__name__", name)
-    return name
 
 
 def own_backward_pass(op: str) -> UnsupportedOp:

@@ -13,11 +13,13 @@ from vgrad.persample.engine import views
 from vgrad.persample.engine.guard import Fallbacks, UnsupportedOp
 from vgrad.persample.engine.options import Options, Transform
 from vgrad.persample.engine.sites import Use
-from vgrad.persample.factors.base import Dense, Factor, Outer, Zero
+from vgrad.persample.factors.base import Dense, Factor, Zero
 from vgrad.persample.factors.combined import Moved, Tied
 from vgrad.persample.factors.conv import Conv
+from vgrad.persample.factors.outer import Outer
 from vgrad.persample.factors.rows import Rows
 from vgrad.torch_private import levels
+from vgrad.torch_private.modes import op_name
 from vgrad.tree import tree_leaves
 from vgrad.typing import Buffers, Params, Tree
 
@@ -282,7 +284,7 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         """Note the parameters among the arguments, and run the call."""
         kwargs = kwargs or {}
-        op = getattr(func, "__name__", str(func))
+        op = op_name(func)
         if not views.only_reads(func):
             for leaf in tree_leaves((args, kwargs)):
                 if (name := self.names.get(id(leaf))) is not None:

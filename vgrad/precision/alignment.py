@@ -179,7 +179,7 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         """Run a call, and note the products in it."""
         kwargs = kwargs or {}
-        op = getattr(func, "__name__", "").removesuffix("_")
+        op = modes.op_name(func).removesuffix("_")
         if _is_wrapped(func) or (op not in GEMMS and modes.is_python(func)):
             with self:
                 return modes.opened(func)(*args, **kwargs)

@@ -139,9 +139,9 @@ class AutocastMode(TorchFunctionMode):
                 to = torch.float32
             case _:
                 raise RuntimeError(
-                    f"{func.__name__}: expected an op that is safe to autocast. Its "
-                    f"gradient overflows in {low}: use the form that takes logits, or "
-                    f"torch.autocast(..., enabled=False) around it."
+                    f"{modes.op_name(func)}: expected an op that is safe to autocast. "
+                    f"Its gradient overflows in {low}: use the form that takes logits, "
+                    f"or torch.autocast(..., enabled=False) around it."
                 )
         dtypes = [each.dtype for each in _eligible(args, kwargs)]
         if to is not None and any(dtype != to for dtype in dtypes):

@@ -18,18 +18,22 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C import DisableTorchFunction as without_modes
 from torch._C import DisableTorchFunctionSubclass as without_subclasses
 from torch._C import _is_any_autocast_enabled as autocast_is_on
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.overrides import resolve_name
 
 __all__ = [
     "ASKING",
     "autocast_is_on",
     "function_modes",
     "is_python",
+    "op_name",
     "opened",
+    "opened_attention",
     "unoptimized_scripts",
     "without_modes",
     "without_subclasses",
@@ -56,11 +60,34 @@ def is_python(func: Callable) -> bool:
     return isinstance(func, FunctionType) and func.__globals__ is vars(F)
 
 
+def op_name(func: Any, *, full: bool = False) -> str:
+    """Return the name under which users know an op or an attribute, as messages do.
+
+    With `full` it says where torch has the op, so that no two have the same name.
+
+    Example:
+        >>> op_name(Tensor.mm), op_name(Tensor.grad_fn.__get__)
+        ('mm', 'grad_fn')
+        >>> [op_name(op, full=True) for op in (F.linear, torch.mm, Tensor.mm)]
+        ['F.linear', 'torch.mm', 'Tensor.mm']
+    """
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    if not full:
+        return name
+    for place, holder in {"F": F, "torch": torch, "Tensor": Tensor}.items():
+        if getattr(holder, name, None) is func:
+            return f"{place}.{name}"
+    return resolve_name(func) or f"{func.__module__}.{name}"
+
+
 @cache
-def opened(func: FunctionType) -> Callable:
+def opened(func: FunctionType, **others: Callable) -> Callable:
     """Return the same function, which does not hand itself to function modes.
 
-    What it calls does, so run it where the mode is on.
+    What it calls does, so run it where the mode is on. `others` take the place of
+    functions that it calls by these names.
 
     Example:
         >>> import torch
@@ -79,12 +106,22 @@ def opened(func: FunctionType) -> Callable:
     def handed_on(*_: Any) -> bool:
         return False
 
-    names = {**func.__globals__, **dict.fromkeys(_HANDED_ON, handed_on)}
+    names = {**func.__globals__, **dict.fromkeys(_HANDED_ON, handed_on), **others}
     copy = FunctionType(
         func.__code__, names, func.__name__, func.__defaults__, func.__closure__
     )
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
+
+
+def opened_attention(projections: Callable) -> Callable:
+    """Return `F.multi_head_attention_forward`, opened, which projects in this way.
+
+    `projections(query, key, value, weight, bias)` take the place of those of torch,
+    which copy the three to be contiguous, forward and backward:
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/functional.py#L6191
+    """
+    return opened(F.multi_head_attention_forward, _in_projection_packed=projections)
 
 
 def unoptimized_scripts() -> AbstractContextManager:

@@ -18,7 +18,6 @@ from vgrad.lowering.truthful import (
     REQUIRES_GRAD,
     Truth,
     among,
-    called,
     own_backward_pass,
 )
 from vgrad.lowering.truthful import UnsupportedOp as UnsupportedOp
@@ -56,7 +55,7 @@ class LossGuard(Untouched):
             return self.run(func, args, kwargs)
         except RuntimeError as error:
             in_place = _in_place(func, kwargs)
-            raise_clearly(error, called(func), in_place=in_place)
+            raise_clearly(error, modes.op_name(func), in_place=in_place)
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one call for all samples at once."""

@@ -16,10 +16,10 @@ from torch import Tensor
 from vgrad import checks, tree
 from vgrad.lowering.truthful import ASKED, Truth, among, own_backward_pass
 from vgrad.persample.engine import views
+from vgrad.persample.engine.captured import captured, check_unchanged
 from vgrad.persample.engine.guard import LossGuard, UnsupportedOp
-from vgrad.persample.engine.sites import Site, Sites, Take, Use, leaf, op_name, replaced
+from vgrad.persample.engine.sites import Site, Sites, Take, Use, leaf, replaced
 from vgrad.persample.factors.base import Factor
-from vgrad.persample.rules.kept import captured, check_unchanged
 from vgrad.persample.rules.table import Lowering, Maker, Rule
 from vgrad.torch_private import levels, modes
 from vgrad.torch_private.tensors import version_of, viewed
@@ -204,7 +204,7 @@ class Recorder(LossGuard):
         site = self._sites.find(tensor)
         if site is None:
             return None
-        name = op_name(self._lowering)
+        name = modes.op_name(self._lowering)
         self._sites.expect(site)
 
         def arrived(factor: Factor) -> None:
@@ -261,8 +261,8 @@ class Recorder(LossGuard):
             return None
         if missing := weights.keys() - makers.keys():
             raise TypeError(
-                f"rule({op_name(func)}): expected a function for each weight that got "
-                f"a parameter, got none for {checks.listed(missing)}."
+                f"rule({modes.op_name(func)}): expected a function for each weight "
+                f"that got a parameter, got none for {checks.listed(missing)}."
             )
         with self.below():
             if batched:
@@ -273,7 +273,7 @@ class Recorder(LossGuard):
                 output = output.expand(self.size, *output.shape)
             if output.requires_grad:  # not under no_grad
                 uses = [(site, makers[name]) for name, site in weights.items()]
-                name = op_name(self._lowering or func)
+                name = modes.op_name(self._lowering or func)
                 output = self._tapped(name, output, uses, skip=not follows)
             return self.logical(output)
 

@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vgrad.lowering.truthful import GRAPH, HOOKS, MEMORY, called
+from vgrad.lowering.truthful import GRAPH, HOOKS, MEMORY
 from vgrad.persample.engine import views
 from vgrad.persample.engine.guard import UnsupportedOp
-from vgrad.persample.factors.base import Dense, Factor, Outer, Zero
+from vgrad.persample.factors.base import Dense, Factor, Zero
 from vgrad.persample.factors.combined import Moved, Replay, disjoint, merged
+from vgrad.persample.factors.outer import Outer
 from vgrad.torch_private import levels
+from vgrad.torch_private.modes import op_name
 from vgrad.torch_private.tensors import leaf, version_of
 from vgrad.tree import tree_map_only
 from vgrad.typing import Params
@@ -110,7 +112,7 @@ class Sites:
             for site in sites:
                 if site.source is not site.handed:
                     raise UnsupportedOp(
-                        f"{called(func)}: expected a loss that does not ask for the "
+                        f"{op_name(func)}: expected a loss that does not ask for the "
                         f"graph of what it computes from {', '.join(site.names)} "
                         f'alone. Use strategy="vmap" or "loop".'
                     )
@@ -119,10 +121,10 @@ class Sites:
         self, func: Callable, args: tuple, kwargs: dict, sites: list[Site]
     ) -> Any:
         """Run a function of parameters alone, once; its tensors are new sites."""
-        if func in HOOKS or op_name(func) in _AROUND:
+        if func in HOOKS or getattr(func, "__name__", "") in _AROUND:
             names = ", ".join(name for site in sites for name in site.names)
             raise UnsupportedOp(
-                f"{called(func)}: expected a loss that leaves {names} as it is, got "
+                f"{op_name(func)}: expected a loss that leaves {names} as it is, got "
                 f"one that writes to its data or puts a hook on it. Compute a new "
                 f'tensor from it instead, or use strategy="loop".'
             )
@@ -272,11 +274,6 @@ def replaced(tree: Any, by: Mapping[int, Tensor]) -> Any:
 
 _AROUND = {"__set__", "set_"}
 """What acts on the very tensor a loss was handed, and not on its values."""
-
-
-def op_name(op: Callable | None) -> str:
-    """Return the name under which a user knows an op."""
-    return getattr(op, "__name__", str(op))
 
 
 def _check_same_for_all(op: str, names: tuple[str, ...], value: Tensor) -> None:

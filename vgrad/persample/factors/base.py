@@ -1,25 +1,21 @@
 """Compact forms of per-sample gradients, and what can be computed from each.
 
-B samples, T positions of one sample, G groups, I inputs, O outputs, P numbers in a
-parameter. Every use of a parameter in the loss leaves a factor; from it a quantity is
-computed without the gradients where that is cheaper. Products of matrices run in
-`promote_types(dtype, float32)`, or wider where torch is allowed to round their factors.
+B samples, P numbers in a parameter, O of them along its first axis. Every use of a
+parameter in the loss leaves a factor; quantities are computed from it, without the
+gradients where that is cheaper. Products of matrices run in
+`promote_types(dtype, float32)`, or wider where torch may round their factors.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from vgrad.dtypes import double, wide
-from vgrad.persample.factors import costs, reductions, sums
+from vgrad.persample.factors import reductions, sums
 from vgrad.persample.factors.reductions import Norm
-
-_APART = 1e8
-"""Up to which float32 holds the products of four numbers."""
 
 
 class Probes(NamedTuple):
@@ -104,7 +100,7 @@ class Dense(Factor):
     @property
     def bytes(self) -> int:
         """Memory of the gradients."""
-        return self.g.numel() * self.g.element_size()
+        return self.g.nbytes
 
     def grad(self) -> Tensor:
         """Return the gradients."""
@@ -185,31 +181,18 @@ class Zero(Factor):
         return probes.right.new_zeros(self.size, len(probes.right))
 
 
-class Positions:
-    """What two parameters of one op have in common, `[B, G, T, O]`."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        """Compute nothing yet."""
-        self.tensor = tensor
-
-    @cached_property
-    def products(self) -> Tensor:
-        """Inner products between the positions of a sample, [B * G, T, T]."""
-        return reductions.self_products(self.tensor.flatten(0, 1))
-
-
 @dataclass(frozen=True)
-class Outer(Factor):
-    """Sums over positions of outer products, `sum_t out_t x in_t` in every group.
-
-    `inputs [B, G, T, I]` and `outputs [B, G, T, O]`; the gradient is `[B, G, O, I]`,
-    viewed as `shape`. `shared` are the outputs if another parameter has the same ones.
-    """
+class Pair(Factor):
+    """Gradients made of products of two tensors, `inputs` and `outputs` `[B, ...]`."""
 
     inputs: Tensor
     outputs: Tensor
     shape: torch.Size
-    shared: Positions | None = None
+
+    @property
+    @abstractmethod
+    def by_gram(self) -> bool:
+        """Whether norms are computed without gradients."""
 
     @property
     def size(self) -> int:
@@ -218,53 +201,13 @@ class Outer(Factor):
 
     @property
     def bytes(self) -> int:
-        """Memory of both factors."""
-        return sum(each.numel() * each.element_size() for each in self.sides)
+        """Memory of both tensors."""
+        return self.inputs.nbytes + self.outputs.nbytes
 
     @property
     def sides(self) -> tuple[Tensor, Tensor]:
-        """Both factors."""
+        """Both tensors."""
         return self.inputs, self.outputs
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether outputs and inputs are the two axes of the parameter."""
-        sizes = (self.outputs.shape[3], self.inputs.shape[3])
-        return self.inputs.shape[1] == 1 and sizes == tuple(self.shape)
-
-    @property
-    def by_gram(self) -> bool:
-        """Whether norms are computed without gradients."""
-        _, _, positions, i = self.inputs.shape
-        return positions == 1 or costs.outer_by_gram(
-            positions, i, self.outputs.shape[3]
-        )
-
-    def grad(self) -> Tensor:
-        """Multiply the factors."""
-        a, b = reductions.products(self.inputs, self.outputs)
-        if a.shape[2] == 1:
-            found = b.transpose(2, 3) * a
-        else:
-            found = torch.matmul(b.transpose(2, 3), a)
-        return found.to(self.inputs.dtype).reshape(self.size, *self.shape)
-
-    def norm(self) -> Norm:
-        """Norms without gradients where they are cheaper so."""
-        if self.inputs.shape[2] == 1:
-            a = reductions.row_norms(self.inputs.flatten(0, 1)).view(self.size, -1)
-            b = reductions.row_norms(self.outputs.flatten(0, 1)).view(self.size, -1)
-            return Norm.exactly(reductions.together(a * b), (a + b).sum(1))
-        if self.by_gram:
-            outputs = self.shared or Positions(self.outputs)
-            return reductions.gram_norm(
-                reductions.self_products(self.inputs.flatten(0, 1)),
-                outputs.products,
-                self.size,
-                max(self.inputs.shape[3], self.outputs.shape[3]),
-                lambda rows: self.take(rows).double().grad(),
-            )
-        return Dense(self.grad()).norm()
 
     def settled(self) -> tuple[Factor, Norm]:
         """Keep the gradients where the norms need them."""
@@ -272,60 +215,13 @@ class Outer(Factor):
             return self, self.norm()
         return Dense(self.grad()).settled()
 
-    def weighted(self, weights: Tensor) -> Tensor:
-        """Scale the smaller factor, then one product over samples and positions."""
-        a, b = reductions.products(self.inputs, self.outputs)
-        column = weights.to(a.dtype).view(-1, 1, 1, 1)
-        a, b = (a * column, b) if a.shape[3] <= b.shape[3] else (a, b * column)
-        step = max(1, sums.ROWS_AT_ONCE // max(1, a.shape[2]))
-        parts = zip(a.split(step), b.split(step), strict=True)
-        found = [_summed_outer(*part) for part in parts]
-        return sums.total(found).reshape(self.shape)
-
-    def take(self, rows: Tensor) -> "Outer":
+    def take(self, rows: Tensor) -> Self:
         """Return the factor of these samples."""
-        return Outer(self.inputs[rows], self.outputs[rows], self.shape)
+        return self._of(self.inputs[rows], self.outputs[rows])
 
-    def double(self) -> "Outer":
-        """Widen both factors."""
-        inputs, outputs = map(double, self.sides)
-        return Outer(inputs, outputs, self.shape)
+    def double(self) -> Self:
+        """Widen both tensors."""
+        return self._of(*map(double, self.sides))
 
-    def gram(self, other: Factor) -> Tensor:
-        """Inner products of factors where that is cheaper than of gradients."""
-        if not isinstance(other, Outer) or self.inputs.shape[1] != 1:
-            return super().gram(other)
-        if not costs.cross_by_gram(self.inputs.shape, self.outputs.shape, other.size):
-            return super().gram(other)
-        far = any(
-            bool((sums.reach(each.sides) > _APART).any()) for each in (self, other)
-        )
-        if far and self.inputs.dtype not in (torch.float64, torch.complex128):
-            return self.double().gram(other.double())
-        sizes = (self.size, self.inputs.shape[2], other.size, other.inputs.shape[2])
-        k = reductions.inner(self.inputs.flatten(0, 2), other.inputs.flatten(0, 2))
-        k *= reductions.inner(self.outputs.flatten(0, 2), other.outputs.flatten(0, 2))
-        return k.view(sizes).sum((1, 3))
-
-    def project(self, probes: Probes) -> Tensor:
-        """Project both factors, `sum_t <out_t, left> <in_t, right>`, where cheaper."""
-        left, o = probes.left, self.outputs.shape[3]
-        _, groups, positions, i = self.inputs.shape
-        if left is None or groups > 1 or left.shape[1] != o:
-            return super().project(probes)
-        if not costs.project_factors(positions, i, o, len(left)):
-            return super().project(probes)
-        a, right = reductions.products(self.inputs[:, 0], probes.right)
-        b, left = reductions.products(self.outputs[:, 0], left)
-        return ((a @ right.T) * (b @ left.T)).sum(1)
-
-
-def _summed_outer(a: Tensor, b: Tensor) -> Tensor:
-    """Sum of outer products over samples and positions, -> [G, O, I]."""
-    if a.shape[1] == 1:
-        a, b = a.squeeze(1), b.squeeze(1)
-        if a.stride(0) < a.stride(1):  # of recurrent nets: flattened without a copy
-            a, b = a.transpose(0, 1), b.transpose(0, 1)
-        return (b.flatten(0, 1).T @ a.flatten(0, 1))[None]
-    a, b = (each.transpose(0, 1).flatten(1, 2) for each in (a, b))
-    return torch.bmm(b.transpose(1, 2), a)
+    def _of(self, inputs: Tensor, outputs: Tensor) -> Self:
+        return replace(self, inputs=inputs, outputs=outputs)

@@ -6,15 +6,18 @@ are looked up and that also multiplies (tied embeddings) has its cross term; wha
 is left is added up as gradients.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vgrad.dtypes import wide
 from vgrad.persample.factors import reductions
-from vgrad.persample.factors.base import Dense, Factor, Outer, Probes, Zero
+from vgrad.persample.factors.base import Dense, Factor, Probes, Zero
+from vgrad.persample.factors.outer import Outer
 from vgrad.persample.factors.reductions import Norm
 from vgrad.persample.factors.rows import Rows
 
@@ -43,16 +46,12 @@ def _joined_outers(factors: Sequence[Outer]) -> list[Outer]:
     for each in factors:
         sizes = (each.inputs.shape[1], each.inputs.shape[3], each.outputs.shape[3])
         alike.setdefault(sizes, []).append(each)
-    return [
-        Outer(
-            torch.cat([each.inputs for each in group], dim=2),
-            torch.cat([each.outputs for each in group], dim=2),
-            group[0].shape,
-        )
-        if len(group) > 1
-        else group[0]
-        for group in alike.values()
-    ]
+    for sizes, group in alike.items():
+        if len(group) > 1:
+            inputs = torch.cat([each.inputs for each in group], dim=2)
+            outputs = torch.cat([each.outputs for each in group], dim=2)
+            alike[sizes] = [Outer(inputs, outputs, group[0].shape)]
+    return [each for (each,) in alike.values()]
 
 
 def _joined_rows(factors: Sequence[Rows]) -> list[Rows]:
@@ -64,27 +63,55 @@ def _joined_rows(factors: Sequence[Rows]) -> list[Rows]:
     return [Rows(index, outputs, factors[0].shape)]
 
 
+class Compound(Factor):
+    """A factor that is made of others, its `parts`."""
+
+    parts: tuple[Factor, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return self.parts[0].size
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all parts."""
+        return sum(part.bytes for part in self.parts)
+
+    @property
+    def sides(self) -> tuple[Tensor, ...]:
+        """Return those of all parts."""
+        return tuple(side for part in self.parts for side in part.sides)
+
+    def take(self, rows: Tensor) -> Factor:
+        """Return the factor of these samples."""
+        return self._of(*(part.take(rows) for part in self.parts))
+
+    def double(self) -> Factor:
+        """Widen all parts."""
+        return self._of(*(part.double() for part in self.parts))
+
+    @abstractmethod
+    def _of(self, *parts: Any) -> Factor:
+        """Return the same of other parts."""
+
+
 @dataclass(frozen=True)
-class Tied(Factor):
+class Tied(Compound):
     """A table whose rows are looked up and that also multiplies, as a tied head."""
 
     outer: Outer
     rows: Rows
 
     @property
-    def size(self) -> int:
-        """Number of samples."""
-        return self.outer.size
+    def parts(self) -> tuple[Outer, Rows]:
+        """Both uses."""
+        return self.outer, self.rows
 
     @property
     def shape(self) -> torch.Size:
         """The parameter's shape."""
         return self.outer.shape
-
-    @property
-    def bytes(self) -> int:
-        """Memory of both."""
-        return self.outer.bytes + self.rows.bytes
 
     def grad(self) -> Tensor:
         """Add the gradients of both."""
@@ -119,26 +146,16 @@ class Tied(Factor):
         """Add the sums of both."""
         return self.outer.weighted(weights) + self.rows.weighted(weights)
 
-    def take(self, rows: Tensor) -> "Tied":
-        """Return the factor of these samples."""
-        return Tied(self.outer.take(rows), self.rows.take(rows))
-
-    def double(self) -> "Tied":
-        """Widen both."""
-        return Tied(self.outer.double(), self.rows.double())
-
-    @property
-    def sides(self) -> tuple[Tensor, ...]:
-        """Return those of the product; rows are scaled in float64."""
-        return self.outer.sides
-
     def project(self, probes: Probes) -> Tensor:
         """Add the projections of both."""
         return self.outer.project(probes) + self.rows.project(probes)
 
+    def _of(self, *parts: Any) -> Factor:
+        return Tied(*parts)
+
 
 @dataclass(frozen=True)
-class Moved(Factor):
+class Moved(Compound):
     """Gradients of parts or views of a parameter, each with the way to it.
 
     `replays` take the parameter to what was used: they only move numbers, no two of
@@ -148,16 +165,6 @@ class Moved(Factor):
     parts: tuple[Factor, ...]
     replays: tuple[Replay, ...]
     shape: torch.Size
-
-    @property
-    def size(self) -> int:
-        """Number of samples."""
-        return self.parts[0].size
-
-    @property
-    def bytes(self) -> int:
-        """Memory of all parts."""
-        return sum(part.bytes for part in self.parts)
 
     def grad(self) -> Tensor:
         """Move each part's gradients to where they belong."""
@@ -171,27 +178,15 @@ class Moved(Factor):
     def settled(self) -> tuple[Factor, Norm]:
         """Keep each part in its own best form."""
         parts, norms = zip(*(part.settled() for part in self.parts), strict=True)
-        return Moved(parts, self.replays, self.shape), Norm.joint(norms)
+        return self._of(*parts), Norm.joint(norms)
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Move each part's sum to where it belongs."""
         sums = (part.weighted(weights)[None] for part in self.parts)
         return sum(map(self._moved, sums, self.replays))[0]  # type: ignore[index]
 
-    def take(self, rows: Tensor) -> "Moved":
-        """Return the factor of these samples."""
-        parts = tuple(part.take(rows) for part in self.parts)
+    def _of(self, *parts: Any) -> Factor:
         return Moved(parts, self.replays, self.shape)
-
-    def double(self) -> "Moved":
-        """Widen each part."""
-        parts = tuple(part.double() for part in self.parts)
-        return Moved(parts, self.replays, self.shape)
-
-    @property
-    def sides(self) -> tuple[Tensor, ...]:
-        """Return those of all parts."""
-        return tuple(side for part in self.parts for side in part.sides)
 
     def _moved(self, grads: Tensor, replay: Replay) -> Tensor:
         return pulled(grads, replay, self.shape)

@@ -8,67 +8,44 @@ outer products of the output's gradient and the patch of the input that is seen 
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vgrad.dtypes import double
 from vgrad.persample.factors import costs, reductions, sums
-from vgrad.persample.factors.base import Dense, Factor, Probes
+from vgrad.persample.factors.base import Pair, Probes
 from vgrad.persample.factors.reductions import Norm
 from vgrad.torch_private import kernels
 
 
 @dataclass(frozen=True)
-class Conv(Factor):
+class Conv(Pair):
     """`inputs [B, C, *space]` and `outputs [B, O, *space]` with the geometry.
 
     `pads` are what `F.pad` takes for the zeros around the inputs.
     """
 
-    inputs: Tensor
-    outputs: Tensor
-    shape: torch.Size
     stride: tuple[int, ...]
     pads: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
 
     @property
-    def size(self) -> int:
-        """Number of samples."""
-        return len(self.inputs)
-
-    @property
-    def bytes(self) -> int:
-        """Memory of both factors."""
-        return sum(each.numel() * each.element_size() for each in self.sides)
-
-    @property
-    def sides(self) -> tuple[Tensor, Tensor]:
-        """Both factors."""
-        return self.inputs, self.outputs
-
-    @property
     def form(self) -> costs.ConvForm:
-        """The way in which norms are computed."""
-        if reductions.rounded_convolutions(self.inputs.device):
+        """How norms are computed."""
+        if reductions.rounded(self.inputs.device, "conv"):
             return "offsets"
         before, after = reversed(self.pads[::2]), reversed(self.pads[1::2])
         sizes = zip(self.inputs.shape[2:], before, after, strict=True)
         pixels = math.prod(map(sum, sizes))
         return costs.conv_form(pixels, math.prod(self.outputs.shape[2:]), self.shape)
 
-    def take(self, rows: Tensor) -> "Conv":
-        """Return the factor of these samples."""
-        return replace(self, inputs=self.inputs[rows], outputs=self.outputs[rows])
-
-    def double(self) -> "Conv":
-        """Widen both factors."""
-        inputs, outputs = map(double, self.sides)
-        return replace(self, inputs=inputs, outputs=outputs)
+    @property
+    def by_gram(self) -> bool:
+        """Whether norms are computed without gradients."""
+        return self.form == "gram"
 
     def grad(self) -> Tensor:
         """Gradients by one grouped convolution, or by products for every offset."""
@@ -76,8 +53,8 @@ class Conv(Factor):
 
     def norm(self) -> Norm:
         """Norms, without gradients where they are cheaper so."""
-        if self.form != "gram":
-            return Dense(self.grad()).norm()
+        if not self.by_gram:
+            return super().norm()
         return reductions.gram_norm(
             self._patch_products(),
             reductions.self_products(self._split(self.outputs).flatten(2).mT),
@@ -85,12 +62,6 @@ class Conv(Factor):
             max(math.prod(self.shape[1:]), self.shape[0]),
             lambda rows: self.take(rows).double().grad(),
         )
-
-    def settled(self) -> tuple[Factor, Norm]:
-        """Keep the gradients where the norms need them."""
-        if self.form == "gram":
-            return self, self.norm()
-        return Dense(self.grad()).settled()
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Weight gradient of an ordinary convolution, of scaled samples."""
@@ -143,8 +114,8 @@ class Conv(Factor):
     def _patch_products(self) -> Tensor:
         """Inner products of the patches seen at two positions, [B * G, T, T].
 
-        A sum over the kernel of shifted inner products of pixels: patches of which each
-        pixel is in K would take K times as many operations.
+        A sum, over the kernel, of shifted inner products of pixels. Products of patches
+        would take K times as many operations, since each pixel is in K of them.
         """
         inputs = self._split(reductions.products(self._padded())[0])
         space, count = inputs.shape[2:], len(inputs)

@@ -25,7 +25,7 @@ def outer_by_gram(positions: int, inputs: int, outputs: int) -> bool:
     """Say whether norms from products of positions beat forming the gradients.
 
     Gradients take no operations of their own, since they are the summands of the
-    weighted sum, which else needs as many; they take three passes over their memory.
+    weighted sum; they take three passes over their memory.
     """
     products = 2 * positions**2 * (inputs + outputs)
     return products < OPERATIONS_PER_BYTE * 12 * inputs * outputs

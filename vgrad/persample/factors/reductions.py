@@ -6,7 +6,7 @@ runs in float32 or wider, with autocast off, whatever the dtype of the gradients
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,13 +26,13 @@ _SMALL = 2**18
 """Numbers whose squares are summed in float64 at once, which takes one op."""
 
 _AT_ONCE = 2**24
-"""Numbers of gradients that are formed where norms from products were in doubt."""
+"""Numbers of gradients formed at once where norms from products are in doubt."""
 
 _LOW, _HIGH = 1e-10, 1e15
 """Between these no square that matters has left float32's range."""
 
 _DOUBTFUL = 1e-4
-"""Cancellation below which a norm that was had from products is computed anew."""
+"""Cancellation below which a norm from products is computed again, from gradients."""
 
 
 class Norm(NamedTuple):
@@ -115,7 +115,9 @@ def products(*factors: Tensor) -> list[Tensor]:
     dtype = torch.float32
     for factor in factors:
         dtype = torch.promote_types(dtype, factor.dtype)
-    if dtype in (torch.float32, torch.complex64) and _rounded(factors[0].device):
+    if dtype in (torch.float32, torch.complex64) and rounded(
+        factors[0].device, "matmul"
+    ):
         dtype = torch.promote_types(dtype, torch.float64)
     return [factor.to(dtype) for factor in factors]
 
@@ -153,7 +155,7 @@ def gram_norm(
     # where positions are equal, so are their errors, and do not average out.
     slack = eps * max(4.0, 20 / positions) * largest
     sizes = (a_sizes + b_sizes).view(size, -1).sum(1)
-    # A square to which products on the edge of zero may have added is not to be used:
+    # A square that may include products on the edge of zero is not used:
     # where denormal numbers are flushed, all of a sum may be gone.
     edge = torch.finfo(a.dtype).tiny * length * positions * sizes
     squares = torch.where(edge < eps * squares, squares, 0.0)
@@ -168,7 +170,7 @@ def summed_norm(
     dtype: torch.dtype,
     direct: Callable[[Tensor], Tensor],
 ) -> Norm:
-    """Norms of the sum of two gradients of which norms and inner products are known.
+    """Norms of the sum of two gradients, from their norms and inner products.
 
     Their weighted sums are formed in `dtype`.
     """
@@ -192,8 +194,8 @@ def _checked(
 ) -> Norm:
     """Take roots of squares, and gradients where the squares are mostly rounding.
 
-    Each has a `slack` that its square may be too small by, the square of the sum of
-    terms of which it is made, and what a weighted sum of the terms loses. `direct`
+    `slack` is how much too small a square may be, `largest` the square of the sum of
+    its terms, and `lost` what a weighted sum of the terms loses. `direct`
     forms gradients in float64, where nothing leaves the range.
     """
     fine = squares > _DOUBTFUL * largest
@@ -213,22 +215,16 @@ def _checked(
     return Norm(norms, upper, reach)
 
 
-def rounded_convolutions(device: torch.device) -> bool:
-    """Tell whether torch may round the factors of convolutions in float32."""
-    on_cuda = device.type == "cuda"
-    backend: Any = torch.backends.cudnn if on_cuda else torch.backends.mkldnn
-    return backend.conv.fp32_precision not in _UNROUNDED
-
-
-def _rounded(device: torch.device) -> bool:
-    """Tell whether torch may round the factors of products of float32 matrices."""
-    on_cuda = device.type == "cuda"
-    backend: Any = torch.backends.cuda if on_cuda else torch.backends.mkldnn
-    return backend.matmul.fp32_precision not in _UNROUNDED
+def rounded(device: torch.device, op: Literal["conv", "matmul"]) -> bool:
+    """Tell whether torch may round the float32 factors of an op."""
+    backends: Any = torch.backends
+    on_cuda = {"conv": backends.cudnn, "matmul": backends.cuda}
+    backend = on_cuda[op] if device.type == "cuda" else backends.mkldnn
+    return getattr(backend, op).fp32_precision not in _UNROUNDED
 
 
 _UNROUNDED = {"none", "ieee"}
-"""What torch's switches say, old ones and new ones, where float32 is float32."""
+"""What torch's switches, old and new, say where float32 stays float32."""
 
 
 def _block_norms(flat: Tensor) -> Tensor:

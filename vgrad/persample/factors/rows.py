@@ -1,4 +1,4 @@
-"""Per-sample gradients of tables of which a sample uses some rows.
+"""Per-sample gradients of tables from which a sample uses some rows.
 
 B samples, T positions of one sample, O numbers in a row.
 """
@@ -33,14 +33,19 @@ class Rows(Factor):
     @property
     def bytes(self) -> int:
         """Memory of the index and of the rows."""
-        pair = (self.index, self.outputs)
-        return sum(each.numel() * each.element_size() for each in pair)
+        return self.index.nbytes + self.outputs.nbytes
+
+    @property
+    def keys(self) -> Tensor:
+        """The index, where the rows of all samples' tables are numbered, [B, T]."""
+        start = torch.arange(self.size, device=self.index.device) * self.shape[0]
+        return self.index + start[:, None]
 
     def grad(self) -> Tensor:
         """Add the rows up in tables of zeros."""
-        rows = self._rows().to(wide(self.outputs.dtype))
+        rows = self.outputs.flatten(0, 1).to(wide(self.outputs.dtype))
         table = rows.new_zeros((self.size * self.shape[0], self.shape[1]))
-        table.index_add_(0, self._keys(), rows)
+        table.index_add_(0, self.keys.flatten(), rows)
         return table.to(self.outputs.dtype).view(self.size, *self.shape)
 
     def norm(self) -> Norm:
@@ -48,7 +53,7 @@ class Rows(Factor):
         if self.index.numel() == 0:
             return Norm.exactly(self.outputs.new_zeros(self.size, dtype=torch.float64))
         # Those of one sample stay side by side when they are sorted.
-        _, sums = _summed(self._keys(), double(self._rows()))
+        _, sums = _summed(self.keys.flatten(), double(self.outputs.flatten(0, 1)))
         norms = reductions.row_norms(sums)
         value = reductions.together(norms.view(self.size, -1))
         eps = torch.finfo(wide(self.outputs.dtype)).eps
@@ -75,7 +80,7 @@ class Rows(Factor):
         if not isinstance(other, Rows):
             return super().gram(other)
         sizes = (self.size, self.index.shape[1], other.size, other.index.shape[1])
-        k = reductions.inner(self._rows(), other._rows())
+        k = reductions.inner(self.outputs.flatten(0, 1), other.outputs.flatten(0, 1))
         equal = self.index.reshape(-1, 1) == other.index.reshape(1, -1)
         found = torch.where(equal, k, 0).view(sizes).sum((1, 3))
         # A sample that is not finite shows in every product, as it does for gradients.
@@ -88,14 +93,6 @@ class Rows(Factor):
         rows, right = reductions.products(self.outputs, probes.right)
         left = probes.left.T[self.index].to(rows.dtype)
         return (left * (rows @ right.T)).sum(1)
-
-    def _keys(self) -> Tensor:
-        """Number the rows of all samples' tables, [B * T]."""
-        start = torch.arange(self.size, device=self.index.device) * self.shape[0]
-        return (self.index + start[:, None]).flatten()
-
-    def _rows(self) -> Tensor:
-        return self.outputs.flatten(0, 1)
 
     def _spoils(self) -> Tensor:
         """Zeros [B], and NaN where a sample's gradient is not finite."""

@@ -1,17 +1,19 @@
 """Gradients of a loss that was multiplied by a scale before its backward pass."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vgrad.dtypes import wide
 from vgrad.persample.factors.base import Factor, Probes
+from vgrad.persample.factors.combined import Compound
 from vgrad.persample.factors.reductions import Norm
 
 
 @dataclass(frozen=True)
-class Scaled(Factor):
+class Scaled(Compound):
     """The gradients of `factor`, divided by `scale`, in float32 or wider.
 
     Nothing is divided before it is that wide, so what the scale saved is not lost.
@@ -21,19 +23,14 @@ class Scaled(Factor):
     scale: Tensor
 
     @property
-    def size(self) -> int:
-        """Number of samples."""
-        return self.factor.size
+    def parts(self) -> tuple[Factor]:
+        """The scaled gradients alone."""
+        return (self.factor,)
 
     @property
     def shape(self) -> torch.Size:
         """The parameter's shape."""
         return self.factor.shape
-
-    @property
-    def bytes(self) -> int:
-        """Memory of the factor."""
-        return self.factor.bytes
 
     def grad(self) -> Tensor:
         """Return the gradients."""
@@ -47,24 +44,11 @@ class Scaled(Factor):
     def settled(self) -> tuple[Factor, Norm]:
         """Settle on a form of the scaled gradients."""
         factor, norm = self.factor.settled()
-        return Scaled(factor, self.scale), self._unscaled(norm)
+        return self._of(factor), self._unscaled(norm)
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Sum the scaled gradients, and divide: the sum may be wider than weights."""
         return self.factor.weighted(weights) / self.scale
-
-    def take(self, rows: Tensor) -> "Scaled":
-        """Return the gradients of these samples."""
-        return Scaled(self.factor.take(rows), self.scale)
-
-    def double(self) -> "Scaled":
-        """Widen the scaled gradients."""
-        return Scaled(self.factor.double(), self.scale)
-
-    @property
-    def sides(self) -> tuple[Tensor, ...]:
-        """Return those of the scaled gradients."""
-        return self.factor.sides
 
     def gram(self, other: Factor) -> Tensor:
         """Inner products; both have a scale."""
@@ -75,6 +59,9 @@ class Scaled(Factor):
     def project(self, probes: Probes) -> Tensor:
         """Project the scaled gradients, and divide."""
         return self.factor.project(probes) / self.scale
+
+    def _of(self, *parts: Any) -> Factor:
+        return Scaled(parts[0], self.scale)
 
     def _unscaled(self, norm: Norm) -> Norm:
         # One over the scale is multiplied as well, by the sum and by what it has lost.

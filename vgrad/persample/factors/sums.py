@@ -20,7 +20,7 @@ _SAMPLES = 32
 """Samples that are summed in float32 before float64 takes over."""
 
 _LARGE = 1e15
-"""Up to which numbers and their products stay far from the ends of float32."""
+"""Size up to which numbers and their products stay far from the ends of float32."""
 
 
 class Sums:

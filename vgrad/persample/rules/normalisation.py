@@ -20,12 +20,12 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> dict:
     """`out = normalised * weight + bias`; normalised again rather than kept."""
-    axes = tuple(range(1, input.ndim - len(normalized_shape)))
+    count = len(normalized_shape)
 
     def scale(g: Tensor) -> Dense:
-        return Dense(over(F.layer_norm(input, normalized_shape, eps=eps) * g, axes))
+        return _summed(F.layer_norm(input, normalized_shape, eps=eps) * g, count)
 
-    return {"weight": scale, "bias": lambda g: Dense(over(g, axes))}
+    return {"weight": scale, "bias": lambda g: _summed(g, count)}
 
 
 @rule(F.rms_norm, weights=("weight",), run=F.rms_norm)
@@ -36,10 +36,10 @@ def rms_norm(
     eps: float | None = None,
 ) -> dict:
     """`out = normalised * weight`."""
-    axes = tuple(range(1, input.ndim - len(normalized_shape)))
+    count = len(normalized_shape)
 
     def scale(g: Tensor) -> Dense:
-        return Dense(over(F.rms_norm(input, normalized_shape, eps=eps) * g, axes))
+        return _summed(F.rms_norm(input, normalized_shape, eps=eps) * g, count)
 
     return {"weight": scale}
 
@@ -58,7 +58,7 @@ def group_norm(
     def run(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return F.group_norm(x, record.size * num_groups, weight, bias, eps)
 
-    return by_channels(record, run, input, weight, bias)
+    return _by_channels(record, run, input, weight, bias)
 
 
 @lowered(F.batch_norm)
@@ -78,7 +78,7 @@ def batch_norm(
     def run(x: Tensor, *channels: Tensor | None) -> Tensor:
         return F.batch_norm(x, *channels, training=False, eps=eps)
 
-    return by_channels(record, run, input, running_mean, running_var, weight, bias)
+    return _by_channels(record, run, input, running_mean, running_var, weight, bias)
 
 
 @lowered(F.instance_norm)
@@ -100,10 +100,10 @@ def instance_norm(
     def run(x: Tensor, *channels: Tensor | None) -> Tensor:
         return F.instance_norm(x, *channels, use_input_stats=use_input_stats, eps=eps)
 
-    return by_channels(record, run, input, running_mean, running_var, weight, bias)
+    return _by_channels(record, run, input, running_mean, running_var, weight, bias)
 
 
-def by_channels(
+def _by_channels(
     record: Recording, run: Callable, input: Tensor, *channels: Tensor | None
 ) -> Tensor:
     """Run a normalisation on `[n, B * C, ...]`, with values for each of B * C channels.
@@ -121,6 +121,7 @@ def by_channels(
         return record.logical(output.transpose(0, 1))
 
 
-def over(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Sum over axes, of which there may be none."""
-    return tensor.sum(axes) if axes else tensor
+def _summed(tensor: Tensor, count: int) -> Dense:
+    """Sum over all axes but that of the samples and the last `count`."""
+    axes = tuple(range(1, tensor.ndim - count))
+    return Dense(tensor.sum(axes) if axes else tensor)

@@ -1,13 +1,7 @@
-"""The table: one rule per op, saying which factors its parameters receive.
+"""The rules of products with matrices: linear layers, matmul, addmm and einsum.
 
-A rule has the arguments of its op, with physical tensors: what is `[...]` for a sample
-is `[B, ...]` here. It returns, for each of its weights, a function from the gradient at
-the op's output `[B, ...]` to the weight's factor, or None where it does not fit the
-call. What that function refers to is kept until the backward pass, so each refers to
-nothing that it does not need. `run` computes the op on physical tensors.
-
-An op that is not in the table gets its parameters expanded over the samples, which is
-as good for elementwise ops: their per-sample gradients are small.
+What is elementwise has no rule: its parameters are expanded over the samples, which is
+as good, since their per-sample gradients are small.
 """
 
 import math
@@ -19,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import wrap_torch_function
 
-from vgrad.persample.factors.base import Dense, Factor, Outer
-from vgrad.persample.factors.rows import Rows
+from vgrad.persample.factors.base import Dense, Factor
+from vgrad.persample.factors.outer import Outer
 from vgrad.persample.rules.table import Recording, lowered, rule
 
 
@@ -100,7 +94,7 @@ def contraction_rule(
     def blocks(g: Tensor) -> Factor:
         a = _in_blocks(data, x, groups, rest, inputs)
         b = _in_blocks(g, out, groups, rest, outputs)
-        # Whoever transposes the factor of a matrix takes its two sides for the axes.
+        # To transpose the factor of a matrix, its two sides are taken for the axes.
         one_side = len(shape) == 2 and 2 in (len(inputs), len(outputs))
         if groups + inputs + outputs == [*w] and not one_side:
             return Outer(b, a, shape)
@@ -196,33 +190,6 @@ def einsum(record: Recording, equation: Any, *operands: Any) -> Tensor | None:
         return contraction(data, weight, x, w, out)
 
 
-@rule(F.embedding, weights=("weight",))
-def embedding(
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> dict | None:
-    """`out = weight[input]`; the row of `padding_idx` has no gradient."""
-    if max_norm is not None:
-        return None
-    shape = weight.shape
-    padding = None if padding_idx is None else padding_idx % len(weight)
-
-    def rows(g: Tensor) -> Rows:
-        index = input.reshape(len(input), math.prod(input.shape[1:])).long()
-        outputs = g.reshape(*index.shape, g.shape[-1])
-        if padding is not None:
-            outputs = outputs.masked_fill((index == padding)[..., None], 0)
-        factor = Rows(index, outputs, shape)
-        return _by_frequency(factor) if scale_grad_by_freq else factor
-
-    return {"weight": rows}
-
-
 def positions(tensor: Tensor) -> Tensor:
     """View `[B, ..., I]` as `[B, 1, T, I]`."""
     count = math.prod(tensor.shape[1:-1])
@@ -278,11 +245,3 @@ def _axes(equation: str, *dims: int) -> tuple[str, str, str] | None:
         once = [each for each in sorted(inputs) if inputs.count(each) == 1]
         out = "..." + "".join(each for each in once if each.isalpha())
     return terms[0], terms[1], out.replace("...", free)
-
-
-def _by_frequency(rows: Rows) -> Rows:
-    """Divide each row by how often the sample looks it up."""
-    start = torch.arange(rows.size, device=rows.index.device) * rows.shape[0]
-    keys = rows.index + start[:, None]
-    _, places, counts = keys.unique(return_inverse=True, return_counts=True)
-    return Rows(rows.index, rows.outputs / counts[places][..., None], rows.shape)

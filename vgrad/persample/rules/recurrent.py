@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from vgrad.lowering import cells, recurrent
-from vgrad.persample.factors.base import Dense, Outer, Positions
+from vgrad.persample.factors.base import Dense
+from vgrad.persample.factors.outer import Outer, Positions
 from vgrad.persample.rules.table import Recording, lowered
 
 Output = tuple[Tensor, ...]
@@ -52,70 +53,70 @@ def _run(
 ) -> Output | None:
     """Fold the samples into the batch `n`, which is one for a single sequence."""
     hidden = (hx,) if isinstance(hx, Tensor) else tuple(hx)
+    options: dict[str, Any] = {
+        "num_layers": num_layers,
+        "bidirectional": bidirectional,
+        "dropout": dropout,
+        "training": train,
+    }
     drops = dropout > 0 and train and num_layers > 1
     each = (4 if has_biases else 2) * num_layers * (2 if bidirectional else 1)
     projected = len(params) != each
     own = any(record.is_batched(weight) or weight.is_complex() for weight in params)
     if projected or own or (drops and record.randomness != "different"):
         with record.watching():
-            return cells.steps(
-                mode,
-                input,
-                hidden,
-                params,
-                num_layers=num_layers,
-                bidirectional=bidirectional,
-                dropout=dropout,
-                training=train,
-                batch_first=batch_first,
-            )
+            options["batch_first"] = batch_first
+            return cells.steps(mode, input, hidden, params, **options)
     weights = [record.plain(weight) for weight in params]
-    uses = [record.use(weight) for weight in params]
+    report = _reported(record, params, has_biases)
     x, *hidden = (record.copies(tensor) for tensor in (input, *hidden))
-    size = record.size
-
-    def report(first: int, d_ih: Tensor, d_hh: Tensor, x: Tensor, h: Tensor) -> None:
-        outputs = Positions(_positions(d_ih, size))
-        sums = outputs.tensor.sum((1, 2)) if has_biases else None
-        for inputs, place in ((x, first), (h, first + 1)):
-            if place > first and d_hh is not d_ih:  # of a GRU
-                outputs = Positions(_positions(d_hh, size))
-                sums = outputs.tensor.sum((1, 2)) if has_biases else None
-            if (use := uses[place]) is not None:
-                a, shape = _positions(inputs, size), weights[place].shape
-                use(Outer(a, outputs.tensor, shape, outputs))
-            if sums is not None and (use := uses[place + 2]) is not None:
-                use(Dense(sums.clone()))  # each parameter gets its own
-
     with record.below():
         time = 2 if batch_first else 1
         x = x.movedim(time, 0)  # [T, B, n, I]
-        count = x.shape[2]
-        hidden = [each.transpose(0, 1).flatten(1, 2) for each in hidden]
+        sizes = x.shape[1:3]
         output, *final = recurrent.recurrent_net(
             mode,
             x.flatten(1, 2),
-            tuple(hidden),
+            tuple(each.transpose(0, 1).flatten(1, 2) for each in hidden),
             weights,
             report,
             anchor=record.anchor(x.new_zeros(())),
-            num_layers=num_layers,
-            bidirectional=bidirectional,
-            dropout=dropout,
-            training=train,
             batch_first=False,
+            **options,
         )
-        output = output.unflatten(1, (size, count)).movedim(0, time)
-        final = [each.unflatten(1, (size, count)).transpose(0, 1) for each in final]
+        output = output.unflatten(1, sizes).movedim(0, time)
+        final = [each.unflatten(1, sizes).transpose(0, 1) for each in final]
         return tuple(record.logical(tensor) for tensor in (output, *final))
+
+
+def _reported(record: Recording, params: Any, has_biases: bool) -> Callable:
+    """Expect the uses of the weights, and return what gives them their factors.
+
+    It is called for each layer, with the place of its first weight, the gradients at
+    the gates to which inputs and states lead, and the inputs and states themselves,
+    `[T, B * n, K]` each.
+    """
+    uses = [record.use(weight) for weight in params]
+    shapes, size = [weight.shape for weight in params], record.size
+
+    def report(first: int, d_ih: Tensor, d_hh: Tensor, x: Tensor, h: Tensor) -> None:
+        for inputs, gates, place in ((x, d_ih, first), (h, d_hh, first + 1)):
+            if place == first or d_hh is not d_ih:  # only a GRU has two
+                outputs = Positions(_positions(gates, size))
+                sums = outputs.tensor.sum((1, 2)) if has_biases else None
+            if (use := uses[place]) is not None:
+                a = _positions(inputs, size)
+                use(Outer(a, outputs.tensor, shapes[place], outputs))
+            if sums is not None and (use := uses[place + 2]) is not None:
+                use(Dense(sums.clone()))  # each parameter gets its own
+
+    return report
 
 
 def _positions(tensor: Tensor, size: int) -> Tensor:
     """View `[T, B * n, K]` as `[B, 1, n * T, K]`."""
-    parts = tensor.unflatten(1, (size, -1))
-    if parts.shape[2] == 1:
-        return parts.permute(1, 2, 0, 3)
-    return parts.permute(1, 2, 0, 3).flatten(1, 2)[:, None]
+    parts = tensor.unflatten(1, (size, -1)).permute(1, 2, 0, 3)
+    return parts.flatten(1, 2)[:, None]
 
 
 def _in_steps(cell: Callable) -> Callable:

@@ -1,4 +1,4 @@
-"""What an op's entry in the rule table is, and how one is made."""
+"""The table: one rule per op, and how one is registered."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.persample.factors.base import Factor
+from vgrad.torch_private.modes import op_name
 
 Maker = Callable[[Tensor], Factor]
 
@@ -50,7 +51,7 @@ class Recording(Protocol):
         ...
 
     def use(self, tensor: Tensor) -> Callable[[Factor], None] | None:
-        """Return what the factor of a use of a parameter has to be given to, once."""
+        """Return what takes the factor of this use, once; None for other tensors."""
         ...
 
     def below(self) -> AbstractContextManager:
@@ -142,13 +143,12 @@ def rule(
     Example:
         >>> import vgrad
         >>> from torch.overrides import wrap_torch_function
-        >>> from vgrad.persample.factors import Dense
         >>> @wrap_torch_function(lambda x, weight: (x, weight))
         ... def scale(x, weight):
         ...     return x * weight
-        >>> @rule(scale, weights=("weight",))
+        >>> @vgrad.rules.rule(scale, weights=("weight",))
         ... def scale_rule(x, weight):
-        ...     return {"weight": lambda g: Dense(g * x)}
+        ...     return {"weight": lambda g: vgrad.rules.Dense(g * x)}
         >>> loss = lambda params, buffers, x: scale(x, params["w"]).sum()
         >>> x = torch.tensor([[3.0, 4.0], [0.0, 1.0]])
         >>> vgrad.per_sample_norm(loss)({"w": torch.ones(2)}, {}, x)
@@ -172,7 +172,7 @@ def rule(
         for op in ops:
             if op in RULES and not replace:
                 raise ValueError(
-                    f"rule({_name(op)}): expected an op without a rule, but it has "
+                    f"rule({op_name(op)}): expected an op without a rule, but it has "
                     f"one. Pass replace=True to put this one in its place."
                 )
         for op in ops:
@@ -196,9 +196,10 @@ def _check_ops(ops: tuple[Callable, ...]) -> None:
         owner = getattr(op, "__self__", None)
         if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
             raise TypeError(
-                f"rule({_name(op)}): expected a function that torch hands to function "
-                f"modes, got a method of an autograd.Function. Call it in a function "
-                f"under torch.overrides.wrap_torch_function, and register that."
+                f"rule({owner.__name__}.{op_name(op)}): expected a function that torch "
+                f"hands to function modes, got a method of an autograd.Function. Call "
+                f"it in a function under torch.overrides.wrap_torch_function, and "
+                f"register that."
             )
 
 
@@ -224,7 +225,3 @@ def _check_parameters(
             f"rule(weights={weights!r}): expected names of the rule's parameters, "
             f"{checks.listed(parameters)}, got {', '.join(missing) or 'none'}."
         )
-
-
-def _name(op: Callable) -> str:
-    return getattr(op, "__qualname__", str(op))

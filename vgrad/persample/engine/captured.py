@@ -1,4 +1,4 @@
-"""What a rule keeps until the backward pass, and that nobody wrote into it."""
+"""The tensors that a rule keeps until the backward pass, and their versions."""
 
 import gc
 from types import FunctionType, ModuleType

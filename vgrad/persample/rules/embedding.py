@@ -1,12 +1,41 @@
-"""Ops that are taken apart into simpler ones, each with its own rule."""
+"""The rules of tables: of a lookup, and of bags, which are lookups and a reduction."""
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vgrad.persample.rules.table import Recording, lowered
+from vgrad.persample.factors.rows import Rows
+from vgrad.persample.rules.table import Recording, lowered, rule
+
+
+@rule(F.embedding, weights=("weight",))
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> dict | None:
+    """`out = weight[input]`; the row of `padding_idx` has no gradient."""
+    if max_norm is not None:
+        return None
+    shape = weight.shape
+    padding = None if padding_idx is None else padding_idx % len(weight)
+
+    def rows(g: Tensor) -> Rows:
+        index = input.reshape(len(input), math.prod(input.shape[1:])).long()
+        outputs = g.reshape(*index.shape, g.shape[-1])
+        if padding is not None:
+            outputs = outputs.masked_fill((index == padding)[..., None], 0)
+        factor = Rows(index, outputs, shape)
+        return _by_frequency(factor) if scale_grad_by_freq else factor
+
+    return {"weight": rows}
 
 
 @lowered(F.embedding_bag)
@@ -42,6 +71,12 @@ def embedding_bag(
             rows = rows[None]
             member = member & _bags(offsets, len(input), include_last_offset)
         return _reduced(rows, member[..., None], mode)
+
+
+def _by_frequency(rows: Rows) -> Rows:
+    """Divide each row by how often the sample looks it up."""
+    _, places, counts = rows.keys.unique(return_inverse=True, return_counts=True)
+    return Rows(rows.index, rows.outputs / counts[places][..., None], rows.shape)
 
 
 def _bags(offsets: Any, length: int, include_last_offset: bool) -> Tensor:

@@ -1,0 +1,160 @@
+"""Factors alone: each has what its gradients have, in every form."""
+
+import math
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from tests.examples import examples
+from tests.oracle import assert_exact
+from vgrad.persample.factors import Conv, Dense, Outer, Probes, Rows, Tied
+
+SHORT = examples(15)
+
+
+def normal(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def numbers(high, *shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(high, shape, generator=generator)
+
+
+def check_factor(make, reference):
+    """Compare a factor of 4 samples, and one of 3, with the gradients themselves."""
+    factor, other = make(4, seed=0), make(3, seed=1)
+    dense, other_dense = Dense(reference(factor)), Dense(reference(other))
+    weights = torch.tensor([1.0, -2.0, 0.0, 0.5], dtype=torch.float64)
+    rows = torch.tensor([2, 0])
+
+    assert (factor.size, factor.shape) == (4, dense.shape)
+    assert_exact(factor.grad(), dense.g)
+    settled, settled_norm = factor.settled()
+    for norm in (factor.norm(), settled_norm):
+        assert_exact(norm.value, dense.norm().value)
+        assert bool((norm.upper >= norm.value * (1 - 1e-12)).all())
+        assert_exact(norm.upper, dense.norm().value)
+    for each in (factor, settled):
+        assert_exact(each.grad(), dense.g)
+        assert_exact(each.weighted(weights), dense.weighted(weights))
+        taken, exact = each.take(rows), dense.take(rows)
+        assert_exact(taken.grad(), dense.g[rows])
+        assert_exact(taken.weighted(weights[:2]), exact.weighted(weights[:2]))
+    assert_exact(factor.gram(other), dense.gram(other_dense))
+    assert_exact(factor.gram(other_dense), dense.gram(other_dense))
+    assert_exact(dense.gram(other), dense.gram(other_dense))
+    first, *rest = dense.shape
+    probes = Probes(normal(7, first, seed=2), normal(7, math.prod(rest), seed=3))
+    assert_exact(factor.project(probes), dense.project(probes))
+
+
+def outer_gradients(factor):
+    grads = torch.einsum("bgto,bgti->bgoi", factor.outputs, factor.inputs)
+    return grads.reshape(factor.size, *factor.shape)
+
+
+def rows_gradients(factor):
+    grads = factor.outputs.new_zeros(factor.size, *factor.shape)
+    for sample in range(factor.size):
+        for index, row in zip(
+            factor.index[sample], factor.outputs[sample], strict=True
+        ):
+            grads[sample, index] += row
+    return grads
+
+
+def conv_gradients(factor):
+    op = (F.conv1d, F.conv2d, F.conv3d)[len(factor.stride) - 1]
+    options = factor.stride, 0, factor.dilation, factor.groups
+    grads = []
+    for x, g in zip(factor.inputs, factor.outputs, strict=True):
+        weight = g.new_zeros(factor.shape, requires_grad=True)
+        out = op(F.pad(x, factor.pads)[None], weight, None, *options)
+        grads += torch.autograd.grad(out, weight, g[None])
+    return torch.stack(grads)
+
+
+@pytest.mark.parametrize("by_gram", [True, False])
+@SHORT
+@given(
+    groups=st.integers(1, 3),
+    positions=st.integers(0, 6),
+    inputs=st.integers(1, 5),
+    outputs=st.integers(1, 5),
+)
+def test_both_forms_of_an_outer_factor(by_gram, groups, positions, inputs, outputs):
+    shape = torch.Size([outputs, inputs] if groups == 1 else [groups, outputs, inputs])
+
+    def make(size, seed):
+        a = normal(size, groups, positions, inputs, seed=seed)
+        return Outer(a, normal(size, groups, positions, outputs, seed=seed + 9), shape)
+
+    with mock.patch.object(Outer, "by_gram", by_gram or positions == 1):
+        check_factor(make, outer_gradients)
+
+
+@SHORT
+@given(positions=st.integers(0, 9), high=st.integers(1, 6), width=st.integers(1, 4))
+def test_a_factor_of_rows(positions, high, width):
+    def make(size, seed):
+        index = numbers(high, size, positions, seed=seed)
+        outputs = normal(size, positions, width, seed=seed)
+        return Rows(index, outputs, torch.Size([high, width]))
+
+    check_factor(make, rows_gradients)
+
+
+@pytest.mark.parametrize("by_gram", [True, False])
+@SHORT
+@given(positions=st.integers(1, 6), lookups=st.integers(0, 6), high=st.integers(1, 5))
+def test_both_forms_of_a_tied_factor(by_gram, positions, lookups, high):
+    shape = torch.Size([high, 3])
+
+    def make(size, seed):
+        a = normal(size, 1, positions, 3, seed=seed)
+        outer = Outer(a, normal(size, 1, positions, high, seed=seed + 9), shape)
+        index = numbers(high, size, lookups, seed=seed)
+        return Tied(outer, Rows(index, normal(size, lookups, 3, seed=seed), shape))
+
+    def gradients(factor):
+        return outer_gradients(factor.outer) + rows_gradients(factor.rows)
+
+    with mock.patch.object(Outer, "by_gram", by_gram or positions == 1):
+        check_factor(make, gradients)
+
+
+@pytest.mark.parametrize("form", ["gram", "groups", "offsets"])
+@examples(8)
+@given(data=st.data())
+def test_all_forms_of_a_convolution(form, data):
+    dims = data.draw(st.integers(1, 3))
+
+    def each(low, high):
+        return data.draw(st.tuples(*[st.integers(low, high)] * dims))
+
+    kernel, stride, dilation, more = each(1, 3), each(1, 3), each(1, 2), each(0, 4)
+    pads = tuple(data.draw(st.tuples(*[st.integers(0, 2)] * 2 * dims)))
+    groups = data.draw(st.integers(1, 3))
+    around = [sum(pads[at : at + 2]) for at in range(2 * dims - 2, -1, -2)]
+    seen = [gap * (k - 1) + 1 for gap, k in zip(dilation, kernel, strict=True)]
+    sides = list(zip(seen, around, more, strict=True))
+    space = [max(1, size + extra - pad) for size, pad, extra in sides]
+    count = [
+        (n + pad - size) // step + 1
+        for n, (size, pad, _), step in zip(space, sides, stride, strict=True)
+    ]
+    shape = torch.Size([2 * groups, 2, *kernel])
+
+    def make(size, seed):
+        inputs = normal(size, 2 * groups, *space, seed=seed)
+        outputs = normal(size, 2 * groups, *count, seed=seed + 9)
+        return Conv(inputs, outputs, shape, stride, pads, dilation, groups)
+
+    with mock.patch.object(Conv, "form", form):
+        check_factor(make, conv_gradients)
