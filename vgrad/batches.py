@@ -28,11 +28,19 @@ class Batch:
     leaves: list[Any]
     spec: TreeSpec
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the leaves."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
     def rows(self, start: int, stop: int) -> list[Tensor]:
         """Return these rows of every tensor, which require no grad under no_grad."""
-        tensors = (leaf for leaf in self.leaves if isinstance(leaf, Tensor))
-        rows = [tensor[start:stop] for tensor in tensors]
+        rows = [tensor[start:stop] for tensor in self.tensors]
         return rows if torch.is_grad_enabled() else [row.detach() for row in rows]
+
+    def one(self, row: int) -> tuple[Tensor, ...]:
+        """Return this row of every tensor, without the batch dimension."""
+        return tuple(each.squeeze(0) for each in self.rows(row, row + 1))
 
     def sample(self, tensors: tuple[Tensor, ...]) -> Tree:
         """Put the tensors of one sample where they are in the batch."""
@@ -41,6 +49,10 @@ class Batch:
             next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves
         ]
         return tree_unflatten(leaves, self.spec)
+
+
+NONE = Batch(0, *tree_flatten(()))
+"""Before there is a batch."""
 
 
 def read(function: str, batch: Tree) -> Batch:

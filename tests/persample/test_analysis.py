@@ -14,7 +14,7 @@ import vgrad
 from tests import cases, oracle
 from tests.examples import examples
 from vgrad import per_sample_gram, per_sample_projection
-from vgrad.persample import analysis
+from vgrad.persample import projection
 
 STRATEGIES = ("recorded", "vmap", "loop")
 NAMES = ("mlp", "cnn", "grouped_conv", "padding_idx", "tied", "two_calls_and_unused")
@@ -190,11 +190,11 @@ def test_parameters_of_any_shape_have_products_and_projections(
 
 
 @pytest.mark.parametrize(
-    "groups", ["parameter", "layer", {"a": "0.*", "b": "3.weight"}]
+    "groups", ["parameter", "layer", {"a": ["0.*"], "b": ["3.weight"]}]
 )
 def test_groups_have_gram_matrices_of_their_own(groups):
     loss, params, buffers, batch, expected = build("padding_idx", 4)
-    groups = {"a": "0.*", "b": "2.weight"} if isinstance(groups, dict) else groups
+    groups = {"a": ["0.*"], "b": ["2.weight"]} if isinstance(groups, dict) else groups
     found = per_sample_gram(loss, groups=groups)(params, buffers, *batch)
     norms = vgrad.per_sample_norm(loss, groups=groups)(params, buffers, *batch)
     assert found.keys() == norms.keys()
@@ -206,7 +206,7 @@ def test_groups_have_gram_matrices_of_their_own(groups):
     if not isinstance(groups, dict):
         close(sum(found.values()), products(expected))
     with pytest.raises(ValueError, match="per_sample_gram.*matches none"):
-        per_sample_gram(loss, groups={"a": "x"})(params, buffers, *batch)
+        per_sample_gram(loss, groups={"a": ["x"]})(params, buffers, *batch)
 
 
 def test_the_two_batches_may_have_sequences_of_different_length():
@@ -380,13 +380,13 @@ def test_seeds_that_share_their_low_bits_have_other_directions():
 def test_directions_are_drawn_once_and_global_generators_stay(monkeypatch):
     loss, params, buffers, batch, _ = build("mlp", 5)
     drawn = []
-    original = analysis._Directions._draw
+    original = projection._Directions._draw
 
     def counted(self, source, size):
         drawn.append(size)
         return original(self, source, size)
 
-    monkeypatch.setattr(analysis._Directions, "_draw", counted)
+    monkeypatch.setattr(projection._Directions, "_draw", counted)
     before = torch.get_rng_state(), np.random.get_state()[1].copy()
     project = per_sample_projection(loss, 9, seed=0, chunk_size=2)
     project(params, buffers, *batch)

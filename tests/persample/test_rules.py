@@ -18,8 +18,7 @@ from torch.overrides import TorchFunctionMode, wrap_torch_function
 import vgrad
 from tests import oracle
 from tests.examples import examples
-from vgrad import batches
-from vgrad.persample.engine import STRATEGIES, Factors, Fallbacks, Problem
+from vgrad.persample.engine import STRATEGIES, Factors, Problem
 from vgrad.persample.factors import Conv, Dense, Outer, Probes, Rows, Tied
 from vgrad.persample.rules import RULES, Rule
 
@@ -494,18 +493,8 @@ class Told(Factors):
 def recorded(case, size=2):
     """Return what a recorder finds out about a case."""
     params, batch = case.data(size)
-    problem = Problem(
-        "test",
-        case.loss,
-        params,
-        {},
-        batches.read("test", batch),
-        "error",
-        False,
-        Fallbacks(),
-        Told,
-    )
-    return STRATEGIES["recorded"](problem, 0, size).collected
+    problem = Problem("test", case.loss).on(params, {}, batch)
+    return STRATEGIES["recorded"](problem, Told, 0, size).collected
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,20 +9,19 @@ per-sample gradient.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from vgrad import checks, tree
-from vgrad.lowering.truthful import ASKED, Truth, among, own_backward_pass
+from vgrad.lowering.truthful import ASKED, Truth, among
 from vgrad.persample.engine import views
-from vgrad.persample.engine.guard import LossGuard, UnsupportedOp
+from vgrad.persample.engine.guard import LossGuard
 from vgrad.persample.engine.sites import Site, Sites, Take, Use, leaf, op_name, replaced
+from vgrad.persample.engine.taps import Taps
 from vgrad.persample.factors.base import Factor
-from vgrad.persample.rules.kept import captured, check_unchanged
 from vgrad.persample.rules.table import Lowering, Maker, Rule
 from vgrad.torch_private import levels, modes
-from vgrad.torch_private.tensors import version_of, viewed
 from vgrad.typing import Buffers, Params, Tree
 
 
@@ -31,7 +30,7 @@ class Recorder(LossGuard):
 
     `take(name, factor)` is called once for each parameter, during the backward pass
     where possible, so that what it drops is freed before the next factor comes. `tell`
-    is for who wants to know every single use.
+    is an optional callback, invoked once per use.
     """
 
     def __init__(
@@ -53,9 +52,8 @@ class Recorder(LossGuard):
         self._sites = Sites(params, size, take, tell)
         self._lowering: Callable | None = None
         self._level = 0
-        self._running = False
+        self._taps = Taps(self._sites)
         self._ends: dict[int, Tensor] = {}
-        self._waiting: dict[int, list] = {}
         self.params = self._sites.params
         self.unreached = self._sites.unreached
 
@@ -76,18 +74,9 @@ class Recorder(LossGuard):
 
         `scales` are what the losses are multiplied by, ones as a rule.
         """
-        self._running = True
-        try:
+        with self._taps.open():
             self._sites.differentiate(losses, scales, list(self._ends.values()))
-        finally:
-            self._running = False
-        waiting = {number for number, uses in self._waiting.items() if uses}
-        if waiting and not waiting.isdisjoint(_numbers(losses)):
-            raise UnsupportedOp(
-                "loss: expected ops that a function mode sees, got one that it does "
-                "not, whose result requires grad through something else than "
-                'parameters, as compiled code may. Use strategy="vmap" or "loop".'
-            )
+        self._taps.check_reached(losses)
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one call of a torch function."""
@@ -208,7 +197,7 @@ class Recorder(LossGuard):
         self._sites.expect(site)
 
         def arrived(factor: Factor) -> None:
-            self._check_running()
+            self._taps.check_open()
             self._sites.arrived(site, factor, name)
 
         return arrived
@@ -224,8 +213,23 @@ class Recorder(LossGuard):
     def _by_rule(self, rule: Rule, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run an op of the table; None where its rule does not fit this call."""
         bound = rule.bind(args, kwargs)
-        if bound is None:
+        plan = None if bound is None else self._plan(rule, func, bound)
+        if plan is None:
             return None
+        with self.below():
+            output = rule.run(*plan.arguments.values())
+            if not plan.batched:  # the same for all samples: computed once
+                output = output.expand(self.size, *output.shape)
+            if output.requires_grad:  # not under no_grad
+                uses = [(site, plan.makers[name]) for name, site in plan.weights]
+                name = op_name(self._lowering or func)
+                output = self._taps.tap(name, output, uses, ends=not plan.follows)
+            return self.logical(output)
+
+    def _plan(
+        self, rule: Rule, func: Callable, bound: dict[str, Any]
+    ) -> "_Plan | None":
+        """Say how to run an op of these arguments; None where its rule does not fit."""
         weights: dict[str, Site] = {}
         batched = follows = False
         physical = dict(bound)
@@ -264,53 +268,9 @@ class Recorder(LossGuard):
                 f"rule({op_name(func)}): expected a function for each weight that got "
                 f"a parameter, got none for {checks.listed(missing)}."
             )
-        with self.below():
-            if batched:
-                output = rule.run(*physical.values())
-            else:  # the same for all samples: computed once
-                once = {n: physical[n] if n in weights else bound[n] for n in bound}
-                output = rule.run(*once.values())
-                output = output.expand(self.size, *output.shape)
-            if output.requires_grad:  # not under no_grad
-                uses = [(site, makers[name]) for name, site in weights.items()]
-                name = op_name(self._lowering or func)
-                output = self._tapped(name, output, uses, skip=not follows)
-            return self.logical(output)
-
-    def _tapped(
-        self, op: str, output: Tensor, uses: list[tuple[Site, Maker]], *, skip: bool
-    ) -> Tensor:
-        """Hook the node of an op's output; with `skip` the backward pass ends there."""
-        whole, base = output, viewed(output)
-        if base is not None and base.grad_fn is not None:
-            # An op that writes into a view replaces the view's node, never its base's.
-            whole = base
-            if not _same_memory(whole, output):
-                whole = output = output.clone()
-        number, shape = whole.output_nr, output.shape
-        left = [
-            (site, maker, [(each, version_of(each)) for each in captured(maker)])
-            for site, maker in uses
-        ]
-        for site, _ in uses:
-            self._sites.expect(site)
-
-        def hook(grads: tuple[Tensor | None, ...]) -> Any:
-            self._check_running()
-            g = grads[number]
-            while left:
-                site, maker, kept = left.pop()
-                check_unchanged(op, kept)
-                factor = None if g is None else maker(g.reshape(shape))
-                del maker, kept  # so that inputs are freed as early as possible
-                self._sites.arrived(site, factor, op)
-                del factor
-            return (None,) * len(grads) if skip else None
-
-        node: Any = whole.grad_fn
-        node.register_prehook(hook)
-        self._waiting[node._sequence_nr()] = left
-        return output
+        if not batched:
+            physical = {**bound, **{name: physical[name] for name in weights}}
+        return _Plan(physical, list(weights.items()), makers, batched, follows)
 
     def _expanded(self, site: Site, op: Callable) -> Tensor:
         """Return a parameter's copies for the samples, which an op asks for."""
@@ -319,26 +279,20 @@ class Recorder(LossGuard):
         self._truth.tell(tensor)
         return tensor
 
-    def _check_running(self) -> None:
-        if not self._running:
-            raise own_backward_pass("loss")
 
+class _Plan(NamedTuple):
+    """How one call runs by its rule.
 
-def _numbers(losses: Tensor) -> set[int]:
-    """Return the numbers of all nodes of a graph."""
-    found: set[int] = set()
-    nodes: list[Any] = [losses.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node._sequence_nr() not in found:
-            found.add(node._sequence_nr())
-            nodes += [each for each, _ in node.next_functions]
-    return found
+    Attributes:
+        arguments: those of the op, physical if the output differs between samples.
+        weights: names and sites of the parameters among them.
+        makers: for each name what makes a factor of the gradient at the output.
+        batched: whether the output differs from sample to sample.
+        follows: whether an input leads on to other parameters.
+    """
 
-
-def _same_memory(base: Tensor, view: Tensor) -> bool:
-    """Tell whether a view holds all numbers of its base in their order."""
-    if base.shape == view.shape and base.stride() == view.stride():
-        return True
-    contiguous = base.is_contiguous() and view.is_contiguous()
-    return contiguous and base.numel() == view.numel()
+    arguments: dict[str, Any]
+    weights: list[tuple[str, Site]]
+    makers: dict[str, Maker]
+    batched: bool
+    follows: bool
