@@ -11,13 +11,10 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.batches import ChunkSize
 from vgrad.dtypes import no_autocast
-from vgrad.persample.engine.collectors import Settled
+from vgrad.persample.engine import Call, Problem, Randomness, Settled, Transform, joined
 from vgrad.persample.engine.grouping import Grouping
-from vgrad.persample.engine.problem import Problem, Randomness
-from vgrad.persample.engine.transform import Call, Transform, joined
-from vgrad.persample.factors import reductions
-from vgrad.persample.factors.reductions import Norm
-from vgrad.persample.factors.sums import Sums, ordinary, rounded_down
+from vgrad.persample.factors import Norm, Sums, reductions
+from vgrad.persample.factors.sums import ordinary, rounded_down
 from vgrad.precision.loss_scale import LossScale
 from vgrad.sensitivity import Sensitivity
 from vgrad.torch_private import levels
@@ -210,21 +207,13 @@ class _Clip:
 
 
 class _Decision(NamedTuple):
-    """What becomes of B samples.
-
-    Attributes:
-        norms: of their gradients.
-        weights: what each parameter's gradients are multiplied by.
-        keep: which are finite, so that they count.
-        above: which of these have a norm above a bound.
-        simple: which can be summed from their factors, far from the ends of float32.
-    """
+    """What becomes of B samples."""
 
     norms: Tensor
-    weights: dict[str, Tensor]
-    keep: Tensor
-    above: Tensor
-    simple: Tensor
+    weights: dict[str, Tensor]  # by which each parameter's gradients are multiplied
+    keep: Tensor  # which are finite, so that they count
+    above: Tensor  # which of these have a norm above a bound
+    simple: Tensor  # which can be summed from factors, far from the ends of float32
 
 
 class ClippedGradFn(Transform):

@@ -8,16 +8,18 @@ from typing import Any, NamedTuple
 from torch.overrides import TorchFunctionMode
 
 from vgrad import checks
-from vgrad.persample.engine import views
+from vgrad.persample.engine import (
+    Call,
+    Fallbacks,
+    Problem,
+    Transform,
+    UnsupportedOp,
+    Use,
+    views,
+)
 from vgrad.persample.engine.collectors import Collector
-from vgrad.persample.engine.guard import Fallbacks, UnsupportedOp
-from vgrad.persample.engine.problem import Problem
-from vgrad.persample.engine.sites import Use
-from vgrad.persample.engine.transform import Call, Transform
-from vgrad.persample.factors.base import Dense, Factor, Outer, Zero
-from vgrad.persample.factors.combined import Moved, Tied
-from vgrad.persample.factors.conv import Conv
-from vgrad.persample.factors.rows import Rows
+from vgrad.persample.factors import Conv, Dense, Factor, Outer, Rows, Tied, Zero
+from vgrad.persample.factors.combined import Moved
 from vgrad.randomness import kept_random_state
 from vgrad.torch_private import levels
 from vgrad.tree import tree_leaves

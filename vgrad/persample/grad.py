@@ -8,9 +8,8 @@ from torch import Tensor
 from vgrad import tree
 from vgrad.batches import ChunkSize
 from vgrad.dtypes import wide
+from vgrad.persample.engine import Call, Problem, Randomness, Transform, joined
 from vgrad.persample.engine.collectors import Gradients
-from vgrad.persample.engine.problem import Problem, Randomness
-from vgrad.persample.engine.transform import Call, Transform, joined
 from vgrad.precision.loss_scale import LossScale
 from vgrad.typing import LossFn
 

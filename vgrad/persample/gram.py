@@ -13,11 +13,9 @@ from torch import Tensor
 from vgrad import batches, tree
 from vgrad.batches import ChunkSize
 from vgrad.dtypes import double, no_autocast
-from vgrad.persample.engine.collectors import Factors
+from vgrad.persample.engine import Call, Factors, Problem, Randomness, Transform
 from vgrad.persample.engine.grouping import Grouping, Groups
-from vgrad.persample.engine.problem import Problem, Randomness
-from vgrad.persample.engine.transform import Call, Transform
-from vgrad.persample.factors.base import Dense, Factor
+from vgrad.persample.factors import Dense, Factor
 from vgrad.precision.loss_scale import LossScale
 from vgrad.process import ALONE
 from vgrad.randomness import random_state, set_random_state
@@ -25,9 +23,6 @@ from vgrad.typing import Buffers, LossFn, Params, Tree
 
 _Members = Mapping[str, Sequence[str]]
 """The names of parameters in each group."""
-
-_Held = dict[str, list[Factor]]
-"""The factors of each parameter, one for each chunk."""
 
 
 class GramFn(Transform):
@@ -139,8 +134,13 @@ def _between(call: Call, members: _Members, cross: tuple) -> dict[str, Tensor]:
         set_random_state(state)  # all samples draw the same, of both batches
     strips = []
     for chunk in call.chunks(Factors, other):
+
+        def product(name: str, factors: dict[str, Factor] = chunk.factors) -> Tensor:
+            factor = factors.pop(name)
+            return torch.cat([each.gram(factor) for each in held[name]])
+
         with no_autocast(problem.device):
-            strips.append(_strip(held, chunk.factors, members))
+            strips.append(_summed(members, product))
     return {
         group: torch.cat([strip[group] for strip in strips], dim=1) for group in members
     }
@@ -151,9 +151,9 @@ def _zeros(call: Call, members: _Members, *sizes: int) -> dict[str, Tensor]:
     return {group: value.new_zeros(sizes, dtype=call.dtype) for group in members}
 
 
-def _held(call: Call, members: _Members) -> _Held:
-    """Run the batch, and keep the factors of all parameters in a group."""
-    held: _Held = {name: [] for names in members.values() for name in names}
+def _held(call: Call, members: _Members) -> dict[str, list[Factor]]:
+    """Run the batch, and keep all factors of each parameter that is in a group."""
+    held: dict[str, list[Factor]] = {n: [] for names in members.values() for n in names}
     for chunk in call.chunks(Factors):
         for name, factors in held.items():
             factors.append(chunk.factors.pop(name))
@@ -167,18 +167,6 @@ def _check_cross(cross: Any) -> None:
             f"per_sample_gram(loss)(params, buffers, *batch, cross): expected a second "
             f"batch as a tuple, such as (x, y), got a {type(cross).__name__}."
         )
-
-
-def _strip(
-    held: _Held, others: dict[str, Factor], members: _Members
-) -> dict[str, Tensor]:
-    """Inner products with the samples of one chunk; drops its factors as it goes."""
-
-    def product(name: str) -> Tensor:
-        other = others.pop(name)
-        return torch.cat([factor.gram(other) for factor in held[name]])
-
-    return _summed(members, product)
 
 
 def _summed(members: _Members, product: Callable[[str], Tensor]) -> dict[str, Tensor]:

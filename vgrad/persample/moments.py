@@ -10,9 +10,7 @@ from torch import Tensor
 
 from vgrad.batches import ChunkSize
 from vgrad.dtypes import wide
-from vgrad.persample.engine.collectors import Moments
-from vgrad.persample.engine.problem import Problem, Randomness
-from vgrad.persample.engine.transform import Call, Transform
+from vgrad.persample.engine import Call, Moments, Problem, Randomness, Transform
 from vgrad.precision.loss_scale import LossScale
 from vgrad.typing import LossFn, Params
 

@@ -5,12 +5,9 @@ from typing import Any
 from torch import Tensor
 
 from vgrad.batches import ChunkSize
-from vgrad.persample.engine.collectors import Norms
+from vgrad.persample.engine import Call, Norms, Problem, Randomness, Transform, joined
 from vgrad.persample.engine.grouping import Grouping, Groups
-from vgrad.persample.engine.problem import Problem, Randomness
-from vgrad.persample.engine.transform import Call, Transform, joined
-from vgrad.persample.factors import reductions
-from vgrad.persample.factors.reductions import Norm
+from vgrad.persample.factors import Norm, reductions
 from vgrad.precision.loss_scale import LossScale
 from vgrad.typing import LossFn
 

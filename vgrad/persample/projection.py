@@ -13,11 +13,9 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.batches import ChunkSize
+from vgrad.persample.engine import Call, Problem, Randomness, Transform, joined
 from vgrad.persample.engine.collectors import Projections
-from vgrad.persample.engine.problem import Problem, Randomness
-from vgrad.persample.engine.transform import Call, Transform, joined
-from vgrad.persample.factors import reductions
-from vgrad.persample.factors.base import Probes
+from vgrad.persample.factors import Probes, reductions
 from vgrad.precision.loss_scale import LossScale
 from vgrad.typing import LossFn
 

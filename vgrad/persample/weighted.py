@@ -5,10 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from vgrad.batches import ChunkSize
-from vgrad.persample.engine.collectors import Weighted
-from vgrad.persample.engine.problem import Problem, Randomness
-from vgrad.persample.engine.transform import Call, Transform
-from vgrad.persample.factors.sums import Sums
+from vgrad.persample.engine import Call, Problem, Randomness, Transform, Weighted
+from vgrad.persample.factors import Sums
 from vgrad.precision.loss_scale import LossScale
 from vgrad.typing import Buffers, LossFn, Params, Tree
 

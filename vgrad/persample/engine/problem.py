@@ -14,7 +14,7 @@ from vgrad.persample.factors.base import Factor
 from vgrad.persample.factors.scaled import Scaled
 from vgrad.precision.autocast import Autocast
 from vgrad.precision.loss_scale import LossScale
-from vgrad.tree import tree_leaves
+from vgrad.tree import map_values, tree_leaves
 from vgrad.typing import Buffers, LossFn, Params, Tree
 
 Randomness = Literal["error", "different", "same"]
@@ -51,8 +51,8 @@ class Problem:
         _check_tensors(self.function, params, buffers)
         return replace(
             self,
-            params={name: _ordinary(value) for name, value in params.items()},
-            buffers={name: _wanted(_ordinary(each)) for name, each in buffers.items()},
+            params=map_values(_ordinary, params),
+            buffers=map_values(_constant, map_values(_ordinary, buffers)),
             batch=batches.read(self.function, batch),
         )
 
@@ -129,8 +129,8 @@ def _ordinary(value: Tensor) -> Tensor:
     return value.clone() if value.is_inference() else value
 
 
-def _wanted(value: Tensor) -> Tensor:
-    """Return what requires grad only if the caller wants to differentiate."""
+def _constant(value: Tensor) -> Tensor:
+    """Return a tensor that requires no grad unless the caller can differentiate."""
     wanted = torch.is_grad_enabled() or not value.requires_grad
     return value if wanted else value.detach()
 

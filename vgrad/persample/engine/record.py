@@ -17,12 +17,13 @@ from vgrad import checks, tree
 from vgrad.lowering.truthful import ASKED, Truth, among
 from vgrad.persample.engine import views
 from vgrad.persample.engine.guard import LossGuard
+from vgrad.persample.engine.problem import Problem
 from vgrad.persample.engine.sites import Site, Sites, Take, Use, leaf, op_name, replaced
 from vgrad.persample.engine.taps import Taps
 from vgrad.persample.factors.base import Factor
 from vgrad.persample.rules.table import Lowering, Maker, Rule
 from vgrad.torch_private import levels, modes
-from vgrad.typing import Buffers, Params, Tree
+from vgrad.typing import Tree
 
 
 class Recorder(LossGuard):
@@ -36,20 +37,17 @@ class Recorder(LossGuard):
     def __init__(
         self,
         rules: Mapping[Callable, Rule | Lowering],
-        params: Params,
+        problem: Problem,
         size: int,
-        randomness: str,
         take: Take,
         tell: Callable[[Use], None] | None = None,
-        *,
-        buffers: Buffers,
     ) -> None:
         """Make the stand-ins for the parameters."""
-        super().__init__(given={**params, **buffers})
+        super().__init__(given={**problem.params, **problem.buffers})
         self.size = size
-        self.randomness = randomness
+        self.randomness = problem.randomness
         self._rules = rules
-        self._sites = Sites(params, size, take, tell)
+        self._sites = Sites(problem.params, size, take, tell)
         self._lowering: Callable | None = None
         self._level = 0
         self._taps = Taps(self._sites)
@@ -281,18 +279,10 @@ class Recorder(LossGuard):
 
 
 class _Plan(NamedTuple):
-    """How one call runs by its rule.
+    """How one call runs by its rule."""
 
-    Attributes:
-        arguments: those of the op, physical if the output differs between samples.
-        weights: names and sites of the parameters among them.
-        makers: for each name what makes a factor of the gradient at the output.
-        batched: whether the output differs from sample to sample.
-        follows: whether an input leads on to other parameters.
-    """
-
-    arguments: dict[str, Any]
-    weights: list[tuple[str, Site]]
-    makers: dict[str, Maker]
-    batched: bool
-    follows: bool
+    arguments: dict[str, Any]  # those of the op, physical where it is batched
+    weights: list[tuple[str, Site]]  # the parameters among them
+    makers: dict[str, Maker]  # what makes their factors of the gradient at the output
+    batched: bool  # the output differs from sample to sample
+    follows: bool  # an input leads on to other parameters

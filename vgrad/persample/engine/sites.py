@@ -72,19 +72,12 @@ class Use(NamedTuple):
 
 @dataclass(eq=False)
 class _Parameter:
-    """What is known of one parameter.
-
-    Attributes:
-        root: its own site.
-        found: the factors that arrived, each with its site.
-        pending: how many factors are expected.
-        late: whether some are known only after the whole backward pass.
-    """
+    """One parameter: its own site, and the factors that arrived and are expected."""
 
     root: Site
     found: list[tuple[Site, Factor]] = field(default_factory=list)
     pending: int = 0
-    late: bool = False
+    late: bool = False  # some are known only after the whole backward pass
 
 
 class Sites:
@@ -112,7 +105,7 @@ class Sites:
         self.unreached: set[str] = set()
         for name, value in params.items():
             handed = leaf(value)
-            root = Site((name,), handed, handed.detach(), handed, views.itself)
+            root = Site((name,), handed, handed.detach(), handed, lambda root: root)
             self.params[name] = handed
             self._known[id(handed)] = root
             self._waiting[name] = _Parameter(root)
@@ -162,7 +155,8 @@ class Sites:
                 parent = sites[0]
                 view = views.describe(func, args, kwargs, parent.source, value, place)
                 if view is not None:
-                    site.replay = views.after(replay, view.replay)
+                    move = view.replay
+                    site.replay = lambda tensor: move(replay(tensor))
                     if view.same_numbers or view.transposes:
                         site.parent, site.transposed = parent, view.transposes
             self._wait_for_the_end(site)
@@ -217,8 +211,7 @@ class Sites:
             grads = torch.autograd.grad(
                 losses, inputs + anchors, grad_outputs=scales, allow_unused=True
             )
-            passed_by = zip(sites, grads[len(expanded) :], strict=False)
-            _check_nothing_passed_by([s for s, grad in passed_by if grad is not None])
+            _check_nothing_passed_by(sites, grads[len(expanded) :])
             for site, grad in zip(expanded, grads, strict=False):
                 if grad is not None:
                     self._keep(site, Dense(grad), site.asked)
@@ -316,9 +309,10 @@ def _check_same_for_all(op: str, names: tuple[str, ...], value: Tensor) -> None:
         )
 
 
-def _check_nothing_passed_by(sites: list[Site]) -> None:
-    if sites:
-        names = sorted({name for site in sites for name in site.names})
+def _check_nothing_passed_by(sites: list[Site], grads: Sequence[Any]) -> None:
+    passed_by = zip(sites, grads, strict=False)
+    reached = [site.names for site, grad in passed_by if grad is not None]
+    if names := sorted({name for each in reached for name in each}):
         raise UnsupportedOp(
             f"loss: expected ops that a function mode sees, got {', '.join(names)} in "
             f"one that it does not, such as a transform of torch.func over it, or "

@@ -33,19 +33,12 @@ from vgrad.typing import Params, Tree
 
 
 class Chunk(NamedTuple):
-    """What a strategy knows about b samples.
+    """What a strategy knows about b samples: their losses [b], and stacked aux."""
 
-    Attributes:
-        collected: the collector, which has taken the factors of all parameters.
-        losses: the losses, [b].
-        aux: what else the loss returned, stacked.
-        recorded: whether all of it is a constant for the caller's autograd.
-    """
-
-    collected: Any
+    collected: Any  # the collector, which has taken the factors of all parameters
     losses: Tensor
     aux: Tree
-    recorded: bool = False
+    recorded: bool = False  # all of it is a constant for the caller's autograd
 
 
 Collect = Callable[[], Collector]
@@ -79,15 +72,7 @@ def recorded(problem: Problem, collect: Collect, start: int, stop: int) -> Chunk
         with torch.no_grad():
             collected.take(name, problem.unscaled(factor))
 
-    recorder = Recorder(
-        RULES,
-        problem.params,
-        stop - start,
-        problem.randomness,
-        take,
-        collected.tell,
-        buffers=problem.buffers,
-    )
+    recorder = Recorder(RULES, problem, stop - start, take, collected.tell)
 
     def one(tensors: tuple[Tensor, ...]) -> tuple:
         result = problem.run_loss(recorder.params, tensors, recorder.inside())

@@ -52,11 +52,7 @@ class Transform:
 class Call:
     """One call of a transform: its problem, and what its chunks have in common.
 
-    Attributes:
-        problem: the loss, its options and what it is given.
-        params: the parameters.
-        dtype: that of norms over all of them.
-        done: how many samples were run so far.
+    `dtype` is that of norms over all parameters, `done` how many samples were run.
     """
 
     def __init__(self, problem: Problem) -> None:
