@@ -18,8 +18,7 @@ from torch.utils import _pytree as pytree
 
 import vgrad
 from tests import oracle
-from tests.persample.test_record import one_thread as one_thread
-from vgrad.persample.explain import EXPANDED
+from vgrad.persample import EXPANDED
 
 EXACT = 1e-10
 B = 3

@@ -306,10 +306,10 @@ def test_who_asks_gets_exact_gradients_or_an_error(loss, strategy):
         return
     expected = oracle.loss_gradients(loss, PARAMS, {}, (X, Y), B)
     assert any(grad.any() for grad in expected.values())
-    assert oracle.error(compute(PARAMS, {}, X, Y), expected) < EXACT
+    oracle.assert_exact(compute(PARAMS, {}, X, Y), expected, EXACT)
     clipped = vgrad.clipped_grad(loss, max_norm=0.1, strategy=strategy)
     sums = clipped(PARAMS, {}, X, Y).grads
-    assert oracle.error(sums, oracle.clipped(expected, 0.1)) < EXACT
+    oracle.assert_exact(sums, oracle.clipped(expected, 0.1), EXACT)
 
 
 STACKED = {name: torch.stack([p, 2 * p, p + 1]) for name, p in PARAMS.items()}
@@ -336,7 +336,7 @@ def test_members_that_ask_get_exact_gradients_or_an_error(loss, strategy):
         with pytest.raises(vgrad.UnsupportedOp, match='strategy="loop"'):
             compute(STACKED, {}, X, Y)
         return
-    assert oracle.error(compute(STACKED, {}, X, Y).grads, of_members(loss)) < EXACT
+    oracle.assert_exact(compute(STACKED, {}, X, Y).grads, of_members(loss), EXACT)
 
 
 class Scripted:
@@ -418,11 +418,11 @@ def test_functions_that_torchscript_has_optimized_are_right_or_refused(make, str
     compute = vgrad.per_sample_grad(loss, strategy=strategy)
     for _ in range(4):
         try:
-            assert oracle.error(compute(PARAMS, {}, X, Y), expected[0]) < EXACT
+            oracle.assert_exact(compute(PARAMS, {}, X, Y), expected[0], EXACT)
         except vgrad.UnsupportedOp:
             pass
     again = oracle.loss_gradients(loss, PARAMS, {}, (X, Y), B)
-    assert oracle.error(again, expected[0]) < EXACT
+    oracle.assert_exact(again, expected[0], EXACT)
 
 
 @scripted
@@ -506,7 +506,7 @@ def test_what_else_requires_grad_changes_no_gradient(loss, strategy, grad_mode):
             assert compute(PARAMS, *detached)["w"].any()
             return
         found = compute(PARAMS, {"s": s}, x, Y)
-    assert oracle.error(found, expected) < EXACT
+    oracle.assert_exact(found, expected, EXACT)
     assert x.grad is s.grad is OUTER.grad is BACKBONE.weight.grad is None
 
 
@@ -523,7 +523,7 @@ def test_what_requires_grad_unseen_is_refused_and_not_lost():
         compute(PARAMS, {}, X, Y)
     expected = oracle.loss_gradients(loss, PARAMS, {}, (X, Y), B)
     found = vgrad.per_sample_grad(loss)(PARAMS, {}, X, Y)
-    assert oracle.error(found, expected) < EXACT
+    oracle.assert_exact(found, expected, EXACT)
 
 
 def test_what_requires_grad_unseen_may_lead_nowhere():
@@ -535,7 +535,7 @@ def test_what_requires_grad_unseen_may_lead_nowhere():
 
     found = vgrad.per_sample_grad(loss, strategy="recorded")(PARAMS, {}, X, Y)
     expected = oracle.loss_gradients(loss, PARAMS, {}, (X, Y), B)
-    assert oracle.error(found, expected) < EXACT
+    oracle.assert_exact(found, expected, EXACT)
 
 
 def loses_all(p, b, x, y):
@@ -576,13 +576,13 @@ def test_gradients_that_never_arrive_are_not_taken_for_zero(loss):
             compute(PARAMS, {}, X, Y)
     expected = oracle.loss_gradients(loss, PARAMS, {}, (X, Y), B)
     found = vgrad.per_sample_grad(loss)(PARAMS, {}, X, Y)
-    assert oracle.error(found, expected) < EXACT
+    oracle.assert_exact(found, expected, EXACT)
     members = vgrad.ensemble_grad(one_sample(loss), strategy="hybrid")
     for _ in range(2):
         with pytest.raises(vgrad.UnsupportedOp, match='got none of .*strategy="loop"'):
             members(STACKED, {}, X, Y)
     looped = vgrad.ensemble_grad(one_sample(loss), strategy="loop")
-    assert oracle.error(looped(STACKED, {}, X, Y).grads, of_members(loss)) < EXACT
+    oracle.assert_exact(looped(STACKED, {}, X, Y).grads, of_members(loss), EXACT)
 
 
 @pytest.mark.parametrize("strategy", ["recorded", "vmap", "loop", "auto"])
@@ -594,7 +594,7 @@ def test_what_is_truly_zero_stays_zero(loss, strategy):
         assert not found["v"].any()
         return
     expected = oracle.loss_gradients(loss, PARAMS, {}, (X, Y), B)
-    assert oracle.error(found, expected) < EXACT
+    oracle.assert_exact(found, expected, EXACT)
 
 
 @pytest.mark.parametrize("strategy", ["vmap", "hybrid", "loop"])
@@ -606,7 +606,7 @@ def test_what_is_truly_zero_for_members_stays_zero(loss, strategy):
     if loss is decides:
         assert not grads["v"].any()
         return
-    assert oracle.error(grads, of_members(loss)) < EXACT
+    oracle.assert_exact(grads, of_members(loss), EXACT)
 
 
 def test_to_know_zero_one_sample_runs_once_and_leaves_everything_as_it_was():
@@ -862,7 +862,7 @@ def test_an_ensemble_that_asks_learns_as_it_does_in_a_loop():
             grads = step(state, {}, X, Y).grads
             state = {name: p - 0.1 * grads[name] for name, p in state.items()}
         moved[strategy] = state
-    assert oracle.error(moved["vmap"], moved["loop"]) < EXACT
+    oracle.assert_exact(moved["vmap"], moved["loop"], EXACT)
     for member in range(3):
         assert not torch.equal(moved["vmap"]["w"][member], params["w"][member])
 
@@ -879,7 +879,7 @@ def test_norms_inside_a_loss_may_ask_too():
     found = vgrad.per_sample_grad(loss)(PARAMS, {}, X, Y)
     looped = vgrad.per_sample_grad(loss, strategy="loop")(PARAMS, {}, X, Y)
     assert looped["w"].any()
-    assert oracle.error(found, looped) < EXACT
+    oracle.assert_exact(found, looped, EXACT)
 
 
 def test_to_know_zero_one_member_runs_once_and_leaves_everything_as_it_was():
