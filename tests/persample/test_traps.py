@@ -16,13 +16,19 @@ from torch.nn import functional as F
 
 import vgrad
 from tests import oracle
+from tests.cases import (
+    STRATEGIES,
+    assert_quantities,
+    every_strategy,
+    next_token,
+    of_model,
+    randn,
+)
 from vgrad import explain
 from vgrad.persample.factors import costs
 
 pytestmark = pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
 
-STRATEGIES = ("recorded", "vmap", "loop")
-every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 EXACT = 1e-12
 KEY = vgrad.dp.secret_key(seed=0)
 
@@ -31,32 +37,8 @@ def source(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def randn(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(*shape, generator=source(seed), dtype=torch.float64).to(dtype)
-
-
-def of_model(model, criterion=F.cross_entropy, dtype=torch.float64):
-    """Return the loss of one sample, the parameters and the buffers."""
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(model.to(dtype))
-    params = {name: value.detach() for name, value in params.items()}
-    return vgrad.sample_loss(fmodel, criterion), params, buffers
-
-
-def assert_exact(loss, params, batch, strategy, *, buffers=None, tolerance=EXACT):
-    """Compare gradients, norms and the clipped sum with a loop of plain autograd."""
-    buffers = buffers or {}
-    size = len(batch[0])
-    expected = oracle.loss_gradients(loss, params, buffers, batch, size)
-    given = (params, buffers, *batch)
-    grads = vgrad.per_sample_grad(loss, strategy=strategy)(*given)
-    oracle.assert_exact(grads, expected, tolerance)
-    norms = vgrad.per_sample_norm(loss, strategy=strategy)(*given)
-    exact = oracle.norms(expected)
-    torch.testing.assert_close(norms.double(), exact, rtol=tolerance, atol=0)
-    bound = 0.7 * float(exact.mean())
-    clipped = vgrad.clipped_grad(loss, max_norm=bound, strategy=strategy)(*given)
-    oracle.assert_exact(clipped.grads, oracle.clipped(expected, bound), tolerance)
-    return expected
+def assert_exact(loss, params, batch, strategy):
+    return assert_quantities(loss, params, batch, tolerance=EXACT, strategy=strategy)
 
 
 def length(grads):
@@ -316,16 +298,12 @@ class TiedHead(nn.Module):
         return self.head(torch.tanh(self.embed(tokens)))
 
 
-def token_mean(output, target):
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
 @pytest.mark.parametrize("form", ["gram", "direct", "vmap", "loop"])
 def test_norms_of_tied_embedding_and_head_have_the_cross_term(form, monkeypatch):
     # TF: sqrt(k sum c_i^2), an upper bound 1.4 times too large; without the cross term
     # between lookups and head norms are 7 % too small, which breaks privacy.
     monkeypatch.setattr(costs, "outer_by_gram", lambda *sizes: form == "gram")
-    loss, params, _ = of_model(TiedHead(), token_mean)
+    loss, params, _ = of_model(TiedHead(), next_token)
     tokens = torch.randint(9, (5, 7), generator=source())
     strategy = form if form in STRATEGIES else "recorded"
     expected = assert_exact(loss, params, (tokens[:, :-1], tokens[:, 1:]), strategy)
