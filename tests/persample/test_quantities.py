@@ -3,15 +3,12 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
 import vgrad
 from tests import cases, oracle
 from tests.cases import STRATEGIES, build, every_strategy
-from tests.examples import examples
 from vgrad import explain
 from vgrad.persample.engine import STRATEGIES as TABLE
 
@@ -98,43 +95,6 @@ def product(params, buffers, x):
 
 def linear_loss(params, buffers, x):
     return (params["w"] * x).sum() + params["b"] * x[0]
-
-
-@examples(40)
-@given(
-    size=st.sampled_from([1, 2, 5]),
-    width=st.integers(1, 6),
-    bound=st.sampled_from([1e-3, 1.0, 1e3]),
-    strategy=st.sampled_from(STRATEGIES),
-    chunk=st.sampled_from([None, 1, 2, 7]),
-    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
-    bad=st.sampled_from([None, float("nan"), float("inf"), -float("inf"), 1e30]),
-)
-def test_no_sample_adds_more_than_the_bound(
-    size, width, bound, strategy, chunk, dtype, bad
-):
-    torch.manual_seed(size * 100 + width)
-    x = (torch.randn(size, width) * 10).to(dtype)
-    if bad is not None:
-        x[0, 0] = bad
-    params = {"w": torch.randn(width).to(dtype), "b": torch.zeros((), dtype=dtype)}
-    compute = vgrad.clipped_grad(
-        linear_loss, max_norm=bound, strategy=strategy, chunk_size=chunk
-    )
-    for row in range(size):
-        one = compute(params, {}, x[row : row + 1])
-        squares = [value.double().square().sum() for value in one.grads.values()]
-        assert float(sum(squares)) ** 0.5 <= bound * (1 + 1e-6)
-        finite = bool(x[row].isfinite().all())
-        assert int(one.nonfinite) == (not finite)
-        if not finite:
-            assert not any(bool(value.any()) for value in one.grads.values())
-    whole = compute(params, {}, x)
-    assert all(bool(value.isfinite().all()) for value in whole.grads.values())
-    rest = compute(params, {}, x[1:])
-    gap = {n: whole.grads[n].double() - rest.grads[n].double() for n in params}
-    distance = float(sum(value.square().sum() for value in gap.values())) ** 0.5
-    assert distance <= compute.sensitivity.value * (1 + 1e-5)
 
 
 @every_strategy
@@ -265,19 +225,6 @@ def test_memory_of_a_chunked_sum_does_not_grow_with_the_batch():
 
 
 @every_strategy
-def test_inputs_and_modes_of_the_caller_stay_as_they_are(strategy):
-    loss, params, buffers, batch, _ = build("mlp", 3, torch.float32)
-    before = {name: value.clone() for name, value in params.items()}
-    state = torch.get_rng_state()
-    vgrad.clipped_grad(loss, max_norm=1.0, strategy=strategy)(params, buffers, *batch)
-    assert all(torch.equal(params[name], before[name]) for name in params)
-    assert all(value.grad is None for value in params.values())
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.is_grad_enabled()
-    assert torch.overrides._get_current_function_mode() is None
-
-
-@every_strategy
 def test_a_loss_may_change_its_sample_but_not_its_parameters(strategy):
     def changes_sample(params, buffers, x):
         return (params["w"] * x.mul_(2)).sum()
@@ -366,21 +313,6 @@ def test_results_can_be_differentiated_where_inputs_require_grad(strategy):
     total["w"].sum().backward()
     grads = vgrad.per_sample_grad(loss, strategy=strategy)({"w": w}, {}, x)["w"]
     torch.testing.assert_close(weights.grad, grads.sum(1).detach())
-
-
-@pytest.mark.parametrize("transform", ["grads", "norms", "clipped"])
-def test_differentiating_a_recorded_result_raises_and_names_the_strategy(transform):
-    params = {"w": torch.ones(2, requires_grad=True)}
-    computed = {
-        "grads": lambda x: vgrad.per_sample_grad(square_loss)(params, {}, x)["w"],
-        "norms": lambda x: vgrad.per_sample_norm(square_loss)(params, {}, x),
-        "clipped": lambda x: vgrad.clipped_grad(square_loss, max_norm=1.0)(
-            params, {}, x
-        ).grads["w"],
-    }[transform](torch.ones(3, 2))
-    with pytest.raises(RuntimeError, match='was recorded.*strategy="vmap"'):
-        computed.sum().backward()
-    assert params["w"].grad is None
 
 
 @pytest.mark.parametrize("also", [False, True])
@@ -683,16 +615,6 @@ def test_a_loss_may_bind_names_anew_in_its_dictionaries(strategy, chunk_size):
     )
     oracle.assert_exact(grads, expected, 1e-12)
     assert float(buffers["n"]) == 3
-
-
-@pytest.mark.parametrize("bound", [1e-5, 1e-3, 1.0])
-@pytest.mark.parametrize("value", [1e36, 3e37, 3e38])
-def test_the_bound_holds_for_gradients_near_the_end_of_float32(bound, value):
-    compute = vgrad.clipped_grad(product, max_norm=bound)
-    result = compute({"w": torch.ones(1000)}, {}, torch.full((1, 1000), value))
-    assert float(result.grads["w"].double().norm()) <= bound * (1 + 1e-6)
-    if bound > 1e-5:  # below, the factor is less than any float32 but zero
-        assert float(result.grads["w"].double().norm()) > bound * 0.5
 
 
 def test_one_sample_moves_a_long_sum_by_no_more_than_the_sensitivity():

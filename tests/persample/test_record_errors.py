@@ -637,22 +637,30 @@ def test_no_result_requires_grad(name):
             assert not getattr(leaf, "requires_grad", False)
 
 
+CONSTANTS = {name: make for name, make in TRANSFORMS.items() if name != "explain"}
+CONSTANTS["projection"] = functools.partial(vgrad.per_sample_projection, dim=3, seed=0)
+CONSTANTS["moments"] = vgrad.gradient_moments
+
+
 @pytest.mark.parametrize("which", ["params", "buffers", "batch"])
-def test_results_say_that_they_are_constants_of_whatever_requires_grad(which):
+@pytest.mark.parametrize("transform", CONSTANTS)
+def test_results_say_that_they_are_constants_of_whatever_requires_grad(
+    transform, which
+):
     params, (x,) = given(W)
     buffers = {"scale": fixed(5)}
     wanted = {"params": params["w"], "buffers": buffers["scale"], "batch": x}[which]
     wanted.requires_grad_()
-    compute = vgrad.clipped_grad(
-        lambda p, b, x: out_of(F.linear(x, p["w"]) * b["scale"]),
-        max_norm=1.0,
-        **RECORDED,
-    )
-    grads = compute(params, buffers, x).grads
-    with pytest.raises(RuntimeError, match='was recorded.*strategy="vmap"'):
-        torch.autograd.grad(grads["w"].sum(), wanted)
+    loss = lambda p, b, x: out_of(F.linear(x, p["w"]) * b["scale"])  # noqa: E731
+    compute = CONSTANTS[transform](loss, **RECORDED)
+    for value in pytree.tree_leaves(compute(params, buffers, x)):
+        if value.is_floating_point():
+            with pytest.raises(RuntimeError, match='was recorded.*strategy="vmap"'):
+                torch.autograd.grad(value.sum(), wanted)
+    assert params["w"].grad is None
     with torch.no_grad():
-        assert not compute(params, buffers, x).grads["w"].requires_grad
+        results = pytree.tree_leaves(compute(params, buffers, x))
+    assert not any(value.requires_grad for value in results)
 
 
 def test_what_surrounds_the_loss_gets_no_gradient():

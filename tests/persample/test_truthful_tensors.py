@@ -332,28 +332,26 @@ def test_members_that_ask_get_exact_gradients_or_an_error(loss, strategy):
     oracle.assert_exact(compute(STACKED, {}, X, Y).grads, of_members(loss), EXACT)
 
 
-class Scripted:
-    """Functions of TorchScript, new ones each, since it learns from how they run."""
+def script_of_two():
+    """Return a function of TorchScript, a new one, since it learns from how it runs."""
 
-    @staticmethod
-    def of_two():
-        @torch.jit.script
-        def run(h: Tensor, k: Tensor) -> Tensor:
-            return (h.tanh() * k.sigmoid()).sin()
+    @torch.jit.script
+    def run(h: Tensor, k: Tensor) -> Tensor:
+        return (h.tanh() * k.sigmoid()).sin()
 
-        return run
+    return run
 
-    @staticmethod
-    def product():
-        @torch.jit.script
-        def run(h: Tensor, w: Tensor) -> Tensor:
-            return (h.tanh() @ w.t()).sin()
 
-        return run
+def script_of_a_product():
+    @torch.jit.script
+    def run(h: Tensor, w: Tensor) -> Tensor:
+        return (h.tanh() @ w.t()).sin()
+
+    return run
 
 
 def scripted_activations():
-    run = Scripted.of_two()
+    run = script_of_two()
 
     def loss(p, b, x, y):
         h = hidden(p, x)
@@ -364,17 +362,17 @@ def scripted_activations():
 
 
 def scripted_parameter():
-    run = Scripted.product()
+    run = script_of_a_product()
     return lambda p, b, x, y: F.cross_entropy(run(hidden(p, x), p["v"]), y)
 
 
 def scripted_parameters_alone():
-    run = Scripted.of_two()
+    run = script_of_two()
     return lambda p, b, x, y: out(p, F.linear(x, run(p["w"], p["w"] * 3)), y)
 
 
 def scripted_sample():
-    run = Scripted.of_two()
+    run = script_of_two()
     return lambda p, b, x, y: out(p, hidden(p, run(x, x * 2)), y)
 
 
