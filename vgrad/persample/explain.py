@@ -93,9 +93,9 @@ def explain(transform: Any) -> Any:
     `transform` is what `per_sample_norm`, `clipped_grad` or another per-sample
     transform returns. Its loss runs once, forward and backward, on the first chunk of
     the batch and with the transform's options (and on one sample, if a parameter gets
-    no gradient); random generators are put back. Print
-    the result, or read `.strategy` and `.rows`. For what `ensemble_forward` and
-    `ensemble_grad` return it says which strategy runs and the form of each op.
+    no gradient); random generators are put back. Print the result, or read `.strategy`
+    and `.rows`. For what `ensemble_forward` and `ensemble_grad` return it says which
+    strategy runs and the form of each op.
 
     Each use of a parameter leaves a factor. Where the op has no rule that fits, the
     parameter is expanded over the samples: exact, but all gradients are stored. What is

@@ -102,12 +102,7 @@ def per_sample_gram(
         return call.result(found[""] if groups is None else found, *tree.tensors(cross))
 
     options = Problem(
-        "per_sample_gram",
-        loss,
-        strategy,
-        chunk_size,
-        randomness,
-        loss_scale=loss_scale,
+        "per_sample_gram", loss, strategy, chunk_size, randomness, loss_scale=loss_scale
     )
     return GramFn(options, gram)
 

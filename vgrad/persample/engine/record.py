@@ -87,7 +87,7 @@ class Recorder(LossGuard):
         if reads:
             self._sites.check_read(func, sites)
             return func(*args, **kwargs)
-        output = self._run(func, args, kwargs, sites, batched=batched)
+        output = self._run(func, args, kwargs, sites, batched)
         self._truth.after(func, tensors, output)
         return output
 
@@ -115,7 +115,6 @@ class Recorder(LossGuard):
         args: tuple,
         kwargs: dict,
         sites: list[Site],
-        *,
         batched: bool,
     ) -> Any:
         """Run one call that computes something."""

@@ -28,46 +28,27 @@ Take = Callable[[str, Factor], None]
 
 @dataclass(eq=False)
 class Site:
-    """A tensor that the loss takes for a parameter, or for a function of some.
+    """A tensor that the loss takes for a parameter, or for a function of some."""
 
-    Attributes:
-        names: the parameters that it is computed from.
-        handed: what the loss gets, a leaf that requires grad.
-        plain: the same for ops that need no gradient of it.
-        source: the value with the graph that leads to the parameters' leaves.
-        replay: where the value is a view of a parameter, the way to it.
-        parent: the site of which this one is a transpose or a cast.
-        expansion: one copy for each sample, without memory of its own.
-        asked: the ops that asked for copies, and whether they have rules that fit.
-    """
-
-    names: tuple[str, ...]
-    handed: Tensor
-    plain: Tensor
-    source: Tensor
-    replay: Replay | None = None
-    parent: "Site | None" = None
+    names: tuple[str, ...]  # the parameters that it is computed from
+    handed: Tensor  # what the loss gets, a leaf that requires grad
+    plain: Tensor  # the same for ops that need no gradient of it
+    source: Tensor  # the value with the graph that leads to the parameters' leaves
+    replay: Replay | None = None  # for a view of a parameter, the way to it
+    parent: "Site | None" = None  # the site of which it is a transpose or a cast
     transposed: bool = False
-    expansion: Tensor | None = None
-    asked: dict[str, bool] = field(default_factory=dict)
+    expansion: Tensor | None = None  # one copy for each sample, without memory
+    asked: dict[str, bool] = field(default_factory=dict)  # ops for copies: rules fit?
 
 
 class Use(NamedTuple):
-    """One use of parameters, told as soon as its gradients are known.
+    """One use of parameters, told as soon as its gradients are known."""
 
-    Attributes:
-        names: the parameters.
-        ops: the op; where copies for the samples were used, all that asked for them.
-        factor: the gradients of what the ops took.
-        ruled: whether the ops have rules that fit.
-        computed: whether that was computed from the parameters and no view of one.
-    """
-
-    names: tuple[str, ...]
-    ops: tuple[str, ...]
-    factor: Factor
-    ruled: bool
-    computed: bool
+    names: tuple[str, ...]  # the parameters
+    ops: tuple[str, ...]  # the op, or all ops that asked for copies for the samples
+    factor: Factor  # the gradients of what the ops took
+    ruled: bool  # the ops have rules that fit
+    computed: bool  # what they took was computed from parameters and is no view of one
 
 
 @dataclass(eq=False)
