@@ -333,3 +333,13 @@ def assert_quantities(
     assert int(clipped.nonfinite) == 0
     assert clipped.losses.shape == (size,)
     return expected
+
+
+def product(params: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> Tensor:
+    """A loss whose gradient is the sample."""
+    return (params["w"] * x).sum()
+
+
+def squared(params: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> Tensor:
+    """A loss that is no linear function of its parameter."""
+    return (params["w"] * x).square().sum()

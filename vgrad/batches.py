@@ -1,4 +1,4 @@
-"""A batch as rows of tensors: its size, its chunks, and how large these may be.
+"""A batch of samples: its size, its chunks, and how large these may be.
 
 B is the number of samples; every tensor of a batch is `[B, ...]`.
 """
@@ -33,14 +33,14 @@ class Batch:
         """The tensors among the leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
-    def rows(self, start: int, stop: int) -> list[Tensor]:
-        """Return these rows of every tensor, which require no grad under no_grad."""
-        rows = [tensor[start:stop] for tensor in self.tensors]
-        return rows if torch.is_grad_enabled() else [row.detach() for row in rows]
+    def chunk(self, start: int, stop: int) -> tuple[Tensor, ...]:
+        """Return the tensors of these samples, which need no grad under no_grad."""
+        parts = tuple(tensor[start:stop] for tensor in self.tensors)
+        return parts if torch.is_grad_enabled() else tuple(p.detach() for p in parts)
 
-    def one(self, row: int) -> tuple[Tensor, ...]:
-        """Return this row of every tensor, without the batch dimension."""
-        return tuple(each.squeeze(0) for each in self.rows(row, row + 1))
+    def one(self, number: int) -> tuple[Tensor, ...]:
+        """Return the tensors of one sample, without the batch dimension."""
+        return tuple(each.squeeze(0) for each in self.chunk(number, number + 1))
 
     def sample(self, tensors: tuple[Tensor, ...]) -> Tree:
         """Put the tensors of one sample where they are in the batch."""

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import vgrad
 from tests import oracle
-from tests.cases import STRATEGIES, build, every_strategy, rows
+from tests.cases import STRATEGIES, build, every_strategy, rows, squared
 from tests.examples import examples
 from vgrad import per_sample_gram, per_sample_projection
 from vgrad.persample import projection
@@ -462,30 +462,24 @@ def test_results_of_vmap_have_derivatives():
     w = torch.tensor([1.0, 2.0], requires_grad=True)
     x = torch.tensor([[1.0, 1.0], [0.0, 3.0]])
 
-    def loss(params, buffers, x):
-        return (params["w"] * x).square().sum()
-
     def trace(w):
-        return per_sample_gram(loss, strategy="vmap")({"w": w}, {}, x).trace()
+        return per_sample_gram(squared, strategy="vmap")({"w": w}, {}, x).trace()
 
     (found,) = torch.autograd.grad(trace(w), w)
     torch.testing.assert_close(found, 8 * w.detach() * x.pow(4).sum(0))
 
 
 def test_both_work_inside_transforms_and_inference_mode():
-    def loss(params, buffers, x):
-        return (params["w"] * x).square().sum()
-
     members = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
     x = torch.randn(3, 2, generator=torch.Generator().manual_seed(0))
-    project = per_sample_projection(loss, 4, seed=0)
-    for compute in (per_sample_gram(loss), project):
+    project = per_sample_projection(squared, 4, seed=0)
+    for compute in (per_sample_gram(squared), project):
         alone = torch.stack([compute({"w": w}, {}, x) for w in members])
         mapped = torch.vmap(lambda w, c=compute: c({"w": w}, {}, x))(members)
         torch.testing.assert_close(mapped, alone)
         with torch.inference_mode():
             again = torch.stack([compute({"w": w}, {}, x) for w in members])
         torch.testing.assert_close(again, alone)
-    fresh = per_sample_projection(loss, 4, seed=0)
+    fresh = per_sample_projection(squared, 4, seed=0)
     mapped = torch.vmap(lambda w: fresh({"w": w}, {}, x))(members)
     torch.testing.assert_close(mapped[0], project({"w": members[0]}, {}, x))

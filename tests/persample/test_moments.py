@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import vgrad
 from tests import oracle
-from tests.cases import STRATEGIES, build, every_strategy
+from tests.cases import STRATEGIES, build, every_strategy, product, squared
 from tests.examples import examples
 from vgrad import gradient_moments
 from vgrad.persample.factors import Outer
@@ -17,13 +17,9 @@ from vgrad.persample.factors import Outer
 NAMES = ("mlp", "cnn", "grouped_conv", "padding_idx", "tied", "bare_and_frozen")
 
 
-def linear(params, buffers, x):
-    return (params["w"] * x).sum()
-
-
 def moments_of(x, **options):
     params = {"w": torch.ones(x.shape[1:], dtype=x.dtype)}
-    return gradient_moments(linear, **options)(params, {}, x)
+    return gradient_moments(product, **options)(params, {}, x)
 
 
 def noise_scale(expected):
@@ -237,11 +233,8 @@ def test_moments_of_vmap_have_derivatives():
     w = torch.tensor([1.0, 2.0], requires_grad=True)
     x = torch.tensor([[1.0, 1.0], [0.0, 3.0]])
 
-    def loss(params, buffers, x):
-        return (params["w"] * x).square().sum()
-
     for chunk_size in (None, 1):
-        compute = gradient_moments(loss, strategy="vmap", chunk_size=chunk_size)
+        compute = gradient_moments(squared, strategy="vmap", chunk_size=chunk_size)
         (found,) = torch.autograd.grad(compute({"w": w}, {}, x).variance["w"].sum(), w)
         gradient = torch.autograd.functional.jacobian(
             lambda w: (2 * w * x**2).var(0).sum(), w.detach()
@@ -253,11 +246,8 @@ def test_it_works_inside_transforms_and_inference_mode():
     members = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
     x = torch.randn(3, 2, generator=torch.Generator().manual_seed(0))
 
-    def loss(params, buffers, x):
-        return (params["w"] * x).square().sum()
-
     def scale(w):
-        return gradient_moments(loss, chunk_size=2)({"w": w}, {}, x).noise_scale
+        return gradient_moments(squared, chunk_size=2)({"w": w}, {}, x).noise_scale
 
     alone = torch.stack([scale(w) for w in members])
     torch.testing.assert_close(torch.vmap(scale)(members), alone)
@@ -267,7 +257,7 @@ def test_it_works_inside_transforms_and_inference_mode():
 
 def test_options_are_checked():
     with pytest.raises(ValueError, match=r"gradient_moments\(strategy='fast'\)"):
-        gradient_moments(linear, strategy="fast")
-    compute = gradient_moments(linear)
+        gradient_moments(product, strategy="fast")
+    compute = gradient_moments(product)
     with pytest.raises(ValueError, match=r"gradient_moments.*one batch size"):
         compute({"w": torch.ones(2)}, {}, torch.ones(2, 2), torch.ones(3))

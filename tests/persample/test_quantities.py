@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import vgrad
 from tests import cases, oracle
-from tests.cases import STRATEGIES, build, every_strategy
+from tests.cases import STRATEGIES, build, every_strategy, product, squared
 from vgrad import explain
 from vgrad.persample.engine import STRATEGIES as TABLE
 
@@ -87,10 +87,6 @@ def test_the_tolerance_for_rounding_grows_with_the_condition_alone(condition, dt
 
     found = oracle.rounding(near_zero, torch.ones(20), dtype=dtype)
     assert 0.4 < found / (condition * torch.finfo(dtype).eps) < 1.001
-
-
-def product(params, buffers, x):
-    return (params["w"] * x).sum()
 
 
 def linear_loss(params, buffers, x):
@@ -204,9 +200,6 @@ def test_memory_of_a_chunked_sum_does_not_grow_with_the_batch():
     size = 64
     live = []
 
-    def loss(params, buffers, x):
-        return (params["w"] * x).sum()
-
     params = {"w": torch.zeros(100_000)}
     x = torch.ones(size, 1)
     weak = []
@@ -219,7 +212,7 @@ def test_memory_of_a_chunked_sum_does_not_grow_with_the_batch():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vgrad.persample.factors.reductions.row_norms", watched)
-        vgrad.clipped_grad(loss, max_norm=1.0, chunk_size=4)(params, {}, x)
+        vgrad.clipped_grad(product, max_norm=1.0, chunk_size=4)(params, {}, x)
     assert len(live) == size // 4
     assert max(live) == 1
 
@@ -358,17 +351,13 @@ def test_weighted_sums_are_differentiated_by_their_weights_or_refuse(
 def test_results_are_no_function_of_a_loss_scale(strategy):
     scale = torch.tensor(8.0, requires_grad=True)
     compute = vgrad.per_sample_grad(
-        square_loss,
+        squared,
         strategy=strategy,
         loss_scale=types.SimpleNamespace(loss_scale=scale),  # a scale of one's own
     )
     grads = compute({"w": torch.ones(2)}, {}, torch.ones(3, 2))
     assert torch.equal(grads["w"], torch.full((3, 2), 2.0))
     assert not grads["w"].requires_grad
-
-
-def square_loss(params, buffers, x):
-    return (params["w"] * x).square().sum()
 
 
 @pytest.mark.parametrize("strategy", DIFFERENTIABLE)
@@ -638,16 +627,15 @@ def test_long_sums_do_not_drift():
 @pytest.mark.parametrize("strategy", DIFFERENTIABLE)
 @pytest.mark.parametrize("size", [1.0, 1e-26, 1e26])
 def test_second_derivatives_survive_a_sample_without_gradient(strategy, size):
-    def loss(params, buffers, x):
-        return (params["w"] * x).square().sum()
-
     w = torch.tensor([1.0, 2.0], requires_grad=True)
     x = torch.tensor([[1.0, 1.0], [0.0, 0.0]]) * size**0.5
-    norms = vgrad.per_sample_norm(loss, strategy=strategy)({"w": w}, {}, x)
+    norms = vgrad.per_sample_norm(squared, strategy=strategy)({"w": w}, {}, x)
     (found,) = torch.autograd.grad(norms.sum(), w)
     expected = 2 * size * w.detach() / w.detach().norm()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
-    clipped = vgrad.clipped_grad(loss, max_norm=1.0, strategy=strategy)({"w": w}, {}, x)
+    clipped = vgrad.clipped_grad(squared, max_norm=1.0, strategy=strategy)(
+        {"w": w}, {}, x
+    )
     (found,) = torch.autograd.grad(clipped.grads["w"].sum(), w)
     assert bool(found.isfinite().all())
 
@@ -656,10 +644,7 @@ def test_second_derivatives_survive_a_sample_without_gradient(strategy, size):
 @pytest.mark.parametrize("strategy", DIFFERENTIABLE)
 def test_forward_mode_sees_the_result(strategy):
     def mean_norm(w):
-        def loss(params, buffers, x):
-            return (params["w"] * x).square().sum()
-
-        return vgrad.per_sample_norm(loss, strategy=strategy)({"w": w}, {}, x).mean()
+        return vgrad.per_sample_norm(squared, strategy=strategy)({"w": w}, {}, x).mean()
 
     x = torch.ones(2, 2)
     _, tangent = vgrad.linearize(mean_norm, torch.tensor([1.0, 2.0]))

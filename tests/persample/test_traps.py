@@ -22,6 +22,7 @@ from tests.cases import (
     every_strategy,
     next_token,
     of_model,
+    product,
     randn,
 )
 from vgrad import explain
@@ -51,10 +52,6 @@ def clipped_lengths(loss, params, batch, bound, strategy="recorded"):
     compute = vgrad.clipped_grad(loss, max_norm=bound, strategy=strategy)
     rows = ((each[i : i + 1] for each in batch) for i in range(len(batch[0])))
     return torch.tensor([length(compute(params, {}, *row).grads) for row in rows])
-
-
-def product(params, buffers, x):
-    return (params["w"] * x).sum()
 
 
 def linear(params, buffers, x, g):

@@ -12,7 +12,7 @@ from vgrad import checks
 from vgrad.batches import ChunkSize
 from vgrad.dtypes import no_autocast
 from vgrad.persample.engine import Call, Problem, Randomness, Settled, Transform, joined
-from vgrad.persample.engine.grouping import Grouping
+from vgrad.persample.engine.grouping import members
 from vgrad.persample.factors import Norm, Sums, reductions
 from vgrad.persample.factors.sums import ordinary, rounded_down
 from vgrad.precision.loss_scale import LossScale
@@ -165,17 +165,17 @@ class _Clip:
         """Return the names of parameters that are clipped together, and the bound."""
         if isinstance(self.max_norm, Mapping):
             groups = {pattern: [pattern] for pattern in self.max_norm}
-            members = Grouping("clipped_grad", groups).members(params)
-            covered = {name for names in members.values() for name in names}
+            found = members("clipped_grad", groups, params)
+            covered = {name for names in found.values() for name in names}
             if missing := sorted(params.keys() - covered):
                 raise ValueError(
                     f"clipped_grad(max_norm={dict(self.max_norm)!r}): expected every "
                     f"parameter to match a pattern, but {missing} match none."
                 )
-            return [(members[each], self.max_norm[each]) for each in members]
+            return [(found[each], self.max_norm[each]) for each in found]
         if self.kind != "per_layer":
             return [(list(params), self.max_norm)]
-        layers = Grouping("clipped_grad", "layer").members(params)
+        layers = members("clipped_grad", "layer", params)
         bound = self.max_norm / math.sqrt(len(layers))
         return [(names, bound) for names in layers.values()]
 

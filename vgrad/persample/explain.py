@@ -3,21 +3,15 @@
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from torch.overrides import TorchFunctionMode
 
 from vgrad import checks
-from vgrad.persample.engine import (
-    Call,
-    Fallbacks,
-    Problem,
-    Transform,
-    UnsupportedOp,
-    Use,
-    views,
-)
+from vgrad.persample.engine import Call, Fallbacks, Problem, Transform, UnsupportedOp
 from vgrad.persample.engine.collectors import Collector
+from vgrad.persample.engine.sites import Use
+from vgrad.persample.engine.views import only_reads
 from vgrad.persample.factors import Conv, Dense, Factor, Outer, Rows, Tied, Zero
 from vgrad.persample.factors.combined import Moved
 from vgrad.randomness import kept_random_state
@@ -87,6 +81,10 @@ class Explanation:
         )
 
 
+@overload
+def explain(transform: Transform) -> Transform: ...
+@overload
+def explain(transform: Any) -> Any: ...
 def explain(transform: Any) -> Any:
     """Say what a transform does: `(params, buffers, *batch) -> Explanation`.
 
@@ -274,7 +272,7 @@ class _Watch(TorchFunctionMode):
         """Note the parameters among the arguments, and run the call."""
         kwargs = kwargs or {}
         op = getattr(func, "__name__", str(func))
-        if not views.only_reads(func):
+        if not only_reads(func):
             for leaf in tree_leaves((args, kwargs)):
                 if (name := self.names.get(id(leaf))) is not None:
                     self.ops.setdefault(name, {})[op] = None

@@ -14,14 +14,14 @@ from vgrad import batches, tree
 from vgrad.batches import ChunkSize
 from vgrad.dtypes import double, no_autocast
 from vgrad.persample.engine import Call, Factors, Problem, Randomness, Transform
-from vgrad.persample.engine.grouping import Grouping, Groups
+from vgrad.persample.engine.grouping import Groups, check_groups, members
 from vgrad.persample.factors import Dense, Factor
 from vgrad.precision.loss_scale import LossScale
 from vgrad.process import ALONE
 from vgrad.randomness import random_state, set_random_state
 from vgrad.typing import Buffers, LossFn, Params, Tree
 
-_Members = Mapping[str, Sequence[str]]
+_Parts = Mapping[str, Sequence[str]]
 """The names of parameters in each group."""
 
 
@@ -88,16 +88,15 @@ def per_sample_gram(
         tensor([[4.],
                 [0.]])
     """
-    grouping = Grouping("per_sample_gram", groups)
+    check_groups("per_sample_gram", groups)
 
     def gram(call: Call, cross: tuple | None) -> Any:
-        members = grouping.members(call.params)
+        parts = members("per_sample_gram", groups, call.params)
         with ALONE if randomness == "same" else nullcontext():
-            found = (
-                _within(call, members)
-                if cross is None
-                else _between(call, members, cross)
-            )
+            if cross is None:
+                found = _within(call, parts)
+            else:
+                found = _between(call, parts, cross)
         found = {group: value.to(call.dtype) for group, value in found.items()}
         return call.result(found[""] if groups is None else found, *tree.tensors(cross))
 
@@ -107,24 +106,24 @@ def per_sample_gram(
     return GramFn(options, gram)
 
 
-def _within(call: Call, members: _Members) -> dict[str, Tensor]:
+def _within(call: Call, parts: _Parts) -> dict[str, Tensor]:
     """Inner products of a batch's gradients for every group, [B, B]."""
-    held = _held(call, members)
+    held = _held(call, parts)
     if not call.done:
-        return _zeros(call, members, 0, 0)
+        return _zeros(call, parts, 0, 0)
     with no_autocast(call.problem.device):
-        return _summed(members, lambda name: _symmetric(held.pop(name)))
+        return _summed(parts, lambda name: _symmetric(held.pop(name)))
 
 
-def _between(call: Call, members: _Members, cross: tuple) -> dict[str, Tensor]:
+def _between(call: Call, parts: _Parts, cross: tuple) -> dict[str, Tensor]:
     """Inner products with the gradients of a second batch for every group, [B, B']."""
     problem = call.problem
     other = batches.read(problem.function, cross)
     if not (problem.batch.size and other.size):
-        return _zeros(call, members, problem.batch.size, other.size)
+        return _zeros(call, parts, problem.batch.size, other.size)
     same = problem.randomness == "same"
     state = random_state(problem.tensors) if same else None
-    held = _held(call, members)
+    held = _held(call, parts)
     if state is not None:
         set_random_state(state)  # all samples draw the same, of both batches
     strips = []
@@ -135,20 +134,20 @@ def _between(call: Call, members: _Members, cross: tuple) -> dict[str, Tensor]:
             return torch.cat([each.gram(factor) for each in held[name]])
 
         with no_autocast(problem.device):
-            strips.append(_summed(members, product))
+            strips.append(_summed(parts, product))
     return {
-        group: torch.cat([strip[group] for strip in strips], dim=1) for group in members
+        group: torch.cat([strip[group] for strip in strips], dim=1) for group in parts
     }
 
 
-def _zeros(call: Call, members: _Members, *sizes: int) -> dict[str, Tensor]:
+def _zeros(call: Call, parts: _Parts, *sizes: int) -> dict[str, Tensor]:
     value = next(iter(call.params.values()))
-    return {group: value.new_zeros(sizes, dtype=call.dtype) for group in members}
+    return {group: value.new_zeros(sizes, dtype=call.dtype) for group in parts}
 
 
-def _held(call: Call, members: _Members) -> dict[str, list[Factor]]:
+def _held(call: Call, parts: _Parts) -> dict[str, list[Factor]]:
     """Run the batch, and keep all factors of each parameter that is in a group."""
-    held: dict[str, list[Factor]] = {n: [] for names in members.values() for n in names}
+    held: dict[str, list[Factor]] = {n: [] for names in parts.values() for n in names}
     for chunk in call.chunks(Factors):
         for name, factors in held.items():
             factors.append(chunk.factors.pop(name))
@@ -164,10 +163,10 @@ def _check_cross(cross: Any) -> None:
         )
 
 
-def _summed(members: _Members, product: Callable[[str], Tensor]) -> dict[str, Tensor]:
+def _summed(parts: _Parts, product: Callable[[str], Tensor]) -> dict[str, Tensor]:
     """Sum over the parameters of every group, in float64."""
     found: dict[str, Tensor] = {}
-    for group, names in members.items():
+    for group, names in parts.items():
         for name in names:
             part = double(product(name)).real
             found[group] = found[group] + part if group in found else part

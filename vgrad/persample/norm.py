@@ -6,7 +6,7 @@ from torch import Tensor
 
 from vgrad.batches import ChunkSize
 from vgrad.persample.engine import Call, Norms, Problem, Randomness, Transform, joined
-from vgrad.persample.engine.grouping import Grouping, Groups
+from vgrad.persample.engine.grouping import Groups, check_groups, members
 from vgrad.persample.factors import Norm, reductions
 from vgrad.precision.loss_scale import LossScale
 from vgrad.typing import LossFn
@@ -43,13 +43,13 @@ def per_sample_norm(
         >>> per_sample_norm(loss)({"w": torch.ones(2)}, {}, x)
         tensor([5., 0.])
     """
-    grouping = Grouping("per_sample_norm", groups)
+    check_groups("per_sample_norm", groups)
 
     def norms(call: Call) -> Any:
-        members = grouping.members(call.params)
-        found: dict[str, list[Tensor]] = {group: [] for group in members}
+        parts = members("per_sample_norm", groups, call.params)
+        found: dict[str, list[Tensor]] = {group: [] for group in parts}
         for chunk in call.chunks(Norms):
-            for group, names in members.items():
+            for group, names in parts.items():
                 norm = Norm.joint([chunk.norms[name] for name in names])
                 found[group].append(norm.value.to(call.dtype))
         empty = reductions.no_norms(call.params, call.dtype)

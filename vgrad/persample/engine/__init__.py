@@ -1,6 +1,5 @@
 """How a loss is run so that every use of a parameter leaves a factor."""
 
-from vgrad.persample.engine import views as views
 from vgrad.persample.engine.collectors import Collector as Collector
 from vgrad.persample.engine.collectors import Factors as Factors
 from vgrad.persample.engine.collectors import Gradients as Gradients
@@ -9,15 +8,15 @@ from vgrad.persample.engine.collectors import Norms as Norms
 from vgrad.persample.engine.collectors import Projections as Projections
 from vgrad.persample.engine.collectors import Settled as Settled
 from vgrad.persample.engine.collectors import Weighted as Weighted
-from vgrad.persample.engine.grouping import Grouping as Grouping
 from vgrad.persample.engine.grouping import Groups as Groups
+from vgrad.persample.engine.grouping import check_groups as check_groups
+from vgrad.persample.engine.grouping import members as members
 from vgrad.persample.engine.guard import Fallbacks as Fallbacks
 from vgrad.persample.engine.guard import FallbackWarning as FallbackWarning
 from vgrad.persample.engine.guard import LossGuard as LossGuard
 from vgrad.persample.engine.guard import UnsupportedOp as UnsupportedOp
 from vgrad.persample.engine.problem import Problem as Problem
 from vgrad.persample.engine.problem import Randomness as Randomness
-from vgrad.persample.engine.sites import Use as Use
 from vgrad.persample.engine.strategies import STRATEGIES as STRATEGIES
 from vgrad.persample.engine.strategies import saved_bytes as saved_bytes
 from vgrad.persample.engine.transform import Call as Call

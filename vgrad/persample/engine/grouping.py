@@ -10,66 +10,64 @@ Groups = str | Mapping[str, Patterns] | None
 """`"parameter"`, `"layer"` (a module), or patterns by a group's name; None for all."""
 
 
-class Grouping:
-    """Which parameters belong together; all of them, in the group "", for None.
+def check_groups(function: str, groups: Groups) -> None:
+    """Refuse what is no kind of grouping.
 
     Raises:
         TypeError: the patterns of a group are no list or tuple of strings.
         ValueError: a string is another than `"parameter"` and `"layer"`.
+    """
+    if isinstance(groups, Mapping):
+        for group, patterns in groups.items():
+            names.check(function, **{f"groups[{group!r}]": patterns})
+    elif groups is not None:
+        checks.one_of(function, ("parameter", "layer"), groups=groups)
+
+
+def members(function: str, groups: Groups, params: Params) -> dict[str, list[str]]:
+    """Return the names in each group, each in one; all are in "" for None.
+
+    Raises:
+        ValueError: a pattern matches nothing, or two groups match one parameter.
 
     Example:
         >>> import torch
         >>> params = {"0.weight": torch.ones(1), "0.bias": torch.ones(1)}
-        >>> Grouping("per_sample_norm", "layer").members(params)
+        >>> members("per_sample_norm", "layer", params)
         {'0': ['0.weight', '0.bias']}
     """
+    if isinstance(groups, Mapping):
+        return _matched(function, groups, params)
+    owner = {None: lambda _: "", "parameter": str, "layer": _module}[groups]
+    found: dict[str, list[str]] = {}
+    for name in params:
+        found.setdefault(owner(name), []).append(name)
+    return found
 
-    def __init__(self, function: str, groups: Groups) -> None:
-        """Check the kind of grouping."""
-        if isinstance(groups, Mapping):
-            for group, patterns in groups.items():
-                names.check(function, **{f"groups[{group!r}]": patterns})
-        elif groups is not None:
-            checks.one_of(function, ("parameter", "layer"), groups=groups)
-        self._function = function
-        self._groups = groups
 
-    def members(self, params: Params) -> dict[str, list[str]]:
-        """Return the names in each group, each in one.
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
 
-        Raises:
-            ValueError: a pattern matches nothing, or two groups match one parameter.
-        """
-        if self._groups is None:
-            return {"": list(params)}
-        if isinstance(self._groups, Mapping):
-            return self._matched(self._groups, params)
-        if self._groups == "parameter":
-            return {name: [name] for name in params}
-        found: dict[str, list[str]] = {}
-        for name in params:
-            found.setdefault(name.rpartition(".")[0], []).append(name)
-        return found
 
-    def _matched(
-        self, groups: Mapping[str, Patterns], params: Params
-    ) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
-        owner: dict[str, str] = {}
-        for group, patterns in groups.items():
-            found[group] = []
-            for pattern in patterns:
-                matched = names.selected(params, [pattern])
-                if not matched:
-                    raise ValueError(
-                        f"{self._function}(groups): expected patterns of names of "
-                        f"parameters, but {pattern!r} matches none of {list(params)}."
-                    )
-                found[group] += [each for each in matched if each not in found[group]]
-            for name in found[group]:
-                if owner.setdefault(name, group) != group:
-                    raise ValueError(
-                        f"{self._function}(groups): expected groups without common "
-                        f"parameters, but {name!r} is in {owner[name]!r} and {group!r}."
-                    )
-        return found
+def _matched(
+    function: str, groups: Mapping[str, Patterns], params: Params
+) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    owner: dict[str, str] = {}
+    for group, patterns in groups.items():
+        found[group] = []
+        for pattern in patterns:
+            matched = names.selected(params, [pattern])
+            if not matched:
+                raise ValueError(
+                    f"{function}(groups): expected patterns of names of parameters, "
+                    f"but {pattern!r} matches none of {list(params)}."
+                )
+            found[group] += [each for each in matched if each not in found[group]]
+        for name in found[group]:
+            if owner.setdefault(name, group) != group:
+                raise ValueError(
+                    f"{function}(groups): expected groups without common parameters, "
+                    f"but {name!r} is in {owner[name]!r} and {group!r}."
+                )
+    return found

@@ -190,11 +190,11 @@ class Fallbacks:
                 warnings.simplefilter("always")
                 yield
         finally:
-            found = {messages.op_without_rule(str(each.message)) for each in caught} - {
-                ""
-            }
+            found: set[str] = set()
             for each in caught:
-                if not messages.op_without_rule(str(each.message)):
+                if op := messages.op_without_rule(str(each.message)):
+                    found.add(op)
+                else:
                     warnings.warn_explicit(
                         each.message, each.category, each.filename, each.lineno
                     )

@@ -82,8 +82,8 @@ def recorded(problem: Problem, collect: Collect, start: int, stop: int) -> Chunk
     # A sample that requires grad says so to the loss, but leads to the caller no more.
     again = problem.differentiable
     tensors = tuple(
-        recorder.anchor(row) if again and row.requires_grad else row.detach()
-        for row in problem.batch.rows(start, stop)
+        recorder.anchor(each) if again and each.requires_grad else each.detach()
+        for each in problem.batch.chunk(start, stop)
     )
     with _clear_errors(problem), torch.enable_grad():
         mapped = torch.vmap(one, randomness=problem.randomness)
@@ -115,7 +115,7 @@ def vmap(problem: Problem, collect: Collect, start: int, stop: int) -> Chunk:
 
     mapped = torch.vmap(one, randomness=problem.randomness)
     with _clear_errors(problem):
-        grads, losses, aux = mapped(tuple(problem.batch.rows(start, stop)))
+        grads, losses, aux = mapped(problem.batch.chunk(start, stop))
     return _collected(problem, collect, grads, losses, aux)
 
 
