@@ -343,3 +343,30 @@ def product(params: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) ->
 def squared(params: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> Tensor:
     """A loss that is no linear function of its parameter."""
     return (params["w"] * x).square().sum()
+
+
+def state_of_torch() -> tuple:
+    """Everything that a call could leave behind."""
+    backends = torch.backends
+    return (
+        torch._C._len_torch_function_stack(),
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._functorch.peek_interpreter_stack(),
+        torch._C._functorch.maybe_current_level(),
+        torch._C._autograd._saved_tensors_hooks_is_enabled(),
+        backends.cudnn.deterministic,
+        backends.cudnn.benchmark,
+        backends.cudnn.enabled,
+        backends.cudnn.allow_tf32,
+        backends.cuda.matmul.allow_tf32,
+        backends.mkldnn.enabled,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_anomaly_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_cache_enabled(),
+        torch.get_rng_state().tolist(),
+    )

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import Tensor
-from torch._C import _functorch as functorch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, wrap_torch_function
 from torch.utils import _pytree as pytree
@@ -17,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import vgrad
 from tests import oracle
-from tests.cases import CASES, build, randn
+from tests.cases import CASES, build, randn, state_of_torch
 from tests.persample.test_record import RECORDED, B, W, check, fixed, given, out_of
 from vgrad.persample.engine import STRATEGIES
 from vgrad.persample.factors import Dense
@@ -487,22 +486,6 @@ def raises_nothing(p, x):
 
 RAISES = [raises_at_once, raises_late, raises_inside]
 RAISES += [raises_backward, raises_under_modes]
-
-
-def state_of_torch():
-    """Everything that a call could leave behind."""
-    return (
-        torch._C._len_torch_function_stack(),
-        torch._C._functorch.peek_interpreter_stack(),
-        functorch.maybe_current_level(),
-        torch._C._len_torch_dispatch_stack(),
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.is_autocast_cache_enabled(),
-        torch._C._autograd._saved_tensors_hooks_is_enabled(),
-        torch.get_rng_state().tolist(),
-    )
 
 
 def state_of(tensor):
