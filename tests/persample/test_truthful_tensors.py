@@ -45,19 +45,18 @@ def out(p, h, y):
     return F.cross_entropy(F.linear(h, p["v"]), y)
 
 
-def fused(p, b, x, y):
-    options = nn.LinearCrossEntropyOptions()
-    return F.linear_cross_entropy(hidden(p, x)[None], p["v"], y[None], options=options)
+def of_hidden(change):
+    """Make a loss of what is hidden, changed by code that may ask it something."""
+    return lambda p, b, x, y: out(p, change(hidden(p, x)), y)
 
 
-def fused_without_a_batch(p, b, x, y):
-    options = nn.LinearCrossEntropyOptions()
-    return F.linear_cross_entropy(hidden(p, x), p["v"], y, options=options)
+def fused(batched):
+    def loss(p, b, x, y):
+        h, y = (hidden(p, x)[None], y[None]) if batched else (hidden(p, x), y)
+        options = nn.LinearCrossEntropyOptions()
+        return F.linear_cross_entropy(h, p["v"], y, options=options)
 
-
-def branches(p, b, x, y):
-    h = hidden(p, x)
-    return out(p, F.relu(h) if h.requires_grad else h.detach().relu_(), y)
+    return loss
 
 
 def branches_on_a_computed_parameter(p, b, x, y):
@@ -66,12 +65,11 @@ def branches_on_a_computed_parameter(p, b, x, y):
     return out(p, F.linear(x, w), y)
 
 
-def asks_in_no_grad(p, b, x, y):
-    h = hidden(p, x)
+def asks_in_no_grad(h):
     with torch.no_grad():
         scale = h.square()
         assert not scale.requires_grad
-    return out(p, h * scale, y)
+    return h * scale
 
 
 def asks_after_a_write(p, b, x, y):
@@ -81,23 +79,16 @@ def asks_after_a_write(p, b, x, y):
     return (filled.sin() if filled.requires_grad else filled.detach()).sum()
 
 
-def hooks(p, b, x, y):
-    h = hidden(p, x)
+def hooks(h):
     if h.requires_grad:
         h.register_hook(lambda grad: 10 * grad)
-    return out(p, h, y)
+    return h
 
 
-def hooks_the_node(p, b, x, y):
-    h = hidden(p, x)
+def hooks_the_node(h):
     if h.grad_fn is not None:
         h.grad_fn.register_prehook(lambda grads: tuple(10 * g for g in grads))
-    return out(p, h, y)
-
-
-def goes_by_the_graph(p, b, x, y):
-    h = hidden(p, x)
-    return out(p, h.sin() if h.grad_fn is None else h.cos(), y)
+    return h
 
 
 def goes_by_leaves(p, b, x, y):
@@ -106,16 +97,9 @@ def goes_by_leaves(p, b, x, y):
     return out(p, h + (x.sin() if w.is_leaf else x.cos()) @ w, y)
 
 
-def goes_by_versions(p, b, x, y):
-    h = hidden(p, x)
+def goes_by_versions(h):
     h.mul_(2)
-    return out(p, h.cos() if h._version else h.sin(), y)
-
-
-def detaches_in_place(p, b, x, y):
-    h = hidden(p, x)
-    h.detach_()
-    return out(p, h, y)
+    return h.cos() if h._version else h.sin()
 
 
 def detaches_a_computed_parameter(p, b, x, y):
@@ -125,29 +109,17 @@ def detaches_a_computed_parameter(p, b, x, y):
     return out(p, h * F.linear(x, w), y)
 
 
-def makes_a_leaf(p, b, x, y):
-    h = hidden(p, x).detach()
+def makes_a_leaf(h):
+    h = h.detach()
     h.requires_grad = True
-    return out(p, h, y)
+    return h
 
 
-def differentiates(p, b, x, y):
-    h = hidden(p, x)
-    (grad,) = torch.autograd.grad(h.square().sum(), h, create_graph=True)
-    return out(p, grad, y)
-
-
-def differentiates_a_leaf(p, b, x, y):
-    h = hidden(p, x)
+def differentiates_a_leaf(h):
     if h.requires_grad:
         (grad,) = torch.autograd.grad(h, h, torch.ones_like(h))
         h = h * (1 + grad)
-    return out(p, h, y)
-
-
-def reads_memory(p, b, x, y):
-    h = columns(p, x)
-    return (h.as_strided((4,), (1,)) * torch.arange(4.0)).sum().square()
+    return h
 
 
 def columns(p, x):
@@ -156,6 +128,10 @@ def columns(p, x):
 
 def marked(h):
     return (h * torch.arange(1.0 * h.numel()).reshape(h.shape)).sum().square()
+
+
+def reads_memory(p, b, x, y):
+    return marked(columns(p, x).as_strided((4,), (1,)))
 
 
 def writes_into_a_reshape(p, b, x, y):
@@ -176,10 +152,6 @@ def writes_into_contiguous(p, b, x, y):
     h.T.contiguous().T.contiguous()[0] = 0
     h.contiguous()[0] = 0
     return marked(h)
-
-
-def views_a_product(p, b, x, y):
-    return marked(columns(p, x).view(-1))
 
 
 def writes_into_a_copy(p, b, x, y):
@@ -237,68 +209,84 @@ def compiled(x):
         return super(torch.autograd.Function, Doubled).apply(x)
 
 
-def calls_compiled_code(p, b, x, y):
-    return out(p, compiled(hidden(p, x)), y)
-
-
-def returns_from_compiled_code(p, b, x, y):
-    return compiled(out(p, hidden(p, x), y))
-
-
 def calls_compiled_code_in_an_inner_vmap(p, b, x, y):
     h = hidden(p, x)
     return out(p, torch.vmap(lambda k: compiled(h) + k)(x[:2]).sum(0), y)
 
 
-# Where neither is named, every strategy is exact.
-REFUSED = {
-    fused: ("vmap",),
-    fused_without_a_batch: ("vmap",),
-    hooks: ("recorded", "members"),
-    hooks_the_node: ("recorded", "members"),
-    goes_by_the_graph: ("recorded", "members"),
-    goes_by_leaves: ("recorded", "members"),
-    goes_by_versions: ("recorded", "members"),
-    detaches_in_place: ("recorded", "members"),
-    detaches_a_computed_parameter: ("recorded", "members"),
-    makes_a_leaf: ("recorded", "members"),
-    differentiates: ("recorded", "members"),
-    differentiates_a_leaf: ("recorded", "members"),
-    reads_memory: ("recorded",),
-    writes_into_a_reshape: ("recorded",),
-    writes_what_was_reshaped: ("recorded",),
-    writes_into_contiguous: ("recorded",),
-    views_a_product: ("recorded",),
-    convolved: ("members",),
-    calls_compiled_code: ("recorded", "members"),
-    returns_from_compiled_code: ("recorded", "members"),
-    calls_compiled_code_in_an_inner_vmap: ("recorded", "members"),
+branches = of_hidden(lambda h: F.relu(h) if h.requires_grad else h.detach().relu_())
+BOTH = ("recorded", "members")
+LOSSES = {
+    "fused": (("vmap",), fused(batched=True)),
+    "fused without a batch": (("vmap",), fused(batched=False)),
+    "branches": ((), branches),
+    "branches on a computed parameter": ((), branches_on_a_computed_parameter),
+    "asks in no_grad": ((), of_hidden(asks_in_no_grad)),
+    "asks after a write": ((), asks_after_a_write),
+    "hooks": (BOTH, of_hidden(hooks)),
+    "hooks the node": (BOTH, of_hidden(hooks_the_node)),
+    "goes by the graph": (
+        BOTH,
+        of_hidden(lambda h: h.sin() if h.grad_fn is None else h.cos()),
+    ),
+    "goes by leaves": (BOTH, goes_by_leaves),
+    "goes by versions": (BOTH, of_hidden(goes_by_versions)),
+    "detaches in place": (BOTH, of_hidden(lambda h: h.detach_())),
+    "detaches a computed parameter": (BOTH, detaches_a_computed_parameter),
+    "makes a leaf": (BOTH, of_hidden(makes_a_leaf)),
+    "differentiates": (
+        BOTH,
+        of_hidden(
+            lambda h: torch.autograd.grad(h.square().sum(), h, create_graph=True)[0]
+        ),
+    ),
+    "differentiates a leaf": (BOTH, of_hidden(differentiates_a_leaf)),
+    "reads memory": (("recorded",), reads_memory),
+    "writes into a reshape": (("recorded",), writes_into_a_reshape),
+    "writes what was reshaped": (("recorded",), writes_what_was_reshaped),
+    "writes into contiguous": (("recorded",), writes_into_contiguous),
+    "writes into a copy": ((), writes_into_a_copy),
+    "views a product": (
+        ("recorded",),
+        lambda p, b, x, y: marked(columns(p, x).view(-1)),
+    ),
+    "convolved": (("members",), convolved),
+    "frozen encoder": ((), frozen_encoder),
+    "frozen attention": ((), frozen_attention),
+    "frozen table": ((), frozen_table),
+    "calls compiled code": (BOTH, of_hidden(compiled)),
+    "returns from compiled code": (
+        BOTH,
+        lambda p, b, x, y: compiled(out(p, hidden(p, x), y)),
+    ),
+    "calls compiled code in an inner vmap": (
+        BOTH,
+        calls_compiled_code_in_an_inner_vmap,
+    ),
 }
-LOSSES = [
-    *REFUSED,
-    branches,
-    branches_on_a_computed_parameter,
-    asks_in_no_grad,
-    asks_after_a_write,
-    frozen_encoder,
-    frozen_attention,
-    frozen_table,
-    writes_into_a_copy,
-]
+"""Losses that ask their tensors, and who refuses; all others are exact."""
+
+FUSED = pytest.mark.skipif(
+    not hasattr(F, "linear_cross_entropy"), reason="torch has no linear_cross_entropy"
+)
+every_loss = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=FUSED) if name.startswith("fused") else name
+        for name in LOSSES
+    ],
+)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@every_loss
 @pytest.mark.parametrize("strategy", ["recorded", "vmap", "loop", "auto"])
-def test_who_asks_gets_exact_gradients_or_an_error(loss, strategy):
-    if not hasattr(F, "linear_cross_entropy") and loss.__name__.startswith("fused"):
-        pytest.skip("this torch has no linear_cross_entropy")
-    compute = vgrad.per_sample_grad(loss, strategy=strategy)
-    refused = REFUSED.get(loss, ())
+def test_who_asks_gets_exact_gradients_or_an_error(name, strategy):
+    refused, loss = LOSSES[name]
     if strategy in refused or (
         strategy == "auto" and {"recorded", "vmap"} <= {*refused}
     ):
         with pytest.raises(vgrad.UnsupportedOp, match='strategy="(vmap|loop)"'):
-            compute(PARAMS, {}, X, Y)
+            vgrad.per_sample_grad(loss, strategy=strategy)(PARAMS, {}, X, Y)
         return
     options = {"tolerance": EXACT, "strategy": strategy}
     expected = assert_quantities(loss, PARAMS, (X, Y), **options)
@@ -319,13 +307,12 @@ def one_sample(loss):
     return lambda params, buffers, x, y: loss(params, buffers, x[0], y[0])
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@every_loss
 @pytest.mark.parametrize("strategy", ["vmap", "hybrid", "loop"])
-def test_members_that_ask_get_exact_gradients_or_an_error(loss, strategy):
-    if not hasattr(F, "linear_cross_entropy") and loss.__name__.startswith("fused"):
-        pytest.skip("this torch has no linear_cross_entropy")
+def test_members_that_ask_get_exact_gradients_or_an_error(name, strategy):
+    refused, loss = LOSSES[name]
     compute = vgrad.ensemble_grad(one_sample(loss), strategy=strategy)
-    if strategy != "loop" and "members" in REFUSED.get(loss, ()):
+    if strategy != "loop" and "members" in refused:
         with pytest.raises(vgrad.UnsupportedOp, match='strategy="loop"'):
             compute(STACKED, {}, X, Y)
         return
