@@ -34,7 +34,7 @@ class Batch:
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def chunk(self, start: int, stop: int) -> tuple[Tensor, ...]:
-        """Return the tensors of these samples, which need no grad under no_grad."""
+        """Return the tensors of these samples, which require no grad under no_grad."""
         parts = tuple(tensor[start:stop] for tensor in self.tensors)
         return parts if torch.is_grad_enabled() else tuple(p.detach() for p in parts)
 

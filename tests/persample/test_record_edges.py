@@ -1,4 +1,4 @@
-"""Losses that reach a parameter on unusual ways: exact, or refused with a reason."""
+"""Losses that reach a parameter by unusual routes: exact, or refused with a reason."""
 
 import pytest
 import torch

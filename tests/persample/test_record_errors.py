@@ -135,7 +135,7 @@ HOLDERS = {
 
 @pytest.mark.parametrize("changed", [False, True])
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_a_rule_may_hold_its_input_on_any_way(holder, changed, monkeypatch):
+def test_a_rule_may_hold_its_input_in_any_way(holder, changed, monkeypatch):
     @wrap_torch_function(lambda x, weight: (x, weight))
     def scaled(x, weight):
         return x * weight

@@ -27,7 +27,7 @@ _LEAST, _MOST = 1e-30, 1e30
 """Between these a sum in float32 keeps a bound."""
 
 _FAR = 1e25
-"""So many times a bound, times float32's smallest numbers, is nothing to the bound."""
+"""This many bounds times the smallest float32 are nothing next to the bound."""
 
 Kind = Literal["flat", "per_layer", "automatic"]
 

@@ -97,8 +97,8 @@ def explain(transform: Any) -> Any:
 
     Each use of a parameter leaves a factor. Where the op has no rule that fits, the
     parameter is expanded over the samples: exact, but all gradients are stored. What is
-    used several times, or computed from parameters, has a row more for each parameter's
-    sum, and only this one then takes memory.
+    used several times, or computed from parameters, has one more row for each
+    parameter's sum; only that one then takes memory.
 
     Raises:
         TypeError: `transform` is something else.

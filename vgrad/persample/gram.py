@@ -55,8 +55,8 @@ def per_sample_gram(
     Entry (i, j) is `sum_p <dL_i/dp, dL_j/dp>`, the empirical neural tangent kernel of
     the loss, in float32 or wider. The matrix is exactly symmetric. With `cross`, a
     second batch as a tuple, it is `[B, B']`: samples of the batch against those of
-    `cross`, which may have other sizes in all dimensions that the loss allows. With
-    `groups` the result is `{group: [B, B]}`, as for `per_sample_norm`. Complex
+    `cross`, which may have other sizes wherever the loss allows it. With `groups` the
+    result is `{group: [B, B]}`, as for `per_sample_norm`. Complex
     parameters count as pairs of real ones.
 
     A sample whose gradient is not finite has no finite entry in its row and column, and

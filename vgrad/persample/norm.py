@@ -25,10 +25,10 @@ def per_sample_norm(
     """L2 norm of every sample's gradient: `(params, buffers, *batch) -> [B]`.
 
     The norm is over all parameters, `sqrt(sum_p |dL_b/dp|^2)`, in float32 or wider. It
-    neither overflows nor underflows on the way; infinite is only what the dtype of the
-    result cannot hold. With `groups` the result is `{group: [B]}`: `"parameter"` for
-    the norm of each, `"layer"` for those of one module together, or a dictionary from a
-    group's name to a list of patterns of its parameters' names (`vgrad.names`).
+    neither overflows nor underflows on the way; only what the dtype of the result
+    cannot hold is infinite. With `groups` the result is `{group: [B]}`: `"parameter"`
+    for the norm of each, `"layer"` for those of one module together, or a dictionary
+    from a group's name to a list of patterns of its parameters' names (`vgrad.names`).
 
     Raises:
         TypeError: the patterns of a group are no list or tuple.

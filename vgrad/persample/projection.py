@@ -67,8 +67,8 @@ def per_sample_projection(
     for Low Memory Dimension Reduction, arXiv 2105.00105.
 
     Raises:
-        ValueError: `dim` or `seed` is no whole number above zero (from zero on for the
-            seed), `kind` is another; else as `per_sample_grad`.
+        ValueError: `dim` is no positive whole number, `seed` is negative or no whole
+            number, `kind` is unknown; else as `per_sample_grad`.
         UnsupportedOp: as `per_sample_grad`.
 
     Example:

@@ -24,7 +24,7 @@ _AT_ONCE = 2**18
 """Numbers that are widened at once."""
 
 _FORMED = 2**24
-"""Numbers of gradients that are formed where a sum of products is not to be trusted."""
+"""Numbers of gradients formed at once where a sum of products cannot be trusted."""
 
 
 class Collector(Protocol):
@@ -173,7 +173,7 @@ class Settled(Collector):
 
 
 def _slices(keep: Tensor, *shapes: torch.Size) -> Sequence[Tensor]:
-    """Number the samples to keep, as many at a time as gradients may be formed of."""
+    """Return the numbers of samples to keep, as many as may have gradients at once."""
     numbers = sum(math.prod(shape) for shape in shapes)
     rows = keep.nonzero().flatten()
     return rows.split(max(1, _FORMED // max(1, numbers))) if len(rows) else ()

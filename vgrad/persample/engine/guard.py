@@ -27,7 +27,7 @@ from vgrad.torch_private import messages, modes
 
 
 class LossGuard(Untouched):
-    """Refuses batch statistics at the op; with `truth`, what vmap lacks or tells wrong.
+    """Refuses batch statistics at the op; with `truth`, what vmap lacks or misreports.
 
     A function mode sees every torch function that a loss calls, in a module or not.
     `given` is what the loss must not write into.
@@ -155,7 +155,7 @@ def _limit(message: str, op: str, *, in_place: bool, one: str) -> UnsupportedOp 
 
 
 _AUTOGRAD = {"grad", "backward", "requires_grad_", "requires_grad"}
-"""What only a loss calls that differentiates on its own."""
+"""What a loss calls only if it differentiates on its own."""
 
 _RECURRENT = {"rnn_tanh", "rnn_relu", "lstm", "gru"}
 _RECURRENT |= {"rnn_tanh_cell", "rnn_relu_cell", "lstm_cell", "gru_cell"}

@@ -94,8 +94,8 @@ class Recorder(LossGuard):
     def _seen(self, tensors: Sequence[Tensor]) -> tuple[list[Site], bool]:
         """Return stand-ins among arguments, and whether some differ between samples.
 
-        What the loss closes over may require grad, for the caller. The backward pass
-        has to come by the ops between that and the loss, where it comes to parameters.
+        What the loss closes over may require grad for the caller. The backward pass
+        must visit the ops between that and the loss, since they may use parameters.
         """
         sites, batched = [], False
         for tensor in tensors:
@@ -218,7 +218,7 @@ class Recorder(LossGuard):
             if not plan.batched:  # the same for all samples: computed once
                 output = output.expand(self.size, *output.shape)
             if output.requires_grad:  # not under no_grad
-                uses = [(site, plan.makers[name]) for name, site in plan.weights]
+                uses = [(plan.weights[n], plan.makers[n]) for n in plan.weights]
                 name = op_name(self._lowering or func)
                 output = self._taps.tap(name, output, uses, ends=not plan.follows)
             return self.logical(output)
@@ -267,7 +267,7 @@ class Recorder(LossGuard):
             )
         if not batched:
             physical = {**bound, **{name: physical[name] for name in weights}}
-        return _Plan(physical, list(weights.items()), makers, batched, follows)
+        return _Plan(physical, weights, makers, batched, follows)
 
     def _expanded(self, site: Site, op: Callable) -> Tensor:
         """Return a parameter's copies for the samples, which an op asks for."""
@@ -281,7 +281,7 @@ class _Plan(NamedTuple):
     """How one call runs by its rule."""
 
     arguments: dict[str, Any]  # those of the op, physical where it is batched
-    weights: list[tuple[str, Site]]  # the parameters among them
+    weights: dict[str, Site]  # the parameters among them
     makers: dict[str, Maker]  # what makes their factors of the gradient at the output
     batched: bool  # the output differs from sample to sample
     follows: bool  # an input leads on to other parameters

@@ -251,7 +251,7 @@ def _functional_gradient(of_params: Callable, problem: Problem) -> tuple:
 
 @contextmanager
 def _trial(problem: Problem) -> Iterator[None]:
-    """Run the loss on one sample for what it tells, and draw nothing for good."""
+    """Run the loss on one sample, and put the generators back."""
     with kept_random_state(problem.tensors), torch.enable_grad(), _no_weight_cache():
         yield
 

@@ -80,7 +80,7 @@ class Call:
         fixed = {**problem.params, **problem.buffers}
         versions = {name: version_of(value) for name, value in fixed.items()}
         run = STRATEGIES[problem.strategy]
-        # Only a loop asks the generators whether a loss drew that was not to.
+        # Only a loop asks the generators whether the loss drew what it must not.
         draws = problem.randomness != "error" or problem.strategy == "loop"
         alone = ALONE if draws else nullcontext()
         with alone:
