@@ -1,15 +1,24 @@
 """Models that per-sample engines get wrong, each with a loss and a batch.
 
-Sizes are small; the batch has `size` samples. A case builds everything anew.
+Sizes are small; the batch has `size` samples. A case builds everything anew. At the end
+stands what tests of per-sample quantities share.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+import vgrad
+from tests import oracle
+
+STRATEGIES = ("recorded", "vmap", "loop")
+every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
 @dataclass(frozen=True)
@@ -238,3 +247,126 @@ CASES: dict[str, Case] = {
         loops=True,
     ),
 }
+
+
+class Built(NamedTuple):
+    """A case with what its transforms take, and the gradients of the reference."""
+
+    loss: Callable
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    batch: tuple
+    expected: oracle.Grads
+
+    @property
+    def given(self) -> tuple:
+        """The arguments of a transform."""
+        return self.params, self.buffers, *self.batch
+
+
+def build(name: str, size: int, dtype: torch.dtype = torch.float64) -> Built:
+    """Make a case anew, with parameters that require no grad."""
+    torch.manual_seed(0)
+    case = CASES[name]
+    model = case.model().to(dtype)
+    batch = pytree.tree_map_only(
+        Tensor,
+        lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf,
+        case.batch(size),
+    )
+    expected = oracle.model_gradients(model, case.run, batch, size)
+    return Built(*of_model(model, case.criterion, dtype), batch, expected)
+
+
+def of_model(
+    model: nn.Module,
+    criterion: Callable | None = F.cross_entropy,
+    dtype: torch.dtype = torch.float64,
+) -> tuple:
+    """Return the loss of one sample, the parameters and the buffers of a model."""
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model.to(dtype))
+    params = {name: value.detach() for name, value in params.items()}
+    return vgrad.sample_loss(fmodel, criterion), params, buffers
+
+
+def rows(batch: Any, index: Any) -> Any:
+    """Take samples out of a batch."""
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf[index], batch)
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Draw normal numbers, the same at every call."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def assert_quantities(
+    loss: Callable,
+    params: dict[str, Tensor],
+    batch: tuple,
+    *,
+    buffers: dict[str, Tensor] | None = None,
+    expected: oracle.Grads | None = None,
+    tolerance: float = oracle.EXACT,
+    **options: Any,
+) -> oracle.Grads:
+    """Compare every quantity with a loop of plain autograd; return its gradients."""
+    buffers, size = buffers or {}, len(batch[0])
+    if expected is None:
+        expected = oracle.loss_gradients(loss, params, buffers, batch, size)
+    given, exact = (params, buffers, *batch), oracle.norms(expected)
+    grads = vgrad.per_sample_grad(loss, **options)(*given)
+    assert {n: g.dtype for n, g in grads.items()} == {
+        n: p.dtype for n, p in params.items()
+    }
+    oracle.assert_exact(grads, expected, tolerance)
+    norms = vgrad.per_sample_norm(loss, **options)(*given)
+    torch.testing.assert_close(norms.double(), exact, rtol=tolerance, atol=0)
+    weights = torch.linspace(-1, 2, size, dtype=norms.dtype)
+    sums = vgrad.weighted_grad(loss, **options)(weights, *given)
+    oracle.assert_exact(sums, oracle.weighted(expected, weights), tolerance)
+    bound = 0.9 * float(exact.mean()) or 1.0
+    clipped = vgrad.clipped_grad(loss, max_norm=bound, **options)(*given)
+    oracle.assert_exact(clipped.grads, oracle.clipped(expected, bound), tolerance)
+    torch.testing.assert_close(clipped.norms, norms)
+    assert int(clipped.clipped) == int((exact > bound).sum())
+    assert int(clipped.nonfinite) == 0
+    assert clipped.losses.shape == (size,)
+    return expected
+
+
+def product(params: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> Tensor:
+    """A loss whose gradient is the sample."""
+    return (params["w"] * x).sum()
+
+
+def squared(params: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> Tensor:
+    """A loss that is no linear function of its parameter."""
+    return (params["w"] * x).square().sum()
+
+
+def state_of_torch() -> tuple:
+    """Everything that a call could leave behind."""
+    backends = torch.backends
+    return (
+        torch._C._len_torch_function_stack(),
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._functorch.peek_interpreter_stack(),
+        torch._C._functorch.maybe_current_level(),
+        torch._C._autograd._saved_tensors_hooks_is_enabled(),
+        backends.cudnn.deterministic,
+        backends.cudnn.benchmark,
+        backends.cudnn.enabled,
+        backends.cudnn.allow_tf32,
+        backends.cuda.matmul.allow_tf32,
+        backends.mkldnn.enabled,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_anomaly_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_cache_enabled(),
+        torch.get_rng_state().tolist(),
+    )

@@ -3,7 +3,7 @@ import torch
 
 import vgrad
 from vgrad import batches
-from vgrad.persample.engine import Fallbacks, Gradients, Problem, saved_bytes
+from vgrad.persample.engine import Problem, saved_bytes
 
 PARAMS = {"w": torch.ones(1000)}
 
@@ -39,17 +39,7 @@ def test_automatic_chunks_follow_the_memory(monkeypatch):
 
 
 def test_the_bytes_kept_for_the_backward_pass_are_counted():
-    problem = Problem(
-        "test",
-        loss,
-        PARAMS,
-        {},
-        batches.read("test", (torch.zeros(3, 1),)),
-        "error",
-        False,
-        Fallbacks(),
-        Gradients,
-    )
+    problem = Problem("test", loss).on(PARAMS, {}, (torch.zeros(3, 1),))
     # exp keeps its result, and the product keeps x for the gradient of w.
     assert saved_bytes(problem) == 4_000 + 4
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 import vgrad
+from tests import oracle
 from tests.training.test_training import plan
 from vgrad import optim
 from vgrad.training import EnsembleState, TrainState, private_step, train_step
@@ -80,11 +80,6 @@ def together(*works):
         pool.shutdown(wait=False)
 
 
-def same(left, right):
-    pairs = zip(pytree.tree_leaves(left), pytree.tree_leaves(right), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
-
-
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_in_several_threads_are_what_they_are_one_by_one(name):
     made = [STEPS[name](seed) for seed in range(THREADS)]
@@ -98,7 +93,7 @@ def test_steps_in_several_threads_are_what_they_are_one_by_one(name):
     before = torch.get_rng_state()
     alone = [run(*each) for each in made]
     found = together(*[lambda each=each: run(*each) for each in made])
-    assert all(same(a, b) for a, b in zip(alone, found, strict=True))
+    oracle.assert_exact(found, alone, 0)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -135,8 +130,8 @@ def test_samples_share_their_numbers_whatever_other_threads_do(strategy):
     alone, expected, after = work(), other(), torch.get_rng_state()
     torch.manual_seed(0)
     found = together(work, other)
-    assert torch.equal(found[0], alone)
-    assert same(found[1], expected)
+    oracle.assert_exact(found[0], alone, 0)
+    oracle.assert_exact(found[1], expected, 0)
     assert torch.equal(torch.get_rng_state(), after)
 
 
@@ -144,8 +139,8 @@ def test_a_loop_that_draws_nothing_does_not_mind_threads_that_do():
     work, other = of_samples("loop", "error", dropout=False), stepping()
     expected = work()
     found = together(work, other, work)
-    assert torch.equal(found[0], expected)
-    assert torch.equal(found[2], expected)
+    oracle.assert_exact(found[0], expected, 0)
+    oracle.assert_exact(found[2], expected, 0)
 
 
 @pytest.mark.parametrize("strategy", ["vmap", "loop"])
@@ -158,8 +153,8 @@ def test_outputs_of_members_do_not_change_the_numbers_of_a_step(strategy):
     outputs, after = forward(params, buffers, X), torch.get_rng_state()
     torch.manual_seed(0)
     found = together(lambda: forward(params, buffers, X), other)
-    torch.testing.assert_close(found[0], outputs, rtol=0, atol=0)
-    assert same(found[1], expected)
+    oracle.assert_exact(found[0], outputs, 0)
+    oracle.assert_exact(found[1], expected, 0)
     assert torch.equal(torch.get_rng_state(), after)
 
 
@@ -175,7 +170,7 @@ def test_members_are_made_with_their_own_numbers_in_any_thread():
     before = torch.get_rng_state()
     alone = [make(seed) for seed in range(THREADS)]
     found = together(*[lambda seed=seed: make(seed) for seed in range(THREADS)])
-    assert all(same(a, b) for a, b in zip(alone, found, strict=True))
+    oracle.assert_exact(found, alone, 0)
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -34,20 +34,20 @@ from vgrad.functional.model import (
     make_functional_with_buffers as make_functional_with_buffers,
 )
 from vgrad.functional.writing import write_grads_ as write_grads_
+from vgrad.persample import ClippedGrad as ClippedGrad
+from vgrad.persample import Explanation as Explanation
+from vgrad.persample import GradientMoments as GradientMoments
+from vgrad.persample import clipped_grad as clipped_grad
+from vgrad.persample import gradient_moments as gradient_moments
+from vgrad.persample import per_sample_grad as per_sample_grad
+from vgrad.persample import per_sample_gram as per_sample_gram
+from vgrad.persample import per_sample_norm as per_sample_norm
+from vgrad.persample import per_sample_projection as per_sample_projection
 from vgrad.persample import rules as rules
-from vgrad.persample.analysis import per_sample_gram as per_sample_gram
-from vgrad.persample.analysis import per_sample_projection as per_sample_projection
-from vgrad.persample.clipped import ClippedGrad as ClippedGrad
-from vgrad.persample.clipped import clipped_grad as clipped_grad
-from vgrad.persample.engine.guard import FallbackWarning as FallbackWarning
-from vgrad.persample.engine.guard import UnsupportedOp as UnsupportedOp
-from vgrad.persample.explain import Explanation as Explanation
+from vgrad.persample import weighted_grad as weighted_grad
+from vgrad.persample.engine import FallbackWarning as FallbackWarning
+from vgrad.persample.engine import UnsupportedOp as UnsupportedOp
 from vgrad.persample.explain import explain as explain
-from vgrad.persample.moments import GradientMoments as GradientMoments
-from vgrad.persample.moments import gradient_moments as gradient_moments
-from vgrad.persample.quantities import per_sample_grad as per_sample_grad
-from vgrad.persample.quantities import per_sample_norm as per_sample_norm
-from vgrad.persample.quantities import weighted_grad as weighted_grad
 from vgrad.precision import autocast as autocast
 from vgrad.sensitivity import Sensitivity as Sensitivity
 from vgrad.tree import freeze as freeze

@@ -1,4 +1,4 @@
-"""A batch as rows of tensors: its size, its chunks, and how large these may be.
+"""A batch of samples: its size, its chunks, and how large these may be.
 
 B is the number of samples; every tensor of a batch is `[B, ...]`.
 """
@@ -28,11 +28,19 @@ class Batch:
     leaves: list[Any]
     spec: TreeSpec
 
-    def rows(self, start: int, stop: int) -> list[Tensor]:
-        """Return these rows of every tensor, which require no grad under no_grad."""
-        tensors = (leaf for leaf in self.leaves if isinstance(leaf, Tensor))
-        rows = [tensor[start:stop] for tensor in tensors]
-        return rows if torch.is_grad_enabled() else [row.detach() for row in rows]
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the leaves."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    def chunk(self, start: int, stop: int) -> tuple[Tensor, ...]:
+        """Return the tensors of these samples, which require no grad under no_grad."""
+        parts = tuple(tensor[start:stop] for tensor in self.tensors)
+        return parts if torch.is_grad_enabled() else tuple(p.detach() for p in parts)
+
+    def one(self, number: int) -> tuple[Tensor, ...]:
+        """Return the tensors of one sample, without the batch dimension."""
+        return tuple(each.squeeze(0) for each in self.chunk(number, number + 1))
 
     def sample(self, tensors: tuple[Tensor, ...]) -> Tree:
         """Put the tensors of one sample where they are in the batch."""
@@ -41,6 +49,10 @@ class Batch:
             next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves
         ]
         return tree_unflatten(leaves, self.spec)
+
+
+NONE = Batch(0, *tree_flatten(()))
+"""Before there is a batch."""
 
 
 def read(function: str, batch: Tree) -> Batch:

@@ -10,9 +10,9 @@ from vgrad import checks
 class Sensitivity:
     """The L2 sensitivity of a sum and the neighbouring relation it holds for.
 
-    `value` bounds the L2 norm of `f(D) - f(D')` over all data sets D and D' of which
-    one has exactly one sample more, but for the rounding errors of other samples, for
-    which `vgrad/dp/noise.py` has figures. Noise is added by handing this object on,
+    `value` bounds the L2 norm of `f(D) - f(D')` over all data sets D and D' that differ
+    by exactly one added sample, except for the rounding errors of the other samples
+    (figures are in `vgrad/dp/noise.py`). Noise is added by handing this object on,
     never by repeating its number.
 
     Raises:

@@ -14,7 +14,9 @@ from torch import Tensor
 from vgrad import batches
 from vgrad.persample.clipped import Kind, clipped_grad
 from vgrad.persample.explain import EXPANDED, Row, explain
-from vgrad.persample.quantities import per_sample_grad, per_sample_norm, weighted_grad
+from vgrad.persample.grad import per_sample_grad
+from vgrad.persample.norm import per_sample_norm
+from vgrad.persample.weighted import weighted_grad
 from vgrad.tree import tree_map_only
 from vgrad.typing import Buffers, LossFn, Params, Tree
 

@@ -10,15 +10,10 @@ from torch.nn import functional as F
 
 import vgrad
 from vgrad import Explanation, UnsupportedOp, explain
+from vgrad.persample import EXPANDED, aligned
 from vgrad.persample.engine import Transform
-from vgrad.persample.explain import EXPANDED, aligned
 
 B = 4
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
 
 
 def explained(loss, params, *batch, buffers=None, **options):

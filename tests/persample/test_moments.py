@@ -6,41 +6,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 import vgrad
-from tests import cases, oracle
+from tests import oracle
+from tests.cases import STRATEGIES, build, every_strategy, product, squared
 from tests.examples import examples
 from vgrad import gradient_moments
 from vgrad.persample.factors import Outer
 
-STRATEGIES = ("recorded", "vmap", "loop")
 NAMES = ("mlp", "cnn", "grouped_conv", "padding_idx", "tied", "bare_and_frozen")
-
-
-def build(name, size, dtype=torch.float64):
-    torch.manual_seed(0)
-    case = cases.CASES[name]
-    model = case.model().to(dtype)
-    batch = pytree.tree_map_only(
-        torch.Tensor,
-        lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf,
-        case.batch(size),
-    )
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
-    params = {name: value.detach() for name, value in params.items()}
-    loss = vgrad.sample_loss(fmodel, case.criterion)
-    expected = oracle.model_gradients(model, case.run, batch, size)
-    return loss, params, buffers, batch, expected
-
-
-def linear(params, buffers, x):
-    return (params["w"] * x).sum()
 
 
 def moments_of(x, **options):
     params = {"w": torch.ones(x.shape[1:], dtype=x.dtype)}
-    return gradient_moments(linear, **options)(params, {}, x)
+    return gradient_moments(product, **options)(params, {}, x)
 
 
 def noise_scale(expected):
@@ -65,9 +44,7 @@ def test_moments_equal_the_reference(name, size, strategy, chunk_size):
     means = {n: g.mean(0) for n, g in expected.items()}
     variances = {n: g.var(0) for n, g in expected.items()}
     squares = {n: g.square().mean(0) for n, g in expected.items()}
-    assert oracle.error(found.mean, means) < 1e-10
-    assert oracle.error(found.variance, variances) < 1e-10
-    assert oracle.error(found.second_moment, squares) < 1e-10
+    oracle.assert_exact(tuple(found[:3]), (means, variances, squares))
     torch.testing.assert_close(
         found.noise_scale, noise_scale(expected), rtol=1e-8, atol=0
     )
@@ -79,13 +56,13 @@ def test_moments_equal_the_reference(name, size, strategy, chunk_size):
     torch.testing.assert_close(found.losses, grads.losses)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 def test_one_sample_has_a_mean_and_no_variance(strategy):
     loss, params, buffers, batch, expected = build("cnn", 1)
     found = gradient_moments(loss, strategy=strategy)(params, buffers, *batch)
-    assert oracle.error(found.mean, {n: g[0] for n, g in expected.items()}) < 1e-10
+    oracle.assert_exact(found.mean, {n: g[0] for n, g in expected.items()})
     squares = {n: g[0].square() for n, g in expected.items()}
-    assert oracle.error(found.second_moment, squares) < 1e-10
+    oracle.assert_exact(found.second_moment, squares)
     for undefined in (found.variance, found.signal_to_noise):
         assert all(bool(value.isnan().all()) for value in undefined.values())
     assert bool(found.noise_scale.isnan())
@@ -112,7 +89,7 @@ def test_no_sample_has_no_moments_and_does_not_run_the_loss():
     assert found.losses.shape == (0,)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @pytest.mark.parametrize("chunk_size", [None, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_small_deviations_from_a_large_mean_are_not_lost(strategy, chunk_size, dtype):
@@ -172,7 +149,7 @@ def test_chunks_of_any_size_have_the_moments_of_the_whole(
         return {"w": (x - x.mean(0)).square().sum(0) / (size - 1)}
 
     tolerance = 1e-12 + 8 * oracle.rounding(variance, x)
-    assert oracle.error(found.variance, variance(x)) < tolerance
+    oracle.assert_exact(found.variance, variance(x), tolerance)
     assert not bool((found.variance["w"] < 0).any())
 
 
@@ -221,7 +198,7 @@ def test_complex_parameters_have_real_variances():
         assert found.noise_scale.dtype == torch.float32
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 def test_moments_of_low_precision_are_float32(strategy):
     x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
@@ -232,7 +209,7 @@ def test_moments_of_low_precision_are_float32(strategy):
     torch.testing.assert_close(found.variance["w"], x.float().var(0))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 def test_a_sample_that_is_not_finite_spoils_its_parameters_alone(strategy):
     def loss(params, buffers, x):
         return (params["a"] * x).sum() + (params["b"] * x[0]).sum()
@@ -252,17 +229,12 @@ def test_the_noise_scale_of_a_small_batch_may_be_negative():
     assert float(found.noise_scale) == pytest.approx(2 / (0 - 1))
 
 
-def test_recorded_moments_are_constants_and_those_of_vmap_have_derivatives():
+def test_moments_of_vmap_have_derivatives():
     w = torch.tensor([1.0, 2.0], requires_grad=True)
     x = torch.tensor([[1.0, 1.0], [0.0, 3.0]])
 
-    def loss(params, buffers, x):
-        return (params["w"] * x).square().sum()
-
-    with pytest.raises(RuntimeError, match='strategy="vmap"'):
-        gradient_moments(loss)({"w": w}, {}, x).noise_scale.backward()
     for chunk_size in (None, 1):
-        compute = gradient_moments(loss, strategy="vmap", chunk_size=chunk_size)
+        compute = gradient_moments(squared, strategy="vmap", chunk_size=chunk_size)
         (found,) = torch.autograd.grad(compute({"w": w}, {}, x).variance["w"].sum(), w)
         gradient = torch.autograd.functional.jacobian(
             lambda w: (2 * w * x**2).var(0).sum(), w.detach()
@@ -274,11 +246,8 @@ def test_it_works_inside_transforms_and_inference_mode():
     members = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
     x = torch.randn(3, 2, generator=torch.Generator().manual_seed(0))
 
-    def loss(params, buffers, x):
-        return (params["w"] * x).square().sum()
-
     def scale(w):
-        return gradient_moments(loss, chunk_size=2)({"w": w}, {}, x).noise_scale
+        return gradient_moments(squared, chunk_size=2)({"w": w}, {}, x).noise_scale
 
     alone = torch.stack([scale(w) for w in members])
     torch.testing.assert_close(torch.vmap(scale)(members), alone)
@@ -288,7 +257,7 @@ def test_it_works_inside_transforms_and_inference_mode():
 
 def test_options_are_checked():
     with pytest.raises(ValueError, match=r"gradient_moments\(strategy='fast'\)"):
-        gradient_moments(linear, strategy="fast")
-    compute = gradient_moments(linear)
+        gradient_moments(product, strategy="fast")
+    compute = gradient_moments(product)
     with pytest.raises(ValueError, match=r"gradient_moments.*one batch size"):
         compute({"w": torch.ones(2)}, {}, torch.ones(2, 2), torch.ones(3))

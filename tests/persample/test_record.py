@@ -8,33 +8,17 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch._C import _functorch as functorch
 from torch.nn import functional as F
 
 import vgrad
-from tests import oracle
-from vgrad.persample.engine import STRATEGIES
-from vgrad.persample.explain import EXPANDED
+from tests import cases, oracle
+from tests.cases import STRATEGIES, every_strategy, randn
+from vgrad.persample import EXPANDED
 
 B = 4
-OTHERS = tuple(name for name in STRATEGIES if name != "auto")
 RECORDED = {"strategy": "recorded"}
 # Torch says where it loops over the samples.
 pytestmark = pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Let small ops run alone: several threads would wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def normal(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def fixed(*shape):
@@ -46,8 +30,8 @@ def fixed(*shape):
 def given(shapes, sample=(3, 4)):
     """Make parameters of these shapes, and a batch."""
     named = enumerate(shapes.items(), 1)
-    return {name: normal(*shape, seed=n) for n, (name, shape) in named}, (
-        normal(B, *sample, seed=20),
+    return {name: randn(*shape, seed=n) for n, (name, shape) in named}, (
+        randn(B, *sample, seed=20),
     )
 
 
@@ -58,24 +42,11 @@ def out_of(value):
 
 def check(run, params, batch, *, buffers=None, strategy="recorded"):
     """Compare every quantity of `out_of(run(params, *sample))` with the oracle."""
-    buffers, options = buffers or {}, {"strategy": strategy}
 
     def loss(params, buffers, *sample):
         return out_of(run({**params, **buffers}, *sample))
 
-    expected = oracle.loss_gradients(loss, params, buffers, batch, B)
-    norms, inputs = oracle.norms(expected), (params, buffers, *batch)
-    grads = vgrad.per_sample_grad(loss, **options)(*inputs)
-    assert oracle.error(grads, expected) < 1e-10
-    found = vgrad.per_sample_norm(loss, **options)(*inputs)
-    torch.testing.assert_close(found, norms, rtol=1e-10, atol=1e-12)
-    weights = torch.linspace(-1, 2, B, dtype=torch.float64)
-    sums = vgrad.weighted_grad(loss, **options)(weights, *inputs)
-    assert oracle.error(sums, oracle.weighted(expected, weights)) < 1e-10
-    bound = 0.9 * float(norms.mean()) or 1.0
-    clipped = vgrad.clipped_grad(loss, max_norm=bound, **options)(*inputs).grads
-    assert oracle.error(clipped, oracle.clipped(expected, bound)) < 1e-10
-    assert not any(each.requires_grad for each in (*clipped.values(), *sums.values()))
+    cases.assert_quantities(loss, params, batch, buffers=buffers, strategy=strategy)
 
 
 def rows_of(run, params, batch):
@@ -177,7 +148,7 @@ def test_a_function_of_a_parameter_is_exact_and_keeps_its_factor(name):
 
     def run(p, x):
         value = of(p["w"])
-        batched.append(functorch.is_batchedtensor(value))
+        batched.append(torch._C._functorch.is_batchedtensor(value))
         return F.linear(x, value)
 
     params, batch = given({"w": shape})
@@ -211,7 +182,7 @@ def test_a_parameter_in_another_dtype_keeps_its_factor(how, dtype):
     def loss(params, buffers, x):
         return out_of(run(params, x))
 
-    params, x = {"w": normal(5, 4).float()}, normal(B, 4).float()
+    params, x = {"w": randn(5, 4).float()}, randn(B, 4).float()
     (row,) = rows_of(run, params, (x,))
     assert (row.op, row.factor, row.form) == ("linear", "Outer", "both sides")
 
@@ -225,8 +196,8 @@ def test_a_parameter_in_another_dtype_keeps_its_factor(how, dtype):
     grads = vgrad.per_sample_grad(loss, **RECORDED)(params, {}, x)
     clipped = vgrad.clipped_grad(loss, max_norm=1.0, **RECORDED)(params, {}, x).grads
     assert grads["w"].dtype == clipped["w"].dtype == torch.float32
-    assert oracle.error(grads, expected) < tolerance
-    assert oracle.error(clipped, oracle.clipped(expected, 1.0)) < tolerance
+    oracle.assert_exact(grads, expected, tolerance)
+    oracle.assert_exact(clipped, oracle.clipped(expected, 1.0), tolerance)
 
 
 def spectral_norm(p, x):
@@ -552,7 +523,7 @@ def test_parameters_without_a_gradient_have_zeros():
         assert (grad.shape, grad.dtype) == ((B, *shapes[name]), torch.float64)
 
 
-@pytest.mark.parametrize("strategy", OTHERS)
+@every_strategy
 def test_a_loss_without_any_parameter_has_zeros(strategy):
     params, batch = given(W)
     options = {"strategy": strategy, "max_norm": 1.0}
@@ -628,16 +599,16 @@ def test_functions_with_a_vmap_of_their_own_have_their_own_gradients(function, w
     expected = oracle.loss_gradients(loss, params, {}, (x,), len(x))
     for strategy in ("auto", "vmap", "loop"):
         found = vgrad.per_sample_grad(loss, strategy=strategy)(params, {}, x)
-        assert oracle.error(found, expected) < 1e-12
+        oracle.assert_exact(found, expected, 1e-12)
     recorded = vgrad.per_sample_grad(loss, strategy="recorded")
     if function is Applied:
-        assert oracle.error(recorded(params, {}, x), expected) < 1e-12
+        oracle.assert_exact(recorded(params, {}, x), expected, 1e-12)
         return
     with pytest.raises(vgrad.UnsupportedOp, match="whose vmap calls apply"):
         recorded(params, {}, x)
 
 
-@pytest.mark.parametrize("strategy", ["auto", *OTHERS])
+@pytest.mark.parametrize("strategy", ["auto", *STRATEGIES])
 @pytest.mark.parametrize("function", [Rounded, Applied])
 @pytest.mark.parametrize("mapped", [True, False])
 def test_a_function_of_a_parameter_or_mapped_by_the_loss(mapped, function, strategy):
@@ -649,7 +620,7 @@ def test_a_function_of_a_parameter_or_mapped_by_the_loss(mapped, function, strat
 
     expected = oracle.loss_gradients(loss, params, {}, (x,), len(x))
     found = vgrad.per_sample_grad(loss, strategy=strategy)(params, {}, x)
-    assert oracle.error(found, expected) < 1e-12
+    oracle.assert_exact(found, expected, 1e-12)
 
 
 def by_grad(p, x):
@@ -722,7 +693,7 @@ def test_transforms_around_find_what_vmap_finds(how):
         ]
         return torch.stack(rows).flatten(1).norm(dim=1)
 
-    w = normal(2, 5, 4, seed=7) if how is torch.vmap else normal(5, 4, seed=7)
+    w = randn(2, 5, 4, seed=7) if how is torch.vmap else randn(5, 4, seed=7)
     torch.testing.assert_close(how(norms)(w), how(plainly)(w), rtol=1e-10, atol=1e-12)
 
 
@@ -766,8 +737,7 @@ def test_complex_parameters_have_the_gradients_of_their_parts(name):
     params, norms = composed(parts), oracle.norms(expected)
     bound = 0.9 * float(norms.mean())
     grads = vgrad.per_sample_grad(loss, **RECORDED)(params, {}, x)
-    found = vgrad.per_sample_norm(loss, **RECORDED)(params, {}, x)
-    clipped = vgrad.clipped_grad(loss, max_norm=bound, **RECORDED)(params, {}, x).grads
-    assert oracle.error(apart(grads), expected) < 1e-10
-    torch.testing.assert_close(found, norms, rtol=1e-10, atol=1e-12)
-    assert oracle.error(apart(clipped), oracle.clipped(expected, bound)) < 1e-10
+    clipped = vgrad.clipped_grad(loss, max_norm=bound, **RECORDED)(params, {}, x)
+    oracle.assert_exact(apart(grads), expected)
+    torch.testing.assert_close(clipped.norms, norms, rtol=1e-10, atol=1e-12)
+    oracle.assert_exact(apart(clipped.grads), oracle.clipped(expected, bound))

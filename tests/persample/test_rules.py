@@ -18,8 +18,7 @@ from torch.overrides import TorchFunctionMode, wrap_torch_function
 import vgrad
 from tests import oracle
 from tests.examples import examples
-from vgrad import batches
-from vgrad.persample.engine import STRATEGIES, Factors, Fallbacks, Problem
+from vgrad.persample.engine import STRATEGIES, Factors, Problem
 from vgrad.persample.rules import RULES, Conv, Dense, Outer, Rule, rule
 
 # Torch says that an even kernel may cost a copy of its input, and where it loops.
@@ -454,11 +453,8 @@ class Told(Factors):
 def recorded(case, size=2):
     """Return what a recorder finds out about a case: its `uses` and `factors`."""
     params, batch = case.data(size)
-    read = batches.read("test", batch)
-    problem = Problem(
-        "test", case.loss, params, {}, read, "error", False, Fallbacks(), Told
-    )
-    return STRATEGIES["recorded"](problem, 0, size).collected
+    problem = Problem("test", case.loss).on(params, {}, batch)
+    return STRATEGIES["recorded"](problem, Told, 0, size).collected
 
 
 def kinds_of(case, size=2):

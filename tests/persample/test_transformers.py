@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 import vgrad
 from tests import oracle
-from vgrad.persample.explain import EXPANDED
+from vgrad.persample import EXPANDED
 
 transformers = pytest.importorskip("transformers")
 

@@ -13,8 +13,8 @@ from vgrad import checks
 from vgrad.dp.noise import add_gaussian_noise
 from vgrad.ensemble.execution import Call, InDims, autocasting, looped, stacked
 from vgrad.persample.clipped import clipped_grad
-from vgrad.persample.engine.options import Transform
-from vgrad.persample.quantities import per_sample_grad
+from vgrad.persample.engine.transform import Transform
+from vgrad.persample.grad import per_sample_grad
 from vgrad.sensitivity import Sensitivity
 from vgrad.typing import Buffers, LossFn, Params, Tree
 

@@ -249,7 +249,7 @@ def _outputs(
         chunked = chunk_size is not None
         guard = LossGuard(given={}) if chunked else nullcontext()
         with torch.no_grad(), guard:
-            rows = batch.sample(tuple(batch.rows(start, stop)))
+            rows = batch.sample(batch.chunk(start, stop))
             outputs = forward(params, buffers, *rows)
         _check(function, outputs)
         if outputs.ndim < 2 or outputs.shape[1] != stop - start:

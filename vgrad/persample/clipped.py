@@ -11,17 +11,14 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.batches import ChunkSize
 from vgrad.dtypes import no_autocast
-from vgrad.persample.engine.collectors import Settled
-from vgrad.persample.engine.options import Options, Transform, joined
-from vgrad.persample.engine.problem import Randomness
-from vgrad.persample.factors import reductions
-from vgrad.persample.factors.reductions import Norm
-from vgrad.persample.factors.sums import Sums, ordinary, rounded_down
-from vgrad.persample.grouping import Grouping
+from vgrad.persample.engine import Call, Problem, Randomness, Settled, Transform, joined
+from vgrad.persample.engine.grouping import members
+from vgrad.persample.factors import Norm, Sums, reductions
+from vgrad.persample.factors.sums import ordinary, rounded_down
 from vgrad.precision.loss_scale import LossScale
 from vgrad.sensitivity import Sensitivity
 from vgrad.torch_private import levels
-from vgrad.typing import Buffers, LossFn, Params, Tree
+from vgrad.typing import LossFn, Params
 
 _GAMMA = 0.01
 """What automatic clipping adds to a norm, as its authors do."""
@@ -30,7 +27,7 @@ _LEAST, _MOST = 1e-30, 1e30
 """Between these a sum in float32 keeps a bound."""
 
 _FAR = 1e25
-"""So many times a bound, times float32's smallest numbers, is nothing to the bound."""
+"""This many bounds times the smallest float32 are nothing next to the bound."""
 
 Kind = Literal["flat", "per_layer", "automatic"]
 
@@ -129,14 +126,8 @@ def clipped_grad(
     else:
         _check_bounds({"max_norm": max_norm}, normalize_by, clipping)
         max_norm = float(max_norm)
-    options = Options(
-        "clipped_grad",
-        loss,
-        strategy,
-        chunk_size,
-        randomness,
-        has_aux,
-        loss_scale=loss_scale,
+    options = Problem(
+        "clipped_grad", loss, strategy, chunk_size, randomness, has_aux, loss_scale
     )
     return ClippedGradFn(options, _Clip(clipping, max_norm), float(normalize_by))
 
@@ -173,18 +164,18 @@ class _Clip:
     def parts(self, params: Params) -> _Parts:
         """Return the names of parameters that are clipped together, and the bound."""
         if isinstance(self.max_norm, Mapping):
-            groups = {pattern: pattern for pattern in self.max_norm}
-            members = Grouping("clipped_grad", groups).members(params)
-            covered = {name for names in members.values() for name in names}
+            groups = {pattern: [pattern] for pattern in self.max_norm}
+            found = members("clipped_grad", groups, params)
+            covered = {name for names in found.values() for name in names}
             if missing := sorted(params.keys() - covered):
                 raise ValueError(
                     f"clipped_grad(max_norm={dict(self.max_norm)!r}): expected every "
                     f"parameter to match a pattern, but {missing} match none."
                 )
-            return [(members[each], self.max_norm[each]) for each in members]
+            return [(found[each], self.max_norm[each]) for each in found]
         if self.kind != "per_layer":
             return [(list(params), self.max_norm)]
-        layers = Grouping("clipped_grad", "layer").members(params)
+        layers = members("clipped_grad", "layer", params)
         bound = self.max_norm / math.sqrt(len(layers))
         return [(names, bound) for names in layers.values()]
 
@@ -216,21 +207,13 @@ class _Clip:
 
 
 class _Decision(NamedTuple):
-    """What becomes of B samples.
-
-    Attributes:
-        norms: of their gradients.
-        weights: what each parameter's gradients are multiplied by.
-        keep: which are finite, so that they count.
-        above: which of these have a norm above a bound.
-        simple: which can be summed from their factors, far from the ends of float32.
-    """
+    """What becomes of B samples."""
 
     norms: Tensor
-    weights: dict[str, Tensor]
-    keep: Tensor
-    above: Tensor
-    simple: Tensor
+    weights: dict[str, Tensor]  # by which each parameter's gradients are multiplied
+    keep: Tensor  # which are finite, so that they count
+    above: Tensor  # which of these have a norm above a bound
+    simple: Tensor  # which can be summed from factors, far from the ends of float32
 
 
 class ClippedGradFn(Transform):
@@ -240,9 +223,9 @@ class ClippedGradFn(Transform):
         sensitivity: how far adding or removing one sample can move the sum.
     """
 
-    def __init__(self, options: Options, clip: _Clip, normalize_by: float) -> None:
+    def __init__(self, options: Problem, clip: _Clip, normalize_by: float) -> None:
         """Keep what `clipped_grad` was given."""
-        super().__init__(options, self._compute)
+        super().__init__(options, self._clipped)
         self._clip = clip
         self._normalize_by = normalize_by
         self.sensitivity = Sensitivity(clip.total / normalize_by)
@@ -252,32 +235,27 @@ class ClippedGradFn(Transform):
         options = replace(self.options, loss_scale=loss_scale)
         return ClippedGradFn(options, self._clip, self._normalize_by)
 
-    def _compute(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
+    def _clipped(self, call: Call) -> Any:
         """Return a `ClippedGrad`, or with `has_aux` a pair of it and aux."""
-        checks.dictionaries("clipped_grad", params=params, buffers=buffers)
-        dtype = reductions.norm_dtype(params)
-        clipped_parts = self._clip.parts(params)
-        sums, found, above, parts = Sums(), [], [], []
-        for chunk in self.options.chunks(params, buffers, batch, Settled):
-            settled = chunk.collected
-            decision = self._clip.decide(settled.norms, clipped_parts, dtype)
-            with no_autocast(decision.keep.device):
+        clipped_parts = self._clip.parts(call.params)
+        sums, found, above = Sums(), [], []
+        for settled in call.chunks(Settled):
+            decision = self._clip.decide(settled.norms, clipped_parts, call.dtype)
+            with no_autocast(call.problem.device):
                 for part in self._sums(settled, decision, clipped_parts):
                     sums.add(part)
             found.append(decision.norms)
             above.append(decision.above)
-            parts.append(chunk._replace(collected=None))
-        norms = joined(reductions.no_norms(params, torch.float64), found)
-        losses = [each.losses for each in parts]
+        norms = joined(reductions.no_norms(call.params, torch.float64), found)
         sums.divide(self._normalize_by)
         result = ClippedGrad(
-            grads=sums.rounded(params),
-            norms=norms.to(dtype),
-            losses=joined(reductions.no_norms(params, dtype), losses),
+            grads=sums.rounded(call.params),
+            norms=norms.to(call.dtype),
+            losses=call.losses,
             clipped=joined(norms > 0, above).sum(),
             nonfinite=(~norms.isfinite()).sum(),
         )
-        return self.options.result(result, parts)
+        return call.result(result)
 
     def _sums(
         self, settled: Settled, decision: _Decision, parts: _Parts

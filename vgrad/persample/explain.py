@@ -3,21 +3,24 @@
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from torch.overrides import TorchFunctionMode
 
-from vgrad import checks, tree
+from vgrad import checks
 from vgrad.generators import kept_random_state
-from vgrad.persample.engine import views
-from vgrad.persample.engine.guard import Fallbacks, UnsupportedOp
-from vgrad.persample.engine.options import Options, Transform
+from vgrad.persample.engine import (
+    Call,
+    Fallbacks,
+    Problem,
+    Transform,
+    UnsupportedOp,
+)
+from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.sites import Use
-from vgrad.persample.factors.base import Dense, Factor, Zero
-from vgrad.persample.factors.combined import Moved, Tied
-from vgrad.persample.factors.conv import Conv
-from vgrad.persample.factors.outer import Outer
-from vgrad.persample.factors.rows import Rows
+from vgrad.persample.engine.views import only_reads
+from vgrad.persample.factors import Conv, Dense, Factor, Outer, Rows, Tied, Zero
+from vgrad.persample.factors.combined import Moved
 from vgrad.torch_private import levels
 from vgrad.torch_private.modes import op_name
 from vgrad.tree import tree_leaves
@@ -28,8 +31,6 @@ EXPANDED = "no rule fits: expanded over the samples"
 
 _BACK = "through the computation"
 _UNUSED = "not used: no gradient reaches it"
-
-_Given = tuple[Params, Buffers, tuple[Tree, ...]]
 
 
 class Row(NamedTuple):
@@ -87,20 +88,24 @@ class Explanation:
         )
 
 
-def explain(transform: Any) -> Callable[..., Any]:
+@overload
+def explain(transform: Transform) -> Transform: ...
+@overload
+def explain(transform: Any) -> Any: ...
+def explain(transform: Any) -> Any:
     """Say what a transform does: `(params, buffers, *batch) -> Explanation`.
 
     `transform` is what `per_sample_norm`, `clipped_grad` or another per-sample
     transform returns. Its loss runs once, forward and backward, on the first chunk of
     the batch and with the transform's options (and on one sample, if a parameter gets
-    no gradient); random generators are put back. Print
-    the result, or read `.strategy` and `.rows`. For what `ensemble_forward` and
-    `ensemble_grad` return it says which strategy runs and the form of each op.
+    no gradient); random generators are put back. Print the result, or read `.strategy`
+    and `.rows`. For what `ensemble_forward` and `ensemble_grad` return it says which
+    strategy runs and the form of each op.
 
     Each use of a parameter leaves a factor. Where the op has no rule that fits, the
     parameter is expanded over the samples: exact, but all gradients are stored. What is
-    used several times, or computed from parameters, has a row more for each parameter's
-    sum, and only this one then takes memory.
+    used several times, or computed from parameters, has one more row for each
+    parameter's sum; only that one then takes memory.
 
     Raises:
         TypeError: `transform` is something else.
@@ -132,17 +137,14 @@ def explain(transform: Any) -> Callable[..., Any]:
             f"per_sample_norm(loss)."
         )
     checks.one_of("explain", _FORMS, transform=transform.options.function)
+
+    def explanation(call: Call) -> Explanation:
+        with kept_random_state(call.problem.tensors):
+            return _explained(call.problem)
+
     # A memory of its own, so that the transform still warns of what was seen here.
-    options = dataclasses.replace(
-        transform.options, loss_scale=None, fallbacks=Fallbacks()
-    )
-
-    def explanation(params: Params, buffers: Buffers, /, *batch: Tree) -> Explanation:
-        given = (params, buffers, batch)
-        with kept_random_state(tree.tensors(given)):
-            return _explained(options, given)
-
-    return Transform(options, explanation)
+    fresh = {"loss_scale": None, "fallbacks": Fallbacks()}
+    return Transform(dataclasses.replace(transform.options, **fresh), explanation)
 
 
 def aligned(lines: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
@@ -163,79 +165,70 @@ def aligned(lines: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> s
     )
 
 
-def _explained(options: Options, given: _Given) -> Explanation:
+def _explained(problem: Problem) -> Explanation:
     """Take the strategy that the transform would take."""
-    chosen, why = options.strategy, f'as strategy="{options.strategy}" says'
+    chosen, why = problem.strategy, f'as strategy="{problem.strategy}" says'
     if chosen == "auto" and levels.inside_transform():
         chosen, why = "vmap", "inside a transform of torch.func"
     elif chosen == "auto":
         try:
-            return _recorded(options, "the loss can be recorded", given)
+            return _recorded(problem, "the loss can be recorded")
         except UnsupportedOp as error:
             chosen, why = "vmap", str(error)
     if chosen == "recorded":
-        return _recorded(options, why, given)
-    return _stored(options, chosen, why, given)
+        return _recorded(problem, why)
+    return _stored(problem, chosen, why)
 
 
-def _recorded(options: Options, why: str, given: _Given) -> Explanation:
+def _recorded(problem: Problem, why: str) -> Explanation:
     """Record the loss, and list the uses of every parameter."""
-    found = _Found(options.function, given[0])
-    samples = _run(options, "recorded", found, given)
+    found = _Found(problem)
+    samples = _run(problem, "recorded", found)
     rows = tuple(found.rows())
-    return Explanation(options.function, "recorded", why, samples, rows)
+    return Explanation(problem.function, "recorded", why, samples, rows)
 
 
-def _stored(options: Options, strategy: str, why: str, given: _Given) -> Explanation:
+def _stored(problem: Problem, strategy: str, why: str) -> Explanation:
     """Store all gradients, and see which ops take each parameter."""
-    watch = _Watch()
+    watch, found = _Watch(), _Found(problem)
 
     def watched(params: Params, buffers: Buffers, /, *sample: Tree) -> Any:
         watch.names = {id(value): name for name, value in params.items()}
         with watch:
-            return options.loss(params, buffers, *sample)
+            return problem.loss(params, buffers, *sample)
 
-    found = _Found(options.function, given[0])
-    watching = dataclasses.replace(options, loss=watched)
-    samples = _run(watching, strategy, found, given)
+    samples = _run(dataclasses.replace(problem, loss=watched), strategy, found)
     because = f"{strategy} stores all gradients"
     rows = tuple(
-        Row((name,), ", ".join(ops), *found.wholes[name], because if ops else _UNUSED)
-        for name in given[0]
-        for ops in [watch.ops.get(name, ())]
+        whole._replace(op=", ".join(watch.ops[name]), why=because)
+        if name in watch.ops
+        else whole
+        for name, whole in found.wholes.items()
     )
-    return Explanation(options.function, strategy, why, samples, rows)
+    return Explanation(problem.function, strategy, why, samples, rows)
 
 
-def _run(options: Options, strategy: str, found: "_Found", given: _Given) -> int:
+def _run(problem: Problem, strategy: str, found: "_Found") -> int:
     """Run the first chunk, and return its size."""
-    options = dataclasses.replace(options, strategy=strategy)
-    for chunk in options.chunks(*given, lambda: found):
-        return len(chunk.losses)
+    call = Call(dataclasses.replace(problem, strategy=strategy))
+    for _ in call.chunks(lambda: found):
+        return call.done
     raise ValueError(
-        f"explain({options.function})(params, buffers, *batch): expected at least one "
+        f"explain({problem.function})(params, buffers, *batch): expected at least one "
         f"sample, got an empty batch."
     )
 
 
-class _Whole(NamedTuple):
-    """What is kept of a parameter's gradients: the cells of a row that say so."""
+class _Found(Collector):
+    """Notes uses and what is collected of them; it keeps no tensors."""
 
-    factor: str
-    form: str
-    bytes: int
-
-
-class _Found:
-    """A collector that the recorder also tells every use; it keeps no tensors."""
-
-    def __init__(self, function: str, params: Params) -> None:
+    def __init__(self, problem: Problem) -> None:
         """Start with nothing."""
-        self._form = _FORMS[function]
-        self._params = params
+        self._form = _FORMS[problem.function]
+        self._params = problem.params
         self._uses: list[Row] = []
         self._computed: set[str] = set()
-        self.wholes: dict[str, _Whole] = {}
+        self.wholes: dict[str, Row] = {}
 
     def tell(self, use: Use) -> None:
         """Note a use."""
@@ -248,8 +241,9 @@ class _Found:
 
     def take(self, name: str, factor: Factor) -> None:
         """Note what is handed on for a parameter."""
-        form = self._form(factor, self._params[name].element_size())
-        self.wholes[name] = _Whole(type(factor).__name__, *form)
+        form, size = self._form(factor, self._params[name].element_size())
+        kind = type(factor).__name__
+        self.wholes[name] = Row((name,), "", kind, form, size, _UNUSED)
 
     def rows(self) -> Iterator[Row]:
         """Yield the uses of each parameter, and their sum where it is another."""
@@ -259,7 +253,7 @@ class _Found:
             uses = [row for row in told if name in row.names]
             whole = self.wholes[name]
             if not uses:
-                yield Row((name,), "", *whole, _UNUSED)
+                yield whole
             elif len(uses) == 1 and name not in self._computed:
                 yield uses[0]._replace(form=whole.form, bytes=whole.bytes)
             else:
@@ -267,7 +261,7 @@ class _Found:
                 shown += [row for row in others if len(row.names) > 1]
                 yield from others
                 sums = f"sum of {len(uses)} uses" if len(uses) > 1 else _BACK
-                yield Row((name,), "", *whole, sums)
+                yield whole._replace(why=sums)
 
 
 class _Watch(TorchFunctionMode):
@@ -285,7 +279,7 @@ class _Watch(TorchFunctionMode):
         """Note the parameters among the arguments, and run the call."""
         kwargs = kwargs or {}
         op = op_name(func)
-        if not views.only_reads(func):
+        if not only_reads(func):
             for leaf in tree_leaves((args, kwargs)):
                 if (name := self.names.get(id(leaf))) is not None:
                     self.ops.setdefault(name, {})[op] = None
@@ -321,16 +315,8 @@ def _for_gradients(factor: Factor, number: int) -> tuple[str, int]:
     return "gradients", factor.size * math.prod(factor.shape) * number
 
 
-def _for_sums(factor: Factor, number: int) -> tuple[str, int]:
-    return "weighted sum", factor.bytes
-
-
-def _for_pairs(factor: Factor, number: int) -> tuple[str, int]:
-    return "inner products", factor.bytes
-
-
-def _for_projections(factor: Factor, number: int) -> tuple[str, int]:
-    return "projected", factor.bytes
+def _as(form: str) -> Callable[[Factor, int], tuple[str, int]]:
+    return lambda factor, number: (form, factor.bytes)
 
 
 _FORMS = {
@@ -338,8 +324,8 @@ _FORMS = {
     "clipped_grad": _for_norms,
     "per_sample_grad": _for_gradients,
     "gradient_moments": _for_gradients,
-    "weighted_grad": _for_sums,
-    "per_sample_gram": _for_pairs,
-    "per_sample_projection": _for_projections,
+    "weighted_grad": _as("weighted sum"),
+    "per_sample_gram": _as("inner products"),
+    "per_sample_projection": _as("projected"),
 }
 """What each transform does with a factor; `number` is the bytes of one."""

@@ -1,6 +1,6 @@
 """Mean and spread of gradients over samples, and what these say about a batch size.
 
-N samples. The options are those that `quantities.py` explains.
+N samples.
 """
 
 from typing import Any, NamedTuple
@@ -8,15 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vgrad import checks
 from vgrad.batches import ChunkSize
 from vgrad.dtypes import wide
-from vgrad.persample.engine.collectors import Moments
-from vgrad.persample.engine.options import Options, Transform, joined
-from vgrad.persample.engine.problem import Randomness
-from vgrad.persample.factors import reductions
+from vgrad.persample.engine import Call, Moments, Problem, Randomness, Transform
 from vgrad.precision.loss_scale import LossScale
-from vgrad.typing import Buffers, LossFn, Params, Tree
+from vgrad.typing import LossFn, Params
 
 
 class GradientMoments(NamedTuple):
@@ -86,28 +82,21 @@ def gradient_moments(
         >>> moments.noise_scale  # 2 / (29 - 2 / 2)
         tensor(0.0714)
     """
-    function = "gradient_moments"
-    options = Options(
-        function,
+
+    def moments(call: Call) -> Any:
+        running = _Running()
+        for chunk in call.chunks(Moments):
+            running.add(call.done, chunk)
+        return call.result(running.result(call))
+
+    options = Problem(
+        "gradient_moments",
         loss,
         strategy,
         chunk_size,
         randomness,
-        has_aux=False,
         loss_scale=loss_scale,
     )
-
-    def moments(params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
-        checks.dictionaries(function, params=params, buffers=buffers)
-        dtype = reductions.norm_dtype(params)
-        running, parts = _Running(), []
-        for chunk in options.chunks(params, buffers, batch, Moments):
-            running.add(len(chunk.losses), chunk.collected)
-            parts.append(chunk._replace(collected=None))
-        losses = [chunk.losses for chunk in parts]
-        losses = joined(reductions.no_norms(params, dtype), losses)
-        return options.result(running.result(params, losses), parts)
-
     return Transform(options, moments)
 
 
@@ -120,12 +109,15 @@ class _Running:
         self._means: Params = {}
         self._squares: Params = {}
 
-    def add(self, size: int, part: Moments) -> None:
-        """Merge the moments of a chunk by the formula of Chan, Golub and LeVeque."""
+    def add(self, total: int, part: Moments) -> None:
+        """Merge the moments of a chunk by the formula of Chan, Golub and LeVeque.
+
+        With it there are `total` samples.
+        """
         if self._size == 0:
-            self._size, self._means, self._squares = size, part.means, part.squares
+            self._size, self._means, self._squares = total, part.means, part.squares
             return
-        total = self._size + size
+        size = total - self._size
         for name in self._means:
             shift = part.means.pop(name) - self._means[name]
             between = _squared(shift) * (self._size * size / total)
@@ -134,9 +126,9 @@ class _Running:
             self._squares[name] = squares
         self._size = total
 
-    def result(self, params: Params, losses: Tensor) -> GradientMoments:
+    def result(self, call: Call) -> GradientMoments:
         """Return the moments; 0 / 0 makes NaN of what too few samples leave open."""
-        size = self._size
+        size, params, losses = self._size, call.params, call.losses
         if size == 0:
             nothing = {name: _undefined(value) for name, value in params.items()}
             self._means = nothing
@@ -153,7 +145,7 @@ class _Running:
             found.second_moment[name] = (signal + squares / size).to(dtype.to_real())
             found.signal_to_noise[name] = (signal / variance).to(dtype.to_real())
         scale = trace / (square - trace / size)
-        return found._replace(noise_scale=scale.to(reductions.norm_dtype(params)))
+        return found._replace(noise_scale=scale.to(call.dtype))
 
 
 def _squared(tensor: Tensor) -> Tensor:

@@ -5,13 +5,15 @@ parameter, as early as the backward pass allows.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from vgrad.dtypes import double
+from vgrad.persample.engine.sites import Use
 from vgrad.persample.factors.base import Dense, Factor, Probes, Zero
 from vgrad.persample.factors.reductions import Norm
 from vgrad.persample.factors.sums import ordinary, reach, total
@@ -22,52 +24,55 @@ _AT_ONCE = 2**18
 """Numbers that are widened at once."""
 
 _FORMED = 2**24
-"""Numbers of gradients that are formed where a sum of products is not to be trusted."""
+"""Numbers of gradients formed at once where a sum of products cannot be trusted."""
 
 
 class Collector(Protocol):
-    """What a strategy hands the factors to."""
+    """What a strategy hands the factors to.
+
+    Attributes:
+        tell: optional callback, invoked once per use while a loss is recorded.
+    """
+
+    tell: Callable[[Use], None] | None = None
 
     def take(self, name: str, factor: Factor) -> None:
         """Accept the factor of one parameter."""
         ...
 
 
-class Gradients:
+@dataclass
+class Gradients(Collector):
     """Forms the gradients."""
 
-    def __init__(self) -> None:
-        """Start with none."""
-        self.grads: Params = {}
+    grads: Params = field(default_factory=dict)
 
     def take(self, name: str, factor: Factor) -> None:
         """Form the gradients of one parameter."""
         self.grads[name] = factor.grad()
 
 
-class Norms:
+@dataclass
+class Norms(Collector):
     """Computes norms and keeps nothing else."""
 
-    def __init__(self) -> None:
-        """Start with none."""
-        self.norms: dict[str, Norm] = {}
+    norms: dict[str, Norm] = field(default_factory=dict)
 
     def take(self, name: str, factor: Factor) -> None:
         """Compute the norms of one parameter."""
         self.norms[name] = factor.norm()
 
 
-class Weighted:
-    """Sums with weights [B] that are known beforehand."""
+@dataclass
+class Weighted(Collector):
+    """Sums with weights that are known beforehand, one for each sample or more."""
 
-    def __init__(self, weights: Tensor) -> None:
-        """Start with nothing; there may be more weights than samples."""
-        self._weights = weights
-        self.sums: Params = {}
+    weights: Tensor
+    sums: Params = field(default_factory=dict)
 
     def take(self, name: str, factor: Factor) -> None:
         """Sum the gradients of one parameter."""
-        weights = self._weights[: factor.size]
+        weights = self.weights[: factor.size]
         fine = ordinary(reach(factor.sides), weights) if factor.sides else None
         if fine is None or bool(fine.all()):
             self.sums[name] = factor.weighted(weights)
@@ -79,38 +84,35 @@ class Weighted:
         self.sums[name] = total(parts)
 
 
-class Factors:
+@dataclass
+class Factors(Collector):
     """Keeps the factors as they are."""
 
-    def __init__(self) -> None:
-        """Start with none."""
-        self.factors: dict[str, Factor] = {}
+    factors: dict[str, Factor] = field(default_factory=dict)
 
     def take(self, name: str, factor: Factor) -> None:
         """Keep the factor of one parameter."""
         self.factors[name] = factor
 
 
-class Projections:
+@dataclass
+class Projections(Collector):
     """Adds up inner products with random directions, [B, dim] in float64."""
 
-    def __init__(self, probes: Mapping[str, Probes]) -> None:
-        """Take the directions."""
-        self._probes = probes
-        self.sums: Tensor | float = 0.0
+    probes: Mapping[str, Probes]
+    sums: Any = 0.0
 
     def take(self, name: str, factor: Factor) -> None:
         """Project the gradients of one parameter."""
-        self.sums = self.sums + double(factor.project(self._probes[name]))
+        self.sums = self.sums + double(factor.project(self.probes[name]))
 
 
-class Moments:
+@dataclass
+class Moments(Collector):
     """Means and sums of squared deviations over the samples, in float64."""
 
-    def __init__(self) -> None:
-        """Start with none."""
-        self.means: Params = {}
-        self.squares: Params = {}
+    means: Params = field(default_factory=dict)
+    squares: Params = field(default_factory=dict)
 
     def take(self, name: str, factor: Factor) -> None:
         """Form the gradients of one parameter and drop them.
@@ -130,13 +132,12 @@ class Moments:
         self.squares[name] = torch.cat(squares).view(factor.shape)
 
 
-class Settled:
+@dataclass
+class Settled(Collector):
     """Computes norms and keeps what a sum weighted by them will need."""
 
-    def __init__(self) -> None:
-        """Start with none."""
-        self.factors: dict[str, Factor] = {}
-        self.norms: dict[str, Norm] = {}
+    factors: dict[str, Factor] = field(default_factory=dict)
+    norms: dict[str, Norm] = field(default_factory=dict)
 
     def take(self, name: str, factor: Factor) -> None:
         """Settle on the form of one parameter."""
@@ -172,7 +173,7 @@ class Settled:
 
 
 def _slices(keep: Tensor, *shapes: torch.Size) -> Sequence[Tensor]:
-    """Number the samples to keep, as many at a time as gradients may be formed of."""
+    """Return the numbers of samples to keep, as many as may have gradients at once."""
     numbers = sum(math.prod(shape) for shape in shapes)
     rows = keep.nonzero().flatten()
     return rows.split(max(1, _FORMED // max(1, numbers))) if len(rows) else ()

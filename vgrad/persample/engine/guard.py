@@ -26,7 +26,7 @@ from vgrad.torch_private import messages, modes
 
 
 class LossGuard(Untouched):
-    """Refuses batch statistics at the op; with `truth`, what vmap lacks or tells wrong.
+    """Refuses batch statistics at the op; with `truth`, what vmap lacks or misreports.
 
     A function mode sees every torch function that a loss calls, in a module or not.
     `given` is what the loss must not write into.
@@ -90,52 +90,15 @@ def raise_clearly(
 
     `one` is what vmap maps over.
     """
-    message = str(error)
     if isinstance(error, torch.OutOfMemoryError | UnsupportedOp):
         raise error
-    if messages.RANDOM in message:
+    if messages.RANDOM in str(error):
         raise RuntimeError(
             f'{op}: expected a loss without random numbers, since randomness="error". '
             f'Pass randomness="different" (each {one} draws its own) or "same".'
         ) from error
-    if messages.RANDOM_OF_EACH in message:
-        raise UnsupportedOp(
-            f"{op}: expected random numbers that all {one}s can share, since "
-            f'randomness="same", got some whose distribution depends on the {one}. '
-            f'Pass randomness="different", or use strategy="loop".'
-        ) from error
-    if any(each in message for each in messages.HOOKS_ON_SAVED):
-        raise UnsupportedOp(
-            f"{op}: expected ops that transforms of torch.func can differentiate, got "
-            f"activation checkpointing (or other hooks on saved tensors). Take it out "
-            f'and save memory with chunk_size, or use strategy="loop" if the loss '
-            f"needs no functional model."
-        ) from error
-    if messages.NO_SETUP_CONTEXT in message:
-        raise UnsupportedOp(
-            f"{op}: expected ops that transforms of torch.func can differentiate, got "
-            f"an autograd.Function without setup_context, as re-entrant activation "
-            f"checkpointing has one. Give your own one setup_context and a vmap rule, "
-            f"save memory with chunk_size instead of checkpointing, or use "
-            f'strategy="loop".'
-        ) from error
-    if op == "retain_grad":
-        raise UnsupportedOp(
-            f"{op}: expected a loss that leaves the graph of its tensors alone, got "
-            f"one that asks a tensor to keep its gradient, where one tensor stands for "
-            f'all {one}s. Leave it out, or use strategy="loop".'
-        ) from error
-    if op in _AUTOGRAD or any(each in message for each in messages.OWN_BACKWARD):
-        raise own_backward_pass(op) from error
-    inside = op in _RECURRENT and messages.SHAPES in message
-    if in_place or inside or any(limit in message for limit in messages.NOT_MAPPED):
-        shared = f"writes in place into a tensor that all {one}s share, or is too small"
-        what = shared * in_place
-        raise UnsupportedOp(
-            f"{op}: expected ops that vmap can run for all {one}s at once, got one "
-            f"that {what or 'looks at values or has shapes that depend on them'}. Use "
-            f'strategy="loop", which runs it {one} by {one}.'
-        ) from error
+    if (limit := _limit(str(error), op, in_place=in_place, one=one)) is not None:
+        raise limit from error
     error.add_note(
         f"This happened in {op} while one {one} stood for all {one}s at once. If it "
         f'works for a single {one}, strategy="loop" can run it.'
@@ -143,8 +106,55 @@ def raise_clearly(
     raise error
 
 
+def _limit(message: str, op: str, *, in_place: bool, one: str) -> UnsupportedOp | None:
+    """Say which limit of vmap an error is about, and what to do; None for others."""
+    differentiable = "expected ops that transforms of torch.func can differentiate, got"
+    if messages.RANDOM_OF_EACH in message:
+        limit = (
+            f"expected random numbers that all {one}s can share, since "
+            f'randomness="same", got some whose distribution depends on the {one}. '
+            f'Pass randomness="different", or use strategy="loop".'
+        )
+    elif any(each in message for each in messages.HOOKS_ON_SAVED):
+        limit = (
+            f"{differentiable} activation checkpointing (or other hooks on saved "
+            f"tensors). Take it out and save memory with chunk_size, or use "
+            f'strategy="loop" if the loss needs no functional model.'
+        )
+    elif messages.NO_SETUP_CONTEXT in message:
+        limit = (
+            f"{differentiable} an autograd.Function without setup_context, as "
+            f"re-entrant activation checkpointing has one. Give your own one "
+            f"setup_context and a vmap rule, save memory with chunk_size instead of "
+            f'checkpointing, or use strategy="loop".'
+        )
+    elif op == "retain_grad":
+        limit = (
+            f"expected a loss that leaves the graph of its tensors alone, got one that "
+            f"asks a tensor to keep its gradient, where one tensor stands for all "
+            f'{one}s. Leave it out, or use strategy="loop".'
+        )
+    elif op in _AUTOGRAD or any(each in message for each in messages.OWN_BACKWARD):
+        return own_backward_pass(op)
+    elif (
+        in_place
+        or (op in _RECURRENT and messages.SHAPES in message)
+        or any(each in message for each in messages.NOT_MAPPED)
+    ):
+        shared = f"writes in place into a tensor that all {one}s share, or is too small"
+        values = "looks at values or has shapes that depend on them"
+        limit = (
+            f"expected ops that vmap can run for all {one}s at once, got one that "
+            f'{shared if in_place else values}. Use strategy="loop", which runs it '
+            f"{one} by {one}."
+        )
+    else:
+        return None
+    return UnsupportedOp(f"{op}: {limit}")
+
+
 _AUTOGRAD = {"grad", "backward", "requires_grad_", "requires_grad"}
-"""What only a loss calls that differentiates on its own."""
+"""What a loss calls only if it differentiates on its own."""
 
 _RECURRENT = {"rnn_tanh", "rnn_relu", "lstm", "gru"}
 _RECURRENT |= {"rnn_tanh_cell", "rnn_relu_cell", "lstm_cell", "gru_cell"}
@@ -179,11 +189,11 @@ class Fallbacks:
                 warnings.simplefilter("always")
                 yield
         finally:
-            found = {messages.op_without_rule(str(each.message)) for each in caught} - {
-                ""
-            }
+            found: set[str] = set()
             for each in caught:
-                if not messages.op_without_rule(str(each.message)):
+                if op := messages.op_without_rule(str(each.message)):
+                    found.add(op)
+                else:
                     warnings.warn_explicit(
                         each.message, each.category, each.filename, each.lineno
                     )

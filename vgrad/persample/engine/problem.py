@@ -1,21 +1,20 @@
-"""One call of a per-sample transform: what it was given, and how its loss is run."""
+"""A loss with the options of its transform, and in a call the tensors it is given."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from vgrad import batches
-from vgrad.persample.engine.collectors import Collector
+from vgrad import batches, checks
+from vgrad.batches import ChunkSize
 from vgrad.persample.engine.guard import Fallbacks
 from vgrad.persample.factors.base import Factor
 from vgrad.persample.factors.scaled import Scaled
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.precision.loss_scale import LossScale
-from vgrad.tree import tree_leaves
+from vgrad.tree import map_values, tree_leaves
 from vgrad.typing import Buffers, LossFn, Params, Tree
 
 Randomness = Literal["error", "different", "same"]
@@ -23,46 +22,55 @@ Randomness = Literal["error", "different", "same"]
 
 @dataclass(frozen=True)
 class Problem:
-    """One call of a per-sample transform.
+    """What a transform was given, and what it learns as it runs; `on` adds a call.
 
     Attributes:
         function: the transform's name, for errors.
-        collect: makes what the factors of a chunk are handed to.
-        others: tensors that the result depends on, though the loss does not.
+        fallbacks: the ops that it has warned of.
         unreached: sets of parameters to which no graph leads from a sample's loss, as
             one sample on its own has shown.
+        params: those of one call, as `buffers` and `batch` are.
     """
 
     function: str
     loss: LossFn
-    params: Params
-    buffers: Buffers
-    batch: batches.Batch
-    randomness: Randomness
-    has_aux: bool
-    fallbacks: Fallbacks
-    collect: Callable[[], Collector]
+    strategy: str = "auto"
+    chunk_size: ChunkSize = None
+    randomness: Randomness = "error"
+    has_aux: bool = False
     loss_scale: LossScale | None = None
-    others: tuple[Tensor, ...] = ()
+    fallbacks: Fallbacks = field(default_factory=Fallbacks)
     unreached: set[frozenset[str]] = field(default_factory=set)
+    params: Params = field(default_factory=dict)
+    buffers: Buffers = field(default_factory=dict)
+    batch: batches.Batch = batches.NONE
+
+    def on(self, params: Params, buffers: Buffers, batch: Tree) -> "Problem":
+        """Check what a call is given, and return its problem."""
+        checks.dictionaries(self.function, params=params, buffers=buffers)
+        _check_tensors(self.function, params, buffers)
+        return replace(
+            self,
+            params=map_values(_ordinary, params),
+            buffers=map_values(_constant, map_values(_ordinary, buffers)),
+            batch=batches.read(self.function, batch),
+        )
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors that were given."""
-        leaves = [leaf for leaf in self.batch.leaves if isinstance(leaf, Tensor)]
-        return [*self.params.values(), *self.buffers.values(), *leaves]
+        """All tensors that the call was given."""
+        return [*self.params.values(), *self.buffers.values(), *self.batch.tensors]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return next(iter(self.params.values())).device
 
     @property
     def differentiable(self) -> bool:
         """Whether the caller can differentiate the gradients once more."""
         wanted = any(tensor.requires_grad for tensor in self.tensors)
         return torch.is_grad_enabled() and wanted
-
-    @property
-    def wanted(self) -> tuple[Tensor, ...]:
-        """The tensors by which the caller can differentiate the result."""
-        given = (*self.tensors, *self.others) if torch.is_grad_enabled() else ()
-        return tuple(tensor for tensor in given if tensor.requires_grad)
 
     def cotangent(self, losses: Tensor) -> Tensor:
         """Return what losses are multiplied by before the backward pass."""
@@ -76,11 +84,10 @@ class Problem:
         return Scaled(factor, self._scale(torch.float32))
 
     def _scale(self, dtype: torch.dtype) -> Tensor:
-        device = next(iter(self.params.values())).device
         scale = self.loss_scale.loss_scale if self.loss_scale else 1.0
-        # What a loss of any dtype can be multiplied by without rounding. It is divided
-        # by again, so results are no function of it.
-        scale = torch.as_tensor(scale, device=device).detach().to(torch.bfloat16)
+        # A loss of any dtype can be multiplied by it without rounding. It is divided by
+        # again, so results do not depend on it.
+        scale = torch.as_tensor(scale, device=self.device).detach().to(torch.bfloat16)
         return scale.to(dtype)
 
     def run_loss(
@@ -115,3 +122,35 @@ class Problem:
                     f"got a {type(leaf).__name__}."
                 )
         return value, aux
+
+
+def _ordinary(value: Tensor) -> Tensor:
+    """Copy a tensor made in inference mode, which autograd cannot use."""
+    return value.clone() if value.is_inference() else value
+
+
+def _constant(value: Tensor) -> Tensor:
+    """Return a tensor that requires no grad unless the caller can differentiate."""
+    wanted = torch.is_grad_enabled() or not value.requires_grad
+    return value if wanted else value.detach()
+
+
+def _check_tensors(function: str, params: Params, buffers: Buffers) -> None:
+    """Refuse parameters that have no gradient, and entries that are no tensors."""
+    if not params:
+        raise ValueError(
+            f"{function}(params, ...): expected at least one parameter, got none. Are "
+            f"all of them frozen?"
+        )
+    for name, value in (*params.items(), *buffers.items()):
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"{function}(params, buffers, ...): expected a tensor in {name!r}, got "
+                f"a {type(value).__name__}."
+            )
+    for name, value in params.items():
+        if not (value.is_floating_point() or value.is_complex()):
+            raise ValueError(
+                f"{function}(params, ...): expected floating-point parameters, got "
+                f"{value.dtype} in {name!r}. Move it to the buffers."
+            )

@@ -9,21 +9,21 @@ per-sample gradient.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from vgrad import checks, tree
-from vgrad.lowering.truthful import ASKED, Truth, among, own_backward_pass
+from vgrad.lowering.truthful import ASKED, Truth, among
 from vgrad.persample.engine import views
-from vgrad.persample.engine.captured import captured, check_unchanged
-from vgrad.persample.engine.guard import LossGuard, UnsupportedOp
-from vgrad.persample.engine.sites import Site, Sites, Take, Use, leaf, replaced
+from vgrad.persample.engine.guard import LossGuard
+from vgrad.persample.engine.problem import Problem
+from vgrad.persample.engine.sites import Site, Sites, Take, Use, leaf, op_name, replaced
+from vgrad.persample.engine.taps import Taps
 from vgrad.persample.factors.base import Factor
 from vgrad.persample.rules.table import Lowering, Maker, Rule
 from vgrad.torch_private import levels, modes
-from vgrad.torch_private.tensors import version_of, viewed
-from vgrad.typing import Buffers, Params, Tree
+from vgrad.typing import Tree
 
 
 class Recorder(LossGuard):
@@ -31,31 +31,27 @@ class Recorder(LossGuard):
 
     `take(name, factor)` is called once for each parameter, during the backward pass
     where possible, so that what it drops is freed before the next factor comes. `tell`
-    is for who wants to know every single use.
+    is an optional callback, invoked once per use.
     """
 
     def __init__(
         self,
         rules: Mapping[Callable, Rule | Lowering],
-        params: Params,
+        problem: Problem,
         size: int,
-        randomness: str,
         take: Take,
         tell: Callable[[Use], None] | None = None,
-        *,
-        buffers: Buffers,
     ) -> None:
         """Make the stand-ins for the parameters."""
-        super().__init__(given={**params, **buffers})
+        super().__init__(given={**problem.params, **problem.buffers})
         self.size = size
-        self.randomness = randomness
+        self.randomness = problem.randomness
         self._rules = rules
-        self._sites = Sites(params, size, take, tell)
+        self._sites = Sites(problem.params, size, take, tell)
         self._lowering: Callable | None = None
         self._level = 0
-        self._running = False
+        self._taps = Taps(self._sites)
         self._ends: dict[int, Tensor] = {}
-        self._waiting: dict[int, list] = {}
         self.params = self._sites.params
         self.unreached = self._sites.unreached
 
@@ -76,18 +72,9 @@ class Recorder(LossGuard):
 
         `scales` are what the losses are multiplied by, ones as a rule.
         """
-        self._running = True
-        try:
+        with self._taps.open():
             self._sites.differentiate(losses, scales, list(self._ends.values()))
-        finally:
-            self._running = False
-        waiting = {number for number, uses in self._waiting.items() if uses}
-        if waiting and not waiting.isdisjoint(_numbers(losses)):
-            raise UnsupportedOp(
-                "loss: expected ops that a function mode sees, got one that it does "
-                "not, whose result requires grad through something else than "
-                'parameters, as compiled code may. Use strategy="vmap" or "loop".'
-            )
+        self._taps.check_reached(losses)
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one call of a torch function."""
@@ -100,15 +87,15 @@ class Recorder(LossGuard):
         if reads:
             self._sites.check_read(func, sites)
             return func(*args, **kwargs)
-        output = self._run(func, args, kwargs, sites, batched=batched)
+        output = self._run(func, args, kwargs, sites, batched)
         self._truth.after(func, tensors, output)
         return output
 
     def _seen(self, tensors: Sequence[Tensor]) -> tuple[list[Site], bool]:
         """Return stand-ins among arguments, and whether some differ between samples.
 
-        What the loss closes over may require grad, for the caller. The backward pass
-        has to come by the ops between that and the loss, where it comes to parameters.
+        What the loss closes over may require grad for the caller. The backward pass
+        must visit the ops between that and the loss, since they may use parameters.
         """
         sites, batched = [], False
         for tensor in tensors:
@@ -128,7 +115,6 @@ class Recorder(LossGuard):
         args: tuple,
         kwargs: dict,
         sites: list[Site],
-        *,
         batched: bool,
     ) -> Any:
         """Run one call that computes something."""
@@ -208,7 +194,7 @@ class Recorder(LossGuard):
         self._sites.expect(site)
 
         def arrived(factor: Factor) -> None:
-            self._check_running()
+            self._taps.check_open()
             self._sites.arrived(site, factor, name)
 
         return arrived
@@ -224,8 +210,23 @@ class Recorder(LossGuard):
     def _by_rule(self, rule: Rule, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run an op of the table; None where its rule does not fit this call."""
         bound = rule.bind(args, kwargs)
-        if bound is None:
+        plan = None if bound is None else self._plan(rule, func, bound)
+        if plan is None:
             return None
+        with self.below():
+            output = rule.run(*plan.arguments.values())
+            if not plan.batched:  # the same for all samples: computed once
+                output = output.expand(self.size, *output.shape)
+            if output.requires_grad:  # not under no_grad
+                uses = [(plan.weights[n], plan.makers[n]) for n in plan.weights]
+                name = op_name(self._lowering or func)
+                output = self._taps.tap(name, output, uses, ends=not plan.follows)
+            return self.logical(output)
+
+    def _plan(
+        self, rule: Rule, func: Callable, bound: dict[str, Any]
+    ) -> "_Plan | None":
+        """Say how to run an op of these arguments; None where its rule does not fit."""
         weights: dict[str, Site] = {}
         batched = follows = False
         physical = dict(bound)
@@ -264,53 +265,9 @@ class Recorder(LossGuard):
                 f"rule({modes.op_name(func)}): expected a function for each weight "
                 f"that got a parameter, got none for {checks.listed(missing)}."
             )
-        with self.below():
-            if batched:
-                output = rule.run(*physical.values())
-            else:  # the same for all samples: computed once
-                once = {n: physical[n] if n in weights else bound[n] for n in bound}
-                output = rule.run(*once.values())
-                output = output.expand(self.size, *output.shape)
-            if output.requires_grad:  # not under no_grad
-                uses = [(site, makers[name]) for name, site in weights.items()]
-                name = modes.op_name(self._lowering or func)
-                output = self._tapped(name, output, uses, skip=not follows)
-            return self.logical(output)
-
-    def _tapped(
-        self, op: str, output: Tensor, uses: list[tuple[Site, Maker]], *, skip: bool
-    ) -> Tensor:
-        """Hook the node of an op's output; with `skip` the backward pass ends there."""
-        whole, base = output, viewed(output)
-        if base is not None and base.grad_fn is not None:
-            # An op that writes into a view replaces the view's node, never its base's.
-            whole = base
-            if not _same_memory(whole, output):
-                whole = output = output.clone()
-        number, shape = whole.output_nr, output.shape
-        left = [
-            (site, maker, [(each, version_of(each)) for each in captured(maker)])
-            for site, maker in uses
-        ]
-        for site, _ in uses:
-            self._sites.expect(site)
-
-        def hook(grads: tuple[Tensor | None, ...]) -> Any:
-            self._check_running()
-            g = grads[number]
-            while left:
-                site, maker, kept = left.pop()
-                check_unchanged(op, kept)
-                factor = None if g is None else maker(g.reshape(shape))
-                del maker, kept  # so that inputs are freed as early as possible
-                self._sites.arrived(site, factor, op)
-                del factor
-            return (None,) * len(grads) if skip else None
-
-        node: Any = whole.grad_fn
-        node.register_prehook(hook)
-        self._waiting[node._sequence_nr()] = left
-        return output
+        if not batched:
+            physical = {**bound, **{name: physical[name] for name in weights}}
+        return _Plan(physical, weights, makers, batched, follows)
 
     def _expanded(self, site: Site, op: Callable) -> Tensor:
         """Return a parameter's copies for the samples, which an op asks for."""
@@ -319,26 +276,12 @@ class Recorder(LossGuard):
         self._truth.tell(tensor)
         return tensor
 
-    def _check_running(self) -> None:
-        if not self._running:
-            raise own_backward_pass("loss")
 
+class _Plan(NamedTuple):
+    """How one call runs by its rule."""
 
-def _numbers(losses: Tensor) -> set[int]:
-    """Return the numbers of all nodes of a graph."""
-    found: set[int] = set()
-    nodes: list[Any] = [losses.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node._sequence_nr() not in found:
-            found.add(node._sequence_nr())
-            nodes += [each for each, _ in node.next_functions]
-    return found
-
-
-def _same_memory(base: Tensor, view: Tensor) -> bool:
-    """Tell whether a view holds all numbers of its base in their order."""
-    if base.shape == view.shape and base.stride() == view.stride():
-        return True
-    contiguous = base.is_contiguous() and view.is_contiguous()
-    return contiguous and base.numel() == view.numel()
+    arguments: dict[str, Any]  # those of the op, physical where it is batched
+    weights: dict[str, Site]  # the parameters among them
+    makers: dict[str, Maker]  # what makes their factors of the gradient at the output
+    batched: bool  # the output differs from sample to sample
+    follows: bool  # an input leads on to other parameters

@@ -5,9 +5,9 @@ transpose, a cast, a weight norm) is computed once and gets a stand-in of its ow
 factors that arrive there are taken back to the parameters.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -30,52 +30,45 @@ Take = Callable[[str, Factor], None]
 
 @dataclass(eq=False)
 class Site:
-    """A tensor that the loss takes for a parameter, or for a function of some.
+    """A tensor that the loss takes for a parameter, or for a function of some."""
 
-    Attributes:
-        names: the parameters that it is computed from.
-        handed: what the loss gets, a leaf that requires grad.
-        plain: the same for ops that need no gradient of it.
-        source: the value with the graph that leads to the parameters' leaves.
-        replay: where the value is a view of a parameter, the way to it.
-        parent: the site of which this one is a transpose or a cast.
-        expansion: one copy for each sample, without memory of its own.
-    """
-
-    names: tuple[str, ...]
-    handed: Tensor
-    plain: Tensor
-    source: Tensor
-    replay: Replay | None = None
-    parent: "Site | None" = None
+    names: tuple[str, ...]  # the parameters that it is computed from
+    handed: Tensor  # what the loss gets, a leaf that requires grad
+    plain: Tensor  # the same for ops that need no gradient of it
+    source: Tensor  # the value with the graph that leads to the parameters' leaves
+    replay: Replay | None = None  # for a view of a parameter, the way to it
+    parent: "Site | None" = None  # the site of which it is a transpose or a cast
     transposed: bool = False
-    expansion: Tensor | None = None
+    expansion: Tensor | None = None  # one copy for each sample, without memory
+    asked: dict[str, bool] = field(default_factory=dict)  # ops for copies: rules fit?
 
 
 class Use(NamedTuple):
-    """One use of parameters, told as soon as its gradients are known.
+    """One use of parameters, told as soon as its gradients are known."""
 
-    Attributes:
-        names: the parameters.
-        ops: the op; where copies for the samples were used, all that asked for them.
-        factor: the gradients of what the ops took.
-        ruled: whether the ops have rules that fit.
-        computed: whether that was computed from the parameters and no view of one.
-    """
+    names: tuple[str, ...]  # the parameters
+    ops: tuple[str, ...]  # the op, or all ops that asked for copies for the samples
+    factor: Factor  # the gradients of what the ops took
+    ruled: bool  # the ops have rules that fit
+    computed: bool  # what they took was computed from parameters and is no view of one
 
-    names: tuple[str, ...]
-    ops: tuple[str, ...]
-    factor: Factor
-    ruled: bool
-    computed: bool
+
+@dataclass(eq=False)
+class _Parameter:
+    """One parameter: its own site, and the factors that arrived and are expected."""
+
+    root: Site
+    found: list[tuple[Site, Factor]] = field(default_factory=list)
+    pending: int = 0
+    late: bool = False  # some are known only after the whole backward pass
 
 
 class Sites:
     """The stand-ins of one run of the loss, and the factors that arrived.
 
     `take(name, factor)` is called once for each parameter, as soon as all its factors
-    are there. `tell` is for who wants to know every single use. `unreached` then names
-    the parameters for which nothing came.
+    are there. `tell` is an optional callback, invoked once per use. In the end
+    `unreached` names the parameters for which nothing came.
     """
 
     def __init__(
@@ -89,18 +82,16 @@ class Sites:
         self._size = size
         self._take = take
         self._tell = tell
-        self._asked: dict[Site, dict[str, bool]] = {}
         self._known: dict[int, Site] = {}
-        self._found: dict[str, list[tuple[Site, Factor]]] = {n: [] for n in params}
-        self._pending = dict.fromkeys(params, 0)
-        self._late: set[str] = set()
-        self._roots: dict[str, Site] = {}
+        self._waiting: dict[str, _Parameter] = {}
+        self.params: Params = {}
+        self.unreached: set[str] = set()
         for name, value in params.items():
             handed = leaf(value)
-            root = Site((name,), handed, handed.detach(), handed, views.itself)
-            self._roots[name] = self._known[id(handed)] = root
-        self.params = {name: site.handed for name, site in self._roots.items()}
-        self.unreached: set[str] = set()
+            root = Site((name,), handed, handed.detach(), handed, lambda root: root)
+            self.params[name] = handed
+            self._known[id(handed)] = root
+            self._waiting[name] = _Parameter(root)
 
     def find(self, tensor: Any) -> Site | None:
         """Return the site of a stand-in."""
@@ -121,44 +112,37 @@ class Sites:
         self, func: Callable, args: tuple, kwargs: dict, sites: list[Site]
     ) -> Any:
         """Run a function of parameters alone, once; its tensors are new sites."""
+        names = tuple(dict.fromkeys(name for site in sites for name in site.names))
         if func in HOOKS or getattr(func, "__name__", "") in _AROUND:
-            names = ", ".join(name for site in sites for name in site.names)
             raise UnsupportedOp(
-                f"{op_name(func)}: expected a loss that leaves {names} as it is, got "
-                f"one that writes to its data or puts a hook on it. Compute a new "
-                f'tensor from it instead, or use strategy="loop".'
+                f"{op_name(func)}: expected a loss that leaves {', '.join(names)} as "
+                f"it is, got one that writes to its data or puts a hook on it. Compute "
+                f'a new tensor from it instead, or use strategy="loop".'
             )
         sources = {id(site.handed): site.source for site in sites}
         args, kwargs = replaced((args, kwargs), sources)
-        names = tuple(dict.fromkeys(name for site in sites for name in site.names))
-        versions = [version_of(site.source) for site in sites]
-        output = func(*args, **kwargs)
-        if versions != [version_of(site.source) for site in sites]:
-            raise UnsupportedOp(
-                f"{op_name(func)}: expected a loss that computes new tensors from "
-                f"{', '.join(names)}, got one that changes such a tensor in place. "
-                f'Use an op that does not, or strategy="vmap".'
-            )
-        known = {id(site.source): site for site in sites}
+        output = _computed(func, args, kwargs, sites, names)
 
         def handed(value: Any, place: int | None) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            if id(value) in known:
-                return known[id(value)].handed
+            for site in sites:
+                if value is site.source:
+                    return site.handed
             _check_same_for_all(op_name(func), names, value)
             if value.grad_fn is None:  # views made under no_grad say they require grad
                 return value
             stand_in = leaf(value)
             site = Site(names, stand_in, stand_in.detach(), value)
-            if len(sites) == 1:
-                source = sites[0].source
-                view = views.describe(func, args, kwargs, source, value, place)
-                if view is not None and sites[0].replay is not None:
-                    site.replay = views.after(sites[0].replay, view.replay)
+            if len(sites) == 1 and (replay := sites[0].replay) is not None:
+                parent = sites[0]
+                view = views.describe(func, args, kwargs, parent.source, value, place)
+                if view is not None:
+                    move = view.replay
+                    site.replay = lambda tensor: move(replay(tensor))
                     if view.same_numbers or view.transposes:
-                        site.parent, site.transposed = sites[0], view.transposes
-            self._late.update(names)
+                        site.parent, site.transposed = parent, view.transposes
+            self._wait_for_the_end(site)
             self._known[id(stand_in)] = site
             return stand_in
 
@@ -169,28 +153,33 @@ class Sites:
     def expand(self, site: Site, op: Callable | None, *, ruled: bool) -> Tensor:
         """Return one copy for each sample, [B, *shape], which `op` asked for."""
         if self._tell is not None:
-            self._asked.setdefault(site, {})[op_name(op)] = ruled
+            site.asked[op_name(op)] = ruled
         if site.expansion is None:
             with ExitStack() as stack:  # the loss may be inside a transform of its own
                 while levels.current_level() is not None:
                     stack.enter_context(levels.without_innermost())
                 copies = site.plain.expand(self._size, *site.plain.shape)
                 site.expansion = leaf(copies)
-            self._late.update(site.names)
+            self._wait_for_the_end(site)
         return site.expansion
+
+    def _wait_for_the_end(self, site: Site) -> None:
+        for name in site.names:
+            self._waiting[name].late = True
 
     def expect(self, site: Site) -> None:
         """Wait for one more factor."""
         for name in site.names:
-            self._pending[name] += 1
+            self._waiting[name].pending += 1
 
     def arrived(self, site: Site, factor: Factor | None, op: str) -> None:
         """Accept what was expected; without a gradient there is no factor."""
         if factor is not None:
             self._keep(site, factor, {op: True})
         for name in site.names:
-            self._pending[name] -= 1
-            if not self._pending[name] and name not in self._late:
+            parameter = self._waiting[name]
+            parameter.pending -= 1
+            if not parameter.pending and not parameter.late:
                 self._complete(name)
 
     def differentiate(
@@ -205,12 +194,11 @@ class Sites:
             grads = torch.autograd.grad(
                 losses, inputs + anchors, grad_outputs=scales, allow_unused=True
             )
-            passed_by = zip(sites, grads[len(expanded) :], strict=False)
-            _check_nothing_passed_by([s for s, grad in passed_by if grad is not None])
+            _check_nothing_passed_by(sites, grads[len(expanded) :])
             for site, grad in zip(expanded, grads, strict=False):
                 if grad is not None:
-                    self._keep(site, Dense(grad), self._asked.get(site, {}))
-        for name in list(self._found):
+                    self._keep(site, Dense(grad), site.asked)
+        for name in list(self._waiting):
             self._complete(name)
 
     def _keep(self, site: Site, factor: Factor, ops: Mapping[str, bool]) -> None:
@@ -226,18 +214,16 @@ class Sites:
                 factor = Outer(factor.outputs, factor.inputs, shape)
             site = site.parent
         for name in site.names:
-            self._found[name].append((site, factor))
+            self._waiting[name].found.append((site, factor))
 
     def _complete(self, name: str) -> None:
         """Hand on what was found for a parameter, as one factor."""
-        found = self._found.pop(name, None)
-        if found is None:
-            return
-        root = self._roots[name]
+        parameter = self._waiting.pop(name)
+        root, found = parameter.root, parameter.found
         parts: dict[Site, list[Factor]] = {}
         for site, factor in found:
             parts.setdefault(site, []).append(factor)
-        del found
+        del found, parameter
         whole = {site: merged(factors) for site, factors in parts.items()}
         for site in [site for site in whole if site.replay is None]:
             dense = self._pulled_back(site, root, whole.pop(site))
@@ -276,6 +262,21 @@ _AROUND = {"__set__", "set_"}
 """What acts on the very tensor a loss was handed, and not on its values."""
 
 
+def _computed(
+    func: Callable, args: tuple, kwargs: dict, sites: list[Site], names: Sequence[str]
+) -> Any:
+    """Run a function of parameters, which must write into none of them."""
+    versions = [version_of(site.source) for site in sites]
+    output = func(*args, **kwargs)
+    if versions != [version_of(site.source) for site in sites]:
+        raise UnsupportedOp(
+            f"{op_name(func)}: expected a loss that computes new tensors from "
+            f"{', '.join(names)}, got one that changes such a tensor in place. Use an "
+            f'op that does not, or strategy="vmap".'
+        )
+    return output
+
+
 def _check_same_for_all(op: str, names: tuple[str, ...], value: Tensor) -> None:
     drawn = levels.is_batched(value)
     if drawn and levels.unwrapped(value).requires_grad:
@@ -286,9 +287,10 @@ def _check_same_for_all(op: str, names: tuple[str, ...], value: Tensor) -> None:
         )
 
 
-def _check_nothing_passed_by(sites: list[Site]) -> None:
-    if sites:
-        names = sorted({name for site in sites for name in site.names})
+def _check_nothing_passed_by(sites: list[Site], grads: Sequence[Any]) -> None:
+    passed_by = zip(sites, grads, strict=False)
+    reached = [site.names for site, grad in passed_by if grad is not None]
+    if names := sorted({name for each in reached for name in each}):
         raise UnsupportedOp(
             f"loss: expected ops that a function mode sees, got {', '.join(names)} in "
             f"one that it does not, such as a transform of torch.func over it, or "

@@ -5,7 +5,7 @@ parameter to a collector, so that what is a sum can be reduced inside the chunk 
 memory does not grow with the batch.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -21,6 +21,7 @@ from vgrad.generators import (
     set_random_state,
 )
 from vgrad.lowering.truthful import Truth
+from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.guard import LossGuard, UnsupportedOp, raise_clearly
 from vgrad.persample.engine.problem import Problem
 from vgrad.persample.engine.record import Recorder
@@ -32,58 +33,46 @@ from vgrad.typing import Params, Tree
 
 
 class Chunk(NamedTuple):
-    """What a strategy knows about b samples.
+    """What a strategy knows about b samples: their losses [b], and stacked aux."""
 
-    Attributes:
-        collected: the collector, which has taken the factors of all parameters.
-        losses: the losses, [b].
-        aux: what else the loss returned, stacked.
-        constants_of: tensors by which the caller might want to differentiate what is a
-            constant here.
-    """
-
-    collected: Any
+    collected: Any  # the collector, which has taken the factors of all parameters
     losses: Tensor
     aux: Tree
-    constants_of: tuple[Tensor, ...] = ()
+    recorded: bool = False  # all of it is a constant for the caller's autograd
 
 
-def auto(problem: Problem, start: int, stop: int) -> Chunk:
+Collect = Callable[[], Collector]
+"""Makes what the factors of a chunk are handed to."""
+
+
+def auto(problem: Problem, collect: Collect, start: int, stop: int) -> Chunk:
     """Record; where that is not possible, differentiate under `torch.vmap`."""
     if levels.inside_transform():
-        return vmap(problem, start, stop)
+        return vmap(problem, collect, start, stop)
     draws = problem.randomness != "error"
     state = random_state(problem.tensors) if draws else None
     try:
-        return recorded(problem, start, stop)
+        return recorded(problem, collect, start, stop)
     except UnsupportedOp:
         if state is not None:
             set_random_state(state)
-        return vmap(problem, start, stop)
+        return vmap(problem, collect, start, stop)
 
 
-def recorded(problem: Problem, start: int, stop: int) -> Chunk:
+def recorded(problem: Problem, collect: Collect, start: int, stop: int) -> Chunk:
     """Run one backward pass and keep the factors of every use of a parameter."""
     if levels.inside_transform():
         raise UnsupportedOp(
             f'{problem.function}(strategy="recorded"): expected a call outside of '
             f'transforms of torch.func. Use strategy="vmap" inside them.'
         )
-    collected = problem.collect()
+    collected = collect()
 
     def take(name: str, factor: Factor) -> None:
         with torch.no_grad():
             collected.take(name, problem.unscaled(factor))
 
-    recorder = Recorder(
-        RULES,
-        problem.params,
-        stop - start,
-        problem.randomness,
-        take,
-        getattr(collected, "tell", None),  # who explains wants every use
-        buffers=problem.buffers,
-    )
+    recorder = Recorder(RULES, problem, stop - start, take, collected.tell)
 
     def one(tensors: tuple[Tensor, ...]) -> tuple:
         result = problem.run_loss(recorder.params, tensors, recorder.inside())
@@ -93,8 +82,8 @@ def recorded(problem: Problem, start: int, stop: int) -> Chunk:
     # A sample that requires grad says so to the loss, but leads to the caller no more.
     again = problem.differentiable
     tensors = tuple(
-        recorder.anchor(row) if again and row.requires_grad else row.detach()
-        for row in problem.batch.rows(start, stop)
+        recorder.anchor(each) if again and each.requires_grad else each.detach()
+        for each in problem.batch.chunk(start, stop)
     )
     with _clear_errors(problem), torch.enable_grad():
         mapped = torch.vmap(one, randomness=problem.randomness)
@@ -105,13 +94,13 @@ def recorded(problem: Problem, start: int, stop: int) -> Chunk:
             recorder.backward(losses, problem.cotangent(losses))
     _check_unreached(problem, start, frozenset(recorder.unreached))
     losses, aux = tree_map_only(Tensor, torch.Tensor.detach, (losses, aux))
-    return Chunk(collected, losses, aux, problem.wanted)
+    return Chunk(collected, losses, aux, recorded=True)
 
 
 _NO_HOOKS = "saved tensor hooks are not supported while a loss is recorded"
 
 
-def vmap(problem: Problem, start: int, stop: int) -> Chunk:
+def vmap(problem: Problem, collect: Collect, start: int, stop: int) -> Chunk:
     """Differentiate under `torch.vmap`: all gradients are stored, several times."""
 
     def one(tensors: tuple[Tensor, ...]) -> tuple:
@@ -122,25 +111,20 @@ def vmap(problem: Problem, start: int, stop: int) -> Chunk:
             truth.end(tree.tensors(result))
             return result
 
-        forward = torch.func.vjp(of_params, dict(problem.params), has_aux=True)
-        value, pullback, aux = cast(tuple[Tensor, Callable, Tree], forward)
-        # As in eager training, autocast covers the forward pass alone.
-        with no_autocast(value.device):
-            (grads,) = pullback(problem.cotangent(value))
-        return grads, value, aux
+        return _functional_gradient(of_params, problem)
 
     mapped = torch.vmap(one, randomness=problem.randomness)
     with _clear_errors(problem):
-        grads, losses, aux = mapped(tuple(problem.batch.rows(start, stop)))
-    return _collected(problem, grads, losses, aux)
+        grads, losses, aux = mapped(problem.batch.chunk(start, stop))
+    return _collected(problem, collect, grads, losses, aux)
 
 
-def loop(problem: Problem, start: int, stop: int) -> Chunk:
+def loop(problem: Problem, collect: Collect, start: int, stop: int) -> Chunk:
     """Differentiate one sample: runs whatever plain autograd runs."""
     inside = levels.inside_transform()
     gradient = _functional_gradient if inside else _plain_gradient
     before = random_state(problem.tensors)
-    tensors = tuple(row.squeeze(0) for row in problem.batch.rows(start, stop))
+    tensors = problem.batch.one(start)
 
     def of_params(params: Params) -> tuple[Tensor, Tree]:
         return problem.run_loss(params, tensors, _guard(problem))
@@ -155,10 +139,10 @@ def loop(problem: Problem, start: int, stop: int) -> Chunk:
             f'own) or "same".'
         )
     one = tree_map_only(Tensor, lambda leaf: leaf.unsqueeze(0), found)
-    return _collected(problem, *one)
+    return _collected(problem, collect, *one)
 
 
-STRATEGIES: dict[str, Callable[[Problem, int, int], Chunk]] = {
+STRATEGIES: dict[str, Callable[[Problem, Collect, int, int], Chunk]] = {
     "auto": auto,
     "recorded": recorded,
     "vmap": vmap,
@@ -175,11 +159,9 @@ def saved_bytes(problem: Problem) -> int:
         seen[storage.data_ptr()] = storage.nbytes()
         return tensor.detach()  # the tensor itself would make a cycle
 
-    tensors = tuple(row.squeeze(0) for row in problem.batch.rows(0, 1))
     hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
-    with kept_random_state(problem.tensors):
-        with hooks, torch.enable_grad(), _no_weight_cache():
-            problem.run_loss(_leaves(problem), tensors, _guard(problem))
+    with hooks, _trial(problem):
+        problem.run_loss(_leaves(problem), problem.batch.one(0), _guard(problem))
     return sum(seen.values())
 
 
@@ -192,16 +174,13 @@ def _check_unreached(problem: Problem, start: int, names: frozenset[str]) -> Non
     """Refuse to take for zero what is not zero to plain autograd."""
     if not names or names in problem.unreached:
         return
-    tensors = tuple(row.squeeze(0) for row in problem.batch.rows(start, start + 1))
     leaves = {n: each.detach().requires_grad_() for n, each in problem.params.items()}
-    wanted = [leaves[name] for name in sorted(names)]
-    with kept_random_state(problem.tensors), torch.enable_grad(), _no_weight_cache():
-        value, _ = problem.run_loss(leaves, tensors, _guard(problem))
-        found = (
-            torch.autograd.grad(value, wanted, allow_unused=True)
-            if value.requires_grad
-            else [None for _ in wanted]
-        )
+    found: Sequence[Tensor | None] = [None] * len(names)
+    with _trial(problem):
+        value, _ = problem.run_loss(leaves, problem.batch.one(start), _guard(problem))
+        if value.requires_grad:
+            wanted = [leaves[name] for name in sorted(names)]
+            found = torch.autograd.grad(value, wanted, allow_unused=True)
     pairs = zip(sorted(names), found, strict=True)
     if reached := [name for name, grad in pairs if grad is not None]:
         raise UnsupportedOp(
@@ -212,9 +191,11 @@ def _check_unreached(problem: Problem, start: int, names: frozenset[str]) -> Non
     problem.unreached.add(names)
 
 
-def _collected(problem: Problem, grads: Params, losses: Tensor, aux: Tree) -> Chunk:
+def _collected(
+    problem: Problem, collect: Collect, grads: Params, losses: Tensor, aux: Tree
+) -> Chunk:
     """Hand stored gradients on, so that no more than one is held twice."""
-    collected = problem.collect()
+    collected = collect()
     with no_autocast(losses.device):
         for name in list(grads):
             collected.take(name, problem.unscaled(Dense(grads.pop(name))))
@@ -225,7 +206,7 @@ def _leaves(problem: Problem) -> Params:
     """Return what autograd differentiates: the parameters, or leaves of their values.
 
     Where a caller can differentiate the result they are views of the parameters and not
-    these themselves, which the loss may reach on other ways.
+    these themselves, which the loss may also reach by another route.
     """
     return {
         name: value.view_as(value)
@@ -262,9 +243,17 @@ def _functional_gradient(of_params: Callable, problem: Problem) -> tuple:
     """Differentiate by torch.func, which works inside its other transforms."""
     forward = torch.func.vjp(of_params, dict(problem.params), has_aux=True)
     value, pullback, aux = cast(tuple[Tensor, Callable, Tree], forward)
+    # As in eager training, autocast covers the forward pass alone.
     with no_autocast(value.device):
         (grads,) = pullback(problem.cotangent(value))
     return grads, value, aux
+
+
+@contextmanager
+def _trial(problem: Problem) -> Iterator[None]:
+    """Run the loss on one sample, and put the generators back."""
+    with kept_random_state(problem.tensors), torch.enable_grad(), _no_weight_cache():
+        yield
 
 
 @contextmanager

@@ -1,8 +1,7 @@
 """Which functions of a parameter only move its numbers, so that norms are kept."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,19 +23,12 @@ _TENSORS = {"T", "mT", "H", "mH", "real", "imag", "data", "grad"}
 """Attributes that are tensors; the others say something about one."""
 
 
-@dataclass(frozen=True)
-class View:
-    """How numbers were moved.
-
-    Attributes:
-        replay: does the same to another tensor.
-        same_numbers: every number stayed in its place.
-        transposes: a matrix was transposed.
-    """
+class View(NamedTuple):
+    """How numbers were moved; `replay` does the same to another tensor."""
 
     replay: Callable[[Tensor], Tensor]
-    same_numbers: bool
-    transposes: bool
+    same_numbers: bool  # each stayed in its place
+    transposes: bool  # it is the transpose of a matrix
 
 
 def only_reads(func: Callable) -> bool:
@@ -45,18 +37,6 @@ def only_reads(func: Callable) -> bool:
     if name == "__get__":
         return getattr(func.__self__, "__name__", "") not in _TENSORS
     return name in _READS
-
-
-def itself(tensor: Tensor) -> Tensor:
-    """Return the tensor."""
-    return tensor
-
-
-def after(
-    first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]
-) -> Callable[[Tensor], Tensor]:
-    """Compose two functions."""
-    return lambda tensor: second(first(tensor))
 
 
 def describe(

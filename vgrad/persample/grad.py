@@ -1,0 +1,69 @@
+"""The gradient of every sample."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vgrad import tree
+from vgrad.batches import ChunkSize
+from vgrad.dtypes import wide
+from vgrad.persample.engine import Call, Problem, Randomness, Transform, joined
+from vgrad.persample.engine.collectors import Gradients
+from vgrad.precision.loss_scale import LossScale
+from vgrad.typing import LossFn
+
+
+def per_sample_grad(
+    loss: LossFn,
+    *,
+    strategy: str = "auto",
+    chunk_size: ChunkSize = None,
+    randomness: Randomness = "error",
+    has_aux: bool = False,
+    loss_scale: LossScale | None = None,
+) -> Transform:
+    """Gradient of every sample: `(params, buffers, *batch) -> {name: [B, *shape]}`.
+
+    The dtype is that of the parameters. It stores B gradients, so where a norm or a sum
+    is wanted, use the transform that computes it. `vgrad.persample` explains the
+    options, which all transforms share.
+
+    Raises:
+        ValueError: an option or the batch is not what `vgrad.persample` says.
+        UnsupportedOp: the strategy cannot run an op of the loss.
+
+    Example:
+        >>> loss = lambda params, buffers, x: (params["w"] * x).sum() ** 2
+        >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]])
+        >>> per_sample_grad(loss)({"w": torch.ones(2)}, {}, x)
+        {'w': tensor([[ 2.,  0.],
+                [ 6., 12.]])}
+    """
+
+    def gradients(call: Call) -> Any:
+        found = list(call.chunks(Gradients))
+        grads = {
+            name: joined(
+                value.new_zeros((0, *value.shape)), [each.grads[name] for each in found]
+            ).to(_grad_dtype(value.dtype, loss_scale))
+            for name, value in call.params.items()
+        }
+        return call.result(tree.map_values(_own_memory, grads))
+
+    options = Problem(
+        "per_sample_grad", loss, strategy, chunk_size, randomness, has_aux, loss_scale
+    )
+    return Transform(options, gradients)
+
+
+def _grad_dtype(dtype: torch.dtype, loss_scale: LossScale | None) -> torch.dtype:
+    """Return the parameter's dtype, in which an unscaled gradient might be zero."""
+    return dtype if loss_scale is None else wide(dtype)
+
+
+def _own_memory(grad: Tensor) -> Tensor:
+    """Give every entry memory of its own where vmap lets several share it."""
+    sizes = zip(grad.stride(), grad.shape, strict=True)
+    shared = any(step == 0 and size > 1 for step, size in sizes)
+    return grad.clone(memory_format=torch.contiguous_format) if shared else grad

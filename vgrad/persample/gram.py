@@ -1,0 +1,195 @@
+"""Inner products of the samples' gradients, within a batch and between two.
+
+B samples of the batch, B' of a second one.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vgrad import batches, tree
+from vgrad.batches import ChunkSize
+from vgrad.dtypes import double, no_autocast
+from vgrad.generators import ALONE, random_state, set_random_state
+from vgrad.persample.engine import Call, Factors, Problem, Randomness, Transform
+from vgrad.persample.engine.grouping import Groups, check_groups, members
+from vgrad.persample.factors import Dense, Factor
+from vgrad.precision.loss_scale import LossScale
+from vgrad.typing import Buffers, LossFn, Params, Tree
+
+_Parts = Mapping[str, Sequence[str]]
+"""The names of parameters in each group."""
+
+
+class GramFn(Transform):
+    """What `per_sample_gram` returns: `(params, buffers, *batch, cross=None)`."""
+
+    def __call__(
+        self,
+        params: Params,
+        buffers: Buffers,
+        /,
+        *batch: Tree,
+        cross: tuple | None = None,
+    ) -> Any:
+        """Multiply the gradients of this batch with their own, or those of `cross`."""
+        _check_cross(cross)
+        return self._called(params, buffers, batch, cross)
+
+
+def per_sample_gram(
+    loss: LossFn,
+    *,
+    groups: Groups = None,
+    strategy: str = "auto",
+    chunk_size: ChunkSize = None,
+    randomness: Randomness = "error",
+    loss_scale: LossScale | None = None,
+) -> GramFn:
+    """Inner products of gradients: `(params, buffers, *batch, cross=None) -> [B, B]`.
+
+    Entry (i, j) is `sum_p <dL_i/dp, dL_j/dp>`, the empirical neural tangent kernel of
+    the loss, in float32 or wider. The matrix is exactly symmetric. With `cross`, a
+    second batch as a tuple, it is `[B, B']`: samples of the batch against those of
+    `cross`, which may have other sizes wherever the loss allows it. With `groups` the
+    result is `{group: [B, B]}`, as for `per_sample_norm`. Complex
+    parameters count as pairs of real ones.
+
+    A sample whose gradient is not finite has no finite entry in its row and column, and
+    leaves all others as they are.
+
+    Cost: products of what the layers saw and of the gradients at their outputs, or of
+    gradients, one layer's at a time, where that is cheaper. Recorded, it holds both
+    tensors of every layer for all B samples, whatever the chunk size; `"vmap"` and
+    `"loop"` hold all gradients, B x P numbers. Chunks of b samples bound the rest: b^2
+    products of all positions with all, or gradients of one layer. Of `cross` one chunk
+    is held at a time, so make it the larger side.
+
+    Reference: Jacot et al., Neural Tangent Kernel, arXiv 1806.07572.
+
+    Raises:
+        TypeError: `cross` is not a tuple; else as `per_sample_norm`.
+        ValueError: as `per_sample_norm`.
+        UnsupportedOp: as `per_sample_grad`.
+
+    Example:
+        >>> import torch
+        >>> loss = lambda params, buffers, x: (params["w"] * x).sum()
+        >>> gram = per_sample_gram(loss)
+        >>> params, x = {"w": torch.ones(2)}, torch.tensor([[3.0, 4.0], [1.0, 0.0]])
+        >>> gram(params, {}, x)
+        tensor([[25.,  3.],
+                [ 3.,  1.]])
+        >>> gram(params, {}, x, cross=(torch.tensor([[0.0, 1.0]]),))
+        tensor([[4.],
+                [0.]])
+    """
+    check_groups("per_sample_gram", groups)
+
+    def gram(call: Call, cross: tuple | None) -> Any:
+        parts = members("per_sample_gram", groups, call.params)
+        with ALONE if randomness == "same" else nullcontext():
+            if cross is None:
+                found = _within(call, parts)
+            else:
+                found = _between(call, parts, cross)
+        found = {group: value.to(call.dtype) for group, value in found.items()}
+        return call.result(found[""] if groups is None else found, *tree.tensors(cross))
+
+    options = Problem(
+        "per_sample_gram", loss, strategy, chunk_size, randomness, loss_scale=loss_scale
+    )
+    return GramFn(options, gram)
+
+
+def _within(call: Call, parts: _Parts) -> dict[str, Tensor]:
+    """Inner products of a batch's gradients for every group, [B, B]."""
+    held = _held(call, parts)
+    if not call.done:
+        return _zeros(call, parts, 0, 0)
+    with no_autocast(call.problem.device):
+        return _summed(parts, lambda name: _symmetric(held.pop(name)))
+
+
+def _between(call: Call, parts: _Parts, cross: tuple) -> dict[str, Tensor]:
+    """Inner products with the gradients of a second batch for every group, [B, B']."""
+    problem = call.problem
+    other = batches.read(problem.function, cross)
+    if not (problem.batch.size and other.size):
+        return _zeros(call, parts, problem.batch.size, other.size)
+    same = problem.randomness == "same"
+    state = random_state(problem.tensors) if same else None
+    held = _held(call, parts)
+    if state is not None:
+        set_random_state(state)  # all samples draw the same, of both batches
+    strips = []
+    for chunk in call.chunks(Factors, other):
+
+        def product(name: str, factors: dict[str, Factor] = chunk.factors) -> Tensor:
+            factor = factors.pop(name)
+            return torch.cat([each.gram(factor) for each in held[name]])
+
+        with no_autocast(problem.device):
+            strips.append(_summed(parts, product))
+    return {
+        group: torch.cat([strip[group] for strip in strips], dim=1) for group in parts
+    }
+
+
+def _zeros(call: Call, parts: _Parts, *sizes: int) -> dict[str, Tensor]:
+    value = next(iter(call.params.values()))
+    return {group: value.new_zeros(sizes, dtype=call.dtype) for group in parts}
+
+
+def _held(call: Call, parts: _Parts) -> dict[str, list[Factor]]:
+    """Run the batch, and keep all factors of each parameter that is in a group."""
+    held: dict[str, list[Factor]] = {n: [] for names in parts.values() for n in names}
+    for chunk in call.chunks(Factors):
+        for name, factors in held.items():
+            factors.append(chunk.factors.pop(name))
+    return {name: _joined(factors) for name, factors in held.items()}
+
+
+def _check_cross(cross: Any) -> None:
+    """Refuse a bare tensor, which would be taken for a tuple of its rows."""
+    if cross is not None and not isinstance(cross, tuple | list):
+        raise TypeError(
+            f"per_sample_gram(loss)(params, buffers, *batch, cross): expected a second "
+            f"batch as a tuple, such as (x, y), got a {type(cross).__name__}."
+        )
+
+
+def _summed(parts: _Parts, product: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """Sum over the parameters of every group, in float64."""
+    found: dict[str, Tensor] = {}
+    for group, names in parts.items():
+        for name in names:
+            part = double(product(name)).real
+            found[group] = found[group] + part if group in found else part
+    return found
+
+
+def _symmetric(factors: Sequence[Factor]) -> Tensor:
+    """Inner products within and between chunks, each pair of them once."""
+    count = len(factors)
+    blocks: dict[tuple[int, int], Tensor] = {}
+    for row in range(count):
+        own = factors[row].gram(factors[row])
+        # Matrix products may round (i, j) and (j, i) differently.
+        blocks[row, row] = own.triu() + own.triu(1).mH
+        for column in range(row + 1, count):
+            block = factors[row].gram(factors[column])
+            blocks[row, column], blocks[column, row] = block, block.mH
+    rows = [[blocks[row, column] for column in range(count)] for row in range(count)]
+    return torch.cat([torch.cat(row, dim=1) for row in rows])
+
+
+def _joined(factors: list[Factor]) -> list[Factor]:
+    """Make one factor of gradients that exist: strategies that loop have many."""
+    grads = [factor.g for factor in factors if isinstance(factor, Dense)]
+    if len(factors) < 2 or len(grads) < len(factors):
+        return factors
+    return [Dense(torch.cat(grads))]

@@ -1,0 +1,62 @@
+"""The norm of every sample's gradient."""
+
+from typing import Any
+
+from torch import Tensor
+
+from vgrad.batches import ChunkSize
+from vgrad.persample.engine import Call, Norms, Problem, Randomness, Transform, joined
+from vgrad.persample.engine.grouping import Groups, check_groups, members
+from vgrad.persample.factors import Norm, reductions
+from vgrad.precision.loss_scale import LossScale
+from vgrad.typing import LossFn
+
+
+def per_sample_norm(
+    loss: LossFn,
+    *,
+    groups: Groups = None,
+    strategy: str = "auto",
+    chunk_size: ChunkSize = None,
+    randomness: Randomness = "error",
+    has_aux: bool = False,
+    loss_scale: LossScale | None = None,
+) -> Transform:
+    """L2 norm of every sample's gradient: `(params, buffers, *batch) -> [B]`.
+
+    The norm is over all parameters, `sqrt(sum_p |dL_b/dp|^2)`, in float32 or wider. It
+    neither overflows nor underflows on the way; only what the dtype of the result
+    cannot hold is infinite. With `groups` the result is `{group: [B]}`: `"parameter"`
+    for the norm of each, `"layer"` for those of one module together, or a dictionary
+    from a group's name to a list of patterns of its parameters' names (`vgrad.names`).
+
+    Raises:
+        TypeError: the patterns of a group are no list or tuple.
+        ValueError: a pattern of `groups` matches nothing, or two match one parameter;
+            else as `per_sample_grad`.
+        UnsupportedOp: as `per_sample_grad`.
+
+    Example:
+        >>> import torch
+        >>> loss = lambda params, buffers, x: (params["w"] * x).sum()
+        >>> x = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+        >>> per_sample_norm(loss)({"w": torch.ones(2)}, {}, x)
+        tensor([5., 0.])
+    """
+    check_groups("per_sample_norm", groups)
+
+    def norms(call: Call) -> Any:
+        parts = members("per_sample_norm", groups, call.params)
+        found: dict[str, list[Tensor]] = {group: [] for group in parts}
+        for chunk in call.chunks(Norms):
+            for group, names in parts.items():
+                norm = Norm.joint([chunk.norms[name] for name in names])
+                found[group].append(norm.value.to(call.dtype))
+        empty = reductions.no_norms(call.params, call.dtype)
+        result = {group: joined(empty, each) for group, each in found.items()}
+        return call.result(result[""] if groups is None else result)
+
+    options = Problem(
+        "per_sample_norm", loss, strategy, chunk_size, randomness, has_aux, loss_scale
+    )
+    return Transform(options, norms)

@@ -1,0 +1,138 @@
+"""Random projections of the samples' gradients, which keep their inner products.
+
+B samples, P numbers in a parameter, of which O are in its first dimension.
+"""
+
+import hashlib
+import math
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vgrad import checks
+from vgrad.batches import ChunkSize
+from vgrad.persample.engine import Call, Problem, Randomness, Transform, joined
+from vgrad.persample.engine.collectors import Projections
+from vgrad.persample.factors import Probes, reductions
+from vgrad.precision.loss_scale import LossScale
+from vgrad.typing import LossFn
+
+Kind = Literal["rademacher", "gaussian"]
+
+
+def per_sample_projection(
+    loss: LossFn,
+    dim: int,
+    *,
+    seed: int,
+    kind: Kind = "rademacher",
+    strategy: str = "auto",
+    chunk_size: ChunkSize = None,
+    randomness: Randomness = "error",
+    has_aux: bool = False,
+    loss_scale: LossScale | None = None,
+) -> Transform:
+    """Random projection of every gradient: `(params, buffers, *batch) -> [B, dim]`.
+
+    Inner products of projections are, on average over seeds, those of the gradients:
+    `E <f_i, f_j> = sum_p <dL_i/dp, dL_j/dp>`. Entry k of a row is
+    `sum_p <dL_b/dp, R_pk> / sqrt(dim)`. For a parameter with two or more dimensions,
+    seen as a matrix `[O, P / O]`, the direction `R_pk` is the outer product of two
+    random vectors; else it is one random vector. Their numbers are signs
+    (`"rademacher"`) or normal. The result is float32 or wider.
+
+    The price of outer products is variance. With G and H the two gradients of one
+    matrix, normal directions without structure have an inner product of variance
+    `(|G|^2 |H|^2 + <G, H>^2) / dim`. Outer products of normal vectors add
+    `2 (|G^T H|^2 + |G H^T|^2 + tr(G H^T G H^T)) / dim`, at most three times as much:
+    to be as good as directions without structure they take four times `dim` at worst,
+    where gradients are of rank one and parallel, and little more where these have many
+    comparable singular values. Over several parameters, |G|^2, |H|^2 and <G, H> are
+    those of the whole gradients and what is added is summed. Signs never have more
+    variance than normal numbers.
+
+    The directions follow from `seed`, the parameter's name and its shape alone (and
+    numpy's version, which draws them): the same for every batch, chunk size, strategy,
+    dtype and device, and whichever other parameters there are. Generators of torch stay
+    as they are. Directions are float32, `dim * (O + P / O)` numbers for each parameter
+    (`dim * P` below two dimensions); the function that is returned draws them at its
+    first call and keeps them.
+
+    Cost: recorded, what a layer saw and the gradients at its outputs are projected, for
+    each position, or gradients, one layer's at a time, where that is cheaper.
+
+    Reference: Park et al., TRAK, arXiv 2303.14186; Sun et al., Tensor Random Projection
+    for Low Memory Dimension Reduction, arXiv 2105.00105.
+
+    Raises:
+        ValueError: `dim` is no positive whole number, `seed` is negative or no whole
+            number, `kind` is unknown; else as `per_sample_grad`.
+        UnsupportedOp: as `per_sample_grad`.
+
+    Example:
+        >>> import torch
+        >>> loss = lambda params, buffers, x: (params["w"] * x).sum()
+        >>> project = per_sample_projection(loss, 1000, seed=0)
+        >>> x = torch.tensor([[3.0, 0.0], [0.0, 2.0]])
+        >>> found = project({"w": torch.ones(2)}, {}, x)
+        >>> found.shape
+        torch.Size([2, 1000])
+        >>> (found @ found.T).diagonal()  # signs keep the norm of a single number
+        tensor([9.0000, 4.0000])
+    """
+    function = "per_sample_projection"
+    checks.whole(function, least=1, dim=dim)
+    checks.whole(function, least=0, seed=seed)
+    checks.one_of(function, ("rademacher", "gaussian"), kind=kind)
+    directions = _Directions(dim, seed, kind)
+
+    def projections(call: Call) -> Any:
+        def collect() -> Projections:
+            probes = {name: directions.of(name, p) for name, p in call.params.items()}
+            return Projections(probes)
+
+        found = [
+            (chunk.sums / math.sqrt(dim)).to(call.dtype)
+            for chunk in call.chunks(collect)
+        ]
+        empty = reductions.no_norms(call.params, call.dtype).new_zeros(0, dim)
+        return call.result(joined(empty, found))
+
+    options = Problem(
+        function, loss, strategy, chunk_size, randomness, has_aux, loss_scale
+    )
+    return Transform(options, projections)
+
+
+class _Directions:
+    """Random directions for every parameter, each drawn once."""
+
+    def __init__(self, dim: int, seed: int, kind: Kind) -> None:
+        """Draw nothing yet, since nothing is known about the parameters."""
+        self._dim, self._seed, self._kind = dim, seed, kind
+        self._drawn: dict[tuple, Probes] = {}
+
+    def of(self, name: str, like: Tensor) -> Probes:
+        """Return the directions of one parameter, on its device."""
+        shape = (*like.shape, 2) if like.is_complex() else tuple(like.shape)
+        key = (name, shape, like.device)
+        if key not in self._drawn:
+            # A key of 128 bits: of a seed for the CPU torch uses 32, in which the names
+            # of large models would meet. Nor does torch draw under vmap.
+            digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
+            bits = np.random.Philox(key=int.from_bytes(digest[:16], "little"))
+            source = np.random.Generator(bits)
+            split = len(shape) > 1
+            left = self._draw(source, shape[0]).to(like.device) if split else None
+            right = self._draw(source, math.prod(shape[split:])).to(like.device)
+            self._drawn[key] = Probes(left, right)
+        return self._drawn[key]
+
+    def _draw(self, source: np.random.Generator, size: int) -> Tensor:
+        sizes = (self._dim, size)
+        if self._kind == "gaussian":
+            return torch.from_numpy(source.standard_normal(sizes, np.float32))
+        signs = source.integers(0, 2, sizes, np.int8)
+        return torch.from_numpy(signs).to(torch.float32) * 2 - 1

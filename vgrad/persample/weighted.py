@@ -1,0 +1,71 @@
+"""The weighted sum of the samples' gradients."""
+
+from typing import Any
+
+from torch import Tensor
+
+from vgrad.batches import ChunkSize
+from vgrad.persample.engine import Call, Problem, Randomness, Transform, Weighted
+from vgrad.persample.factors import Sums
+from vgrad.precision.loss_scale import LossScale
+from vgrad.typing import Buffers, LossFn, Params, Tree
+
+
+class WeightedGradFn(Transform):
+    """What `weighted_grad` returns: `(weights, params, buffers, *batch)`."""
+
+    def __call__(
+        self, weights: Tensor, params: Params, buffers: Buffers, /, *batch: Tree
+    ) -> Any:
+        """Sum the gradients of this batch with weights `[B]`."""
+        return self._called(params, buffers, batch, weights)
+
+
+def weighted_grad(
+    loss: LossFn,
+    *,
+    strategy: str = "auto",
+    chunk_size: ChunkSize = None,
+    randomness: Randomness = "error",
+    has_aux: bool = False,
+    loss_scale: LossScale | None = None,
+) -> WeightedGradFn:
+    """Weighted sum: `(weights [B], params, buffers, *batch) -> {name: shape}`.
+
+    The sum of gradients, `sum_b weights_b dL_b/dp`, in float32 or wider, as plain
+    arithmetic has it: a sample whose gradient is not finite spoils the sum even with
+    weight zero.
+
+    Raises:
+        ValueError: `weights` is not `[B]`; else as `per_sample_grad`.
+
+    Example:
+        >>> import torch
+        >>> loss = lambda params, buffers, x: (params["w"] * x).sum()
+        >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]])
+        >>> weights = torch.tensor([1.0, 0.5])
+        >>> weighted_grad(loss)(weights, {"w": torch.ones(2)}, {}, x)
+        {'w': tensor([1.5000, 1.0000])}
+    """
+
+    def weighted(call: Call, weights: Tensor) -> Any:
+        _check_weights(weights, call.problem.batch.size)
+        sums = Sums()
+        for chunk in call.chunks(lambda: Weighted(weights[call.done :])):
+            sums.add(chunk.sums)
+        return call.result(sums.rounded(call.params), weights)
+
+    options = Problem(
+        "weighted_grad", loss, strategy, chunk_size, randomness, has_aux, loss_scale
+    )
+    return WeightedGradFn(options, weighted)
+
+
+def _check_weights(weights: Any, size: int) -> None:
+    real = isinstance(weights, Tensor) and not weights.is_complex()
+    if not real or weights.shape != (size,):
+        got = tuple(weights.shape) if real else type(weights).__name__
+        raise ValueError(
+            f"weighted_grad(loss)(weights, ...): expected one real weight a sample, a "
+            f"tensor of shape ({size},), got {got}."
+        )
