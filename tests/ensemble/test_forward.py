@@ -218,7 +218,7 @@ class Offset(nn.Module):
 def test_shared_entries_have_no_member_axis_before_and_after(strategy):
     models, fmodel, params, buffers = build(Offset)
     patterns = ["layer.bias", "con*", "count"]
-    params, buffers = share(params, buffers, *patterns)
+    params, buffers = share(params, buffers, patterns)
     x = torch.randn(5, 4, dtype=torch.float64)
     forward = ensemble_forward(fmodel, strategy=strategy, shared=patterns)
     output, new = forward.with_buffers(params, buffers, x)
@@ -237,7 +237,7 @@ def test_shared_entries_have_no_member_axis_before_and_after(strategy):
 @strategies
 def test_members_that_leave_several_values_in_a_shared_buffer_are_refused(strategy):
     _, fmodel, params, buffers = build(Offset)
-    params, buffers = share(params, buffers, "running")
+    params, buffers = share(params, buffers, ["running"])
     forward = ensemble_forward(fmodel, strategy=strategy, shared=["running"])
     x = torch.randn(5, 4, dtype=torch.float64)
     assert forward(params, buffers, x).shape == (3, 5, 4)
@@ -513,7 +513,7 @@ def test_bad_arguments_are_refused_with_what_was_expected():
         ensemble_forward(fmodel, in_dims=0)(params, buffers, x)
     with pytest.raises(ValueError, match="3 members along axis 2 of item 0"):
         ensemble_forward(fmodel, in_dims=2)(params, buffers, x)
-    with pytest.raises(ValueError, match="matches an entry, got none"):
+    with pytest.raises(ValueError, match="matches a parameter or buffer, got none"):
         ensemble_forward(fmodel, shared=["typo"])(params, buffers, x)
     with pytest.raises(ValueError, match="expected 3 members in '0.bias'"):
         ensemble_forward(fmodel)({**params, "0.bias": params["0.bias"][:2]}, {}, x)

@@ -137,7 +137,7 @@ def test_any_sizes_are_right(members, rows, widths, bias, strategy):
 def test_shared_gradients_are_sums_over_the_members(strategy):
     models, loss, params, buffers, batch = build("cnn")
     patterns = ["0.*", "5.weight"]
-    params, buffers = share(params, buffers, *patterns)
+    params, buffers = share(params, buffers, patterns)
     for model in models[1:]:
         model[0].load_state_dict(models[0][0].state_dict())
         model[5].weight.data.copy_(models[0][5].weight)
@@ -156,7 +156,7 @@ def test_shared_gradients_are_sums_over_the_members(strategy):
 def test_all_parameters_may_be_shared_where_buffers_are_not(strategy):
     models, loss, params, buffers, batch = build("cnn")
     names = list(params)
-    params, buffers = share(params, buffers, *names)
+    params, buffers = share(params, buffers, names)
     x, y = batch(5), torch.randint(3, (5,))
     compute = ensemble_grad(loss, strategy=strategy, shared=names)
     _, grads = reference([models[0]], [(x, y)])

@@ -62,7 +62,7 @@ def test_each_member_has_its_own_clip_norm(max_norm):
 
 def test_shared_parameters_have_a_gradient_for_every_member():
     loss, params, buffers, x, y = problem()
-    params, buffers = vgrad.ensemble.share(params, buffers, "0.*")
+    params, buffers = vgrad.ensemble.share(params, buffers, ["0.*"])
     compute = ensemble_per_sample_grad(loss, shared=["0.*"])
     assert compute(params, buffers, x[0], y)["0.weight"].shape == (E, B, 6, 4)
 

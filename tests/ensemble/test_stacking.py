@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import vgrad
 from tests import cases
 from tests.examples import examples
+from vgrad import ensemble
 from vgrad.ensemble import (
     combine_state_for_ensemble,
     init_ensemble,
@@ -20,7 +22,7 @@ from vgrad.ensemble import (
     stack,
     unstack,
 )
-from vgrad.ensemble.axes import members, shared_names
+from vgrad.ensemble.axes import members
 from vgrad.ensemble.matching import difference
 from vgrad.functional import make_functional_with_buffers
 
@@ -297,7 +299,7 @@ def test_shared_entries_take_the_values_of_member_0():
     three = models()
     _, params, buffers = stack(three)
     before = {**params, **buffers}
-    shared, rest = share(params, buffers, "0.*", "*.running_var")
+    shared, rest = share(params, buffers, ["0.*", "*.running_var"])
     first = three[0].state_dict()
     for name in ("0.weight", "0.bias"):
         assert torch.equal(shared[name], first[name])
@@ -315,9 +317,9 @@ def test_shared_entries_go_into_every_module():
     three = models()
     fmodel, params, buffers = stack(three)
     patterns = ["0.*", "*.running_var"]
-    params, buffers = share(params, buffers, *patterns)
+    params, buffers = share(params, buffers, patterns)
     assert members(params, buffers, patterns) == 3
-    modules = unstack(fmodel, params, buffers, shared=iter(patterns))
+    modules = unstack(fmodel, params, buffers, shared=tuple(patterns))
     for own, found in zip(three, modules, strict=True):
         assert torch.equal(found[0].weight, three[0][0].weight)
         assert torch.equal(found[3].weight, own[3].weight)
@@ -331,7 +333,7 @@ def test_a_member_is_a_view_and_gradients_flow_through_it():
     one["0.weight"].sum().backward()
     assert params["0.weight"].grad.flatten(1).sum(1).tolist() == [0.0, 12.0, 0.0]
     assert one["0.weight"].data_ptr() == params["0.weight"][1].data_ptr()
-    shared, _ = share(params, buffers, "0.weight")
+    shared, _ = share(params, buffers, ["0.weight"])
     assert member(shared, 2, shared=["0.weight"])["0.weight"] is shared["0.weight"]
     assert member({}, 0) == {}
 
@@ -343,11 +345,11 @@ TWO = {"a": torch.ones(2, 3), "b": torch.ones(2)}
     ("call", "message"),
     [
         (
-            lambda: share(TWO, {}, "c*"),
-            r"'c\*'\): expected a pattern that matches an e",
+            lambda: share(TWO, {}, ["c*"]),
+            r"^share\('c\*'\): .* a pattern that matches a parameter or buffer",
         ),
         (
-            lambda: share(TWO, {"c": torch.ones(3)}, "a"),
+            lambda: share(TWO, {"c": torch.ones(3)}, ["a"]),
             "2 members in 'c' as in 'a', got",
         ),
         (
@@ -357,7 +359,7 @@ TWO = {"a": torch.ones(2, 3), "b": torch.ones(2)}
         (lambda: member(TWO, -1), r"member\(i=-1\): expected a whole number >= 0"),
         (
             lambda: member(TWO, 0, shared=["c"]),
-            r"shared_names\('c'\): expected a pattern",
+            r"^member\('c'\): expected a pattern",
         ),
         (lambda: members({}, {}), "expected an entry with a member axis, got none"),
         (
@@ -377,11 +379,37 @@ def test_members_that_are_not_there_are_refused(call, message):
         call()
 
 
-def test_patterns_are_a_list_and_dictionaries_are_dictionaries():
-    with pytest.raises(
-        TypeError, match="expected a list or tuple of patterns, got a st"
-    ):
-        shared_names(["a"], "a")
+def test_patterns_are_a_list_and_dictionaries_are_dictionaries(tmp_path):
+    fmodel, params, buffers = stack(models())
+    tx, given = vgrad.optim.sgd(0.1), (params, buffers)
+    for name, call in {
+        "share": lambda shared: share(*given, shared),
+        "member": lambda shared: member(params, 0, shared=shared),
+        "unstack": lambda shared: unstack(fmodel, *given, shared=shared),
+        "save_ensemble": lambda shared: ensemble.save_ensemble(
+            tmp_path / "x", *given, shared=shared
+        ),
+        "load_ensemble": lambda shared: ensemble.load_ensemble(
+            tmp_path / "x", *given, shared=shared
+        ),
+        "for_members": lambda shared: ensemble.for_members(tx, shared=shared),
+        "ensemble_forward": lambda shared: ensemble.ensemble_forward(
+            fmodel, shared=shared
+        ),
+        "ensemble_per_sample_grad": lambda shared: ensemble.ensemble_per_sample_grad(
+            abs, shared=shared
+        ),
+        "ensemble_clipped_grad": lambda shared: ensemble.ensemble_clipped_grad(
+            abs, max_norm=1.0, shared=shared
+        ),
+        "EnsembleState.create": lambda shared: vgrad.training.EnsembleState.create(
+            tx, *given, shared=shared
+        ),
+    }.items():
+        with pytest.raises(TypeError, match=rf"^{name}\(\w+='a'\): .* got a string"):
+            call("a")
+        with pytest.raises(TypeError, match=rf"^{name}.*of patterns of names, got a s"):
+            call({"a"})
     with pytest.raises(TypeError, match="expected a dictionary of tensors by name"):
         members([torch.ones(2)], {})
     with pytest.raises(TypeError, match="expected a dictionary of tensors by name"):

@@ -33,7 +33,7 @@ def model():
 
 def ensemble(seed=0, shared=()):
     _, params, buffers = init_ensemble(model, 3, seed=seed)
-    return share(params, buffers, *shared)
+    return share(params, buffers, shared)
 
 
 def single():
@@ -148,7 +148,7 @@ def test_any_shape_dtype_and_name_comes_back(
     value = torch.randint(0, 2, (count, *shape), generator=generator).to(dtype)
     params, buffers = {name: value}, {"count": torch.arange(count)}
     patterns = [name] if shared else []
-    params, buffers = share(params, buffers, *patterns)
+    params, buffers = share(params, buffers, patterns)
     save_ensemble(path, params, buffers, shared=patterns)
     templates = [
         {key: torch.zeros_like(each) for key, each in values.items()}
@@ -382,7 +382,7 @@ def test_entries_that_cannot_be_written_are_refused(path):
         save_ensemble(path, one, one)
     with pytest.raises(ValueError, match="expected 3 members in 'b' as in 'a', got 2"):
         save_ensemble(path, one, {"b": torch.ones(2)})
-    with pytest.raises(ValueError, match=r"shared_names\('b'\): expected a pattern"):
+    with pytest.raises(ValueError, match=r"save_ensemble\('b'\): expected a pattern"):
         save_ensemble(path, one, {}, shared=["b"])
     with pytest.raises(
         TypeError, match="dtypes that the safetensors format has, got tor"

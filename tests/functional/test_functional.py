@@ -357,13 +357,15 @@ def test_max_norm_of_an_embedding_leaves_the_given_table_alone():
 def test_names_may_move_between_the_dictionaries():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
-    trained, constant = vgrad.freeze(params, buffers, "0.*")
+    trained, constant = vgrad.freeze(params, buffers, ["0.*"])
     assert list(trained) == ["1.weight", "1.bias"]
     assert not any(value.requires_grad for value in constant.values())
     x = torch.randn(4, 3)
     assert torch.equal(fmodel(trained, constant, x), model(x))
     with pytest.raises(ValueError, match=r"freeze\('encoder.*'0.bias'"):
-        vgrad.freeze(params, buffers, "encoder.*")
+        vgrad.freeze(params, buffers, ["encoder.*"])
+    with pytest.raises(TypeError, match=r"^freeze\(patterns='0.\*'\): .* got a str"):
+        vgrad.freeze(params, buffers, "0.*")
 
 
 def test_modes_are_functions_of_their_own():

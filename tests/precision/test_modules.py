@@ -419,7 +419,7 @@ def test_frozen_parameters_are_cast_like_others_and_come_back_as_they_were(polic
     _, fmodel, params, buffers, x, _ = mlp()
     under = policy_for(fmodel, policy)
     expected = under(params, buffers, x)
-    trained, constant = vgrad.freeze(params, buffers, "0.*")
+    trained, constant = vgrad.freeze(params, buffers, ["0.*"])
     found, new = under.call_and_update(trained, constant, x)
     assert torch.equal(found, expected)
     assert all(new[name] is constant[name] for name in constant)
@@ -685,7 +685,7 @@ def test_a_loss_under_a_policy_is_the_loss_under_autocast():
 
 def test_a_loss_under_a_policy_casts_what_is_frozen_where_autocast_does_not():
     _, fmodel, params, buffers, x, y = mlp()
-    trained, constant = vgrad.freeze(params, buffers, "0.*")
+    trained, constant = vgrad.freeze(params, buffers, ["0.*"])
     loss = vgrad.sample_loss(fmodel, F.cross_entropy)
 
     def reference(trained, *batch):

@@ -1,6 +1,5 @@
 import copy
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -407,10 +406,9 @@ def test_running_statistics_stay_in_float32(policy):
 
 
 def test_small_updates_are_kept_by_master_weights():
-    def batch(params, buffers, x):
+    def loss(params, buffers, x):
         return (params["w"] * x).mean()
 
-    loss = SimpleNamespace(with_buffers=lambda p, b, x: (batch(p, b, x), b))
     tx, params = vgrad.optim.sgd(2.0**-12), {"w": torch.ones(1)}
     step = train_step(loss, tx, policy="bfloat16")
     state = TrainState.create(tx, params, {})
@@ -637,8 +635,3 @@ def test_what_is_no_scale_is_refused_by_steps():
         train_step(loss, tx, policy=torch.float16)
     with pytest.raises(ValueError, match="expected dtypes among"):
         private_step(loss, tx, plan(), policy="mixed_float8")
-
-
-def test_a_loss_that_returns_no_buffers_is_refused():
-    with pytest.raises(TypeError, match="whole batch that also.*batch_loss"):
-        train_step(lambda params, buffers, x: x.sum(), vgrad.optim.sgd(0.1))

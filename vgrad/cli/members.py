@@ -32,8 +32,7 @@ from vgrad.functional.model import FunctionalModel
 from vgrad.persample.engine.guard import UnsupportedOp
 from vgrad.precision import DynamicLossScale, LossScale
 from vgrad.process import ALONE
-from vgrad.training.ensemble import EnsembleState, ensemble_train_step
-from vgrad.training.steps import TrainState
+from vgrad.training import EnsembleState, TrainState, ensemble_train_step
 from vgrad.typing import Buffers, Params
 
 _ROWS = 1024

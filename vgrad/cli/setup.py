@@ -25,7 +25,7 @@ from vgrad.generators import subkey, torch_seed
 from vgrad.persample.clipped import clipped_grad
 from vgrad.precision import DynamicLossScale, LossScale, StaticLossScale
 from vgrad.process import ALONE
-from vgrad.training.steps import TrainState, private_step, train_step
+from vgrad.training import TrainState, private_step, train_step
 from vgrad.typing import Buffers, Params
 
 STRATEGY = "auto"

@@ -4,7 +4,7 @@ The function takes parameters, buffers and a batch of one member. E members.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -12,11 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vgrad import checks
-from vgrad.ensemble.axes import members, shared_names
+from vgrad import checks, names
+from vgrad.ensemble.axes import members, split
 from vgrad.functional.untouched import Promise, untouched
 from vgrad.lowering.members import Members, mapped_here
 from vgrad.lowering.truthful import Truth
+from vgrad.names import Patterns
 from vgrad.persample.engine.guard import raise_clearly
 from vgrad.precision.autocast import Autocast
 from vgrad.process import ALONE
@@ -50,11 +51,11 @@ class Call:
         batch: tuple[Tree, ...],
         *,
         in_dims: InDims,
-        shared: Sequence[str],
+        shared: Patterns,
     ) -> None:
         """Check that all sizes fit."""
-        self.members = members(params, buffers, shared)
-        whole = shared_names([*params, *buffers], shared) if shared else ()
+        self.members = members(params, buffers, shared, function=function)
+        _, whole = split(function, {**params, **buffers}, shared)
         self.args = (dict(params), dict(buffers), *batch)
         self.dims = (
             {name: None if name in whole else 0 for name in params},
@@ -213,22 +214,13 @@ def autocasting(function: Callable) -> Callable:
 
 
 def check_options(
-    function: str, strategy: str, randomness: str, shared: Sequence[str]
+    function: str, strategy: str, randomness: str, shared: Patterns
 ) -> None:
     """Refuse what no strategy knows."""
     checks.one_of(function, STRATEGIES, strategy=strategy)
     kinds = ("error", "different", "same")
     checks.one_of(function, kinds, randomness=randomness)
-    check_patterns(function, shared)
-
-
-def check_patterns(function: str, shared: Iterable[str]) -> None:
-    """Refuse one string, whose letters would be taken for patterns."""
-    if isinstance(shared, str):
-        raise TypeError(
-            f"{function}(shared={shared!r}): expected a list or tuple of patterns, got "
-            f"a string. Write [{shared!r}]."
-        )
+    names.check(function, shared=shared)
 
 
 def _changed(name: str) -> ValueError:

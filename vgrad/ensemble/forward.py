@@ -1,6 +1,6 @@
 """The outputs of all members: `[E, B, ...]` from stacked parameters."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import repeat
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.ensemble.choice import Chooser
+from vgrad.ensemble.choice import Chooser, EnsembleExplanation
 from vgrad.ensemble.execution import (
     Call,
     InDims,
@@ -21,6 +21,7 @@ from vgrad.ensemble.execution import (
     vmapped,
 )
 from vgrad.functional.model import FunctionalModel
+from vgrad.names import Patterns
 from vgrad.persample.engine.guard import LossGuard
 from vgrad.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from vgrad.typing import Buffers, Params, Tree
@@ -36,7 +37,7 @@ class EnsembleForward:
         chunk_size: int | None,
         randomness: Randomness,
         strategy: Strategy,
-        shared: Sequence[str],
+        shared: Patterns,
     ) -> None:
         """Keep the options."""
         self._fmodel = fmodel
@@ -75,7 +76,9 @@ class EnsembleForward:
         call = self._call(params, buffers, batch)
         return self._of(self._fmodel.call_and_update, call, with_buffers=True)
 
-    def explain(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
+    def explain(
+        self, params: Params, buffers: Buffers, /, *batch: Tree
+    ) -> EnsembleExplanation:
         """Say which strategy is taken, why, and the form of each op."""
         call = self._call(params, buffers, batch)
         if self._chunk_size is not None:
@@ -136,7 +139,7 @@ def ensemble_forward(
     chunk_size: int | None = None,
     randomness: Randomness = "different",
     strategy: Strategy = "auto",
-    shared: Sequence[str] = (),
+    shared: Patterns = (),
 ) -> EnsembleForward:
     """Run all members: `(params, buffers, *batch) -> [E, B, ...]`.
 

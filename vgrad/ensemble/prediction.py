@@ -16,6 +16,7 @@ from vgrad.dtypes import wide
 from vgrad.ensemble.execution import Strategy
 from vgrad.ensemble.forward import ensemble_forward
 from vgrad.functional.model import FunctionalModel
+from vgrad.names import Patterns
 from vgrad.persample.engine.guard import LossGuard
 from vgrad.typing import Buffers, Params, Tree
 
@@ -68,7 +69,7 @@ def predict(
     *inputs: Tree,
     chunk_size: int | None = None,
     strategy: Strategy = "auto",
-    shared: Sequence[str] = (),
+    shared: Patterns = (),
 ) -> EnsemblePrediction:
     """Probabilities and uncertainty of an ensemble: `inputs [N, ...] -> [N, C]`, `[N]`.
 
@@ -131,7 +132,7 @@ def predict_values(
     quantiles: Sequence[float] = (),
     chunk_size: int | None = None,
     strategy: Strategy = "auto",
-    shared: Sequence[str] = (),
+    shared: Patterns = (),
 ) -> ValuePrediction:
     """Mean, variance and quantiles of an ensemble: `inputs [N, ...] -> [N, ...]`.
 
