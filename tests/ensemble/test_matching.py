@@ -296,7 +296,7 @@ ATTRIBUTES = {
     "tensor's dtype": (
         lambda: torch.ones(2),
         lambda: torch.ones(2).double(),
-        "expected 'torch.float32' in 'held.dtype' .*, got 'torch.float64'",
+        "expected dtype torch.float32 in 'held' .*, got dtype torch.float64",
     ),
     "torch's names": (
         lambda: torch.float32,
