@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vgrad import checks, names
+from vgrad import checks
 from vgrad.ensemble.axes import members, split
 from vgrad.functional.untouched import Promise, untouched
 from vgrad.lowering.members import Members, mapped_here
@@ -211,16 +211,6 @@ def autocasting(function: Callable) -> Callable:
             return function(params, buffers, *batch)
 
     return run
-
-
-def check_options(
-    function: str, strategy: str, randomness: str, shared: Patterns
-) -> None:
-    """Refuse what no strategy knows."""
-    checks.one_of(function, STRATEGIES, strategy=strategy)
-    kinds = ("error", "different", "same")
-    checks.one_of(function, kinds, randomness=randomness)
-    names.check(function, shared=shared)
 
 
 def _changed(name: str) -> ValueError:

@@ -8,16 +8,13 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.dtypes import no_autocast
-from vgrad.ensemble.choice import Chooser, EnsembleExplanation
+from vgrad.ensemble.choice import EnsembleExplanation, Runner
 from vgrad.ensemble.execution import (
     Call,
     InDims,
     Randomness,
     Strategy,
     autocasting,
-    check_options,
-    looped,
-    vmapped,
 )
 from vgrad.functional.losses import SampleLoss
 from vgrad.names import Patterns
@@ -47,21 +44,13 @@ class EnsembleGradFn:
     """What `ensemble_grad` returns."""
 
     def __init__(
-        self,
-        loss: BatchLossFn | LossFn,
-        in_dims: InDims,
-        randomness: Randomness,
-        strategy: Strategy,
-        shared: Patterns,
-        has_aux: bool,
+        self, loss: BatchLossFn | LossFn, runner: Runner, has_aux: bool
     ) -> None:
         """Keep the options."""
         self._loss = loss
         self._run = returning_buffers("ensemble_grad", loss, has_aux=has_aux)
-        self._options: dict[str, Any] = {"in_dims": in_dims, "shared": tuple(shared)}
-        self._randomness: Randomness = randomness
+        self._runner = runner
         self._has_aux = has_aux
-        self.chooser = Chooser("ensemble_grad", strategy)
         self._unreached: set[frozenset[str]] = set()
 
     def __call__(
@@ -77,7 +66,7 @@ class EnsembleGradFn:
         The gradients are those of `loss_scale * loss`, a number or one for each member,
         `[E]`. The losses that are returned are without it.
         """
-        call = self._call(params, buffers, batch)
+        call = self._runner.call(params, buffers, batch)
         sizes = ((), (call.members,))
         if isinstance(loss_scale, Tensor) and loss_scale.shape not in sizes:
             raise ValueError(
@@ -85,7 +74,7 @@ class EnsembleGradFn:
                 f"expected a number, or one for each of the {call.members} members."
             )
         with torch.enable_grad():  # a loss may differentiate on its own
-            strategy, _ = self.chooser.choose(self._loss, call)
+            strategy, _ = self._runner.choose(self._loss, call)
         if strategy == "loop" and not levels.inside_transform():
             grads, values, new = self._by_members(call, loss_scale)
         else:
@@ -98,11 +87,8 @@ class EnsembleGradFn:
         self, params: Params, buffers: Buffers, /, *batch: Tree
     ) -> EnsembleExplanation:
         """Say which strategy is taken, why, and the form of each op."""
-        call = self._call(params, buffers, batch)
-        return self.chooser.explain(self._loss, call, self._randomness)
-
-    def _call(self, params: Params, buffers: Buffers, batch: tuple) -> Call:
-        return Call("ensemble_grad", params, buffers, batch, **self._options)
+        call = self._runner.call(params, buffers, batch)
+        return self._runner.explain(self._loss, call)
 
     def _parted(self, value: Any) -> tuple[Tensor, Tree]:
         """Return loss and aux of what the loss returned."""
@@ -115,17 +101,7 @@ class EnsembleGradFn:
 
         def total(params: Params) -> tuple[Tensor, tuple[Any, Buffers]]:
             inner = call.with_params(params)
-            if strategy == "loop":
-                pairs = looped(autocasting(self._run), inner, self._randomness)
-                found = inner.stacked_with_buffers(pairs)
-            else:
-                found = vmapped(
-                    self._run,
-                    inner,
-                    self._randomness,
-                    hybrid=strategy == "hybrid",
-                    with_buffers=True,
-                )
+            found = self._runner.run(self._run, inner, strategy, with_buffers=True)
             losses, _ = self._parted(found[0])
             return (losses * loss_scale).sum(), found
 
@@ -187,7 +163,7 @@ class EnsembleGradFn:
                     grads[name][member].copy_(grad)
             return found
 
-        pairs = looped(one, call, self._randomness)
+        pairs = self._runner.loop(one, call)
         return grads, *call.stacked_with_buffers(pairs)
 
 
@@ -231,9 +207,9 @@ def ensemble_grad(
         >>> result.grads["weight"].shape, result.losses.shape
         (torch.Size([4, 2, 3]), torch.Size([4]))
     """
-    check_options("ensemble_grad", strategy, randomness, shared)
+    runner = Runner("ensemble_grad", in_dims, randomness, strategy, shared)
     check_loss("ensemble_grad", loss)
-    return EnsembleGradFn(loss, in_dims, randomness, strategy, shared, has_aux)
+    return EnsembleGradFn(loss, runner, has_aux)
 
 
 def check_loss(function: str, loss: Any) -> None:
