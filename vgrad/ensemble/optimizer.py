@@ -30,6 +30,8 @@ from vgrad.tree import (
 )
 from vgrad.typing import Params, Tree
 
+Make = GradientTransformation | Callable[..., GradientTransformation]
+
 
 class MembersState(NamedTuple):
     """State of `for_members`: `[E, ...]` of the members, and of what they share."""
@@ -39,7 +41,7 @@ class MembersState(NamedTuple):
 
 
 class _Fields(NamedTuple):
-    """Those of a transformation in their places, and one more, which copies keep."""
+    """The fields of a transformation, and one more that copies keep."""
 
     init: Callable[[Params], Tree]
     update: UpdateFn
@@ -58,7 +60,7 @@ class MembersTransformation(  # pyright: ignore[reportGeneralTypeIssues]  # it i
 
 
 def for_members(
-    make: GradientTransformation | Callable[..., GradientTransformation],
+    make: Make,
     /,
     *,
     shared: Patterns = (),
@@ -125,7 +127,7 @@ class _Members:
 
     def __init__(
         self,
-        make: GradientTransformation | Callable[..., GradientTransformation],
+        make: Make,
         hyperparams: dict[str, Any],
         patterns: tuple[str, ...],
         shared_tx: GradientTransformation | None,
@@ -134,11 +136,8 @@ class _Members:
         self._make = make
         self._leaves, self._structure = tree_flatten(hyperparams)
         # The values `[E]` that differ between members, and where they are.
-        self._own = {
-            place: leaf
-            for place, leaf in enumerate(self._leaves)
-            if isinstance(leaf, Tensor) and leaf.ndim
-        }
+        places = enumerate(self._leaves)
+        self._own = {i: x for i, x in places if isinstance(x, Tensor) and x.ndim}
         self._values = list(self._own.values())
         if patterns and self._own and shared_tx is None:
             raise ValueError(
@@ -203,10 +202,9 @@ class _Members:
         """Step in place: all members as one if they are alike, else one by one."""
         if levels.inside_transform() or torch.compiler.is_compiling():
             return None
-        some = next(iter(params.values()), None)
-        if some is None or any(grad is None for grad in grads.values()):
+        if not params or any(grad is None for grad in grads.values()):
             return None
-        if some.device.type != "cpu":  # where looking at values is free
+        if not next(iter(params.values())).is_cpu:  # where looking at values is free
             return None
         if torch.is_grad_enabled() and any(each.requires_grad for each in self._values):
             return None
@@ -221,17 +219,15 @@ class _Members:
             return None
         else:
             members = self._one_by_one(grads, state.members, params)
-        if members is None:
-            return None
-        return dict(params), MembersState(members, state.shared)
+        done = MembersState(members, state.shared)
+        return None if members is None else (dict(params), done)
 
     def _of(self, values: Any) -> GradientTransformation:
         """Return the transformation of a member that has these values."""
         if isinstance(self._make, GradientTransformation):
             return self._make
-        filled = list(self._leaves)
-        for place, value in zip(self._own, values, strict=True):
-            filled[place] = value
+        own = dict(zip(self._own, values, strict=True))
+        filled = [own.get(i, leaf) for i, leaf in enumerate(self._leaves)]
         return self._make(**tree_unflatten(filled, self._structure))
 
     def _check(self, params: Params) -> None:
@@ -243,8 +239,7 @@ class _Members:
                     f"scalar. If the members share it, name it in shared=."
                 )
         sizes = {name: len(value) for name, value in params.items()}
-        values = enumerate(self._values)
-        sizes |= {f"hyperparameter {i}": len(value) for i, value in values}
+        sizes |= {f"hyperparameter {i}": len(x) for i, x in enumerate(self._values)}
         if len(set(sizes.values())) > 1:
             raise ValueError(
                 f"for_members(hyperparameters): expected one number of members, got "
@@ -259,7 +254,7 @@ class _Members:
 
     def _on_device(self, tree: Tree) -> list[Tensor]:
         held = tensors(tree)
-        return [value.to(held[0].device) if held else value for value in self._values]
+        return [x.to(held[0].device) for x in self._values] if held else self._values
 
     def _one_by_one(self, grads: Grads, state: Tree, params: Params) -> Tree | None:
         """Step each member in its part of the tensors; None if no kernel does.
@@ -292,14 +287,14 @@ def _as_one(
     tx: GradientTransformation, grads: Grads, state: Tree, params: Params
 ) -> Tree | None:
     """Step all members as if they were one: they have taken equally many steps."""
+    count = len(next(iter(params.values())))
     joint = map_tensors(lambda x: x[0] if _counts(x) else x, state)
     done = _donated(tx, grads, joint, params)
-    if done is None:
-        return None
-    members = len(next(iter(params.values())))
-    return map_tensors(
-        lambda x: x.expand(members, *x.shape).clone() if _counts(x) else x, done
-    )
+
+    def of_each(x: Tensor) -> Tensor:
+        return x.expand(count, *x.shape).clone() if _counts(x) else x
+
+    return None if done is None else map_tensors(of_each, done)
 
 
 def _written(

@@ -84,11 +84,8 @@ class EnsembleClippedGradFn(EnsemblePerSampleFn):
         checks.dictionaries("add_noise", grads=grads)
         sizes = {len(value) for value in grads.values()}
         count = max(sizes, default=0)
-        multipliers = (
-            [noise_multiplier] * count
-            if isinstance(noise_multiplier, int | float)
-            else list(noise_multiplier)
-        )
+        one = isinstance(noise_multiplier, int | float)
+        multipliers = [noise_multiplier] * count if one else list(noise_multiplier)
         own = self.sensitivities
         sensitivities = own * count if len(own) == 1 else own
         sizes |= {len(multipliers), len(sensitivities)}
@@ -127,7 +124,7 @@ def ensemble_per_sample_grad(
     """Gradient of every sample for every member: `{name: [E, B, *shape]}`.
 
     `loss` is the loss of one sample for one member. `in_dims` and `shared` are those of
-    `ensemble_grad`, all other options those of `per_sample_grad`. Every member has a
+    `ensemble_grad`, the other options those of `per_sample_grad`. Every member has a
     gradient of its own for what is shared.
 
     Example:
@@ -169,7 +166,7 @@ def ensemble_clipped_grad(
     """Sum of clipped gradients of every member: a `ClippedGrad` of `[E, ...]`.
 
     `max_norm` is what `clipped_grad` takes, or a list of that for each member.
-    `in_dims` and `shared` are those of `ensemble_grad`, all other options those of
+    `in_dims` and `shared` are those of `ensemble_grad`, the other options those of
     `clipped_grad`. `.add_noise` adds each member's noise.
 
     Raises:
@@ -187,7 +184,7 @@ def ensemble_clipped_grad(
         >>> result.grads["weight"].shape, result.norms.shape
         (torch.Size([2, 2, 3]), torch.Size([2, 5]))
     """
-    bounds: Any = max_norm
+    bounds: Any = max_norm if isinstance(max_norm, Sequence) else [max_norm]
     if isinstance(max_norm, Tensor):
         if max_norm.requires_grad:
             raise ValueError(
@@ -196,8 +193,6 @@ def ensemble_clipped_grad(
                 "max_norm.detach()."
             )
         bounds = max_norm.reshape(-1).tolist()
-    elif not isinstance(max_norm, Sequence):
-        bounds = [max_norm]
     transforms = [
         clipped_grad(
             loss,

@@ -54,17 +54,14 @@ def stack(
     )
     tensors = [dict(slots.named_tensors(model)) for model in models]
 
-    def stacked(names: Iterable[str]) -> dict[str, Tensor]:
+    def stacked(names: Iterable[str], grad: bool) -> dict[str, Tensor]:
+        each = {name: [own[name].detach() for own in tensors] for name in names}
         return {
-            name: torch.stack([each[name].detach() for each in tensors])
-            for name in names
+            n: torch.stack(values).requires_grad_(grad) for n, values in each.items()
         }
 
-    params = {
-        name: value.requires_grad_(not disable_autograd_tracking)
-        for name, value in stacked(params).items()
-    }
-    return fmodel, params, stacked(buffers)
+    trained = stacked(params, not disable_autograd_tracking)
+    return fmodel, trained, stacked(buffers, False)
 
 
 combine_state_for_ensemble = stack
@@ -233,7 +230,5 @@ def unstack(
     def of(values: dict[str, Tensor], i: int) -> dict[str, Tensor]:
         return {n: value if n in whole else value[i] for n, value in values.items()}
 
-    return [
-        fmodel.to_module(of(params, i), of(buffers, i))
-        for i in range(members(stacked, {}))
-    ]
+    count = members(stacked, {})
+    return [fmodel.to_module(of(params, i), of(buffers, i)) for i in range(count)]
