@@ -12,18 +12,19 @@ from torch import nn
 import vgrad
 from tests import cases
 from tests.examples import examples
+from tests.oracle import assert_exact
 from vgrad import ensemble
 from vgrad.ensemble import (
+    axes,
     combine_state_for_ensemble,
     init_ensemble,
+    matching,
     member,
     member_seed,
     share,
     stack,
     unstack,
 )
-from vgrad.ensemble.axes import members
-from vgrad.ensemble.matching import difference
 from vgrad.functional import make_functional_with_buffers
 
 
@@ -66,11 +67,9 @@ def test_two_mlps_stack_on_axis_0_and_run_as_the_modules():
     fmodel, params, buffers = stack(pair)
     x = torch.randn(5, 3)
     outputs = torch.vmap(fmodel, (0, 0, None))(params, buffers, x)
-    torch.testing.assert_close(outputs, torch.stack([each(x) for each in pair]))
+    assert_exact(outputs, torch.stack([each(x) for each in pair]), 1e-6)
     for name, value in params.items():
-        assert torch.equal(
-            value, torch.stack([each.get_parameter(name) for each in pair])
-        )
+        assert_exact(value, torch.stack([each.get_parameter(name) for each in pair]), 0)
     assert buffers == {}
 
 
@@ -85,11 +84,11 @@ def test_tied_tensors_stay_one_entry_and_drive_every_name():
     assert set(buffers) == {"one"}
     x = torch.randn(5, 3)
     outputs = torch.vmap(fmodel, (0, 0, None))(params, buffers, x)
-    torch.testing.assert_close(outputs, torch.stack([each(x) for each in pair]))
+    assert_exact(outputs, torch.stack([each(x) for each in pair]), 1e-6)
     outputs.square().sum().backward()
     for i, each in enumerate(pair):
         each(x).square().sum().backward()
-        torch.testing.assert_close(params["a.weight"].grad[i], each.a.weight.grad)
+        assert_exact(params["a.weight"].grad[i], each.a.weight.grad, 1e-6)
     for each, again in zip(pair, unstack(fmodel, params, buffers), strict=True):
         assert again.b.weight is again.a.weight
         assert again.two is again.one
@@ -107,18 +106,17 @@ def test_every_model_stacks_and_comes_back_bit_for_bit(name):
     assert repr(fmodel) == repr(expected)
     for ours, theirs in zip(found, rest, strict=True):
         assert list(ours) == list(theirs)
-        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+        assert_exact(ours, theirs, 0)
     for a, b in zip(given, unstack(fmodel, params, buffers), strict=True):
         assert same_state(a, b)
-        assert difference(a, b) is None
+        assert matching.difference(a, b) is None
 
 
 def test_any_iterable_will_do():
     three = models()
     expected = stack(three)[1]
     for each in (iter(three), tuple(three), nn.ModuleList(three), (m for m in three)):
-        found = stack(each)[1]
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert_exact(stack(each)[1], expected, 0)
 
 
 def test_parameters_require_grad_and_frozen_ones_are_buffers():
@@ -171,7 +169,7 @@ def test_stacking_and_unstacking_gives_the_models_back(count, widths, dtype, bia
 
     given = [build() for _ in range(count)]
     fmodel, params, buffers = stack(given)
-    assert members(params, buffers) == count
+    assert axes.members(params, buffers) == count
     again = unstack(fmodel, params, buffers)
     assert all(same_state(a, b) for a, b in zip(given, again, strict=True))
 
@@ -318,7 +316,7 @@ def test_shared_entries_go_into_every_module():
     fmodel, params, buffers = stack(three)
     patterns = ["0.*", "*.running_var"]
     params, buffers = share(params, buffers, patterns)
-    assert members(params, buffers, patterns) == 3
+    assert axes.members(params, buffers, patterns) == 3
     modules = unstack(fmodel, params, buffers, shared=tuple(patterns))
     for own, found in zip(three, modules, strict=True):
         assert torch.equal(found[0].weight, three[0][0].weight)
@@ -361,17 +359,23 @@ TWO = {"a": torch.ones(2, 3), "b": torch.ones(2)}
             lambda: member(TWO, 0, shared=["c"]),
             r"^member\('c'\): expected a pattern",
         ),
-        (lambda: members({}, {}), "expected an entry with a member axis, got none"),
         (
-            lambda: members(TWO, {}, ["*"]),
+            lambda: axes.members({}, {}),
+            "expected an entry with a member axis, got none",
+        ),
+        (
+            lambda: axes.members(TWO, {}, ["*"]),
             "expected an entry with a member axis, got n",
         ),
-        (lambda: members(TWO, {"c": torch.ones(())}), "axis in 'c', got a scalar"),
+        (lambda: axes.members(TWO, {"c": torch.ones(())}), "axis in 'c', got a scalar"),
         (
-            lambda: members(TWO, {"c": torch.ones(3)}),
+            lambda: axes.members(TWO, {"c": torch.ones(3)}),
             "2 members in 'c' as in 'a', got 3",
         ),
-        (lambda: members({"a": torch.ones(0, 2)}, {}), "at least one member, got none"),
+        (
+            lambda: axes.members({"a": torch.ones(0, 2)}, {}),
+            "at least one member, got none",
+        ),
     ],
 )
 def test_members_that_are_not_there_are_refused(call, message):
@@ -411,7 +415,7 @@ def test_patterns_are_a_list_and_dictionaries_are_dictionaries(tmp_path):
         with pytest.raises(TypeError, match=rf"^{name}.*of patterns of names, got a s"):
             call({"a"})
     with pytest.raises(TypeError, match="expected a dictionary of tensors by name"):
-        members([torch.ones(2)], {})
+        axes.members([torch.ones(2)], {})
     with pytest.raises(TypeError, match="expected a dictionary of tensors by name"):
         member([torch.ones(2)], 0)
 
