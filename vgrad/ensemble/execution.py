@@ -136,8 +136,8 @@ def vmapped(
 ) -> Any:
     """Run the function once for all members; every result gains the axis 0.
 
-    With `with_buffers` it returns a pair, the second of which are new buffers. There
-    those that the members share stay as they are, without the axis.
+    With `with_buffers` the function returns a pair of its result and new buffers, in
+    which those that the members share gain no axis.
     """
     levels.load_decompositions()
     alone = nullcontext() if randomness == "error" else ALONE
@@ -178,7 +178,7 @@ def vmapped(
 def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:
     """Run the function for one member after the other; return their results.
 
-    What it is to be cast in under autocast, it has to say itself: see `autocasting`.
+    Under autocast weights are cast in a function made by `autocasting` alone.
     """
     # Each member draws from where the one before it stopped, unless told otherwise.
     given = () if randomness == "different" else call.tensors()
@@ -204,7 +204,7 @@ def stacked(results: Sequence[Tree]) -> Tree:
 
 
 def autocasting(function: Callable) -> Callable:
-    """Run a function of a member under the mode that casts its weights once."""
+    """Run a member's function under the mode that casts each weight once."""
 
     def run(params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
         with Autocast(params.values()):

@@ -110,17 +110,17 @@ def ensemble_forward(
 ) -> EnsembleForward:
     """Run all members: `(params, buffers, *batch) -> [E, B, ...]`.
 
-    `params` and `buffers` have a member axis in front, as `stack` makes them, but for
-    entries that match the patterns in `shared`. With `in_dims=None` all members get the
-    same batch, with `0` each its own (`x[indices]` with indices `[E, B]` for a
-    bootstrap); a sequence says it for each item. `.with_buffers(...)` returns
-    `(output, new_buffers)`, for batch statistics. Nothing that was given changes; only
-    what torch does not see could write there, as `.detach().numpy()[0] = 0` does.
+    `params` and `buffers` have a member axis in front, as `stack` makes them, except
+    for entries that match the patterns in `shared`. With `in_dims=None` all members get
+    the same batch, with `0` each its own (`x[indices]` with indices `[E, B]` for a
+    bootstrap); a sequence has an entry for each item. `.with_buffers(...)` returns
+    `(output, new_buffers)`, for batch statistics. Nothing that was given changes,
+    except by code that torch does not see, such as `.detach().numpy()[0] = 0`.
 
     `strategy="loop"` runs one member after the other, `"vmap"` all in one pass by
     torch's rules, `"hybrid"` all in one pass with each op in the form that suits the
-    device, and `"auto"` takes what is cheapest by the model's work and the device.
-    `chunk_size` says how many samples are run at a time. With `randomness="different"`
+    device, and `"auto"` chooses by the model's work and the device. `chunk_size` says
+    how many samples are run at a time. With `randomness="different"`
     dropout draws for every member, with `"same"` all share one mask; masks are not the
     same for different strategies.
 

@@ -111,7 +111,7 @@ class EnsembleGradFn:
         return grads, values, new
 
     def _check_unreached(self, call: Call, names: frozenset[str]) -> None:
-        """Refuse to take for zero what is not zero to one member on its own."""
+        """Refuse a missing gradient where one member on its own has one."""
         if not names or names in self._unreached:
             return
         params, *rest = call.of(0)
@@ -179,7 +179,7 @@ def ensemble_grad(
     """Differentiate every member's loss: `(params, buffers, *batch) -> EnsembleGrads`.
 
     `loss` is the loss of a batch for one member, from `batch_loss` or a function of
-    your own (whose buffers then come back as they were given). The result has `.grads`
+    your own; without `.with_buffers` it changes no buffers. The result has `.grads`
     `[E, ...]`, `.losses` `[E]` and `.buffers`. The gradient of one member depends on no
     other; gradients of parameters that match `shared` are sums over the members. With
     `has_aux=True` the loss returns `(scalar, aux)` and the result is a pair of that and
@@ -229,7 +229,7 @@ def check_loss(function: str, loss: Any) -> None:
 def returning_buffers(function: str, loss: Any, *, has_aux: bool) -> Callable:
     """Let a loss of a batch return `(scalar or (scalar, aux), new buffers)`.
 
-    A plain function of one's own may change no buffers.
+    A plain function changes no buffers.
     """
     with_buffers = getattr(loss, "with_buffers", None)
 

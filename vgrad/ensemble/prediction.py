@@ -1,4 +1,4 @@
-"""What an ensemble predicts, and how far its members are from agreeing.
+"""What an ensemble predicts, and how far its members disagree.
 
 E members, N samples, C classes, Q quantiles.
 """

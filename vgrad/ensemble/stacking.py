@@ -122,10 +122,10 @@ def init_ensemble(
 def member_seed(seed: int, i: int) -> int:
     """Return the seed of member i of an ensemble, a number below 2**32.
 
-    No two members of an ensemble have the same one, and those of other ensembles are
-    unrelated, for neighbouring seeds too. That takes a permutation of the 32 bits which
-    torch's generator on the CPU reads of a seed: a Feistel cipher whose rounds are
-    SHA-256 of the ensemble's seed.
+    No two members of an ensemble have the same one, and ensembles of neighbouring seeds
+    are unrelated too. It is a permutation of the 32 bits that torch's generator on the
+    CPU reads of a seed: a Feistel cipher whose rounds are SHA-256 of the ensemble's
+    seed.
 
     Reference: Luby and Rackoff, How to construct pseudorandom permutations from
     pseudorandom functions, SIAM J. Comput. 17(2), 1988.

@@ -28,9 +28,9 @@ def save_ensemble(
 ) -> None:
     """Write stacked entries `[E, *shape]` to a file, which is replaced as a whole.
 
-    `shared` holds patterns of the entries without a member axis. Values of any device
-    are written, bit by bit; whether an entry is a parameter is not. While writing, two
-    more copies of the ensemble are in memory.
+    `shared` holds patterns of the entries without a member axis. Values from any device
+    are written bit by bit; the file does not say which entries are parameters. While
+    writing, two more copies of the ensemble are in memory.
 
     Raises:
         ValueError: entries differ in the number of members, or a pattern matches none.
@@ -68,7 +68,7 @@ def load_ensemble(
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is damaged or no ensemble, or its members, names, shapes, dtypes
-            or shared entries are others than those of the templates.
+            or shared entries are not those of the templates.
 
     Example:
         >>> import tempfile

@@ -46,9 +46,9 @@ class EarlyStopping(NamedTuple):
         )
 
     def update(self, values: Tensor) -> "EarlyStopping":
-        """Take each member's value, `[E]`; NaN is never better, stopped stays stopped.
+        """Take each member's value, `[E]`; NaN is never better, and no member restarts.
 
-        The best parameters are not kept: where `waited` is zero, save them.
+        The best parameters are not kept: save them where `waited` is zero.
         """
         if values.shape != self.best.shape:
             raise ValueError(

@@ -49,8 +49,8 @@ class EnsembleState(NamedTuple):
         step: how many steps were taken, int64 without dimensions.
         key: the secret key, as in `TrainState`: all that a step draws follows from it.
         loss_scale: each member's loss scale of the next step.
-        active: which members are trained, bool `[E]`. The others stay as they are; put
-            your own with `state._replace(active=...)`.
+        active: which members are trained, bool `[E]`. The others stay as they are; set
+            it with `state._replace(active=...)`.
     """
 
     params: Params
@@ -175,6 +175,7 @@ class _EnsembleStep:
     def __call__(
         self, state: EnsembleState, /, *batch: Tree
     ) -> tuple[EnsembleState, Metrics]:
+        """Return the state after the step, and what the step found."""
         # What stops members early may count on the CPU.
         active = state.active.to(device_of(state.params))
         state = state._replace(active=active)

@@ -39,11 +39,11 @@ def private_step(
 
     `(state, *batch) -> (state, metrics)`, where the batch is one logical batch as the
     plan's sampler draws it, empty ones included; `chunk_size` only says how much of it
-    is worked on at a time. The clipped sum is divided by the expected batch size.
+    is processed at a time. The clipped sum is divided by the expected batch size.
     Buffers do not change: statistics of private data would be released without noise.
 
     Noise follows from the state's key and step. A step repeated from the same state on
-    the same batch is the same release, so a run may go on from a checkpoint; batches
+    the same batch is the same release, so a run may resume from a checkpoint; batches
     must then come from `plan.sampler(state)`, which repeats them too. A step on another
     batch, or with another loss or optimizer, needs `state.fork()` first.
 

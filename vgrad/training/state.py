@@ -37,8 +37,8 @@ class TrainState(NamedTuple):
         optimizer: the optimizer's state.
         step: how many steps were taken, int64 without dimensions.
         key: the secret key, uint8 `[32]`. With the step it fixes all that a step draws:
-            the batch of `plan.sampler(state)`, noise, dropout. Who has it can take the
-            noise away: it is no more for release than the data.
+            the batch of `plan.sampler(state)`, noise, dropout. Whoever has it can
+            remove the noise: keep it as private as the data.
         loss_scale: the loss scale of the next step, a tree of tensors too.
     """
 
