@@ -157,10 +157,10 @@ def ensemble_train_step(
         shared=shared,
         has_aux=has_aux,
     )
-    return _EnsembleStep(gradient, tx, first, in_dims, shared, donate, has_aux)
+    return _EnsembleStep(gradient, tx, first, in_dims, tuple(shared), donate, has_aux)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _EnsembleStep:
     """What `ensemble_train_step` returns."""
 
