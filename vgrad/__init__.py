@@ -26,6 +26,7 @@ from vgrad.ensemble import for_members as for_members
 from vgrad.ensemble import init_ensemble as init_ensemble
 from vgrad.ensemble import stack as stack
 from vgrad.functional.batch_norm import replace_batch_norm as replace_batch_norm
+from vgrad.functional.freezing import freeze as freeze
 from vgrad.functional.losses import batch_loss as batch_loss
 from vgrad.functional.losses import sample_loss as sample_loss
 from vgrad.functional.model import FunctionalModel as FunctionalModel
@@ -50,5 +51,4 @@ from vgrad.persample.engine import UnsupportedOp as UnsupportedOp
 from vgrad.persample.explain import explain as explain
 from vgrad.precision import autocast as autocast
 from vgrad.sensitivity import Sensitivity as Sensitivity
-from vgrad.tree import freeze as freeze
 from vgrad.tree import to_device as to_device

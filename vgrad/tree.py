@@ -3,7 +3,6 @@
 The only place that imports `torch.utils._pytree`, which torch does not promise.
 """
 
-import fnmatch
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 from vgrad import checks
-from vgrad.typing import Buffers, Params, Tree
+from vgrad.typing import Tree
 
 
 def map_values(function: Callable[..., Any], *trees: Mapping[str, Any]) -> dict:
@@ -158,31 +157,3 @@ def check_fit(
                 f"{where}: expected {tensor.dtype} in {name!r}, got "
                 f"{given[name].dtype}. Was it saved from other code?"
             )
-
-
-def freeze(params: Params, buffers: Buffers, *patterns: str) -> tuple[Params, Buffers]:
-    """Move the parameters that match a shell-style pattern among the buffers.
-
-    The moved tensors are detached; nothing is copied, the given dictionaries stay.
-
-    Raises:
-        ValueError: a pattern matches no parameter.
-
-    Example:
-        >>> params = {"encoder.weight": torch.ones(2), "head.weight": torch.ones(2)}
-        >>> trained, constant = freeze(params, {}, "encoder.*")
-        >>> list(trained), list(constant)
-        (['head.weight'], ['encoder.weight'])
-    """
-    moved: set[str] = set()
-    for pattern in patterns:
-        matched = fnmatch.filter(params, pattern)
-        if not matched:
-            raise ValueError(
-                f"freeze({pattern!r}): expected a pattern that matches a parameter, "
-                f"got none. The names are {checks.listed(params)}."
-            )
-        moved.update(matched)
-    kept = {name: value for name, value in params.items() if name not in moved}
-    frozen = {name: params[name].detach() for name in params if name in moved}
-    return kept, {**buffers, **frozen}

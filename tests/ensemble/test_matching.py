@@ -12,37 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
-from vgrad.ensemble import member, stack
-from vgrad.ensemble.axes import members
-from vgrad.ensemble.matching import difference
+from tests.ensemble.test_stacking import Tied, mlp, models
+from tests.oracle import assert_exact
+from vgrad.ensemble import axes, matching, member, stack
 
-
-def mlp(width=4, p=0.1):
-    return nn.Sequential(
-        nn.Linear(3, width), nn.BatchNorm1d(width), nn.Dropout(p), nn.Linear(width, 2)
-    )
-
-
-def models(count=3, build=mlp):
-    torch.manual_seed(0)
-    return [build() for _ in range(count)]
-
-
-class Tied(nn.Module):
-    """Functorch's case: a parameter and a buffer, each under two names."""
-
-    def __init__(self, tied=True):
-        super().__init__()
-        self.a = nn.Linear(3, 3)
-        self.b = nn.Linear(3, 3)
-        self.b.bias = nn.Parameter(torch.randn(3))
-        if tied:
-            self.b.weight = self.a.weight
-        self.register_buffer("one", torch.randn(3))
-        self.register_buffer("two", self.one if tied else torch.randn(3))
-
-    def forward(self, x):
-        return self.b(self.a(x) + self.one) * self.two
+difference = matching.difference
 
 
 class Holder(nn.Module):
@@ -182,7 +156,7 @@ def test_models_that_all_differ_in_the_same_way_are_alike(change):
     for each in three:
         change(each)
     _, params, buffers = stack(three)
-    assert members(params, buffers) == 3
+    assert axes.members(params, buffers) == 3
 
 
 def test_another_class_is_named():
@@ -296,7 +270,7 @@ ATTRIBUTES = {
     "tensor's dtype": (
         lambda: torch.ones(2),
         lambda: torch.ones(2).double(),
-        "expected 'torch.float32' in 'held.dtype' .*, got 'torch.float64'",
+        "expected dtype torch.float32 in 'held' .*, got dtype torch.float64",
     ),
     "torch's names": (
         lambda: torch.float32,
@@ -405,7 +379,7 @@ def test_hooks_are_alike_whatever_their_numbers():
     fmodel, params, buffers = stack(pair)
     x = torch.randn(4, 2)
     outputs = torch.vmap(fmodel, (0, 0, None))(params, buffers, x)
-    torch.testing.assert_close(outputs, torch.stack([each(x) for each in pair]))
+    assert_exact(outputs, torch.stack([each(x) for each in pair]), 1e-6)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -427,4 +401,4 @@ def test_weights_computed_in_each_call_may_differ(wrap):
     x = torch.randn(4, 3)
     for i, each in enumerate(pair):
         output = fmodel(member(params, i), member(buffers, i), x)
-        torch.testing.assert_close(output, each(x))
+        assert_exact(output, each(x), 1e-6)

@@ -9,19 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import vgrad
 from tests import cases
 from tests.examples import examples
+from tests.oracle import assert_exact
+from vgrad import ensemble
 from vgrad.ensemble import (
+    axes,
     combine_state_for_ensemble,
     init_ensemble,
+    matching,
     member,
     member_seed,
     share,
     stack,
     unstack,
 )
-from vgrad.ensemble.axes import members, shared_names
-from vgrad.ensemble.matching import difference
 from vgrad.functional import make_functional_with_buffers
 
 
@@ -64,11 +67,9 @@ def test_two_mlps_stack_on_axis_0_and_run_as_the_modules():
     fmodel, params, buffers = stack(pair)
     x = torch.randn(5, 3)
     outputs = torch.vmap(fmodel, (0, 0, None))(params, buffers, x)
-    torch.testing.assert_close(outputs, torch.stack([each(x) for each in pair]))
+    assert_exact(outputs, torch.stack([each(x) for each in pair]), 1e-6)
     for name, value in params.items():
-        assert torch.equal(
-            value, torch.stack([each.get_parameter(name) for each in pair])
-        )
+        assert_exact(value, torch.stack([each.get_parameter(name) for each in pair]), 0)
     assert buffers == {}
 
 
@@ -83,11 +84,11 @@ def test_tied_tensors_stay_one_entry_and_drive_every_name():
     assert set(buffers) == {"one"}
     x = torch.randn(5, 3)
     outputs = torch.vmap(fmodel, (0, 0, None))(params, buffers, x)
-    torch.testing.assert_close(outputs, torch.stack([each(x) for each in pair]))
+    assert_exact(outputs, torch.stack([each(x) for each in pair]), 1e-6)
     outputs.square().sum().backward()
     for i, each in enumerate(pair):
         each(x).square().sum().backward()
-        torch.testing.assert_close(params["a.weight"].grad[i], each.a.weight.grad)
+        assert_exact(params["a.weight"].grad[i], each.a.weight.grad, 1e-6)
     for each, again in zip(pair, unstack(fmodel, params, buffers), strict=True):
         assert again.b.weight is again.a.weight
         assert again.two is again.one
@@ -105,18 +106,17 @@ def test_every_model_stacks_and_comes_back_bit_for_bit(name):
     assert repr(fmodel) == repr(expected)
     for ours, theirs in zip(found, rest, strict=True):
         assert list(ours) == list(theirs)
-        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+        assert_exact(ours, theirs, 0)
     for a, b in zip(given, unstack(fmodel, params, buffers), strict=True):
         assert same_state(a, b)
-        assert difference(a, b) is None
+        assert matching.difference(a, b) is None
 
 
 def test_any_iterable_will_do():
     three = models()
     expected = stack(three)[1]
     for each in (iter(three), tuple(three), nn.ModuleList(three), (m for m in three)):
-        found = stack(each)[1]
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert_exact(stack(each)[1], expected, 0)
 
 
 def test_parameters_require_grad_and_frozen_ones_are_buffers():
@@ -169,7 +169,7 @@ def test_stacking_and_unstacking_gives_the_models_back(count, widths, dtype, bia
 
     given = [build() for _ in range(count)]
     fmodel, params, buffers = stack(given)
-    assert members(params, buffers) == count
+    assert axes.members(params, buffers) == count
     again = unstack(fmodel, params, buffers)
     assert all(same_state(a, b) for a, b in zip(given, again, strict=True))
 
@@ -297,7 +297,7 @@ def test_shared_entries_take_the_values_of_member_0():
     three = models()
     _, params, buffers = stack(three)
     before = {**params, **buffers}
-    shared, rest = share(params, buffers, "0.*", "*.running_var")
+    shared, rest = share(params, buffers, ["0.*", "*.running_var"])
     first = three[0].state_dict()
     for name in ("0.weight", "0.bias"):
         assert torch.equal(shared[name], first[name])
@@ -315,9 +315,9 @@ def test_shared_entries_go_into_every_module():
     three = models()
     fmodel, params, buffers = stack(three)
     patterns = ["0.*", "*.running_var"]
-    params, buffers = share(params, buffers, *patterns)
-    assert members(params, buffers, patterns) == 3
-    modules = unstack(fmodel, params, buffers, shared=iter(patterns))
+    params, buffers = share(params, buffers, patterns)
+    assert axes.members(params, buffers, patterns) == 3
+    modules = unstack(fmodel, params, buffers, shared=tuple(patterns))
     for own, found in zip(three, modules, strict=True):
         assert torch.equal(found[0].weight, three[0][0].weight)
         assert torch.equal(found[3].weight, own[3].weight)
@@ -331,7 +331,7 @@ def test_a_member_is_a_view_and_gradients_flow_through_it():
     one["0.weight"].sum().backward()
     assert params["0.weight"].grad.flatten(1).sum(1).tolist() == [0.0, 12.0, 0.0]
     assert one["0.weight"].data_ptr() == params["0.weight"][1].data_ptr()
-    shared, _ = share(params, buffers, "0.weight")
+    shared, _ = share(params, buffers, ["0.weight"])
     assert member(shared, 2, shared=["0.weight"])["0.weight"] is shared["0.weight"]
     assert member({}, 0) == {}
 
@@ -343,11 +343,11 @@ TWO = {"a": torch.ones(2, 3), "b": torch.ones(2)}
     ("call", "message"),
     [
         (
-            lambda: share(TWO, {}, "c*"),
-            r"'c\*'\): expected a pattern that matches an e",
+            lambda: share(TWO, {}, ["c*"]),
+            r"^share\('c\*'\): .* a pattern that matches a parameter or buffer",
         ),
         (
-            lambda: share(TWO, {"c": torch.ones(3)}, "a"),
+            lambda: share(TWO, {"c": torch.ones(3)}, ["a"]),
             "2 members in 'c' as in 'a', got",
         ),
         (
@@ -357,19 +357,25 @@ TWO = {"a": torch.ones(2, 3), "b": torch.ones(2)}
         (lambda: member(TWO, -1), r"member\(i=-1\): expected a whole number >= 0"),
         (
             lambda: member(TWO, 0, shared=["c"]),
-            r"shared_names\('c'\): expected a pattern",
+            r"^member\('c'\): expected a pattern",
         ),
-        (lambda: members({}, {}), "expected an entry with a member axis, got none"),
         (
-            lambda: members(TWO, {}, ["*"]),
+            lambda: axes.members({}, {}),
+            "expected an entry with a member axis, got none",
+        ),
+        (
+            lambda: axes.members(TWO, {}, ["*"]),
             "expected an entry with a member axis, got n",
         ),
-        (lambda: members(TWO, {"c": torch.ones(())}), "axis in 'c', got a scalar"),
+        (lambda: axes.members(TWO, {"c": torch.ones(())}), "axis in 'c', got a scalar"),
         (
-            lambda: members(TWO, {"c": torch.ones(3)}),
+            lambda: axes.members(TWO, {"c": torch.ones(3)}),
             "2 members in 'c' as in 'a', got 3",
         ),
-        (lambda: members({"a": torch.ones(0, 2)}, {}), "at least one member, got none"),
+        (
+            lambda: axes.members({"a": torch.ones(0, 2)}, {}),
+            "at least one member, got none",
+        ),
     ],
 )
 def test_members_that_are_not_there_are_refused(call, message):
@@ -377,13 +383,39 @@ def test_members_that_are_not_there_are_refused(call, message):
         call()
 
 
-def test_patterns_are_a_list_and_dictionaries_are_dictionaries():
-    with pytest.raises(
-        TypeError, match="expected a list or tuple of patterns, got a st"
-    ):
-        shared_names(["a"], "a")
+def test_patterns_are_a_list_and_dictionaries_are_dictionaries(tmp_path):
+    fmodel, params, buffers = stack(models())
+    tx, given = vgrad.optim.sgd(0.1), (params, buffers)
+    for name, call in {
+        "share": lambda shared: share(*given, shared),
+        "member": lambda shared: member(params, 0, shared=shared),
+        "unstack": lambda shared: unstack(fmodel, *given, shared=shared),
+        "save_ensemble": lambda shared: ensemble.save_ensemble(
+            tmp_path / "x", *given, shared=shared
+        ),
+        "load_ensemble": lambda shared: ensemble.load_ensemble(
+            tmp_path / "x", *given, shared=shared
+        ),
+        "for_members": lambda shared: ensemble.for_members(tx, shared=shared),
+        "ensemble_forward": lambda shared: ensemble.ensemble_forward(
+            fmodel, shared=shared
+        ),
+        "ensemble_per_sample_grad": lambda shared: ensemble.ensemble_per_sample_grad(
+            abs, shared=shared
+        ),
+        "ensemble_clipped_grad": lambda shared: ensemble.ensemble_clipped_grad(
+            abs, max_norm=1.0, shared=shared
+        ),
+        "EnsembleState.create": lambda shared: vgrad.training.EnsembleState.create(
+            tx, *given, shared=shared
+        ),
+    }.items():
+        with pytest.raises(TypeError, match=rf"^{name}\(\w+='a'\): .* got a string"):
+            call("a")
+        with pytest.raises(TypeError, match=rf"^{name}.*of patterns of names, got a s"):
+            call({"a"})
     with pytest.raises(TypeError, match="expected a dictionary of tensors by name"):
-        members([torch.ones(2)], {})
+        axes.members([torch.ones(2)], {})
     with pytest.raises(TypeError, match="expected a dictionary of tensors by name"):
         member([torch.ones(2)], 0)
 

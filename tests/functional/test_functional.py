@@ -353,13 +353,15 @@ def hooked():
 def test_names_may_move_between_the_dictionaries():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     fmodel, params, buffers = split(model)
-    trained, constant = vgrad.freeze(params, buffers, "0.*")
+    trained, constant = vgrad.freeze(params, buffers, ["0.*"])
     assert list(trained) == ["1.weight", "1.bias"]
     assert not any(value.requires_grad for value in constant.values())
     x = torch.randn(4, 3)
     assert torch.equal(fmodel(trained, constant, x), model(x))
     with pytest.raises(ValueError, match=r"freeze\('encoder.*'0.bias'"):
-        vgrad.freeze(params, buffers, "encoder.*")
+        vgrad.freeze(params, buffers, ["encoder.*"])
+    with pytest.raises(TypeError, match=r"^freeze\(patterns='0.\*'\): .* got a str"):
+        vgrad.freeze(params, buffers, "0.*")
 
 
 def test_modes_are_functions_of_their_own():

@@ -543,7 +543,7 @@ def test_bad_parameters_and_weights_are_named():
 def test_a_module_of_double_size_takes_a_frozen_part_as_constant():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).double()
     fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
-    trained, constant = vgrad.freeze(params, buffers, "0.*")
+    trained, constant = vgrad.freeze(params, buffers, ["0.*"])
     loss = vgrad.sample_loss(fmodel, F.cross_entropy)
     x, y = torch.randn(3, 4).double(), torch.randint(3, (3,))
     grads = vgrad.per_sample_grad(loss)(trained, constant, x, y)

@@ -372,7 +372,7 @@ def test_buffers_and_frozen_parameters_come_back_in_the_dtype_they_had(policy):
     assert new["mean"].any()
     _, fmodel, params, buffers, x, _ = mlp()
     under = policy_for(fmodel, policy)
-    trained, constant = vgrad.freeze(params, buffers, "0.*")
+    trained, constant = vgrad.freeze(params, buffers, ["0.*"])
     found, new = under.call_and_update(trained, constant, x)
     assert torch.equal(found, under(params, buffers, x))
     assert all(new[name] is constant[name] for name in constant)
@@ -632,7 +632,7 @@ def test_a_loss_under_a_policy_is_the_loss_under_autocast():
 
 def test_a_loss_under_a_policy_casts_what_is_frozen_where_autocast_does_not():
     _, fmodel, params, buffers, x, y = mlp()
-    trained, constant = vgrad.freeze(params, buffers, "0.*")
+    trained, constant = vgrad.freeze(params, buffers, ["0.*"])
     loss = vgrad.sample_loss(fmodel, F.cross_entropy)
 
     def reference(trained, *batch):

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 import vgrad
 from tests import cases, oracle
 from tests.examples import examples
+from tests.oracle import assert_exact, error
 from vgrad.precision import DynamicLossScale, NoOpLossScale, StaticLossScale
 
 STRATEGIES = ("auto", "recorded", "vmap", "loop")
@@ -126,12 +127,6 @@ TRANSFORMS = {
 }
 
 
-def error(found, expected):
-    """Largest error of any leaf, against the largest entry of the leaf."""
-    left, right = (dict(enumerate(pytree.tree_leaves(t))) for t in (found, expected))
-    return oracle.error(left, right)
-
-
 def build(name, dtype=torch.float32):
     torch.manual_seed(0)
     case = cases.CASES[name]
@@ -151,12 +146,12 @@ def test_results_do_not_depend_on_the_scale(transform, strategy):
     loss, given_values, grads = build("mlp")
     expected = from_grads(grads)
     options = {"strategy": strategy}
-    assert error(compute(loss, options, given_values), expected) < 5e-6
+    assert_exact(compute(loss, options, given_values), expected, 5e-6)
     for scale in SCALES:
         scaled = {**options, "loss_scale": StaticLossScale(scale)}
-        assert error(compute(loss, scaled, given_values), expected) < 5e-6
+        assert_exact(compute(loss, scaled, given_values), expected, 5e-6)
         scaled["chunk_size"] = 2
-        assert error(compute(loss, scaled, given_values), expected) < 5e-6
+        assert_exact(compute(loss, scaled, given_values), expected, 5e-6)
 
 
 @pytest.mark.parametrize("name", ["cnn", "tied", "bare_and_frozen", "padding_idx"])
@@ -167,7 +162,7 @@ def test_results_do_not_depend_on_the_scale_for_other_layers(name, transform):
     expected = from_grads(grads)
     for scale in (2.0**16, 1234.567):
         options = {"loss_scale": StaticLossScale(scale)}
-        assert error(compute(loss, options, given_values), expected) < 2e-5
+        assert_exact(compute(loss, options, given_values), expected, 2e-5)
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
@@ -177,7 +172,7 @@ def test_float64_keeps_its_digits(transform):
     options = {"loss_scale": StaticLossScale(1234.567)}
     found = compute(loss, options, given_values)
     tolerance = 1e-12 if transform != "projection" else 1e-7
-    assert error(found, from_grads(grads)) < tolerance
+    assert_exact(found, from_grads(grads), tolerance)
     leaves = pytree.tree_leaves(found)
     assert {leaf.dtype for leaf in leaves} == {torch.float64}
 
@@ -225,7 +220,7 @@ def test_aux_and_losses_are_not_scaled():
 def test_every_kind_of_scale_will_do(scale):
     loss, given_values, grads = build("mlp")
     found = vgrad.per_sample_grad(loss, loss_scale=scale)(*given_values)
-    assert oracle.error(found, grads) < 5e-6
+    assert_exact(found, grads, 5e-6)
 
 
 def test_a_scale_of_each_member_works_under_vmap():
@@ -240,7 +235,7 @@ def test_a_scale_of_each_member_works_under_vmap():
     found = torch.vmap(member)(scales)
     for row in range(3):
         each = {name: value[row] for name, value in found.items()}
-        assert oracle.error(each, oracle.clipped(grads, BOUND)) < 5e-6
+        assert_exact(each, oracle.clipped(grads, BOUND), 5e-6)
 
 
 def test_scaled_gradients_of_low_parameters_are_float32():
@@ -294,9 +289,9 @@ def test_gradients_that_are_zero_in_float16_are_right_with_a_scale(strategy):
             lost = compute(loss, options, given_values)
             found = compute(loss, scaled, given_values)
         if transform != "moments":  # entries near zero have no digits
-            assert error(found, expected) < 5e-3
+            assert_exact(found, expected, 5e-3)
         else:
-            assert error(found["mean"], expected["mean"]) < 5e-3
+            assert_exact(found["mean"], expected["mean"], 5e-3)
         assert error(lost, expected) > 0.05
 
 
@@ -306,7 +301,7 @@ def test_float16_finds_losses_of_every_size_with_a_scale_that_fits():
         scale = StaticLossScale(2.0**-power)
         with torch.autocast("cpu", dtype=torch.float16):
             found = vgrad.per_sample_norm(loss, loss_scale=scale)(*given_values)
-        assert error(found, oracle.norms(grads)) < 5e-3
+        assert_exact(found, oracle.norms(grads), 5e-3)
 
 
 @pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
@@ -333,8 +328,8 @@ def test_a_sample_that_overflows_adds_exactly_zero_and_is_counted(clipping, stra
         assert int(result.nonfinite) == int(alone.nonfinite) == 1
         assert not result.norms[2].isfinite()
         others = torch.tensor([0, 1, 3, 4])
-        assert error(result.norms[others], expected["norms"]) < 5e-3
-        assert error(result.grads, expected["grads"]) < 5e-3
+        assert_exact(result.norms[others], expected["norms"], 5e-3)
+        assert_exact(result.grads, expected["grads"], 5e-3)
         assert not any(grad.any() for grad in alone.grads.values())
         assert result.losses.isfinite().all()
 
@@ -387,7 +382,7 @@ def test_with_loss_scale_makes_another_function_and_keeps_all_else():
     assert scaled.with_loss_scale(None).options.loss_scale is None
     expected = {name: each / 2 for name, each in oracle.clipped(grads, 1e-8).items()}
     with torch.autocast("cpu", dtype=torch.float16):
-        assert error(scaled(*given_values).grads, expected) < 5e-3
+        assert_exact(scaled(*given_values).grads, expected, 5e-3)
         lost = scaled.with_loss_scale(None)(*given_values).grads
         assert all(map(torch.equal, lost.values(), plain(*given_values).grads.values()))
         assert error(lost, expected) > 0.05

@@ -31,8 +31,7 @@ from vgrad.functional.losses import batch_loss
 from vgrad.generators import kept_random_state
 from vgrad.persample.engine.guard import UnsupportedOp
 from vgrad.precision import LossScale
-from vgrad.training.ensemble import EnsembleState, ensemble_train_step
-from vgrad.training.steps import TrainState
+from vgrad.training import EnsembleState, TrainState, ensemble_train_step
 from vgrad.typing import Buffers, Params
 
 

@@ -24,7 +24,7 @@ from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
 from vgrad.generators import kept_random_state, subkey, torch_seed
 from vgrad.persample.clipped import clipped_grad
 from vgrad.precision import DynamicLossScale, LossScale, StaticLossScale
-from vgrad.training.steps import TrainState, private_step, train_step
+from vgrad.training import TrainState, private_step, train_step
 from vgrad.typing import Buffers, Params
 
 STRATEGY = "auto"

@@ -3,63 +3,43 @@
 E members. Every entry is a tensor `[E, *shape]`, the shared ones are `[*shape]`.
 """
 
-import fnmatch
-from collections.abc import Iterable
-
-from vgrad import checks
+from vgrad import checks, names
+from vgrad.names import Patterns
 from vgrad.typing import Buffers, Params
 
 
-def shared_names(names: Iterable[str], patterns: Iterable[str]) -> set[str]:
-    """Return the names that match any of the shell-style patterns.
-
-    Raises:
-        ValueError: a pattern matches none of them.
-        TypeError: the patterns are one string.
-
-    Example:
-        >>> shared_names(["body.weight", "head.weight"], ["body.*"])
-        {'body.weight'}
-    """
-    if isinstance(patterns, str):
-        raise TypeError(
-            f"shared_names({patterns!r}): expected a list or tuple of patterns, got a "
-            f"string. Write [{patterns!r}]."
-        )
-    names = list(names)
-    found: set[str] = set()
-    for pattern in patterns:
-        matched = fnmatch.filter(names, pattern)
-        if not matched:
-            raise ValueError(
-                f"shared_names({pattern!r}): expected a pattern that matches an entry, "
-                f"got none. The names are {checks.listed(names)}."
-            )
-        found.update(matched)
-    return found
-
-
-def split(values: Params, shared: Iterable[str]) -> tuple[Params, Params]:
+def split(function: str, values: Params, shared: Patterns) -> tuple[Params, Params]:
     """Return the entries that have a member axis, and those that match a pattern.
 
     Raises:
         ValueError: a pattern matches nothing.
+        TypeError: the patterns are one string.
 
     Example:
         >>> import torch
-        >>> stacked, whole = split({"a": torch.ones(3), "b": torch.ones(1)}, ["b"])
+        >>> entries = {"a": torch.ones(3), "b": torch.ones(1)}
+        >>> stacked, whole = split("share", entries, ["b"])
         >>> list(stacked), list(whole)
         (['a'], ['b'])
     """
-    names = shared_names(values, shared)
-    stacked = {name: value for name, value in values.items() if name not in names}
-    return stacked, {name: values[name] for name in values if name in names}
+    names.check(function, shared=shared)
+    kind = "parameter or buffer"
+    found = set(names.all_matched(function, values, shared, kind=kind))
+    stacked = {name: value for name, value in values.items() if name not in found}
+    return stacked, {name: values[name] for name in values if name in found}
 
 
-def members(params: Params, buffers: Buffers, shared: Iterable[str] = ()) -> int:
+def members(
+    params: Params,
+    buffers: Buffers,
+    shared: Patterns = (),
+    *,
+    function: str = "members",
+) -> int:
     """Return E, the number of members of stacked entries.
 
-    `shared` holds patterns of the entries without a member axis.
+    `shared` holds patterns of the entries without a member axis. An error about them
+    names `function`.
 
     Raises:
         ValueError: no entry has a member axis, two have axes of other lengths, or the
@@ -71,7 +51,7 @@ def members(params: Params, buffers: Buffers, shared: Iterable[str] = ()) -> int
         3
     """
     checks.dictionaries("members", params=params, buffers=buffers)
-    stacked, _ = split({**params, **buffers}, shared)
+    stacked, _ = split(function, {**params, **buffers}, shared)
     if not stacked:
         raise ValueError(
             "members(params, buffers): expected an entry with a member axis, got none."

@@ -136,14 +136,11 @@ def _check(function: str, probabilities: Tensor, targets: Tensor, bins: int) -> 
             f"{function}(probabilities): expected floating point numbers, got "
             f"{probabilities.dtype}."
         )
-    if (
-        targets.is_floating_point()
-        or targets.is_complex()
-        or targets.dtype == torch.bool
-    ):
+    dtype = targets.dtype
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
         raise TypeError(
             f"{function}(targets): expected the number of a class for each sample, got "
-            f"{targets.dtype}."
+            f"{dtype}."
         )
     if probabilities.ndim != 2 or probabilities.shape[1] < 2:
         raise ValueError(

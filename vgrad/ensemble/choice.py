@@ -1,8 +1,8 @@
 """Which strategy is cheapest, from the work of one member and the device.
 
-Members that do little work spend their time between kernels, and gain from running at
-once. Members that keep the device busy gain nothing: on a CPU what all of them need at
-once does not fit its caches, and convolutions have no batched kernel there.
+Small members spend their time between kernels, and gain from running at once. Members
+that keep the device busy gain nothing: on a CPU the data of all of them does not fit
+its caches, and convolutions have no batched kernel there.
 """
 
 from collections.abc import Callable
@@ -12,17 +12,31 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from vgrad.ensemble.execution import Call, Randomness, Strategy, autocasting, vmapped
+from vgrad import checks, names
+from vgrad.ensemble.execution import (
+    STRATEGIES,
+    Call,
+    InDims,
+    Randomness,
+    Strategy,
+    Told,
+    autocasting,
+    looped,
+    stacked,
+    vmapped,
+)
 from vgrad.functional.untouched import untouched
 from vgrad.generators import kept_random_state
+from vgrad.names import Patterns
 from vgrad.persample.explain import aligned
 from vgrad.torch_private import levels
+from vgrad.typing import Buffers, Params
 
 BUSY = 50.0
-"""MFLOP of a member's forward pass from which on it keeps a CPU busy by itself."""
+"""MFLOP of a forward pass above which one member saturates a CPU."""
 
 CONVOLVED = 5.0
-"""The same for what of it are convolutions."""
+"""The same for the convolutions among them."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +68,34 @@ class EnsembleExplanation:
         return f"{title}\n\n{aligned([('op', 'form'), *self.forms])}"
 
 
-class Chooser:
-    """Chooses for one transform; it remembers the work of the shapes it has seen."""
+class Runner:
+    """Runs functions for all members, as the options of a transform say.
 
-    def __init__(self, function: str, strategy: Strategy) -> None:
-        """Say what is asked for."""
+    It remembers the work of the shapes that it has seen.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        in_dims: InDims,
+        randomness: Randomness,
+        strategy: Strategy,
+        shared: Patterns,
+    ) -> None:
+        """Check the options."""
+        checks.one_of(function, STRATEGIES, strategy=strategy)
+        kinds = ("error", "different", "same")
+        checks.one_of(function, kinds, randomness=randomness)
+        names.check(function, shared=shared)
         self._function = function
+        self._options: dict[str, Any] = {"in_dims": in_dims, "shared": tuple(shared)}
+        self._randomness: Randomness = randomness
         self._strategy: Strategy = strategy
         self._known: dict[Any, tuple[str, str]] = {}
+
+    def call(self, params: Params, buffers: Buffers, batch: tuple) -> Call:
+        """Check what was given."""
+        return Call(self._function, params, buffers, batch, **self._options)
 
     def choose(self, function: Callable, call: Call) -> tuple[str, str]:
         """Return the strategy and why it is that one."""
@@ -71,34 +105,48 @@ class Chooser:
             return "hybrid", "inside a transform of torch.func"
         if call.members == 1:
             return "loop", "there is one member"
-        key = _key(call)
+        key = tuple((each.shape, each.dtype, each.device) for each in call.tensors())
         if key not in self._known:
             self._known[key] = _by_work(function, call)
         return self._known[key]
 
-    def explain(
-        self, function: Callable, call: Call, randomness: Randomness
-    ) -> EnsembleExplanation:
+    def run(
+        self,
+        function: Callable,
+        call: Call,
+        strategy: str,
+        *,
+        with_buffers: bool = False,
+        told: Told = None,
+    ) -> Any:
+        """Run a function for all members at once, or for one after the other."""
+        if strategy == "loop":
+            results = self.loop(autocasting(function), call)
+            return (call.stacked_with_buffers if with_buffers else stacked)(results)
+        return vmapped(
+            function,
+            call,
+            self._randomness,
+            hybrid=strategy == "hybrid",
+            with_buffers=with_buffers,
+            told=told,
+        )
+
+    def loop(self, function: Callable, call: Call) -> list[Any]:
+        """Run a function for one member after the other; return their results."""
+        return looped(function, call, self._randomness)
+
+    def explain(self, function: Callable, call: Call) -> EnsembleExplanation:
         """Run the forward pass once, and say what happened; generators are put back."""
         strategy, why = self.choose(function, call)
         forms: list[tuple[str, str]] = []
         if strategy != "loop":
             with kept_random_state(call.tensors()), torch.no_grad():
-                vmapped(
-                    function,
-                    call,
-                    randomness,
-                    hybrid=strategy == "hybrid",
-                    told=lambda op, form: forms.append((op, form)),
+                self.run(
+                    function, call, strategy, told=lambda *each: forms.append(each)
                 )
-        return EnsembleExplanation(
-            self._function, strategy, why, call.members, tuple(forms)
-        )
-
-
-def _key(call: Call) -> Any:
-    """Tell calls apart whose work differs."""
-    return tuple((each.shape, each.dtype, each.device) for each in call.tensors())
+        found = tuple(forms)
+        return EnsembleExplanation(self._function, strategy, why, call.members, found)
 
 
 def _by_work(function: Callable, call: Call) -> tuple[str, str]:

@@ -4,7 +4,7 @@ The function takes parameters, buffers and a batch of one member. E members.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.ensemble.axes import members, shared_names
+from vgrad.ensemble.axes import members, split
 from vgrad.functional.untouched import Promise, untouched
 from vgrad.generators import ALONE, drawn_since, random_state, set_random_state
 from vgrad.lowering.members import Members, mapped_here
 from vgrad.lowering.truthful import Truth
+from vgrad.names import Patterns
 from vgrad.persample.engine.guard import raise_clearly
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.torch_private import levels, modes
@@ -49,11 +50,11 @@ class Call:
         batch: tuple[Tree, ...],
         *,
         in_dims: InDims,
-        shared: Sequence[str],
+        shared: Patterns,
     ) -> None:
         """Check that all sizes fit."""
-        self.members = members(params, buffers, shared)
-        whole = shared_names([*params, *buffers], shared) if shared else ()
+        self.members = members(params, buffers, shared, function=function)
+        _, whole = split(function, {**params, **buffers}, shared)
         self.args = (dict(params), dict(buffers), *batch)
         self.dims = (
             {name: None if name in whole else 0 for name in params},
@@ -134,8 +135,8 @@ def vmapped(
 ) -> Any:
     """Run the function once for all members; every result gains the axis 0.
 
-    With `with_buffers` it returns a pair, the second of which are new buffers. There
-    those that the members share stay as they are, without the axis.
+    With `with_buffers` the function returns a pair of its result and new buffers, in
+    which those that the members share gain no axis.
     """
     levels.load_decompositions()
     alone = nullcontext() if randomness == "error" else ALONE
@@ -176,7 +177,7 @@ def vmapped(
 def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:
     """Run the function for one member after the other; return their results.
 
-    What it is to be cast in under autocast, it has to say itself: see `autocasting`.
+    Under autocast weights are cast in a function made by `autocasting` alone.
     """
     # Each member draws from where the one before it stopped, unless told otherwise.
     given = () if randomness == "different" else call.tensors()
@@ -202,32 +203,13 @@ def stacked(results: Sequence[Tree]) -> Tree:
 
 
 def autocasting(function: Callable) -> Callable:
-    """Run a function of a member under the mode that casts its weights once."""
+    """Run a member's function under the mode that casts each weight once."""
 
     def run(params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
         with AutocastMode(params.values()):
             return function(params, buffers, *batch)
 
     return run
-
-
-def check_options(
-    function: str, strategy: str, randomness: str, shared: Sequence[str]
-) -> None:
-    """Refuse what no strategy knows."""
-    checks.one_of(function, STRATEGIES, strategy=strategy)
-    kinds = ("error", "different", "same")
-    checks.one_of(function, kinds, randomness=randomness)
-    check_patterns(function, shared)
-
-
-def check_patterns(function: str, shared: Iterable[str]) -> None:
-    """Refuse one string, whose letters would be taken for patterns."""
-    if isinstance(shared, str):
-        raise TypeError(
-            f"{function}(shared={shared!r}): expected a list or tuple of patterns, got "
-            f"a string. Write [{shared!r}]."
-        )
 
 
 def _changed(name: str) -> ValueError:

@@ -1,6 +1,6 @@
 """The outputs of all members: `[E, B, ...]` from stacked parameters."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import repeat
 from typing import Any
 
@@ -8,19 +8,10 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.ensemble.choice import Chooser
-from vgrad.ensemble.execution import (
-    Call,
-    InDims,
-    Randomness,
-    Strategy,
-    autocasting,
-    check_options,
-    looped,
-    stacked,
-    vmapped,
-)
+from vgrad.ensemble.choice import EnsembleExplanation, Runner
+from vgrad.ensemble.execution import Call, InDims, Randomness, Strategy
 from vgrad.functional.model import FunctionalModel
+from vgrad.names import Patterns
 from vgrad.persample.engine.guard import LossGuard
 from vgrad.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from vgrad.typing import Buffers, Params, Tree
@@ -30,30 +21,21 @@ class EnsembleForward:
     """What `ensemble_forward` returns."""
 
     def __init__(
-        self,
-        fmodel: FunctionalModel,
-        in_dims: InDims,
-        chunk_size: int | None,
-        randomness: Randomness,
-        strategy: Strategy,
-        shared: Sequence[str],
+        self, fmodel: FunctionalModel, runner: Runner, chunk_size: int | None
     ) -> None:
         """Keep the options."""
         self._fmodel = fmodel
-        self._in_dims = in_dims
+        self._runner = runner
         self._chunk_size = chunk_size
-        self._randomness: Randomness = randomness
-        self._shared = tuple(shared)
-        self.chooser = Chooser("ensemble_forward", strategy)
 
     def __call__(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Tree:
         """Return the outputs, each tensor with the member axis in front."""
-        call = self._call(params, buffers, batch)
+        call = self._runner.call(params, buffers, batch)
         if self._chunk_size is None:
             return self._of(self._fmodel, call)
         with LossGuard(given={}):  # statistics of a chunk are not the batch's
             parts = [
-                self._of(self._fmodel, self._call(params, buffers, rows))
+                self._of(self._fmodel, self._runner.call(params, buffers, rows))
                 for rows in self._chunks(call, batch)
             ]
         return tree_map(lambda *leaves: torch.cat(leaves, 1), *parts)
@@ -72,34 +54,22 @@ class EnsembleForward:
                 f"ensemble_forward(chunk_size={self._chunk_size}).with_buffers: "
                 f"expected chunk_size=None, since buffers depend on the whole batch."
             )
-        call = self._call(params, buffers, batch)
+        call = self._runner.call(params, buffers, batch)
         return self._of(self._fmodel.call_and_update, call, with_buffers=True)
 
-    def explain(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
+    def explain(
+        self, params: Params, buffers: Buffers, /, *batch: Tree
+    ) -> EnsembleExplanation:
         """Say which strategy is taken, why, and the form of each op."""
-        call = self._call(params, buffers, batch)
+        call = self._runner.call(params, buffers, batch)
         if self._chunk_size is not None:
             rows, *_ = self._chunks(call, batch)
-            call = self._call(params, buffers, rows)
-        return self.chooser.explain(self._fmodel, call, self._randomness)
-
-    def _call(self, params: Params, buffers: Buffers, batch: tuple) -> Call:
-        name = "ensemble_forward"
-        options = {"in_dims": self._in_dims, "shared": self._shared}
-        return Call(name, params, buffers, batch, **options)
+            call = self._runner.call(params, buffers, rows)
+        return self._runner.explain(self._fmodel, call)
 
     def _of(self, function: Callable, call: Call, *, with_buffers: bool = False) -> Any:
-        strategy, _ = self.chooser.choose(function, call)
-        if strategy == "loop":
-            results = looped(autocasting(function), call, self._randomness)
-            return (call.stacked_with_buffers if with_buffers else stacked)(results)
-        return vmapped(
-            function,
-            call,
-            self._randomness,
-            hybrid=strategy == "hybrid",
-            with_buffers=with_buffers,
-        )
+        strategy, _ = self._runner.choose(function, call)
+        return self._runner.run(function, call, strategy, with_buffers=with_buffers)
 
     def _chunks(self, call: Call, batch: tuple) -> list[tuple]:
         """Split the batch along the axis after the members'."""
@@ -136,21 +106,21 @@ def ensemble_forward(
     chunk_size: int | None = None,
     randomness: Randomness = "different",
     strategy: Strategy = "auto",
-    shared: Sequence[str] = (),
+    shared: Patterns = (),
 ) -> EnsembleForward:
     """Run all members: `(params, buffers, *batch) -> [E, B, ...]`.
 
-    `params` and `buffers` have a member axis in front, as `stack` makes them, but for
-    entries that match the patterns in `shared`. With `in_dims=None` all members get the
-    same batch, with `0` each its own (`x[indices]` with indices `[E, B]` for a
-    bootstrap); a sequence says it for each item. `.with_buffers(...)` returns
-    `(output, new_buffers)`, for batch statistics. Nothing that was given changes; only
-    what torch does not see could write there, as `.detach().numpy()[0] = 0` does.
+    `params` and `buffers` have a member axis in front, as `stack` makes them, except
+    for entries that match the patterns in `shared`. With `in_dims=None` all members get
+    the same batch, with `0` each its own (`x[indices]` with indices `[E, B]` for a
+    bootstrap); a sequence has an entry for each item. `.with_buffers(...)` returns
+    `(output, new_buffers)`, for batch statistics. Nothing that was given changes,
+    except by code that torch does not see, such as `.detach().numpy()[0] = 0`.
 
     `strategy="loop"` runs one member after the other, `"vmap"` all in one pass by
     torch's rules, `"hybrid"` all in one pass with each op in the form that suits the
-    device, and `"auto"` takes what is cheapest by the model's work and the device.
-    `chunk_size` says how many samples are run at a time. With `randomness="different"`
+    device, and `"auto"` chooses by the model's work and the device. `chunk_size` says
+    how many samples are run at a time. With `randomness="different"`
     dropout draws for every member, with `"same"` all share one mask; masks are not the
     same for different strategies.
 
@@ -166,7 +136,7 @@ def ensemble_forward(
         >>> ensemble_forward(fmodel)(params, buffers, torch.ones(5, 3)).shape
         torch.Size([4, 5, 2])
     """
-    check_options("ensemble_forward", strategy, randomness, shared)
+    runner = Runner("ensemble_forward", in_dims, randomness, strategy, shared)
     if chunk_size is not None:
         checks.whole("ensemble_forward", least=1, chunk_size=chunk_size)
-    return EnsembleForward(fmodel, in_dims, chunk_size, randomness, strategy, shared)
+    return EnsembleForward(fmodel, runner, chunk_size)

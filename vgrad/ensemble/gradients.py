@@ -1,6 +1,6 @@
 """The gradient of every member's loss, from one backward pass or one for each."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -8,23 +8,21 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.dtypes import no_autocast
-from vgrad.ensemble.choice import Chooser
+from vgrad.ensemble.choice import EnsembleExplanation, Runner
 from vgrad.ensemble.execution import (
     Call,
     InDims,
     Randomness,
     Strategy,
     autocasting,
-    check_options,
-    looped,
-    vmapped,
 )
 from vgrad.functional.losses import SampleLoss
 from vgrad.generators import kept_random_state
+from vgrad.names import Patterns
 from vgrad.persample.engine.guard import UnsupportedOp
 from vgrad.torch_private import levels
-from vgrad.tree import map_values
-from vgrad.typing import BatchLossFn, Buffers, Params, Tree
+from vgrad.tree import map_tensors
+from vgrad.typing import BatchLossFn, Buffers, LossFn, Params, Tree
 
 
 class EnsembleGrads(NamedTuple):
@@ -46,20 +44,13 @@ class EnsembleGradFn:
     """What `ensemble_grad` returns."""
 
     def __init__(
-        self,
-        loss: BatchLossFn,
-        in_dims: InDims,
-        randomness: Randomness,
-        strategy: Strategy,
-        shared: Sequence[str],
+        self, loss: BatchLossFn | LossFn, runner: Runner, has_aux: bool
     ) -> None:
         """Keep the options."""
         self._loss = loss
-        # A plain function of one's own may change no buffers.
-        self._with_buffers = getattr(loss, "with_buffers", self._unchanged)
-        self._options: dict[str, Any] = {"in_dims": in_dims, "shared": tuple(shared)}
-        self._randomness: Randomness = randomness
-        self.chooser = Chooser("ensemble_grad", strategy)
+        self._run = returning_buffers("ensemble_grad", loss, has_aux=has_aux)
+        self._runner = runner
+        self._has_aux = has_aux
         self._unreached: set[frozenset[str]] = set()
 
     def __call__(
@@ -69,13 +60,13 @@ class EnsembleGradFn:
         /,
         *batch: Tree,
         loss_scale: Tensor | float = 1.0,
-    ) -> EnsembleGrads:
-        """Return gradients, losses and buffers.
+    ) -> Any:
+        """Return an `EnsembleGrads`, or with `has_aux` a pair of it and aux.
 
         The gradients are those of `loss_scale * loss`, a number or one for each member,
         `[E]`. The losses that are returned are without it.
         """
-        call = self._call(params, buffers, batch)
+        call = self._runner.call(params, buffers, batch)
         sizes = ((), (call.members,))
         if isinstance(loss_scale, Tensor) and loss_scale.shape not in sizes:
             raise ValueError(
@@ -83,49 +74,51 @@ class EnsembleGradFn:
                 f"expected a number, or one for each of the {call.members} members."
             )
         with torch.enable_grad():  # a loss may differentiate on its own
-            strategy, _ = self.chooser.choose(self._loss, call)
+            strategy, _ = self._runner.choose(self._loss, call)
         if strategy == "loop" and not levels.inside_transform():
-            return self._by_members(call, loss_scale)
+            grads, values, new = self._by_members(call, loss_scale)
+        else:
+            grads, values, new = self._at_once(call, strategy, loss_scale)
+        losses, aux = self._parted(values)
+        result = EnsembleGrads(grads, losses, new)
+        return (result, aux) if self._has_aux else result
 
-        def total(params: Params) -> tuple[Tensor, tuple[Tensor, Buffers]]:
+    def explain(
+        self, params: Params, buffers: Buffers, /, *batch: Tree
+    ) -> EnsembleExplanation:
+        """Say which strategy is taken, why, and the form of each op."""
+        call = self._runner.call(params, buffers, batch)
+        return self._runner.explain(self._loss, call)
+
+    def _parted(self, value: Any) -> tuple[Tensor, Tree]:
+        """Return loss and aux of what the loss returned."""
+        return value if self._has_aux else (value, ())
+
+    def _at_once(
+        self, call: Call, strategy: str, loss_scale: Tensor | float
+    ) -> tuple[Params, Any, Buffers]:
+        """Differentiate the sum of all losses: no member's depends on another's."""
+
+        def total(params: Params) -> tuple[Tensor, tuple[Any, Buffers]]:
             inner = call.with_params(params)
-            if strategy == "loop":
-                one = autocasting(self._with_buffers)
-                pairs = looped(one, inner, self._randomness)
-                losses, new = inner.stacked_with_buffers(pairs)
-            else:
-                losses, new = vmapped(
-                    self._with_buffers,
-                    inner,
-                    self._randomness,
-                    hybrid=strategy == "hybrid",
-                    with_buffers=True,
-                )
-            return (losses * loss_scale).sum(), (losses, new)
+            found = self._runner.run(self._run, inner, strategy, with_buffers=True)
+            losses, _ = self._parted(found[0])
+            return (losses * loss_scale).sum(), found
 
-        grads, losses, new, unreached = _gradient(total, params)
+        grads, (values, new), unreached = _gradient(total, call.args[0])
         if strategy != "loop":
             self._check_unreached(call, frozenset(unreached))
-        return EnsembleGrads(grads, losses, new)
-
-    def explain(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
-        """Say which strategy is taken, why, and the form of each op."""
-        call = self._call(params, buffers, batch)
-        return self.chooser.explain(self._loss, call, self._randomness)
-
-    def _call(self, params: Params, buffers: Buffers, batch: tuple) -> Call:
-        return Call("ensemble_grad", params, buffers, batch, **self._options)
+        return grads, values, new
 
     def _check_unreached(self, call: Call, names: frozenset[str]) -> None:
-        """Refuse to take for zero what is not zero to one member on its own."""
+        """Refuse a missing gradient where one member on its own has one."""
         if not names or names in self._unreached:
             return
         params, *rest = call.of(0)
-        one = autocasting(self._with_buffers)
 
-        def of_params(params: Params) -> tuple[Tensor, tuple[Tensor, Buffers]]:
-            loss, new = one(params, *rest)
-            return loss, (loss, new)
+        def of_params(params: Params) -> tuple[Tensor, tuple]:
+            value, _ = autocasting(self._run)(params, *rest)
+            return self._parted(value)[0], ()
 
         with kept_random_state(call.tensors()):
             *_, unreached = _gradient(of_params, params)
@@ -137,12 +130,9 @@ class EnsembleGradFn:
             )
         self._unreached.add(names)
 
-    def _unchanged(
-        self, params: Params, buffers: Buffers, /, *batch: Tree
-    ) -> tuple[Tensor, Buffers]:
-        return self._loss(params, buffers, *batch), buffers
-
-    def _by_members(self, call: Call, loss_scale: Tensor | float) -> EnsembleGrads:
+    def _by_members(
+        self, call: Call, loss_scale: Tensor | float
+    ) -> tuple[Params, Any, Buffers]:
         """Write each member's gradients into their place: nothing is copied twice."""
         given, dims = call.args[0], call.dims[0]
         if not isinstance(loss_scale, Tensor):
@@ -155,42 +145,45 @@ class EnsembleGradFn:
             for name, value in given.items()
         }
         numbers = iter(range(call.members))
-        run = autocasting(self._with_buffers)
+        run = autocasting(self._run)
 
         def one(params: Params, buffers: Buffers, /, *batch: Tree) -> tuple:
             member = next(numbers)
 
-            def scaled(params: Params) -> tuple[Tensor, tuple[Tensor, Buffers]]:
-                loss, new = run(params, buffers, *batch)
-                return loss * scales[member].to(loss.device, loss.dtype), (loss, new)
+            def scaled(params: Params) -> tuple[Tensor, tuple[Any, Buffers]]:
+                found = run(params, buffers, *batch)
+                loss, _ = self._parted(found[0])
+                return loss * scales[member].to(loss.device, loss.dtype), found
 
-            found, loss, new, _ = _gradient(scaled, params)
-            for name, grad in found.items():
+            own, found, _ = _gradient(scaled, params)
+            for name, grad in own.items():
                 if dims[name] is None:
                     grads[name] += grad
                 else:
                     grads[name][member].copy_(grad)
-            return loss, new
+            return found
 
-        pairs = looped(one, call, self._randomness)
-        losses, buffers = call.stacked_with_buffers(pairs)
-        return EnsembleGrads(grads, losses, buffers)
+        pairs = self._runner.loop(one, call)
+        return grads, *call.stacked_with_buffers(pairs)
 
 
 def ensemble_grad(
-    loss: BatchLossFn,
+    loss: BatchLossFn | LossFn,
     *,
     in_dims: InDims = None,
     randomness: Randomness = "different",
     strategy: Strategy = "auto",
-    shared: Sequence[str] = (),
+    shared: Patterns = (),
+    has_aux: bool = False,
 ) -> EnsembleGradFn:
     """Differentiate every member's loss: `(params, buffers, *batch) -> EnsembleGrads`.
 
     `loss` is the loss of a batch for one member, from `batch_loss` or a function of
-    your own (whose buffers then come back as they were given). The result has `.grads`
+    your own; without `.with_buffers` it changes no buffers. The result has `.grads`
     `[E, ...]`, `.losses` `[E]` and `.buffers`. The gradient of one member depends on no
-    other; gradients of parameters that match `shared` are sums over the members.
+    other; gradients of parameters that match `shared` are sums over the members. With
+    `has_aux=True` the loss returns `(scalar, aux)` and the result is a pair of that and
+    aux, a tree of tensors `[E, ...]`.
 
     Results are constants, as those of `torch.autograd.grad` are; inside a transform of
     `torch.func` they can be differentiated.
@@ -199,7 +192,9 @@ def ensemble_grad(
     come from one backward pass, and activations of all members are held at once.
 
     Raises:
-        ValueError: sizes do not fit, or an option is none of those allowed.
+        TypeError: the loss is no function, or one of a single sample.
+        ValueError: it returns something else than a scalar, sizes do not fit, or an
+            option is none of those allowed.
         UnsupportedOp: an op cannot run for all members at once; `strategy="loop"` can.
 
     Example:
@@ -212,12 +207,12 @@ def ensemble_grad(
         >>> result.grads["weight"].shape, result.losses.shape
         (torch.Size([4, 2, 3]), torch.Size([4]))
     """
-    check_options("ensemble_grad", strategy, randomness, shared)
+    runner = Runner("ensemble_grad", in_dims, randomness, strategy, shared)
     check_loss("ensemble_grad", loss)
-    return EnsembleGradFn(loss, in_dims, randomness, strategy, shared)
+    return EnsembleGradFn(loss, runner, has_aux)
 
 
-def check_loss(function: str, loss: BatchLossFn) -> None:
+def check_loss(function: str, loss: Any) -> None:
     """Refuse what is no function, and losses of one sample."""
     if not callable(loss):
         raise TypeError(
@@ -231,19 +226,47 @@ def check_loss(function: str, loss: BatchLossFn) -> None:
         )
 
 
-def _gradient(
-    function: Callable, params: Params
-) -> tuple[Params, Tensor, Buffers, set[str]]:
-    """Differentiate `params -> (scalar, (losses, buffers))`; return what is left.
+def returning_buffers(function: str, loss: Any, *, has_aux: bool) -> Callable:
+    """Let a loss of a batch return `(scalar or (scalar, aux), new buffers)`.
+
+    A plain function changes no buffers.
+    """
+    with_buffers = getattr(loss, "with_buffers", None)
+
+    def run(params: Params, buffers: Buffers, /, *batch: Tree) -> tuple[Any, Buffers]:
+        if with_buffers is None:
+            value = loss(params, buffers, *batch)
+        else:
+            value, buffers = with_buffers(params, buffers, *batch)
+        if has_aux and not (isinstance(value, tuple) and len(value) == 2):
+            raise ValueError(
+                f"{function}(loss, has_aux=True): expected a loss that returns "
+                f"(scalar, aux), got a {type(value).__name__}."
+            )
+        scalar = value[0] if has_aux else value
+        if not isinstance(scalar, Tensor) or scalar.ndim:
+            tensor = isinstance(scalar, Tensor)
+            got = tuple(scalar.shape) if tensor else type(scalar).__name__
+            raise ValueError(
+                f"{function}(loss): expected a loss that returns a tensor without "
+                f"dimensions (with has_aux=True a pair of it and aux), got {got}."
+            )
+        return value, buffers
+
+    return run
+
+
+def _gradient(function: Callable, params: Params) -> tuple[Params, Any, set[str]]:
+    """Differentiate `params -> (scalar, rest)`; return gradients and the rest.
 
     Last come the names of parameters to which no graph leads, as far as that is known.
     """
     if levels.inside_transform():
-        grads, (losses, buffers) = torch.func.grad(function, has_aux=True)(params)
-        return grads, losses, buffers, set()
+        grads, rest = torch.func.grad(function, has_aux=True)(params)
+        return grads, rest, set()
     with torch.enable_grad():
         leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
-        value, (losses, buffers) = function(leaves)
+        value, rest = function(leaves)
     found = dict.fromkeys(leaves)
     if value.requires_grad:
         with no_autocast(value.device):
@@ -254,4 +277,4 @@ def _gradient(
         name: torch.zeros_like(params[name]) if grad is None else grad
         for name, grad in found.items()
     }
-    return grads, losses.detach(), map_values(Tensor.detach, buffers), unreached
+    return grads, map_tensors(Tensor.detach, rest), unreached

@@ -76,8 +76,8 @@ def group(models: Iterable[nn.Module]) -> ModelGroups:
     """Stack the models that are alike, and put the groups behind one call.
 
     Two models are in one group if `stack` takes them. The groups come in the order of
-    their first models, the members of each in the order of the models. A gain in time
-    needs groups of more than one.
+    their first models, the members of each in the order of the models. Only groups of
+    more than one model save time.
 
     Raises:
         ValueError: there is no model.

@@ -1,21 +1,14 @@
 """Whether two models run the same code, so that one can run with the other's values.
 
 An ensemble runs the module of its first member. So everything that a copy of a module
-keeps is compared: classes, plain attributes, functions and what they close over, hooks,
-and all there is to know of the registered tensors except their values.
+keeps is compared: classes, modes, plain attributes, functions and what they close over,
+hooks, and all there is to know of registered tensors except their values.
 """
 
 import reprlib
+import types
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from types import (
-    BuiltinFunctionType,
-    CellType,
-    CodeType,
-    FunctionType,
-    MethodType,
-    ModuleType,
-)
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -32,8 +25,11 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Attributes that torch itself gives a module; those that matter are compared apart."""
 
 _VALUES = (bool, int, float, complex, str, bytes, type(None))
-_WHOLE = (*_VALUES, CodeType, type, BuiltinFunctionType, ModuleType)
+_WHOLE = (*_VALUES, type, types.CodeType, types.BuiltinFunctionType, types.ModuleType)
 _OF_A_FUNCTION = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
+
+_Facts = dict[str, list[tuple[str, Any]]]
+"""What is known of each named part: texts, and what tells equal texts apart."""
 
 
 class Difference(NamedTuple):
@@ -76,7 +72,7 @@ def difference(first: nn.Module, other: nn.Module) -> Difference | None:
 
 
 def _differences(first: nn.Module, other: nn.Module) -> Iterator[Difference]:
-    """Yield what differs; a step relies on the ones before having found nothing."""
+    """Yield what differs; each step relies on the ones before having found nothing."""
     yield from _entries(_submodules(first), _submodules(other), "submodules")
     yield from _entries(_tensors(first), _tensors(other), "entries")
     comparison = _Comparison(first, other)
@@ -85,78 +81,74 @@ def _differences(first: nn.Module, other: nn.Module) -> Iterator[Difference]:
         yield from comparison.parts(name, _attributes(module), _attributes(twin))
 
 
-def _entries(
-    first: dict[str, dict], other: dict[str, dict], kind: str
-) -> Iterator[Difference]:
+def _entries(first: _Facts, other: _Facts, kind: str) -> Iterator[Difference]:
     """Yield the names that one of two lacks, the facts that differ, another order."""
-    for name in [*first, *(name for name in other if name not in first)]:
-        if name not in other:
-            yield Difference(name, next(iter(first[name])), "none")
-        elif name not in first:
-            yield Difference(name, "none", next(iter(other[name])))
-        else:
-            pairs = zip(first[name].items(), other[name].items(), strict=True)
-            for (text, fact), (other_text, other_fact) in pairs:
-                if fact != other_fact:
-                    yield Difference(name, text, _another(text, other_text))
+    none: list = [("none", None)]
+    for name in {**first, **other}:
+        pairs = zip(first.get(name, none), other.get(name, none), strict=False)
+        for (text, fact), (other_text, other_fact) in pairs:
+            if (text, fact) != (other_text, other_fact):
+                yield Difference(name, text, _another(text, other_text))
     if list(first) != list(other):
         orders = (f"{kind} in the order {list(each)}" for each in (first, other))
         yield Difference("", *orders)
 
 
-def _submodules(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Tell of each submodule its class and which earlier one it is the same as."""
-    found: dict[str, dict[str, Any]] = {}
-    first_names: dict[int, str] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        first = first_names.setdefault(id(module), name)
-        form = "parametrized " if is_parametrized(module) else ""
-        found[name] = {
-            f"a {form}{_shown(_kind(module))}": (_kind(module), form),
-            _tied(first, name, "module"): first,
-        }
+def _facts(parts: Iterable, what: str, tell: Callable[[Any], list]) -> _Facts:
+    """Tell of each part what it is and which earlier one it is the same as."""
+    found: _Facts = {}
+    names: dict[int, str] = {}
+    for name, part in parts:
+        at = names.setdefault(id(part), name)
+        tied = f"a {what} of its own" if at == name else f"the {what} tied to {at!r}"
+        kind, *rest = tell(part)
+        found[name] = [kind, (tied, None), *rest]
     return found
 
 
-def _tensors(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Tell of each entry its kind, tie, shape, dtype, device and `requires_grad`."""
-    own_buffers, persistent = slots.own_buffers(model), slots.persistent(model)
-    found: dict[str, dict[str, Any]] = {}
-    first_names: dict[int, str] = {}
-    for name, tensor in slots.named_tensors(model):
-        kind = "a buffer" if id(tensor) in own_buffers else "a parameter"
-        if id(tensor) in own_buffers - persistent:
+def _submodules(model: nn.Module) -> _Facts:
+    def tell(module: nn.Module) -> list:
+        form, kind = "parametrized " if is_parametrized(module) else "", _kind(module)
+        return [(f"a {form}{_shown(kind)}", kind)]
+
+    return _facts(model.named_modules(remove_duplicate=False), "module", tell)
+
+
+def _tensors(model: nn.Module) -> _Facts:
+    buffers, persistent = slots.own_buffers(model), slots.persistent(model)
+
+    def tell(tensor: Tensor) -> list:
+        kind = "a buffer" if id(tensor) in buffers else "a parameter"
+        if id(tensor) in buffers - persistent:
             kind = "a buffer that is not persistent"
-        facts = [
-            kind,
-            _tied(first_names.setdefault(id(tensor), name), name, "tensor"),
-            f"shape {tuple(tensor.shape)}",
-            f"dtype {tensor.dtype}",
-            f"device {tensor.device}",
-            f"requires_grad={tensor.requires_grad}",
-        ]
-        found[name] = {fact: fact for fact in facts}
-    return found
+        return [(text, None) for text in (kind, *_form(tensor))]
+
+    return _facts(slots.named_tensors(model), "tensor", tell)
 
 
-def _tied(first: str, name: str, kind: str) -> str:
-    return f"a {kind} of its own" if first == name else f"the {kind} tied to {first!r}"
+def _form(tensor: Tensor) -> tuple[str, ...]:
+    """Return all there is to know of a tensor except its values."""
+    return (
+        f"shape {tuple(tensor.shape)}",
+        f"dtype {tensor.dtype}",
+        f"device {tensor.device}",
+        f"requires_grad={tensor.requires_grad}",
+    )
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """Return mode, hooks and plain attributes of a module, by labels such as `.p`."""
     held = vars(module)
-    hooks = held[HOOKS[0]].values()
-    computed = {hook.name for hook in hooks if isinstance(hook, WeightNorm)}
-    computed |= {hook.name for hook in hooks if isinstance(hook, SpectralNorm)}
-    computed |= {h._tensor_name for h in hooks if isinstance(h, BasePruningMethod)}
-    found: dict[str, Any] = {".training": module.training}
-    found |= {
-        f".{key}": value
-        for key, value in held.items()
-        if key not in _OF_EVERY_MODULE
-        and not (key in computed and isinstance(value, Tensor))  # anew in each call
+    computed = {  # anew in each call, from tensors that are registered
+        hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name
+        for hook in held[HOOKS[0]].values()
+        if isinstance(hook, WeightNorm | SpectralNorm | BasePruningMethod)
     }
+    found: dict[str, Any] = {".training": module.training}
+    for key, value in held.items():
+        is_computed = key in computed and isinstance(value, Tensor)
+        if key not in _OF_EVERY_MODULE and not is_computed:
+            found[f".{key}"] = value
     # The keys of hooks are numbers counted over all modules.
     for key in HOOKS:
         flagged = held.get(f"{key}_with_kwargs", {})
@@ -167,16 +159,20 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 class _Comparison:
     """Compares what two models hold; the parts of the models themselves by name."""
 
-    def __init__(self, first: nn.Module, other: nn.Module) -> None:
-        self._names = _names(first), _names(other)
+    def __init__(self, *models: nn.Module) -> None:
+        self._names: list[dict[int, str]] = []
+        for model in models:
+            parts = [*model.named_modules(), *slots.named_tensors(model)]
+            # The first name of each is the last one written.
+            self._names.append({id(part): name for name, part in reversed(parts)})
         # The objects are kept, since the id of a lost one is given to another.
         self._seen: dict[tuple[int, int], tuple[Any, Any]] = {}
 
     def parts(
-        self, path: str, first: Mapping[str, Any], other: Mapping[str, Any]
+        self, path: str, first: dict[str, Any], other: dict[str, Any]
     ) -> Iterator[Difference]:
         """Yield what differs between labelled parts."""
-        for label in [*first, *(label for label in other if label not in first)]:
+        for label in {**first, **other}:
             inner = f"{path}{label}".lstrip(".")
             if label not in other:
                 yield Difference(inner, _shown(first[label]), "nothing")
@@ -187,34 +183,27 @@ class _Comparison:
 
     def _values(self, path: str, first: Any, other: Any) -> Iterator[Difference]:
         """Yield what differs between two values."""
-        names = self._names[0].get(id(first)), self._names[1].get(id(other))
-        if names != (None, None):
-            if names[0] != names[1]:
-                yield Difference(path, *(f"what is at {name!r}" for name in names))
-            return
-        if first is other or (id(first), id(other)) in self._seen:
+        name, other_name = self._names[0].get(id(first)), self._names[1].get(id(other))
+        if name != other_name:
+            yield Difference(path, f"what is at {name!r}", f"what is at {other_name!r}")
+        if name is not None or first is other or (id(first), id(other)) in self._seen:
             return
         self._seen[id(first), id(other)] = first, other
         if _kind(first) is not _kind(other):
             yield _differ(path, first, other)
         elif isinstance(first, Tensor):
-            yield from self.parts(path, _facts(first), _facts(other))
+            for fact, another in zip(_form(first), _form(other), strict=True):
+                if fact != another:
+                    yield Difference(path, fact, another)
             if not checks.same_values(first.detach(), other.detach()):
                 yield Difference(path, "the values", "others")
-        else:
-            yield from self._objects(path, first, other)
-
-    def _objects(self, path: str, first: Any, other: Any) -> Iterator[Difference]:
-        """Yield what differs between two objects of one kind, part by part."""
-        inside, other_inside = _parts(first), _parts(other)
-        if inside is None or other_inside is None:
-            unequal = first != other and not (first != first and other != other)
-            if unequal:
+        elif (inside := _parts(first)) is None or (others := _parts(other)) is None:
+            if first != other and not (first != first and other != other):
                 yield _differ(path, first, other)
-            return
-        yield from self.parts(path, inside, other_inside)
-        if type(first) is dict and list(inside) != list(other_inside):
-            yield Difference(path, f"the order {list(first)}", f"{list(other)}")
+        else:
+            yield from self.parts(path, inside, others)
+            if type(first) is dict and list(inside) != list(others):
+                yield Difference(path, f"the order {list(first)}", f"{list(other)}")
 
 
 def _parts(value: Any) -> dict[str, Any] | None:
@@ -226,18 +215,16 @@ def _parts(value: Any) -> dict[str, Any] | None:
     if isinstance(value, _WHOLE):
         return None
     if isinstance(value, nn.Module):
-        held = {k: v for each in registered(value) for k, v in each.items()}
-        return _attributes(value) | {f".{key}": part for key, part in held.items()}
-    if isinstance(value, FunctionType):
+        held = {f".{k}": v for each in registered(value) for k, v in each.items()}
+        return _attributes(value) | held
+    if isinstance(value, types.FunctionType):
+        # The cell of a name that was never bound is empty.
+        cells = [cell for cell in value.__closure__ or () if cell != types.CellType()]
         return {f".{key}": getattr(value, key) for key in _OF_A_FUNCTION} | {
-            ".__closure__": [
-                cell.cell_contents
-                for cell in value.__closure__ or ()
-                if cell != CellType()  # a name that was never bound
-            ],
+            ".__closure__": [cell.cell_contents for cell in cells],
             ".__globals__": id(value.__globals__),
         }
-    if isinstance(value, MethodType):
+    if isinstance(value, types.MethodType):
         # By the protocol of `copy` the name of the function would stand for it.
         return {".__func__": value.__func__, ".__self__": value.__self__}
     if isinstance(value, weakref.ref):
@@ -249,11 +236,6 @@ def _parts(value: Any) -> dict[str, Any] | None:
             return _parts(list(value.items())) if isinstance(value, dict) else None
         pairs = value if isinstance(value, dict) else {key: key for key in value}
         return {f"[{key!r}]": part for key, part in pairs.items()}
-    return _reduced(value)
-
-
-def _reduced(value: Any) -> dict[str, Any] | None:
-    """Take an object apart by the protocol of `copy` and `pickle`."""
     try:
         reduced = value.__reduce_ex__(4)
     except Exception:  # which one is up to the class of the object
@@ -261,29 +243,10 @@ def _reduced(value: Any) -> dict[str, Any] | None:
     if isinstance(reduced, str):  # the name of something global
         return None
     make, args, state, items, pairs, *_ = (*reduced, None, None, None)
+    named = state if isinstance(state, dict) else {"__state__": state}
     found = {".__class__": make, ".__args__": args}
-    if isinstance(state, dict):
-        found |= {f".{key}": part for key, part in state.items()}
-    else:
-        found[".__state__"] = state
+    found |= {f".{key}": part for key, part in named.items()}
     return found | {".items": list(items or ()), ".pairs": list(pairs or ())}
-
-
-def _facts(tensor: Tensor) -> dict[str, Any]:
-    return {
-        ".shape": tuple(tensor.shape),
-        ".dtype": str(tensor.dtype),
-        ".device": str(tensor.device),
-        ".requires_grad": tensor.requires_grad,
-    }
-
-
-def _names(model: nn.Module) -> dict[int, str]:
-    """Return the first name of each registered module and tensor, by id."""
-    found: dict[int, str] = {}
-    for name, part in [*model.named_modules(), *slots.named_tensors(model)]:
-        found.setdefault(id(part), name)
-    return found
 
 
 def _kind(value: Any) -> type:
@@ -294,7 +257,8 @@ def _kind(value: Any) -> type:
 
 
 def _differ(path: str, first: Any, other: Any) -> Difference:
-    return Difference(path, _shown(first), _another(_shown(first), _shown(other)))
+    text, other_text = _shown(first), _shown(other)
+    return Difference(path, text, _another(text, other_text))
 
 
 def _another(text: str, other: str) -> str:
@@ -303,7 +267,7 @@ def _another(text: str, other: str) -> str:
 
 def _shown(value: Any) -> str:
     """Describe a value in a few words, without addresses in memory."""
-    if isinstance(value, CodeType):
+    if isinstance(value, types.CodeType):
         return f"the code of {value.co_qualname!r}"
     if isinstance(value, _VALUES):
         return reprlib.repr(value)

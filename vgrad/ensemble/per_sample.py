@@ -9,12 +9,16 @@ from typing import Any
 
 from torch import Tensor
 
-from vgrad import checks
+from vgrad import checks, names
+from vgrad.batches import ChunkSize
 from vgrad.dp.noise import add_gaussian_noise
 from vgrad.ensemble.execution import Call, InDims, autocasting, looped, stacked
-from vgrad.persample.clipped import clipped_grad
+from vgrad.names import Patterns
+from vgrad.persample.clipped import Kind, clipped_grad
+from vgrad.persample.engine.problem import Randomness
 from vgrad.persample.engine.transform import Transform
 from vgrad.persample.grad import per_sample_grad
+from vgrad.precision import LossScale
 from vgrad.sensitivity import Sensitivity
 from vgrad.typing import Buffers, LossFn, Params, Tree
 
@@ -27,11 +31,12 @@ class EnsemblePerSampleFn:
         function: str,
         transforms: Sequence[Transform],
         in_dims: InDims,
-        shared: Sequence[str],
+        shared: Patterns,
     ) -> None:
         """Take one transform, or one for each member."""
+        names.check(function, shared=shared)
         self._function = function
-        self._transforms = tuple(transforms)
+        self._transforms: tuple[Any, ...] = tuple(transforms)
         self._options: dict[str, Any] = {"in_dims": in_dims, "shared": tuple(shared)}
 
     def __call__(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
@@ -49,25 +54,12 @@ class EnsemblePerSampleFn:
 
 
 class EnsembleClippedGradFn(EnsemblePerSampleFn):
-    """What `ensemble_clipped_grad` returns.
+    """What `ensemble_clipped_grad` returns."""
 
-    Attributes:
-        sensitivities: how far one sample can move each member's sum; one for all
-            members if they have one clip norm.
-    """
-
-    def __init__(
-        self,
-        function: str,
-        transforms: Sequence[Any],
-        in_dims: InDims,
-        shared: Sequence[str],
-    ) -> None:
-        """Keep what the transforms know of their sums."""
-        super().__init__(function, transforms, in_dims, shared)
-        self.sensitivities: tuple[Sensitivity, ...] = tuple(
-            each.sensitivity for each in transforms
-        )
+    @property
+    def sensitivities(self) -> tuple[Sensitivity, ...]:
+        """How far one sample can move each member's sum; one for all if alike."""
+        return tuple(each.sensitivity for each in self._transforms)
 
     def add_noise(
         self,
@@ -92,11 +84,8 @@ class EnsembleClippedGradFn(EnsemblePerSampleFn):
         checks.dictionaries("add_noise", grads=grads)
         sizes = {len(value) for value in grads.values()}
         count = max(sizes, default=0)
-        multipliers = (
-            [noise_multiplier] * count
-            if isinstance(noise_multiplier, int | float)
-            else list(noise_multiplier)
-        )
+        one = isinstance(noise_multiplier, int | float)
+        multipliers = [noise_multiplier] * count if one else list(noise_multiplier)
         own = self.sensitivities
         sensitivities = own * count if len(own) == 1 else own
         sizes |= {len(multipliers), len(sensitivities)}
@@ -125,13 +114,17 @@ def ensemble_per_sample_grad(
     loss: LossFn,
     *,
     in_dims: InDims = None,
-    shared: Sequence[str] = (),
-    **options: Any,
+    shared: Patterns = (),
+    strategy: str = "auto",
+    chunk_size: ChunkSize = None,
+    randomness: Randomness = "error",
+    has_aux: bool = False,
+    loss_scale: LossScale | None = None,
 ) -> EnsemblePerSampleFn:
     """Gradient of every sample for every member: `{name: [E, B, *shape]}`.
 
     `loss` is the loss of one sample for one member. `in_dims` and `shared` are those of
-    `ensemble_grad`, all other options those of `per_sample_grad`. Every member has a
+    `ensemble_grad`, the other options those of `per_sample_grad`. Every member has a
     gradient of its own for what is shared.
 
     Example:
@@ -144,23 +137,36 @@ def ensemble_per_sample_grad(
         >>> grads["weight"].shape
         torch.Size([4, 5, 2, 3])
     """
-    transforms = [per_sample_grad(loss, **options)]
+    transform = per_sample_grad(
+        loss,
+        strategy=strategy,
+        chunk_size=chunk_size,
+        randomness=randomness,
+        has_aux=has_aux,
+        loss_scale=loss_scale,
+    )
     name = "ensemble_per_sample_grad"
-    return EnsemblePerSampleFn(name, transforms, in_dims, shared)
+    return EnsemblePerSampleFn(name, [transform], in_dims, shared)
 
 
 def ensemble_clipped_grad(
     loss: LossFn,
     *,
     max_norm: float | Mapping[str, float] | Tensor | Sequence[float],
+    clipping: Kind = "flat",
+    normalize_by: float = 1.0,
     in_dims: InDims = None,
-    shared: Sequence[str] = (),
-    **options: Any,
+    shared: Patterns = (),
+    strategy: str = "auto",
+    chunk_size: ChunkSize = None,
+    randomness: Randomness = "error",
+    has_aux: bool = False,
+    loss_scale: LossScale | None = None,
 ) -> EnsembleClippedGradFn:
     """Sum of clipped gradients of every member: a `ClippedGrad` of `[E, ...]`.
 
     `max_norm` is what `clipped_grad` takes, or a list of that for each member.
-    `in_dims` and `shared` are those of `ensemble_grad`, all other options those of
+    `in_dims` and `shared` are those of `ensemble_grad`, the other options those of
     `clipped_grad`. `.add_noise` adds each member's noise.
 
     Raises:
@@ -178,7 +184,7 @@ def ensemble_clipped_grad(
         >>> result.grads["weight"].shape, result.norms.shape
         (torch.Size([2, 2, 3]), torch.Size([2, 5]))
     """
-    bounds: Any = max_norm
+    bounds: Any = max_norm if isinstance(max_norm, Sequence) else [max_norm]
     if isinstance(max_norm, Tensor):
         if max_norm.requires_grad:
             raise ValueError(
@@ -187,8 +193,19 @@ def ensemble_clipped_grad(
                 "max_norm.detach()."
             )
         bounds = max_norm.reshape(-1).tolist()
-    elif not isinstance(max_norm, Sequence):
-        bounds = [max_norm]
-    transforms = [clipped_grad(loss, max_norm=bound, **options) for bound in bounds]
+    transforms = [
+        clipped_grad(
+            loss,
+            max_norm=bound,
+            clipping=clipping,
+            normalize_by=normalize_by,
+            strategy=strategy,
+            chunk_size=chunk_size,
+            randomness=randomness,
+            has_aux=has_aux,
+            loss_scale=loss_scale,
+        )
+        for bound in bounds
+    ]
     name = "ensemble_clipped_grad"
     return EnsembleClippedGradFn(name, transforms, in_dims, shared)

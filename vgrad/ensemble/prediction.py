@@ -1,4 +1,4 @@
-"""What an ensemble predicts, and how far its members are from agreeing.
+"""What an ensemble predicts, and how far its members disagree.
 
 E members, N samples, C classes, Q quantiles.
 """
@@ -6,7 +6,7 @@ E members, N samples, C classes, Q quantiles.
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,9 @@ from torch import Tensor
 from vgrad import batches, checks
 from vgrad.dtypes import wide
 from vgrad.ensemble.execution import Strategy
-from vgrad.ensemble.forward import ensemble_forward
+from vgrad.ensemble.forward import EnsembleForward, ensemble_forward
 from vgrad.functional.model import FunctionalModel
+from vgrad.names import Patterns
 from vgrad.persample.engine.guard import LossGuard
 from vgrad.typing import Buffers, Params, Tree
 
@@ -68,30 +69,28 @@ def predict(
     *inputs: Tree,
     chunk_size: int | None = None,
     strategy: Strategy = "auto",
-    shared: Sequence[str] = (),
+    shared: Patterns = (),
 ) -> EnsemblePrediction:
     """Probabilities and uncertainty of an ensemble: `inputs [N, ...] -> [N, C]`, `[N]`.
 
-    The model takes inputs by position and returns logits `[N, C]` alone; a module of
-    yours around it can see to both. `params` and `buffers` have a member axis in
-    front, but for entries that match the patterns in `shared`; all members see the same
-    inputs. The fields of the result are explained at `EnsemblePrediction`. The ensemble
-    counts as a mixture of its members in equal parts, so variances are over E and those
-    of one member are zero. A sample for which a member's logits hold NaN or are
-    infinite above gets NaN.
+    The model takes inputs by position and returns logits `[N, C]` alone; wrap it in a
+    module of your own if it does not. `params` and `buffers` have a member axis in
+    front, except for entries that match the patterns in `shared`; all members see the
+    same inputs. The ensemble counts as a mixture of its members in equal parts, so
+    variances are over E and those of one member are zero. A sample for which a member's
+    logits hold NaN or are infinite above gets NaN.
 
     The model runs in evaluation mode, whatever mode `fmodel` is in: no dropout, batch
     norm by its running statistics. For Monte-Carlo dropout stack the logits of several
-    passes in training mode to `[E, N, C]` and pass them to `class_prediction`. What
-    draws random numbers in evaluation mode too draws for each member.
+    passes in training mode to `[E, N, C]` and pass them to `class_prediction`. A model
+    that also draws random numbers in evaluation mode draws them for each member.
 
     No graph is kept. Arithmetic after the model is float64; results are float32, or
     float64 where the logits are.
 
-    Cost: one forward pass of each member. `chunk_size` samples are run at a time, and
-    outputs of all members, `[E, chunk_size, C]`, exist for those alone. `strategy` is
-    that of `ensemble_forward`; for "auto" one member runs once more on a CPU, to count
-    its work.
+    Cost: one forward pass of each member. `chunk_size` samples are run at a time, so
+    the outputs of all members take `[E, chunk_size, C]`. With `strategy="auto"`, as in
+    `ensemble_forward`, one member runs once more on a CPU, to count its work.
 
     Reference: Lakshminarayanan et al., Simple and Scalable Predictive Uncertainty
     Estimation using Deep Ensembles, arXiv 1612.01474; Houlsby et al., Bayesian Active
@@ -116,8 +115,8 @@ def predict(
         >>> found.expected_entropy, found.mutual_information
         (tensor([0.6931, 0.0012]), tensor([0.0000, 0.6919]))
     """
-    options: Any = {"strategy": strategy, "shared": shared}
-    chunks = _outputs("predict", fmodel, params, buffers, inputs, chunk_size, options)
+    forward = ensemble_forward(fmodel.eval(), strategy=strategy, shared=shared)
+    chunks = _outputs("predict", forward, params, buffers, inputs, chunk_size)
     parts = [class_prediction(logits) for logits in chunks]
     return EnsemblePrediction(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
@@ -131,14 +130,13 @@ def predict_values(
     quantiles: Sequence[float] = (),
     chunk_size: int | None = None,
     strategy: Strategy = "auto",
-    shared: Sequence[str] = (),
+    shared: Patterns = (),
 ) -> ValuePrediction:
     """Mean, variance and quantiles of an ensemble: `inputs [N, ...] -> [N, ...]`.
 
-    The model returns numbers `[N, ...]`. Everything else is as `predict` has
-    it: parameters, evaluation mode, dtypes, cost. `quantiles` are numbers from 0 to 1;
-    those of one member are its output. Where an output is not finite, the variance is
-    NaN.
+    The model returns numbers `[N, ...]`; all else is as for `predict`. `quantiles` are
+    numbers from 0 to 1; those of one member are its output. Where an output is not
+    finite, the variance is NaN.
 
     Raises:
         ValueError: a quantile is outside 0 to 1, the outputs are not `[N, ...]`, or
@@ -161,8 +159,8 @@ def predict_values(
     """
     function = "predict_values"
     _check_quantiles(function, quantiles)
-    options: Any = {"strategy": strategy, "shared": shared}
-    chunks = _outputs(function, fmodel, params, buffers, inputs, chunk_size, options)
+    forward = ensemble_forward(fmodel.eval(), strategy=strategy, shared=shared)
+    chunks = _outputs(function, forward, params, buffers, inputs, chunk_size)
     parts = [value_prediction(outputs, quantiles=quantiles) for outputs in chunks]
     means, variances, found = zip(*parts, strict=True)
     return ValuePrediction(
@@ -231,23 +229,20 @@ def value_prediction(
 
 def _outputs(
     function: str,
-    fmodel: FunctionalModel,
+    forward: EnsembleForward,
     params: Params,
     buffers: Buffers,
     inputs: tuple[Tree, ...],
     chunk_size: int | None,
-    options: dict[str, Any],
 ) -> Iterator[Tensor]:
     """Yield what all members say about each chunk of samples, `[E, chunk, ...]`."""
     if chunk_size is not None:
         checks.whole(function, least=1, chunk_size=chunk_size)
-    forward = ensemble_forward(fmodel.eval(), **options)
     batch = batches.read(function, inputs)
     # An empty batch is run too: it knows the shape of its outputs.
     for start, stop in list(batches.chunks(batch.size, chunk_size)) or [(0, 0)]:
         # Statistics of a chunk would not be those of the batch.
-        chunked = chunk_size is not None
-        guard = LossGuard(given={}) if chunked else nullcontext()
+        guard = nullcontext() if chunk_size is None else LossGuard(given={})
         with torch.no_grad(), guard:
             rows = batch.sample(batch.chunk(start, stop))
             outputs = forward(params, buffers, *rows)

@@ -16,10 +16,10 @@ def bootstrap_indices(
     """Draw samples with replacement for each member: `-> [E, size]`, from 0 to n - 1.
 
     `size` is n by default: a member then sees a share of about `1 - 1/e = 63 %` of the
-    samples, some of them several times, and those it does not see can judge it. Members
-    that are trained on such draws are what is known as bagging.
+    samples, some of them several times, and those it does not see can judge it.
+    Training members on such draws is known as bagging.
 
-    Cost: the indices. `x[indices]` holds E copies of the data; where that is too much,
+    Cost: the indices. `x[indices]` holds E copies of the data; if that is too much,
     index batch by batch, `x[indices[:, start:stop]]`.
 
     Reference: Breiman, Bagging Predictors, Machine Learning 24, 1996.

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from vgrad import checks
-from vgrad.ensemble.axes import members, shared_names, split
+from vgrad.ensemble.axes import members, split
 from vgrad.ensemble.matching import check_alike
 from vgrad.functional import slots
 from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
 from vgrad.generators import ALONE
+from vgrad.names import Patterns
 from vgrad.typing import Buffers, Params
 
 
@@ -53,17 +54,14 @@ def stack(
     )
     tensors = [dict(slots.named_tensors(model)) for model in models]
 
-    def stacked(names: Iterable[str]) -> dict[str, Tensor]:
+    def stacked(names: Iterable[str], grad: bool) -> dict[str, Tensor]:
+        each = {name: [own[name].detach() for own in tensors] for name in names}
         return {
-            name: torch.stack([each[name].detach() for each in tensors])
-            for name in names
+            n: torch.stack(values).requires_grad_(grad) for n, values in each.items()
         }
 
-    params = {
-        name: value.requires_grad_(not disable_autograd_tracking)
-        for name, value in stacked(params).items()
-    }
-    return fmodel, params, stacked(buffers)
+    trained = stacked(params, not disable_autograd_tracking)
+    return fmodel, trained, stacked(buffers, False)
 
 
 combine_state_for_ensemble = stack
@@ -124,10 +122,10 @@ def init_ensemble(
 def member_seed(seed: int, i: int) -> int:
     """Return the seed of member i of an ensemble, a number below 2**32.
 
-    No two members of an ensemble have the same one, and those of other ensembles are
-    unrelated, for neighbouring seeds too. That takes a permutation of the 32 bits which
-    torch's generator on the CPU reads of a seed: a Feistel cipher whose rounds are
-    SHA-256 of the ensemble's seed.
+    No two members of an ensemble have the same one, and ensembles of neighbouring seeds
+    are unrelated too. It is a permutation of the 32 bits that torch's generator on the
+    CPU reads of a seed: a Feistel cipher whose rounds are SHA-256 of the ensemble's
+    seed.
 
     Reference: Luby and Rackoff, How to construct pseudorandom permutations from
     pseudorandom functions, SIAM J. Comput. 17(2), 1988.
@@ -146,7 +144,9 @@ def member_seed(seed: int, i: int) -> int:
     return left << 16 | right
 
 
-def share(params: Params, buffers: Buffers, *patterns: str) -> tuple[Params, Buffers]:
+def share(
+    params: Params, buffers: Buffers, patterns: Patterns
+) -> tuple[Params, Buffers]:
     """Let all members use one tensor for each entry that matches a shell-style pattern.
 
     These entries lose the member axis, `[E, *shape] -> [*shape]`. They take the values
@@ -159,17 +159,17 @@ def share(params: Params, buffers: Buffers, *patterns: str) -> tuple[Params, Buf
 
     Example:
         >>> _, params, buffers = stack([nn.Linear(3, 2) for _ in range(5)])
-        >>> params, buffers = share(params, buffers, "weight")
+        >>> params, buffers = share(params, buffers, ["weight"])
         >>> params["weight"].shape, params["bias"].shape
         (torch.Size([2, 3]), torch.Size([5, 2]))
     """
     members(params, buffers)
-    names = shared_names([*params, *buffers], patterns)
+    _, whole = split("share", {**params, **buffers}, patterns)
 
     def shared(values: dict[str, Tensor]) -> dict[str, Tensor]:
         return {
             name: value.detach()[0].clone().requires_grad_(value.requires_grad)
-            if name in names
+            if name in whole
             else value
             for name, value in values.items()
         }
@@ -177,7 +177,7 @@ def share(params: Params, buffers: Buffers, *patterns: str) -> tuple[Params, Buf
     return shared(params), shared(buffers)
 
 
-def member(params: Params, i: int, *, shared: Iterable[str] = ()) -> dict[str, Tensor]:
+def member(params: Params, i: int, *, shared: Patterns = ()) -> dict[str, Tensor]:
     """Return the entries of member i as views: `[E, *shape] -> [*shape]`.
 
     Works for parameters and for buffers. `shared` holds patterns of the entries without
@@ -192,7 +192,7 @@ def member(params: Params, i: int, *, shared: Iterable[str] = ()) -> dict[str, T
     """
     checks.dictionaries("member", params=params)
     checks.whole("member", least=0, i=i)
-    stacked, whole = split(params, shared)
+    stacked, whole = split("member", params, shared)
     if stacked and i >= members(stacked, {}):
         raise ValueError(
             f"member(i={i}): expected i < {members(stacked, {})}, the number of "
@@ -208,7 +208,7 @@ def unstack(
     params: Params,
     buffers: Buffers,
     *,
-    shared: Iterable[str] = (),
+    shared: Patterns = (),
 ) -> list[nn.Module]:
     """Return the E members as modules of their own, with copies of their values.
 
@@ -225,12 +225,10 @@ def unstack(
         >>> all(torch.equal(a.bias, b.bias) for a, b in zip(models, again))
         True
     """
-    stacked, whole = split({**params, **buffers}, shared)
+    stacked, whole = split("unstack", {**params, **buffers}, shared)
 
     def of(values: dict[str, Tensor], i: int) -> dict[str, Tensor]:
         return {n: value if n in whole else value[i] for n, value in values.items()}
 
-    return [
-        fmodel.to_module(of(params, i), of(buffers, i))
-        for i in range(members(stacked, {}))
-    ]
+    count = members(stacked, {})
+    return [fmodel.to_module(of(params, i), of(buffers, i)) for i in range(count)]

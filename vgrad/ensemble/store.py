@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vgrad import checks, files, tree
 from vgrad.ensemble.axes import members, split
+from vgrad.names import Patterns
 from vgrad.typing import Buffers, Params
 
 KIND = "model ensemble"
@@ -23,13 +24,13 @@ def save_ensemble(
     params: Params,
     buffers: Buffers,
     *,
-    shared: Iterable[str] = (),
+    shared: Patterns = (),
 ) -> None:
     """Write stacked entries `[E, *shape]` to a file, which is replaced as a whole.
 
-    `shared` holds patterns of the entries without a member axis. Values of any device
-    are written, bit by bit; whether an entry is a parameter is not. While writing, two
-    more copies of the ensemble are in memory.
+    `shared` holds patterns of the entries without a member axis. Values from any device
+    are written bit by bit; the file does not say which entries are parameters. While
+    writing, two more copies of the ensemble are in memory.
 
     Raises:
         ValueError: entries differ in the number of members, or a pattern matches none.
@@ -42,7 +43,7 @@ def save_ensemble(
         ...     save_ensemble(f"{folder}/ensemble.safetensors", params, {})
     """
     values = _merged("save_ensemble", params, buffers)
-    stacked, whole = split(values, shared)
+    stacked, whole = split("save_ensemble", values, shared)
     count = members(stacked, {})
     parts = {SHARED: whole}
     for i in range(count):
@@ -56,7 +57,7 @@ def load_ensemble(
     params: Params,
     buffers: Buffers,
     *,
-    shared: Iterable[str] = (),
+    shared: Patterns = (),
 ) -> tuple[Params, Buffers]:
     """Read the ensemble in a file, `[E, *shape]`.
 
@@ -67,7 +68,7 @@ def load_ensemble(
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is damaged or no ensemble, or its members, names, shapes, dtypes
-            or shared entries are others than those of the templates.
+            or shared entries are not those of the templates.
 
     Example:
         >>> import tempfile
@@ -82,7 +83,7 @@ def load_ensemble(
     """
     path = Path(path)
     templates = _merged("load_ensemble", params, buffers)
-    stacked, whole = split(templates, shared)
+    stacked, whole = split("load_ensemble", templates, shared)
     count = members(stacked, {})
     in_file, stored = _open(path)
     if in_file != count:

@@ -1,14 +1,17 @@
-"""Training steps of all members at once: `step(state, *batch) -> (state, metrics)`."""
+"""The training step of all members at once: `step(state, *batch) -> (state, metrics)`.
 
-from collections.abc import Callable, Sequence
+E members.
+"""
+
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vgrad import checks, optim
+from vgrad import optim
 from vgrad.dtypes import widened
-from vgrad.ensemble.axes import members, shared_names
+from vgrad.ensemble.axes import members, split
 from vgrad.ensemble.execution import Call, InDims, Randomness, Strategy
 from vgrad.ensemble.gradients import (
     EnsembleGradFn,
@@ -18,22 +21,22 @@ from vgrad.ensemble.gradients import (
 )
 from vgrad.ensemble.optimizer import MembersState, of_members
 from vgrad.generators import secret_key
+from vgrad.names import Patterns
 from vgrad.optim.base import GradientTransformation
 from vgrad.precision import DynamicLossScale, LossScale, NoOpLossScale, Policy
-from vgrad.precision.modules import loss_under
-from vgrad.training.steps import (
+from vgrad.training.state import (
+    Metrics,
+    Step,
     TrainState,
-    check_scale,
     device_of,
-    in_float16,
+    first_scale,
     kept_dtypes,
     own_randomness,
+    scale_of,
+    under,
 )
-from vgrad.tree import to_device, tree_map, tree_map_only
-from vgrad.typing import BatchLossFn, Buffers, Params, Tree
-
-Metrics = dict[str, Tensor]
-Step = Callable[..., tuple["EnsembleState", Metrics]]
+from vgrad.tree import map_tensors, tree_map
+from vgrad.typing import BatchLossFn, Buffers, LossFn, Params, Tree
 
 
 class EnsembleState(NamedTuple):
@@ -46,8 +49,8 @@ class EnsembleState(NamedTuple):
         step: how many steps were taken, int64 without dimensions.
         key: the secret key, as in `TrainState`: all that a step draws follows from it.
         loss_scale: each member's loss scale of the next step.
-        active: which members are trained, bool `[E]`. The others stay as they are; put
-            your own with `state._replace(active=...)`.
+        active: which members are trained, bool `[E]`. The others stay as they are; set
+            it with `state._replace(active=...)`.
     """
 
     params: Params
@@ -65,7 +68,7 @@ class EnsembleState(NamedTuple):
         params: Params,
         buffers: Buffers,
         *,
-        shared: Sequence[str] = (),
+        shared: Patterns = (),
         seed: int | None = None,
         loss_scale: LossScale | None = None,
     ) -> "EnsembleState":
@@ -81,8 +84,9 @@ class EnsembleState(NamedTuple):
             >>> state.active
             tensor([True, True, True])
         """
-        count = members(params, buffers, shared)
-        tx = of_members("EnsembleState.create", tx, shared)
+        function = "EnsembleState.create"
+        count = members(params, buffers, shared, function=function)
+        tx = of_members(function, tx, shared)
         start = TrainState.create(tx, params, buffers, seed=seed, loss_scale=loss_scale)
         device = next(iter(params.values())).device
         return cls(
@@ -97,34 +101,33 @@ class EnsembleState(NamedTuple):
 
 
 def ensemble_train_step(
-    loss: BatchLossFn,
+    loss: BatchLossFn | LossFn,
     tx: GradientTransformation,
     *,
     in_dims: InDims = None,
     randomness: Randomness = "different",
     strategy: Strategy = "auto",
-    shared: Sequence[str] = (),
+    shared: Patterns = (),
     policy: Policy | str | None = None,
     loss_scale: LossScale | None = None,
     donate: bool = False,
-) -> Step:
+    has_aux: bool = False,
+) -> Step[EnsembleState]:
     """Make one step of all members: gradient of each one's loss, optimizer, buffers.
 
     `(state, *batch) -> (state, metrics)` with `loss` `[E]` and `skipped` `[E]`. `tx` is
     a transformation of one member, or what `for_members` returns: there learning rates
-    and all other numbers may differ between members. Options are those of
-    `ensemble_grad`; `policy` and `loss_scale` those of `train_step`, with a scale (and,
-    if there is one, a metric `loss_scale`) for every member.
+    and all other numbers may differ between members. The loss of one member, `policy`,
+    `loss_scale`, `donate` and `has_aux` are as in `train_step`, with a scale (and, if
+    there is one, a metric `loss_scale`) and an aux for every member. The other options
+    are those of `ensemble_grad`.
 
     A member that is not active, or whose gradients are not finite, keeps parameters,
     optimizer and buffers as they were, and does so alone. What members share gets the
-    sum of the active members' gradients, and is skipped when that is not finite; then
-    the loss of a member that is not active is not computed, and NaN. Transformations
-    that mend gradients which are not finite, such as `zero_nans`, thus never see any.
-
-    With `donate=True` the state that a step is given must not be used again: its memory
-    may be written to, which saves time for models with many parameters, as in
-    `optim.step`.
+    sum of the active members' gradients, and is skipped when that is not finite. In
+    that case an active member stands in for one that is not active, whose loss is NaN.
+    Transformations that mend gradients which are not finite, such as `zero_nans`, thus
+    never see any.
 
     Raises:
         ValueError: parameters are shared and losses scaled, which would weigh members
@@ -144,197 +147,151 @@ def ensemble_train_step(
         torch.Size([3])
     """
     check_loss("ensemble_train_step", loss)
-    check_scale("ensemble_train_step", loss_scale)
-    if loss_scale is None and in_float16(policy):
-        loss_scale = DynamicLossScale()
+    first = first_scale("ensemble_train_step", loss_scale, policy, DynamicLossScale())
     tx = of_members("ensemble_train_step", tx, shared)
-    if policy is not None:
-        loss = _Under(policy, loss)
-    options: dict[str, Any] = {"in_dims": in_dims, "randomness": randomness}
-    compute = ensemble_grad(loss, strategy=strategy, shared=shared, **options)
+    gradient = ensemble_grad(
+        under(policy, loss),
+        in_dims=in_dims,
+        randomness=randomness,
+        strategy=strategy,
+        shared=shared,
+        has_aux=has_aux,
+    )
+    return _EnsembleStep(gradient, tx, first, in_dims, tuple(shared), donate, has_aux)
 
-    def step(state: EnsembleState, /, *batch: Tree) -> tuple[EnsembleState, Metrics]:
+
+@dataclass(frozen=True, eq=False)
+class _EnsembleStep:
+    """What `ensemble_train_step` returns."""
+
+    gradient: EnsembleGradFn
+    tx: GradientTransformation
+    first: LossScale | None
+    in_dims: InDims
+    shared: Patterns
+    donate: bool
+    has_aux: bool
+
+    def __call__(
+        self, state: EnsembleState, /, *batch: Tree
+    ) -> tuple[EnsembleState, Metrics]:
+        """Return the state after the step, and what the step found."""
         # What stops members early may count on the CPU.
         active = state.active.to(device_of(state.params))
         state = state._replace(active=active)
-        scale = state.loss_scale
-        if loss_scale is not None and isinstance(scale, NoOpLossScale):
-            scale = to_device(loss_scale, state.active.device)
-            scale = _of_each(scale, len(state.active))
+        scale = scale_of(state, self.first)
         scaled = not isinstance(scale, NoOpLossScale)
-        whole = shared_names([*state.params, *state.buffers], shared)
-        if scaled and whole & state.params.keys():
-            raise ValueError(
-                f"ensemble_train_step(shared={list(shared)!r}, loss_scale): expected "
-                f"one of the two, got both: each member has a scale of its own. "
-                f"Compute in bfloat16, which needs no scale."
-            )
+        scale = _of_each(scale, len(active)) if scaled else scale
+        entries = {**state.params, **state.buffers}
+        _, whole = split("ensemble_train_step", entries, self.shared)
         with torch.no_grad(), own_randomness(state):
-            given = (state.params, state.buffers, *batch)
-            if scaled:
-                result = compute(*given, loss_scale=scale.loss_scale)
-                unscaled = torch.vmap(lambda scale, grads: scale.unscale(grads))
-                result = result._replace(grads=unscaled(scale, result.grads))
-            elif whole & state.params.keys():
-                result = _of_active(compute, state.active, given, in_dims, shared)
-            else:
-                result = compute(*given)
-            grads = result.grads
-            own = [grad for name, grad in grads.items() if name not in whole]
-            finite = _finite(own, state.active)
-            trained = state.active & finite
+            (grads, losses, buffers), aux = self._gradient(state, scale, whole, batch)
+            finite = _finite([grads[n] for n in grads if n not in whole], active)
+            trained = active & finite
             # Looking at values costs nothing on a CPU, and choosing a pass over all.
-            everyone = (
-                trained.device.type == "cpu" and not whole and bool(trained.all())
-            )
-            given = (state.optimizer, state.params)
+            everyone = trained.is_cpu and not whole and bool(trained.all())
             params, optimizer = optim.step(
-                tx, grads, *given, donate=donate and everyone
+                self.tx,
+                grads,
+                state.optimizer,
+                state.params,
+                donate=self.donate and everyone,
             )
-            buffers = kept_dtypes(result.buffers, state.buffers)
+            buffers = kept_dtypes(buffers, state.buffers)
+            new = state._replace(params=params, buffers=buffers, optimizer=optimizer)
             if not everyone:
-                common = [grads[name].isfinite().all() for name in whole & grads.keys()]
-                together = torch.stack([state.active.any(), *common]).all()
-
-                def chosen(new: dict, old: dict) -> dict:
-                    return {
-                        n: torch.where(
-                            together if n in whole else _aligned(trained, new[n]),
-                            new[n],
-                            old[n],
-                        )
-                        for n in new
-                    }
-
-                params = chosen(params, state.params)
-                buffers = chosen(buffers, state.buffers)
-                optimizer = MembersState(
-                    _where(trained, optimizer.members, state.optimizer.members),
-                    _where(together, optimizer.shared, state.optimizer.shared),
-                )
+                new = _kept(new, state, trained, {n: grads.get(n) for n in whole})
             metrics = {
-                "loss": widened(result.losses),
-                "skipped": (state.active & ~finite).float(),
+                "loss": widened(losses),
+                "skipped": (active & ~finite).float(),
             }
+            if self.has_aux:
+                metrics["aux"] = aux
             if scaled:
                 metrics["loss_scale"] = torch.as_tensor(scale.loss_scale).clone()
                 adjusted = torch.vmap(lambda scale, ok: scale.adjust(ok))(scale, finite)
-                scale = _where(state.active, adjusted, scale)
-        new = EnsembleState(
-            params,
-            buffers,
-            optimizer,
-            state.step + 1,
-            state.key,
-            scale,
-            state.active,
-        )
-        return new, metrics
+                scale = keep(active, adjusted, scale)
+        return new._replace(step=state.step + 1, loss_scale=scale), metrics
 
-    return step
-
-
-class EarlyStopping(NamedTuple):
-    """Which members no longer improve; a tree of tensors, one entry for each member.
-
-    Attributes:
-        best: each member's best value so far, `[E]`.
-        waited: how many values in a row were no better, `[E]`.
-        patience: after how many such values a member stops.
-        min_delta: how much lower a value has to be to count as better.
-
-    Example:
-        >>> stopping = EarlyStopping.create(2, patience=1)
-        >>> for values in ([1.0, 1.0], [0.5, 1.0]):
-        ...     stopping = stopping.update(torch.tensor(values))
-        >>> stopping.active
-        tensor([ True, False])
-    """
-
-    best: Tensor
-    waited: Tensor
-    patience: Tensor
-    min_delta: Tensor
-
-    @classmethod
-    def create(
-        cls, members: int, *, patience: int, min_delta: float = 0.0
-    ) -> "EarlyStopping":
-        """Start with nothing seen; a lower value is a better one."""
-        checks.whole("EarlyStopping.create", least=1, members=members)
-        checks.whole("EarlyStopping.create", least=1, patience=patience)
-        checks.non_negative("EarlyStopping.create", min_delta=min_delta)
-        return cls(
-            torch.full((members,), torch.inf, dtype=torch.float64),
-            torch.zeros(members, dtype=torch.int64),
-            torch.tensor(patience),
-            torch.tensor(min_delta, dtype=torch.float64),
-        )
-
-    def update(self, values: Tensor) -> "EarlyStopping":
-        """Take each member's value, `[E]`; NaN is never better, stopped stays stopped.
-
-        The best parameters are not kept: where `waited` is zero, save them.
-        """
-        if values.shape != self.best.shape:
+    def _gradient(
+        self, state: EnsembleState, scale: LossScale, whole: Params, batch: tuple
+    ) -> tuple[EnsembleGrads, Tree]:
+        """Return gradients without the scale, and aux."""
+        scaled = not isinstance(scale, NoOpLossScale)
+        shares = bool(whole.keys() & state.params.keys())
+        if scaled and shares:
             raise ValueError(
-                f"EarlyStopping.update(values of shape {tuple(values.shape)}): "
-                f"expected one value a member, {tuple(self.best.shape)}."
+                f"ensemble_train_step(shared={list(self.shared)!r}, loss_scale): "
+                f"expected one of the two, got both: each member has a scale of its "
+                f"own. Compute in bfloat16, which needs no scale."
             )
-        values = values.to(self.best)
-        better = self.active & (values < self.best - self.min_delta)
-        return self._replace(
-            best=torch.where(better, values, self.best),
-            waited=torch.where(better, 0, self.waited + 1),
+        given, weights = (state.params, state.buffers, *batch), scale.loss_scale
+        if shares:
+            given, weights = self._of_active(state, batch), state.active
+        found = self.gradient(*given, loss_scale=weights)
+        result, aux = found if self.has_aux else (found, None)
+        if scaled:
+            unscaled = torch.vmap(lambda scale, grads: scale.unscale(grads))
+            result = result._replace(grads=unscaled(scale, result.grads))
+        if shares:
+            losses = result.losses.masked_fill(~state.active, torch.nan)
+            result = result._replace(losses=losses)
+        return result, aux
+
+    def _of_active(self, state: EnsembleState, batch: tuple) -> tuple:
+        """Return the arguments with an active member in place of each other one.
+
+        Weighing by zero is not enough: zero times the NaN of a member is a NaN.
+        """
+        function, given = "ensemble_train_step", (state.params, state.buffers, batch)
+        call = Call(function, *given, in_dims=self.in_dims, shared=self.shared)
+        rows = torch.arange(call.members, device=state.active.device)
+        return call.instead(
+            torch.where(state.active, rows, state.active.int().argmax())
         )
 
-    @property
-    def active(self) -> Tensor:
-        """Which members go on, bool `[E]`: what `EnsembleState.active` takes."""
-        return self.waited < self.patience
+
+def keep(mask: Tensor, new: Tree, old: Tree) -> Tree:
+    """Take `new` where a mask of members `[E]`, or one for all, is true, else `old`."""
+
+    def choose(new: Tensor, old: Tensor) -> Tensor:
+        aligned = mask.reshape((*mask.shape, *[1] * (new.ndim - mask.ndim)))
+        return torch.where(aligned, new, old)
+
+    return tree_map(choose, new, old)
 
 
-class _Under:
-    """A loss under a policy, with its buffers."""
+def _kept(
+    new: EnsembleState, old: EnsembleState, trained: Tensor, common: dict[str, Any]
+) -> EnsembleState:
+    """Put back what members keep that were not trained, and what they share.
 
-    def __init__(self, policy: Policy | str, loss: BatchLossFn) -> None:
-        self._run = loss_under(policy, loss)
-        if hasattr(loss, "with_buffers"):
-            self.with_buffers = loss_under(policy, loss.with_buffers)
-
-    def __call__(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Tensor:
-        return self._run(params, buffers, *batch)
-
-
-def _of_active(
-    compute: EnsembleGradFn,
-    active: Tensor,
-    given: tuple,
-    in_dims: InDims,
-    shared: Sequence[str],
-) -> EnsembleGrads:
-    """Differentiate; members that are not active give shared parameters nothing.
-
-    An active one stands in for them: zero times their NaN would still be a NaN.
+    `common` has the gradients of all that they share, None for buffers.
     """
-    name, (params, buffers, *batch) = "ensemble_train_step", given
-    call = Call(name, params, buffers, tuple(batch), in_dims=in_dims, shared=shared)
-    rows = torch.arange(call.members, device=active.device)
-    rows = torch.where(active, rows, active.int().argmax())
-    result = compute(*call.instead(rows), loss_scale=active)
-    return result._replace(losses=result.losses.masked_fill(~active, torch.nan))
+    finite = [grad.isfinite().all() for grad in common.values() if grad is not None]
+    together = torch.stack([old.active.any(), *finite]).all()
+
+    def chosen(new: Params, old: Params) -> Params:
+        masks = {name: together if name in common else trained for name in new}
+        return {name: keep(masks[name], new[name], old[name]) for name in new}
+
+    optimizer = MembersState(
+        keep(trained, new.optimizer.members, old.optimizer.members),
+        keep(together, new.optimizer.shared, old.optimizer.shared),
+    )
+    return new._replace(
+        params=chosen(new.params, old.params),
+        buffers=chosen(new.buffers, old.buffers),
+        optimizer=optimizer,
+    )
 
 
 def _of_each(scale: LossScale, count: int) -> LossScale:
     """Give every member a scale of its own."""
-
-    def expanded(leaf: Tensor) -> Tensor:
-        return leaf.expand(count, *leaf.shape).contiguous() if leaf.ndim == 0 else leaf
-
-    return tree_map_only(Tensor, expanded, scale)
+    return map_tensors(lambda x: x if x.ndim else x.expand(count).contiguous(), scale)
 
 
-def _finite(grads: Sequence[Tensor], like: Tensor) -> Tensor:
+def _finite(grads: list[Tensor], like: Tensor) -> Tensor:
     """Tell which members' gradients are finite, `[E]`, without a device sync."""
     finite = torch.ones_like(like)
     if like.device.type == "cpu":
@@ -345,17 +302,3 @@ def _finite(grads: Sequence[Tensor], like: Tensor) -> Tensor:
         each = grad.isfinite().reshape(len(finite), grad[0].numel())
         finite = finite & each.all(1)
     return finite
-
-
-def _aligned(mask: Tensor, like: Tensor) -> Tensor:
-    """Give a mask of members, `[E]`, the dimensions of `[E, ...]`."""
-    return mask.reshape(-1, *[1] * (like.ndim - 1))
-
-
-def _where(mask: Tensor, new: Tree, old: Tree) -> Tree:
-    """Choose between trees by member, or as a whole if the mask is a scalar."""
-
-    def choose(new: Tensor, old: Tensor) -> Tensor:
-        return torch.where(_aligned(mask, new) if mask.ndim else mask, new, old)
-
-    return tree_map(choose, new, old)

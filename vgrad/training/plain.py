@@ -1,0 +1,122 @@
+"""The ordinary training step: `step(state, *batch) -> (new state, metrics)`."""
+
+import torch
+from torch import Tensor
+
+from vgrad import optim
+from vgrad.dtypes import widened
+from vgrad.ensemble.gradients import check_loss, returning_buffers
+from vgrad.optim.base import GradientTransformation
+from vgrad.precision import (
+    DynamicLossScale,
+    LossScale,
+    NoOpLossScale,
+    Policy,
+    all_finite,
+    select_tree,
+)
+from vgrad.precision.autocasting import AutocastMode
+from vgrad.training.state import (
+    Metrics,
+    Step,
+    TrainState,
+    first_scale,
+    kept_dtypes,
+    own_randomness,
+    scale_of,
+    under,
+)
+from vgrad.tree import map_tensors
+from vgrad.typing import BatchLossFn, LossFn, Params, Tree
+
+
+def train_step(
+    loss: BatchLossFn | LossFn,
+    tx: GradientTransformation,
+    *,
+    policy: Policy | str | None = None,
+    loss_scale: LossScale | None = None,
+    donate: bool = False,
+    has_aux: bool = False,
+) -> Step[TrainState]:
+    """Make an ordinary step: gradient of a batch loss, optimizer, new buffers.
+
+    `(state, *batch) -> (state, {"loss": scalar})`. One forward and one backward pass.
+    `loss` is the loss of a batch, from `batch_loss` or a function of your own
+    `(params, buffers, *batch) -> scalar`. Without `.with_buffers` it changes none.
+
+    Under a `policy` the passes run in its dtypes, while parameters and the optimizer
+    keep theirs: float32 parameters are master weights.
+
+    With a loss scale the loss is multiplied by it before the backward pass and the
+    gradients are divided by it in float32. A step whose gradients are not finite leaves
+    parameters, optimizer and buffers as they were, without a device sync; the metrics
+    then also have `loss_scale`, the one that was used, and `skipped`, 1 or 0. Metrics
+    are float32 or wider. A state that has no scale yet starts with `loss_scale`, which
+    for a policy that computes in float16 is a `DynamicLossScale()` by default.
+
+    With `donate=True` the step may write into the old state, which must not be used
+    again; see `optim.step`. With `has_aux=True` the loss returns `(scalar, aux)`, and
+    `metrics["aux"]` holds aux, a tree of tensors.
+
+    Raises:
+        TypeError: the loss is no function, or one of a single sample.
+        ValueError: when called, if it returns something else than a scalar.
+
+    Example:
+        >>> import vgrad
+        >>> model = torch.nn.Linear(2, 1)
+        >>> fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+        >>> loss = vgrad.batch_loss(fmodel, torch.nn.functional.mse_loss)
+        >>> tx = vgrad.optim.sgd(0.1)
+        >>> state = TrainState.create(tx, params, buffers)
+        >>> x, y = torch.ones(4, 2), torch.ones(4, 1)
+        >>> state, metrics = train_step(loss, tx)(state, x, y)
+        >>> state.step
+        tensor(1)
+    """
+    first = first_scale("train_step", loss_scale, policy, DynamicLossScale())
+    check_loss("train_step", loss)
+    run = returning_buffers("train_step", under(policy, loss), has_aux=has_aux)
+
+    def step(state: TrainState, /, *batch: Tree) -> tuple[TrainState, Metrics]:
+        scale = scale_of(state, first)
+        scaled = not isinstance(scale, NoOpLossScale)
+
+        def of_params(params: Params) -> tuple[Tensor, tuple]:
+            with AutocastMode(params.values()):
+                found, buffers = run(params, state.buffers, *batch)
+            value, aux = found if has_aux else (found, ())
+            return scale.scale(value), (value, aux, buffers)
+
+        with torch.no_grad(), own_randomness(state):
+            grads, found = torch.func.grad(of_params, has_aux=True)(state.params)
+            value, aux, buffers = found
+            grads = scale.unscale(grads)
+            finite = all_finite(grads) if scaled else torch.tensor(True)
+            # What is skipped needs the old state; to look is free on a CPU alone.
+            taken = not scaled or (donate and finite.is_cpu and bool(finite))
+            params, optimizer = optim.step(
+                tx, grads, state.optimizer, state.params, donate=donate and taken
+            )
+            buffers = kept_dtypes(buffers, state.buffers)
+            new = (params, buffers, optimizer)
+            if not taken:
+                new = select_tree(finite, new, tuple(state[:3]))
+        metrics = {"loss": widened(value.detach())}
+        if has_aux:
+            metrics["aux"] = map_tensors(Tensor.detach, aux)
+        if scaled:
+            metrics["loss_scale"] = torch.as_tensor(scale.loss_scale)
+            metrics["skipped"] = (~finite).float()
+            scale = scale.adjust(finite)
+        params, buffers, optimizer = new
+        return state._replace(
+            params=params,
+            buffers=buffers,
+            optimizer=optimizer,
+            step=state.step + 1,
+            loss_scale=scale,
+        ), metrics
+
+    return step

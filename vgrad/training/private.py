@@ -1,0 +1,131 @@
+"""The step of private training: DP-SGD as a pure function of a state."""
+
+import torch
+
+from vgrad import batches, optim
+from vgrad.batches import ChunkSize
+from vgrad.dp.plan import Plan
+from vgrad.dtypes import widened
+from vgrad.optim.base import GradientTransformation
+from vgrad.persample.clipped import clipped_grad
+from vgrad.persample.engine.problem import Randomness
+from vgrad.precision import LossScale, NoOpLossScale, Policy, StaticLossScale
+from vgrad.training.state import (
+    Metrics,
+    Step,
+    TrainState,
+    first_scale,
+    own_randomness,
+    scale_of,
+    under,
+)
+from vgrad.typing import LossFn, Tree
+
+
+def private_step(
+    loss: LossFn,
+    tx: GradientTransformation,
+    plan: Plan,
+    *,
+    strategy: str = "auto",
+    chunk_size: ChunkSize = None,
+    randomness: Randomness = "error",
+    policy: Policy | str | None = None,
+    loss_scale: LossScale | None = None,
+    donate: bool = False,
+    has_aux: bool = False,
+) -> Step[TrainState]:
+    """Make a step of DP-SGD: clip every sample, sum, add noise once, optimizer.
+
+    `(state, *batch) -> (state, metrics)`, where the batch is one logical batch as the
+    plan's sampler draws it, empty ones included; `chunk_size` only says how much of it
+    is processed at a time. The clipped sum is divided by the expected batch size.
+    Buffers do not change: statistics of private data would be released without noise.
+
+    Noise follows from the state's key and step. A step repeated from the same state on
+    the same batch is the same release, so a run may resume from a checkpoint; batches
+    must then come from `plan.sampler(state)`, which repeats them too. A step on another
+    batch, or with another loss or optimizer, needs `state.fork()` first.
+
+    The metrics are `loss` (mean over the batch, NaN where it is empty), `samples`,
+    `clipped` and `nonfinite`. They are computed from the private data without noise:
+    publishing them voids the guarantee.
+
+    Under a `policy` the loss runs in its dtypes; norms, sums, noise and the optimizer
+    stay in float32 or wider. A loss scale (of a policy that computes in float16
+    `StaticLossScale(2**10)` by default) is taken out of every sample before clipping,
+    so neither the bound nor the noise depends on it. A sample that overflows adds zero
+    and is counted; the step is never skipped, which would depend on the data. The
+    history of a `DynamicLossScale` does depend on them, without noise: choose it where
+    the state, which holds the scale, stays private.
+
+    With `donate=True` the step may write into the old state, which must not be used
+    again; see `optim.step`. With `has_aux=True` the loss returns `(scalar, aux)`, and
+    `metrics["aux"]` holds aux, stacked over the samples (`None` for an empty batch):
+    private data too.
+
+    Reference: Abadi et al., Deep Learning with Differential Privacy, arXiv 1607.00133.
+
+    Raises:
+        RuntimeError: when called, if the plan's steps have all been taken, or the state
+            says that fewer than none were.
+        ValueError: when called, if the batch has more samples than the data set.
+    """
+    first = first_scale("private_step", loss_scale, policy, StaticLossScale(2.0**10))
+    clipped = clipped_grad(
+        under(policy, loss),
+        max_norm=plan.max_norm,
+        normalize_by=plan.expected_batch_size,
+        strategy=strategy,
+        chunk_size=chunk_size,
+        randomness=randomness,
+        has_aux=has_aux,
+    )
+
+    def step(state: TrainState, /, *batch: Tree) -> tuple[TrainState, Metrics]:
+        taken = int(state.step)
+        _check(plan, taken, batches.read("private_step", batch).size)
+        scale = scale_of(state, first)
+        scaled = not isinstance(scale, NoOpLossScale)
+        compute = clipped.with_loss_scale(scale) if scaled else clipped
+        with torch.no_grad(), own_randomness(state):
+            found = compute(state.params, state.buffers, *batch)
+            result, aux = found if has_aux else (found, None)
+            grads = plan.add_noise(
+                result.grads, clipped.sensitivity, key=state.key, step=taken
+            )
+            params, optimizer = optim.step(
+                tx, grads, state.optimizer, state.params, donate=donate
+            )
+        metrics = {
+            "loss": widened(result.losses).mean(),
+            "samples": torch.tensor(len(result.losses)),
+            "clipped": result.clipped,
+            "nonfinite": result.nonfinite,
+        }
+        if has_aux:
+            metrics["aux"] = aux
+        new = state._replace(
+            params=params,
+            optimizer=optimizer,
+            step=state.step + 1,
+            loss_scale=scale.adjust(result.nonfinite == 0),
+        )
+        return new, metrics
+
+    return step
+
+
+def _check(plan: Plan, taken: int, size: int) -> None:
+    """Refuse steps and samples that the plan does not account for."""
+    if not 0 <= taken < plan.steps:
+        raise RuntimeError(
+            f"private_step(plan)(state): expected a state of fewer than the "
+            f"{plan.steps} steps that the plan accounts for, got {taken}."
+        )
+    if size > plan.dataset_size:
+        raise ValueError(
+            f"private_step(plan)(state, *batch): expected a batch of at most the "
+            f"{plan.dataset_size} samples of the plan's data set, got {size}. Draw "
+            f"batches with plan.sampler(state)."
+        )

@@ -1,0 +1,180 @@
+"""The state that steps take and return, and what all steps have in common."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from vgrad.generators import ALONE, secret_key, torch_seed
+from vgrad.optim.base import GradientTransformation
+from vgrad.precision import LossScale, NoOpLossScale, Policy
+from vgrad.precision.modules import loss_under
+from vgrad.tree import map_values, to_device
+from vgrad.typing import Buffers, Params, Tree
+
+State = TypeVar("State")
+Metrics = dict[str, Any]
+"""Tensors by name; with `has_aux` a tree of them under "aux"."""
+
+
+class Step(Protocol[State]):
+    """What `train_step` and the others return."""
+
+    def __call__(self, state: State, /, *batch: Tree) -> tuple[State, Metrics]:
+        """Return the state after the step, and what the step found."""
+        ...
+
+
+class TrainState(NamedTuple):
+    """All that a step changes, a tree of tensors: save it and nothing is lost.
+
+    Attributes:
+        params: the parameters.
+        buffers: the buffers.
+        optimizer: the optimizer's state.
+        step: how many steps were taken, int64 without dimensions.
+        key: the secret key, uint8 `[32]`. With the step it fixes all that a step draws:
+            the batch of `plan.sampler(state)`, noise, dropout. Whoever has it can
+            remove the noise: keep it as private as the data.
+        loss_scale: the loss scale of the next step, a tree of tensors too.
+    """
+
+    params: Params
+    buffers: Buffers
+    optimizer: Tree
+    step: Tensor
+    key: Tensor
+    loss_scale: LossScale = NoOpLossScale()
+
+    def __repr__(self) -> str:
+        """Show all but the key, so that no log or traceback holds it."""
+        shown = {**self._asdict(), "key": "<secret>"}
+        fields = ", ".join(f"{name}={value}" for name, value in shown.items())
+        return f"TrainState({fields})"
+
+    @classmethod
+    def create(
+        cls,
+        tx: GradientTransformation,
+        params: Params,
+        buffers: Buffers,
+        *,
+        seed: int | None = None,
+        loss_scale: LossScale | None = None,
+    ) -> "TrainState":
+        """Start a run with a new secret key from the operating system.
+
+        The state holds detached tensors, not copies, which only donated steps change.
+        With a `seed` the key is a hash of it: whoever guesses the seed knows the noise,
+        which voids every claim of privacy. Without `loss_scale` the state takes that of
+        the first step.
+
+        Example:
+            >>> from vgrad import optim
+            >>> params = {"w": torch.zeros(2)}
+            >>> state = TrainState.create(optim.sgd(0.1), params, {})
+            >>> state.step
+            tensor(0)
+        """
+        check_scale("TrainState.create", loss_scale)
+        params, buffers = (map_values(Tensor.detach, x) for x in (params, buffers))
+        device = device_of(params)
+        scale = NoOpLossScale() if loss_scale is None else to_device(loss_scale, device)
+        key = secret_key(seed=seed)
+        return cls(params, buffers, tx.init(params), torch.tensor(0), key, scale)
+
+    def fork(self) -> "TrainState":
+        """Return the same state with a new secret key.
+
+        A state that was copied or saved repeats its steps: that is how a run resumes.
+        If two runs resume from it and differ in anything (data, loss, optimizer), all
+        but one need a fork. Otherwise both add the same noise to different sums, and
+        the difference of what they release shows the private data.
+
+        Example:
+            >>> from vgrad import optim
+            >>> state = TrainState.create(optim.sgd(0.1), {"w": torch.zeros(2)}, {})
+            >>> torch.equal(state.fork().key, state.key)
+            False
+        """
+        return self._replace(key=secret_key())
+
+
+def check_scale(function: str, loss_scale: LossScale | None) -> None:
+    """Refuse a plain number, among others."""
+    if loss_scale is not None and not hasattr(loss_scale, "adjust"):
+        raise TypeError(
+            f"{function}(loss_scale={loss_scale!r}): expected a loss scale such as "
+            f"precision.DynamicLossScale(), got a {type(loss_scale).__name__}."
+        )
+
+
+def first_scale(
+    function: str,
+    loss_scale: LossScale | None,
+    policy: Policy | str | None,
+    in_float16: LossScale,
+) -> LossScale | None:
+    """Return the scale asked for, or the default of a policy that needs one."""
+    check_scale(function, loss_scale)
+    if loss_scale is not None or policy is None:
+        return loss_scale
+    own = policy if isinstance(policy, Policy) else Policy.parse(policy)
+    return in_float16 if own.compute_dtype == torch.float16 else None
+
+
+def scale_of(state: Any, first: LossScale | None) -> LossScale:
+    """Return the scale that a state carries, or that of the first step."""
+    if first is None or not isinstance(state.loss_scale, NoOpLossScale):
+        return state.loss_scale
+    return to_device(first, device_of(state.params))
+
+
+def under(policy: Policy | str | None, loss: Any) -> Any:
+    """Return a loss that runs under a policy, as does its `.with_buffers`."""
+    if policy is None:
+        return loss
+    run = loss_under(policy, loss)
+    if hasattr(loss, "with_buffers"):
+        vars(run)["with_buffers"] = loss_under(policy, loss.with_buffers)
+    return run
+
+
+def kept_dtypes(buffers: Buffers, old: Buffers) -> Buffers:
+    """Bring buffers back from the dtype that a policy computed in, without a graph."""
+
+    def like(new: Tensor, old: Tensor) -> Tensor:
+        return (new.to(old.dtype) if new.is_floating_point() else new).detach()
+
+    return map_values(like, buffers, old)
+
+
+@contextmanager
+def own_randomness(state: Any) -> Iterator[None]:
+    """Let torch's own generators draw what follows from the state's key and step.
+
+    They are left as they were. All threads share them, so steps in several threads
+    wait for each other, and a thread that draws from them meanwhile changes the numbers
+    of the step.
+    """
+    device = device_of(state.params)
+    on_cuda = device.type == "cuda"
+    seed = torch_seed(state.key, "loss", int(state.step))
+    with ALONE, torch.random.fork_rng([device] if on_cuda else []):
+        torch.default_generator.manual_seed(seed)
+        if on_cuda:
+            own = torch.Generator(device).manual_seed(seed)
+            torch.cuda.set_rng_state(own.get_state(), device)
+        yield
+
+
+def device_of(params: Params) -> torch.device:
+    """Return where the parameters are."""
+    if not params:
+        raise ValueError(
+            "TrainState(params={}): expected at least one parameter, got none. Are all "
+            "of them frozen?"
+        )
+    return next(iter(params.values())).device
