@@ -239,7 +239,7 @@ WRITES = {
     "one's own op, by its name": lambda w: torch.ops.vgrad_tests.halve(w),
     "another data": lambda w: setattr(w, "data", torch.zeros_like(w)),
     "a table": lambda w: F.embedding(torch.tensor([0]), w, max_norm=0.01),
-    "statistics": lambda w: F.batch_norm(torch.ones(3, 2), w[0], w[1], training=True),
+    "statistics": lambda w: F.batch_norm(w + 1, w[0], torch.ones(2), training=True),
     "a table, by keyword": lambda w: F.embedding(
         torch.tensor([0]), weight=w, max_norm=0.01
     ),
