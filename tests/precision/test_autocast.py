@@ -1,6 +1,7 @@
 """Autocast under transforms of `torch.func` computes what it does without them."""
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import vgrad
 from tests import oracle
 from vgrad.precision import AutocastMode, autocast
+from vgrad.torch_private import modes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop"),
@@ -86,6 +88,10 @@ def chain(*layers):
     return lambda: nn.Sequential(*(layer() for layer in layers))
 
 
+def flat(*layers):
+    return chain(*layers, nn.Flatten)
+
+
 def squares(output, y):
     return output.float().square().mean()
 
@@ -94,43 +100,20 @@ def one_hot(output, y):
     return torch.eye(output.shape[-1], device=y.device)[y]
 
 
-def flat():
-    return nn.Flatten()
-
-
+LINEAR, CONV = partial(nn.Linear, 5, 6), partial(nn.Conv2d, 3, 4, 3)
+ENCODER = partial(nn.TransformerEncoderLayer, 4, 2, 8, 0.0, batch_first=True)
+INSTANCE = partial(nn.Conv1d, 3, 4, 3), partial(nn.InstanceNorm1d, 4, affine=True)
+IMAGE = (3, 6, 6)
 MODELS = {
-    "linear, layer norm": (
-        chain(lambda: nn.Linear(5, 6), lambda: nn.LayerNorm(6)),
-        (5,),
-    ),
-    "rms norm": (chain(lambda: nn.Linear(5, 6), lambda: nn.RMSNorm(6)), (5,)),
-    "conv, group norm": (
-        chain(lambda: nn.Conv2d(3, 4, 3), lambda: nn.GroupNorm(2, 4), nn.ReLU, flat),
-        (3, 6, 6),
-    ),
-    "conv, batch norm": (
-        chain(lambda: nn.Conv2d(3, 4, 3), lambda: nn.BatchNorm2d(4), nn.ReLU, flat),
-        (3, 6, 6),
-    ),
-    "conv, instance norm": (
-        chain(
-            lambda: nn.Conv1d(3, 4, 3),
-            lambda: nn.InstanceNorm1d(4, affine=True),
-            nn.ReLU,
-            flat,
-        ),
-        (3, 8),
-    ),
-    "transposed conv": (
-        chain(lambda: nn.ConvTranspose2d(3, 2, 3), nn.GELU, flat),
-        (3, 4, 4),
-    ),
+    "linear, layer norm": (chain(LINEAR, partial(nn.LayerNorm, 6)), (5,)),
+    "rms norm": (chain(LINEAR, partial(nn.RMSNorm, 6)), (5,)),
+    "conv, group norm": (flat(CONV, partial(nn.GroupNorm, 2, 4), nn.ReLU), IMAGE),
+    "conv, batch norm": (flat(CONV, partial(nn.BatchNorm2d, 4), nn.ReLU), IMAGE),
+    "conv, instance norm": (flat(*INSTANCE, nn.ReLU), (3, 8)),
+    "transposed conv": (flat(partial(nn.ConvTranspose2d, 3, 2, 3), nn.GELU), (3, 4, 4)),
     "multihead attention": (Attention, (3, 4)),
     "attention": (ScaledDotProduct, (3, 4)),
-    "encoder layer": (
-        chain(lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), flat),
-        (3, 4),
-    ),
+    "encoder layer": (flat(ENCODER), (3, 4)),
     "language model": (Tied, (5,)),
     "lstm": (lambda: Recurrent(nn.LSTM), (5, 3)),
     "gru": (lambda: Recurrent(nn.GRU), (5, 3)),
@@ -421,7 +404,7 @@ def test_transforms_in_a_loss_get_no_stale_cast(strategy):
 
 def state():
     return (
-        torch.overrides._get_current_function_mode_stack(),
+        modes.function_modes(),
         torch.is_autocast_enabled("cpu"),
         torch.is_autocast_cache_enabled(),
         torch.get_autocast_dtype("cpu"),
@@ -462,6 +445,14 @@ def test_a_region_may_be_entered_again_while_it_is_open():
     assert state() == before
 
 
+def in_threads(*targets):
+    threads = [threading.Thread(target=each) for each in targets]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+
+
 def test_a_decorated_function_may_call_itself_and_run_in_threads():
     before, found = state(), []
     barrier = threading.Barrier(2)
@@ -473,20 +464,13 @@ def test_a_decorated_function_may_call_itself_and_run_in_threads():
         inner = [] if depth == 0 else recursive(depth - 1)
         return [*inner, product_dtype()]
 
-    def thread():
+    def work():
         found.append((recursive(2), product_dtype(), state()))
 
-    threads = [threading.Thread(target=thread) for _ in range(2)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    in_threads(work, work)
     assert found == [([BF16] * 3, torch.float32, before)] * 2
     assert recursive.__doc__ == "Go down."
     assert state() == before
-
-
-def test_what_cannot_be_called_is_not_decorated():
     with pytest.raises(TypeError, match="requires a callable"):
         autocast("cpu", BF16)(5)
 
@@ -494,9 +478,7 @@ def test_what_cannot_be_called_is_not_decorated():
 def test_other_threads_are_left_alone():
     found = []
     with autocast("cpu", BF16):
-        thread = threading.Thread(target=lambda: found.append(product_dtype()))
-        thread.start()
-        thread.join()
+        in_threads(lambda: found.append(product_dtype()))
     assert found == [torch.float32]
 
 

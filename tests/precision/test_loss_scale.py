@@ -111,18 +111,6 @@ def worn():
 # The moves of a dynamic scale.
 
 
-@pytest.mark.parametrize("period", [1, 2, 5])
-def test_the_scale_grows_on_exactly_the_last_finite_step_of_a_period(period):
-    seen = trace(DynamicLossScale(8.0, period=period), [True] * (2 * period))
-    values = [8.0] * (period - 1) + [16.0] * period + [32.0]
-    assert [value for value, _ in seen] == values
-
-
-def test_a_step_that_is_not_finite_shrinks_the_scale_and_starts_the_count_anew():
-    seen = trace(DynamicLossScale(8.0, period=3), [True, True, False, True, True, True])
-    assert seen == [(8.0, 1), (8.0, 2), (4.0, 0), (4.0, 1), (4.0, 2), (8.0, 0)]
-
-
 def test_the_defaults_are_those_that_the_documentation_names():
     scale = DynamicLossScale()
     kept = (scale.period, scale.factor, scale.min, scale.max)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.overrides import _get_current_function_mode_stack as function_modes
 
 import vgrad
 from tests import oracle
 from tests.cases import TiedLanguageModel
 from vgrad import explain
 from vgrad.precision import Policy, PolicyModel, loss_under, policy_for
+from vgrad.torch_private import modes
 
 split = vgrad.make_functional_with_buffers
 STRATEGIES = ("auto", "recorded", "vmap", "loop")
@@ -83,7 +83,7 @@ def eager(model, x, dtype):
 
 
 def nothing_is_left_on():
-    return not torch.is_autocast_enabled("cpu") and not function_modes()
+    return not torch.is_autocast_enabled("cpu") and not modes.function_modes()
 
 
 # Which policy holds where.
@@ -422,7 +422,7 @@ def test_an_exception_leaves_no_autocast_and_no_mode(error, around):
             with pytest.raises(error, match="on purpose"):
                 under(params, buffers, torch.ones(2, 3))
             assert torch.is_autocast_enabled("cpu") == around
-            assert not function_modes()
+            assert not modes.function_modes()
     assert nothing_is_left_on()
     loss = loss_under("mixed_bfloat16", lambda p, b, x: fmodel(p, b, x).sum())
     with pytest.raises(error, match="on purpose"):

@@ -6,6 +6,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from tests.oracle import assert_exact
 from tests.precision.autocast_ops import CPU, CUDA, PYTHON, STEPPED, UNFAKED, UNLISTED
 from vgrad.precision import KINDS, AutocastMode, Kind, autocast
 from vgrad.torch_private import modes
@@ -36,19 +37,7 @@ def drawn(spec, seed=0):
 
 
 def leaves(output):
-    return [
-        each for each in pytree.tree_leaves(output) if isinstance(each, torch.Tensor)
-    ]
-
-
-def error(found, expected):
-    """Return the largest difference, relative to the largest number."""
-    found, expected = (
-        each.detach().to(torch.complex128 if each.is_complex() else torch.float64)
-        for each in (found, expected)
-    )
-    scale = float(expected.abs().max()) or 1.0
-    return float((found - expected).abs().max()) / scale
+    return [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
 
 
 def check(spec, low, dtype, tolerance, device="cpu", reference=None):
@@ -62,39 +51,41 @@ def check(spec, low, dtype, tolerance, device="cpu", reference=None):
         return False
     expected = [torch.stack(each) for each in zip(*expected, strict=True)]
     with autocast(device, low):
-        if op is torch.chain_matmul:  # for which torch has no batching rule
-            mapped = expected
-        else:
+        mapped = expected
+        if op is not torch.chain_matmul:  # for which torch has no batching rule
             mapped = leaves(torch.vmap(lambda one: op(one, *rest))(x))
         *_, alone = torch.func.vjp(
             lambda one: (one.sum(), leaves(op(one, *rest))), x[0], has_aux=True
         )
-    for found, single, value in zip(mapped, alone, expected, strict=True):
-        assert found.dtype == single.dtype == value.dtype
-        assert error(found, value) <= tolerance
-        assert error(single, value[0]) <= tolerance
+    for found, exact in ((mapped, expected), (alone, [each[0] for each in expected])):
+        assert [each.dtype for each in found] == [each.dtype for each in exact]
+        assert_exact(found, exact, tolerance)
     return True
 
 
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+def check_either(spec, name, low, device="cpu", reference=None):
+    """Compare an op of the lists for both dtypes of its input, of which one may run."""
+    exact = KINDS[device][name] in (Kind.FLOAT32, Kind.WIDEST)
+    tolerance = 1e-5 if exact else 3 * torch.finfo(low).eps
+    given = tolerance, device, reference
+    assert any([check(spec, low, dtype, *given) for dtype in (torch.float32, low)])
+
+
+in_both = pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+
+
+@in_both
 @pytest.mark.parametrize("name", KINDS["cpu"])
 def test_an_op_of_the_table_is_what_torch_makes_of_it(name, low):
-    exact = KINDS["cpu"][name] in (Kind.FLOAT32, Kind.WIDEST)
-    tolerance = 1e-5 if exact else 3 * torch.finfo(low).eps
     reference = lstm_by_cells if name == "lstm" else None
-    ran = [
-        check(CPU[name], low, dtype, tolerance, reference=reference)
-        for dtype in (torch.float32, low)
-    ]
-    assert any(ran)
+    check_either(CPU[name], name, low, reference=reference)
 
 
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+@in_both
 @pytest.mark.parametrize("name", UNLISTED)
 def test_an_op_in_no_list_keeps_its_rules_for_dtypes(name, low):
-    for dtype in (torch.float32, low):
-        tolerance = 1e-6 if dtype == torch.float32 else 2 * torch.finfo(low).eps
-        check(UNLISTED[name], low, dtype, tolerance)
+    check(UNLISTED[name], low, torch.float32, 1e-6)
+    check(UNLISTED[name], low, low, 2 * torch.finfo(low).eps)
 
 
 @pytest.fixture
@@ -206,13 +197,7 @@ def test_what_a_python_function_calls_is_what_torch_makes_of_it(name):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+@in_both
 @pytest.mark.parametrize("name", sorted(CUDA.keys() - STEPPED.keys()))
 def test_a_gpu_makes_of_an_op_what_torch_does(name, low):
-    exact = KINDS["cuda"][name] in (Kind.FLOAT32, Kind.WIDEST)
-    tolerance = 1e-5 if exact else 3 * torch.finfo(low).eps
-    ran = [
-        check(CUDA[name], low, dtype, tolerance, "cuda")
-        for dtype in (torch.float32, low)
-    ]
-    assert any(ran)
+    check_either(CUDA[name], name, low, "cuda")

@@ -43,11 +43,9 @@ def scaled_dot_product_attention(
     Outside `torch.func` this is torch's function. Inside, the axes of all vmaps join
     the leading axes, so that one kernel serves all samples. Unbatched tensors are
     expanded, which copies them only if a sample has leading axes besides the heads. The
-    backward pass of `torch.func` runs the forward kernel again and keeps only the
-    inputs.
-
-    With dropout the samples run through torch's math backend, which knows all modes of
-    `randomness` but holds the weights `[B, ..., H, L, S]` of all samples at once.
+    backward pass runs the forward kernel again and keeps only the inputs. Dropout goes
+    through torch's math backend, which knows all modes of `randomness` but holds the
+    weights `[B, ..., H, L, S]` of all samples at once.
 
     Raises:
         NotImplementedError: a second or forward-mode derivative inside `torch.func`.

@@ -104,12 +104,9 @@ def steps(
     Cost: the operations of torch, one GEMM for the inputs of a layer and one per time
     step, and about ten small ops per time step. The dtype follows from the ops.
 
-    Args:
-        mode: `"lstm"`, `"gru"`, `"rnn_tanh"` or `"rnn_relu"`.
-
     Raises:
         ValueError: an unknown mode.
-        RuntimeError: what torch refuses: no time step, sizes that do not match.
+        RuntimeError: torch would refuse: no time step, sizes that do not match.
 
     Example:
         >>> weights = [torch.ones(8, 3), torch.ones(8, 2)]

@@ -43,20 +43,16 @@ def recurrent_net(
 ) -> tuple[Tensor, ...]:
     """Run `torch.lstm`, `torch.gru`, `torch.rnn_tanh` or `torch.rnn_relu`, reporting.
 
-    `x [T, N, I]` (`[N, T, I]` if `batch_first`) and `hidden = (h0,)` or `(h0, c0)`,
-    each `[L * D, N, H]`, give `(output, h_n)` or `(output, h_n, c_n)` with the shapes,
-    values and dtypes of torch. `weights` is torch's flat list, for each layer and
-    direction `w_ih, w_hh, [b_ih, b_hh]`. The backward pass calls `report(first, d_ih,
-    d_hh, x, h_prev)` for each layer and direction, `first` being the place of its
-    `w_ih` in the list and the rest as in `recurrent_layer`.
-
-    Dropout between the layers draws from torch's global generator, as torch does.
+    Takes and returns what `cells.steps` does, in the dtypes of torch. The backward pass
+    calls `report(first, d_ih, d_hh, x, h_prev)` for each layer and direction: `first`
+    is the place of its `w_ih` in the list, the rest is as in `recurrent_layer`. Dropout
+    between the layers draws from torch's global generator, as torch does.
 
     Raises:
         ValueError: an unknown mode, an anchor or weights with the wrong
             `requires_grad`.
         NotImplementedError: projections, and a second derivative.
-        RuntimeError: what torch refuses: no time step, sizes that do not match.
+        RuntimeError: torch would refuse: no time step, sizes that do not match.
 
     Example:
         >>> weights = [torch.ones(2, 3), torch.ones(2, 2)]
@@ -99,34 +95,27 @@ def recurrent_layer(
     """Run one layer in one direction, reporting both sides of the weights' gradients.
 
     `x [T, N, I]` and `hidden = (h0,)` or `(h0, c0)`, each `[N, H]`, with `weights =
-    (w_ih [G * H, I], w_hh [G * H, H], b_ih, b_hh)`, the biases possibly None, give
-    `output [T, N, H]` and `(h_n,)` or `(h_n, c_n)`.
+    (w_ih [G * H, I], w_hh [G * H, H], b_ih, b_hh)`, detached, the biases possibly None,
+    give `output [T, N, H]` and `(h_n,)` or `(h_n, c_n)`.
 
-    The backward pass calls `report(d_ih, d_hh, x, h_prev)` once: the gradients at what
-    the gates add up from the inputs and from the state, `[T, N, G * H]`, the inputs
-    `[T, N, I]` and the states `[T, N, H]` that every step began with, all in the order
-    of time of `x`. So with sums over t and n, or over t alone for each sample,
+    The backward pass calls `report(d_ih, d_hh, x, h_prev)` once, without autograd and
+    autocast: the gradients at what the gates add up from inputs and states, each
+    `[T, N, G * H]`, the inputs and the states that every step began with, all in the
+    order of time of `x`. With sums over t and n, or over t alone for each sample,
 
         w_ih: d_ih[t, n] x x[t, n]        b_ih: d_ih[t, n]
         w_hh: d_hh[t, n] x h_prev[t, n]   b_hh: d_hh[t, n]
 
-    `d_ih` and `d_hh` are one tensor but for a GRU; they may be kept and must not be
-    changed in place.
+    are the gradients of the weights. `d_ih` and `d_hh` are one tensor except for a GRU;
+    they may be kept and must not be changed in place. `anchor` is a scalar leaf on the
+    device of `x` that puts the layer into the graph where nothing else requires grad;
+    its own gradient is zero.
 
-    Cost: the forward pass of torch; backwards two thirds of the operations of torch's
-    backward pass for the gradients of inputs and states, the rest for the gates, and,
-    while it runs, memory for about `2 G` numbers per output. The kernel runs
-    under the surrounding autocast. The backward pass runs in the widest dtype of
-    inputs, states and weights, float32 at least, which is the dtype of `d_ih` and
-    `d_hh`; other gradients have the dtype of what they belong to.
-
-    Args:
-        weights: without gradients of their own: the report has them.
-        report: called without autograd and without autocast, in the thread that runs
-            the backward pass.
-        anchor: a scalar leaf that requires grad, on the device of `x`. It puts the
-            layer into the graph where nothing else needs a gradient; its own is zero.
-        reverse: whether to go from the last time step to the first.
+    Cost: the forward pass of torch, under the surrounding autocast; backwards two
+    thirds of the operations of torch's backward pass for the gradients of inputs and
+    states, the rest for the gates, and for that time memory for about `2 G` numbers per
+    output. The backward pass runs in the widest dtype of inputs, states and weights,
+    float32 at least; gradients other than `d_ih` and `d_hh` are cast back.
 
     Raises:
         ValueError: an unknown mode, an anchor that does not require grad, or weights
@@ -134,8 +123,7 @@ def recurrent_layer(
         NotImplementedError: a second derivative.
 
     Example:
-        >>> weights = (torch.ones(2, 3), torch.ones(2, 2), None, None)
-        >>> found = []
+        >>> weights, found = (torch.ones(2, 3), torch.ones(2, 2), None, None), []
         >>> output, (h_n,) = recurrent_layer("rnn_tanh", torch.ones(7, 5, 3),
         ...     (torch.zeros(5, 2),), weights, lambda *each: found.extend(each),
         ...     anchor=torch.zeros((), requires_grad=True))

@@ -102,8 +102,8 @@ def alignment_report(
     """List the matrix products of `fmodel(params, buffers, *args, **kwargs)`.
 
     `fmodel` is what `make_functional_with_buffers` returns, a policy for it or a batch
-    loss. It runs once on this batch, without autograd; nothing is kept, and random
-    generators are restored. On the device `meta` that costs nothing.
+    loss. It runs once without autograd; random generators are restored. On the device
+    `meta` that costs nothing.
 
     A layer has M = batch times positions, N = outputs and K = inputs; a convolution has
     those of a group, with K (N, if it is transposed) times the size of the kernel.
@@ -126,10 +126,8 @@ def alignment_report(
     Reference: PyTorch, Performance Tuning Guide, "set sizes to multiples of 8".
 
     Example:
-        >>> import torch
         >>> import vgrad
-        >>> layers = torch.nn.Linear(64, 32), torch.nn.Linear(32, 10)
-        >>> model = torch.nn.Sequential(*layers)
+        >>> model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 10))
         >>> fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
         >>> report = alignment_report(fmodel, params, buffers, torch.ones(16, 64))
         >>> round(report.misaligned, 3), report.rows[1].pad
