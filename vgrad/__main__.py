@@ -7,7 +7,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from vgrad.cli import arguments
+from vgrad.cli import options
 from vgrad.persample.engine.guard import UnsupportedOp
 
 
@@ -51,24 +51,24 @@ COMMANDS = {
         "file meant for release; state.*, from which the run can go on and which would "
         "reveal its noise; and metrics.jsonl, plain.jsonl and pictures, whose figures "
         "come from the private data without noise.",
-        arguments.add_train,
+        options.add_train,
         _train,
     ),
     "evaluate": Command(
         "Print the accuracy of the model in a folder on held-out data.",
-        arguments.add_evaluate,
+        options.add_evaluate,
         _evaluate,
     ),
     "bench": Command(
         "Run the benchmarks of a checkout and print them as tables: loop, vmap, vgrad "
         "and the peers that are installed.",
-        arguments.add_bench,
+        options.add_bench,
         _bench,
     ),
     "rules": Command(
         "Print the ops that have a rule for per-sample gradients. With --model also "
         "what a private step does with each parameter of that model.",
-        arguments.add_rules,
+        options.add_rules,
         _rules,
     ),
 }

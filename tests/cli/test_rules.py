@@ -6,7 +6,7 @@ from tests import oracle
 from tests.cli.runs import error
 from vgrad.__main__ import main
 from vgrad.persample.rules import RULES
-from vgrad.torch_private.modes import op_name
+from vgrad.torch_private import modes
 
 MODEL = '''
 from torch import nn
@@ -83,7 +83,7 @@ def test_the_table_has_a_line_for_each_op_with_weights_and_factors(capsys):
 
 
 def test_every_op_that_has_a_rule_is_named_once():
-    names = [op_name(op, full=True) for op in RULES]
+    names = [modes.op_name(op, full=True) for op in RULES]
     assert len(set(names)) == len(names)
 
 

@@ -1,8 +1,8 @@
 """The commands of `python -m vgrad`: train, evaluate, bench and rules.
 
-`arguments.py` declares what they can be told. A run of `train` reads its data
+`options.py` declares what they can be told. A run of `train` reads its data
 (`data.py`), builds its model (`models.py`), prepares its trainers (`setup.py`, and
-`members.py` for an ensemble), and takes its steps (`run.py`). It leaves a state, a
+`ensembles.py` for an ensemble), and takes its steps (`run.py`). It leaves a state, a
 model (`checkpoint.py`) and figures (`metrics.py`) in a folder, and shows them
 (`report.py`). `descriptions.py` checks what such files say about themselves.
 """

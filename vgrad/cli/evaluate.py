@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vgrad import tree
-from vgrad.cli import arguments, checkpoint, data, models
+from vgrad.cli import checkpoint, data, models, options
 from vgrad.cli.descriptions import (
     TABLE,
     check,
@@ -63,8 +63,8 @@ def evaluate(given: Namespace) -> None:
     The digits are split as they were when the model was trained, and the model runs in
     the precision in which it was trained.
     """
-    where = arguments.device(given.device)
-    folder = arguments.folder("evaluate", given.folder)
+    where = options.device(given.device)
+    folder = options.folder("evaluate", given.folder)
     fmodel, params, buffers, description = checkpoint.read_model(
         folder, named=given.model
     )

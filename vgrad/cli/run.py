@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 from vgrad import files
-from vgrad.cli import arguments, checkpoint, members, metrics, models, report, setup
-from vgrad.cli.arguments import Settings
+from vgrad.cli import checkpoint, ensembles, metrics, models, options, report, setup
+from vgrad.cli.ensembles import PrivateMembers
 from vgrad.cli.evaluate import judge
-from vgrad.cli.members import PrivateMembers
 from vgrad.cli.metrics import FIGURES, Record
+from vgrad.cli.options import Settings
 from vgrad.cli.setup import Job, Pair, Trainer
 from vgrad.precision import NoOpLossScale
 
@@ -45,9 +45,9 @@ def train(given: Namespace) -> None:
         OSError, ValueError: an argument or file does not fit; nothing was overwritten.
     """
     if given.resume is None:
-        _begin(arguments.started(given), arguments.folder("--out", given.out))
+        _begin(options.started(given), options.folder("--out", given.out))
     else:
-        _resume(arguments.folder("--resume", given.resume), given)
+        _resume(options.folder("--resume", given.resume), given)
 
 
 def _begin(settings: Settings, folder: Path) -> None:
@@ -75,7 +75,7 @@ def _refuse_taken(folder: Path) -> None:
 def _prepare(settings: Settings) -> Job:
     """Prepare the run of one model or of an ensemble."""
     one = settings.members == 1
-    return setup.prepare(settings) if one else members.prepare(settings)
+    return setup.prepare(settings) if one else ensembles.prepare(settings)
 
 
 def _resume(folder: Path, given: Namespace) -> None:
@@ -87,7 +87,7 @@ def _resume(folder: Path, given: Namespace) -> None:
     with _alone(folder):
         tensors, before = checkpoint.read_state(folder)
         checkpoint.check_said(before)
-        settings = arguments.recorded(before["arguments"], arguments.given(given))
+        settings = options.recorded(before["arguments"], options.given(given))
         checkpoint.check_members(tensors, settings.members)
         job = _prepare(settings)
         checkpoint.refuse_differences(before, job.description)

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from vgrad import dp, optim
 from vgrad.cli import data, models
-from vgrad.cli.arguments import Settings
 from vgrad.cli.data import Dataset
+from vgrad.cli.options import Settings
 from vgrad.files import Description
 from vgrad.functional.losses import batch_loss, sample_loss
 from vgrad.functional.model import FunctionalModel, make_functional_with_buffers

@@ -19,9 +19,9 @@ from torch.nn import functional as F
 
 from vgrad import optim
 from vgrad.cli import models, setup
-from vgrad.cli.arguments import Settings
 from vgrad.cli.data import Dataset
 from vgrad.cli.evaluate import ROWS
+from vgrad.cli.options import Settings
 from vgrad.cli.setup import Job, Model, Pair, Taken, Trainer
 from vgrad.ensemble.execution import Strategy
 from vgrad.ensemble.forward import ensemble_forward
