@@ -294,6 +294,14 @@ def test_autocast_gives_the_dtypes_and_numbers_of_torch(inside, mask):
         torch.testing.assert_close(found, tuple(x[:, 0] for x in wanted), **close)
 
 
+def test_autocast_leaves_float64_and_masks_of_booleans_alone():
+    given = *inputs(3, 2, 5, 4), normal(3, 5, 6) > 0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = vmap(scaled_dot_product_attention)(*given)
+    expected, _ = loop(given, (0,) * 4, torch.ones_like(out))
+    torch.testing.assert_close(out, expected)
+
+
 def test_backward_in_autocast_keeps_full_precision_of_the_forward_pass():
     tensors = inputs(3, 2, 5, 4, dtype=torch.float32)
     cotangents = normal(3, 2, 5, 4, dtype=torch.float32)
