@@ -31,6 +31,11 @@ class Holder(nn.Module):
         return self.body(x)
 
 
+def refused(models, message):
+    with pytest.raises(ValueError, match=message):
+        stack(models)
+
+
 def changed(change, build=mlp):
     """Return three models of which the last one was changed."""
     three = models(3, build)
@@ -146,8 +151,7 @@ DIFFERENCES = {
 
 @pytest.mark.parametrize("change", DIFFERENCES, ids=lambda change: change.__name__)
 def test_what_differs_is_named_with_its_member(change):
-    with pytest.raises(ValueError, match=DIFFERENCES[change]):
-        stack(changed(change))
+    refused(changed(change), DIFFERENCES[change])
 
 
 @pytest.mark.parametrize("change", DIFFERENCES, ids=lambda change: change.__name__)
@@ -160,11 +164,10 @@ def test_models_that_all_differ_in_the_same_way_are_alike(change):
 
 
 def test_another_class_is_named():
-    with pytest.raises(
-        ValueError,
-        match="expected a .*Sequential in member 1 as in member 0, got a .*Ti",
-    ):
-        stack([mlp(), Tied()])
+    refused(
+        [mlp(), Tied()],
+        "expected a .*Sequential in member 1 as in member 0, got a .*Ti",
+    )
 
 
 def test_a_class_that_was_made_anew_is_another_one():
@@ -174,20 +177,15 @@ def test_a_class_that_was_made_anew_is_another_one():
 
         return Local(2, 2)
 
-    with pytest.raises(
-        ValueError, match="Local in member 1 as .*, got another .*Local"
-    ):
-        stack([build(), build()])
+    refused([build(), build()], "Local in member 1 as .*, got another .*Local")
 
 
 def test_other_ties_are_named():
-    with pytest.raises(
-        ValueError,
-        match="the tensor tied to 'a.weight' in 'b.weight' of member 1 .*of its own",
-    ):
-        stack([Tied(), Tied(tied=False)])
-    with pytest.raises(ValueError, match="its own in 'b.weight' .* tied to 'a.weight'"):
-        stack([Tied(tied=False), Tied()])
+    refused(
+        [Tied(), Tied(tied=False)],
+        "the tensor tied to 'a.weight' in 'b.weight' of member 1 .*of its own",
+    )
+    refused([Tied(tied=False), Tied()], "its own in 'b.weight' .* tied to 'a.weight'")
 
 
 def test_other_ties_of_modules_are_named():
@@ -195,8 +193,7 @@ def test_other_ties_of_modules_are_named():
         first = nn.Linear(2, 2)
         return nn.Sequential(first, first if tied else nn.Linear(2, 2))
 
-    with pytest.raises(ValueError, match="the module tied to '0' in '1' of member 1"):
-        stack([twice(True), twice(False)])
+    refused([twice(True), twice(False)], "the module tied to '0' in '1' of member 1")
 
 
 class Config:
@@ -320,8 +317,7 @@ ATTRIBUTES = {
 @pytest.mark.parametrize("kind", ATTRIBUTES)
 def test_attributes_that_differ_are_named(kind):
     first, other, message = ATTRIBUTES[kind]
-    with pytest.raises(ValueError, match=message):
-        stack([Holder(first()), Holder(other())])
+    refused([Holder(first()), Holder(other())], message)
 
 
 @pytest.mark.parametrize("kind", ATTRIBUTES)
@@ -342,11 +338,10 @@ def test_references_to_the_models_own_parts_are_compared_by_name():
         return model
 
     assert difference(pointing("a"), pointing("a")) is None
-    with pytest.raises(
-        ValueError,
-        match=r"what is at 'a.weight' in 'held\[0\]' of member 1 .* 'b.weight'",
-    ):
-        stack([pointing("a"), pointing("b")])
+    refused(
+        [pointing("a"), pointing("b")],
+        r"what is at 'a.weight' in 'held\[0\]' of member 1 .* 'b.weight'",
+    )
 
 
 def test_functions_bound_to_the_models_are_compared_by_their_code():
@@ -359,11 +354,10 @@ def test_functions_bound_to_the_models_are_compared_by_their_code():
         return model
 
     assert difference(doubled(2), doubled(2)) is None
-    with pytest.raises(
-        ValueError,
-        match=r"expected 2 in 'forward.__func__.__closure__\[0\]' of member 1",
-    ):
-        stack([doubled(2), doubled(3)])
+    refused(
+        [doubled(2), doubled(3)],
+        r"expected 2 in 'forward.__func__.__closure__\[0\]' of member 1",
+    )
 
 
 def test_hooks_are_alike_whatever_their_numbers():

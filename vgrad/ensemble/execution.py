@@ -54,7 +54,7 @@ class Call:
     ) -> None:
         """Check that all sizes fit."""
         self.members = members(params, buffers, shared, function=function)
-        _, whole = split(function, {**params, **buffers}, shared)
+        whole = split(function, {**params, **buffers}, shared)[1] if shared else ()
         self.args = (dict(params), dict(buffers), *batch)
         self.dims = (
             {name: None if name in whole else 0 for name in params},
