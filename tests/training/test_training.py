@@ -11,7 +11,7 @@ import vgrad
 from tests import cases, oracle
 from vgrad.cli import checkpoint
 from vgrad.precision import DynamicLossScale, NoOpLossScale, StaticLossScale
-from vgrad.training import TrainState, private_step, train_step
+from vgrad.training import EnsembleState, TrainState, private_step, train_step
 
 
 def plan(**changes):
@@ -188,11 +188,13 @@ def test_a_run_that_goes_on_repeats_batches_and_releases():
     assert len({tuple(each) for each in lost[1]}) == 4
 
 
-def test_a_state_that_is_printed_does_not_show_its_key():
-    state = TrainState.create(vgrad.optim.sgd(0.1), {"w": torch.zeros(2)}, {})
+@pytest.mark.parametrize("kind", [TrainState, EnsembleState])
+def test_a_state_that_is_printed_does_not_show_its_key(kind):
+    state = kind.create(vgrad.optim.sgd(0.1), {"w": torch.zeros(2)}, {})
     for text in (repr(state), str((state,)), f"{state}"):
         assert "key=<secret>" in text
         assert "uint8" not in text
+        assert kind.__name__ in text
         assert "params={'w': tensor([0., 0.])}" in text
 
 

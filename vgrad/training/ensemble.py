@@ -34,6 +34,7 @@ from vgrad.training.state import (
     own_randomness,
     scale_of,
     under,
+    without_key,
 )
 from vgrad.tree import map_tensors, tree_map
 from vgrad.typing import BatchLossFn, Buffers, LossFn, Params, Tree
@@ -60,6 +61,10 @@ class EnsembleState(NamedTuple):
     key: Tensor
     loss_scale: LossScale
     active: Tensor
+
+    def __repr__(self) -> str:
+        """Show all but the key."""
+        return without_key(self)
 
     @classmethod
     def create(

@@ -49,10 +49,8 @@ class TrainState(NamedTuple):
     loss_scale: LossScale = NoOpLossScale()
 
     def __repr__(self) -> str:
-        """Show all but the key, so that no log or traceback holds it."""
-        shown = {**self._asdict(), "key": "<secret>"}
-        fields = ", ".join(f"{name}={value}" for name, value in shown.items())
-        return f"TrainState({fields})"
+        """Show all but the key."""
+        return without_key(self)
 
     @classmethod
     def create(
@@ -100,6 +98,13 @@ class TrainState(NamedTuple):
             False
         """
         return self._replace(key=secret_key())
+
+
+def without_key(state: Any) -> str:
+    """Print a state without its secret, so that no log or traceback holds it."""
+    shown = {**state._asdict(), "key": "<secret>"}
+    fields = ", ".join(f"{name}={value}" for name, value in shown.items())
+    return f"{type(state).__name__}({fields})"
 
 
 def check_scale(function: str, loss_scale: LossScale | None) -> None:
