@@ -229,6 +229,7 @@ def wheel(tmp_path_factory):
     return built
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_package_alone(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     inside = {name for name in names if not name.split("/")[0].endswith(".dist-info")}
@@ -237,6 +238,7 @@ def test_the_wheel_holds_the_package_alone(wheel):
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+@pytest.mark.slow
 def test_the_wheel_works_where_the_checkout_is_not(wheel, tmp_path):
     target = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(target)

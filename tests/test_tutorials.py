@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "tutorials").glob("*.py")), ids=lambda path: path.stem
 )

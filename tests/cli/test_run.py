@@ -200,6 +200,7 @@ def test_reproducible_noise_repeats_the_run_and_claims_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "every"),
     [([FIXED], 1), ([*THREE, FIXED], 4), ([*THREE, PLAIN], 4)],
