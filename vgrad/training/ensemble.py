@@ -187,7 +187,7 @@ class _EnsembleStep:
         scale = scale_of(state, self.first)
         scaled = not isinstance(scale, NoOpLossScale)
         scale = _of_each(scale, len(active)) if scaled else scale
-        entries = {**state.params, **state.buffers}
+        entries = {**state.params, **state.buffers} if self.shared else {}
         _, whole = split("ensemble_train_step", entries, self.shared)
         with torch.no_grad(), own_randomness(state):
             (grads, losses, buffers), aux = self._gradient(state, scale, whole, batch)
