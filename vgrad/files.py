@@ -155,8 +155,8 @@ def read_parts(
         for part, held in tensors.items()
     ):
         raise ValueError(
-            f"{path}: expected {called}, got a damaged file (what it holds is not what "
-            f"was written)."
+            f"{path}: expected {called}, got a damaged file (its checksum does not "
+            f"match)."
         )
     named = {
         part: {key.removeprefix(_prefix(part)): value for key, value in held.items()}

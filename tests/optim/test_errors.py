@@ -154,9 +154,9 @@ KINDS = [
     (lambda: optim.keep("w"), "keep(selection='w'): expected a list"),
     (
         lambda: optim.keep(3),
-        "keep(selection=3): expected a list or tuple of patterns of names, got a int",
+        "keep(selection=3): expected patterns of names or a function of the name",
     ),
-    (lambda: partition({3: sgd()}), "partition(key=3): expected a list"),
+    (lambda: partition({3: sgd()}), "partition(key=3): expected patterns"),
     (
         lambda: partition({("w", 3): sgd()}),
         "partition(key=('w', 3)): expected patterns that are strings",
@@ -285,6 +285,22 @@ def test_numbers_out_of_range_are_refused(name, argument, expected):
 def test_bad_values_and_states_are_refused(call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
+
+
+@pytest.mark.parametrize("tx", [optim.trace(0.9), optim.scale_by_adam()])
+def test_a_state_of_nothing_is_refused(tx):
+    message = r"(trace|scale_by_adam)\(state\): .*that its init made, got \(\)"
+    with pytest.raises(TypeError, match=message):
+        tx.update({"w": torch.ones(2)}, ())
+
+
+def test_a_selection_does_not_change_with_the_list_it_was_made_of():
+    patterns = ["a"]
+    tx = masked(sgd(0.5), patterns)
+    patterns.append("b")
+    params = {"a": torch.ones(1), "b": torch.ones(1)}
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert updates["b"] is params["b"]
 
 
 @pytest.mark.parametrize(("call", "message"), KINDS)

@@ -172,7 +172,7 @@ def named_again(where: str, spec: str, again: str | None) -> None:
 
 @contextmanager
 def tried(spec: str, shape: Shape, *, private: bool) -> Iterator[None]:
-    """Say what a model has to be when it fails, in whatever way, in a block."""
+    """Turn any error of a model in a block into one that says what it must do."""
     try:
         yield
     except Exception as error:

@@ -200,11 +200,12 @@ def add_bench(parser: ArgumentParser) -> None:
 
 def add_rules(parser: ArgumentParser) -> None:
     """Declare the arguments of `rules`."""
+    texts = {each.name: each.metadata["help"] for each in fields(Settings)}
     parser.add_argument(
         "--model",
         metavar="MODEL",
-        help="explain a private step of this model as well: a name or module:factory "
-        "as for train; a module may register rules of its own",
+        help=f"explain a private step of this model as well: {texts['model']}; a "
+        f"module may register rules of its own",
     )
     parser.add_argument(
         "--alignment",

@@ -1,9 +1,9 @@
 """What a run shows: a table that moves on a terminal, lines elsewhere, and pictures.
 
 `curves.png` shows accuracy and privacy over the steps. For an ensemble
-`reliability.png` shows whether it is as sure as it is right, and `uncertain.png` what
-it is least sure of. All are made from the private data, without noise: they are not for
-release.
+`reliability.png` shows whether its confidence matches its accuracy, and `uncertain.png`
+what it is least sure of. All are made from the private data, without noise: they are
+not for release.
 """
 
 import io

@@ -116,7 +116,7 @@ def add_gaussian_noise(
         return map_values(_released, sums, sums)
     own = generators.subkey(key, "noise", step, float(noise_multiplier), deviation)
     normals = _Normals(own, sums, member)
-    # Adding it leaves no room for what is below the grid.
+    # Adding and subtracting this number rounds a float64 to the grid.
     rounding = 1.5 * 2.0 ** (52 + math.floor(math.log2(deviation * _GRID)))
 
     def add(name: str, total: Tensor) -> Tensor:

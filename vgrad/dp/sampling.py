@@ -29,7 +29,7 @@ def poisson_sample(
     B is binomial with mean `sampling_rate * dataset_size` and may be zero. The indices
     are int64, ascending, on the CPU. They are a function of the arguments: the batch of
     a step can be drawn again, and those of two steps are independent. One float64
-    number is drawn per sample of the data set, since those of float32 come in steps of
+    number is drawn per sample of the data set, because float32 draws are multiples of
     2^-24, too coarse for small rates.
 
     Raises:

@@ -93,8 +93,8 @@ def check_plain(function: str, model: Any) -> None:
         raise TypeError(
             f"{given}: expected tensors without hooks, which gradients of other "
             f"tensors would not run, got some on {checks.listed(hooked)}. Remove them "
-            f"(`handle.remove()`). A parametrization can do to a gradient what they "
-            f"do, in its backward pass (torch.nn.utils.parametrize)."
+            f"(`handle.remove()`). To change a gradient, use a parametrization with a "
+            f"backward pass of its own (torch.nn.utils.parametrize)."
         )
     check_apart(function, model)
 

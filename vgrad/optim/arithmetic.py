@@ -86,7 +86,12 @@ def of_history(
     def update(
         grads: Grads, state: Any, params: Params | None = None
     ) -> tuple[Updates, Any]:
-        held = next(field for field in state if isinstance(field, dict))
+        held = next((field for field in state if isinstance(field, dict)), None)
+        if held is None:
+            raise TypeError(
+                f"{function}(state): expected the state that its init made, got "
+                f"{state!r}."
+            )
         checks.same_names(f"{function}(grads)", held, grads)
         return move(grads, state)
 

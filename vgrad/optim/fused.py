@@ -107,8 +107,8 @@ def _donated(
 ) -> Donated:
     """Make a step in place of a kernel that `launch` runs for each group of tensors.
 
-    It is had only if the hyperparameters are `plain` numbers, and if the state of a
-    chain has a part of that kind exactly where the optimizer `keeps` something.
+    The step returns None unless the hyperparameters are `plain` numbers, and the state
+    of a chain has a part of that kind exactly where the optimizer `keeps` something.
     """
 
     def step(

@@ -43,7 +43,7 @@ def masked(
         >>> decay.update(params, decay.init(params), params)[0]
         {'0.weight': tensor([1.5000, 1.5000]), '0.bias': tensor([1., 1.])}
     """
-    check_selection("masked", "selection", selection)
+    selection = checked("masked", "selection", selection)
 
     def init(params: Params) -> Tree:
         _check_matches("masked", selection, params)
@@ -84,9 +84,10 @@ def partition(
     if not groups:
         raise ValueError("partition({}): expected at least one group, got none.")
     transformations = list(groups.values())
-    selections = [(key,) if isinstance(key, str) else key for key in groups]
-    for selection in selections:
-        check_selection("partition", "key", selection)
+    selections = [
+        checked("partition", "key", (key,) if isinstance(key, str) else key)
+        for key in groups
+    ]
 
     def init(params: Params) -> Tree:
         for selection in selections:
@@ -146,7 +147,7 @@ def keep(selection: Selection = ("*",)) -> GradientTransformation:
         >>> tx.update(params, tx.init(params), params)[0]
         {'encoder.weight': None, 'head.weight': tensor([-0.5000, -0.5000])}
     """
-    check_selection("keep", "selection", selection)
+    selection = checked("keep", "selection", selection)
 
     def init(params: Params) -> Tree:
         _check_matches("keep", selection, params)
@@ -180,10 +181,17 @@ def _part_of_params(
     return _part(params, chosen)
 
 
-def check_selection(function: str, argument: str, selection: Any) -> None:
-    """Refuse what is no list or tuple of patterns, nor a function."""
-    if not callable(selection):
-        names.check(function, **{argument: selection})
+def checked(function: str, argument: str, selection: Any) -> Any:
+    """Return a selection that nobody can change, or refuse what is none."""
+    if callable(selection):
+        return selection
+    if not isinstance(selection, str | list | tuple):
+        raise TypeError(
+            f"{function}({argument}={selection!r}): expected patterns of names or a "
+            f"function of the name, got a {type(selection).__name__}."
+        )
+    names.check(function, **{argument: selection})
+    return tuple(selection)
 
 
 def _check_matches(function: str, selection: Selection, params: Params) -> None:

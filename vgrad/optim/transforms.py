@@ -17,7 +17,7 @@ from vgrad.optim.arithmetic import (
     scalar,
 )
 from vgrad.optim.base import GradientTransformation, Grads, Updates, chain, stateless
-from vgrad.optim.grouping import Selection, check_selection, masked
+from vgrad.optim.grouping import Selection, checked, masked
 from vgrad.typing import Params, Schedule
 
 
@@ -53,7 +53,7 @@ def add_decayed_weights(
         ({'w': tensor([1., 2.])}, ())
     """
     if mask is not None:
-        check_selection("add_decayed_weights", "mask", mask)
+        mask = checked("add_decayed_weights", "mask", mask)
     if is_zero(weight_decay):
         return chain()
     if mask is not None:
@@ -131,7 +131,7 @@ def descent(
 ) -> GradientTransformation:
     """Make the chain that most optimizers are: sign, decay, direction and rate.
 
-    A decoupled decay comes after the direction, of which it is then no part.
+    Decoupled decay is added after the direction, so the direction does not scale it.
     """
     decay = add_decayed_weights(weight_decay)
     return chain(

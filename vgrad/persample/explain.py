@@ -40,7 +40,7 @@ class Row(NamedTuple):
         names: the parameters.
         op: the op, or those that asked for copies of the parameter, one a sample.
         factor: the kind of factor that holds the gradients.
-        form: how norms are had from it: from those of `"both sides"` of one outer
+        form: how norms are computed: from those of `"both sides"` of one outer
             product, from inner products of positions (`"gram"`), from the `"rows"` of a
             table or from the `"gradients"` themselves. Transforms that need no norms
             have `"gradients"`, or a `"weighted sum"` without them.
@@ -287,7 +287,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _for_norms(factor: Factor, number: int) -> tuple[str, int]:
-    """Say how norms are had, and what is kept until the sum can be weighted."""
+    """Say how norms are computed, and what is kept until the sum can be weighted."""
     match factor:
         case Zero():
             return "none", 0

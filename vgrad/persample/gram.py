@@ -1,6 +1,7 @@
 """Inner products of the samples' gradients, within a batch and between two.
 
-B samples of the batch, B' of a second one.
+B samples of the batch, B' of a second one. The Gram form of a norm is another thing:
+`factors/reductions.py` has it.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,1 +1,1 @@
-"""From and to torch.optim."""
+"""From and to torch.optim: `counterparts.py` reads its optimizers and their states."""

@@ -260,6 +260,6 @@ def _check_matrices(argument: str, tensors: Mapping[str, Tensor | None]) -> None
         if tensor is not None and tensor.ndim != 2:
             raise ValueError(
                 f"{argument}: expected matrices, got shape {tuple(tensor.shape)} in "
-                f"{name!r}. Give what is no matrix to another optimizer, with "
-                f"vgrad.optim.partition."
+                f"{name!r}. Use vgrad.optim.partition to give other parameters another "
+                f"optimizer."
             )
