@@ -2,7 +2,7 @@
 
 import torch
 
-from vgrad import optim
+from vgrad import batches, optim
 from vgrad.batches import ChunkSize
 from vgrad.dp.plan import Plan
 from vgrad.dtypes import widened
@@ -84,14 +84,13 @@ def private_step(
 
     def step(state: TrainState, /, *batch: Tree) -> tuple[TrainState, Metrics]:
         taken = int(state.step)
-        _check_step(plan, taken)
+        _check(plan, taken, batches.read("private_step", batch).size)
         scale = scale_of(state, first)
         scaled = not isinstance(scale, NoOpLossScale)
         compute = clipped.with_loss_scale(scale) if scaled else clipped
         with torch.no_grad(), own_randomness(state):
             found = compute(state.params, state.buffers, *batch)
             result, aux = found if has_aux else (found, None)
-            _check_size(plan, len(result.losses))  # before anything is released
             grads = plan.add_noise(
                 result.grads, clipped.sensitivity, key=state.key, step=taken
             )
@@ -117,17 +116,13 @@ def private_step(
     return step
 
 
-def _check_step(plan: Plan, taken: int) -> None:
-    """Refuse steps that the plan does not account for."""
+def _check(plan: Plan, taken: int, size: int) -> None:
+    """Refuse steps and samples that the plan does not account for."""
     if not 0 <= taken < plan.steps:
         raise RuntimeError(
             f"private_step(plan)(state): expected a state of fewer than the "
             f"{plan.steps} steps that the plan accounts for, got {taken}."
         )
-
-
-def _check_size(plan: Plan, size: int) -> None:
-    """Refuse more samples than there are."""
     if size > plan.dataset_size:
         raise ValueError(
             f"private_step(plan)(state, *batch): expected a batch of at most the "

@@ -120,14 +120,14 @@ def first_scale(
     function: str,
     loss_scale: LossScale | None,
     policy: Policy | str | None,
-    in_float16: LossScale,
+    for_float16: LossScale,
 ) -> LossScale | None:
     """Return the scale asked for, or the default of a policy that needs one."""
     check_scale(function, loss_scale)
     if loss_scale is not None or policy is None:
         return loss_scale
     own = policy if isinstance(policy, Policy) else Policy.parse(policy)
-    return in_float16 if own.compute_dtype == torch.float16 else None
+    return for_float16 if own.compute_dtype == torch.float16 else None
 
 
 def scale_of(state: Any, first: LossScale | None) -> LossScale:

@@ -1,6 +1,7 @@
 """What watches a loss while it runs: refused ops, clear errors, one warning."""
 
 import contextlib
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -210,7 +211,7 @@ class Fallbacks:
 
 def _frames_here() -> int:
     """Count the frames of this package that a warning should not point at."""
-    here = str(Path(__file__).parents[2])
+    here = f"{Path(__file__).parents[2]}{os.sep}"
     frame, count = sys._getframe(1), 0
     while frame.f_back is not None and (
         frame.f_code.co_filename.startswith(here)
