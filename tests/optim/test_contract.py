@@ -351,7 +351,10 @@ def test_slopes_are_finite_where_there_are_zeros(case, zero):
     params = params if zero == "gradients" else zeros(params)
     numbers = tensors(case)
     options = {}
-    if "eps" in numbers and zero != "both" and case.problem is not matrices:
+    # Without eps Adam's step has no slope where all that it saw was zero.
+    make = getattr(case.make, "func", case.make)
+    bare = zero != "both" or make not in (optim.adam, optim.nadam, optim.adamax)
+    if "eps" in numbers and bare and case.problem is not matrices:
         options["eps"] = pytree.tree_map(lambda _: 0.0, numbers.pop("eps"))
 
     def outcome(numbers, params, grads):
