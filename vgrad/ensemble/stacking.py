@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vgrad import checks
 from vgrad.ensemble.axes import members, split
 from vgrad.ensemble.matching import check_alike
-from vgrad.functional import slots
+from vgrad.functional import refused, slots
 from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
 from vgrad.generators import ALONE
 from vgrad.names import Patterns
@@ -78,7 +78,7 @@ def listed_models(function: str, models: Iterable[nn.Module]) -> list[nn.Module]
     if not models:
         raise ValueError(f"{function}(models): expected at least one model, got none.")
     for index, model in enumerate(models):
-        slots.check_plain(f"{function}(models)[{index}]", model)
+        refused.check_plain(f"{function}(models)[{index}]", model)
     return models
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from vgrad.functional import slots
+from vgrad.functional import refused
 from vgrad.torch_private import tensors as private
 
 _TRAINING = 5
@@ -58,7 +58,7 @@ def replace_batch_norm(model: nn.Module) -> nn.Module:
         >>> replace_batch_norm(model)[1].num_groups
         32
     """
-    slots.check_plain("replace_batch_norm", model)
+    refused.check_plain("replace_batch_norm", model)
     copied = copy.deepcopy(model)
     memo: dict[int, nn.Module] = {}
 

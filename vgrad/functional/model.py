@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from vgrad import checks
-from vgrad.functional import slots
+from vgrad.functional import refused, slots
 from vgrad.functional.entries import Entries
 from vgrad.functional.untouched import Promise, untouched
 from vgrad.functional.writing import write_values_
 from vgrad.torch_private import levels, modes
-from vgrad.torch_private.tensors import has_backward_hooks, version_of
+from vgrad.torch_private.tensors import version_of
 from vgrad.tree import copied
 from vgrad.typing import Buffers, Params
 
@@ -53,11 +53,7 @@ class FunctionalModel:
         self._loose = slots.loose(attributes, firsts)
         own_buffers = slots.own_buffers(skeleton)
         copied = own_buffers | slots.renormalised(skeleton)
-        self._hooked = [
-            name or type(module).__name__
-            for name, module in skeleton.named_modules()
-            if has_backward_hooks(module)
-        ]
+        self._hooked = refused.backward_hooks(skeleton)
         self.names = tuple(self._entries.aliases)
         self.buffer_names = tuple(n for key, n in firsts.items() if key in own_buffers)
         self._copied = {name for key, name in firsts.items() if key in copied}
@@ -153,12 +149,7 @@ class FunctionalModel:
     ) -> tuple[Any, dict[str, Tensor]]:
         """Call the module with copies of what it may change; return what it left."""
         if self._hooked and levels.inside_transform():
-            raise RuntimeError(
-                f"fmodel(params, buffers): expected a model without backward hooks, "
-                f"which transforms of torch.func skip, got some on "
-                f"{checks.listed(self._hooked)}. Remove them, or use "
-                f'strategy="loop".'
-            )
+            refused.refuse_hooks(self._hooked)
         own = {
             name: value.clone() if name in self._copied else value
             for name, value in values.items()
@@ -255,8 +246,8 @@ def make_functional_with_buffers(
         >>> list(params), list(buffers)
         (['weight', 'bias'], [])
     """
-    slots.check_plain("make_functional_with_buffers", model)
-    slots.check_closures(model)
+    refused.check_plain("make_functional_with_buffers", model)
+    refused.check_closures(model)
     own_buffers = slots.own_buffers(model)
     constant = own_buffers - slots.persistent(model)
     placeholders: dict[int, slots.Placeholder] = {}
