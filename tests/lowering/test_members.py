@@ -1,5 +1,6 @@
 """Ops of all members at once: the numbers of torch's ops, one member at a time."""
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
+from tests import oracle
 from tests.examples import examples
 from vgrad.lowering import FORMS, Members, Truth
 from vgrad.torch_private import levels
@@ -30,8 +32,7 @@ by_space = pytest.mark.parametrize(
 )
 
 
-def close(found, expected, bound=1e-12):
-    torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
+close = partial(oracle.assert_exact, tolerance=1e-12)
 
 
 def mapped(function, dims, *tensors, told=None, chosen=True):
@@ -72,7 +73,9 @@ def check(function, dims, *tensors, chosen=True):
     close(found, expected)
     weights = random(*expected.shape, seed=7)
     grads = torch.autograd.grad((found * weights).sum(), leaves)
-    close(grads, torch.autograd.grad((expected * weights).sum(), leaves), 1e-11)
+    close(
+        grads, torch.autograd.grad((expected * weights).sum(), leaves), tolerance=1e-11
+    )
 
 
 def form(function, dims, *tensors, **options):
@@ -255,8 +258,8 @@ def test_forward_mode_and_second_derivatives_around_are_right(plain, shapes):
         inner = torch.func.grad(lambda w: by(run)(w).sum())
         return torch.func.grad(lambda w: (inner(w) * direction).sum())(weight)
 
-    close(tangents(mapped), tangents(looped), 1e-11)
-    close(product(mapped), product(looped), 1e-10)
+    close(tangents(mapped), tangents(looped), tolerance=1e-11)
+    close(product(mapped), product(looped), tolerance=1e-10)
 
 
 @by_op
@@ -273,7 +276,7 @@ def test_autograd_may_differentiate_twice_and_for_many_vectors_at_once(plain, sh
         many = random(4, *value.shape)
         return *twice, *torch.autograd.grad(value, leaves, many, is_grads_batched=True)
 
-    close(derivatives(mapped), derivatives(looped), 1e-10)
+    close(derivatives(mapped), derivatives(looped), tolerance=1e-10)
 
 
 def test_forward_mode_of_autograd_goes_through_a_linear_layer():
@@ -341,7 +344,7 @@ def test_ops_inside_of_torchs_python_functions_have_their_forms_too(chosen):
     options = {"told": lambda *each: told.append(each), "chosen": chosen}
     found = mapped(attend, (0,), params, **options)
     expected = torch.stack([layer(x, x, x)[0] for layer in layers])
-    close(found, expected, 1e-11)
+    close(found, expected, tolerance=1e-11)
     assert [op for op, _ in told] == (["linear", "linear"] if chosen else [])
 
 

@@ -1,5 +1,7 @@
 """Recurrent nets against torch's own, whose gradients come from plain autograd."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import vgrad
+from tests import oracle
 from tests.examples import examples
 from tests.oracle import assert_exact
 from vgrad.lowering import cells, recurrent
@@ -151,8 +154,7 @@ def by_reports(mode, *given, at=(0, 1, 2)):
     return found, [*own, *(each.sum(0) for each in of_weights)]
 
 
-def assert_equal(found, expected, tolerance=1e-11):
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+assert_equal = partial(oracle.assert_exact, tolerance=1e-11)
 
 
 @every_mode
@@ -379,10 +381,10 @@ def test_an_lstm_by_the_kernel_computes_its_gates_again(
     assert output.grad_fn.saved_tensors[:2] == (None, None)
     backward_of(output, final, again)
     tolerance = 1e-11 if why == "autocast" else 1e-6  # of the state in float32
-    assert_equal([output, *final], [own[0], *own[1]], tolerance)
-    assert_equal(again, kept, tolerance)
+    assert_equal([output, *final], [own[0], *own[1]], tolerance=tolerance)
+    assert_equal(again, kept, tolerance=tolerance)
     grads = [own[2].grad, *(each.grad for each in own[3])]
-    assert_equal([x.grad, h.grad, c.grad.double()], grads, tolerance)
+    assert_equal([x.grad, h.grad, c.grad.double()], grads, tolerance=tolerance)
     assert c.grad.dtype == c.dtype
 
 

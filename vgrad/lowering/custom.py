@@ -39,7 +39,7 @@ def custom_function(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _mapped_once(values: Any) -> bool:
-    """Tell whether one vmap runs, of which a loss that maps itself knows nothing."""
+    """Tell whether these tensors are mapped by one vmap alone, that over samples."""
     level = levels.current_level()
     for each in tree_leaves(values):
         if not isinstance(each, Tensor) or levels.level_of(each) != level:
