@@ -18,11 +18,12 @@ from vgrad.lowering.truthful import ASKED, Truth, among
 from vgrad.persample.engine import views
 from vgrad.persample.engine.guard import LossGuard
 from vgrad.persample.engine.problem import Problem
-from vgrad.persample.engine.sites import Site, Sites, Take, Use, leaf, op_name, replaced
+from vgrad.persample.engine.sites import Site, Sites, Take, Use, replaced
 from vgrad.persample.engine.taps import Taps
 from vgrad.persample.factors.base import Factor
 from vgrad.persample.rules.table import Lowering, Maker, Rule
 from vgrad.torch_private import levels, modes
+from vgrad.torch_private.tensors import leaf
 from vgrad.typing import Tree
 
 
@@ -219,7 +220,7 @@ class Recorder(LossGuard):
                 output = output.expand(self.size, *output.shape)
             if output.requires_grad:  # not under no_grad
                 uses = [(plan.weights[n], plan.makers[n]) for n in plan.weights]
-                name = op_name(self._lowering or func)
+                name = modes.op_name(self._lowering or func)
                 output = self._taps.tap(name, output, uses, ends=not plan.follows)
             return self.logical(output)
 
