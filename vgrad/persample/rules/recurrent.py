@@ -53,20 +53,14 @@ def _run(
 ) -> Output | None:
     """Fold the samples into the batch `n`, which is one for a single sequence."""
     hidden = (hx,) if isinstance(hx, Tensor) else tuple(hx)
-    options: dict[str, Any] = {
-        "num_layers": num_layers,
-        "bidirectional": bidirectional,
-        "dropout": dropout,
-        "training": train,
-    }
+    layout = cells.Layout(num_layers, bidirectional, dropout, train, batch_first)
     drops = dropout > 0 and train and num_layers > 1
     each = (4 if has_biases else 2) * num_layers * (2 if bidirectional else 1)
     projected = len(params) != each
     own = any(record.is_batched(weight) or weight.is_complex() for weight in params)
     if projected or own or (drops and record.randomness != "different"):
         with record.watching():
-            options["batch_first"] = batch_first
-            return cells.steps(mode, input, hidden, params, **options)
+            return cells.steps(mode, input, hidden, params, **layout._asdict())
     weights = [record.plain(weight) for weight in params]
     report = _reported(record, params, has_biases)
     x, *hidden = (record.copies(tensor) for tensor in (input, *hidden))
@@ -81,8 +75,7 @@ def _run(
             weights,
             report,
             anchor=record.anchor(x.new_zeros(())),
-            batch_first=False,
-            **options,
+            **layout._replace(batch_first=False)._asdict(),
         )
         output = output.unflatten(1, sizes).movedim(0, time)
         final = [each.unflatten(1, sizes).transpose(0, 1) for each in final]
