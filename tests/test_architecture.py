@@ -17,13 +17,14 @@ PACKAGE = ROOT / "vgrad"
 LAYERS = [
     {"torch_private"},
     {"typing", "checks", "tree", "names", "dtypes", "batches", "sensitivity"}
-    | {"files", "generators"},
+    | {"conditions", "files", "generators"},
     {"functional", "optim"},
     {"lowering", "precision"},
     {"persample"},
     {"dp", "testing"},
     {"ensemble"},
     {"training"},
+    {"compiled"},
     {"cli"},
     {"__main__"},
 ]

@@ -19,6 +19,8 @@ from vgrad import testing as testing
 from vgrad import training as training
 from vgrad import typing as typing
 from vgrad.cli.checkpoint import load as load
+from vgrad.compiled import CompileWarning as CompileWarning
+from vgrad.compiled import compile as compile
 from vgrad.ensemble import combine_state_for_ensemble as combine_state_for_ensemble
 from vgrad.ensemble import ensemble_forward as ensemble_forward
 from vgrad.ensemble import ensemble_grad as ensemble_grad

@@ -33,14 +33,24 @@ class Batch:
         """The tensors among the leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
-    def chunk(self, start: int, stop: int) -> tuple[Tensor, ...]:
-        """Return the tensors of these samples, which require no grad under no_grad."""
-        parts = tuple(tensor[start:stop] for tensor in self.tensors)
-        return parts if torch.is_grad_enabled() else tuple(p.detach() for p in parts)
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The tensors for a loss, which require no grad under no_grad."""
+        given = tuple(self.tensors)
+        return given if torch.is_grad_enabled() else tuple(x.detach() for x in given)
+
+    def part(self, start: int, stop: int) -> "Batch":
+        """Return the batch of these samples."""
+        leaves = [
+            leaf[start:stop] if isinstance(leaf, Tensor) else leaf
+            for leaf in self.leaves
+        ]
+        return Batch(stop - start, leaves, self.spec)
 
     def one(self, number: int) -> tuple[Tensor, ...]:
         """Return the tensors of one sample, without the batch dimension."""
-        return tuple(each.squeeze(0) for each in self.chunk(number, number + 1))
+        part = self.part(number, number + 1)
+        return tuple(each.squeeze(0) for each in part.inputs)
 
     def sample(self, tensors: tuple[Tensor, ...]) -> Tree:
         """Put the tensors of one sample where they are in the batch."""
@@ -85,6 +95,17 @@ def read(function: str, batch: Tree) -> Batch:
             f"got {found}."
         )
     return Batch(sizes.pop(), leaves, spec)
+
+
+def check_mask(function: str, mask: Any, size: int) -> None:
+    """Refuse a mask that is not boolean: a 2 would count a sample twice."""
+    tensor = isinstance(mask, Tensor)
+    if not tensor or mask.dtype != torch.bool or mask.shape != (size,):
+        got = f"{mask.dtype} {tuple(mask.shape)}" if tensor else type(mask).__name__
+        raise ValueError(
+            f"{function}(params, buffers, *batch, mask): expected a boolean tensor of "
+            f"shape ({size},), True for the samples that count, got {got}."
+        )
 
 
 def chunks(size: int, chunk_size: int | None) -> Iterator[tuple[int, int]]:

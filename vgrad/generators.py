@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vgrad import checks
+from vgrad import checks, conditions
 
 Place = str | int | float
 """A part of what a stream is for."""
@@ -140,7 +140,9 @@ def random_state(tensors: Iterable[Tensor]) -> RandomState:
 
 
 def set_random_state(state: RandomState) -> None:
-    """Put the generators back."""
+    """Put the generators back, which a graph of ops would not repeat."""
+    if conditions.are_collected():
+        raise conditions.Unrepeatable("it puts torch's generators back")
     torch.set_rng_state(state[0])
     for index, of_device in state[1].items():
         torch.cuda.set_rng_state(of_device, index)

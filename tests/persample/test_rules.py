@@ -454,7 +454,7 @@ def recorded(case, size=2):
     """Return what a recorder finds out about a case: its `uses` and `factors`."""
     params, batch = case.data(size)
     problem = Problem("test", case.loss).on(params, {}, batch)
-    return STRATEGIES["recorded"](problem, Told, 0, size).collected
+    return STRATEGIES["recorded"](problem, Told).collected
 
 
 def kinds_of(case, size=2):

@@ -244,7 +244,7 @@ def _outputs(
         # Statistics of a chunk would not be those of the batch.
         guard = nullcontext() if chunk_size is None else LossGuard(given={})
         with torch.no_grad(), guard:
-            rows = batch.sample(batch.chunk(start, stop))
+            rows = batch.sample(batch.part(start, stop).inputs)
             outputs = forward(params, buffers, *rows)
         _check(function, outputs)
         if outputs.ndim < 2 or outputs.shape[1] != stop - start:

@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -106,6 +106,15 @@ class FunctionalModel:
     def training(self) -> bool:
         """Whether the module is in training mode."""
         return self._skeleton.training
+
+    @property
+    def constants(self) -> list[Tensor]:
+        """The tensors in plain attributes of the module, which each call copies."""
+        return [value for _, _, value in self._loose]
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield all modules, whose tensors are placeholders."""
+        return self._skeleton.named_modules()
 
     def to_module(self, params: Params, buffers: Buffers) -> nn.Module:
         """Return a module of its own with copies of these values, ties kept.

@@ -10,8 +10,17 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.batches import ChunkSize
+from vgrad.conditions import unlikely
 from vgrad.dtypes import no_autocast
-from vgrad.persample.engine import Call, Problem, Randomness, Settled, Transform, joined
+from vgrad.persample.engine import (
+    Call,
+    Problem,
+    Quantity,
+    Randomness,
+    Settled,
+    Transform,
+    joined,
+)
 from vgrad.persample.engine.grouping import members
 from vgrad.persample.factors import Norm, Sums, reductions
 from vgrad.persample.factors.sums import ordinary, rounded_down
@@ -188,7 +197,11 @@ class _Clip:
         return torch.where(exact < torch.finfo(exact.dtype).tiny, 0.0, exact)
 
     def decide(
-        self, norms: Mapping[str, Norm], parts: _Parts, dtype: torch.dtype
+        self,
+        norms: Mapping[str, Norm],
+        parts: _Parts,
+        dtype: torch.dtype,
+        mask: Tensor | None = None,
     ) -> "_Decision":
         """Say from the norms what becomes of each sample; weights are of `dtype`."""
         joint = [Norm.joint([norms[name] for name in names]) for names, _ in parts]
@@ -197,12 +210,16 @@ class _Clip:
         weights: dict[str, Tensor] = {}
         for (names, bound), norm in zip(parts, joint, strict=True):
             factors = self.factors(torch.where(keep, norm.upper, 1), bound)
+            if mask is not None:
+                factors = torch.where(mask, factors, 0.0)
             # Rounded down, so that no product is above the bound.
             rounded = rounded_down(factors, dtype)
             weights.update(dict.fromkeys(names, rounded))
             above |= keep & (norm.value > bound)
             # A product with a number on the edge of zero must not count either.
             simple &= ordinary(norm.reach, factors) & (norm.reach <= bound * _FAR)
+        if mask is not None:
+            above &= mask
         return _Decision(Norm.joint(joint).value, weights, keep, above, simple)
 
 
@@ -225,7 +242,10 @@ class ClippedGradFn(Transform):
 
     def __init__(self, options: Problem, clip: _Clip, normalize_by: float) -> None:
         """Keep what `clipped_grad` was given."""
-        super().__init__(options, self._clipped)
+        quantity = Quantity(
+            lambda part: Settled(part.mask), self._measure, self._joined
+        )
+        super().__init__(options, quantity)
         self._clip = clip
         self._normalize_by = normalize_by
         self.sensitivity = Sensitivity(clip.total / normalize_by)
@@ -235,27 +255,38 @@ class ClippedGradFn(Transform):
         options = replace(self.options, loss_scale=loss_scale)
         return ClippedGradFn(options, self._clip, self._normalize_by)
 
-    def _clipped(self, call: Call) -> Any:
-        """Return a `ClippedGrad`, or with `has_aux` a pair of it and aux."""
-        clipped_parts = self._clip.parts(call.params)
+    def of_samples(self, value: ClippedGrad, rows: Any) -> ClippedGrad:
+        """Keep the norms and losses of some samples."""
+        return value._replace(norms=value.norms[rows], losses=value.losses[rows])
+
+    def _measure(self, found: Settled, part: Problem) -> tuple:
+        """Return the sums of a chunk, to be added, its norms, and which are above."""
+        dtype = reductions.norm_dtype(part.params)
+        groups = self._clip.parts(part.params)
+        decision = self._clip.decide(found.norms, groups, dtype, part.mask)
+        with no_autocast(part.device):
+            sums = list(self._sums(found, decision, groups))
+        return sums, decision.norms, decision.above
+
+    def _joined(self, parts: Iterator[tuple], call: Call) -> ClippedGrad:
+        """Add up the sums of all chunks."""
+        self._clip.parts(call.params)  # which may not be as the bounds say
         sums, found, above = Sums(), [], []
-        for settled in call.chunks(Settled):
-            decision = self._clip.decide(settled.norms, clipped_parts, call.dtype)
-            with no_autocast(call.problem.device):
-                for part in self._sums(settled, decision, clipped_parts):
-                    sums.add(part)
-            found.append(decision.norms)
-            above.append(decision.above)
+        for some, norms, clipped in parts:
+            for each in some:
+                sums.add(each)
+            found.append(norms)
+            above.append(clipped)
         norms = joined(reductions.no_norms(call.params, torch.float64), found)
         sums.divide(self._normalize_by)
-        result = ClippedGrad(
+        nonfinite, mask = ~norms.isfinite(), call.problem.mask
+        return ClippedGrad(
             grads=sums.rounded(call.params),
             norms=norms.to(call.dtype),
             losses=call.losses,
             clipped=joined(norms > 0, above).sum(),
-            nonfinite=(~norms.isfinite()).sum(),
+            nonfinite=(nonfinite if mask is None else nonfinite & mask).sum(),
         )
-        return call.result(result)
 
     def _sums(
         self, settled: Settled, decision: _Decision, parts: _Parts
@@ -264,11 +295,19 @@ class ClippedGradFn(Transform):
         keep: Tensor | None = decision.keep
         if not levels.inside_transform():
             keep = decision.keep & decision.simple
-            if bool(keep.all()):
+            if not unlikely(~keep):
                 keep = None
             else:
+                hard = decision.keep & ~decision.simple
+                if settled.mask is not None:
+                    keep, hard = keep & settled.mask, hard & settled.mask
                 # The norms of the very numbers that are summed, whatever they are.
-                for some in settled.gradients(decision.keep & ~decision.simple):
+                for some in settled.gradients(hard):
                     again = self._clip.decide(some.norms, parts, torch.float64)
                     yield some.weighted(again.weights, again.keep)
         yield settled.weighted(decision.weights, keep)
+
+
+def _collect(part: Problem) -> Settled:
+    """Collect what a clipped sum of a chunk needs."""
+    return Settled(part.mask)

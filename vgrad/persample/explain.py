@@ -9,13 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from vgrad import checks
 from vgrad.generators import kept_random_state
-from vgrad.persample.engine import (
-    Call,
-    Fallbacks,
-    Problem,
-    Transform,
-    UnsupportedOp,
-)
+from vgrad.persample.engine import Call, Fallbacks, Problem, Transform, UnsupportedOp
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.sites import Use
 from vgrad.persample.engine.views import only_reads
@@ -138,13 +132,18 @@ def explain(transform: Any) -> Any:
         )
     checks.one_of("explain", _FORMS, transform=transform.options.function)
 
-    def explanation(call: Call) -> Explanation:
-        with kept_random_state(call.problem.tensors):
-            return _explained(call.problem)
-
     # A memory of its own, so that the transform still warns of what was seen here.
     fresh = {"loss_scale": None, "fallbacks": Fallbacks()}
-    return Transform(dataclasses.replace(transform.options, **fresh), explanation)
+    return _Explaining(dataclasses.replace(transform.options, **fresh))
+
+
+class _Explaining(Transform):
+    """What `explain` returns for a per-sample transform."""
+
+    def called(self, call: Call, more: Any) -> Explanation:
+        """Say which strategy is taken, and why."""
+        with kept_random_state(call.problem.tensors):
+            return _explained(call.problem)
 
 
 def aligned(lines: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:

@@ -1,17 +1,23 @@
 """The gradient of every sample."""
 
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from vgrad import tree
 from vgrad.batches import ChunkSize
 from vgrad.dtypes import wide
-from vgrad.persample.engine import Call, Problem, Randomness, Transform, joined
-from vgrad.persample.engine.collectors import Gradients
+from vgrad.persample.engine import (
+    Call,
+    Gradients,
+    Problem,
+    Quantity,
+    Randomness,
+    Transform,
+    joined,
+)
 from vgrad.precision.loss_scale import LossScale
-from vgrad.typing import LossFn
+from vgrad.typing import LossFn, Params
 
 
 def per_sample_grad(
@@ -41,20 +47,25 @@ def per_sample_grad(
                 [ 6., 12.]])}
     """
 
-    def gradients(call: Call) -> Any:
-        found = list(call.chunks(Gradients))
-        grads = {
-            name: joined(
-                value.new_zeros((0, *value.shape)), [each.grads[name] for each in found]
-            ).to(_grad_dtype(value.dtype, loss_scale))
-            for name, value in call.params.items()
-        }
-        return call.result(tree.map_values(_own_memory, grads))
-
     options = Problem(
         "per_sample_grad", loss, strategy, chunk_size, randomness, has_aux, loss_scale
     )
-    return Transform(options, gradients)
+    quantity = Quantity(lambda _: Gradients(), lambda found, _: found.grads, _joined)
+    return Transform(options, quantity)
+
+
+def _joined(parts: Iterator[Params], call: Call) -> Params:
+    """Join the gradients of all chunks."""
+    found = list(parts)
+    scale = call.problem.loss_scale
+    return {
+        name: _own_memory(
+            joined(
+                value.new_zeros((0, *value.shape)), [each[name] for each in found]
+            ).to(_grad_dtype(value.dtype, scale))
+        )
+        for name, value in call.params.items()
+    }
 
 
 def _grad_dtype(dtype: torch.dtype, loss_scale: LossScale | None) -> torch.dtype:

@@ -6,6 +6,7 @@ B samples of the batch, B' of a second one. The Gram form of a norm is another t
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,11 @@ _Parts = Mapping[str, Sequence[str]]
 class GramFn(Transform):
     """What `per_sample_gram` returns: `(params, buffers, *batch, cross=None)`."""
 
+    def __init__(self, options: Problem, groups: Groups) -> None:
+        """Keep what `per_sample_gram` was given."""
+        super().__init__(options)
+        self._groups = groups
+
     def __call__(
         self,
         params: Params,
@@ -35,10 +41,29 @@ class GramFn(Transform):
         /,
         *batch: Tree,
         cross: tuple | None = None,
+        mask: Tensor | None = None,
     ) -> Any:
         """Multiply the gradients of this batch with their own, or those of `cross`."""
         _check_cross(cross)
-        return self._called(params, buffers, batch, cross)
+        found = self.on_all(params, buffers, batch, mask, cross)
+        if mask is None:
+            return found
+        return (self.selected if cross is None else self.of_samples)(found, mask)
+
+    def called(self, call: Call, more: Any) -> Any:
+        """Multiply gradients; `more` is the second batch, if any."""
+        parts = members("per_sample_gram", self._groups, call.params)
+        with ALONE if self.options.randomness == "same" else nullcontext():
+            found = (
+                _within(call, parts) if more is None else _between(call, parts, more)
+            )
+        found = {group: value.to(call.dtype) for group, value in found.items()}
+        value = found[""] if self._groups is None else found
+        return call.result(value, *tree.tensors(more))
+
+    def selected(self, found: Any, rows: Any) -> Any:
+        """Keep the rows and columns of some samples."""
+        return tree.tree_map(lambda products: products[rows][:, rows], found)
 
 
 def per_sample_gram(
@@ -90,20 +115,10 @@ def per_sample_gram(
     """
     check_groups("per_sample_gram", groups)
 
-    def gram(call: Call, cross: tuple | None) -> Any:
-        parts = members("per_sample_gram", groups, call.params)
-        with ALONE if randomness == "same" else nullcontext():
-            if cross is None:
-                found = _within(call, parts)
-            else:
-                found = _between(call, parts, cross)
-        found = {group: value.to(call.dtype) for group, value in found.items()}
-        return call.result(found[""] if groups is None else found, *tree.tensors(cross))
-
     options = Problem(
         "per_sample_gram", loss, strategy, chunk_size, randomness, loss_scale=loss_scale
     )
-    return GramFn(options, gram)
+    return GramFn(options, groups)
 
 
 def _within(call: Call, parts: _Parts) -> dict[str, Tensor]:
@@ -127,7 +142,8 @@ def _between(call: Call, parts: _Parts, cross: tuple) -> dict[str, Tensor]:
     if state is not None:
         set_random_state(state)  # all samples draw the same, of both batches
     strips = []
-    for chunk in call.chunks(Factors, other):
+    second = replace(problem, batch=other, mask=None)
+    for chunk in call.chunks(Factors, second):
 
         def product(name: str, factors: dict[str, Factor] = chunk.factors) -> Tensor:
             factor = factors.pop(name)

@@ -3,6 +3,7 @@
 N samples.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,14 @@ from torch import Tensor
 
 from vgrad.batches import ChunkSize
 from vgrad.dtypes import wide
-from vgrad.persample.engine import Call, Moments, Problem, Randomness, Transform
+from vgrad.persample.engine import (
+    Call,
+    Moments,
+    Problem,
+    Quantity,
+    Randomness,
+    Transform,
+)
 from vgrad.precision.loss_scale import LossScale
 from vgrad.typing import LossFn, Params
 
@@ -83,12 +91,6 @@ def gradient_moments(
         tensor(0.0714)
     """
 
-    def moments(call: Call) -> Any:
-        running = _Running()
-        for chunk in call.chunks(Moments):
-            running.add(call.done, chunk)
-        return call.result(running.result(call))
-
     options = Problem(
         "gradient_moments",
         loss,
@@ -97,7 +99,33 @@ def gradient_moments(
         randomness,
         loss_scale=loss_scale,
     )
-    return Transform(options, moments)
+    return _MomentsFn(options, Quantity(_collect, _measure, _joined))
+
+
+def _collect(part: Problem) -> Moments:
+    """Collect the moments of a chunk."""
+    return Moments(part.batch.size, part.mask)
+
+
+def _measure(found: Moments, part: Problem) -> tuple:
+    """Take what is merged of a chunk: how many samples, their means and squares."""
+    return found.count, found.means, found.squares
+
+
+def _joined(parts: Iterator[tuple], call: Call) -> GradientMoments:
+    """Merge the moments of all chunks."""
+    running = _Running()
+    for part in parts:
+        running.add(*part)
+    return running.result(call)
+
+
+class _MomentsFn(Transform):
+    """What `gradient_moments` returns."""
+
+    def of_samples(self, value: GradientMoments, rows: Any) -> GradientMoments:
+        """Keep the losses of some samples."""
+        return value._replace(losses=value.losses[rows])
 
 
 class _Running:
@@ -105,39 +133,36 @@ class _Running:
 
     def __init__(self) -> None:
         """Start with no samples."""
-        self._size = 0
+        self._size: Tensor | int = 0
         self._means: Params = {}
         self._squares: Params = {}
 
-    def add(self, total: int, part: Moments) -> None:
-        """Merge the moments of a chunk by the formula of Chan, Golub and LeVeque.
-
-        With it there are `total` samples.
-        """
-        if self._size == 0:
-            self._size, self._means, self._squares = total, part.means, part.squares
+    def add(self, size: Tensor | int, means: Params, squares: Params) -> None:
+        """Merge the moments of a chunk by the formula of Chan, Golub and LeVeque."""
+        if not self._means:
+            self._size, self._means, self._squares = size, means, squares
             return
-        size = total - self._size
+        total = self._size + size
         for name in self._means:
-            shift = part.means.pop(name) - self._means[name]
+            shift = means.pop(name) - self._means[name]
             between = _squared(shift) * (self._size * size / total)
-            squares = self._squares[name] + part.squares.pop(name) + between
+            self._squares[name] = self._squares[name] + squares.pop(name) + between
             self._means[name] = self._means[name] + shift * (size / total)
-            self._squares[name] = squares
         self._size = total
 
     def result(self, call: Call) -> GradientMoments:
         """Return the moments; 0 / 0 makes NaN of what too few samples leave open."""
         size, params, losses = self._size, call.params, call.losses
-        if size == 0:
+        if not self._means:
             nothing = {name: _undefined(value) for name, value in params.items()}
             self._means = nothing
             self._squares = {name: value.real for name, value in nothing.items()}
+        rest = torch.as_tensor(size - 1, dtype=torch.float64).clamp(min=0)
         trace = square = losses.new_zeros((), dtype=torch.float64)
         found = GradientMoments({}, {}, {}, trace, {}, losses)
         for name, value in params.items():
             mean, squares = self._means.pop(name), self._squares.pop(name)
-            signal, variance = _squared(mean), squares / max(size - 1, 0)
+            signal, variance = _squared(mean), squares / rest
             trace, square = trace + variance.sum(), square + signal.sum()
             dtype = wide(value.dtype)
             found.mean[name] = mean.to(dtype)

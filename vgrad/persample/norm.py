@@ -1,11 +1,20 @@
 """The norm of every sample's gradient."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
 from vgrad.batches import ChunkSize
-from vgrad.persample.engine import Call, Norms, Problem, Randomness, Transform, joined
+from vgrad.persample.engine import (
+    Call,
+    Norms,
+    Problem,
+    Quantity,
+    Randomness,
+    Transform,
+    joined,
+)
 from vgrad.persample.engine.grouping import Groups, check_groups, members
 from vgrad.persample.factors import Norm, reductions
 from vgrad.precision.loss_scale import LossScale
@@ -43,20 +52,25 @@ def per_sample_norm(
         >>> per_sample_norm(loss)({"w": torch.ones(2)}, {}, x)
         tensor([5., 0.])
     """
-    check_groups("per_sample_norm", groups)
+    function = "per_sample_norm"
+    check_groups(function, groups)
 
-    def norms(call: Call) -> Any:
-        parts = members("per_sample_norm", groups, call.params)
-        found: dict[str, list[Tensor]] = {group: [] for group in parts}
-        for chunk in call.chunks(Norms):
-            for group, names in parts.items():
-                norm = Norm.joint([chunk.norms[name] for name in names])
-                found[group].append(norm.value.to(call.dtype))
-        empty = reductions.no_norms(call.params, call.dtype)
-        result = {group: joined(empty, each) for group, each in found.items()}
-        return call.result(result[""] if groups is None else result)
+    def measure(found: Norms, part: Problem) -> dict[str, Tensor]:
+        dtype = reductions.norm_dtype(part.params)
+        return {
+            group: Norm.joint([found.norms[name] for name in names]).value.to(dtype)
+            for group, names in members(function, groups, part.params).items()
+        }
+
+    def join(parts: Iterator[dict[str, Tensor]], call: Call) -> Any:
+        norms, empty = list(parts), reductions.no_norms(call.params, call.dtype)
+        result = {
+            group: joined(empty, [each[group] for each in norms])
+            for group in members(function, groups, call.params)
+        }
+        return result[""] if groups is None else result
 
     options = Problem(
-        "per_sample_norm", loss, strategy, chunk_size, randomness, has_aux, loss_scale
+        function, loss, strategy, chunk_size, randomness, has_aux, loss_scale
     )
-    return Transform(options, norms)
+    return Transform(options, Quantity(lambda _: Norms(), measure, join))

@@ -5,7 +5,8 @@ B samples, P numbers in a parameter, of which O are in its first dimension.
 
 import hashlib
 import math
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 import torch
@@ -13,7 +14,14 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.batches import ChunkSize
-from vgrad.persample.engine import Call, Problem, Randomness, Transform, joined
+from vgrad.persample.engine import (
+    Call,
+    Problem,
+    Quantity,
+    Randomness,
+    Transform,
+    joined,
+)
 from vgrad.persample.engine.collectors import Projections
 from vgrad.persample.factors import Probes, reductions
 from vgrad.precision.loss_scale import LossScale
@@ -88,22 +96,21 @@ def per_sample_projection(
     checks.one_of(function, ("rademacher", "gaussian"), kind=kind)
     directions = _Directions(dim, seed, kind)
 
-    def projections(call: Call) -> Any:
-        def collect() -> Projections:
-            probes = {name: directions.of(name, p) for name, p in call.params.items()}
-            return Projections(probes)
+    def collect(part: Problem) -> Projections:
+        probes = {name: directions.of(name, p) for name, p in part.params.items()}
+        return Projections(probes)
 
-        found = [
-            (chunk.sums / math.sqrt(dim)).to(call.dtype)
-            for chunk in call.chunks(collect)
-        ]
+    def measure(found: Projections, part: Problem) -> Tensor:
+        return (found.sums / math.sqrt(dim)).to(reductions.norm_dtype(part.params))
+
+    def join(parts: Iterator[Tensor], call: Call) -> Tensor:
         empty = reductions.no_norms(call.params, call.dtype).new_zeros(0, dim)
-        return call.result(joined(empty, found))
+        return joined(empty, list(parts))
 
     options = Problem(
         function, loss, strategy, chunk_size, randomness, has_aux, loss_scale
     )
-    return Transform(options, projections)
+    return Transform(options, Quantity(collect, measure, join))
 
 
 class _Directions:

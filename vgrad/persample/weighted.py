@@ -1,11 +1,19 @@
 """The weighted sum of the samples' gradients."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
 from vgrad.batches import ChunkSize
-from vgrad.persample.engine import Call, Problem, Randomness, Transform, Weighted
+from vgrad.persample.engine import (
+    Call,
+    Problem,
+    Quantity,
+    Randomness,
+    Transform,
+    Weighted,
+)
 from vgrad.persample.factors import Sums
 from vgrad.precision.loss_scale import LossScale
 from vgrad.typing import Buffers, LossFn, Params, Tree
@@ -15,10 +23,20 @@ class WeightedGradFn(Transform):
     """What `weighted_grad` returns: `(weights, params, buffers, *batch)`."""
 
     def __call__(
-        self, weights: Tensor, params: Params, buffers: Buffers, /, *batch: Tree
+        self,
+        weights: Tensor,
+        params: Params,
+        buffers: Buffers,
+        /,
+        *batch: Tree,
+        mask: Tensor | None = None,
     ) -> Any:
         """Sum the gradients of this batch with weights `[B]`."""
-        return self._called(params, buffers, batch, weights)
+        return self.on_all(params, buffers, batch, mask, weights)
+
+    def of_samples(self, value: Params, rows: Any) -> Params:
+        """Return the sums, which have no entry for a sample."""
+        return value
 
 
 def weighted_grad(
@@ -48,17 +66,31 @@ def weighted_grad(
         {'w': tensor([1.5000, 1.0000])}
     """
 
-    def weighted(call: Call, weights: Tensor) -> Any:
-        _check_weights(weights, call.problem.batch.size)
-        sums = Sums()
-        for chunk in call.chunks(lambda: Weighted(weights[call.done :])):
-            sums.add(chunk.sums)
-        return call.result(sums.rounded(call.params), weights)
-
     options = Problem(
         "weighted_grad", loss, strategy, chunk_size, randomness, has_aux, loss_scale
     )
-    return WeightedGradFn(options, weighted)
+    return WeightedGradFn(options, Quantity(_collect, _measure, _joined))
+
+
+def _collect(part: Problem) -> Weighted:
+    """Sum with the weights of a chunk."""
+    _check_weights(part.weights, part.batch.size)
+    assert part.weights is not None
+    return Weighted(part.weights, part.mask)
+
+
+def _measure(found: Weighted, part: Problem) -> Params:
+    """Take the sums of a chunk."""
+    return found.sums
+
+
+def _joined(parts: Iterator[Params], call: Call) -> Params:
+    """Add up the sums of all chunks."""
+    _check_weights(call.problem.weights, call.problem.batch.size)
+    sums = Sums()
+    for part in parts:
+        sums.add(part)
+    return sums.rounded(call.params)
 
 
 def _check_weights(weights: Any, size: int) -> None:

@@ -21,6 +21,10 @@ tanh_backward = torch.ops.aten.tanh_backward
 """The derivatives that autograd calls (tools/autograd/derivatives.yaml), that of a
 convolution with a choice of input, weight and bias."""
 
+fp32_precision = torch._C._get_fp32_precision_getter
+"""What torch's switch for a backend's op says: `torch.backends.cuda.matmul` and so on
+read it by this function, which costs a tenth of them (torch/backends/__init__.py)."""
+
 _ON_CPU = {
     "bfloat16": "_is_mkldnn_bf16_supported",
     "float16": "_is_mkldnn_fp16_supported",

@@ -29,6 +29,8 @@ From torch/_functorch/pyfunctorch.py, autograd_function.py and vmap.py:
 for all of this in `torch.func` would end the need.
 """
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -67,6 +69,7 @@ __all__ = [
     "is_wrapped",
     "level_of",
     "load_decompositions",
+    "outside",
     "remove_batch_axis",
     "split_batch_axis",
     "stored",
@@ -85,6 +88,15 @@ def inside_transform() -> bool:
     Forward mode counts, which `linearize` uses without a level of its own.
     """
     return current_level() is not None or forward_ad._current_level >= 0
+
+
+@contextmanager
+def outside() -> Iterator[None]:
+    """Leave all transforms in this block."""
+    with ExitStack() as stack:
+        while current_level() is not None:
+            stack.enter_context(without_innermost())
+        yield
 
 
 def stored(tensor: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 
+from vgrad.torch_private.levels import outside
+
 __all__ = ["GRAPH", "HOOKS", "IS_VIEW", "MEMORY", "OPS", "BatchNorm", "NormBase"]
 
 GRAPH = ("_grad_fn", "_backward_hooks", "_post_accumulate_grad_hooks")
@@ -54,7 +56,8 @@ def leaf(value: Tensor) -> Tensor:
 
     Inside a transform `requires_grad_()` raises, even on tensors from outside.
     """
-    return Tensor._make_subclass(Tensor, value.detach(), True)
+    with outside():
+        return value.detach().requires_grad_()
 
 
 def memory(tensor: Tensor) -> int | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vgrad import optim
+from vgrad.conditions import are_collected
 from vgrad.dtypes import widened
 from vgrad.ensemble.axes import members, split
 from vgrad.ensemble.execution import Call, InDims, Randomness, Strategy
@@ -26,8 +27,10 @@ from vgrad.optim.base import GradientTransformation
 from vgrad.precision import DynamicLossScale, LossScale, NoOpLossScale, Policy
 from vgrad.training.state import (
     Metrics,
+    Run,
     Step,
     TrainState,
+    at_once,
     device_of,
     first_scale,
     kept_dtypes,
@@ -162,12 +165,16 @@ def ensemble_train_step(
         shared=shared,
         has_aux=has_aux,
     )
-    return _EnsembleStep(gradient, tx, first, in_dims, tuple(shared), donate, has_aux)
+    return EnsembleStep(gradient, tx, first, in_dims, tuple(shared), donate, has_aux)
 
 
 @dataclass(frozen=True, eq=False)
-class _EnsembleStep:
-    """What `ensemble_train_step` returns."""
+class EnsembleStep:
+    """What `ensemble_train_step` returns.
+
+    Attributes:
+        run: how all but the random numbers of a step is computed.
+    """
 
     gradient: EnsembleGradFn
     tx: GradientTransformation
@@ -176,6 +183,7 @@ class _EnsembleStep:
     shared: Patterns
     donate: bool
     has_aux: bool
+    run: Run = at_once
 
     def __call__(
         self, state: EnsembleState, /, *batch: Tree
@@ -187,14 +195,27 @@ class _EnsembleStep:
         scale = scale_of(state, self.first)
         scaled = not isinstance(scale, NoOpLossScale)
         scale = _of_each(scale, len(active)) if scaled else scale
+        # Neither the key nor the count is for a function of tensors.
+        given = state._replace(loss_scale=scale, key=active, step=active)
+        with torch.no_grad(), own_randomness(state):
+            new, metrics = self.run(self._computed, given, batch)
+        return new._replace(key=state.key, step=state.step + 1), metrics
+
+    def _computed(
+        self, state: EnsembleState, batch: tuple
+    ) -> tuple[EnsembleState, Metrics]:
+        """Return the state after the step, with the same key and count."""
+        active, scale = state.active, state.loss_scale
+        scaled = not isinstance(scale, NoOpLossScale)
         entries = {**state.params, **state.buffers} if self.shared else {}
         _, whole = split("ensemble_train_step", entries, self.shared)
-        with torch.no_grad(), own_randomness(state):
+        with torch.no_grad():
             (grads, losses, buffers), aux = self._gradient(state, scale, whole, batch)
             finite = _finite([grads[n] for n in grads if n not in whole], active)
             trained = active & finite
             # Looking at values costs nothing on a CPU, and choosing a pass over all.
-            everyone = trained.is_cpu and not whole and bool(trained.all())
+            looks = trained.is_cpu and not whole and not are_collected()
+            everyone = looks and bool(trained.all())
             params, optimizer = optim.step(
                 self.tx,
                 grads,
@@ -216,7 +237,7 @@ class _EnsembleStep:
                 metrics["loss_scale"] = torch.as_tensor(scale.loss_scale).clone()
                 adjusted = torch.vmap(lambda scale, ok: scale.adjust(ok))(scale, finite)
                 scale = keep(active, adjusted, scale)
-        return new._replace(step=state.step + 1, loss_scale=scale), metrics
+        return new._replace(loss_scale=scale), metrics
 
     def _gradient(
         self, state: EnsembleState, scale: LossScale, whole: Params, batch: tuple
@@ -299,7 +320,7 @@ def _of_each(scale: LossScale, count: int) -> LossScale:
 def _finite(grads: list[Tensor], like: Tensor) -> Tensor:
     """Tell which members' gradients are finite, `[E]`, without a device sync."""
     finite = torch.ones_like(like)
-    if like.device.type == "cpu":
+    if like.device.type == "cpu" and not are_collected():
         # A sum that is finite says so of all it is of, in a fraction of the time.
         if all(bool(grad.sum().isfinite()) for grad in grads):
             return finite

@@ -1,9 +1,12 @@
 """The ordinary training step: `step(state, *batch) -> (new state, metrics)`."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from vgrad import optim
 from vgrad.dtypes import widened
 from vgrad.ensemble.gradients import check_loss, returning_buffers
 from vgrad.optim.base import GradientTransformation
@@ -18,16 +21,19 @@ from vgrad.precision import (
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.training.state import (
     Metrics,
+    Run,
     Step,
     TrainState,
+    at_once,
     first_scale,
     kept_dtypes,
     own_randomness,
     scale_of,
     under,
+    updated,
 )
 from vgrad.tree import map_tensors
-from vgrad.typing import BatchLossFn, LossFn, Params, Tree
+from vgrad.typing import BatchLossFn, Buffers, LossFn, Params, Tree
 
 
 def train_step(
@@ -79,33 +85,46 @@ def train_step(
     check_loss("train_step", loss)
     run = returning_buffers("train_step", under(policy, loss), has_aux=has_aux)
 
-    def step(state: TrainState, /, *batch: Tree) -> tuple[TrainState, Metrics]:
-        scale = scale_of(state, first)
+    return TrainStep(run, tx, first, donate, has_aux)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainStep:
+    """What `train_step` returns.
+
+    Attributes:
+        loss: what returns a loss, with aux if there is one, and new buffers.
+        run: how gradients are computed, and the optimizer run.
+    """
+
+    loss: Callable[..., tuple[Any, Buffers]]
+    tx: GradientTransformation
+    first: LossScale | None
+    donate: bool
+    has_aux: bool
+    run: Run = at_once
+
+    def __call__(
+        self, state: TrainState, /, *batch: Tree
+    ) -> tuple[TrainState, Metrics]:
+        """Return the state after the step, and what the step found."""
+        scale = scale_of(state, self.first)
         scaled = not isinstance(scale, NoOpLossScale)
-
-        def of_params(params: Params) -> tuple[Tensor, tuple]:
-            with AutocastMode(params.values()):
-                found, buffers = run(params, state.buffers, *batch)
-            value, aux = found if has_aux else (found, ())
-            return scale.scale(value), (value, aux, buffers)
-
         with torch.no_grad(), own_randomness(state):
-            grads, found = torch.func.grad(of_params, has_aux=True)(state.params)
-            value, aux, buffers = found
-            grads = scale.unscale(grads)
-            finite = all_finite(grads) if scaled else torch.tensor(True)
-            # What is skipped needs the old state; to look is free on a CPU alone.
-            taken = not scaled or (donate and finite.is_cpu and bool(finite))
-            params, optimizer = optim.step(
-                tx, grads, state.optimizer, state.params, donate=donate and taken
+            grads, value, aux, buffers, finite = self.run(
+                self._gradients, state.params, state.buffers, batch, scale
             )
-            buffers = kept_dtypes(buffers, state.buffers)
+            # What is skipped needs the old state; to look is free on a CPU alone.
+            taken = not scaled or (self.donate and finite.is_cpu and bool(finite))
+            params, optimizer = updated(
+                self.run, self.tx, grads, state, donate=self.donate and taken
+            )
             new = (params, buffers, optimizer)
             if not taken:
                 new = select_tree(finite, new, tuple(state[:3]))
-        metrics = {"loss": widened(value.detach())}
-        if has_aux:
-            metrics["aux"] = map_tensors(Tensor.detach, aux)
+        metrics = {"loss": value}
+        if self.has_aux:
+            metrics["aux"] = aux
         if scaled:
             metrics["loss_scale"] = torch.as_tensor(scale.loss_scale)
             metrics["skipped"] = (~finite).float()
@@ -119,4 +138,23 @@ def train_step(
             loss_scale=scale,
         ), metrics
 
-    return step
+    def _gradients(
+        self, params: Params, buffers: Buffers, batch: tuple, scale: LossScale
+    ) -> tuple:
+        """Return gradients, loss, aux, buffers, and whether gradients are finite."""
+
+        def of_params(params: Params) -> tuple[Tensor, tuple]:
+            with AutocastMode(params.values()):
+                found, new = self.loss(params, buffers, *batch)
+            value, aux = found if self.has_aux else (found, ())
+            return scale.scale(value), (value, aux, new)
+
+        with torch.no_grad():
+            grads, found = torch.func.grad(of_params, has_aux=True)(params)
+            value, aux, new = found
+            grads = scale.unscale(grads)
+            scaled = not isinstance(scale, NoOpLossScale)
+            finite = all_finite(grads) if scaled else torch.tensor(True)
+            aux = map_tensors(Tensor.detach, aux)
+            value = widened(value.detach())
+            return grads, value, aux, kept_dtypes(new, buffers), finite

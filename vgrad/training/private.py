@@ -1,8 +1,11 @@
 """The step of private training: DP-SGD as a pure function of a state."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
-from vgrad import batches, optim
+from vgrad import batches
 from vgrad.batches import ChunkSize
 from vgrad.dp.plan import Plan
 from vgrad.dtypes import widened
@@ -12,12 +15,15 @@ from vgrad.persample.engine.problem import Randomness
 from vgrad.precision import LossScale, NoOpLossScale, Policy, StaticLossScale
 from vgrad.training.state import (
     Metrics,
+    Run,
     Step,
     TrainState,
+    at_once,
     first_scale,
     own_randomness,
     scale_of,
     under,
+    updated,
 )
 from vgrad.typing import LossFn, Tree
 
@@ -82,20 +88,43 @@ def private_step(
         has_aux=has_aux,
     )
 
-    def step(state: TrainState, /, *batch: Tree) -> tuple[TrainState, Metrics]:
-        taken = int(state.step)
+    return PrivateStep(clipped, tx, plan, first, donate, has_aux)
+
+
+@dataclass(frozen=True, eq=False)
+class PrivateStep:
+    """What `private_step` returns.
+
+    Attributes:
+        clipped: what computes the clipped sum.
+        run: how the optimizer is run.
+    """
+
+    clipped: Any
+    tx: GradientTransformation
+    plan: Plan
+    first: LossScale | None
+    donate: bool
+    has_aux: bool
+    run: Run = at_once
+
+    def __call__(
+        self, state: TrainState, /, *batch: Tree
+    ) -> tuple[TrainState, Metrics]:
+        """Return the state after the step, and what the step found."""
+        plan, taken = self.plan, int(state.step)
         _check(plan, taken, batches.read("private_step", batch).size)
-        scale = scale_of(state, first)
+        scale = scale_of(state, self.first)
         scaled = not isinstance(scale, NoOpLossScale)
-        compute = clipped.with_loss_scale(scale) if scaled else clipped
+        compute = self.clipped.with_loss_scale(scale) if scaled else self.clipped
         with torch.no_grad(), own_randomness(state):
             found = compute(state.params, state.buffers, *batch)
-            result, aux = found if has_aux else (found, None)
+            result, aux = found if self.has_aux else (found, None)
             grads = plan.add_noise(
-                result.grads, clipped.sensitivity, key=state.key, step=taken
+                result.grads, compute.sensitivity, key=state.key, step=taken
             )
-            params, optimizer = optim.step(
-                tx, grads, state.optimizer, state.params, donate=donate
+            params, optimizer = updated(
+                self.run, self.tx, grads, state, donate=self.donate
             )
         metrics = {
             "loss": widened(result.losses).mean(),
@@ -103,7 +132,7 @@ def private_step(
             "clipped": result.clipped,
             "nonfinite": result.nonfinite,
         }
-        if has_aux:
+        if self.has_aux:
             metrics["aux"] = aux
         new = state._replace(
             params=params,
@@ -112,8 +141,6 @@ def private_step(
             loss_scale=scale.adjust(result.nonfinite == 0),
         )
         return new, metrics
-
-    return step
 
 
 def _check(plan: Plan, taken: int, size: int) -> None:

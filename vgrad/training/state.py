@@ -1,12 +1,13 @@
 """The state that steps take and return, and what all steps have in common."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from vgrad import optim
 from vgrad.generators import ALONE, secret_key, torch_seed
 from vgrad.optim.base import GradientTransformation
 from vgrad.precision import LossScale, NoOpLossScale, Policy
@@ -25,6 +26,25 @@ class Step(Protocol[State]):
     def __call__(self, state: State, /, *batch: Tree) -> tuple[State, Metrics]:
         """Return the state after the step, and what the step found."""
         ...
+
+
+Run = Callable[..., Any]
+"""How a step runs a function of tensors: `run(function, *arguments)`."""
+
+
+def at_once(function: Callable, *arguments: Any) -> Any:
+    """Run a function in eager mode."""
+    return function(*arguments)
+
+
+def updated(
+    run: Run, tx: GradientTransformation, grads: Params, state: Any, *, donate: bool
+) -> tuple[Params, Tree]:
+    """Run the optimizer, by the kernel that writes in place where that is allowed."""
+    given = (tx, grads, state.optimizer, state.params)
+    if donate and tx.donated is not None:
+        return optim.step(*given, donate=True)
+    return run(optim.step, *given)
 
 
 class TrainState(NamedTuple):

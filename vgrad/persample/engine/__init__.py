@@ -18,7 +18,11 @@ from vgrad.persample.engine.guard import UnsupportedOp as UnsupportedOp
 from vgrad.persample.engine.problem import Problem as Problem
 from vgrad.persample.engine.problem import Randomness as Randomness
 from vgrad.persample.engine.strategies import STRATEGIES as STRATEGIES
+from vgrad.persample.engine.strategies import Chunk as Chunk
 from vgrad.persample.engine.strategies import saved_bytes as saved_bytes
 from vgrad.persample.engine.transform import Call as Call
+from vgrad.persample.engine.transform import Quantity as Quantity
 from vgrad.persample.engine.transform import Transform as Transform
+from vgrad.persample.engine.transform import at_a_time as at_a_time
+from vgrad.persample.engine.transform import constant as constant
 from vgrad.persample.engine.transform import joined as joined

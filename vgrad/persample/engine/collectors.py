@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from vgrad.conditions import unlikely
 from vgrad.dtypes import double
 from vgrad.persample.engine.sites import Use
 from vgrad.persample.factors.base import Dense, Factor, Probes, Zero
@@ -68,18 +69,26 @@ class Weighted(Collector):
     """Sums with weights that are known beforehand, one for each sample or more."""
 
     weights: Tensor
+    mask: Tensor | None = None
     sums: Params = field(default_factory=dict)
 
     def take(self, name: str, factor: Factor) -> None:
         """Sum the gradients of one parameter."""
-        weights = self.weights[: factor.size]
-        fine = ordinary(reach(factor.sides), weights) if factor.sides else None
-        if fine is None or bool(fine.all()):
+        weights, counts = self.weights, self.mask
+        if counts is not None:
+            weights = torch.where(counts, weights, 0)
+        if not factor.sides:
+            whole = factor if counts is None else masked(factor, counts)
+            self.sums[name] = whole.weighted(weights)
+            return
+        fine = ordinary(reach(factor.sides), weights)
+        if not unlikely(~fine):
             self.sums[name] = factor.weighted(weights)
             return
-        rows = fine.nonzero().flatten()
+        counts = torch.ones_like(fine) if counts is None else counts
+        rows = (fine & counts).nonzero().flatten()
         parts = [factor.take(rows).weighted(weights[rows])]
-        for rows in _slices(~fine, factor.shape):
+        for rows in _slices(~fine & counts, factor.shape):
             parts.append(_gradients(factor, rows).weighted(weights[rows]))
         self.sums[name] = total(parts)
 
@@ -111,6 +120,8 @@ class Projections(Collector):
 class Moments(Collector):
     """Means and sums of squared deviations over the samples, in float64."""
 
+    count: Tensor | int
+    mask: Tensor | None = None
     means: Params = field(default_factory=dict)
     squares: Params = field(default_factory=dict)
 
@@ -123,19 +134,26 @@ class Moments(Collector):
         """
         flat = factor.grad().reshape(factor.size, math.prod(factor.shape))
         means, squares = [], []
+        if self.mask is not None:
+            self.count = self.mask.sum()
         for columns in flat.split(max(1, _AT_ONCE // factor.size), dim=1):
-            wide = double(columns)
-            means.append(wide.mean(0))
-            rest = wide - means[-1]
+            wide = self._counted(double(columns))
+            means.append(wide.sum(0) / self.count)
+            rest = self._counted(wide - means[-1])
             squares.append((rest * rest.conj()).real.sum(0))
         self.means[name] = torch.cat(means).view(factor.shape)
         self.squares[name] = torch.cat(squares).view(factor.shape)
+
+    def _counted(self, rows: Tensor) -> Tensor:
+        """Put zeros in the place of samples that do not count."""
+        return rows if self.mask is None else torch.where(self.mask[:, None], rows, 0)
 
 
 @dataclass
 class Settled(Collector):
     """Computes norms and keeps what a sum weighted by them will need."""
 
+    mask: Tensor | None = None
     factors: dict[str, Factor] = field(default_factory=dict)
     norms: dict[str, Norm] = field(default_factory=dict)
 
@@ -159,7 +177,7 @@ class Settled(Collector):
         """
         if keep is not None and levels.inside_transform():
             return {
-                name: _masked(factor, keep).weighted(weights[name])
+                name: masked(factor, keep).weighted(weights[name])
                 for name, factor in self.factors.items()
             }
         rows = None if keep is None else keep.nonzero().flatten()
@@ -184,7 +202,7 @@ def _gradients(factor: Factor, rows: Tensor) -> Dense:
     return Dense(factor.take(rows).double().grad())
 
 
-def _masked(factor: Factor, keep: Tensor) -> Factor:
+def masked(factor: Factor, keep: Tensor) -> Factor:
     """Put zeros in the place of gradients that are not kept."""
     if isinstance(factor, Zero):
         return factor

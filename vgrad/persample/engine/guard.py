@@ -177,6 +177,7 @@ class Fallbacks:
     def __init__(self) -> None:
         """Nothing is known yet."""
         self._known: set[str] | None = None
+        self.mapped = False  # whether the last loss could not be recorded
 
     @contextmanager
     def reported(self, function: str) -> Iterator[None]:

@@ -30,6 +30,8 @@ class Problem:
         unreached: sets of parameters to which no graph leads from a sample's loss, as
             one sample on its own has shown.
         params: those of one call, as `buffers` and `batch` are.
+        mask: the samples of the batch that count, `[B]`; None for all.
+        weights: of the samples, `[B]`, where the caller gives them.
     """
 
     function: str
@@ -44,22 +46,54 @@ class Problem:
     params: Params = field(default_factory=dict)
     buffers: Buffers = field(default_factory=dict)
     batch: batches.Batch = batches.NONE
+    mask: Tensor | None = None
+    weights: Tensor | None = None
 
-    def on(self, params: Params, buffers: Buffers, batch: Tree) -> "Problem":
-        """Check what a call is given, and return its problem."""
+    def on(
+        self,
+        params: Params,
+        buffers: Buffers,
+        batch: Tree,
+        mask: Tensor | None = None,
+        weights: Tensor | None = None,
+        loss_scale: LossScale | None = None,
+    ) -> "Problem":
+        """Check what a call is given, and return its problem.
+
+        A loss scale takes the place of that of the options.
+        """
         checks.dictionaries(self.function, params=params, buffers=buffers)
         _check_tensors(self.function, params, buffers)
+        read = batches.read(self.function, batch)
+        if mask is not None:
+            batches.check_mask(self.function, mask, read.size)
         return replace(
             self,
             params=map_values(_ordinary, params),
             buffers=map_values(_constant, map_values(_ordinary, buffers)),
-            batch=batches.read(self.function, batch),
+            batch=read,
+            mask=mask,
+            weights=weights,
+            loss_scale=self.loss_scale if loss_scale is None else loss_scale,
+        )
+
+    def part(self, start: int, stop: int) -> "Problem":
+        """Return the problem of these samples."""
+        if stop - start == self.batch.size:
+            return self
+        return replace(
+            self,
+            batch=self.batch.part(start, stop),
+            mask=None if self.mask is None else self.mask[start:stop],
+            weights=None if self.weights is None else self.weights[start:stop],
         )
 
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors that the call was given."""
-        return [*self.params.values(), *self.buffers.values(), *self.batch.tensors]
+        weights = () if self.weights is None else (self.weights,)
+        given = (*self.params.values(), *self.buffers.values(), *self.batch.tensors)
+        return [*given, *weights]
 
     @property
     def device(self) -> torch.device:

@@ -6,7 +6,6 @@ factors that arrive there are taken back to the parameters.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -155,9 +154,7 @@ class Sites:
         if self._tell is not None:
             site.asked[op_name(op)] = ruled
         if site.expansion is None:
-            with ExitStack() as stack:  # the loss may be inside a transform of its own
-                while levels.current_level() is not None:
-                    stack.enter_context(levels.without_innermost())
+            with levels.outside():  # the loss may be inside a transform of its own
                 copies = site.plain.expand(self._size, *site.plain.shape)
                 site.expansion = leaf(copies)
             self._wait_for_the_end(site)

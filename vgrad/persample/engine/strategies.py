@@ -1,6 +1,6 @@
 """The ways to compute per-sample gradients: same numbers, different cost.
 
-A strategy runs the loss on some consecutive samples and hands one factor for each
+A strategy runs the loss on the samples of one chunk and hands one factor for each
 parameter to a collector, so that what is a sum can be reduced inside the chunk and
 memory does not grow with the batch.
 """
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vgrad import checks, tree
+from vgrad.conditions import are_collected
 from vgrad.dtypes import no_autocast
 from vgrad.generators import (
     drawn_since,
@@ -45,21 +46,25 @@ Collect = Callable[[], Collector]
 """Makes what the factors of a chunk are handed to."""
 
 
-def auto(problem: Problem, collect: Collect, start: int, stop: int) -> Chunk:
+def auto(problem: Problem, collect: Collect) -> Chunk:
     """Record; where that is not possible, differentiate under `torch.vmap`."""
     if levels.inside_transform():
-        return vmap(problem, collect, start, stop)
+        return vmap(problem, collect)
+    if are_collected() and problem.fallbacks.mapped:
+        return vmap(problem, collect)  # as the call before did, but without a trial
     draws = problem.randomness != "error"
     state = random_state(problem.tensors) if draws else None
+    problem.fallbacks.mapped = False
     try:
-        return recorded(problem, collect, start, stop)
+        return recorded(problem, collect)
     except UnsupportedOp:
         if state is not None:
             set_random_state(state)
-        return vmap(problem, collect, start, stop)
+        problem.fallbacks.mapped = True
+        return vmap(problem, collect)
 
 
-def recorded(problem: Problem, collect: Collect, start: int, stop: int) -> Chunk:
+def recorded(problem: Problem, collect: Collect) -> Chunk:
     """Run one backward pass and keep the factors of every use of a parameter."""
     if levels.inside_transform():
         raise UnsupportedOp(
@@ -72,7 +77,7 @@ def recorded(problem: Problem, collect: Collect, start: int, stop: int) -> Chunk
         with torch.no_grad():
             collected.take(name, problem.unscaled(factor))
 
-    recorder = Recorder(RULES, problem, stop - start, take, collected.tell)
+    recorder = Recorder(RULES, problem, problem.batch.size, take, collected.tell)
 
     def one(tensors: tuple[Tensor, ...]) -> tuple:
         result = problem.run_loss(recorder.params, tensors, recorder.inside())
@@ -83,7 +88,7 @@ def recorded(problem: Problem, collect: Collect, start: int, stop: int) -> Chunk
     again = problem.differentiable
     tensors = tuple(
         recorder.anchor(each) if again and each.requires_grad else each.detach()
-        for each in problem.batch.chunk(start, stop)
+        for each in problem.batch.inputs
     )
     with _clear_errors(problem), torch.enable_grad():
         mapped = torch.vmap(one, randomness=problem.randomness)
@@ -92,7 +97,7 @@ def recorded(problem: Problem, collect: Collect, start: int, stop: int) -> Chunk
             losses, aux = mapped(tensors)
         with no_autocast(losses.device):
             recorder.backward(losses, problem.cotangent(losses))
-    _check_unreached(problem, start, frozenset(recorder.unreached))
+    _check_unreached(problem, frozenset(recorder.unreached))
     losses, aux = tree_map_only(Tensor, torch.Tensor.detach, (losses, aux))
     return Chunk(collected, losses, aux, recorded=True)
 
@@ -100,7 +105,7 @@ def recorded(problem: Problem, collect: Collect, start: int, stop: int) -> Chunk
 _NO_HOOKS = "saved tensor hooks are not supported while a loss is recorded"
 
 
-def vmap(problem: Problem, collect: Collect, start: int, stop: int) -> Chunk:
+def vmap(problem: Problem, collect: Collect) -> Chunk:
     """Differentiate under `torch.vmap`: all gradients are stored, several times."""
 
     def one(tensors: tuple[Tensor, ...]) -> tuple:
@@ -115,16 +120,16 @@ def vmap(problem: Problem, collect: Collect, start: int, stop: int) -> Chunk:
 
     mapped = torch.vmap(one, randomness=problem.randomness)
     with _clear_errors(problem):
-        grads, losses, aux = mapped(problem.batch.chunk(start, stop))
+        grads, losses, aux = mapped(problem.batch.inputs)
     return _collected(problem, collect, grads, losses, aux)
 
 
-def loop(problem: Problem, collect: Collect, start: int, stop: int) -> Chunk:
+def loop(problem: Problem, collect: Collect) -> Chunk:
     """Differentiate one sample: runs whatever plain autograd runs."""
     inside = levels.inside_transform()
     gradient = _functional_gradient if inside else _plain_gradient
     before = random_state(problem.tensors)
-    tensors = problem.batch.one(start)
+    tensors = problem.batch.one(0)
 
     def of_params(params: Params) -> tuple[Tensor, Tree]:
         return problem.run_loss(params, tensors, _guard(problem))
@@ -142,7 +147,7 @@ def loop(problem: Problem, collect: Collect, start: int, stop: int) -> Chunk:
     return _collected(problem, collect, *one)
 
 
-STRATEGIES: dict[str, Callable[[Problem, Collect, int, int], Chunk]] = {
+STRATEGIES: dict[str, Callable[[Problem, Collect], Chunk]] = {
     "auto": auto,
     "recorded": recorded,
     "vmap": vmap,
@@ -170,14 +175,14 @@ def _guard(problem: Problem, truth: Truth | None = None) -> LossGuard:
     return LossGuard(truth, given={**problem.params, **problem.buffers})
 
 
-def _check_unreached(problem: Problem, start: int, names: frozenset[str]) -> None:
+def _check_unreached(problem: Problem, names: frozenset[str]) -> None:
     """Refuse to take for zero what is not zero to plain autograd."""
     if not names or names in problem.unreached:
         return
     leaves = {n: each.detach().requires_grad_() for n, each in problem.params.items()}
     found: Sequence[Tensor | None] = [None] * len(names)
     with _trial(problem):
-        value, _ = problem.run_loss(leaves, problem.batch.one(start), _guard(problem))
+        value, _ = problem.run_loss(leaves, problem.batch.one(0), _guard(problem))
         if value.requires_grad:
             wanted = [leaves[name] for name in sorted(names)]
             found = torch.autograd.grad(value, wanted, allow_unused=True)

@@ -1,51 +1,143 @@
 """What a per-sample transform returns, and how a call runs chunk after chunk."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vgrad import batches, checks
-from vgrad.batches import Batch
 from vgrad.generators import ALONE, random_state, set_random_state
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.problem import Problem
 from vgrad.persample.engine.strategies import STRATEGIES, Chunk, saved_bytes
 from vgrad.persample.factors import reductions
+from vgrad.precision.loss_scale import LossScale
 from vgrad.torch_private import levels
 from vgrad.torch_private.tensors import version_of
 from vgrad.tree import tree_map, tree_map_only
 from vgrad.typing import Buffers, Params, Tree
 
-Collecting = TypeVar("Collecting", bound=Collector)
+
+class Quantity(NamedTuple):
+    """How a quantity is computed chunk by chunk.
+
+    Attributes:
+        collect: makes what the factors of a chunk are handed to, given its problem.
+        measure: what is taken from that, a tree of tensors, given the problem too.
+        join: the quantity of the batch, given that of every chunk and the call.
+    """
+
+    collect: Callable[[Problem], Collector]
+    measure: Callable[[Any, Problem], Tree]
+    join: Callable[[Iterator[Any], "Call"], Any]
 
 
 class Transform:
     """What the per-sample transforms return: a function of `(params, buffers, *batch)`.
 
+    A `mask` `[B]` says which samples count. The others, such as copies that fill a
+    batch up to a fixed size, are run too, but add exactly zero and appear in no result.
+
     Attributes:
         options: what the transform was given.
     """
 
-    def __init__(self, options: Problem, compute: Callable[..., Any]) -> None:
-        """Check the options; `compute(call)` does the rest."""
+    def __init__(self, options: Problem, quantity: Quantity | None = None) -> None:
+        """Check the options; without a quantity a subclass has its own `called`."""
         _check(options)
         self.options = options
-        self._compute = compute
+        self._quantity = quantity
 
-    def __call__(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
+    @property
+    def quantity(self) -> Quantity:
+        """How the quantity is computed chunk by chunk."""
+        assert self._quantity is not None
+        return self._quantity
+
+    @property
+    def joins(self) -> bool:
+        """Whether the quantity of a batch follows from those of its chunks."""
+        return self._quantity is not None
+
+    def __call__(
+        self,
+        params: Params,
+        buffers: Buffers,
+        /,
+        *batch: Tree,
+        mask: Tensor | None = None,
+    ) -> Any:
         """Compute the quantity of this batch."""
-        return self._called(params, buffers, batch)
+        found = self.on_all(params, buffers, batch, mask)
+        return found if mask is None else self.selected(found, mask)
 
-    def _called(self, params: Params, buffers: Buffers, batch: Tree, *more: Any) -> Any:
-        """Compute; in inference mode, where autograd does not work, outside of it."""
+    def on_all(
+        self,
+        params: Params,
+        buffers: Buffers,
+        batch: Tree,
+        mask: Tensor | None = None,
+        more: Any = None,
+        loss_scale: LossScale | None = None,
+    ) -> Any:
+        """Compute the quantity, with entries for the samples that do not count too.
+
+        In inference mode, where autograd does not work, compute outside of it. `more`
+        is what some transforms are given beside a batch, and `loss_scale` takes the
+        place of that of the options.
+        """
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
-                return self._called(params, buffers, batch, *more)
-        return self._compute(Call(self.options.on(params, buffers, batch)), *more)
+                return self.on_all(params, buffers, batch, mask, more, loss_scale)
+        weights = more if self.joins else None
+        problem = self.options.on(params, buffers, batch, mask, weights, loss_scale)
+        return self.called(Call(problem), more)
+
+    def called(self, call: "Call", more: Any) -> Any:
+        """Compute the quantity; `more` are the call's weights, if any."""
+        return self.of(call)
+
+    def of(
+        self, call: "Call", execute: Callable[[Problem], Chunk] | None = None
+    ) -> Any:
+        """Compute the quantity of a call; `execute` runs a chunk of it."""
+        quantity = self.quantity
+        parts = call.parts(execute or partial(_measured, quantity))
+        return call.result(quantity.join(parts, call))
+
+    def part(
+        self,
+        params: Params,
+        buffers: Buffers,
+        batch: Tree,
+        mask: Tensor | None = None,
+        weights: Tensor | None = None,
+        loss_scale: LossScale | None = None,
+    ) -> Chunk:
+        """Compute what there is to know of one chunk."""
+        problem = self.options.on(params, buffers, batch, mask, weights, loss_scale)
+        return _measured(self.quantity, problem)
+
+    def selected(self, found: Any, rows: Any) -> Any:
+        """Keep the entries of some samples in a result."""
+        if not self.options.has_aux:
+            return self.of_samples(found, rows)
+        value, aux = found
+        kept = None if aux is None else tree_map(lambda leaf: leaf[rows], aux)
+        return self.of_samples(value, rows), kept
+
+    def of_samples(self, value: Any, rows: Any) -> Any:
+        """Keep the entries of some samples in the quantity."""
+        return tree_map(lambda leaf: leaf[rows], value)
+
+
+def _measured(quantity: Quantity, problem: Problem) -> Chunk:
+    """Run the strategy, and measure what was collected."""
+    chunk = STRATEGIES[problem.strategy](problem, lambda: quantity.collect(problem))
+    return chunk._replace(collected=quantity.measure(chunk.collected, problem))
 
 
 class Call:
@@ -62,23 +154,19 @@ class Call:
         self.done = 0
         self._chunks: list[Chunk] = []
 
-    def chunks(
-        self, collect: Callable[[], Collecting], batch: Batch | None = None
-    ) -> Iterator[Collecting]:
-        """Run the strategy, and yield what was collected of each chunk.
+    def parts(
+        self, execute: Callable[[Problem], Chunk], problem: Problem | None = None
+    ) -> Iterator[Any]:
+        """Run chunk after chunk, and yield what was collected of each.
 
-        After the last one, check that the loss left its inputs as they were. `batch` is
-        another one than the call's own.
+        After the last one, check that the loss left its inputs as they were. `problem`
+        is another one than the call's own.
         """
-        problem = self.problem
-        batch = problem.batch if batch is None else batch
-        if batch.size == 0:
+        problem = problem or self.problem
+        if problem.batch.size == 0:
             return
-        if batch is not problem.batch:
-            problem = replace(problem, batch=batch)
         fixed = {**problem.params, **problem.buffers}
         versions = {name: version_of(value) for name, value in fixed.items()}
-        run = STRATEGIES[problem.strategy]
         # Only a loop asks the generators whether the loss drew what it must not.
         draws = problem.randomness != "error" or problem.strategy == "loop"
         alone = ALONE if draws else nullcontext()
@@ -86,23 +174,33 @@ class Call:
             same = problem.randomness == "same"
             state = random_state(problem.tensors) if same else None
 
-        def collected(start: int, stop: int) -> Collecting:
+        def run(start: int, stop: int) -> Any:
             with alone:
-                if state is not None:
+                if state is not None and start:
                     set_random_state(state)
-                chunk = run(problem, collect, start, stop)
+                chunk = execute(problem.part(start, stop))
             self.done += stop - start
             self._chunks.append(chunk._replace(collected=None))
             return chunk.collected
 
-        for start, stop in batches.chunks(batch.size, _at_a_time(problem)):
-            yield collected(start, stop)
+        for start, stop in batches.chunks(problem.batch.size, at_a_time(problem)):
+            yield run(start, stop)
         for name, version in versions.items():
             if version_of(fixed[name]) != version:
                 raise RuntimeError(
                     f"{problem.function}(loss): expected a loss that changes nothing "
                     f"it is given, but it wrote into {name!r} in place. Copy it first."
                 )
+
+    def chunks(
+        self, collect: Callable[[], Collector], problem: Problem | None = None
+    ) -> Iterator[Any]:
+        """Run chunk after chunk, and yield the collector of each."""
+
+        def execute(part: Problem) -> Chunk:
+            return STRATEGIES[part.strategy](part, collect)
+
+        return self.parts(execute, problem)
 
     @property
     def losses(self) -> Tensor:
@@ -122,19 +220,19 @@ class Call:
         recorded = any(chunk.recorded for chunk in self._chunks)
         if not recorded or not torch.is_grad_enabled():
             return value
-        given = [
-            each for each in (*self.problem.tensors, *others) if each.requires_grad
-        ]
-        if not given:
-            return value
-        wanted = {id(each): each for each in given}.values()
+        given = [*self.problem.tensors, *others]
+        return constant(self.problem.function, value, given)
 
-        def guard(leaf: Tensor) -> Tensor:
-            real = leaf.is_floating_point() or leaf.is_complex()
-            name = self.problem.function
-            return _Constant.apply(name, leaf, *wanted) if real else leaf
 
-        return tree_map_only(Tensor, guard, value)
+def constant(function: str, value: Any, given: Iterable[Tensor]) -> Any:
+    """Mark a result as a constant for those of its inputs that require grad."""
+    wanted = {id(each): each for each in given if each.requires_grad}.values()
+
+    def guard(leaf: Tensor) -> Tensor:
+        real = leaf.is_floating_point() or leaf.is_complex()
+        return _Constant.apply(function, leaf, *wanted) if real else leaf
+
+    return tree_map_only(Tensor, guard, value) if wanted else value
 
 
 def joined(empty: Tensor, parts: list[Tensor]) -> Tensor:
@@ -163,7 +261,7 @@ class _Constant(torch.autograd.Function):
         )
 
 
-def _at_a_time(problem: Problem) -> int | None:
+def at_a_time(problem: Problem) -> int | None:
     """Return how many samples a chunk has; None for all."""
     if problem.strategy == "loop":
         return 1

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vgrad.conditions import looked_at
 from vgrad.dtypes import wide
 from vgrad.persample.factors import reductions
 from vgrad.persample.factors.base import Dense, Factor, Probes, Zero
@@ -202,8 +203,9 @@ def pulled(grads: Tensor, replay: Replay, shape: torch.Size) -> Tensor:
 
 def disjoint(replays: Sequence[Replay], like: Tensor) -> bool:
     """Tell whether no number of a parameter is in two of its views."""
-    counts = torch.zeros(like.shape, device=like.device)
-    for replay in replays:
-        count = counts.new_ones(replay(counts).shape)[None]
-        counts = counts + pulled(count, replay, like.shape)[0]
-    return bool((counts <= 1).all())
+    with looked_at():  # at no value of the parameter
+        counts = torch.zeros(like.shape, device=like.device)
+        for replay in replays:
+            count = counts.new_ones(replay(counts).shape)[None]
+            counts = counts + pulled(count, replay, like.shape)[0]
+        return bool((counts <= 1).all())

@@ -58,7 +58,7 @@ class Conv(Pair):
         return reductions.gram_norm(
             self._patch_products(),
             reductions.self_products(self._split(self.outputs).flatten(2).mT),
-            self.size,
+            self.sides,
             max(math.prod(self.shape[1:]), self.shape[0]),
             lambda rows: self.take(rows).double().grad(),
         )

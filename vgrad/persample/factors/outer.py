@@ -10,6 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from vgrad.conditions import unlikely
 from vgrad.persample.factors import costs, reductions, sums
 from vgrad.persample.factors.base import Factor, Pair, Probes
 from vgrad.persample.factors.reductions import Norm
@@ -75,7 +76,7 @@ class Outer(Pair):
             return reductions.gram_norm(
                 reductions.self_products(self.inputs.flatten(0, 1)),
                 outputs.products,
-                self.size,
+                self.sides,
                 max(self.inputs.shape[3], self.outputs.shape[3]),
                 lambda rows: self.take(rows).double().grad(),
             )
@@ -97,10 +98,9 @@ class Outer(Pair):
             return super().gram(other)
         if not costs.cross_by_gram(self.inputs.shape, self.outputs.shape, other.size):
             return super().gram(other)
-        far = any(
-            bool((sums.reach(each.sides) > _APART).any()) for each in (self, other)
-        )
-        if far and self.inputs.dtype not in (torch.float64, torch.complex128):
+        wide = self.inputs.dtype in (torch.float64, torch.complex128)
+        far = [sums.reach(each.sides) > _APART for each in (self, other) if not wide]
+        if far and unlikely(torch.cat(far)):
             return self.double().gram(other.double())
         sizes = (self.size, self.inputs.shape[2], other.size, other.inputs.shape[2])
         k = reductions.inner(self.inputs.flatten(0, 2), other.inputs.flatten(0, 2))

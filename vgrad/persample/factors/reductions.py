@@ -6,11 +6,13 @@ runs in float32 or wider, with autocast off, whatever the dtype of the gradients
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from vgrad.conditions import are_collected, unlikely
 from vgrad.dtypes import wide
 from vgrad.torch_private import levels
 from vgrad.typing import Params
@@ -100,8 +102,11 @@ def row_norms(grad: Tensor) -> Tensor:
         # Squares of float32 have room in float64; on a CPU this is slow.
         return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
     norms = _block_norms(flat.float())
-    doubtful = (~((norms > _LOW) & (norms < _HIGH))).nonzero().flatten()
-    if len(doubtful):
+    doubtful = ~((norms > _LOW) & (norms < _HIGH))
+    if are_collected():
+        # Zeros are sure if there is nothing but zeros; what is too small is not.
+        doubtful &= torch.linalg.vector_norm(flat, torch.inf, dim=1) != 0
+    if unlikely(doubtful):
         norms[doubtful] = torch.linalg.vector_norm(flat[doubtful].double(), dim=1)
     return norms
 
@@ -136,16 +141,21 @@ def self_products(rows: Tensor) -> Tensor:
 
 
 def gram_norm(
-    a: Tensor, b: Tensor, size: int, length: int, direct: Callable[[Tensor], Tensor]
+    a: Tensor,
+    b: Tensor,
+    sides: tuple[Tensor, Tensor],
+    length: int,
+    direct: Callable[[Tensor], Tensor],
 ) -> Norm:
     """Norms of `sum_t b_t x a_t` from products a, b [B * G, T, T] of the positions.
 
-    Those are sums of up to `length` products of numbers.
+    Those are sums of up to `length` products of the numbers in `sides`, [B, ...] each.
 
     The square of a norm is `<a, b>`. Where its terms cancel, rounding is large against
     it: such samples are computed from their gradients, `direct(rows)`, and for the
     others the upper bound allows for what was lost.
     """
+    size = len(sides[0])
     squares = torch.linalg.vecdot(a.reshape(size, -1), b.reshape(size, -1)).double()
     a_sizes, b_sizes = (each.diagonal(0, 1, 2).double() for each in (a, b))
     terms = (a_sizes * b_sizes).clamp(min=0).sqrt().sum(1)
@@ -160,7 +170,8 @@ def gram_norm(
     edge = torch.finfo(a.dtype).tiny * length * positions * sizes
     squares = torch.where(edge < eps * squares, squares, 0.0)
     lost = eps * largest.sqrt()
-    return _checked(squares, slack, largest, lost, sizes.sqrt(), direct)
+    nothing = partial(_nothing, sides)
+    return _checked(squares, slack, largest, lost, sizes.sqrt(), direct, nothing)
 
 
 def summed_norm(
@@ -181,7 +192,9 @@ def summed_norm(
     lost = a.upper - a.value + b.upper - b.value
     lost = lost + torch.finfo(dtype).eps * largest.sqrt()
     reach = torch.maximum(a.reach, b.reach)
-    return _checked(squares, slack, largest, lost, reach, direct)
+    # Nothing is less than what both norms are sure of.
+    nothing = partial(torch.ones_like, largest, dtype=torch.bool)
+    return _checked(squares, slack, largest, lost, reach, direct, nothing)
 
 
 def _checked(
@@ -191,17 +204,23 @@ def _checked(
     lost: Tensor,
     reach: Tensor,
     direct: Callable[[Tensor], Tensor],
+    nothing: Callable[[], Tensor],
 ) -> Norm:
     """Take roots of squares, and gradients where the squares are mostly rounding.
 
     `slack` is how much too small a square may be, `largest` the square of the sum of
     its terms, and `lost` what a weighted sum of the terms loses. `direct`
-    forms gradients in float64, where nothing leaves the range.
+    forms gradients in float64, where nothing leaves the range. `nothing` tells which
+    squares are zero without any rounding, if their terms are.
     """
     fine = squares > _DOUBTFUL * largest
     fine &= (largest > _LOW**2) & (largest < _HIGH**2)
     norms = squares.clamp(min=0).sqrt()
     upper = (squares + slack).clamp(min=0).sqrt()
+    if are_collected() or unlikely(~fine):
+        fine |= (largest == 0) & nothing()
+    if not unlikely(~fine):
+        return Norm(norms, upper, reach)
     doubtful = (~fine).nonzero().flatten()
     step = 1  # the first one tells how many gradients are not too many
     while len(doubtful):
@@ -213,6 +232,17 @@ def _checked(
         # Where that is not finite, the sum will be one of gradients in float64.
         upper[rows] = exact + torch.where(lost[rows].isfinite(), lost[rows], 0)
     return Norm(norms, upper, reach)
+
+
+def _nothing(sides: tuple[Tensor, ...]) -> Tensor:
+    """Tell for which samples a side is nothing but zeros, so that products are, [B]."""
+    if not all(each.numel() for each in sides):
+        return torch.ones(len(sides[0]), dtype=torch.bool, device=sides[0].device)
+    largest = [
+        torch.linalg.vector_norm(each, torch.inf, [*range(1, each.ndim)])
+        for each in sides
+    ]
+    return torch.stack(largest).amin(0) == 0
 
 
 def rounded(device: torch.device, op: Literal["conv", "matmul"]) -> bool:

@@ -1,0 +1,133 @@
+"""Transforms and training steps as graphs: captured once, then run without Python.
+
+In eager mode each call interprets the loss in Python. For small and middle-sized
+networks that takes longer than the arithmetic. A capture runs a function once and keeps
+the ops that it called as a graph, which later calls run again.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from vgrad.compiled import buckets
+from vgrad.compiled.captures import Backend as Backend
+from vgrad.compiled.captures import Captures as Captures
+from vgrad.compiled.captures import CompileWarning as CompileWarning
+from vgrad.compiled.captures import Fallback as Fallback
+from vgrad.compiled.captures import Report as Report
+from vgrad.compiled.functions import CompiledFunction, CompiledStep
+from vgrad.compiled.quantities import CompiledTransform
+from vgrad.ensemble.forward import EnsembleForward
+from vgrad.ensemble.gradients import EnsembleGradFn
+from vgrad.persample.engine import Transform
+from vgrad.training.ensemble import EnsembleStep
+from vgrad.training.plain import TrainStep
+from vgrad.training.private import PrivateStep
+
+
+def compile(
+    transform: Any,
+    *,
+    backend: Backend | Mapping[str, str] = "replay",
+    batch_sizes: Sequence[int] | None = None,
+    fallback: Fallback = "eager",
+    verify: bool = True,
+) -> Any:
+    """Capture a transform or a step as graphs; the result is called as it is.
+
+    `transform` is what a per-sample transform returns (`clipped_grad(loss, ...)` and
+    the others), a step (`train_step`, `private_step`, `ensemble_train_step`),
+    `ensemble_grad` or `ensemble_forward`. The first call for arguments of new shapes
+    runs in eager mode and captures a graph; later ones run the graph. The `backend`
+
+    * `"replay"` calls the same ops one by one, without the Python between them: the
+      numbers are those of eager mode, bit by bit, and a capture takes seconds;
+    * `"inductor"` compiles the graph, as `torch.compile` does, in half a minute to
+      several minutes for each capture. It takes a C++ compiler; without one there is a
+      warning, and replay. Sums are rounded in another order than in eager mode;
+    * `"auto"` times both once for each capture and keeps the faster one. Timings differ
+      from run to run: a resumed run that has to repeat its numbers passes what
+      `choices` made of the first one's reports.
+
+    A graph holds for shapes, strides, dtypes and devices of all arguments, for torch's
+    switches (autocast, precision of float32, threads, determinism), and for everything
+    that the loss can reach: plain values in closures, default arguments, attributes and
+    globals are compared at every call. Where one has changed, there is a new capture.
+    Tensors that the loss closes over are read at every call. Values, learning rates in
+    the optimizer's state and loss scales are inputs.
+
+    What a graph cannot repeat runs in eager mode, with one warning that says why, or
+    raises with `fallback="error"`: Python that looks at values of tensors, draws from
+    Python's generators or changes what it closes over; the strategy `"loop"`; a call
+    inside a transform of torch.func or under a mode; more than 16 captures.
+
+    Samples whose norms rounding may have spoiled, or that are not finite, take another
+    way in eager mode. The graph only sees that there are some. Its result is dropped
+    then, and the call is repeated in eager mode with the same random numbers. After
+    three such calls in a row a capture is given up, with a warning.
+
+    With `batch_sizes`, for per-sample transforms and `private_step`, a batch is filled
+    up to the next of these sizes by copies of its first sample, which add exactly zero,
+    and larger batches are split: there are no more captures than sizes. `private_step`
+    takes sizes that suit its plan by default. Random numbers, as of dropout, are those
+    of eager mode on the batch that was filled up.
+
+    With `verify=True` the first result of each capture is compared with eager mode: all
+    bits of a replay must be equal; the error of compiled code against the function in
+    float64 must be at most four times that of eager mode. If not, a warning says so,
+    and eager mode stays.
+
+    Results are constants: to differentiate them again raises. A capture holds no
+    memory but that of the graph.
+
+    Raises:
+        TypeError: `transform` is none of these.
+        ValueError: an option is none of those allowed, or `batch_sizes` is given for a
+            function of whole batches.
+        RuntimeError: when called, with `fallback="error"`, if something cannot be
+            captured.
+
+    Example:
+        >>> import torch
+        >>> import vgrad
+        >>> loss = lambda params, buffers, x: (params["w"] * x).sum().square()
+        >>> norms = vgrad.compile(vgrad.per_sample_norm(loss))
+        >>> params, x = {"w": torch.ones(2)}, torch.tensor([[3.0, 4.0], [0.0, 1.0]])
+        >>> [norms(params, {}, x) for _ in range(2)]
+        [tensor([70.,  2.]), tensor([70.,  2.])]
+        >>> [(each.name, each.calls) for each in norms.reports()]
+        [('per_sample_norm', 1)]
+    """
+    captures = Captures(backend, fallback, verify=verify)
+    sizes = None if batch_sizes is None else buckets.check(batch_sizes)
+    if isinstance(transform, Transform):
+        return CompiledTransform(transform, captures, sizes)
+    if isinstance(transform, PrivateStep):
+        sizes = buckets.of_plan(transform.plan) if sizes is None else sizes
+        clipped = CompiledTransform(transform.clipped, captures, sizes)
+        step = replace(transform, clipped=clipped, run=captures)
+        return CompiledStep(step, captures)
+    if sizes is not None:
+        raise ValueError(
+            f"compile({type(transform).__name__}, batch_sizes={list(sizes)}): expected "
+            f"a per-sample transform or private_step, which can leave copies out. A "
+            f"loss of a whole batch would average them."
+        )
+    if isinstance(transform, TrainStep | EnsembleStep):
+        return CompiledStep(replace(transform, run=captures), captures)
+    if isinstance(transform, EnsembleGradFn | EnsembleForward):
+        return CompiledFunction(transform, captures)
+    raise TypeError(
+        f"compile(transform): expected what a per-sample transform, a training step, "
+        f"ensemble_grad or ensemble_forward returns, got a {type(transform).__name__}."
+    )
+
+
+def choices(reports: Sequence[Report]) -> dict[str, str]:
+    """Return the backends that `"auto"` chose, which `compile(backend=...)` repeats.
+
+    Example:
+        >>> choices([Report("clipped_grad", "0a1b", "inductor")])
+        {'0a1b': 'inductor'}
+    """
+    return {each.kind: each.backend for each in reports if each.backend != "eager"}

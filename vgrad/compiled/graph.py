@@ -1,0 +1,201 @@
+"""A function of tensors, run once and kept as a graph of the ops that it called."""
+
+import random
+import sys
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+
+from vgrad import conditions, tree
+from vgrad.compiled.closures import Closed, closed_over
+from vgrad.conditions import Unrepeatable
+from vgrad.torch_private import modes, tracing
+
+
+class Graph(NamedTuple):
+    """A captured function: `module(*inputs, *closed) -> [*outputs, flag]`."""
+
+    module: fx.GraphModule
+    spec: tree.TreeSpec
+    constants: tuple  # the leaves of the result that are no tensors, None for others
+    closed: list[Tensor]  # what the function closes over, further inputs
+    guards: Any  # what must not have changed
+    nodes: int
+    draws: bool  # whether there are random ops
+
+    def result(self, outputs: Sequence[Tensor]) -> Any:
+        """Put the outputs where the function has them."""
+        given = iter(outputs)
+        leaves = [next(given) if each is _TENSOR else each for each in self.constants]
+        return tree.tree_unflatten(leaves, self.spec)
+
+
+_TENSOR = object()
+"""Stands for a tensor among the leaves of a result."""
+
+
+def captured(function: Callable, arguments: tuple) -> Graph:
+    """Run a function, and keep its ops and the values that it closes over.
+
+    The last output of the graph says whether one of the conditions holds that were
+    taken not to: then its other outputs are not to be used.
+
+    Raises:
+        Unrepeatable: the function does what a graph cannot repeat.
+    """
+    leaves, spec = tree.tree_flatten(arguments)
+    places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    kept: dict[str, Any] = {}
+    reached: dict[types.CodeType, dict[str, Any]] = {}
+
+    def run(*tensors: Tensor) -> list[Tensor]:
+        own = list(leaves)
+        for place, tensor in zip(places, tensors, strict=True):
+            own[place] = tensor
+        around = torch.no_grad(), _NoValues(), _reached(reached)
+        with ExitStack() as stack, conditions.collected() as found:
+            for each in around:
+                stack.enter_context(each)
+            result = function(*tree.tree_unflatten(own, spec))
+        outputs, kept["spec"] = tree.tree_flatten(result)
+        kept["constants"] = tuple(
+            _TENSOR if isinstance(each, Tensor) else each for each in outputs
+        )
+        flag = torch.stack(found).any() if found else torch.tensor(False)
+        return [*(each for each in outputs if isinstance(each, Tensor)), flag]
+
+    drawn = random.getstate(), str(np.random.get_state())
+    module = _traced(run, [leaves[place] for place in places])
+    if drawn != (random.getstate(), str(np.random.get_state())):
+        raise Unrepeatable("it draws random numbers from Python or numpy")
+    closed = closed_over(function, reached)
+    constants = _lifted(module, closed)
+    if not closed.guards.hold():
+        raise Unrepeatable("it changes values that it closes over")
+    _check(module)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    ops = [node.target for node in module.graph.nodes if node.op == "call_function"]
+    draws = any(torch.Tag.nondeterministic_seeded in _tags(op) for op in ops)
+    return Graph(
+        module,
+        kept["spec"],
+        kept["constants"],
+        constants,
+        closed.guards,
+        len(ops),
+        draws,
+    )
+
+
+def _traced(run: Callable, tensors: list[Tensor]) -> fx.GraphModule:
+    """Trace a function, and say which line of the user's stopped it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # eager mode has given them
+            return tracing.make_fx(run)(*tensors)
+    except Exception as error:
+        lines = traceback.extract_tb(error.__traceback__)
+        own = [line for line in lines if not _is_library(line.filename)]
+        where = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
+        text = str(error).partition("\n")[0]
+        raise Unrepeatable(
+            f"{type(error).__name__}: {text} {where}".rstrip()
+        ) from error
+
+
+class _NoValues(TorchFunctionMode):
+    """Refuses to hand values of tensors to Python, where a graph would bake them in."""
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if conditions.are_collected() and modes.op_name(func) in _READS:
+            raise Unrepeatable(f"{modes.op_name(func)} hands values to Python")
+        return func(*args, **(kwargs or {}))
+
+
+_READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__"}
+_READS |= {"__index__", "__complex__", "__dlpack__", "equal", "allclose", "is_nonzero"}
+_READS |= {"manual_seed", "get_rng_state", "set_rng_state", "data_ptr"}
+
+
+@contextmanager
+def _reached(found: dict[types.CodeType, dict[str, Any]]) -> Iterator[None]:
+    """Note all code that runs in this block, with its globals."""
+    around = sys.getprofile()
+
+    def note(frame: types.FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            found[frame.f_code] = frame.f_globals
+
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(around)
+
+
+def _lifted(module: fx.GraphModule, closed: Closed) -> list[Tensor]:
+    """Make inputs of the tensors that the function closes over.
+
+    Those that it makes of plain numbers are constants.
+    """
+    found: list[Tensor] = []
+    graph = module.graph
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
+    inputs: dict[int, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "get_attr":
+            continue
+        value = getattr(module, str(node.target))
+        if all(user.target in _LITERAL for user in node.users):
+            continue
+        if id(value) not in closed.tensors:
+            raise Unrepeatable(
+                f"it uses a tensor of shape {tuple(value.shape)} that is neither among "
+                f"its arguments nor found where it closes over it"
+            )
+        if id(value) not in inputs:
+            with graph.inserting_after(last[0]) if last else graph.inserting_before():
+                inputs[id(value)] = graph.placeholder(f"closed_{len(found)}")
+            last = [inputs[id(value)]]
+            found.append(value)
+        node.replace_all_uses_with(inputs[id(value)])
+        graph.erase_node(node)
+    return found
+
+
+_LITERAL = (
+    torch.ops.aten.lift_fresh.default,
+    torch.ops.aten.lift_fresh_copy.default,
+)
+"""What torch calls on tensors that are made of numbers of Python."""
+
+
+def _check(module: fx.GraphModule) -> None:
+    """Refuse ops whose results have shapes that depend on values."""
+    depends = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+    for node in module.graph.nodes:
+        if node.op == "call_function" and depends & _tags(node.target):
+            raise Unrepeatable(
+                f"the shape of what {node.target} returns depends on values"
+            )
+
+
+def _tags(op: Any) -> set[torch.Tag]:
+    return set(getattr(op, "tags", ()))
+
+
+def _is_library(file: str) -> bool:
+    own = str(Path(__file__).parents[1])
+    return file.startswith((own, str(Path(torch.__file__).parent)))

@@ -1,0 +1,143 @@
+"""Per-sample transforms that run as graphs."""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from vgrad import batches
+from vgrad.compiled import buckets
+from vgrad.compiled.captures import Captures, Report
+from vgrad.persample.engine import Call, Chunk, Problem, Transform, at_a_time
+from vgrad.persample.weighted import WeightedGradFn
+from vgrad.precision.loss_scale import LossScale
+from vgrad.typing import Buffers, Params, Tree
+
+
+class CompiledTransform:
+    """What `compile` returns for a per-sample transform: the same function.
+
+    It has the attributes of what was compiled, and `reports()`.
+    """
+
+    def __init__(
+        self,
+        transform: Transform,
+        captures: Captures,
+        batch_sizes: tuple[int, ...] | None,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        """Keep what runs the transform."""
+        self._transform = transform
+        self._captures = captures
+        self._buckets = batch_sizes
+        self._scale = transform.options.loss_scale if loss_scale is None else loss_scale
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the transform."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._transform, name)
+
+    def reports(self) -> tuple[Report, ...]:
+        """Return what is known of every capture."""
+        return self._captures.reports()
+
+    def with_loss_scale(self, loss_scale: LossScale | None) -> "CompiledTransform":
+        """Return the same function with another loss scale, an input of the graph."""
+        given = self._transform, self._captures, self._buckets
+        return CompiledTransform(*given, loss_scale)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Compute the quantity of a batch."""
+        return self._of(*_parted(self._transform, *arguments, **options))
+
+    def _of(
+        self, params: Params, buffers: Buffers, batch: Tree, mask: Any, more: Any
+    ) -> Any:
+        transform = self._transform
+        function, options = transform.on_all, transform.options
+        whole = options.chunk_size is None and options.strategy != "loop"
+        if self._buckets is None and whole and mask is None and len(batch):
+            if _first_size(batch):
+                given = (params, buffers, batch, None, more, self._scale)
+                return self._captures(function, *given)
+        size = batches.read(options.function, batch).size
+        if mask is not None:
+            batches.check_mask(options.function, mask, size)
+        if not size or options.strategy == "loop":
+            if size:
+                self._captures.refuse(function, 'strategy="loop" runs any Python')
+            found = function(params, buffers, batch, mask, more, self._scale)
+            return found if mask is None else transform.selected(found, mask)
+        return self._padded(params, buffers, batch, mask, more, size)
+
+    def _padded(
+        self,
+        params: Params,
+        buffers: Buffers,
+        batch: Tree,
+        mask: Tensor | None,
+        more: Any,
+        size: int,
+    ) -> Any:
+        """Fill up a batch and run it, in parts where it is large."""
+        transform, sizes = self._transform, self._buckets
+        rows: Any = slice(0, size) if mask is None else mask
+        if sizes is not None:
+            total = buckets.padded_size(size, sizes)
+            device = next(iter(params.values())).device
+            counted = buckets.counted(size, total, device)
+            if mask is not None:
+                counted[:size] &= mask
+                rows = counted
+            mask, batch = counted, buckets.filled(batch, size, total)
+            if isinstance(transform, WeightedGradFn):
+                more = buckets.filled(more, size, total)
+        else:
+            total = size
+        limit = total
+        if transform.options.chunk_size is not None:
+            problem = transform.options.on(params, buffers, batch)
+            limit = min(limit, at_a_time(problem) or limit)
+        if sizes is not None:
+            limit = min(limit, sizes[-1])
+        if total <= limit or not transform.joins:
+            found = self._captures(
+                transform.on_all, params, buffers, batch, mask, more, self._scale
+            )
+        else:
+            options = replace(transform.options, chunk_size=limit)
+            problem = options.on(params, buffers, batch, mask, more, self._scale)
+            found = transform.of(Call(problem), self._part)
+        return found if mask is None else transform.selected(found, rows)
+
+    def _part(self, part: Problem) -> Chunk:
+        """Run one part of a batch."""
+        batch = part.batch.sample(tuple(part.batch.tensors))
+        return self._captures(
+            self._transform.part,
+            part.params,
+            part.buffers,
+            batch,
+            part.mask,
+            part.weights,
+            self._scale,
+        )
+
+
+def _parted(transform: Transform, *arguments: Any, **options: Any) -> tuple:
+    """Return parameters, buffers, batch, mask, and what else there is, of a call."""
+    # Raises where the transform itself would.
+    bound = inspect.signature(transform).bind(*arguments, **options).arguments
+    more = bound.get("weights", bound.get("cross"))
+    batch, mask = bound.get("batch", ()), bound.get("mask")
+    return bound["params"], bound["buffers"], batch, mask, more
+
+
+def _first_size(batch: Sequence[Tree]) -> int:
+    """Return how many samples there are, as far as one tensor tells."""
+    first = batch[0]
+    return len(first) if isinstance(first, Tensor) and first.ndim else 0

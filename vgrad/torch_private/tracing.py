@@ -1,0 +1,41 @@
+"""How a function of tensors becomes a graph of ops, and a graph compiled code.
+
+From torch/fx/experimental/proxy_tensor.py and torch/_inductor/__init__.py:
+
+    make_fx     run a function once, and return all ops that it called as a graph
+    untraced    a block whose ops leave nothing in the graph
+    compiled    turn a graph into code for these shapes, which asks nothing when called
+
+The first is documented as experimental (torch.fx.experimental), the last is what
+`torch.compile` does once it has a graph. Public names for the two would end the need.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing as untraced
+from torch.fx.experimental.proxy_tensor import make_fx as make_fx
+
+__all__ = ["compiled", "dispatch_modes", "make_fx", "untraced"]
+
+dispatch_modes = torch._C._len_torch_dispatch_stack
+"""How many modes see all ops of torch: a trace, fake tensors, a profiler of ops."""
+
+
+def compiled(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    """Compile a graph by Inductor for inputs of these shapes.
+
+    Random ops stay torch's own, so that they draw what they draw in eager mode, and
+    half precision is rounded after each op, as there.
+    """
+    import torch._inductor as inductor
+
+    patches = {"fallback_random": True, "emulate_precision_casts": True}
+    return inductor.standalone_compile(
+        graph,
+        list(inputs),
+        dynamic_shapes="from_example_inputs",
+        options={"config_patches": patches},
+    )
