@@ -30,7 +30,7 @@ from bench.contenders import (
     plain,
 )
 from bench.measure import DEVICES, interleaved
-from bench.models import SETTINGS, Problem
+from bench.models import SETTINGS, SEVEN, Problem
 from tests import oracle
 
 # Peers hook into modules whose inputs need no gradient, vmap falls back to loops.
@@ -157,7 +157,7 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
+@pytest.fixture(scope="module", params=SEVEN)
 def case(request: pytest.FixtureRequest, device: str) -> Case:
     return Case(request.param, device)
 
