@@ -25,8 +25,12 @@ from bench.contenders import (
 )
 from bench.models import Problem
 
+SUM, STEP = "compiled clipped sum", "private step on Poisson draws"
+"""What is timed."""
+
 BACKENDS = ("replay", "inductor", "auto")
-INDUCTOR = ("plain-compiled", "vgrad-inductor", "vgrad-auto")
+PLAIN = "plain-compiled"
+INDUCTOR = (PLAIN, "vgrad-inductor", "vgrad-auto")
 """Those that take a minute or more to build."""
 
 
@@ -112,7 +116,7 @@ def in_jax(name: str) -> Build:
 
 
 COMPILED = {
-    "plain-compiled": Contender(plain_compiled, clips=False, per_shape=True),
+    PLAIN: Contender(plain_compiled, clips=False, per_shape=True),
     "vgrad": CLIPPED["vgrad"],
     **{
         f"vgrad-{each}": Contender(vgrad_compiled(each), per_shape=True)
