@@ -178,14 +178,9 @@ class Opacus(NamedTuple):
 
 
 def opacus(
-    problem: Problem,
-    mode: str,
-    *,
-    noise_multiplier: float = 0.0,
-    divide_by: float | None = None,
-    **sgd: float,
+    problem: Problem, mode: str, *, noise_multiplier: float = 0.0, **sgd: float
 ) -> Opacus:
-    """Wrap a model; its optimizer clips, adds noise, divides and is SGD."""
+    """Wrap a model; its optimizer clips, adds noise to the sum and is SGD."""
     from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
     from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 
@@ -197,8 +192,8 @@ def opacus(
         torch.optim.SGD(model.parameters(), **{"lr": 1.0, **sgd}),
         noise_multiplier=noise_multiplier,
         max_grad_norm=MAX_NORM,
-        expected_batch_size=divide_by,
-        loss_reduction="sum" if divide_by is None else "mean",
+        expected_batch_size=None,
+        loss_reduction="sum",
     )
 
     def losses(output: Tensor, target: Tensor) -> Tensor:

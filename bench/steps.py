@@ -39,6 +39,9 @@ from vgrad.dp import Plan
 from vgrad.training import TrainState, private_step
 
 RATE, MOMENTUM = 0.01, 0.9
+CHECKED_RATE = 1.0
+"""So that in float32, too, one sees how far parameters have moved."""
+
 DRAWS = 50
 BATCHES = 20
 """Batches of the mean size in the data set, of which one is drawn."""
@@ -50,6 +53,7 @@ class Task:
 
     problem: Problem
     plan: Plan
+    rate: float = RATE
     seed: int = 0
 
     @classmethod
@@ -73,7 +77,8 @@ class Task:
             steps=10**6,
             delta=0.1 / size,
         )
-        return cls(setting.problem(device, dtype, size, small=small), plan)
+        problem = setting.problem(device, dtype, size, small=small)
+        return cls(problem, plan, CHECKED_RATE if small else RATE)
 
     @property
     def key(self) -> Tensor:
@@ -112,7 +117,7 @@ def expected(task: Task, steps: int, epsilon: float = 0.0) -> Grads:
     problem, size = task.problem, task.plan.expected_batch_size
     model = copy.deepcopy(problem.model)
     params = dict(model.named_parameters())
-    optimizer = _sgd(params)
+    optimizer = _sgd(params, task.rate)
     for step, (x, y) in enumerate(task.draws[:steps]):
         grads = oracle.model_gradients(
             model, lambda m, x, y: problem.mean_loss(m(x), y), (x, y), len(x)
@@ -139,7 +144,7 @@ def sgd(task: Task) -> Stepper:
     """Plain SGD, which every other time is divided by."""
     model = copy.deepcopy(task.problem.model)
     params = dict(model.named_parameters())
-    optimizer = _sgd(params)
+    optimizer = _sgd(params, task.rate)
 
     def step(x: Tensor, y: Tensor) -> None:
         optimizer.zero_grad()
@@ -159,7 +164,7 @@ def sgd_compiled(task: Task) -> Stepper:
     def whole(params: Grads, momenta: Grads, x: Tensor, y: Tensor) -> None:
         for name, grad in gradient(params, x, y).items():
             momenta[name].mul_(MOMENTUM).add_(grad)
-            params[name].sub_(momenta[name], alpha=RATE)
+            params[name].sub_(momenta[name], alpha=task.rate)
 
     run = compile_plain(whole)
     return Stepper(lambda x, y: run(params, momenta, x, y), lambda: params)
@@ -169,7 +174,7 @@ def by_hand(task: Task) -> Stepper:
     """`vmap(grad)`, clipping, `torch.randn` and torch's SGD."""
     model = copy.deepcopy(task.problem.model)
     params = dict(model.named_parameters())
-    optimizer = _sgd(params)
+    optimizer = _sgd(params, task.rate)
     plan = task.plan
     deviation = plan.noise_multiplier * plan.max_norm
     # Its parameters share the memory of the model's.
@@ -186,15 +191,14 @@ def by_hand(task: Task) -> Stepper:
 
 
 def in_opacus(mode: str) -> Callable[[Task], Stepper]:
-    """Opacus with its own optimizer."""
+    """Opacus with its own optimizer, whose rate divides the sum."""
 
     def build(task: Task) -> Stepper:
         peer = opacus(
             task.problem,
             mode,
             noise_multiplier=task.plan.noise_multiplier,
-            divide_by=task.plan.expected_batch_size,
-            lr=RATE,
+            lr=task.rate / task.plan.expected_batch_size,
             momentum=MOMENTUM,
         )
 
@@ -213,7 +217,7 @@ def in_vgrad(backend: str | None) -> Callable[[Task], Stepper]:
 
     def build(task: Task) -> Stepper:
         loss, params, buffers = functional(task.problem)
-        tx = vgrad.optim.sgd(RATE, momentum=MOMENTUM)
+        tx = vgrad.optim.sgd(task.rate, momentum=MOMENTUM)
         one = private_step(loss, tx, task.plan, strategy=STRATEGY, donate=True)
         if backend is not None:
             one = compiled(one, backend)
@@ -253,8 +257,8 @@ def peak(setting: str, name: str, device: str) -> int:
     return memory.above_base(partial(step, *batch), device)["peak_bytes"]
 
 
-def _sgd(params: Grads) -> torch.optim.Optimizer:
-    return torch.optim.SGD(list(params.values()), lr=RATE, momentum=MOMENTUM)
+def _sgd(params: Grads, rate: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(list(params.values()), lr=rate, momentum=MOMENTUM)
 
 
 def _move(params: Grads, grads: Grads, optimizer: torch.optim.Optimizer) -> None:
