@@ -100,7 +100,8 @@ class GPT(nn.Module):
 class Recurrent(nn.Module):
     """LSTM that classifies padded sequences of tokens.
 
-    In one direction it reads the last state, in two the mean of all.
+    In one direction it reads the last state, in two the mean of all, and then padding
+    is a token like any other, as Opacus has it.
     """
 
     def __init__(
@@ -111,7 +112,8 @@ class Recurrent(nn.Module):
         bidirectional: bool = False,
     ) -> None:
         super().__init__()
-        self.token = nn.Embedding(5000, width, padding_idx=0)
+        padding = None if bidirectional else 0
+        self.token = nn.Embedding(5000, width, padding_idx=padding)
         self.lstm = nn.LSTM(
             width,
             hidden,
