@@ -21,6 +21,7 @@ from bench.contenders import (
     plain,
 )
 from bench.measure import interleaved
+from bench.memory import MEBIBYTE
 from bench.models import SETTINGS, Problem
 from tests import oracle
 
@@ -36,6 +37,9 @@ CLIPPED_SUM, STORED = "clipped sum", "stored gradients"
 class Case:
     """A setting on a device: the problem, the references and who was refused."""
 
+    memory_after: int | None = 2
+    """Samples on which memory is warmed up; None for the whole batch."""
+
     def __init__(self, name: str, device: str) -> None:
         self.name, self.device = name, device
         self.setting = SETTINGS[name]
@@ -48,7 +52,12 @@ class Case:
 
     @cached_property
     def plain_peak(self) -> int:
-        return memory.measure(self.name, "plain", self.device)["peak_bytes"]
+        return self.peak("plain")
+
+    def peak(self, name: str) -> int:
+        """Measure a contender's memory in a process of its own."""
+        found = memory.measure(self.name, name, self.device, first=self.memory_after)
+        return found["peak_bytes"]
 
     @cached_property
     def close(self) -> Grads:
@@ -214,12 +223,10 @@ def timed(
         benchmark.extra_info["strategy"] = STRATEGY
 
 
-def with_memory(benchmark: Any, case: Case, name: str) -> None:
-    """Measure a contender's memory in processes of their own."""
-    if memory.measurable(case.device):
-        needed = memory.measure(case.name, name, case.device)["peak_bytes"]
-        benchmark.extra_info.update(
-            peak_bytes=needed,
-            plain_peak_bytes=case.plain_peak,
-            memory_ratio=needed / case.plain_peak,
-        )
+def memory_of(needed: int, plain: int) -> dict[str, float]:
+    """Return what `extra_info` says of memory.
+
+    Below a mebibyte there is no ratio: pages of the allocator are all that is seen.
+    """
+    found = {"peak_bytes": needed, "plain_peak_bytes": plain}
+    return {**found, "memory_ratio": needed / plain} if plain >= MEBIBYTE else found

@@ -1,7 +1,7 @@
 """How much memory a contender needs: `python -m bench.memory SETTING CONTENDER`.
 
 It runs in a process of its own, after a warm-up that loads what is loaded once: on two
-samples, or on the whole batch where a contender is built for one size. The base is what
+samples, or on the whole batch where some are built for its size. The base is what
 the process then holds, parameters and batch included; the peak is what three runs on
 the whole batch need above it. On CUDA that is what torch's own allocator has handed
 out, on the CPU resident memory as Linux counts it.
@@ -53,7 +53,10 @@ def measurable(device: str) -> bool:
 
 
 class Job(NamedTuple):
-    """What is measured; None for the setting's own samples, and for one chunk."""
+    """What is measured; None for the setting's own samples, and for one chunk.
+
+    It warms up on `first` samples, None for all.
+    """
 
     setting: str
     contender: str
@@ -61,6 +64,7 @@ class Job(NamedTuple):
     precision: str = "float32"
     samples: int | None = None
     chunk_size: int | None = None
+    first: int | None = 2
 
 
 def measure(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -101,8 +105,7 @@ def peak(job: Job) -> dict[str, Any]:
     if job.chunk_size is not None:
         contender = Contender(partial(vgrad_clipped, chunk_size=job.chunk_size))
     run = in_precision(contender.build(problem), device, job.precision)
-    first = None if contender.per_shape else 2
-    run(*(each[:first] for each in problem.batch))
+    run(*(each[: job.first] for each in problem.batch))
     return {
         "setting": job.setting,
         "contender": job.contender,
@@ -145,4 +148,6 @@ if __name__ == "__main__":
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     given = parser.parse_args()
     prepare({})
-    print(json.dumps(peak(Job(given.setting, given.contender, given.device))))
+    job = Job(given.setting, given.contender, given.device)
+    first = None if CONTENDERS[job.contender].per_shape else job.first
+    print(json.dumps(peak(job._replace(first=first))))

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from bench.case import CLIPPED_SUM, STORED, Case, timed, with_memory
+from bench import memory
+from bench.case import CLIPPED_SUM, STORED, Case, memory_of, timed
 from bench.contenders import CLIPPED, GRADIENTS, Contender
 from bench.measure import DEVICES
 from bench.models import SEVEN
@@ -47,7 +48,8 @@ def test_clipped(benchmark: Any, case: Case, name: str) -> None:
     if benchmark.disabled:
         return
     timed(benchmark, case, CLIPPED_SUM, name, contender, checked)
-    with_memory(benchmark, case, name)
+    if memory.measurable(case.device):
+        benchmark.extra_info.update(memory_of(case.peak(name), case.plain_peak))
 
 
 @pytest.mark.parametrize("name", GRADIENTS)

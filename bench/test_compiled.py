@@ -25,7 +25,7 @@ import torch
 
 import vgrad
 from bench import memory, steps
-from bench.case import CHECKED_SAMPLES, Case, timed, with_memory
+from bench.case import CHECKED_SAMPLES, Case, memory_of, timed
 from bench.compiling import COMPILED, INDUCTOR, PLAIN, STEP, SUM, captures
 from bench.contenders import Grads
 from bench.measure import DEVICES, interleaved
@@ -43,6 +43,8 @@ class Both(Case):
 
     It is nothing where torch cannot compile it.
     """
+
+    memory_after = None
 
     @cached_property
     def beside(self) -> dict[str, Callable[[], Any]]:
@@ -149,7 +151,8 @@ def test_clipped_sum(benchmark: Any, case: Both, name: str) -> None:
         return
     beside = {} if name == PLAIN else case.beside
     timed(benchmark, case, SUM, name, contender, checked, beside)
-    with_memory(benchmark, case, name)
+    if memory.measurable(case.device):
+        benchmark.extra_info.update(memory_of(case.peak(name), case.plain_peak))
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -192,8 +195,4 @@ def test_private_step(benchmark: Any, case: Both, name: str) -> None:
         benchmark.extra_info["build_seconds"] = max(0.0, first - later)
     if memory.measurable(case.device):
         needed = memory.in_fresh_process(steps.peak, case.name, name, case.device)
-        benchmark.extra_info.update(
-            peak_bytes=needed,
-            plain_peak_bytes=case.plain_step_peak,
-            memory_ratio=needed / case.plain_step_peak,
-        )
+        benchmark.extra_info.update(memory_of(needed, case.plain_step_peak))
