@@ -117,7 +117,11 @@ def block(module: tokens.Block, weights: Weights, x: jax.Array) -> jax.Array:
     run = by_name(module, weights)
     qkv = run("qkv", run("norm1", x))
     q, k, v = jnp.moveaxis(qkv.reshape(*x.shape[:2], 3, module.heads, -1), 2, 0)
-    attended = jax.nn.dot_product_attention(q, k, v, is_causal=module.causal)
+    # Written out, since jax.nn.dot_product_attention has a softmax in float32 always.
+    logits = jnp.einsum("bthd,bshd->bhts", q, k) / q.shape[-1] ** 0.5
+    if module.causal:
+        logits = jnp.where(jnp.tri(x.shape[1], dtype=bool), logits, -jnp.inf)
+    attended = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), v)
     x = x + run("out", attended.reshape(x.shape))
     return x + run("down", run("activation", run("up", run("norm2", x))))
 
