@@ -25,10 +25,19 @@ Build = Callable[[Problem], Run]
 
 
 class Contender(NamedTuple):
-    """A contender, and what it adds to a norm before it divides by it."""
+    """A contender.
+
+    Attributes:
+        build: makes it from a problem.
+        epsilon: what it adds to a norm before it divides by it.
+        clips: whether it computes the clipped sum, or the mean gradient of plain SGD.
+        per_shape: whether it is built at its first call, for batches of that size.
+    """
 
     build: Build
     epsilon: float = 0.0
+    clips: bool = True
+    per_shape: bool = False
 
 
 def plain(problem: Problem) -> Run:
@@ -37,7 +46,7 @@ def plain(problem: Problem) -> Run:
 
     def run(x: Tensor, y: Tensor) -> Grads:
         problem.mean_loss(model(x), y).backward()
-        return _taken(model, "grad")
+        return taken(model, "grad")
 
     return run
 
@@ -108,13 +117,13 @@ def clip_and_sum(grads: Grads) -> Grads:
 
 
 def vgrad_gradients(problem: Problem) -> Run:
-    loss, params, buffers = _functional(problem)
+    loss, params, buffers = functional(problem)
     compute = vgrad.per_sample_grad(loss, strategy=STRATEGY)
     return lambda x, y: compute(params, buffers, x, y)
 
 
 def vgrad_clipped(problem: Problem, chunk_size: int | None = None) -> Run:
-    loss, params, buffers = _functional(problem)
+    loss, params, buffers = functional(problem)
     compute = vgrad.clipped_grad(
         loss, max_norm=MAX_NORM, strategy=STRATEGY, chunk_size=chunk_size
     )
@@ -130,7 +139,7 @@ def opacus_gradients(mode: str) -> Build:
         def run(x: Tensor, y: Tensor) -> Grads:
             problem.losses(wrapped(x), y).sum().backward()
             model.zero_grad()
-            return _taken(model, "grad_sample")
+            return taken(model, "grad_sample")
 
         return run
 
@@ -138,25 +147,21 @@ def opacus_gradients(mode: str) -> Build:
 
 
 def opacus_clipped(mode: str) -> Build:
-    """Opacus up to the sum that its optimizer adds noise to."""
+    """Opacus up to the sum that its optimizer adds noise to.
+
+    With "ghost" it takes two backward passes: norms, then the sum of weighted losses.
+    """
 
     def build(problem: Problem) -> Run:
-        from opacus.optimizers import DPOptimizer
-
-        model, wrapped = _opacus(problem, mode)
-        optimizer = DPOptimizer(
-            torch.optim.SGD(model.parameters(), lr=1.0),
-            noise_multiplier=0.0,
-            max_grad_norm=MAX_NORM,
-            expected_batch_size=None,
-            loss_reduction="sum",
-        )
+        peer = opacus(problem, mode)
 
         def run(x: Tensor, y: Tensor) -> Grads:
-            problem.losses(wrapped(x), y).sum().backward()
-            optimizer.clip_and_accumulate()
-            result = _taken(model, "summed_grad")
-            optimizer.zero_grad(set_to_none=True)
+            peer.backward(x, y)
+            if mode == "ghost":
+                return taken(peer.model, "grad")
+            peer.optimizer.clip_and_accumulate()
+            result = taken(peer.model, "summed_grad")
+            peer.optimizer.zero_grad(set_to_none=True)
             return result
 
         return run
@@ -164,15 +169,28 @@ def opacus_clipped(mode: str) -> Build:
     return build
 
 
-def opacus_ghost(problem: Problem) -> Run:
-    """Opacus in two backward passes: norms first, then the sum of weighted losses."""
-    from opacus.optimizers import DPOptimizerFastGradientClipping
+class Opacus(NamedTuple):
+    """A model that Opacus has wrapped, its backward pass and its optimizer."""
+
+    model: nn.Module
+    backward: Callable[[Tensor, Tensor], None]
+    optimizer: Any
+
+
+def opacus(
+    problem: Problem, mode: str, *, noise_multiplier: float = 0.0, **sgd: float
+) -> Opacus:
+    """Wrap a model; its optimizer clips, adds noise to the sum and is SGD."""
+    from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
     from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 
-    model, wrapped = _opacus(problem, "ghost", max_grad_norm=MAX_NORM)
-    optimizer = DPOptimizerFastGradientClipping(
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        noise_multiplier=0.0,
+    ghost = mode == "ghost"
+    options = dict(max_grad_norm=MAX_NORM) if ghost else {}
+    model, wrapped = _opacus(problem, mode, **options)
+    kind = DPOptimizerFastGradientClipping if ghost else DPOptimizer
+    optimizer = kind(
+        torch.optim.SGD(model.parameters(), **{"lr": 1.0, **sgd}),
+        noise_multiplier=noise_multiplier,
         max_grad_norm=MAX_NORM,
         expected_batch_size=None,
         loss_reduction="sum",
@@ -181,13 +199,14 @@ def opacus_ghost(problem: Problem) -> Run:
     def losses(output: Tensor, target: Tensor) -> Tensor:
         return problem.losses(output, target)
 
-    criterion = DPLossFastGradientClipping(wrapped, optimizer, losses, "sum")
+    if ghost:
+        losses = DPLossFastGradientClipping(wrapped, optimizer, losses, "sum")
 
-    def run(x: Tensor, y: Tensor) -> Grads:
-        criterion(wrapped(x), y).backward()
-        return _taken(model, "grad")
+    def backward(x: Tensor, y: Tensor) -> None:
+        found = losses(wrapped(x), y)
+        (found if ghost else found.sum()).backward()
 
-    return run
+    return Opacus(model, backward, optimizer)
 
 
 def backpack_gradients(problem: Problem) -> Run:
@@ -200,7 +219,7 @@ def backpack_gradients(problem: Problem) -> Run:
         with backpack.backpack(backpack.extensions.BatchGrad()):
             problem.losses(model(x), y).sum().backward()
         model.zero_grad()
-        return _taken(model, "grad_batch")
+        return taken(model, "grad_batch")
 
     return run
 
@@ -217,7 +236,7 @@ def backpack_norms(problem: Problem) -> Run:
         with backpack.backpack(backpack.extensions.BatchL2Grad()):
             losses.sum().backward(retain_graph=True)
         model.zero_grad()
-        squares = torch.stack(list(_taken(model, "batch_l2").values())).sum(0)
+        squares = torch.stack(list(taken(model, "batch_l2").values())).sum(0)
         weighted = _factors(squares.sqrt()) @ losses
         grads = torch.autograd.grad(weighted, list(params.values()))
         return dict(zip(params, grads, strict=True))
@@ -242,13 +261,13 @@ CLIPPED = {
     "opacus-hooks": Contender(opacus_clipped("hooks"), 1e-6),
     "opacus-functorch": Contender(opacus_clipped("functorch"), 1e-6),
     "opacus-ew": Contender(opacus_clipped("ew"), 1e-6),
-    "opacus-ghost": Contender(opacus_ghost, 1e-6),
+    "opacus-ghost": Contender(opacus_clipped("ghost"), 1e-6),
     "backpack-grad": Contender(clipped_by_hand(backpack_gradients)),
     "backpack-l2": Contender(backpack_norms),
 }
 
 
-def _functional(problem: Problem) -> tuple[Callable, Grads, Grads]:
+def functional(problem: Problem) -> tuple[Callable, Grads, Grads]:
     fmodel, params, buffers = vgrad.make_functional_with_buffers(
         problem.model, disable_autograd_tracking=True
     )
@@ -274,6 +293,7 @@ def _opacus(problem: Problem, mode: str, **options: Any) -> tuple[nn.Module, Any
                     child.hidden_size,
                     num_layers=child.num_layers,
                     batch_first=child.batch_first,
+                    bidirectional=child.bidirectional,
                 )
                 own.load_state_dict(child.state_dict())
                 setattr(module, name, own.to(child.weight_ih_l0))
@@ -284,7 +304,7 @@ def _factors(norms: Tensor) -> Tensor:
     return (MAX_NORM / norms).clamp(max=1)
 
 
-def _taken(model: nn.Module, attribute: str) -> Grads:
+def taken(model: nn.Module, attribute: str) -> Grads:
     """Take what a backward pass left at the parameters away from them."""
     result = {}
     for name, parameter in model.named_parameters():

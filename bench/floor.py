@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.contenders import CLIPPED, plain
-from bench.models import SETTINGS
+from bench.models import SEVEN
 from vgrad.cli import bench
 
 
@@ -136,7 +136,7 @@ def table(measured: dict[str, float]) -> str:
         "floor | measured | gap |",
         "|" + " --- |" * 8,
     ]
-    for name, setting in SETTINGS.items():
+    for name, setting in SEVEN.items():
         problem = setting.problem("cpu", torch.float32, setting.samples)
         base = cost(partial(plain(problem), *problem.batch))
         clipped = cost(partial(CLIPPED["vgrad"].build(problem), *problem.batch))

@@ -2,13 +2,18 @@
 
 Every round runs the plain step and then the contender, each ending in a device sync
 inside its timer, so that both see the same state of the machine and their ratio means
-something where absolute times do not. The plain step's time goes into `extra_info`.
+something where absolute times do not. The plain step's time goes into `extra_info`, as
+does the time of whatever else runs beside it.
+
+Two clocks run: wall time, and the time that the process has the CPU for. With one
+thread (`OMP_NUM_THREADS=1`) the second tells more on a shared machine; with more it
+counts threads that wait too.
 """
 
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -75,6 +80,28 @@ def sync(device: str) -> None:
         torch.cuda.synchronize()
 
 
+class Clock:
+    """Wall and CPU seconds of every run of a function."""
+
+    def __init__(self, run: Callable[[], Any], device: str) -> None:
+        self.run, self.device = run, device
+        self.wall: list[float] = []
+        self.cpu: list[float] = []
+
+    def __call__(self) -> Any:
+        wall, cpu = time.perf_counter(), time.process_time()
+        result = self.run()
+        sync(self.device)
+        self.cpu.append(time.process_time() - cpu)
+        self.wall.append(time.perf_counter() - wall)
+        return result
+
+    def medians(self, skipped: int) -> tuple[float, float]:
+        """Return wall and CPU seconds without the first runs."""
+        found = statistics.median(self.wall[skipped:])
+        return found, statistics.median(self.cpu[skipped:])
+
+
 def interleaved(
     benchmark: Any,
     contender: Callable[[], Any],
@@ -84,40 +111,47 @@ def interleaved(
     samples: int,
     error: float,
     seconds: float | None = None,
+    rounds: int | None = None,
+    beside: Mapping[str, Callable[[], Any]] | None = None,
 ) -> None:
     """Time `contender` by pytest-benchmark, and `plain` before each of its rounds.
 
     `error` is the contender's largest relative error against the float64 reference; the
     caller has checked it, and it is kept beside the times. With `seconds` there are as
     many rounds as fit into them, from `FEWEST` to `MOST`; both must have run before.
+    With `rounds` there are so many and no warm-up. What is `beside` runs in each round
+    too, and its ratio is kept as `ratio_to_` its name.
     """
-    plain_seconds: list[float] = []
+    others = {"plain": plain, **(beside or {})}
+    clocks = {name: Clock(run, device) for name, run in others.items()}
+    timed = Clock(contender, device)
 
-    def run_plain() -> None:
-        start = time.perf_counter()
-        plain()
-        sync(device)
-        plain_seconds.append(time.perf_counter() - start)
+    def setup() -> None:
+        for clock in clocks.values():
+            clock()
 
-    def timed() -> Any:
-        result = contender()
-        sync(device)
-        return result
-
-    rounds, warmup = ROUNDS[device], WARMUP[device]
+    warmup = 0 if rounds else WARMUP[device]
     if seconds is not None and benchmark.enabled:
         start = time.perf_counter()
-        run_plain()
+        setup()
         timed()
         took = time.perf_counter() - start
         rounds = max(FEWEST, min(MOST, int(seconds / took)))
         warmup = min(warmup, rounds - FEWEST)  # that was one
-        plain_seconds.clear()
-    benchmark.pedantic(timed, setup=run_plain, rounds=rounds, warmup_rounds=warmup)
+        for clock in (timed, *clocks.values()):
+            clock.wall.clear()
+            clock.cpu.clear()
+    rounds = rounds or ROUNDS[device]
+    benchmark.pedantic(timed, setup=setup, rounds=rounds, warmup_rounds=warmup)
     if benchmark.stats is None:  # --benchmark-disable
         return
     median = benchmark.stats.stats.median
-    plain_median = statistics.median(plain_seconds[warmup:])
+    _, cpu = timed.medians(warmup)
+    for name, clock in clocks.items():
+        other, other_cpu = clock.medians(warmup)
+        benchmark.extra_info[f"{name}_seconds"] = other
+        benchmark.extra_info[f"ratio_to_{name}"] = median / other
+        benchmark.extra_info[f"cpu_ratio_to_{name}"] = cpu / other_cpu
     name = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
     benchmark.extra_info.update(
         device=device,
@@ -125,8 +159,7 @@ def interleaved(
         threads=torch.get_num_threads(),
         torch=torch.__version__,
         tf32=torch.backends.cuda.matmul.allow_tf32,
-        plain_seconds=plain_median,
-        ratio_to_plain=median / plain_median,
         samples_per_second=samples / median,
+        cpu_seconds=cpu,
         oracle_error=error,
     )

@@ -1,9 +1,10 @@
 """How much memory a contender needs: `python -m bench.memory SETTING CONTENDER`.
 
-It runs in a process of its own, after a warm-up on two samples that loads what is
-loaded once. The base is what the process then holds, parameters and batch included; the
-peak is what three runs on the whole batch need above it. On CUDA that is what torch's
-own allocator has handed out, on the CPU resident memory as Linux counts it.
+It runs in a process of its own, after a warm-up that loads what is loaded once: on two
+samples, or on the whole batch where some are built for its size. The base is what
+the process then holds, parameters and batch included; the peak is what three runs on
+the whole batch need above it. On CUDA that is what torch's own allocator has handed
+out, on the CPU resident memory as Linux counts it.
 
 On the CPU every block of a mebibyte or more comes from the system and goes back to it
 (`M_MMAP_THRESHOLD`), for all contenders alike. As it comes, the allocator moves that
@@ -17,17 +18,20 @@ import ctypes
 import gc
 import json
 import multiprocessing
+import os
 import platform
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from bench.contenders import CLIPPED, plain, vgrad_clipped
+from bench.compiling import COMPILED
+from bench.contenders import CLIPPED, Contender, plain, vgrad_clipped
 from bench.measure import in_precision, sync
 from bench.models import SETTINGS
 
@@ -38,6 +42,8 @@ RESET_PEAK = "5"
 M_MMAP_THRESHOLD = -3
 MEBIBYTE = 1 << 20
 
+CONTENDERS = {"plain": Contender(plain, clips=False), **CLIPPED, **COMPILED}
+
 Result = TypeVar("Result")
 
 
@@ -47,7 +53,10 @@ def measurable(device: str) -> bool:
 
 
 class Job(NamedTuple):
-    """What is measured; None for the setting's own samples, and for one chunk."""
+    """What is measured; None for the setting's own samples, and for one chunk.
+
+    It warms up on `first` samples, None for all.
+    """
 
     setting: str
     contender: str
@@ -55,6 +64,7 @@ class Job(NamedTuple):
     precision: str = "float32"
     samples: int | None = None
     chunk_size: int | None = None
+    first: int | None = 2
 
 
 def measure(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -70,12 +80,18 @@ def in_fresh_process(function: Callable[..., Result], *args: Any) -> Result:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["bench.memory", "opacus", "backpack"])
-    with ProcessPoolExecutor(1, mp_context=context, initializer=prepare) as process:
+    with ProcessPoolExecutor(
+        1, mp_context=context, initializer=prepare, initargs=(dict(os.environ),)
+    ) as process:
         return process.submit(function, *args).result()
 
 
-def prepare() -> None:
-    """Set the allocator's limit, before anything is allocated."""
+def prepare(environment: Mapping[str, str]) -> None:
+    """Set the allocator's limit, before anything is allocated, and the caches' place.
+
+    The server that forks may have started under another environment.
+    """
+    os.environ.update(environment)
     warnings.simplefilter("ignore")  # of vmap's fallbacks and of the peers' hooks
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MEBIBYTE)
 
@@ -85,14 +101,11 @@ def peak(job: Job) -> dict[str, Any]:
     device = job.device
     chosen = SETTINGS[job.setting]
     problem = chosen.problem(device, torch.float32, job.samples or chosen.samples)
+    contender = CONTENDERS[job.contender]
     if job.chunk_size is not None:
-        made = vgrad_clipped(problem, job.chunk_size)
-    elif job.contender == "plain":
-        made = plain(problem)
-    else:
-        made = CLIPPED[job.contender].build(problem)
-    run = in_precision(made, device, job.precision)
-    run(*(each[:2] for each in problem.batch))
+        contender = Contender(partial(vgrad_clipped, chunk_size=job.chunk_size))
+    run = in_precision(contender.build(problem), device, job.precision)
+    run(*(each[: job.first] for each in problem.batch))
     return {
         "setting": job.setting,
         "contender": job.contender,
@@ -131,8 +144,10 @@ def _status(field: str) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m bench.memory", description=__doc__)
     parser.add_argument("setting", choices=SETTINGS)
-    parser.add_argument("contender", choices=["plain", *CLIPPED])
+    parser.add_argument("contender", choices=CONTENDERS)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     given = parser.parse_args()
-    prepare()
-    print(json.dumps(peak(Job(given.setting, given.contender, given.device))))
+    prepare({})
+    job = Job(given.setting, given.contender, given.device)
+    first = None if CONTENDERS[job.contender].per_shape else job.first
+    print(json.dumps(peak(job._replace(first=first))))

@@ -1,9 +1,10 @@
-"""Tables of `test_clipped.py`: `python -m bench.table RESULTS.json`.
+"""Tables of `test_clipped.py` and `test_compiled.py`: `python -m bench.table FILE`.
 
 The file is what `pytest --benchmark-json` or `python -m vgrad bench --out` wrote. A row
 is a setting, a column a contender, a number the ratio to plain SGD of the same setting.
 The last rows are geometric means, for each contender over the settings that it did, and
-for comparison vgrad's over those same settings.
+for comparison vgrad's over those same settings. `--clock cpu` compares CPU time in the
+place of wall time, for what ran with one thread.
 """
 
 import argparse
@@ -12,20 +13,38 @@ import math
 from pathlib import Path
 from typing import Any
 
+from bench.compiling import COMPILED, STEP, SUM
 from bench.contenders import CLIPPED, GRADIENTS
-from bench.models import SETTINGS
+from bench.models import NEW, SETTINGS, SEVEN
 from vgrad.cli import bench
 
 Row = dict[str, Any]
-OURS = "vgrad"
+OURS = ("vgrad-auto", "vgrad")
+"""What is set beside the means of the others: the first of these that was timed."""
+
+BUILT = "build_seconds"
+MEANS = {
+    "geometric mean": tuple(SETTINGS),
+    "of the seven": tuple(SEVEN),
+    "of the new ones but 64-64-10": tuple(n for n in NEW if not n.startswith("tiny-")),
+}
+TIME, TIME_TO_COMPILED = "ratio_to_plain", "ratio_to_compiled"
 TABLES = (
-    ("clipped sum", "ratio_to_plain", "Time of the clipped sum / time of plain SGD"),
+    ("clipped sum", TIME, "Time of the clipped sum / time of plain SGD"),
     ("clipped sum", "memory_ratio", "Memory of the clipped sum / memory of plain SGD"),
-    ("stored gradients", "ratio_to_plain", "Time of stored gradients / plain SGD"),
+    ("stored gradients", TIME, "Time of stored gradients / plain SGD"),
+    (SUM, TIME, "Time of the clipped sum / eager plain SGD"),
+    (SUM, TIME_TO_COMPILED, "Time of the clipped sum / compiled plain SGD"),
+    (SUM, "memory_ratio", "Memory of the clipped sum / eager plain SGD"),
+    (SUM, BUILT, "Clipped sum: seconds to build, captures, redos"),
+    (STEP, TIME, "Time of the private step / eager step of SGD"),
+    (STEP, TIME_TO_COMPILED, "Time of the private step / compiled step of SGD"),
+    (STEP, "memory_ratio", "Memory of the private step / eager step of SGD"),
+    (STEP, BUILT, "Private step: seconds to build, captures, redos"),
 )
 
 
-def markdown(measured: list[Row]) -> str:
+def markdown(measured: list[Row], clock: str = "wall") -> str:
     """Return the tables of every device, and below them who was refused and why."""
     rows = [row for row in measured if "setting" in row]
     if not rows:
@@ -33,47 +52,63 @@ def markdown(measured: list[Row]) -> str:
     first = rows[0]
     text = [
         f"{first['date']}: {first['processor']}, {first['threads']} threads, torch "
-        f"{first['torch']}. Ratios to the forward and backward pass of plain SGD.",
+        f"{first['torch']}, {clock} time. Ratios to plain SGD.",
     ]
     for device in sorted({row["device"] for row in rows}):
         for kind, value, title in TABLES:
+            timed = value in (TIME, TIME_TO_COMPILED)
+            key = f"cpu_{value}" if timed and clock == "cpu" else value
             chosen = [
                 row
                 for row in rows
                 if row["device"] == device
                 and row["group"].startswith(f"{kind},")
-                and value in row
+                and key in row
             ]
             if chosen:
-                text += ["", f"**{title}, {device}**", "", *_table(chosen, value)]
-                if value == "ratio_to_plain":
+                text += ["", f"**{title}, {device}**", "", *_table(chosen, key)]
+                if value == TIME:
                     text += ["", *_reasons(chosen)]
     return "\n".join(text).rstrip() + "\n"
 
 
 def _table(rows: list[Row], value: str) -> list[str]:
-    ratios = {(row["setting"], row["contender"]): row[value] for row in rows}
+    found = {(row["setting"], row["contender"]): row for row in rows}
     refused = {row["setting"]: row["refused"] for row in rows}
     settings = _ordered(SETTINGS, {row["setting"] for row in rows})
+    timed = {row["contender"] for row in rows}
     names = _ordered(
-        {**CLIPPED, **GRADIENTS},
-        {row["contender"] for row in rows}.union(*refused.values()),
+        {**CLIPPED, **GRADIENTS, **COMPILED}, timed.union(*refused.values())
     )
     lines = [_line(["setting", *names]), "|" + " --- |" * (len(names) + 1)]
     for setting in settings:
         cells = []
         for name in names:
             reason = refused[setting].get(name, "")
-            ratio = ratios.get((setting, name))
-            cells.append(reason.split(":")[0] if ratio is None else f"{ratio:.2f}")
+            row = found.get((setting, name))
+            cells.append(reason.split(":")[0] if row is None else _cell(row, value))
         lines.append(_line([SETTINGS[setting].title, *cells]))
+    if value == BUILT:
+        return lines
+    ratios = {place: row[value] for place, row in found.items()}
     done = {name: [s for s in settings if (s, name) in ratios] for name in names}
-    for title, who in (("geometric mean", None), (f"{OURS} on the same", OURS)):
-        cells = [
-            _mean([ratios.get((s, who or name)) for s in done[name]]) for name in names
+    own = next((name for name in OURS if name in timed), OURS[-1])
+    for title, of in MEANS.items():
+        means = [_mean([ratios[s, n] for s in done[n] if s in of]) for n in names]
+        others = [
+            _mean([ratios.get((s, own)) for s in done[n] if s in of]) for n in names
         ]
-        lines.append(_line([f"**{title}**", *cells]))
+        if any(means) and (set(of) >= set(SETTINGS) or set(settings) - set(of)):
+            lines.append(_line([f"**{title}**", *means]))
+            lines.append(_line([f"**{own} on the same**", *others]))
     return lines
+
+
+def _cell(row: Row, value: str) -> str:
+    if value != BUILT:
+        return f"{row[value]:.2f}"
+    built = f"{row[BUILT]:.1f} s"
+    return f"{built}, {row['captures']}, {row['redos']}" if "captures" in row else built
 
 
 def _mean(ratios: list[float | None]) -> str:
@@ -106,5 +141,8 @@ def _line(cells: list[str]) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m bench.table", description=__doc__)
     parser.add_argument("results", type=Path)
-    report = json.loads(parser.parse_args().results.read_text())
-    print(markdown(report if isinstance(report, list) else bench.rows(report)), end="")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
+    given = parser.parse_args()
+    report = json.loads(given.results.read_text())
+    measured = report if isinstance(report, list) else bench.rows(report)
+    print(markdown(measured, given.clock), end="")

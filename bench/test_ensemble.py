@@ -11,7 +11,6 @@ what a call needs above members and batch, in a fresh process (`memory.py`).
 
 import copy
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ import vgrad
 from bench import memory
 from bench.measure import DEVICES, interleaved
 from bench.models import SETTINGS as MODELS
+from bench.models.vision import dense
 from vgrad.training import EnsembleState
 
 RATE, MOMENTUM = 0.01, 0.9
@@ -33,17 +33,6 @@ SECONDS = 2.5
 
 # Without this an unused fixture, as under --benchmark-disable, would be an error.
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def dense(*sizes: int) -> Callable[[], nn.Module]:
-    """Make an MLP with ReLU between its layers."""
-
-    def make() -> nn.Module:
-        pairs = pairwise(sizes)
-        layers = [each for pair in pairs for each in (nn.Linear(*pair), nn.ReLU())]
-        return nn.Sequential(*layers[:-1])
-
-    return make
 
 
 def rows(width: int) -> Callable[[int, torch.Generator], tuple[Tensor, Tensor]]:

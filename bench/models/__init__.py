@@ -1,0 +1,10 @@
+"""The models on which contenders are compared, and their batches."""
+
+from bench.models.inputs import Batch as Batch
+from bench.models.settings import FULL_SIZE as FULL_SIZE
+from bench.models.settings import NEW as NEW
+from bench.models.settings import SETTINGS as SETTINGS
+from bench.models.settings import SEVEN as SEVEN
+from bench.models.settings import Problem as Problem
+from bench.models.settings import Setting as Setting
+from bench.models.tokens import Positions as Positions
