@@ -24,11 +24,7 @@ THREE = ["--members", "3"]
 CURVES = (report, "write_curves")
 """What a run does last."""
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 
 DRAW = report._write
 
@@ -159,6 +155,14 @@ def built(images, spec="mlp", seed=0):
     return models.build(spec, data.load(str(images), seed=0).shape, seed=seed)
 
 
+def net(layers="torch.nn.Linear(channels * height * width, classes)"):
+    """Return the source of a factory of some layers."""
+    return (
+        "def make(*, channels, height, width, classes):\n"
+        f"    return torch.nn.Sequential(torch.nn.Flatten(), {layers})\n"
+    )
+
+
 def watched(monkeypatch, owner, name, see):
     """Show every call of a function to `see`, and let it do what it does."""
     whole = getattr(owner, name)
@@ -219,9 +223,8 @@ def reference(
             for sum_, grad in zip(total, grads, strict=True):
                 sum_ += factor * grad
         with torch.no_grad():
-            for (name, param), sum_ in zip(
-                model.named_parameters(), total, strict=True
-            ):
+            pairs = zip(model.named_parameters(), total, strict=True)
+            for (name, param), sum_ in pairs:
                 mean = sum_ / BATCH
                 if private:
                     mean += streams.noise(own, step, name, param.shape, **sizes)

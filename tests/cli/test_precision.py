@@ -18,9 +18,7 @@ from tests.cli.runs import (
     interrupted,
     lines,
     reference,
-    results,
     resume,
-    said,
     stop,
     train,
 )
@@ -133,8 +131,8 @@ def test_every_forward_pass_runs_in_the_precision(images, tmp_path, module, name
     assert seen == [torch.float32]
 
 
-@LOW
-def test_both_runs_are_what_torch_computes_under_autocast(images, tmp_path, name):
+@EVERY
+def test_both_runs_are_what_torch_computes_sample_by_sample(images, tmp_path, name):
     out = tmp_path / "run"
     more = ["--precision", name, FIXED, "--max-norm", "0.8"]
     interrupted(images, out, *more, where=(report, "display"))
@@ -142,25 +140,15 @@ def test_both_runs_are_what_torch_computes_under_autocast(images, tmp_path, name
     assert resume(out) == 0
     after, _ = checkpoint.read_state(out)
     # One rounding in bfloat16 is 2**-8, in float16 2**-11; gradients are of order one.
-    error = {"bfloat16": 0.01, "float16": 0.001}[name]
+    rtol = 1e-4 if name == "float32" else 0
+    atol = {"float32": 1e-5, "bfloat16": 0.01, "float16": 0.001}[name]
     for which in ("private", "plain"):
         key, private = before[f".{which}.key"].tolist(), which == "private"
-        plan, dtype = description["plan"], DTYPES[name]
-        expected = reference(images, key, plan, private, dtype=dtype)
+        dtype = None if name == "float32" else DTYPES[name]
+        expected = reference(images, key, description["plan"], private, dtype=dtype)
         for key, value in expected.items():
             found = after[f".{which}.params['{key}']"]
-            torch.testing.assert_close(found, value, rtol=0, atol=error)
-
-
-@LOW
-def test_killed_a_run_goes_on_with_the_same_numbers(images, tmp_path, name):
-    more = ["--precision", name, FIXED]
-    assert train(images, tmp_path / "whole", *more) == 0
-    out = tmp_path / "killed"
-    interrupted(images, out, *more, where=(checkpoint, "save_model"), after=1)
-    assert resume(out, "--precision", name) == 0
-    assert results(out) == results(tmp_path / "whole")
-    assert said(out)["arguments"]["precision"] == name
+            torch.testing.assert_close(found, value, rtol=rtol, atol=atol)
 
 
 def test_a_checkpoint_has_the_loss_scales_from_the_start(images, tmp_path):
