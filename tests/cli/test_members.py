@@ -53,7 +53,7 @@ def templates(images):
     return vgrad.make_functional_with_buffers(built(images))[1:]
 
 
-@pytest.mark.parametrize("more", [[], [PLAIN]], ids=["private", "plain"])
+@pytest.mark.parametrize("more", [pytest.param([], marks=pytest.mark.slow), [PLAIN]])
 def test_a_run_draws_its_pictures(images, tmp_path, monkeypatch, more):
     monkeypatch.setattr(report, "_write", DRAW)
     out = tmp_path / "run"

@@ -43,6 +43,7 @@ from vgrad.__main__ import COMMANDS, main
 from vgrad.cli import checkpoint, report
 
 ROOT = Path(__file__).parents[2]
+SLOW = pytest.mark.slow
 
 
 def test_a_run_writes_what_it_promises(finished):
@@ -145,7 +146,13 @@ def test_the_noise_has_the_size_that_the_arguments_ask_for(
     assert [each["loss"] for each in lines(out / "metrics.jsonl")] == [None] * 4
 
 
-@pytest.mark.parametrize("kind", [[], THREE], ids=["one", "three"])
+KINDS = pytest.mark.parametrize(
+    "kind",
+    [pytest.param([], id="one"), pytest.param(THREE, id="three", marks=SLOW)],
+)
+
+
+@KINDS
 def test_the_seed_fixes_the_start_and_never_the_noise(images, tmp_path, kind):
     for name, seed in (("a", "5"), ("b", "5"), ("c", "6")):
         assert train(images, tmp_path / name, *kind, "--seed", seed) == 0
@@ -159,7 +166,7 @@ def test_the_seed_fixes_the_start_and_never_the_noise(images, tmp_path, kind):
     assert all(a["state"][0][key] != b["state"][0][key] for key in keys)
 
 
-@pytest.mark.parametrize("kind", [[], THREE], ids=["one", "three"])
+@KINDS
 def test_reproducible_noise_repeats_the_run_and_claims_nothing(
     images, tmp_path, capsys, kind
 ):
@@ -176,7 +183,7 @@ def test_reproducible_noise_repeats_the_run_and_claims_nothing(
     assert "no claim of privacy" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize(
     ("more", "every"),
     [([FIXED], 1), ([*THREE, FIXED], 4), ([*THREE, PLAIN], 4)],
@@ -234,7 +241,7 @@ main(sys.argv[2:])
 """
 
 
-@pytest.mark.slow
+@SLOW
 def test_killed_by_a_signal_a_run_goes_on_with_the_same_numbers(images, tmp_path):
     more = arguments(images, FIXED, epochs=3)
     out, whole = tmp_path / "killed", tmp_path / "whole"
@@ -397,6 +404,7 @@ def test_bad_arguments_are_one_line_and_leave_no_trace(images, tmp_path, capsys,
     assert not out.exists()
 
 
+@SLOW
 def test_a_tiny_budget_is_planned_for(images, tmp_path, capsys):
     assert train(images, tmp_path / "run", "--epsilon", "1e-300") == 0
     shown = capsys.readouterr().out
@@ -544,13 +552,12 @@ def test_an_interrupt_has_its_own_status(images, tmp_path, monkeypatch, capsys):
     assert resume(tmp_path / "run") == 0
 
 
+ONE = ([], ["private SGD", "plain SGD", "epsilon"], "member")
+MEMBERS = ([*THREE, PLAIN], ["plain SGD", "member 0", "member 2"], "private SGD")
+
+
 @pytest.mark.parametrize(
-    ("more", "texts", "absent"),
-    [
-        ([], ["private SGD", "plain SGD", "epsilon"], "member"),
-        ([*THREE, PLAIN], ["plain SGD", "member 0", "member 2"], "private SGD"),
-    ],
-    ids=["one", "three"],
+    ("more", "texts", "absent"), [ONE, pytest.param(*MEMBERS, marks=SLOW)]
 )
 def test_on_a_terminal_there_is_a_bar_and_a_table(
     images, tmp_path, monkeypatch, more, texts, absent
@@ -566,7 +573,7 @@ def test_on_a_terminal_there_is_a_bar_and_a_table(
     assert absent not in shown
 
 
-@pytest.mark.slow
+@SLOW
 def test_the_digits_train_in_silence_but_for_a_line_an_epoch(tmp_path, capfd):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "vgrad", "train", "--out", out]
