@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.examples import examples
 from tests.oracle import assert_exact
 from vgrad import optim
 from vgrad.cli import checkpoint
@@ -112,6 +113,7 @@ def test_the_defaults_are_those_that_the_documentation_names():
 
 
 @given(mostly_finite, st.integers(1, 6), st.sampled_from([2.0, 4.0]))
+@examples(40)
 def test_between_the_limits_the_trace_is_that_of_a_grad_scaler(finite, period, factor):
     options = {"period": period, "factor": factor}
     scale = DynamicLossScale(1.0, **options, **WIDEST)
@@ -283,6 +285,7 @@ def test_a_run_goes_on_from_the_scale_that_it_wrote(tmp_path):
 
 
 @given(st.lists(st.tuples(*[st.booleans()] * 3), min_size=1, max_size=20))
+@examples(40)
 def test_vmapped_scales_move_as_each_would_alone(finite):
     alone = [DynamicLossScale(2.0**power, **FIXED) for power in (-20, 0, 20)]
     scales, seen = stacked(alone), []
