@@ -165,6 +165,10 @@ def test_fields_out_of_range_are_refused(field):
             dataclasses.replace(PLAN, **{field: value})
 
 
+def test_one_step_on_one_sample_is_a_plan():
+    assert dataclasses.replace(PLAN, dataset_size=1, steps=1).steps == 1
+
+
 def test_a_field_that_is_not_a_number_is_refused():
     with pytest.raises(TypeError, match=r"Plan\(max_norm='1'\): expected a number"):
         dataclasses.replace(PLAN, max_norm="1")

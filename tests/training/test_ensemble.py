@@ -674,40 +674,6 @@ def test_early_stopping_stops_members_one_by_one():
     assert_members_are(state, states)
 
 
-def test_bad_arguments_are_refused_with_what_was_expected():
-    _, loss, params, buffers, data = build()
-    whole, rest = share(params, buffers, ["0.*"])
-    tx = optim.sgd(0.1)
-    with pytest.raises(TypeError, match="ensemble_train_step.loss_scale=8.0.*float"):
-        ensemble_train_step(loss, tx, loss_scale=8.0)
-    with pytest.raises(TypeError, match="TrainState.create.loss_scale=8.0"):
-        EnsembleState.create(tx, params, buffers, loss_scale=8.0)
-    with pytest.raises(ValueError, match="strategy='fast'.*expected one of"):
-        ensemble_train_step(loss, tx, strategy="fast")
-    for make in (ensemble_train_step, for_members):
-        given = (loss, tx) if make is ensemble_train_step else (tx,)
-        with pytest.raises(TypeError, match=r"shared='0.\*'.*got a string"):
-            make(*given, shared="0.*")
-    step = ensemble_train_step(
-        loss, tx, shared=["0.*"], loss_scale=StaticLossScale(2.0)
-    )
-    state = EnsembleState.create(tx, whole, rest, shared=["0.*"])
-    with pytest.raises(ValueError, match="expected one of the two, got both"):
-        step(state, *data[0])
-    for function in (ensemble_train_step, EnsembleState.create):
-        given = (loss,) if function is ensemble_train_step else ()
-        more = () if function is ensemble_train_step else (whole, rest)
-        with pytest.raises(ValueError, match=r"expected the patterns of for_members"):
-            function(*given, for_members(tx), *more, shared=["0.*"])
-        with pytest.raises(ValueError, match=r"got others: \['3.*'\] there"):
-            function(*given, for_members(tx, shared=["3.*"]), *more, shared=["0.*"])
-    with pytest.raises(
-        ValueError,
-        match=r"create\('typo'\): .* matches a parameter or buffer, got none",
-    ):
-        EnsembleState.create(tx, params, buffers, shared=["typo"])
-
-
 @pytest.mark.parametrize(
     "again",
     [
@@ -737,7 +703,36 @@ def started(tx):
 
 
 STOPPING = partial(EarlyStopping.create, 3, patience=1)
+_, LOSS, PARAMS, BUFFERS, _ = build()
+STEP, CREATE = partial(ensemble_train_step, LOSS), EnsembleState.create
+SGD, STRING = optim.sgd(0.1), r"shared='0.\*'.*got a string"
+OTHERS = for_members(SGD, shared=["3.*"])
+WHOLE = share(PARAMS, BUFFERS, FIRST)
+
+
+def scaled_and_shared():
+    _, step, state, data = begun(SGD, shared=FIRST, loss_scale=StaticLossScale(2.0))
+    step(state, *data[0])
+
+
 REFUSED = [
+    (lambda: STEP(SGD, loss_scale=8.0), TypeError,
+     "ensemble_train_step.loss_scale=8.0.*float"),
+    (lambda: CREATE(SGD, PARAMS, BUFFERS, loss_scale=8.0), TypeError,
+     "TrainState.create.loss_scale=8.0"),
+    (lambda: STEP(SGD, strategy="fast"), ValueError, "strategy='fast'.*expected one of"),
+    (lambda: STEP(SGD, shared="0.*"), TypeError, STRING),
+    (lambda: for_members(SGD, shared="0.*"), TypeError, STRING),
+    (scaled_and_shared, ValueError, "expected one of the two, got both"),
+    (lambda: STEP(for_members(SGD), shared=FIRST), ValueError,
+     "expected the patterns of for_members"),
+    (lambda: CREATE(for_members(SGD), *WHOLE, shared=FIRST), ValueError,
+     "expected the patterns of for_members"),
+    (lambda: STEP(OTHERS, shared=FIRST), ValueError, r"got others: \['3.*'\] there"),
+    (lambda: CREATE(OTHERS, *WHOLE, shared=FIRST), ValueError,
+     r"got others: \['3.*'\] there"),
+    (lambda: CREATE(SGD, PARAMS, BUFFERS, shared=["typo"]), ValueError,
+     r"create\('typo'\): .* matches a parameter or buffer, got none"),
     (lambda: for_members(optim.sgd(0.1), lr=torch.ones(3)), TypeError,
      "for_members.transformation, lr=.*is made"),
     (lambda: for_members(optim.sgd, lr=torch.ones(3), shared=FIRST), ValueError,
