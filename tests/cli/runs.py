@@ -24,11 +24,7 @@ THREE = ["--members", "3"]
 CURVES = (report, "write_curves")
 """What a run does last."""
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 
 DRAW = report._write
 
@@ -134,19 +130,27 @@ def results(folder):
     return found
 
 
-def error(capsys, *command):
-    """Run a command that has to fail, and return the one line it prints."""
+def status(capsys, *command):
+    """Run a command; return its status and the one line it prints if it fails."""
     capsys.readouterr()
     try:
-        status = main([str(each) for each in command])
+        found = main([str(each) for each in command])
     except SystemExit as leaving:
-        status = leaving.code
+        found = leaving.code
     printed = capsys.readouterr()
-    assert status == 2
-    assert printed.out == ""
+    if found == 0:
+        return 0, ""
+    assert (found, printed.out) == (2, "")
     assert printed.err.startswith("vgrad: ")
     assert printed.err.count("\n") == 1
-    return printed.err
+    return 2, printed.err
+
+
+def error(capsys, *command):
+    """Run a command that has to fail, and return the one line it prints."""
+    found, line = status(capsys, *command)
+    assert found == 2
+    return line
 
 
 def held_out(images):
@@ -157,6 +161,14 @@ def held_out(images):
 
 def built(images, spec="mlp", seed=0):
     return models.build(spec, data.load(str(images), seed=0).shape, seed=seed)
+
+
+def net(layers="torch.nn.Linear(channels * height * width, classes)"):
+    """Return the source of a factory of some layers."""
+    return (
+        "def make(*, channels, height, width, classes):\n"
+        f"    return torch.nn.Sequential(torch.nn.Flatten(), {layers})\n"
+    )
 
 
 def watched(monkeypatch, owner, name, see):
@@ -219,9 +231,8 @@ def reference(
             for sum_, grad in zip(total, grads, strict=True):
                 sum_ += factor * grad
         with torch.no_grad():
-            for (name, param), sum_ in zip(
-                model.named_parameters(), total, strict=True
-            ):
+            pairs = zip(model.named_parameters(), total, strict=True)
+            for (name, param), sum_ in pairs:
                 mean = sum_ / BATCH
                 if private:
                     mean += streams.noise(own, step, name, param.shape, **sizes)

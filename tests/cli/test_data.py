@@ -186,6 +186,7 @@ DTYPES += ["[('a', '<f4', (2147483647,))]", "('<f4', (2,))", "None", "'M8[s]'", 
 DTYPES += ["[" * 200 + "]" * 200]
 
 
+@pytest.mark.slow
 @examples(120)
 @given(
     key=st.sampled_from([*data.KEYS, "classes"]),
@@ -226,6 +227,7 @@ def test_a_file_that_unpacks_to_much_is_refused_before_it_does(written, tmp_path
         data.load(path, seed=0)
 
 
+@pytest.mark.slow
 def test_what_unpacks_to_much_is_read_where_it_is_not_packed(tmp_path):
     blank = arrays(x_train=np.zeros((6, 2000, 2000), np.uint8))
     blank["x_test"] = blank["x_train"][:3]

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 import vgrad
 from tests import oracle
+from tests.cli.runs import net
 from vgrad.cli import models
 
 SHAPE = models.Shape(channels=2, height=9, width=7, classes=5)
@@ -67,12 +68,7 @@ def test_a_net_that_would_fill_the_memory_is_refused(name):
 
 
 def test_a_factory_is_found_where_the_user_is_and_told_the_sizes(factory):
-    spec = factory(
-        "def make(*, channels, height, width, classes):\n"
-        "    sizes = channels * height * width\n"
-        "    flat = torch.nn.Flatten()\n"
-        "    return torch.nn.Sequential(flat, torch.nn.Linear(sizes, classes))\n"
-    )
+    spec = factory(net())
     before = list(sys.path)
     model = models.build(spec, SHAPE, seed=0)
     assert model(torch.zeros(3, 2, 9, 7)).shape == (3, 5)
@@ -97,9 +93,8 @@ def test_a_factory_has_to_return_a_module(factory):
 
 
 def test_the_source_of_a_factory_is_told_apart(factory):
-    source = "def make(**sizes):\n    return torch.nn.Linear(1, 1)\n"
     digests = [models.source_digest("cnn")]
-    for text in (source, source, source + "# changed\n"):
+    for text in (net(), net(), net() + "# changed\n"):
         spec = factory(text)
         models.build(spec, SHAPE, seed=0)
         digests.append(models.source_digest(spec))

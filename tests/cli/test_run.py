@@ -30,7 +30,7 @@ from tests.cli.runs import (
     held_out,
     interrupted,
     lines,
-    reference,
+    net,
     results,
     resume,
     said,
@@ -43,17 +43,12 @@ from vgrad.__main__ import COMMANDS, main
 from vgrad.cli import checkpoint, report
 
 ROOT = Path(__file__).parents[2]
+SLOW = pytest.mark.slow
 
 
 def test_a_run_writes_what_it_promises(finished):
-    assert sorted(os.listdir(finished)) == [
-        "curves.png",
-        "metrics.jsonl",
-        "model.safetensors",
-        "plain.jsonl",
-        "state.json",
-        "state.safetensors",
-    ]
+    names = {"curves.png", "metrics.jsonl", "plain.jsonl", "model.safetensors"}
+    assert set(os.listdir(finished)) == {*names, "state.json", "state.safetensors"}
     for name in ("metrics.jsonl", "plain.jsonl"):
         records = lines(finished / name)
         assert [list(each) for each in records] == [KEYS] * 3
@@ -132,23 +127,6 @@ def test_a_finished_run_stays_as_it_is_and_its_folder_is_taken(
         assert contents(other) == {name: b"mine"}
 
 
-@pytest.mark.parametrize("which", ["private", "plain"])
-def test_both_runs_are_what_plain_torch_computes_sample_by_sample(
-    images, tmp_path, which
-):
-    out = tmp_path / "run"
-    more = [FIXED, "--max-norm", "0.8"]
-    interrupted(images, out, *more, where=(report, "display"), epochs=3)
-    before, description = checkpoint.read_state(out)
-    assert resume(out) == 0
-    after, _ = checkpoint.read_state(out)
-    key, private = before[f".{which}.key"].tolist(), which == "private"
-    expected = reference(images, key, description["plan"], private, steps=12)
-    for name, value in expected.items():
-        found = after[f".{which}.params['{name}']"]
-        torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-5)
-
-
 def test_the_noise_has_the_size_that_the_arguments_ask_for(
     images, tmp_path, monkeypatch
 ):
@@ -168,7 +146,13 @@ def test_the_noise_has_the_size_that_the_arguments_ask_for(
     assert [each["loss"] for each in lines(out / "metrics.jsonl")] == [None] * 4
 
 
-@pytest.mark.parametrize("kind", [[], THREE], ids=["one", "three"])
+KINDS = pytest.mark.parametrize(
+    "kind",
+    [pytest.param([], id="one"), pytest.param(THREE, id="three", marks=SLOW)],
+)
+
+
+@KINDS
 def test_the_seed_fixes_the_start_and_never_the_noise(images, tmp_path, kind):
     for name, seed in (("a", "5"), ("b", "5"), ("c", "6")):
         assert train(images, tmp_path / name, *kind, "--seed", seed) == 0
@@ -182,7 +166,7 @@ def test_the_seed_fixes_the_start_and_never_the_noise(images, tmp_path, kind):
     assert all(a["state"][0][key] != b["state"][0][key] for key in keys)
 
 
-@pytest.mark.parametrize("kind", [[], THREE], ids=["one", "three"])
+@KINDS
 def test_reproducible_noise_repeats_the_run_and_claims_nothing(
     images, tmp_path, capsys, kind
 ):
@@ -199,8 +183,7 @@ def test_reproducible_noise_repeats_the_run_and_claims_nothing(
     assert "no claim of privacy" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize(
     ("more", "every"),
     [([FIXED], 1), ([*THREE, FIXED], 4), ([*THREE, PLAIN], 4)],
@@ -258,7 +241,7 @@ main(sys.argv[2:])
 """
 
 
-@pytest.mark.slow
+@SLOW
 def test_killed_by_a_signal_a_run_goes_on_with_the_same_numbers(images, tmp_path):
     more = arguments(images, FIXED, epochs=3)
     out, whole = tmp_path / "killed", tmp_path / "whole"
@@ -335,14 +318,9 @@ def test_what_would_change_the_numbers_is_refused(tmp_path, monkeypatch, capsys)
 def test_a_factory_whose_source_has_changed_is_refused(
     images, tmp_path, capsys, module
 ):
-    source = (
-        "def make(*, channels, height, width, classes):\n"
-        "    layers = torch.nn.Flatten(), torch.nn.Linear(width, classes)\n"
-        "    return torch.nn.Sequential(*layers)\n"
-    )
-    out, own = tmp_path / "run", ["--model", module("own_model", source)]
+    out, own = tmp_path / "run", ["--model", module("own_model", net())]
     interrupted(images, out, *own)
-    module("own_model", source + "# changed\n")
+    module("own_model", net() + "# changed\n")
     message = error(capsys, "train", "--resume", out, *own)
     assert "expected source_sha256 in model" in message
 
@@ -426,6 +404,7 @@ def test_bad_arguments_are_one_line_and_leave_no_trace(images, tmp_path, capsys,
     assert not out.exists()
 
 
+@SLOW
 def test_a_tiny_budget_is_planned_for(images, tmp_path, capsys):
     assert train(images, tmp_path / "run", "--epsilon", "1e-300") == 0
     shown = capsys.readouterr().out
@@ -462,11 +441,12 @@ def test_bad_data_is_one_line_and_leaves_no_trace(tmp_path, capsys):
     assert not out.exists()
 
 
+LAST = "torch.nn.Linear(6, 3)"
 FACTORIES = {
-    "batch norm": ("torch.nn.BatchNorm1d(width), ", "", "vgrad.replace_batch_norm"),
-    "wrong output": ("", " + 1", "got ValueError: scores of shape (2, 4)"),
-    "wrong input": ("torch.nn.Linear(99, width), ", "", "got RuntimeError: mat1"),
-    "nothing to train": ("", ").requires_grad_(False", "expected at least one"),
+    "batch norm": ("torch.nn.BatchNorm1d(6), " + LAST, "vgrad.replace_batch_norm"),
+    "wrong output": ("torch.nn.Linear(6, 4)", "got ValueError: scores of shape (2, 4)"),
+    "wrong input": ("torch.nn.Linear(99, 6), " + LAST, "got RuntimeError: mat1"),
+    "nothing to train": (LAST + ").requires_grad_(False", "expected at least one"),
 }
 
 
@@ -474,33 +454,40 @@ FACTORIES = {
 def test_a_model_that_cannot_be_trained_is_refused_before_anything_is_written(
     images, tmp_path, capsys, module, name
 ):
-    before, after, message = FACTORIES[name]
-    spec = module(
-        "bad_model",
-        "def make(*, channels, height, width, classes):\n"
-        f"    return torch.nn.Sequential(torch.nn.Flatten(), {before}"
-        f"torch.nn.Linear(width, classes{after}))\n",
-    )
-    out = tmp_path / "run"
+    layers, message = FACTORIES[name]
+    out, spec = tmp_path / "run", module("bad_model", net(layers))
     command = ["train", "--out", out, *arguments(images, "--model", spec)]
     assert message in error(capsys, *command)
     assert not out.exists()
 
 
-def test_dropout_trains_and_resumes_with_the_same_masks(images, tmp_path, module):
-    spec = module(
-        "dropping",
-        "def make(*, channels, height, width, classes):\n"
-        "    layers = torch.nn.Flatten(), torch.nn.Dropout(), "
-        "torch.nn.Linear(width, classes)\n"
-        "    return torch.nn.Sequential(*layers)\n",
-    )
-    more, killed = ["--model", spec, FIXED], tmp_path / "killed"
-    assert train(images, tmp_path / "whole", *more) == 0
-    interrupted(images, killed, *more, where=(checkpoint, "save_model"), after=1)
+GOING_ON = {
+    "dropout": ["--model", "dropping:make"],
+    "bfloat16": ["--precision", "bfloat16"],
+    "float16": ["--precision", "float16"],
+    "members in bfloat16": [*THREE, "--precision", "bfloat16"],
+    "members in float16": [*THREE, "--precision", "float16"],
+}
+
+
+@pytest.mark.parametrize("name", GOING_ON)
+def test_killed_after_an_epoch_a_run_goes_on_with_the_same_numbers(
+    images, tmp_path, monkeypatch, module, name
+):
+    monkeypatch.setattr("vgrad.cli.models.warn_if_slow", lambda *given: None)
+    module("dropping", net("torch.nn.Dropout(), " + LAST))
+    more, killed = GOING_ON[name], tmp_path / "killed"
+    assert train(images, tmp_path / "whole", FIXED, *more) == 0
+    saved = "save_members" if "--members" in more else "save_model"
+    interrupted(images, killed, FIXED, *more, where=(checkpoint, saved), after=1)
     assert said(killed)["step"] == 4
-    assert resume(killed, *more[:2]) == 0
-    assert results(killed) == results(tmp_path / "whole")
+    assert resume(killed, *more) == 0
+    whole = results(tmp_path / "whole")
+    assert results(killed) == whole
+    assert said(killed)["arguments"][more[-2][2:]] == more[-1]
+    assert all(record["loss"] < 2 for record in whole["plain.jsonl"])
+    scaled = ["loss_scale" in record for record in whole["plain.jsonl"]]
+    assert scaled == [more[-1] == "float16"] * 2
 
 
 def test_checkpoints_that_are_missing_damaged_or_foreign_are_one_line(
@@ -565,13 +552,12 @@ def test_an_interrupt_has_its_own_status(images, tmp_path, monkeypatch, capsys):
     assert resume(tmp_path / "run") == 0
 
 
+ONE = ([], ["private SGD", "plain SGD", "epsilon"], "member")
+MEMBERS = ([*THREE, PLAIN], ["plain SGD", "member 0", "member 2"], "private SGD")
+
+
 @pytest.mark.parametrize(
-    ("more", "texts", "absent"),
-    [
-        ([], ["private SGD", "plain SGD", "epsilon"], "member"),
-        ([*THREE, PLAIN], ["plain SGD", "member 0", "member 2"], "private SGD"),
-    ],
-    ids=["one", "three"],
+    ("more", "texts", "absent"), [ONE, pytest.param(*MEMBERS, marks=SLOW)]
 )
 def test_on_a_terminal_there_is_a_bar_and_a_table(
     images, tmp_path, monkeypatch, more, texts, absent
@@ -587,7 +573,7 @@ def test_on_a_terminal_there_is_a_bar_and_a_table(
     assert absent not in shown
 
 
-@pytest.mark.slow
+@SLOW
 def test_the_digits_train_in_silence_but_for_a_line_an_epoch(tmp_path, capfd):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "vgrad", "train", "--out", out]

@@ -11,15 +11,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from tests.examples import examples
 from tests.optim.problems import double, random_tensors
 from tests.oracle import assert_exact
-from vgrad.optim import (
-    adaptive_grad_clip,
-    centralize,
-    clip_by_block_rms,
-    clip_by_global_norm,
-    clip_by_value,
-    global_norm,
-    zero_nans,
-)
+from vgrad import optim
 
 SHAPES = {"conv": (5, 3, 2, 2), "linear": (4, 3), "bias": (4,), "scale": ()}
 
@@ -36,33 +28,22 @@ def clipped_by_torch(function, grads, bound):
     return {name: leaf.grad for name, leaf in leaves.items()}
 
 
-@pytest.mark.parametrize("bound", [1e-3, 0.7, 5.0, 100.0, math.inf])
-@pytest.mark.parametrize("factor", [1e-9, 1.0, 1e9])
-def test_the_global_norm_is_clipped_as_torch_does(bound, factor):
-    grads = random(0, factor)
-    found, _ = clip_by_global_norm(bound).update(grads, ())
-    assert_exact(found, clipped_by_torch(clip_grad_norm_, grads, bound), 1e-12)
-
-
-@pytest.mark.parametrize("bound", [0.3, 2.0, math.inf])
-def test_values_are_clipped_as_torch_does(bound):
-    grads = random(1)
-    found, _ = clip_by_value(bound).update(grads, ())
-    assert_exact(found, clipped_by_torch(clip_grad_value_, grads, bound), 1e-12)
-
-
 shapes = st.lists(st.lists(st.integers(0, 3), max_size=3).map(tuple), max_size=4)
 
 
-@given(shapes, st.floats(0.01, 10.0))
+bounds = st.floats(0.01, 10.0) | st.sampled_from([1e-3, 100.0, math.inf])
+
+
+@given(shapes, bounds, st.sampled_from([1e-9, 1.0, 1e9]))
 @examples(40)
-def test_every_shape_is_clipped_as_torch_does(shapes, bound):
-    grads = random_tensors(dict(zip("abcd", shapes, strict=False)), seed=len(shapes))
+def test_every_shape_is_clipped_as_torch_does(shapes, bound, factor):
+    drawn = random_tensors(dict(zip("abcd", shapes, strict=False)), seed=len(shapes))
+    grads = {name: factor * grad for name, grad in drawn.items()}
     norm = torch.nn.utils.get_total_norm(list(grads.values()))
-    torch.testing.assert_close(global_norm(grads).double(), norm.double())
+    torch.testing.assert_close(optim.global_norm(grads).double(), norm.double())
     for ours, theirs in [
-        (clip_by_global_norm(bound), clip_grad_norm_),
-        (clip_by_value(bound), clip_grad_value_),
+        (optim.clip_by_global_norm(bound), clip_grad_norm_),
+        (optim.clip_by_value(bound), clip_grad_value_),
     ]:
         found, _ = ours.update(grads, ())
         expected = clipped_by_torch(theirs, grads, bound) if grads else {}
@@ -72,15 +53,15 @@ def test_every_shape_is_clipped_as_torch_does(shapes, bound):
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_norm_that_is_not_finite_shows_as_in_torch(value):
     grads = {"a": double([value, 1.0]), "b": double([1.0])}
-    found, _ = clip_by_global_norm(1.0).update(grads, ())
+    found, _ = optim.clip_by_global_norm(1.0).update(grads, ())
     expected = clipped_by_torch(clip_grad_norm_, grads, 1.0)
     assert_exact(found, expected, 0)
 
 
 def test_complex_gradients_have_the_norm_of_their_absolute_values():
     grads = {"a": torch.tensor([3 + 4j], dtype=torch.complex128), "b": double([12.0])}
-    assert global_norm(grads).item() == pytest.approx(13.0, rel=1e-15)
-    found, _ = clip_by_global_norm(1.0).update(grads, ())
+    assert optim.global_norm(grads).item() == pytest.approx(13.0, rel=1e-15)
+    found, _ = optim.clip_by_global_norm(1.0).update(grads, ())
     expected = clipped_by_torch(clip_grad_norm_, grads, 1.0)
     assert_exact(found, expected, 1e-12)
 
@@ -89,16 +70,16 @@ def test_the_norm_of_half_precision_is_summed_in_single_precision():
     # The square of 300 overflows a float16, and ones beyond 2048 of them are lost.
     grads = {"a": torch.full((1,), 300.0).half(), "b": torch.ones(10_000).half()}
     expected = math.sqrt(300.0**2 + 10_000)
-    assert global_norm(grads).item() == pytest.approx(expected, rel=1e-6)
-    assert global_norm(grads).dtype == torch.float32
+    assert optim.global_norm(grads).item() == pytest.approx(expected, rel=1e-6)
+    assert optim.global_norm(grads).dtype == torch.float32
     mixed = {"a": torch.ones(1), "b": double([1e-9])}
-    assert global_norm(mixed).dtype == torch.float64
+    assert optim.global_norm(mixed).dtype == torch.float64
 
 
 def test_no_gradients_have_no_norm():
-    assert global_norm({}).item() < 1e-18
-    assert global_norm({"w": None}).item() < 1e-18
-    assert clip_by_global_norm(1.0).update({"w": None}, ())[0] == {"w": None}
+    assert optim.global_norm({}).item() < 1e-18
+    assert optim.global_norm({"w": None}).item() < 1e-18
+    assert optim.clip_by_global_norm(1.0).update({"w": None}, ())[0] == {"w": None}
 
 
 @pytest.mark.parametrize("clip_norm", [0.5, 2.0])
@@ -108,7 +89,7 @@ def test_each_member_is_clipped_by_its_own_norm(clip_norm):
     norms = clip_norm * double([1.0, 2.0, 3.0, 4.0])
 
     def clip(norm, grads):
-        return clip_by_global_norm(norm).update(grads, ())[0]
+        return optim.clip_by_global_norm(norm).update(grads, ())[0]
 
     found = torch.vmap(clip)(norms, stacked)
     for index, (norm, grads) in enumerate(zip(norms.tolist(), members, strict=True)):
@@ -119,7 +100,7 @@ def test_each_member_is_clipped_by_its_own_norm(clip_norm):
 @pytest.mark.parametrize("threshold", [0.2, 0.8, 3.0])
 def test_blocks_are_clipped_by_their_root_mean_squares(threshold):
     grads = random(2)
-    found, _ = clip_by_block_rms(threshold).update(grads, ())
+    found, _ = optim.clip_by_block_rms(threshold).update(grads, ())
     expected = {}
     for name, grad in grads.items():
         rms = math.sqrt(grad.square().mean().item())
@@ -130,7 +111,7 @@ def test_blocks_are_clipped_by_their_root_mean_squares(threshold):
 def test_blocks_without_entries_stay_empty_and_spoil_no_gradient():
     def total(threshold):
         grads = {"w": torch.zeros(0, 3).double()}
-        return clip_by_block_rms(threshold).update(grads, ())[0]["w"].sum()
+        return optim.clip_by_block_rms(threshold).update(grads, ())[0]["w"].sum()
 
     assert torch.func.grad(total)(double(0.5)) == 0
 
@@ -151,7 +132,7 @@ def test_each_unit_is_clipped_relative_to_its_parameters(clipping, eps):
     params.update(random_tensors(shapes, seed=6))
     grads["linear"][1] = 0.0
     params["linear"][2] = 0.0
-    found, _ = adaptive_grad_clip(clipping, eps=eps).update(grads, (), params)
+    found, _ = optim.adaptive_grad_clip(clipping, eps=eps).update(grads, (), params)
     for name, grad in grads.items():
         parts = zip(units(found[name]), units(grad), units(params[name]), strict=True)
         for clipped, g, p in parts:
@@ -162,7 +143,7 @@ def test_each_unit_is_clipped_relative_to_its_parameters(clipping, eps):
 
 def test_centred_gradients_have_units_of_mean_zero():
     grads = random(5)
-    found, state = centralize().update(grads, ())
+    found, state = optim.centralize().update(grads, ())
     assert state == ()
     for name in ("conv", "linear"):
         rows = grads[name].flatten(1)
@@ -178,7 +159,7 @@ def test_nans_become_zeros_and_are_reported_by_name():
         "b": double([-math.inf]),
         "c": None,
     }
-    tx = zero_nans()
+    tx = optim.zero_nans()
     state = tx.init({name: torch.zeros(1) for name in grads})
     updates, state = tx.update(grads, state)
     assert updates["a"].tolist() == [0.0, 1.0, math.inf]
@@ -195,7 +176,7 @@ def test_nans_become_zeros_and_are_reported_by_name():
 
 def test_nans_of_one_member_are_that_members_alone():
     grads = {"w": double([[1.0, math.nan], [2.0, 3.0]])}
-    tx = zero_nans()
+    tx = optim.zero_nans()
     updates, state = torch.vmap(tx.update)(grads, torch.vmap(tx.init)(grads))
     assert updates["w"].tolist() == [[1.0, 0.0], [2.0, 3.0]]
     assert state.found["w"].tolist() == [True, False]

@@ -90,11 +90,11 @@ def lars_step(t, p, g, memory, *, lr, momentum, weight_decay, trust_coefficient)
     return p - v
 
 
-def schedule_free_loop(params, loss, steps, *, lr, beta, power, direction):
-    """Return `y` and `x` of the paper after a number of steps."""
+def averaged(params, loss, *, lr, beta, power, direction):
+    """Return `y` and `x` of the paper of schedule-free training, after 30 steps."""
     z, x = dict(params), dict(params)
     weights, memory = 0.0, {name: {} for name in params}
-    for t in range(1, steps + 1):
+    for t in range(1, 31):
         y = {name: (1 - beta) * z[name] + beta * x[name] for name in params}
         rate = float(lr(torch.tensor(t - 1))) if callable(lr) else lr
         weights += rate**power
@@ -115,16 +115,17 @@ def decayed_scaled(t, y, g, memory, *, beta, eps, weight_decay):
     return g / ((v / (1 - beta**t)).sqrt() + eps) + weight_decay * y
 
 
-LOOPS = {lion: lion_step, lamb: lamb_step, lars: lars_step}
+STEPS = {lion: lion_step, lamb: lamb_step, lars: lars_step}
 
 
-def loop(make, params, loss, steps, *, lr, **options):
+def stepped(make, params, loss, *, lr, **options):
+    """Return the parameters of the paper, after 30 steps."""
     memory = {key: {} for key in params}
-    for t in range(1, steps + 1):
+    for t in range(1, 31):
         rate = float(lr(torch.tensor(t - 1))) if callable(lr) else lr
         grads = gradients(loss, params)
         params = {
-            key: LOOPS[make](t, p, grads[key], memory[key], lr=rate, **options)
+            key: STEPS[make](t, p, grads[key], memory[key], lr=rate, **options)
             for key, p in params.items()
         }
     return params
@@ -132,38 +133,24 @@ def loop(make, params, loss, steps, *, lr, **options):
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("schedule", [False, True])
-@pytest.mark.parametrize("make", LOOPS)
+@pytest.mark.parametrize("make", [*STEPS, schedule_free_sgd, schedule_free_adamw])
 def test_steps_agree_with_the_paper(make, schedule, weight_decay):
     options = OPTIONS[make] | dict(weight_decay=weight_decay)
     if schedule:
         options["lr"] = warming(options["lr"])
     params, loss = perceptron()
-    found, _ = train(make(**options), params, loss, 30)
-    assert_exact(found, loop(make, params, loss, 30, **options), 1e-11)
-
-
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("schedule", [False, True])
-@pytest.mark.parametrize("make", [schedule_free_sgd, schedule_free_adamw])
-def test_schedule_free_steps_agree_with_the_paper(make, schedule, weight_decay):
-    options = OPTIONS[make] | dict(weight_decay=weight_decay)
-    if schedule:
-        options["lr"] = warming(options["lr"])
+    found, state = train(make(**options), params, loss, 30)
+    if make in STEPS:
+        assert_exact(found, stepped(make, params, loss, **options), 1e-11)
+        return
+    power, decay = options["weight_lr_power"], dict(weight_decay=weight_decay)
     if make is schedule_free_sgd:
-        beta, direction = options["momentum"], decayed
+        beta, direction = options["momentum"], partial(decayed, **decay)
     else:
         beta, beta2 = options["betas"]
-        direction = partial(decayed_scaled, beta=beta2, eps=options["eps"])
-    params, loss = perceptron()
-    found, state = train(make(**options), params, loss, 60)
-    y, x = schedule_free_loop(
-        params,
-        loss,
-        60,
-        lr=options["lr"],
-        beta=beta,
-        power=options["weight_lr_power"],
-        direction=partial(direction, weight_decay=weight_decay),
+        direction = partial(decayed_scaled, beta=beta2, eps=options["eps"], **decay)
+    y, x = averaged(
+        params, loss, lr=options["lr"], beta=beta, power=power, direction=direction
     )
     assert_exact(found, y, 1e-11)
     assert_exact(evaluation_parameters(state, found), x, 1e-11)
@@ -199,17 +186,6 @@ def test_schedule_free_adamw_is_adamw_without_momentum_wrapped():
     wrapped = schedule_free(adamw(0.02, betas=(0.0, 0.9), **options), beta=0.8)
     found, expected = (train(each, params, loss, 20)[0] for each in (tx, wrapped))
     assert_exact(found, expected, 1e-12)
-
-
-def test_a_constant_rate_gives_the_plain_mean_of_the_iterates():
-    params, loss = perceptron()
-    tx = schedule_free(sgd(0.1), 0.1)
-    state, iterates = tx.init(params), []
-    for _ in range(5):
-        params, state = step(tx, gradients(loss, params), state, params)
-        iterates.append(state.iterate)
-    expected = {name: sum(z[name] for z in iterates) / 5 for name in params}
-    assert_exact(evaluation_parameters(state, params), expected, 1e-12)
 
 
 def test_steps_of_no_rate_have_no_weight():

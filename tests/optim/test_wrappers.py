@@ -19,56 +19,46 @@ from tests.optim.problems import (
     values,
 )
 from tests.oracle import assert_exact
-from vgrad.optim import (
-    adam,
-    adamw,
-    add_decayed_weights,
-    apply_if_finite,
-    averaged_parameters,
-    chain,
-    ema,
-    ema_parameters,
-    keep,
-    lookahead,
-    masked,
-    multi_steps,
-    partition,
-    polyak_average,
-    scale,
-    scale_by_schedule,
-    sgd,
-    step,
-    trace,
-)
+from vgrad import optim
 
 # Groups.
 
 
-def test_a_partition_has_the_numbers_of_parameter_groups():
+def adams(first, bias, second):
+    rates = ((bias, 0.1), (second, 0.03), (first, 0.01))
+    return torch.optim.Adam([{"params": [leaf], "lr": rate} for leaf, rate in rates])
+
+
+def decayed_sgd(first, bias, second):
+    groups = [{"params": [first, second], "weight_decay": 0.1}, {"params": [bias]}]
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+ADAMS = {"*.bias": optim.adam(0.1), "1.*": optim.adam(0.03), "*": optim.adam(0.01)}
+DECAY = optim.add_decayed_weights(0.1, mask=("0.weight", "1.*"))
+
+
+@pytest.mark.parametrize(
+    ("tx", "make"),
+    [
+        (optim.partition(ADAMS), adams),
+        (optim.chain(DECAY, optim.sgd(0.1)), decayed_sgd),
+    ],
+)
+def test_partitions_and_masks_have_the_numbers_of_parameter_groups(tx, make):
     params, loss = perceptron()
-    tx = partition({"*.bias": adam(0.1), "1.*": adam(0.03), "*": adam(0.01)})
-
-    def make(leaves):
-        first, bias, second = leaves
-        return torch.optim.Adam(
-            [
-                {"params": [bias], "lr": 0.1},
-                {"params": [second], "lr": 0.03},
-                {"params": [first], "lr": 0.01},
-            ]
-        )
-
     found, _ = train(tx, params, loss, 20)
-    assert_exact(found, train_with_torch(make, params, loss, 20), 1e-12)
+    expected = train_with_torch(lambda leaves: make(*leaves), params, loss, 20)
+    assert_exact(found, expected, 1e-12)
 
 
 def test_the_first_selection_that_matches_wins():
     params = {"a.weight": torch.ones(1), "a.bias": torch.ones(1), "b": torch.ones(1)}
-    tx = partition(
+    tx = optim.partition(
         {
-            ("b", "*.bias"): scale(1.0),
-            (lambda name: name.startswith("a.")): scale(2.0),
-            "*": scale(3.0),
+            ("b", "*.bias"): optim.scale(1.0),
+            (lambda name: name.startswith("a.")): optim.scale(2.0),
+            "*": optim.scale(3.0),
         }
     )
     updates, _ = tx.update(params, tx.init(params))
@@ -88,8 +78,8 @@ def test_a_mask_hides_all_but_its_names_from_the_inner_transformation():
         seen.append((list(grads), list(params)))
         return {name: None for name in grads}, state
 
-    inner = trace(0.9)._replace(update=update)
-    tx = masked(inner, lambda name: name == "w")
+    inner = optim.trace(0.9)._replace(update=update)
+    tx = optim.masked(inner, lambda name: name == "w")
     updates, state = tx.update(params, tx.init(params), params)
     assert seen == [(["w"], ["w"])]
     assert updates["w"] is None
@@ -97,22 +87,9 @@ def test_a_mask_hides_all_but_its_names_from_the_inner_transformation():
     assert list(state.momentum) == ["w"]
 
 
-def test_masked_decay_is_that_of_torch_with_two_groups():
-    params, loss = perceptron()
-    tx = chain(add_decayed_weights(0.1, mask=("0.weight", "1.*")), sgd(0.1))
-
-    def make(leaves):
-        first, bias, second = leaves
-        groups = [{"params": [first, second], "weight_decay": 0.1}, {"params": [bias]}]
-        return torch.optim.SGD(groups, lr=0.1)
-
-    found, _ = train(tx, params, loss, 20)
-    assert_exact(found, train_with_torch(make, params, loss, 20), 1e-12)
-
-
 def test_kept_parameters_stay_the_same_tensors_without_moments_or_decay():
     params, loss = perceptron()
-    tx = chain(keep(["0.*"]), adamw(0.1))
+    tx = optim.chain(optim.keep(["0.*"]), optim.adamw(0.1))
     found, state = train(tx, params, loss, 3)
     assert found["0.weight"] is params["0.weight"]
     assert found["0.bias"] is params["0.bias"]
@@ -121,13 +98,13 @@ def test_kept_parameters_stay_the_same_tensors_without_moments_or_decay():
     def last(p):
         return loss({**params, "1.weight": p["1.weight"]})
 
-    expected, _ = train(adamw(0.1), {"1.weight": params["1.weight"]}, last, 3)
+    expected, _ = train(optim.adamw(0.1), {"1.weight": params["1.weight"]}, last, 3)
     assert torch.equal(found["1.weight"], expected["1.weight"])
 
 
 def test_a_group_that_is_kept_needs_no_selection():
     params, loss = perceptron()
-    tx = partition({"0.*": keep(), "*": sgd(0.1)})
+    tx = optim.partition({"0.*": optim.keep(), "*": optim.sgd(0.1)})
     found, _ = train(tx, params, loss, 1)
     assert found["0.weight"] is params["0.weight"]
     assert not torch.equal(found["1.weight"], params["1.weight"])
@@ -143,16 +120,16 @@ def poisoned(grads, value=math.nan):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_step_that_is_not_finite_changes_nothing(value):
     params, loss = perceptron()
-    tx = apply_if_finite(adamw(0.1), max_consecutive_errors=3)
+    tx = optim.apply_if_finite(optim.adamw(0.1), max_consecutive_errors=3)
     params, state = train(tx, params, loss, 2)
     grads = poisoned(gradients(loss, params), value)
-    found, new = step(tx, grads, state, params)
+    found, new = optim.step(tx, grads, state, params)
     assert_exact((found, new.inner), (params, state.inner), 0)
     assert (int(new.errors), int(new.total_errors)) == (1, 1)
     assert not new.last_finite
     grads = gradients(loss, params)
-    found, new = step(tx, grads, new, found)
-    expected, inner = step(adamw(0.1), grads, state.inner, params)
+    found, new = optim.step(tx, grads, new, found)
+    expected, inner = optim.step(optim.adamw(0.1), grads, state.inner, params)
     assert_exact((found, new.inner), (expected, inner), 0)
     assert (int(new.errors), int(new.total_errors)) == (0, 1)
     assert new.last_finite
@@ -160,7 +137,7 @@ def test_a_step_that_is_not_finite_changes_nothing(value):
 
 def test_errors_in_a_row_are_let_through_after_the_last_that_is_allowed():
     params, loss = perceptron()
-    tx = apply_if_finite(sgd(0.1), max_consecutive_errors=2)
+    tx = optim.apply_if_finite(optim.sgd(0.1), max_consecutive_errors=2)
     grads, state = gradients(loss, params), tx.init(params)
     finite = []
     for bad in (True, True, False, True, True, True, True):
@@ -173,14 +150,14 @@ def test_errors_in_a_row_are_let_through_after_the_last_that_is_allowed():
 
 def test_one_members_error_skips_that_member_alone():
     params, loss = perceptron()
-    tx = apply_if_finite(adam(0.1), max_consecutive_errors=3)
+    tx = optim.apply_if_finite(optim.adam(0.1), max_consecutive_errors=3)
     grads = gradients(loss, params)
     stacked = {key: torch.stack([g, g, g]) for key, g in grads.items()}
     stacked["1.weight"][1, 0, 0] = math.inf
     many = {key: torch.stack([p, p, p]) for key, p in params.items()}
     state = torch.vmap(tx.init)(many)
-    found, state = torch.vmap(partial(step, tx))(stacked, state, many)
-    expected, expected_state = step(tx, grads, tx.init(params), params)
+    found, state = torch.vmap(partial(optim.step, tx))(stacked, state, many)
+    expected, expected_state = optim.step(tx, grads, tx.init(params), params)
     assert state.errors.tolist() == [0, 1, 0]
     assert state.inner[1].count.tolist() == [1, 0, 1]
     for member in (0, 2):
@@ -193,11 +170,11 @@ def test_one_members_error_skips_that_member_alone():
 def test_a_step_that_was_left_out_has_finite_gradients():
     def result(rate):
         params = {"w": torch.tensor([1.0, 2.0])}
-        tx = apply_if_finite(adam(rate), max_consecutive_errors=3)
+        tx = optim.apply_if_finite(optim.adam(rate), max_consecutive_errors=3)
         state = tx.init(params)
         for bad in (0.0, math.inf, 0.0):
             grads = {"w": params["w"] + bad}
-            params, state = step(tx, grads, state, params)
+            params, state = optim.step(tx, grads, state, params)
         return params["w"].sum()
 
     slope = torch.func.grad(result)(torch.tensor(0.1))
@@ -216,14 +193,14 @@ def test_steps_of_several_gradients_are_those_of_accumulated_training(parts):
     ]
     leaves = leaves_of(params)
     optimizer = torch.optim.AdamW(list(leaves.values()), lr=0.1)
-    tx = multi_steps(adamw(0.1), parts)
+    tx = optim.multi_steps(optim.adamw(0.1), parts)
     found, state = params, tx.init(params)
     for grads in rounds:
         optimizer.zero_grad()
         for part in grads:
             sum((leaves[k] * part[k]).sum() / parts for k in leaves).backward()
             before = found
-            found, state = step(tx, part, state, found)
+            found, state = optim.step(tx, part, state, found)
             if part is not grads[-1]:
                 assert_exact(found, before, 0)
         optimizer.step()
@@ -237,24 +214,24 @@ def test_members_may_accumulate_different_numbers_of_gradients():
     grads = [random_gradients(params, seed=seed) for seed in range(6)]
     many = {key: torch.stack([p, p]) for key, p in params.items()}
     parts = torch.tensor([2, 3])
-    state = torch.vmap(multi_steps(adam(0.1), 1).init)(many)
+    state = torch.vmap(optim.multi_steps(optim.adam(0.1), 1).init)(many)
     for part in grads:
         many, state = torch.vmap(
-            lambda k, state, params, part=part: step(
-                multi_steps(adam(0.1), k), part, state, params
+            lambda k, state, params, part=part: optim.step(
+                optim.multi_steps(optim.adam(0.1), k), part, state, params
             )
         )(parts, state, many)
     for member, k in enumerate(parts.tolist()):
-        tx = multi_steps(adam(0.1), k)
+        tx = optim.multi_steps(optim.adam(0.1), k)
         expected, alone = params, tx.init(params)
         for part in grads:
-            expected, alone = step(tx, part, alone, expected)
+            expected, alone = optim.step(tx, part, alone, expected)
         assert_exact({key: p[member] for key, p in many.items()}, expected, 1e-12)
 
 
 def test_the_mean_of_half_precision_gradients_keeps_what_half_precision_drops():
     params = {"w": torch.zeros(1, dtype=torch.bfloat16)}
-    tx = multi_steps(scale(1.0), 256)
+    tx = optim.multi_steps(optim.scale(1.0), 256)
     state = tx.init(params)
     for k in range(256):
         grads = {"w": torch.tensor([256.0 if k == 0 else 1.0], dtype=torch.bfloat16)}
@@ -264,7 +241,7 @@ def test_the_mean_of_half_precision_gradients_keeps_what_half_precision_drops():
 
 def test_a_gradient_of_none_counts_as_zero_and_may_wait_for_the_next_round():
     params = {"w": double([0.0])}
-    tx = multi_steps(scale(1.0), 2)
+    tx = optim.multi_steps(optim.scale(1.0), 2)
     state, updates = tx.init(params), []
     for value in (None, 4.0, 6.0, None, 2.0, 2.0):
         grads = {"w": None if value is None else double([value])}
@@ -292,69 +269,75 @@ def averaged_by_torch(params, loss, steps, **options):
     return {key: found[key.replace(".", "_")].detach() for key in params}
 
 
-@pytest.mark.parametrize("steps", [1, 2, 20])
-@pytest.mark.parametrize("decay", [0.0, 0.9, 0.999])
-def test_the_moving_average_of_parameters_is_that_of_torch(steps, decay):
-    params, loss = perceptron()
-    _, state = train(chain(sgd(0.1), ema_parameters(decay)), params, loss, steps)
-    expected = averaged_by_torch(
-        params, loss, steps, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(decay)
-    )
-    assert_exact(averaged_parameters(state), expected, 1e-12)
+EMA = swa_utils.get_ema_multi_avg_fn
 
 
 @pytest.mark.parametrize("steps", [1, 2, 20])
-def test_the_mean_of_parameters_is_that_of_torch(steps):
+@pytest.mark.parametrize(
+    ("average", "options"),
+    [
+        (optim.polyak_average(), {}),
+        *(
+            (optim.ema_parameters(decay), dict(multi_avg_fn=EMA(decay)))
+            for decay in (0.0, 0.9, 0.999)
+        ),
+    ],
+)
+def test_averages_of_parameters_are_those_of_torch(average, options, steps):
     params, loss = perceptron()
-    _, state = train(chain(sgd(0.1), polyak_average()), params, loss, steps)
-    assert_exact(
-        averaged_parameters(state), averaged_by_torch(params, loss, steps), 1e-12
-    )
+    _, state = train(optim.chain(optim.sgd(0.1), average), params, loss, steps)
+    expected = averaged_by_torch(params, loss, steps, **options)
+    assert_exact(optim.averaged_parameters(state), expected, 1e-12)
 
 
 def test_a_mean_that_starts_late_is_that_of_the_steps_since():
     params, loss = perceptron()
-    tx = chain(sgd(0.1), polyak_average(start=3))
+    tx = optim.chain(optim.sgd(0.1), optim.polyak_average(start=3))
     path, state = [params], tx.init(params)
     for _ in range(8):
         grads = gradients(loss, path[-1])
-        moved, state = step(tx, grads, state, path[-1])
+        moved, state = optim.step(tx, grads, state, path[-1])
         path.append(moved)
         since = path[4:] or path[-1:]
         expected = {key: torch.stack([p[key] for p in since]).mean(0) for key in params}
-        assert_exact(averaged_parameters(state), expected, 1e-12)
+        assert_exact(optim.averaged_parameters(state), expected, 1e-12)
 
 
 def test_averages_leave_the_training_alone():
     params, loss = perceptron()
-    found, _ = train(chain(adam(0.1), ema_parameters(0.9)), params, loss, 5)
-    assert_exact(found, train(adam(0.1), params, loss, 5)[0], 0)
+    found, _ = train(
+        optim.chain(optim.adam(0.1), optim.ema_parameters(0.9)), params, loss, 5
+    )
+    assert_exact(found, train(optim.adam(0.1), params, loss, 5)[0], 0)
 
 
 def test_averages_are_found_wherever_they_are():
     params, loss = perceptron()
-    tx = apply_if_finite(
-        multi_steps(chain(adam(0.1), ema_parameters(0.9)), 2), max_consecutive_errors=1
+    tx = optim.apply_if_finite(
+        optim.multi_steps(optim.chain(optim.adam(0.1), optim.ema_parameters(0.9)), 2),
+        max_consecutive_errors=1,
     )
     _, state = train(tx, params, loss, 4)
-    assert_exact(averaged_parameters(state), dict(state.inner.inner[1].average), 0)
+    assert_exact(
+        optim.averaged_parameters(state), dict(state.inner.inner[1].average), 0
+    )
 
 
 def test_the_average_of_small_moves_is_not_lost_to_half_precision():
     params = {"w": torch.ones(1, dtype=torch.bfloat16)}
-    tx = ema_parameters(0.999)
+    tx = optim.ema_parameters(0.999)
     state = tx.init(params)
     for _ in range(2):
         updates = {"w": torch.full((1,), 0.5)}
-        params, state = step(tx, updates, state, params)
+        params, state = optim.step(tx, updates, state, params)
     expected = torch.tensor([1.5 + 0.001 * 0.5])
-    torch.testing.assert_close(averaged_parameters(state)["w"], expected)
+    torch.testing.assert_close(optim.averaged_parameters(state)["w"], expected)
 
 
 def test_the_average_of_gradients_is_the_first_moment_of_adam():
     params, _ = perceptron()
-    tx = chain(ema(0.9), scale(-0.1))
-    raw = chain(ema(0.9, debias=False), scale(-0.1))
+    tx = optim.chain(optim.ema(0.9), optim.scale(-0.1))
+    raw = optim.chain(optim.ema(0.9, debias=False), optim.scale(-0.1))
     state, raw_state = tx.init(params), raw.init(params)
     mean = {key: torch.zeros_like(p) for key, p in params.items()}
     for t in range(1, 11):
@@ -371,7 +354,7 @@ def test_the_average_of_gradients_is_the_first_moment_of_adam():
 @pytest.mark.parametrize(("period", "alpha"), [(1, 0.5), (3, 0.8), (5, 1.0)])
 def test_lookahead_follows_its_two_loops(period, alpha):
     params, loss = perceptron()
-    tx = lookahead(adam(0.1), sync_period=period, slow_step_size=alpha)
+    tx = optim.lookahead(optim.adam(0.1), sync_period=period, slow_step_size=alpha)
     found, _ = train(tx, params, loss, 3 * period + 1)
     leaves = leaves_of(params)
     optimizer = torch.optim.Adam(list(leaves.values()), lr=0.1)
@@ -389,8 +372,8 @@ def test_lookahead_follows_its_two_loops(period, alpha):
 
 def test_the_defaults_of_lookahead_are_those_of_the_paper():
     params, loss = perceptron()
-    found, state = train(lookahead(sgd(0.1)), params, loss, 5)
-    fast, _ = train(sgd(0.1), params, loss, 5)
+    found, state = train(optim.lookahead(optim.sgd(0.1)), params, loss, 5)
+    fast, _ = train(optim.sgd(0.1), params, loss, 5)
     expected = {key: (params[key] + fast[key]) / 2 for key in params}
     assert_exact(found, expected, 1e-12)
     assert_exact(state.slow, expected, 1e-12)
@@ -401,9 +384,9 @@ def test_the_defaults_of_lookahead_are_those_of_the_paper():
 
 def test_factors_and_schedules_multiply():
     params, _ = perceptron()
-    updates, _ = scale(-0.3).update(params, ())
+    updates, _ = optim.scale(-0.3).update(params, ())
     assert_exact(updates, {key: -0.3 * p for key, p in params.items()}, 1e-12)
-    tx = scale_by_schedule(lambda count: 0.5 ** count.double())
+    tx = optim.scale_by_schedule(lambda count: 0.5 ** count.double())
     state = tx.init(params)
     for t in range(3):
         updates, state = tx.update(params, state)

@@ -52,6 +52,17 @@ def spread(x):
     )
 
 
+def spelled(names, module, shape, *options, before=lambda x: x, prefix=""):
+    """Call functions of one input by their names in a module."""
+    return {
+        prefix + name: (
+            shape,
+            lambda x, n=name: getattr(module, n)(before(x), *options),
+        )
+        for name in names.split()
+    }
+
+
 def grid(x, op, *options):
     at = torch.linspace(-0.9, 0.9, 2 * 9, device=x.device).reshape(1, 3, 3, 2)
     return op(x, at, *options)
@@ -93,40 +104,28 @@ LOSSES = {
     "cross_entropy_loss": ((2, 3), lambda x: F.cross_entropy(x, labels(x))),
     "nll_loss": ((2, 3), lambda x: F.nll_loss(x, labels(x))),
     "nll_loss_nd": ((2, 3), lambda x: torch._C._nn.nll_loss_nd(x, labels(x))),
-    "nll_loss2d": (
-        (2, 3, 2, 2),
-        lambda x: torch._C._nn.nll_loss2d(x, zeros(x, 2, 2, 2)),
-    ),
+    "nll_loss2d":
+        ((2, 3, 2, 2), lambda x: torch._C._nn.nll_loss2d(x, zeros(x, 2, 2, 2))),
     "mse_loss": ((2, 3), (2, 3), F.mse_loss),
     "l1_loss": ((2, 3), (2, 3), F.l1_loss),
     "smooth_l1_loss": ((2, 3), (2, 3), F.smooth_l1_loss),
     "huber_loss": ((2, 3), (2, 3), F.huber_loss),
     "kl_div": ((2, 3), lambda x: F.kl_div(x, halves(x), reduction="batchmean")),
     "poisson_nll_loss": ((2, 3), lambda x: F.poisson_nll_loss(x, ones(x))),
-    "cosine_embedding_loss": (
-        (2, 3),
-        (2, 3),
-        lambda x, y: F.cosine_embedding_loss(x, y, ones(x, 2)),
-    ),
+    "cosine_embedding_loss":
+        ((2, 3), (2, 3), lambda x, y: F.cosine_embedding_loss(x, y, ones(x, 2))),
     "hinge_embedding_loss": ((2, 3), lambda x: F.hinge_embedding_loss(x, ones(x))),
-    "margin_ranking_loss": (
-        (2,),
-        (2,),
-        lambda x, y: F.margin_ranking_loss(x, y, ones(x, 2)),
-    ),
+    "margin_ranking_loss":
+        ((2,), (2,), lambda x, y: F.margin_ranking_loss(x, y, ones(x, 2))),
     "soft_margin_loss": ((2, 3), lambda x: F.soft_margin_loss(x, ones(x))),
     "triplet_margin_loss": ((2, 3), (2, 3), (2, 3), F.triplet_margin_loss),
     "multi_margin_loss": ((2, 3), lambda x: F.multi_margin_loss(x, labels(x))),
-    "multilabel_margin_loss": (
-        (2, 3),
-        lambda x: F.multilabel_margin_loss(x, zeros(x, 2, 3)),
-    ),
-    "binary_cross_entropy_with_logits": (
-        (2, 3),
-        lambda x: F.binary_cross_entropy_with_logits(x, halves(x)),
-    ),
+    "multilabel_margin_loss":
+        ((2, 3), lambda x: F.multilabel_margin_loss(x, zeros(x, 2, 3))),
+    "binary_cross_entropy_with_logits":
+        ((2, 3), lambda x: F.binary_cross_entropy_with_logits(x, halves(x))),
     "cdist": ((2, 3), (4, 3), torch.cdist),
-}
+}  # fmt: skip
 
 GRIDS = {
     "grid_sampler": ((1, 2, 4, 4), lambda x: grid(x, torch.grid_sampler, 0, 0, False)),
@@ -137,35 +136,24 @@ GRIDS = {
 }
 
 CPU_ONLY = {
-    "binary_cross_entropy": (
-        (2, 3),
-        lambda x: F.binary_cross_entropy(x.sigmoid(), halves(x)),
-    ),
-    "ctc_loss": (
-        (5, 2, 4),
-        lambda x: F.ctc_loss(x.log_softmax(2), TARGETS, *LENGTHS),
-    ),
-    "grid_sampler_2d": (
-        (1, 2, 4, 4),
-        lambda x: grid(x, torch.grid_sampler_2d, 0, 0, False),
-    ),
-    "grid_sampler_3d": (
-        (1, 1, 2, 2, 2),
-        lambda x: torch.grid_sampler_3d(x, torch.zeros(1, 2, 2, 2, 3), 0, 0, False),
-    ),
+    "binary_cross_entropy":
+        ((2, 3), lambda x: F.binary_cross_entropy(x.sigmoid(), halves(x))),
+    "ctc_loss": ((5, 2, 4), lambda x: F.ctc_loss(x.log_softmax(2), TARGETS, *LENGTHS)),
+    "grid_sampler_2d":
+        ((1, 2, 4, 4), lambda x: grid(x, torch.grid_sampler_2d, 0, 0, False)),
+    "grid_sampler_3d":
+        ((1, 1, 2, 2, 2),
+         lambda x: torch.grid_sampler_3d(x, torch.zeros(1, 2, 2, 2, 3), 0, 0, False)),
     "prod": ((2, 3), lambda x: x.prod(1)),
     "avg_pool3d": ((1, 2, 4, 4, 4), lambda x: F.avg_pool3d(x, 2)),
     "adaptive_avg_pool3d": ((1, 2, 4, 4, 4), lambda x: F.adaptive_avg_pool3d(x, 2)),
     "adaptive_max_pool3d": ((1, 2, 4, 4, 4), lambda x: F.adaptive_max_pool3d(x, 2)),
     "max_pool3d": ((1, 2, 4, 4, 4), lambda x: F.max_pool3d(x, 2)),
-    "max_unpool2d": (
-        (1, 1, 2, 2),
-        lambda x: F.max_unpool2d(x, torch.tensor([[[[0, 2], [8, 10]]]]), 2),
-    ),
-    "max_unpool3d": (
-        (1, 1, 1, 1, 2),
-        lambda x: F.max_unpool3d(x, torch.tensor([[[[[0, 2]]]]]), 2),
-    ),
+    "max_unpool2d":
+        ((1, 1, 2, 2),
+         lambda x: F.max_unpool2d(x, torch.tensor([[[[0, 2], [8, 10]]]]), 2)),
+    "max_unpool3d":
+        ((1, 1, 1, 1, 2), lambda x: F.max_unpool3d(x, torch.tensor([[[[[0, 2]]]]]), 2)),
     "fractional_max_pool2d": (
         (1, 2, 4, 4),
         lambda x: F.fractional_max_pool2d(
@@ -187,91 +175,49 @@ CPU_ONLY = {
     "nanquantile": ((9,), lambda x: torch.nanquantile(x, 0.3)),
     "polar": ((4,), (4,), torch.polar),
     "view_as_complex": ((4, 2), torch.view_as_complex),
-    "stft": (
-        (16,),
-        lambda x: torch.stft(x, 4, window=torch.ones(4), return_complex=True),
-    ),
-    "fake_quantize_per_tensor_affine": (
-        (2, 3),
-        lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -128, 127),
-    ),
+    "stft":
+        ((16,), lambda x: torch.stft(x, 4, window=torch.ones(4), return_complex=True)),
+    "fake_quantize_per_tensor_affine":
+        ((2, 3), lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -128, 127)),
     "cholesky_solve": ((3, 2), (3, 3), lambda x, w: torch.cholesky_solve(x, spread(w))),
     "orgqr": ((4, 3), (3,), torch.orgqr),
     "ormqr": ((4, 3), (3,), (4, 2), torch.ormqr),
-    "lu_solve": (
-        (3, 2),
-        (3, 3),
-        lambda x, w: torch.lu_solve(x, *torch.linalg.lu_factor(spread(w))),
-    ),
-    "triangular_solve": (
-        (3, 2),
-        (3, 3),
-        lambda x, w: torch.triangular_solve(x, spread(w)),
-    ),
-    "linalg_householder_product": (
-        (4, 3),
-        (3,),
-        torch.linalg.householder_product,
-    ),
+    "lu_solve":
+        ((3, 2), (3, 3),
+         lambda x, w: torch.lu_solve(x, *torch.linalg.lu_factor(spread(w)))),
+    "triangular_solve":
+        ((3, 2), (3, 3), lambda x, w: torch.triangular_solve(x, spread(w))),
+    "linalg_householder_product": ((4, 3), (3,), torch.linalg.householder_product),
     "linalg_lstsq": ((4, 3), (4, 2), lambda x, y: torch.linalg.lstsq(x, y).solution),
     "linalg_solve": ((3, 3), (3, 2), lambda x, w: torch.linalg.solve(spread(x), w)),
-    "linalg_tensorinv": (
-        (6, 6),
-        lambda x: torch.linalg.tensorinv(spread(x).reshape(6, 2, 3), ind=1),
-    ),
-    "linalg_tensorsolve": (
-        (6, 6),
-        (6,),
-        lambda x, w: torch.linalg.tensorsolve(spread(x).reshape(6, 2, 3), w),
-    ),
+    "linalg_tensorinv":
+        ((6, 6), lambda x: torch.linalg.tensorinv(spread(x).reshape(6, 2, 3), ind=1)),
+    "linalg_tensorsolve":
+        ((6, 6), (6,),
+         lambda x, w: torch.linalg.tensorsolve(spread(x).reshape(6, 2, 3), w)),
     "stack": ((3,), (3,), lambda *x: torch.stack(x)),
     "cat": ((3,), (3,), lambda *x: torch.cat(x)),
     "index_copy": ((2, 3), (2, 3), lambda x, w: torch.index_copy(x, 0, labels(x), w)),
-    **{
-        name: ((4, 4), lambda x, name=name: getattr(torch, name)(spread(x)))
-        for name in ("trace", "inverse", "pinverse", "cholesky", "cholesky_inverse")
-    },
-    **{
-        name: ((4, 4), lambda x, name=name: getattr(torch, name)(spread(x)))
-        for name in ("svd", "qr", "geqrf", "_lu_with_info")
-    },
-    **{
-        f"linalg_{name}": (
-            (4, 4),
-            lambda x, name=name: getattr(torch.linalg, name)(spread(x)),
-        )
-        for name in """cholesky cholesky_ex cond eig eigh eigvals eigvalsh inv inv_ex
-            matrix_rank qr svd svdvals""".split()
-    },
-    **{
-        name: ((4, 4), getattr(torch.fft, name.removeprefix("fft_")))
-        for name in KINDS["cpu"]
-        if name.startswith("fft_")
-    },
-}
+    **spelled(
+        "trace inverse pinverse cholesky cholesky_inverse svd qr geqrf _lu_with_info",
+        torch, (4, 4), before=spread),
+    **spelled(
+        """cholesky cholesky_ex cond eig eigh eigvals eigvalsh inv inv_ex matrix_rank qr
+        svd svdvals""",
+        torch.linalg, (4, 4), before=spread, prefix="linalg_"),
+    **{name: ((4, 4), getattr(torch.fft, name.removeprefix("fft_")))
+       for name in KINDS["cpu"] if name.startswith("fft_")},
+}  # fmt: skip
 
 NORMS = {
     "layer_norm": ((2, 3), (3,), (3,), lambda x, w, b: F.layer_norm(x, (3,), w, b)),
     "rms_norm": ((2, 3), (3,), lambda x, w: F.rms_norm(x, (3,), w)),
-    "group_norm": (
-        (2, 4, 5),
-        (4,),
-        (4,),
-        lambda x, w, b: F.group_norm(x, 2, w, b),
-    ),
-    "instance_norm": (
-        (2, 4, 5),
-        (4,),
-        (4,),
-        lambda x, w, b: F.instance_norm(x, weight=w, bias=b),
-    ),
-    "batch_norm": (
-        (2, 4, 5),
-        (4,),
-        (4,),
-        lambda x, w, b: F.batch_norm(x, b, b.abs() + 1, w, b),
-    ),
-}
+    "group_norm": ((2, 4, 5), (4,), (4,), lambda x, w, b: F.group_norm(x, 2, w, b)),
+    "instance_norm":
+        ((2, 4, 5), (4,), (4,), lambda x, w, b: F.instance_norm(x, weight=w, bias=b)),
+    "batch_norm":
+        ((2, 4, 5), (4,), (4,), lambda x, w, b: F.batch_norm(x, b, b.abs() + 1, w, b)),
+}  # fmt: skip
 
 STEPPED = {
     "lstm": recurrent(torch.lstm, 4, 5, 2),
@@ -296,10 +242,9 @@ CPU = {**PRODUCTS, **LOSSES, **GRIDS, **CPU_ONLY, **NORMS, **STEPPED, **COMPOSIT
 
 SHARED = {**PRODUCTS, **LOSSES, **GRIDS, **NORMS, **STEPPED, **COMPOSITE}
 
-POSITIVE = "log log10 log1p log2 reciprocal rsqrt".split()
-ANY = "exp expm1 sinh cosh tan sum square".split()
-SMALL = "acos arccos asin arcsin erfinv".split()
-SPECIAL = "special_expm1 special_log1p special_erfinv".split()
+
+def positive(x):
+    return x.abs() + 1
 
 
 def resized(*shape, **options):
@@ -311,16 +256,11 @@ CUDA = {
     "mv": ((2, 3), (3,), torch.mv),
     "addmv": ((2, 3), (3,), (2,), lambda x, w, b: torch.addmv(b, x, w)),
     "addr": ((2,), (3,), (2, 3), lambda x, w, b: torch.addr(b, x, w)),
-    "convolution": (
-        (2, 3, 8),
-        (4, 3, 3),
-        (4,),
-        lambda *x: torch.convolution(*x, (1,), (0,), (1,), False, (0,), 1),
-    ),
-    "native_layer_norm": (
-        (2, 3),
-        lambda x: torch.native_layer_norm(x, (3,), None, None, 0),
-    ),
+    "convolution":
+        ((2, 3, 8), (4, 3, 3), (4,),
+         lambda *x: torch.convolution(*x, (1,), (0,), (1,), False, (0,), 1)),
+    "native_layer_norm":
+        ((2, 3), lambda x: torch.native_layer_norm(x, (3,), None, None, 0)),
     "softmax": ((2, 3), lambda x: F.softmax(x, -1)),
     "log_softmax": ((2, 3), lambda x: F.log_softmax(x, -1)),
     "softplus": ((2, 3), F.softplus),
@@ -355,11 +295,7 @@ CUDA = {
     "dot": ((3,), (3,), torch.dot),
     "vdot": ((3,), (3,), torch.vdot),
     "index_put": ((2, 3), (2, 3), lambda x, w: x.index_put((labels(x),), w)),
-    "scatter_add": (
-        (2, 3),
-        (2, 3),
-        lambda x, w: x.scatter_add(0, zeros(x, 2, 3), w),
-    ),
+    "scatter_add": ((2, 3), (2, 3), lambda x, w: x.scatter_add(0, zeros(x, 2, 3), w)),
     "sum_to_size": ((2, 3), lambda x: x.sum_to_size(1, 3)),
     "trapz": ((2, 3), torch.trapz),
     "trapezoid": ((2, 3), torch.trapezoid),
@@ -376,23 +312,12 @@ CUDA = {
     "upsample_bicubic2d": resized(1, 2, 4, 4, mode="bicubic"),
     "_upsample_bilinear2d_aa": resized(1, 2, 4, 4, mode="bilinear", antialias=True),
     "_upsample_bicubic2d_aa": resized(1, 2, 4, 4, mode="bicubic", antialias=True),
-    **{name: ((2, 3), getattr(torch, name)) for name in ANY},
-    **{
-        name: ((2, 3), lambda x, name=name: getattr(torch, name)(x.abs() + 1))
-        for name in POSITIVE
-    },
-    **{
-        name: ((2, 3), lambda x, name=name: getattr(torch, name)(x.sigmoid()))
-        for name in SMALL
-    },
-    **{
-        name: (
-            (2, 3),
-            lambda x, name=name: getattr(torch.special, name[8:])(x.sigmoid()),
-        )
-        for name in SPECIAL
-    },
-}
+    **spelled("exp expm1 sinh cosh tan sum square", torch, (2, 3)),
+    **spelled("log log10 log1p log2 reciprocal rsqrt", torch, (2, 3), before=positive),
+    **spelled("acos arccos asin arcsin erfinv", torch, (2, 3), before=torch.sigmoid),
+    **spelled("expm1 log1p erfinv", torch.special, (2, 3), before=torch.sigmoid,
+              prefix="special_"),
+}  # fmt: skip
 
 UNLISTED = {
     "add": ((2, 3), (2, 3), torch.add),
@@ -439,14 +364,10 @@ def pooled(name, sides, *options):
 
 
 PYTHON = {
-    **{
-        f"adaptive_avg_pool{n}d": pooled(f"adaptive_avg_pool{n}d", n, 2) for n in (2, 3)
-    },
-    **{
-        f"{kind}_pool{n}d_with_indices": pooled(f"{kind}_pool{n}d_with_indices", n, 2)
-        for n in (1, 2, 3)
-        for kind in ("max", "adaptive_max")
-    },
+    **{name: pooled(name, n, 2)
+       for name, n in (("adaptive_avg_pool2d", 2), ("adaptive_avg_pool3d", 3))},
+    **{f"{kind}_pool{n}d_with_indices": pooled(f"{kind}_pool{n}d_with_indices", n, 2)
+       for n in (1, 2, 3) for kind in ("max", "adaptive_max")},
     **{f"lp_pool{n}d": pooled(f"lp_pool{n}d", n, 2.0, 2) for n in (1, 2, 3)},
     **{
         f"fractional_max_pool{n}d_with_indices": (
@@ -457,72 +378,47 @@ PYTHON = {
         )
         for n in (2, 3)
     },
-    **{
-        name: ((2, 4), getattr(F, name))
-        for name in """celu elu glu hardsigmoid hardswish hardtanh leaky_relu mish relu
-            relu6 selu sigmoid silu softsign tanh tanhshrink normalize""".split()
-    },
-    **{
-        name: ((2, 3), lambda x, name=name: getattr(F, name)(x, -1))
-        for name in ("softmax", "softmin", "log_softmax")
-    },
-    **{
-        name: ((1, 2, 4, 4), lambda x, name=name: getattr(F, name)(x, 0.5, False))
-        for name in """dropout dropout2d alpha_dropout feature_alpha_dropout""".split()
-    },
+    **spelled(
+        """celu elu glu hardsigmoid hardswish hardtanh leaky_relu mish relu relu6 selu
+        sigmoid silu softsign tanh tanhshrink normalize""",
+        F, (2, 4)),
+    **spelled("softmax softmin log_softmax", F, (2, 3), -1),
+    **spelled("dropout dropout2d alpha_dropout feature_alpha_dropout", F, (1, 2, 4, 4),
+              0.5, False),
     "dropout1d": ((1, 2, 4), lambda x: F.dropout1d(x, 0.5, False)),
     "dropout3d": ((1, 2, 4, 4, 4), lambda x: F.dropout3d(x, 0.5, False)),
     "threshold": ((2, 3), lambda x: F.threshold(x, 0.1, 0.2)),
     "affine_grid": GRIDS["affine_grid_generator"],
-    "grid_sample": (
-        (1, 2, 4, 4),
-        lambda x: grid(x, F.grid_sample, "bilinear", "zeros", False),
-    ),
+    "grid_sample":
+        ((1, 2, 4, 4), lambda x: grid(x, F.grid_sample, "bilinear", "zeros", False)),
     "cross_entropy": LOSSES["cross_entropy_loss"],
-    "linear_cross_entropy": (
-        (2, 3),
-        (4, 3),
-        lambda x, w: F.linear_cross_entropy(x, w.to(x.dtype), labels(x)),
-    ),
+    "linear_cross_entropy":
+        ((2, 3), (4, 3),
+         lambda x, w: F.linear_cross_entropy(x, w.to(x.dtype), labels(x))),
     "gaussian_nll_loss": ((2, 3), (2, 3), lambda x, y: F.gaussian_nll_loss(x, y, 1.0)),
-    "multilabel_soft_margin_loss": (
-        (2, 3),
-        lambda x: F.multilabel_soft_margin_loss(x, halves(x)),
-    ),
-    "triplet_margin_with_distance_loss": (
-        *((2, 3),) * 3,
-        F.triplet_margin_with_distance_loss,
-    ),
+    "multilabel_soft_margin_loss":
+        ((2, 3), lambda x: F.multilabel_soft_margin_loss(x, halves(x))),
+    "triplet_margin_with_distance_loss":
+        (*((2, 3),) * 3, F.triplet_margin_with_distance_loss),
     "embedding": UNLISTED["embedding"],
     "embedding_bag": UNLISTED["embedding_bag"],
     "pad": UNLISTED["pad"],
     "interpolate": UNLISTED["interpolate"],
     "upsample": ((1, 2, 4, 4), lambda x: F.upsample(x, scale_factor=2)),
-    "upsample_bilinear": (
-        (1, 2, 4, 4),
-        lambda x: F.upsample_bilinear(x, scale_factor=2),
-    ),
-    "upsample_nearest": (
-        (1, 2, 4, 4),
-        lambda x: F.upsample_nearest(x, scale_factor=2),
-    ),
+    "upsample_bilinear":
+        ((1, 2, 4, 4), lambda x: F.upsample_bilinear(x, scale_factor=2)),
+    "upsample_nearest": ((1, 2, 4, 4), lambda x: F.upsample_nearest(x, scale_factor=2)),
     "fold": ((1, 8, 9), lambda x: F.fold(x, (4, 4), 2)),
     "unfold": ((1, 2, 4, 4), lambda x: F.unfold(x, 2)),
     "local_response_norm": ((1, 2, 4, 4), lambda x: F.local_response_norm(x, 2)),
-    "max_unpool1d": (
-        (1, 1, 2),
-        lambda x: F.max_unpool1d(x, torch.tensor([[[0, 2]]]), 2),
-    ),
+    "max_unpool1d":
+        ((1, 1, 2), lambda x: F.max_unpool1d(x, torch.tensor([[[0, 2]]]), 2)),
     "multi_head_attention_forward": (
-        (3, 1, 4),
-        (12, 4),
-        (12,),
-        (4, 4),
-        (4,),
+        (3, 1, 4), (12, 4), (12,), (4, 4), (4,),
         lambda x, w_in, b_in, w_out, b_out: F.multi_head_attention_forward(
             *(x, x, x, 4, 2, w_in, b_in, None, None, False, 0.0, w_out, b_out)
         ),
     ),
-}
+}  # fmt: skip
 PYTHON |= {name: CPU[name] for name in CPU if hasattr(F, name) and name not in PYTHON}
 """Functions that `torch.nn.functional` defines in Python, among others."""

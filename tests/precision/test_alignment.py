@@ -261,37 +261,29 @@ PRODUCTS = {
     "in place": (lambda x, y: ONES.clone().addmm_(mat1=x, mat2=y), *FLAT),
     "addmv": (lambda x, y: torch.addmv(ONES[:, 0], x, y), (4, 5), (5,), (4, 1, 5, 1)),
     "baddbmm": (lambda x, y: torch.baddbmm(ONES[0], x, y), *BATCHED),
-    "tensordot": (
-        lambda x, y: torch.tensordot(x, y, dims=2),
-        *((3, 4, 5), (4, 5, 6), (3, 6, 20, 1)),
-    ),
-    "tensordot by places": (
-        lambda x, y: torch.tensordot(x, y, dims=([0, 2], [1, -1])),
-        *((3, 4, 5), (6, 3, 5), (4, 6, 15, 1)),
-    ),
-    "einsum": (
-        lambda x, y: torch.einsum("bqhd, bkhd -> bhqk", x, y),
-        *((2, 4, 3, 5), (2, 6, 3, 5), (4, 6, 5, 6)),
-    ),
-    "einsum without an output": (
-        lambda x, y: torch.einsum("...ij,jk", x, y),
-        *((7, 4, 5), (5, 6), (28, 6, 5, 1)),
-    ),
-    "einsum of a list": (
-        lambda x, y: torch.einsum("ij,kj->ki", [x, y]),
-        *((4, 5), (6, 5), (4, 6, 5, 1)),
-    ),
-    "einsum of places": (
-        lambda x, y: torch.einsum(x, [0, 1], y, [1, 2], [0, 2]),
-        *FLAT,
-    ),
-    "einsum over an ellipsis": (
-        lambda x, y: torch.einsum("...i,...j->...ij", x, y).sum() + x @ x[0, 0],
-        *((3, 4, 5), (4, 5), (12, 1, 5, 1)),
-    ),
+    "tensordot":
+        (lambda x, y: torch.tensordot(x, y, dims=2),
+         *((3, 4, 5), (4, 5, 6), (3, 6, 20, 1))),
+    "tensordot by places":
+        (lambda x, y: torch.tensordot(x, y, dims=([0, 2], [1, -1])),
+         *((3, 4, 5), (6, 3, 5), (4, 6, 15, 1))),
+    "einsum":
+        (lambda x, y: torch.einsum("bqhd, bkhd -> bhqk", x, y),
+         *((2, 4, 3, 5), (2, 6, 3, 5), (4, 6, 5, 6))),
+    "einsum without an output":
+        (lambda x, y: torch.einsum("...ij,jk", x, y),
+         *((7, 4, 5), (5, 6), (28, 6, 5, 1))),
+    "einsum of a list":
+        (lambda x, y: torch.einsum("ij,kj->ki", [x, y]),
+         *((4, 5), (6, 5), (4, 6, 5, 1))),
+    "einsum of places":
+        (lambda x, y: torch.einsum(x, [0, 1], y, [1, 2], [0, 2]), *FLAT),
+    "einsum over an ellipsis":
+        (lambda x, y: torch.einsum("...i,...j->...ij", x, y).sum() + x @ x[0, 0],
+         *((3, 4, 5), (4, 5), (12, 1, 5, 1))),
     "linear of a vector": (F.linear, (4, 5), (5,), (4, 1, 5, 1)),
     "linear": (F.linear, (2, 4, 5), (6, 5), (8, 6, 5, 1)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import vgrad
 from tests import oracle
+from tests.cases import Pick, TiedLanguageModel
 from vgrad.precision import AutocastMode, autocast
 from vgrad.torch_private import modes
 
@@ -62,19 +63,6 @@ class ScaledDotProduct(nn.Module):
         return F.scaled_dot_product_attention(*heads, is_causal=True).flatten(1)
 
 
-class Tied(nn.Module):
-    """A language model whose head is its embedding."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.norm = nn.Embedding(7, 6), nn.LayerNorm(6)
-        self.inner, self.head = nn.Linear(6, 6), nn.Linear(6, 7, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x):
-        return self.head(self.norm(self.inner(self.embed(x)).relu())).mean(1)
-
-
 def trained_a_little(model):
     """Give norm layers statistics and weights of their own."""
     with torch.no_grad():
@@ -103,7 +91,7 @@ def one_hot(output, y):
 LINEAR, CONV = partial(nn.Linear, 5, 6), partial(nn.Conv2d, 3, 4, 3)
 ENCODER = partial(nn.TransformerEncoderLayer, 4, 2, 8, 0.0, batch_first=True)
 INSTANCE = partial(nn.Conv1d, 3, 4, 3), partial(nn.InstanceNorm1d, 4, affine=True)
-IMAGE = (3, 6, 6)
+MEAN, IMAGE = partial(Pick, lambda x: x.mean(1)), (3, 6, 6)
 MODELS = {
     "linear, layer norm": (chain(LINEAR, partial(nn.LayerNorm, 6)), (5,)),
     "rms norm": (chain(LINEAR, partial(nn.RMSNorm, 6)), (5,)),
@@ -114,7 +102,7 @@ MODELS = {
     "multihead attention": (Attention, (3, 4)),
     "attention": (ScaledDotProduct, (3, 4)),
     "encoder layer": (flat(ENCODER), (3, 4)),
-    "language model": (Tied, (5,)),
+    "language model": (chain(TiedLanguageModel, MEAN), (5,)),
     "lstm": (lambda: Recurrent(nn.LSTM), (5, 3)),
     "gru": (lambda: Recurrent(nn.GRU), (5, 3)),
     "rnn": (lambda: Recurrent(nn.RNN), (5, 3)),

@@ -58,11 +58,8 @@ def seen_under(model, policy):
     return dict(SEEN)
 
 
-def computed_in(policy):
-    return {tag: product for tag, (product, _) in seen_under(spies(), policy).items()}
-
-
 def everywhere(dtype, **others):
+    """What every spy of the tree sees: the dtype of products, and that of weights."""
     tags = ("", "a", "a.x", "a.x.deep", "a.y", "b", "b.x")
     named = {name.replace("_", "."): each for name, each in others.items()}
     return {tag: named.get(tag, dtype) for tag in tags}
@@ -89,66 +86,109 @@ def nothing_is_left_on():
 # Which policy holds where.
 
 
-@pytest.mark.parametrize(
-    ("policy", "product", "weight"),
-    [
-        ("mixed_bfloat16", BF16, F32),
-        ("mixed_float16", F16, F32),
-        ("bfloat16", BF16, BF16),
-        ("float32", F32, F32),
-        ("float64", F64, F64),
-        ("p=bf16,c=f32", F32, F32),
-        (Policy(F32, BF16, F16), BF16, F32),
-    ],
-)
-def test_one_policy_holds_for_all_modules(policy, product, weight):
-    seen = seen_under(spies(), policy)
-    assert seen == everywhere((product, weight))
+class Listed(nn.Module):
+    """Has modules in containers, and calls the child of a child past its parent."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Spy("list.0"), Spy("list.1")])
+        self.named = nn.ModuleDict({"one": Spy("dict.one", x=Spy("dict.one.x"))})
+        self.a = Spy("a", x=Spy("a.x"))
+
+    def forward(self, x):
+        for block in (*self.blocks, *self.named.values()):
+            x = block(x)
+        return self.a.x(x)
 
 
-@pytest.mark.parametrize(
-    ("policies", "expected"),
-    [
-        ({"": "mixed_bfloat16"}, everywhere(BF16)),
-        ({"": "mixed_bfloat16", "b": "float32"}, everywhere(BF16, b=F32, b_x=F32)),
-        (
-            {"": "mixed_bfloat16", "a.x": "float64"},
-            everywhere(BF16, a_x=F64, a_x_deep=F64),
-        ),
-        (
-            {"": "float64", "a": "mixed_bfloat16", "a.x": "float32"},
-            everywhere(F64, a=BF16, a_y=BF16, a_x=F32, a_x_deep=F32),
-        ),
-        (
-            {"": "mixed_bfloat16", "*.x": "float32"},
-            everywhere(BF16, a_x=F32, a_x_deep=F32, b_x=F32),
-        ),
-        (
-            {"": "mixed_bfloat16", ("a.y", "*.x"): "float32", ("a.x",): "float64"},
-            everywhere(BF16, a_y=F32, b_x=F32, a_x=F64, a_x_deep=F64),
-        ),
-        (  # three letters against two, whichever comes first
-            {"*.x": "float32", "": "mixed_bfloat16", "a.x": "float64"},
-            everywhere(BF16, a_x=F64, a_x_deep=F64, b_x=F32),
-        ),
-        (  # what is said of the parent is more specific than the pattern
-            {"?*p": "float64", "a.x": "mixed_bfloat16", "": "float32"},
-            everywhere(F32, a_x=BF16, a_x_deep=BF16),
-        ),
-        (  # a set of letters fixes none
-            {"[ab]": "mixed_bfloat16", "a": "float64", "": "float32"},
-            everywhere(F32, a=F64, a_x=F64, a_x_deep=F64, a_y=F64, b=BF16, b_x=BF16),
-        ),
-        ({"*": "mixed_float16"}, everywhere(F16)),
-        ({"b": "mixed_bfloat16"}, everywhere(F32, b=BF16, b_x=BF16)),
-        (  # two patterns that agree
-            {"": "float32", "?.x": "bfloat16", "*.x": "bfloat16"},
-            everywhere(F32, a_x=BF16, a_x_deep=BF16, b_x=BF16),
-        ),
-    ],
-)
-def test_the_most_specific_pattern_holds(policies, expected):
-    assert computed_in(policies) == expected
+class Failing(nn.Module):
+    """Raises inside of a region within a region."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.error = error
+
+    def forward(self, x):
+        self.layer(x)
+        raise self.error("on purpose")
+
+
+class Recovering(nn.Module):
+    """Goes on when its child raises."""
+
+    def __init__(self):
+        super().__init__()
+        self.child = nn.Sequential(Failing(ValueError))
+        self.spy = Spy("after")
+
+    def forward(self, x):
+        try:
+            self.child(x)
+        except ValueError:
+            SEEN["itself"] = torch.mm(x, torch.ones(3, 3)).dtype, x.dtype
+            return self.spy(x)
+
+
+def twice():
+    """One module in two places."""
+    shared = Spy("shared")
+    return nn.Sequential(shared, Spy("between"), shared)
+
+
+LOW, HALF, FULL, WIDE = (BF16, F32), (F16, F32), (F32, F32), (F64, F64)
+PURE = BF16, BF16
+HOLDING = [
+    (spies, "mixed_bfloat16", everywhere(LOW)),
+    (spies, "mixed_float16", everywhere(HALF)),
+    (spies, "bfloat16", everywhere(PURE)),
+    (spies, "float32", everywhere(FULL)),
+    (spies, "float64", everywhere(WIDE)),
+    (spies, "p=bf16,c=f32", everywhere(FULL)),
+    (spies, Policy(F32, BF16, F16), everywhere(LOW)),
+    (spies, {"": "mixed_bfloat16"}, everywhere(LOW)),
+    (spies, {"": "mixed_bfloat16", "b": "f32"}, everywhere(LOW, b=FULL, b_x=FULL)),
+    (spies, {"": "mixed_bfloat16", "a.x": "float64"},
+     everywhere(LOW, a_x=WIDE, a_x_deep=WIDE)),
+    (spies, {"": "float64", "a": "mixed_bfloat16", "a.x": "float32"},
+     everywhere(WIDE, a=LOW, a_y=LOW, a_x=FULL, a_x_deep=FULL)),
+    (spies, {"": "mixed_bfloat16", "*.x": "float32"},
+     everywhere(LOW, a_x=FULL, a_x_deep=FULL, b_x=FULL)),
+    (spies, {"": "mixed_bfloat16", ("a.y", "*.x"): "float32", ("a.x",): "float64"},
+     everywhere(LOW, a_y=FULL, b_x=FULL, a_x=WIDE, a_x_deep=WIDE)),
+    # Three letters against two, whichever comes first.
+    (spies, {"*.x": "float32", "": "mixed_bfloat16", "a.x": "float64"},
+     everywhere(LOW, a_x=WIDE, a_x_deep=WIDE, b_x=FULL)),
+    # What is said of the parent is more specific than the pattern.
+    (spies, {"?*p": "float64", "a.x": "mixed_bfloat16", "": "float32"},
+     everywhere(FULL, a_x=LOW, a_x_deep=LOW)),
+    # A set of letters fixes none.
+    (spies, {"[ab]": "mixed_bfloat16", "a": "float64", "": "float32"},
+     everywhere(FULL, a=WIDE, a_x=WIDE, a_x_deep=WIDE, a_y=WIDE, b=LOW, b_x=LOW)),
+    (spies, {"*": "mixed_float16"}, everywhere(HALF)),
+    (spies, {"b": "mixed_bfloat16"}, everywhere(FULL, b=LOW, b_x=LOW)),
+    # Two patterns that agree.
+    (spies, {"": "float32", "?.x": "bfloat16", "*.x": "bfloat16"},
+     everywhere(FULL, a_x=PURE, a_x_deep=PURE, b_x=PURE)),
+    # What a module holds itself follows its own policy and not its children's.
+    (spies, {"": "float32", "a": "bfloat16", "a.x": "float64"},
+     everywhere(FULL, a=PURE, a_y=PURE, a_x=WIDE, a_x_deep=WIDE)),
+    # What is not called, but what is in it.
+    (Listed, {"": "mixed_bfloat16", "blocks": "f32", "named": "float64", "a": "f32"},
+     {"list.0": FULL, "list.1": FULL, "dict.one": WIDE, "dict.one.x": WIDE,
+      "a.x": FULL}),
+    # The first name of what has two.
+    (twice, {"": "mixed_bfloat16", "0": "f32"}, {"shared": FULL, "between": LOW}),
+    # After an exception, the policy around it.
+    (Recovering, {"": "mixed_bfloat16", "child": "float64"},
+     {"itself": LOW, "after": LOW}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "policies", "expected"), HOLDING)
+def test_the_most_specific_policy_holds(make, policies, expected):
+    assert seen_under(make(), policies) == expected
+    assert nothing_is_left_on()
 
 
 SPIES, *_ = split(spies())
@@ -181,46 +221,6 @@ def test_what_is_no_model_or_no_policy_is_refused(fmodel, policies, error, messa
 
 def test_one_policy_is_that_of_the_empty_name():
     assert policy_for(SPIES, "float64").policies == {"": Policy.parse("float64")}
-
-
-class Listed(nn.Module):
-    """Has modules in containers, and calls the child of a child past its parent."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([Spy("list.0"), Spy("list.1")])
-        self.named = nn.ModuleDict({"one": Spy("dict.one", x=Spy("dict.one.x"))})
-        self.a = Spy("a", x=Spy("a.x"))
-
-    def forward(self, x):
-        for block in (*self.blocks, *self.named.values()):
-            x = block(x)
-        return self.a.x(x)
-
-
-def test_a_policy_of_what_is_not_called_holds_for_what_is_in_it():
-    policies = {"": "mixed_bfloat16", "blocks": "float32", "named": "float64"}
-    assert seen_under(Listed(), {**policies, "a": "float32"}) == {
-        "list.0": (F32, F32),
-        "list.1": (F32, F32),
-        "dict.one": (F64, F64),
-        "dict.one.x": (F64, F64),
-        "a.x": (F32, F32),
-    }
-
-
-def test_parameters_of_a_module_itself_follow_its_policy_and_not_its_childrens():
-    seen = seen_under(spies(), {"": "float32", "a": "bfloat16", "a.x": "float64"})
-    assert seen["a"] == seen["a.y"] == (BF16, BF16)
-    assert seen["a.x"] == (F64, F64)
-    assert seen["b"] == (F32, F32)
-
-
-def test_a_module_in_two_places_follows_the_policy_of_its_first_name():
-    shared = Spy("shared")
-    model = nn.Sequential(shared, Spy("between"), shared)
-    seen = seen_under(model, {"": "mixed_bfloat16", "0": "float32"})
-    assert seen == {"shared": (F32, F32), "between": (BF16, F32)}
 
 
 def test_tied_parameters_have_one_dtype_and_may_be_computed_with_in_several():
@@ -381,35 +381,6 @@ def test_buffers_and_frozen_parameters_come_back_in_the_dtype_they_had(policy):
 # Nothing is left behind.
 
 
-class Failing(nn.Module):
-    """Raises inside of a region within a region."""
-
-    def __init__(self, error):
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-        self.error = error
-
-    def forward(self, x):
-        self.layer(x)
-        raise self.error("on purpose")
-
-
-class Recovering(nn.Module):
-    """Goes on when its child raises."""
-
-    def __init__(self):
-        super().__init__()
-        self.child = nn.Sequential(Failing(ValueError))
-        self.spy = Spy("after")
-
-    def forward(self, x):
-        try:
-            self.child(x)
-        except ValueError:
-            SEEN["itself"] = torch.mm(x, torch.ones(3, 3)).dtype, x.dtype
-            return self.spy(x)
-
-
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("around", [True, False])
 def test_an_exception_leaves_no_autocast_and_no_mode(error, around):
@@ -427,12 +398,6 @@ def test_an_exception_leaves_no_autocast_and_no_mode(error, around):
     loss = loss_under("mixed_bfloat16", lambda p, b, x: fmodel(p, b, x).sum())
     with pytest.raises(error, match="on purpose"):
         loss(params, buffers, torch.ones(2, 3))
-    assert nothing_is_left_on()
-
-
-def test_a_model_that_goes_on_after_an_exception_goes_on_under_its_own_policy():
-    seen = seen_under(Recovering(), {"": "mixed_bfloat16", "child": "float64"})
-    assert seen == {"itself": (BF16, F32), "after": (BF16, F32)}
     assert nothing_is_left_on()
 
 

@@ -1,7 +1,6 @@
 """Members trained together are what each of them becomes alone."""
 
 import copy
-import math
 from functools import cache, partial
 
 import pytest
@@ -97,6 +96,27 @@ def build(name="mlp", count=E, own=False, make=None, batches=5):
     return models, loss, params, buffers, data
 
 
+def begun(tx, name="mlp", own=False, make=None, shared=(), seed=None, **options):
+    """Models, a step of all of them, its first state, and batches."""
+    models, loss, params, buffers, data = build(name, own=own, make=make)
+    if shared:
+        params, buffers = share(params, buffers, shared)
+    dims = 0 if own else None
+    step = ensemble_train_step(loss, tx, in_dims=dims, shared=shared, **options)
+    state = EnsembleState.create(tx, params, buffers, shared=shared, seed=seed)
+    return models, step, state, data
+
+
+def without_one(state):
+    """Let the second member rest."""
+    return state._replace(active=torch.tensor([True, False, True]))
+
+
+double = partial(torch.tensor, dtype=torch.float64)
+FIRST = ["0.*"]
+ALL = pytest.mark.parametrize("strategy", ["vmap", "loop", "hybrid"])
+
+
 def train(step, state, data, steps):
     """Run steps over the batches in turn; return the state and all losses `[T, E]`."""
     losses = []
@@ -143,6 +163,7 @@ def entries(model):
 RATES = [0.003, 0.01, 0.03]
 BETAS = [(0.9, 0.999), (0.8, 0.99), (0.5, 0.9)]
 DECAYS = [0.0, 0.1, 0.01]
+ADAMS = for_members(optim.adam, lr=double(RATES))
 
 
 @cache
@@ -177,17 +198,14 @@ def trained_by_torch(name, own, steps):
 )
 def test_fifty_steps_together_are_fifty_steps_of_torch_alone(name, strategy):
     own = name in ("mlp", "normed")
-    _, loss, params, buffers, data = build(name, own=own)
     tx = for_members(
         optim.adamw,
-        lr=torch.tensor(RATES, dtype=torch.float64),
-        betas=tuple(torch.tensor(BETAS, dtype=torch.float64).mT),
-        weight_decay=torch.tensor(DECAYS, dtype=torch.float64),
+        lr=double(RATES),
+        betas=tuple(double(BETAS).mT),
+        weight_decay=double(DECAYS),
         eps=1e-5,
     )
-    dims = 0 if own else None
-    step = ensemble_train_step(loss, tx, in_dims=dims, strategy=strategy)
-    state = EnsembleState.create(tx, params, buffers)
+    _, step, state, data = begun(tx, name, own, strategy=strategy)
     state, losses = train(step, state, data, 50)
     models, expected = trained_by_torch(name, own, 50)
     assert_exact(losses, expected)
@@ -249,16 +267,13 @@ OPTIMIZERS = {
 def test_every_optimizer_runs_for_each_member_by_itself(name):
     """Norms, counters and factors are those of one member, whatever the rates."""
     make, values = OPTIMIZERS[name]
-    models, loss, params, buffers, data = build(make=lambda: mlp(bias=name != "muon"))
     hyperparams = {
-        key: tuple(torch.tensor(value, dtype=torch.float64).mT)
-        if isinstance(value[0], tuple)
-        else torch.tensor(value, dtype=torch.float64)
+        key: tuple(double(value).mT) if key == "betas" else double(value)
         for key, value in values.items()
     }
     tx = for_members(make, **hyperparams)
-    state = EnsembleState.create(tx, params, buffers)
-    state, losses = train(ensemble_train_step(loss, tx), state, data, 8)
+    models, step, state, data = begun(tx, make=lambda: mlp(bias=name != "muon"))
+    state, losses = train(step, state, data, 8)
     txs = [make(**{key: each[i] for key, each in values.items()}) for i in range(E)]
     states, expected = alone(models, txs, data, 8)
     assert_exact(losses, expected)
@@ -269,11 +284,9 @@ def test_every_optimizer_runs_for_each_member_by_itself(name):
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_transformation_of_one_member_serves_all(wrapped):
-    models, loss, params, buffers, data = build()
     one = optim.chain(optim.clip_by_global_norm(0.05), optim.adam(0.01))
-    tx = for_members(one) if wrapped else one
-    state = EnsembleState.create(tx, params, buffers)
-    state, losses = train(ensemble_train_step(loss, tx), state, data, 8)
+    models, step, state, data = begun(for_members(one) if wrapped else one)
+    state, losses = train(step, state, data, 8)
     states, expected = alone(models, [one] * E, data, 8)
     assert_exact(losses, expected)
     assert_members_are(state, states)
@@ -311,65 +324,11 @@ def test_updates_of_any_shapes_are_those_of_one_member(members, shapes, missing)
                 assert_exact(updates[name][i], value, 1e-12)
 
 
-def spirals(samples=100):
-    """Functorch's data: two arms of a spiral."""
-    made = torch.Generator().manual_seed(0)
-    t = torch.linspace(0, 1, samples, dtype=torch.float64)
-    noise = [torch.randn(samples, generator=made).double() * 0.02 for _ in range(2)]
-    side = torch.randint(2, (samples,), generator=made)
-    sign = 2.0 * side - 1
-    x = torch.stack(
-        [
-            sign * t * (math.tau * t).cos() + noise[0],
-            sign * t * (math.tau * t).sin() + noise[1],
-        ],
-        1,
-    )
-    return x, side
-
-
-def test_functorchs_ensemble_of_two_mlps_learns_a_spiral():
-    def make():
-        return nn.Sequential(
-            nn.Linear(2, 32),
-            nn.ReLU(),
-            nn.Linear(32, 32),
-            nn.ReLU(),
-            nn.Linear(32, 2),
-            nn.LogSoftmax(-1),
-        ).double()
-
-    torch.manual_seed(1)
-    models = [make() for _ in range(2)]
-    fmodel, params, buffers = stack(models)
-    x, y = spirals()
-    tx = optim.sgd(0.2)
-    step = ensemble_train_step(vgrad.batch_loss(fmodel, F.nll_loss), tx)
-    state, losses = train(
-        step, EnsembleState.create(tx, params, buffers), [(x, y)], 300
-    )
-    for member, model in enumerate(models):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-        for number in range(300):
-            optimizer.zero_grad()
-            loss = F.nll_loss(model(x), y)
-            loss.backward()
-            optimizer.step()
-            assert_exact(losses[number, member], loss.detach(), 1e-9)
-        assert_exact(of(state.params, member), entries(model), 1e-9)
-    outputs = vgrad.ensemble_forward(fmodel)(state.params, state.buffers, x)
-    assert ((outputs.argmax(-1) == y).double().mean(1) > 0.8).all()
-
-
 def test_members_that_are_not_active_stay_as_they_are():
-    models, loss, params, buffers, data = build("normed")
+    models, step, state, data = begun(ADAMS, "normed")
+    before, _ = train(step, state, data, 5)
+    state, _ = train(step, without_one(before), data, 5)
     txs = [optim.adam(rate) for rate in RATES]
-    tx = for_members(optim.adam, lr=torch.tensor(RATES, dtype=torch.float64))
-    step = ensemble_train_step(loss, tx)
-    state, _ = train(step, EnsembleState.create(tx, params, buffers), data, 5)
-    before = state
-    state = state._replace(active=torch.tensor([True, False, True]))
-    state, _ = train(step, state, data, 5)
     states, _ = alone(models, txs, data, 10)
     halfway, _ = alone(models, txs, data, 5)
     states[1] = halfway[1]
@@ -381,12 +340,9 @@ def test_members_that_are_not_active_stay_as_they_are():
 
 @pytest.mark.parametrize("strategy", ["loop", "hybrid"])
 def test_a_step_that_is_not_finite_is_left_out_by_its_member_alone(strategy):
-    models, loss, params, buffers, data = build("normed", own=True)
-    bad = [(x.clone(), y) for x, y in data]
+    models, step, state, data = begun(ADAMS, "normed", own=True, strategy=strategy)
+    bad, skipped = [(x.clone(), y) for x, y in data], []
     bad[2][0][1, 0, 0, 0, 0] = float("nan")
-    tx = for_members(optim.adam, lr=torch.tensor(RATES, dtype=torch.float64))
-    step = ensemble_train_step(loss, tx, in_dims=0, strategy=strategy)
-    state, skipped = EnsembleState.create(tx, params, buffers), []
     for batch in bad:
         state, metrics = step(state, *batch)
         skipped.append(metrics["skipped"].tolist())
@@ -398,8 +354,7 @@ def test_a_step_that_is_not_finite_is_left_out_by_its_member_alone(strategy):
         (expected,), _ = alone([models[member]], [one], mine, len(mine), own=True)
         assert_exact(of(tuple(state[:2]), member), tuple(expected[:2]))
     # A member that is not active is not skipped: it takes no step.
-    state = state._replace(active=torch.tensor([True, False, True]))
-    _, metrics = step(state, *bad[2])
+    _, metrics = step(without_one(state), *bad[2])
     assert metrics["skipped"].tolist() == [0, 0, 0]
     assert metrics["loss"].isnan().tolist() == [False, True, False]
 
@@ -411,14 +366,10 @@ def test_every_member_has_a_loss_scale_of_its_own(in_state):
     data[1][0][0] = float("inf")
     data[3][0][2] = float("nan")
     scale = DynamicLossScale(2.0**10, period=2)
-    txs = [optim.adam(rate) for rate in RATES]
-    tx = for_members(optim.adam, lr=torch.tensor(RATES, dtype=torch.float64))
-    options = {} if in_state else {"loss_scale": scale}
-    step = ensemble_train_step(loss, tx, in_dims=0, **options)
-    state = EnsembleState.create(
-        tx, params, buffers, loss_scale=scale if in_state else None
-    )
-    found = []
+    txs, found = [optim.adam(rate) for rate in RATES], []
+    of_step, of_state = (None, scale) if in_state else (scale, None)
+    step = ensemble_train_step(loss, ADAMS, in_dims=0, loss_scale=of_step)
+    state = EnsembleState.create(ADAMS, params, buffers, loss_scale=of_state)
     for batch in data:
         state, metrics = step(state, *batch)
         found.append((metrics["loss_scale"].tolist(), metrics["skipped"].tolist()))
@@ -439,35 +390,29 @@ def test_every_member_has_a_loss_scale_of_its_own(in_state):
 
 
 def test_the_loss_scale_of_a_member_that_is_not_active_stays():
-    _, loss, params, buffers, data = build(own=True)
-    tx, scale = optim.sgd(0.1), DynamicLossScale(2.0**10, period=1)
-    step = ensemble_train_step(loss, tx, in_dims=0, loss_scale=scale)
-    state = EnsembleState.create(tx, params, buffers)
-    state = state._replace(active=torch.tensor([True, False, True]))
-    state, _ = step(state, *data[0])
+    scale = DynamicLossScale(2.0**10, period=1)
+    _, step, state, data = begun(optim.sgd(0.1), own=True, loss_scale=scale)
+    state, _ = step(without_one(state), *data[0])
     assert state.loss_scale.loss_scale.tolist() == [2.0**11, 2.0**10, 2.0**11]
 
 
 def test_a_static_scale_changes_no_step():
-    _, loss, params, buffers, data = build()
-    tx = optim.sgd(0.1)
-    state = EnsembleState.create(tx, params, buffers)
-    plain, _ = train(ensemble_train_step(loss, tx), state, data, 5)
-    step = ensemble_train_step(loss, tx, loss_scale=StaticLossScale(2.0**8))
-    scaled, _ = train(step, state, data, 5)
-    assert_exact(scaled.params, plain.params, 1e-13)
+    ends = []
+    for scale in (None, StaticLossScale(2.0**8)):
+        _, step, state, data = begun(optim.sgd(0.1), loss_scale=scale)
+        ends.append(train(step, state, data, 5)[0].params)
+    assert_exact(*ends, 1e-13)
 
 
-@pytest.mark.parametrize("strategy", ["vmap", "loop", "hybrid"])
+@ALL
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_a_policy_leaves_master_weights_and_computes_as_each_member_alone(
     policy, strategy
 ):
-    models, loss, params, buffers, data = build(make=lambda: mlp().float())
+    tx, options = optim.sgd(0.1), {"policy": policy, "strategy": strategy}
+    models, step, state, data = begun(tx, make=lambda: mlp().float(), **options)
     data = [(x.float(), y) for x, y in data]
-    tx = optim.sgd(0.1)
-    step = ensemble_train_step(loss, tx, policy=policy, strategy=strategy)
-    state, losses = train(step, EnsembleState.create(tx, params, buffers), data, 10)
+    state, losses = train(step, state, data, 10)
     states, expected = alone(models, [tx] * E, data, 10, policy=policy)
     exact, _ = alone(models, [tx] * E, data, 10)
     assert losses.dtype == torch.float32
@@ -484,12 +429,10 @@ def test_a_policy_leaves_master_weights_and_computes_as_each_member_alone(
 
 
 def test_a_policy_keeps_the_dtypes_of_buffers():
-    _, loss, params, buffers, data = build("normed", make=lambda: normed().float())
-    data = [(x.float(), y) for x, y in data]
-    tx = optim.sgd(0.1)
-    step = ensemble_train_step(loss, tx, policy="mixed_bfloat16")
-    state, _ = train(step, EnsembleState.create(tx, params, buffers), data, 2)
-    for name, value in buffers.items():
+    options = {"make": lambda: normed().float(), "policy": "mixed_bfloat16"}
+    _, step, start, data = begun(optim.sgd(0.1), "normed", **options)
+    state, _ = train(step, start, [(x.float(), y) for x, y in data], 2)
+    for name, value in start.buffers.items():
         assert state.buffers[name].dtype == value.dtype
         assert state.buffers[name].shape == value.shape
 
@@ -514,14 +457,11 @@ def with_shared(models):
     return {n: v[0] if n.startswith("0.") else v for n, v in found.items()}
 
 
-@pytest.mark.parametrize("strategy", ["vmap", "loop", "hybrid"])
+@ALL
 @pytest.mark.parametrize("name", ["mlp", "normed"])
 def test_what_members_share_follows_the_sum_of_their_losses(name, strategy):
-    models, loss, params, buffers, data = build(name)
-    params, buffers = share(params, buffers, ["0.*"])
-    tx = optim.adamw(0.01)
-    step = ensemble_train_step(loss, tx, strategy=strategy, shared=["0.*"])
-    state = EnsembleState.create(tx, params, buffers, shared=["0.*"])
+    tx, options = optim.adamw(0.01), {"strategy": strategy, "shared": FIRST}
+    models, step, state, data = begun(tx, name, **options)
     state, _ = train(step, state, data, 20)
     make = partial(torch.optim.AdamW, lr=0.01)
     models = shared_by_torch(models, data, 20, make)
@@ -529,48 +469,33 @@ def test_what_members_share_follows_the_sum_of_their_losses(name, strategy):
 
 
 def test_what_members_share_may_have_an_optimizer_of_its_own():
-    models, loss, params, buffers, data = build()
-    params, buffers = share(params, buffers, ["0.*"])
-    rates = [0.1, 0.2, 0.3]
-    tx = for_members(
-        optim.sgd,
-        lr=torch.tensor(rates, dtype=torch.float64),
-        shared=["0.*"],
-        shared_tx=optim.sgd(0.05, momentum=0.9),
-    )
-    step = ensemble_train_step(loss, tx, shared=["0.*"])
-    state = EnsembleState.create(tx, params, buffers, shared=["0.*"])
+    rates, trunk = [0.1, 0.2, 0.3], optim.sgd(0.05, momentum=0.9)
+    tx = for_members(optim.sgd, lr=double(rates), shared=FIRST, shared_tx=trunk)
+    models, step, state, data = begun(tx, shared=FIRST)
     state, _ = train(step, state, data, 10)
 
     def make(parameters):
         trunk = {id(each) for each in models[0][0].parameters()}
-        groups = [
-            {"params": [p for p in parameters if id(p) in trunk], "momentum": 0.9}
-        ]
-        groups += [
-            {"params": list(models[i][3].parameters()), "lr": rates[i]}
-            for i in range(E)
-        ]
+        first = [p for p in parameters if id(p) in trunk]
+        heads = [list(model[3].parameters()) for model in models]
+        groups = [{"params": first, "momentum": 0.9}]
+        groups += [{"params": heads[i], "lr": rates[i]} for i in range(E)]
         return torch.optim.SGD(groups, lr=0.05)
 
     models = shared_by_torch(models, data, 10, make)
     assert_exact(state.params, with_shared(models))
 
 
-@pytest.mark.parametrize("strategy", ["vmap", "loop", "hybrid"])
+@ALL
 @pytest.mark.parametrize("bad", [False, True])
 def test_members_that_are_not_active_give_nothing_to_what_is_shared(strategy, bad):
     """Not even a NaN, which zero times a loss would."""
-    models, loss, params, buffers, data = build()
-    params, buffers = share(params, buffers, ["0.*"])
+    options = {"strategy": strategy, "shared": FIRST}
+    models, step, start, data = begun(optim.sgd(0.1), **options)
     if bad:
-        params["3.weight"] = params["3.weight"].detach().clone()
-        params["3.weight"][1] = float("nan")
-    tx = optim.sgd(0.1)
-    step = ensemble_train_step(loss, tx, strategy=strategy, shared=["0.*"])
-    state = EnsembleState.create(tx, params, buffers, shared=["0.*"])
-    state = state._replace(active=torch.tensor([True, False, True]))
-    start = state
+        start.params["3.weight"] = start.params["3.weight"].clone()
+        start.params["3.weight"][1] = float("nan")
+    state = start = without_one(start)
     state, losses = train(step, state, data, 10)
     make = partial(torch.optim.SGD, lr=0.1)
     models = shared_by_torch(models, data, 10, make, active=(0, 2))
@@ -587,11 +512,7 @@ def test_members_that_are_not_active_give_nothing_to_what_is_shared(strategy, ba
 
 
 def test_a_shared_gradient_that_is_not_finite_is_left_out():
-    _, loss, params, buffers, data = build(own=True)
-    params, buffers = share(params, buffers, ["0.*"])
-    tx = optim.adam(0.1)
-    step = ensemble_train_step(loss, tx, in_dims=0, shared=["0.*"])
-    state = EnsembleState.create(tx, params, buffers, shared=["0.*"])
+    _, step, state, data = begun(optim.adam(0.1), own=True, shared=FIRST)
     state, _ = step(state, *data[0])
     x, y = data[1][0].clone(), data[1][1]
     x[1] = float("nan")
@@ -619,7 +540,7 @@ class Positions(nn.Module):
         return self.head(torch.tanh(self.trunk(x)) + self.shift)
 
 
-@pytest.mark.parametrize("strategy", ["vmap", "loop", "hybrid"])
+@ALL
 @pytest.mark.parametrize("scaled", [False, True])
 def test_shared_buffers_and_frozen_trunks_stay_without_a_member_axis(strategy, scaled):
     models, loss, params, buffers, data = build(make=Positions)
@@ -644,7 +565,7 @@ def test_shared_buffers_and_frozen_trunks_stay_without_a_member_axis(strategy, s
 def test_a_state_is_a_tree_of_tensors_that_can_be_saved(tmp_path):
     _, loss, params, buffers, data = build(make=lambda: mlp(0.5))
     scale = DynamicLossScale(2.0**10, period=3)
-    tx = for_members(optim.adamw, lr=torch.tensor(RATES, dtype=torch.float64))
+    tx = for_members(optim.adamw, lr=double(RATES))
     step = ensemble_train_step(loss, tx)
     create = partial(EnsembleState.create, tx, loss_scale=scale)
     state = create(params, buffers, seed=3)
@@ -661,29 +582,25 @@ def test_a_state_is_a_tree_of_tensors_that_can_be_saved(tmp_path):
     assert_exact((losses, one), (same, two), 0)
 
 
-def test_random_numbers_come_from_the_state():
-    _, loss, params, buffers, data = build(make=lambda: mlp(0.5))
-    tx = optim.sgd(0.1)
-    for strategy in ("loop", "hybrid"):
-        step = ensemble_train_step(loss, tx, strategy=strategy)
-        state = EnsembleState.create(tx, params, buffers, seed=1)
-        outside = torch.get_rng_state()
-        one, first = step(state, *data[0])
-        _, again = step(state, *data[0])
-        other = EnsembleState.create(tx, params, buffers, seed=2)
-        _, different = step(other, *data[0])
-        _, second = step(one._replace(params=state.params), *data[0])
-        assert torch.equal(torch.get_rng_state(), outside)
-        assert torch.equal(first["loss"], again["loss"])
-        assert not torch.equal(first["loss"], different["loss"])
-        assert not torch.equal(first["loss"], second["loss"])
+@pytest.mark.parametrize("strategy", ["loop", "hybrid"])
+def test_random_numbers_come_from_the_state(strategy):
+    tx, options = optim.sgd(0.1), {"make": lambda: mlp(0.5), "strategy": strategy}
+    _, step, state, data = begun(tx, seed=1, **options)
+    _, _, other, _ = begun(tx, seed=2, **options)
+    outside = torch.get_rng_state()
+    one, first = step(state, *data[0])
+    _, again = step(state, *data[0])
+    _, different = step(other, *data[0])
+    _, second = step(one._replace(params=state.params), *data[0])
+    assert torch.equal(torch.get_rng_state(), outside)
+    assert torch.equal(first["loss"], again["loss"])
+    assert not torch.equal(first["loss"], different["loss"])
+    assert not torch.equal(first["loss"], second["loss"])
 
 
 def test_a_loop_with_the_same_randomness_draws_what_each_member_draws_alone():
-    models, loss, params, buffers, data = build(make=lambda: mlp(0.5))
-    tx = optim.adam(0.01)
-    step = ensemble_train_step(loss, tx, strategy="loop", randomness="same")
-    state = EnsembleState.create(tx, params, buffers, seed=5)
+    tx, options = optim.adam(0.01), {"strategy": "loop", "randomness": "same"}
+    models, step, state, data = begun(tx, make=lambda: mlp(0.5), seed=5, **options)
     state, losses = train(step, state, data, 10)
     states, expected = alone(models, [tx] * E, data, 10, seed=5)
     assert_exact(losses, expected)
@@ -745,11 +662,8 @@ def test_early_stopping_counts_values_that_are_no_better(values, patience, min_d
 
 
 def test_early_stopping_stops_members_one_by_one():
-    models, loss, params, buffers, data = build()
     rates = [0.1, 0.0, 0.2]
-    tx = for_members(optim.sgd, lr=torch.tensor(rates, dtype=torch.float64))
-    step = ensemble_train_step(loss, tx)
-    state = EnsembleState.create(tx, params, buffers)
+    models, step, state, data = begun(for_members(optim.sgd, lr=double(rates)))
     stopping = EarlyStopping.create(E, patience=2)
     for _ in range(6):
         state, metrics = step(state, *data[0])
@@ -758,40 +672,6 @@ def test_early_stopping_stops_members_one_by_one():
     assert state.active.tolist() == [True, False, True]
     states, _ = alone(models, [optim.sgd(rate) for rate in rates], data[:1], 6)
     assert_members_are(state, states)
-
-
-def test_bad_arguments_are_refused_with_what_was_expected():
-    _, loss, params, buffers, data = build()
-    whole, rest = share(params, buffers, ["0.*"])
-    tx = optim.sgd(0.1)
-    with pytest.raises(TypeError, match="ensemble_train_step.loss_scale=8.0.*float"):
-        ensemble_train_step(loss, tx, loss_scale=8.0)
-    with pytest.raises(TypeError, match="TrainState.create.loss_scale=8.0"):
-        EnsembleState.create(tx, params, buffers, loss_scale=8.0)
-    with pytest.raises(ValueError, match="strategy='fast'.*expected one of"):
-        ensemble_train_step(loss, tx, strategy="fast")
-    for make in (ensemble_train_step, for_members):
-        given = (loss, tx) if make is ensemble_train_step else (tx,)
-        with pytest.raises(TypeError, match=r"shared='0.\*'.*got a string"):
-            make(*given, shared="0.*")
-    step = ensemble_train_step(
-        loss, tx, shared=["0.*"], loss_scale=StaticLossScale(2.0)
-    )
-    state = EnsembleState.create(tx, whole, rest, shared=["0.*"])
-    with pytest.raises(ValueError, match="expected one of the two, got both"):
-        step(state, *data[0])
-    for function in (ensemble_train_step, EnsembleState.create):
-        given = (loss,) if function is ensemble_train_step else ()
-        more = () if function is ensemble_train_step else (whole, rest)
-        with pytest.raises(ValueError, match=r"expected the patterns of for_members"):
-            function(*given, for_members(tx), *more, shared=["0.*"])
-        with pytest.raises(ValueError, match=r"got others: \['3.*'\] there"):
-            function(*given, for_members(tx, shared=["3.*"]), *more, shared=["0.*"])
-    with pytest.raises(
-        ValueError,
-        match=r"create\('typo'\): .* matches a parameter or buffer, got none",
-    ):
-        EnsembleState.create(tx, params, buffers, shared=["typo"])
 
 
 @pytest.mark.parametrize(
@@ -818,32 +698,66 @@ def test_an_optimizer_of_members_stays_one_however_it_is_copied(again):
     assert (init, update) == given[:2]
 
 
-def test_optimizers_of_members_refuse_what_does_not_fit():
-    _, _, params, _, _ = build()
-    with pytest.raises(TypeError, match="for_members.transformation, lr=.*is made"):
-        for_members(optim.sgd(0.1), lr=torch.ones(3))
-    with pytest.raises(ValueError, match="expected shared_tx, the transformation"):
-        for_members(optim.sgd, lr=torch.ones(3), shared=["0.*"])
-    with pytest.raises(ValueError, match="expected one number of members, got"):
-        for_members(optim.sgd, lr=torch.ones(2)).init(params)
-    with pytest.raises(ValueError, match="lr=-1.0"):
-        for_members(optim.sgd, lr=-1.0).init(params)
+def started(tx):
+    return tx.init({"w": torch.ones(3, 2)})
 
 
-def test_early_stopping_refuses_what_does_not_fit():
-    with pytest.raises(ValueError, match="patience=0.*whole number >= 1"):
-        EarlyStopping.create(3, patience=0)
-    with pytest.raises(ValueError, match="members=0.*whole number >= 1"):
-        EarlyStopping.create(0, patience=1)
-    with pytest.raises(ValueError, match="min_delta=-1.*>= 0"):
-        EarlyStopping.create(3, patience=1, min_delta=-1)
-    with pytest.raises(ValueError, match=r"values of shape \(2,\).*one value a member"):
-        EarlyStopping.create(3, patience=1).update(torch.ones(2))
+STOPPING = partial(EarlyStopping.create, 3, patience=1)
+_, LOSS, PARAMS, BUFFERS, _ = build()
+STEP, CREATE = partial(ensemble_train_step, LOSS), EnsembleState.create
+SGD, STRING = optim.sgd(0.1), r"shared='0.\*'.*got a string"
+OTHERS = for_members(SGD, shared=["3.*"])
+WHOLE = share(PARAMS, BUFFERS, FIRST)
+
+
+def scaled_and_shared():
+    _, step, state, data = begun(SGD, shared=FIRST, loss_scale=StaticLossScale(2.0))
+    step(state, *data[0])
+
+
+REFUSED = [
+    (lambda: STEP(SGD, loss_scale=8.0), TypeError,
+     "ensemble_train_step.loss_scale=8.0.*float"),
+    (lambda: CREATE(SGD, PARAMS, BUFFERS, loss_scale=8.0), TypeError,
+     "TrainState.create.loss_scale=8.0"),
+    (lambda: STEP(SGD, strategy="fast"), ValueError,
+     "strategy='fast'.*expected one of"),
+    (lambda: STEP(SGD, shared="0.*"), TypeError, STRING),
+    (lambda: for_members(SGD, shared="0.*"), TypeError, STRING),
+    (scaled_and_shared, ValueError, "expected one of the two, got both"),
+    (lambda: STEP(for_members(SGD), shared=FIRST), ValueError,
+     "expected the patterns of for_members"),
+    (lambda: CREATE(for_members(SGD), *WHOLE, shared=FIRST), ValueError,
+     "expected the patterns of for_members"),
+    (lambda: STEP(OTHERS, shared=FIRST), ValueError, r"got others: \['3.*'\] there"),
+    (lambda: CREATE(OTHERS, *WHOLE, shared=FIRST), ValueError,
+     r"got others: \['3.*'\] there"),
+    (lambda: CREATE(SGD, PARAMS, BUFFERS, shared=["typo"]), ValueError,
+     r"create\('typo'\): .* matches a parameter or buffer, got none"),
+    (lambda: for_members(optim.sgd(0.1), lr=torch.ones(3)), TypeError,
+     "for_members.transformation, lr=.*is made"),
+    (lambda: for_members(optim.sgd, lr=torch.ones(3), shared=FIRST), ValueError,
+     "expected shared_tx, the transformation"),
+    (lambda: started(for_members(optim.sgd, lr=torch.ones(2))), ValueError,
+     "expected one number of members, got"),
+    (lambda: started(for_members(optim.sgd, lr=-1.0)), ValueError, "lr=-1.0"),
+    (lambda: STOPPING(patience=0), ValueError, "patience=0.*whole number >= 1"),
+    (lambda: EarlyStopping.create(0, patience=1), ValueError,
+     "members=0.*whole number >= 1"),
+    (lambda: STOPPING(min_delta=-1), ValueError, "min_delta=-1.*>= 0"),
+    (lambda: STOPPING().update(torch.ones(2)), ValueError,
+     r"values of shape \(2,\).*one value a member"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED)
+def test_what_does_not_fit_members_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
 
 
 def test_a_state_starts_without_a_scale_and_with_all_members():
-    _, _, params, buffers, _ = build("normed")
-    state = EnsembleState.create(optim.adam(0.1), params, buffers)
+    _, _, state, _ = begun(optim.adam(0.1), "normed")
     assert isinstance(state.loss_scale, NoOpLossScale)
     assert state.active.tolist() == [True] * E
     assert int(state.step) == 0

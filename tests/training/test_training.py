@@ -35,31 +35,44 @@ def build(name="mlp", seed=0, dtype=torch.float64):
     return model, fmodel, case.criterion, params, buffers, x.to(dtype), y
 
 
-def private(tx=None, chosen=None, **options):
+def private(tx=None, chosen=None, dtype=torch.float64, **options):
     """Build a private step of the small net and its first state, and a batch."""
-    _, fmodel, criterion, params, buffers, x, y = build()
-    tx = tx or vgrad.optim.sgd(0.1)
-    step = private_step(
-        vgrad.sample_loss(fmodel, criterion), tx, chosen or plan(), **options
-    )
+    _, fmodel, criterion, params, buffers, x, y = build(dtype=dtype)
+    tx, loss = tx or vgrad.optim.sgd(0.1), vgrad.sample_loss(fmodel, criterion)
+    step = private_step(loss, tx, chosen or plan(), **options)
     return step, TrainState.create(tx, params, buffers, seed=3), x, y
 
 
+def with_batch_norm(dtype=torch.float32):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)
+    ).to(dtype)
+    x, y = torch.randn(6, 5, dtype=dtype), torch.randint(3, (6,))
+    return model, *vgrad.make_functional_with_buffers(model), x, y
+
+
+def ordinary(tx=None, dtype=torch.float32, held=None, **options):
+    """Build a step of a net with batch norm and its first state, and a batch."""
+    _, fmodel, params, buffers, x, y = with_batch_norm(dtype)
+    tx, loss = tx or vgrad.optim.sgd(0.1), vgrad.batch_loss(fmodel, F.cross_entropy)
+    state = TrainState.create(tx, params, buffers, loss_scale=held)
+    return train_step(loss, tx, **options), state, x, y
+
+
 def test_a_train_step_equals_torch():
-    model, fmodel, criterion, params, buffers, x, y = build()
-    tx = vgrad.optim.sgd(0.1, momentum=0.9)
-    step = train_step(vgrad.batch_loss(fmodel, criterion), tx)
-    state = TrainState.create(tx, params, buffers)
+    tx, model = vgrad.optim.sgd(0.1, momentum=0.9), with_batch_norm(torch.float64)[0]
+    step, state, x, y = ordinary(tx, torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(4):
         state, metrics = step(state, x, y)
         optimizer.zero_grad()
-        loss = criterion(model(x), y)
+        loss = F.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
         torch.testing.assert_close(metrics["loss"], loss.detach())
     assert int(state.step) == 4
-    oracle.assert_exact(state.params, dict(model.named_parameters()))
+    oracle.assert_exact({**state.params, **state.buffers}, model.state_dict())
 
 
 def test_a_train_step_updates_buffers_and_draws_dropout_from_the_state():
@@ -86,14 +99,12 @@ def test_a_train_step_updates_buffers_and_draws_dropout_from_the_state():
 
 
 def test_a_private_step_without_noise_is_clipped_sgd():
-    model, fmodel, criterion, params, buffers, x, y = build()
-    chosen = plan(noise_multiplier=0.0)
-    tx = vgrad.optim.sgd(0.1)
-    step = private_step(vgrad.sample_loss(fmodel, criterion), tx, chosen)
-    state, metrics = step(TrainState.create(tx, params, buffers), x, y)
+    step, start, x, y = private(chosen=plan(noise_multiplier=0.0))
+    state, metrics = step(start, x, y)
+    model, _, criterion, *_ = build()
     grads = oracle.model_gradients(model, cases.CASES["mlp"].run, (x, y), 6)
     expected = {
-        name: params[name] - 0.1 * total / 8
+        name: start.params[name] - 0.1 * total / 8
         for name, total in oracle.clipped(grads, 0.5).items()
     }
     oracle.assert_exact(state.params, expected, 1e-12)
@@ -226,16 +237,11 @@ def test_steps_continue_from_a_copied_state_with_the_same_numbers():
     oracle.assert_exact(state, resumed, 0)
 
 
-def test_results_keep_no_graph():
-    _, fmodel, criterion, params, buffers, x, y = build()
-    tx = vgrad.optim.sgd(0.1)
-    state = TrainState.create(tx, params, buffers)
-    private = private_step(vgrad.sample_loss(fmodel, criterion), tx, plan())
-    plain = train_step(vgrad.batch_loss(fmodel, criterion), tx)
-    for step in (private, plain):
-        new, metrics = step(state, x, y)
-        leaves = pytree.tree_leaves((new, metrics))
-        assert not any(leaf.requires_grad for leaf in leaves)
+@pytest.mark.parametrize("made", [private, ordinary])
+def test_results_keep_no_graph(made):
+    step, *given = made()
+    leaves = pytree.tree_leaves(step(*given))
+    assert not any(leaf.requires_grad for leaf in leaves)
 
 
 def test_a_state_without_parameters_is_refused():
@@ -244,15 +250,6 @@ def test_a_state_without_parameters_is_refused():
 
 
 # Policies and loss scales.
-
-
-def with_batch_norm(dtype=torch.float32):
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)
-    ).to(dtype)
-    x, y = torch.randn(6, 5, dtype=dtype), torch.randint(3, (6,))
-    return model, *vgrad.make_functional_with_buffers(model), x, y
 
 
 def changing(state):
@@ -269,11 +266,8 @@ SCALES = {
 
 @pytest.mark.parametrize("kind", SCALES)
 def test_scaled_steps_equal_torchs_grad_scaler(kind):
-    model, fmodel, params, buffers, x, y = with_batch_norm()
-    tx = vgrad.optim.sgd(0.1, momentum=0.9)
-    scale = SCALES[kind]
-    step = train_step(vgrad.batch_loss(fmodel, F.cross_entropy), tx, loss_scale=scale)
-    state = TrainState.create(tx, params, buffers)
+    model, scale = with_batch_norm()[0], SCALES[kind]
+    step, state, x, y = ordinary(vgrad.optim.sgd(0.1, momentum=0.9), loss_scale=scale)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler(
         "cpu",
@@ -315,61 +309,50 @@ def test_scaled_steps_equal_torchs_grad_scaler(kind):
         assert trace == [2.0**power for power in powers]
 
 
-def test_a_skipped_step_leaves_every_bit_and_halves_the_scale():
-    _, fmodel, params, buffers, x, y = with_batch_norm()
-    tx = vgrad.optim.adamw(0.01)
-    loss = vgrad.batch_loss(fmodel, F.cross_entropy)
-    for policy in ("mixed_float16", "mixed_bfloat16", None):
-        scale = DynamicLossScale(2.0**8)
-        step = train_step(loss, tx, policy=policy, loss_scale=scale)
-        state, metrics = step(TrainState.create(tx, params, buffers), x, y)
-        assert float(metrics["skipped"]) == 0
-        before = changing(state)
-        for value in (torch.inf, torch.nan):
-            spoiled = x.clone()
-            spoiled[2, 1] = value
-            skipped, metrics = step(state, spoiled, y)
-            assert float(metrics["skipped"]) == 1
-            assert float(metrics["loss_scale"]) == 2.0**8
-            assert float(skipped.loss_scale.loss_scale) == 2.0**7
-            assert int(skipped.loss_scale.counter) == 0
-            oracle.assert_exact(before, changing(skipped), 0)
-            assert int(skipped.step) == 2
-        following, metrics = step(skipped, x, y)
-        assert float(metrics["loss_scale"]) == 2.0**7
-        assert oracle.error(changing(following), before) > 0
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", None])
+def test_a_skipped_step_leaves_every_bit_and_halves_the_scale(policy):
+    options = {"policy": policy, "loss_scale": DynamicLossScale(2.0**8)}
+    step, state, x, y = ordinary(vgrad.optim.adamw(0.01), **options)
+    state, metrics = step(state, x, y)
+    assert float(metrics["skipped"]) == 0
+    before = changing(state)
+    for value in (torch.inf, torch.nan):
+        spoiled = x.clone()
+        spoiled[2, 1] = value
+        skipped, metrics = step(state, spoiled, y)
+        assert float(metrics["skipped"]) == 1
+        assert float(metrics["loss_scale"]) == 2.0**8
+        assert float(skipped.loss_scale.loss_scale) == 2.0**7
+        assert int(skipped.loss_scale.counter) == 0
+        oracle.assert_exact(before, changing(skipped), 0)
+        assert int(skipped.step) == 2
+    following, metrics = step(skipped, x, y)
+    assert float(metrics["loss_scale"]) == 2.0**7
+    assert oracle.error(changing(following), before) > 0
 
 
 @pytest.mark.parametrize(
     "policy", ["mixed_bfloat16", "mixed_float16", "bfloat16", "float16", "float64"]
 )
-def test_master_weights_and_all_else_that_lasts_stay_in_float32(policy):
-    _, fmodel, criterion, params, buffers, x, y = build(dtype=torch.float32)
+@pytest.mark.parametrize("made", [private, ordinary])
+def test_master_weights_and_all_else_that_lasts_stay_in_float32(made, policy):
     tx = vgrad.optim.adamw(0.01)
-    ordinary = train_step(vgrad.batch_loss(fmodel, criterion), tx, policy=policy)
-    private = private_step(
-        vgrad.sample_loss(fmodel, criterion), tx, plan(), policy=policy
-    )
+    step, start, x, y = made(tx, dtype=torch.float32, policy=policy)
+    state, _ = step(start, x, y)
+    state, metrics = step(state, x, y)
+    dtypes = [pytree.tree_map(lambda t: t.dtype, s[:3]) for s in (start, state)]
+    assert dtypes[0] == dtypes[1]
+    assert {value.dtype for value in state.params.values()} == {torch.float32}
     wide = torch.float64 if policy == "float64" else torch.float32
-    for step in (ordinary, private):
-        start = TrainState.create(tx, params, buffers)
-        state, metrics = step(start, x, y)
-        state, metrics = step(state, x, y)
-        for old, new in zip(
-            *map(pytree.tree_leaves, (start[:3], state[:3])), strict=True
-        ):
-            assert old.dtype == new.dtype
-        assert {value.dtype for value in state.params.values()} == {torch.float32}
-        assert metrics["loss"].dtype == wide
-        assert metrics["loss"].isfinite()
+    assert metrics["loss"].dtype == wide
+    assert metrics["loss"].isfinite()
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "float64"])
 def test_running_statistics_stay_in_float32(policy):
-    model, fmodel, params, buffers, x, y = with_batch_norm()
-    tx = vgrad.optim.sgd(0.1)
-    step = train_step(vgrad.batch_loss(fmodel, F.cross_entropy), tx, policy=policy)
-    state, _ = step(TrainState.create(tx, params, buffers), x, y)
+    model = with_batch_norm()[0]
+    step, state, x, y = ordinary(policy=policy)
+    state, _ = step(state, x, y)
     model(x)
     for name, buffer in model.named_buffers():
         assert state.buffers[name].dtype == buffer.dtype
@@ -389,11 +372,8 @@ def test_small_updates_are_kept_by_master_weights():
 
 
 def test_a_mixed_step_equals_eager_autocast():
-    model, fmodel, params, buffers, x, y = with_batch_norm()
-    tx = vgrad.optim.sgd(0.1)
-    loss = vgrad.batch_loss(fmodel, F.cross_entropy)
-    step = train_step(loss, tx, policy="mixed_bfloat16")
-    state = TrainState.create(tx, params, buffers)
+    model = with_batch_norm()[0]
+    step, state, x, y = ordinary(policy="mixed_bfloat16")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         state, metrics = step(state, x, y)
@@ -409,42 +389,31 @@ def test_a_mixed_step_equals_eager_autocast():
 
 @pytest.mark.parametrize("policy", ["float16", "mixed_float16"])
 def test_float16_policies_scale_the_loss_by_default(policy):
-    _, fmodel, params, buffers, x, y = with_batch_norm()
-    tx = vgrad.optim.sgd(0.1)
-    step = train_step(vgrad.batch_loss(fmodel, F.cross_entropy), tx, policy=policy)
-    state = TrainState.create(tx, params, buffers)
+    step, state, x, y = ordinary(policy=policy)
     assert isinstance(state.loss_scale, NoOpLossScale)
     state, metrics = step(state, x, y)
     assert isinstance(state.loss_scale, DynamicLossScale)
     assert float(metrics["loss_scale"]) == 2.0**15
-    _, fmodel, criterion, params, buffers, x, y = build(dtype=torch.float32)
-    loss = vgrad.sample_loss(fmodel, criterion)
-    private = private_step(loss, tx, plan(), policy=policy)
-    state, _ = private(TrainState.create(tx, params, buffers), x, y)
+    step, *given = private(dtype=torch.float32, policy=policy)
+    state, _ = step(*given)
     assert isinstance(state.loss_scale, StaticLossScale)
     assert float(state.loss_scale.loss_scale) == 2.0**10
 
 
 @pytest.mark.parametrize("policy", [None, "mixed_bfloat16", "float32"])
 def test_other_policies_do_not_scale_it(policy):
-    _, fmodel, params, buffers, x, y = with_batch_norm()
-    tx = vgrad.optim.sgd(0.1)
-    step = train_step(vgrad.batch_loss(fmodel, F.cross_entropy), tx, policy=policy)
-    state, metrics = step(TrainState.create(tx, params, buffers), x, y)
+    step, *given = ordinary(policy=policy)
+    state, metrics = step(*given)
     assert isinstance(state.loss_scale, NoOpLossScale)
     assert metrics.keys() == {"loss"}
 
 
-def test_a_scale_in_the_state_goes_before_that_of_the_step():
-    _, fmodel, params, buffers, x, y = with_batch_norm()
-    tx = vgrad.optim.sgd(0.1)
-    loss = vgrad.batch_loss(fmodel, F.cross_entropy)
-    own = StaticLossScale(2.0**5)
-    state = TrainState.create(tx, params, buffers, loss_scale=own)
-    for given in (None, DynamicLossScale()):
-        new, metrics = train_step(loss, tx, loss_scale=given)(state, x, y)
-        assert float(metrics["loss_scale"]) == 2.0**5
-        assert isinstance(new.loss_scale, StaticLossScale)
+@pytest.mark.parametrize("given", [None, DynamicLossScale()])
+def test_a_scale_in_the_state_goes_before_that_of_the_step(given):
+    step, state, x, y = ordinary(held=StaticLossScale(2.0**5), loss_scale=given)
+    new, metrics = step(state, x, y)
+    assert float(metrics["loss_scale"]) == 2.0**5
+    assert isinstance(new.loss_scale, StaticLossScale)
 
 
 def test_gradients_too_small_for_float16_train_with_a_scale_only():
@@ -465,28 +434,19 @@ def test_gradients_too_small_for_float16_train_with_a_scale_only():
 
 @pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
 def test_private_steps_clip_and_add_noise_without_knowing_the_scale(policy):
-    model, fmodel, criterion, params, buffers, x, y = build(dtype=torch.float32)
-    tx = vgrad.optim.sgd(0.1)
-    loss = vgrad.sample_loss(fmodel, criterion)
     states = {}
     for power in (0, 8, 10):
-        scale = StaticLossScale(2.0**power)
-        step = private_step(loss, tx, plan(), policy=policy, loss_scale=scale)
-        start = TrainState.create(tx, params, buffers, seed=5)
+        options = {"policy": policy, "loss_scale": StaticLossScale(2.0**power)}
+        step, start, x, y = private(dtype=torch.float32, **options)
         states[power], _ = step(start, x, y)
     for power in (0, 8):
         oracle.assert_exact(states[power].params, states[10].params, 1e-6)
-    quiet = private_step(
-        loss,
-        tx,
-        plan(noise_multiplier=0.0),
-        policy=policy,
-        loss_scale=StaticLossScale(2.0**8),
-    )
-    state, _ = quiet(TrainState.create(tx, params, buffers, seed=5), x, y)
+    quiet, *_ = private(None, plan(noise_multiplier=0.0), torch.float32, **options)
+    state, _ = quiet(start, x, y)
+    model = build(dtype=torch.float32)[0]
     grads = oracle.model_gradients(model, cases.CASES["mlp"].run, (x, y), 6)
     for name, total in oracle.clipped(grads, 0.5).items():
-        expected = params[name].detach() - 0.1 * total / 8
+        expected = start.params[name].detach() - 0.1 * total / 8
         tolerance = 1e-6 if policy is None else 2e-4
         torch.testing.assert_close(
             state.params[name], expected.float(), rtol=0, atol=tolerance
@@ -561,12 +521,8 @@ def test_a_dynamic_scale_backs_off_when_a_private_sample_overflows():
 
 @pytest.mark.parametrize("kind", SCALES)
 def test_a_state_with_a_scale_survives_trees_and_files(kind, tmp_path):
-    _, fmodel, params, buffers, x, y = with_batch_norm()
-    tx = vgrad.optim.adamw(0.01)
-    loss = vgrad.batch_loss(fmodel, F.cross_entropy)
-    step = train_step(loss, tx, loss_scale=SCALES[kind])
-    template = TrainState.create(tx, params, buffers, loss_scale=SCALES[kind])
-    state = template
+    step, state, x, y = ordinary(vgrad.optim.adamw(0.01), held=SCALES[kind])
+    template = state
     for _ in range(2):
         state, _ = step(state, x, y)
     checkpoint.save_state(tmp_path, state, {})

@@ -55,11 +55,12 @@ def check_numbers(
             )
 
 
-def check_shares(function: str, **values: Number) -> None:
-    """Each number is at least zero and below one; tensors pass."""
+def check_shares(function: str, *, one: bool = False, **values: Number) -> None:
+    """Each number is at least zero and below one, or one if allowed; tensors pass."""
     for name, value in plain(**values).items():
-        if not 0 <= value < 1:
-            raise ValueError(f"{function}({name}={value!r}): expected 0 <= {name} < 1.")
+        if not (0 <= value < 1 or (one and value == 1)):
+            least = f"0 <= {name} {'<=' if one else '<'} 1"
+            raise ValueError(f"{function}({name}={value!r}): expected {least}.")
 
 
 def check_real(function: str, params: Params) -> None:

@@ -7,7 +7,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from vgrad.optim.arguments import Number, check_numbers, is_zero, plain, rate_at
+from vgrad.optim.arguments import (
+    Number,
+    check_numbers,
+    check_shares,
+    is_zero,
+    rate_at,
+)
 from vgrad.optim.arithmetic import (
     blend,
     blend_squares,
@@ -220,7 +226,7 @@ def adadelta(
         {'w': tensor([-0.0020, -0.0020])}
     """
     check_numbers("adadelta", lr, eps=eps, weight_decay=weight_decay)
-    _check_share("adadelta", rho=rho)
+    check_shares("adadelta", one=True, rho=rho)
     scaled = scale_by_adadelta(rho, eps)
     return descent(lr, scaled, weight_decay=weight_decay, maximize=maximize)
 
@@ -254,19 +260,10 @@ def rmsprop(
         {'w': tensor([-0.2000, -0.2000])}
     """
     check_numbers("rmsprop", lr, eps=eps, weight_decay=weight_decay, momentum=momentum)
-    _check_share("rmsprop", alpha=alpha)
+    check_shares("rmsprop", one=True, alpha=alpha)
     moments = scale_by_stddev if centered else scale_by_rms
     scaled = (moments(alpha, eps), trace(momentum))
     return descent(lr, *scaled, weight_decay=weight_decay, maximize=maximize)
-
-
-def _check_share(function: str, **values: Number) -> None:
-    """Each number is at least zero and at most one; tensors pass."""
-    for name, value in plain(**values).items():
-        if not 0 <= value <= 1:
-            raise ValueError(
-                f"{function}({name}={value!r}): expected 0 <= {name} <= 1."
-            )
 
 
 def _divided(eps: Number) -> Callable[[Tensor, Tensor], Tensor]:

@@ -194,13 +194,9 @@ def nadam(
     """
     decays = {"weight_decay": weight_decay, "momentum_decay": momentum_decay}
     check_numbers("nadam", lr, betas, eps=eps, **decays)
-    return descent(
-        lr,
-        scale_by_nadam(betas, eps, momentum_decay=momentum_decay),
-        weight_decay=weight_decay,
-        decoupled=decoupled_weight_decay,
-        maximize=maximize,
-    )
+    moments = scale_by_nadam(betas, eps, momentum_decay=momentum_decay)
+    options = {"decoupled": decoupled_weight_decay, "maximize": maximize}
+    return descent(lr, moments, weight_decay=weight_decay, **options)
 
 
 def radam(
@@ -226,13 +222,8 @@ def radam(
         {'w': tensor([-0.1000, -0.1000])}
     """
     check_numbers("radam", lr, betas, eps=eps, weight_decay=weight_decay)
-    return descent(
-        lr,
-        scale_by_radam(betas, eps),
-        weight_decay=weight_decay,
-        decoupled=decoupled_weight_decay,
-        maximize=maximize,
-    )
+    options = {"decoupled": decoupled_weight_decay, "maximize": maximize}
+    return descent(lr, scale_by_radam(betas, eps), weight_decay=weight_decay, **options)
 
 
 def adamax(
