@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from tests.examples import examples
 from tests.oracle import assert_exact
-from vgrad.persample.factors import Conv, Dense, Outer, Probes, Rows, Tied
+from vgrad.persample.factors import Conv, Dense, Outer, Probes, Rows, Tied, costs
 
 SHORT = examples(15)
 
@@ -129,7 +129,7 @@ def test_both_forms_of_a_tied_factor(by_gram, positions, lookups, high):
         check_factor(make, gradients)
 
 
-@pytest.mark.parametrize("form", ["gram", "groups", "offsets"])
+@pytest.mark.parametrize("form", ["gram", "groups", "offsets", "swapped"])
 @examples(8)
 @given(data=st.data())
 def test_all_forms_of_a_convolution(form, data):
@@ -156,5 +156,17 @@ def test_all_forms_of_a_convolution(form, data):
         outputs = normal(size, 2 * groups, *count, seed=seed + 9)
         return Conv(inputs, outputs, shape, stride, pads, dilation, groups)
 
-    with mock.patch.object(Conv, "form", form):
+    few = data.draw(st.sampled_from([3, 256]))
+    with (
+        mock.patch.object(Conv, "form", form),
+        mock.patch.object(costs, "FEW_POSITIONS", few),
+    ):
         check_factor(make, conv_gradients)
+
+
+def test_gradients_of_large_depthwise_kernels_do_not_drift():
+    inputs, outputs = torch.full((2, 3, 70, 70), 0.1), torch.full((2, 3, 64, 64), 0.1)
+    geometry = (1, 1), (0,) * 4, (1, 1), 3
+    factor = Conv(inputs, outputs, torch.Size([3, 1, 7, 7]), *geometry)
+    assert factor.form == "swapped"
+    assert_exact(factor.grad(), factor.double().grad().float(), 2e-6)
