@@ -7,7 +7,7 @@ outer products of the output's gradient and the patch of the input that is seen 
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -122,7 +122,7 @@ class Conv(Pair):
 
     def _convolved(self, inputs: Tensor, outputs: Tensor) -> Tensor:
         """Convolve with the outputs, up to the kernel's size."""
-        op = (F.conv1d, F.conv2d, F.conv3d)[len(self.stride) - 1]
+        op: Callable = (F.conv1d, F.conv2d, F.conv3d)[len(self.stride) - 1]
         swapped = {"stride": self.dilation, "dilation": self.stride}
         found = op(inputs, outputs, groups=inputs.shape[1], **swapped)
         for axis, size in enumerate(self.shape[2:], start=2):
