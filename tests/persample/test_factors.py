@@ -99,15 +99,58 @@ def test_both_forms_of_an_outer_factor(by_gram, groups, positions, inputs, outpu
         check_factor(make, outer_gradients)
 
 
+@pytest.mark.parametrize("few", [128, 1])
+@pytest.mark.parametrize("wide", [True, False])
 @SHORT
 @given(positions=st.integers(0, 9), high=st.integers(1, 6), width=st.integers(1, 4))
-def test_a_factor_of_rows(positions, high, width):
+def test_all_forms_of_a_factor_of_rows(wide, few, positions, high, width):
     def make(size, seed):
         index = numbers(high, size, positions, seed=seed)
         outputs = normal(size, positions, width, seed=seed)
         return Rows(index, outputs, torch.Size([high, width]))
 
-    check_factor(make, rows_gradients)
+    with (
+        mock.patch.object(costs, "wide_table", return_value=wide),
+        mock.patch.object(costs, "FEW_LOOKUPS", few),
+    ):
+        check_factor(make, rows_gradients)
+
+
+@pytest.mark.parametrize("few", [128, 1])
+def test_rows_that_cancel_leave_what_is_left(few):
+    """In float32, where the square of the sum would be lost in those of its terms."""
+    index = torch.tensor([[5, 2, 5, 5], [1, 4, 1, 4], [3, 3, 0, 0]])
+    big = normal(3, 7).float() * 1e6
+    rest = normal(3, 7, seed=1).float() * 1e-3
+    outputs = torch.stack([big, rest, -big, rest], dim=1)
+    outputs[1, 3] = -outputs[1, 1]
+    factor = Rows(index, outputs, torch.Size([9, 7]))
+    exact = Dense(rows_gradients(factor.double())).norm().value
+    with mock.patch.object(costs, "FEW_LOOKUPS", few):
+        norm = factor.norm()
+    assert exact[1] == 0
+    assert_exact(norm.value, exact)
+    assert bool((norm.upper >= exact).all())
+
+
+@pytest.mark.parametrize("positions", [1, 4, 200])
+@pytest.mark.parametrize("scale", [1e200, 1e-200])
+def test_wide_rows_neither_overflow_nor_underflow(positions, scale):
+    index, outputs = numbers(3, 4, positions), normal(4, positions, 2)
+    factor = Rows(index, outputs, torch.Size([3, 2]))
+    found = Rows(index, outputs * scale, factor.shape).norm().value
+    assert_exact(found / scale, factor.norm().value)
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_many_equal_rows_do_not_drift(wide):
+    factor = Rows(
+        torch.zeros(50, 600).long(), torch.full((50, 600, 3), 0.1), torch.Size([5, 3])
+    )
+    weights = torch.ones(50)
+    exact = factor.double().weighted(weights).float()
+    with mock.patch.object(costs, "wide_table", return_value=wide):
+        assert_exact(factor.weighted(weights), exact, 1e-7)
 
 
 @pytest.mark.parametrize("by_gram", [True, False])

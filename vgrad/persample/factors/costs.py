@@ -29,6 +29,12 @@ _CHANNELS = 32
 _SMALL_KERNEL = 9
 """Numbers in a kernel up to which grouped convolutions of single channels are fast."""
 
+FEW_LOOKUPS = 128
+"""Positions of a sample up to which lookups are compared in pairs, and not sorted."""
+
+_SMALL_TABLE = 2**17
+"""Numbers of a table that is made in float64 however few of its rows are used."""
+
 
 def outer_by_gram(positions: int, inputs: int, outputs: int) -> bool:
     """Say whether norms from products of positions beat forming the gradients.
@@ -68,6 +74,11 @@ def _swaps(few: bool, kernel: Sequence[int], outputs: int) -> bool:
     if len(kernel) == 1:
         return few
     return math.prod(kernel) > _SMALL_KERNEL and (few or outputs == 1)
+
+
+def wide_table(rows: int, width: int, lookups: int) -> bool:
+    """Say whether adding to a table in float64 beats sorting what is looked up."""
+    return rows <= 4 * lookups or rows * width <= _SMALL_TABLE
 
 
 def cross_by_gram(inputs: Sequence[int], outputs: Sequence[int], other: int) -> bool:
