@@ -11,7 +11,16 @@ from torch.nn import functional as F
 
 from tests.examples import examples
 from tests.oracle import assert_exact
-from vgrad.persample.factors import Conv, Dense, Outer, Probes, Rows, Tied, costs
+from vgrad.persample.factors import (
+    Conv,
+    Dense,
+    Outer,
+    Probes,
+    Rows,
+    Tied,
+    combined,
+    costs,
+)
 
 SHORT = examples(15)
 
@@ -170,6 +179,47 @@ def test_both_forms_of_a_tied_factor(by_gram, positions, lookups, high):
 
     with mock.patch.object(Outer, "by_gram", by_gram or positions == 1):
         check_factor(make, gradients)
+
+
+APART = {  # two views of a matrix [4, 3], and whether they have no number in common
+    "rows": (lambda w: w[:2], lambda w: w[2:], True),
+    "common rows": (lambda w: w[:3], lambda w: w[2:], False),
+    "columns": (lambda w: w[:, :1], lambda w: w[:, 1:], True),
+    "every second row": (lambda w: w[::2], lambda w: w[1::2].flatten(), True),
+    "every second column": (lambda w: w[:, ::2], lambda w: w[:, 1], True),
+    "a common column": (lambda w: w[:, ::2], lambda w: w[1:, 2], False),
+    "a transpose": (lambda w: w.t()[:2], lambda w: w[:, 2:], True),
+    "the whole": (lambda w: w, lambda w: w.t()[2:], False),
+    "no rows": (lambda w: w[:0], lambda w: w, True),
+    "a copy": (lambda w: w.t().reshape(-1)[:4], lambda w: w[:, 1:], True),
+    "a copy in common": (lambda w: w.t().reshape(-1)[:5], lambda w: w[:, 1:], False),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_views_of_one_parameter_are_apart_or_not(name):
+    *views, apart = APART[name]
+    assert combined.disjoint(views, torch.zeros(4, 3)) is apart
+
+
+@pytest.mark.parametrize("name", [name for name in APART if APART[name][2]])
+def test_a_factor_of_moved_parts(name):
+    *views, _ = APART[name]
+    shapes = [view(torch.zeros(4, 3)).shape for view in views]
+
+    def make(size, seed):
+        grads = [normal(size, *shape, seed=seed + n) for n, shape in enumerate(shapes)]
+        return combined.Moved(
+            tuple(map(Dense, grads)), tuple(views), torch.Size([4, 3])
+        )
+
+    def gradients(factor):
+        whole = normal(factor.size, 4, 3).requires_grad_()
+        taken = [torch.stack([view(each) for each in whole]) for view in views]
+        parts = [part.g for part in factor.parts]
+        return torch.autograd.grad(taken, whole, parts)[0]
+
+    check_factor(make, gradients)
 
 
 @pytest.mark.parametrize("form", ["gram", "groups", "offsets", "swapped"])
