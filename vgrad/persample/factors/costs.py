@@ -17,6 +17,9 @@ Two cores of an x86 server do 100 Gflop/s and move 12 GB/s; accelerators have a 
 ratio, and would rather compute than store.
 """
 
+_SMALL_MATRIX = 2**12
+"""Numbers of a sample's gradient that stay in a processor's cache for a whole batch."""
+
 FEW_POSITIONS = 256
 """Positions up to which products for every offset may beat a grouped convolution.
 
@@ -40,10 +43,12 @@ def outer_by_gram(positions: int, inputs: int, outputs: int) -> bool:
     """Say whether norms from products of positions beat forming the gradients.
 
     Gradients take no operations of their own, since they are the summands of the
-    weighted sum; they take three passes over their memory.
+    weighted sum; they take three passes over their memory, unless it is in a cache.
     """
+    numbers = inputs * outputs
+    traffic = 1 if numbers <= _SMALL_MATRIX else 12
     products = 2 * positions**2 * (inputs + outputs)
-    return products < OPERATIONS_PER_BYTE * 12 * inputs * outputs
+    return products < OPERATIONS_PER_BYTE * traffic * numbers
 
 
 def conv_form(
