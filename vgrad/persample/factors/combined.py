@@ -146,8 +146,8 @@ class Tied(Compound):
         return Dense(self.grad()).settled()
 
     def weighted(self, weights: Tensor) -> Tensor:
-        """Add the sums of both."""
-        return self.outer.weighted(weights) + self.rows.weighted(weights)
+        """Add the rows to the other sum, which is as large as the table."""
+        return self.rows.add_weighted(weights, self.outer.weighted(weights))
 
     def project(self, probes: Probes) -> Tensor:
         """Add the projections of both."""

@@ -63,14 +63,18 @@ class Rows(Factor):
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Scale the rows, and add up those of one index in a table."""
-        rows = (double(self.outputs) * weights.double().view(-1, 1, 1)).flatten(0, 1)
-        keys, dtype = self.index.flatten(), wide(self.outputs.dtype)
-        if costs.wide_table(self.shape[0], self.shape[1], len(rows)):
+        dtype = wide(self.outputs.dtype)
+        if costs.wide_table(self.shape[0], self.shape[1], self.index.numel()):
+            rows = self._scaled(weights)
             table = rows.new_zeros(self.shape)
-            return table.index_add_(0, keys, rows).to(dtype)
-        keys, sums = _summed(keys, rows)[:2]
+            return table.index_add_(0, self.index.flatten(), rows).to(dtype)
         table = self.outputs.new_zeros(self.shape, dtype=dtype)
-        return table.index_add_(0, keys, sums.to(dtype))
+        return self.add_weighted(weights, table)
+
+    def add_weighted(self, weights: Tensor, table: Tensor) -> Tensor:
+        """Add up scaled rows of one index, and write the sums into a table."""
+        keys, sums, *_ = _summed(self.index.flatten(), self._scaled(weights))
+        return table.index_add_(0, keys, sums.to(table.dtype))
 
     def take(self, rows: Tensor) -> "Rows":
         """Return the factor of these samples."""
@@ -98,6 +102,10 @@ class Rows(Factor):
         rows, right = reductions.products(self.outputs, probes.right)
         left = probes.left.T[self.index].to(rows.dtype)
         return (left * (rows @ right.T)).sum(1)
+
+    def _scaled(self, weights: Tensor) -> Tensor:
+        """Weighted rows [B * T, O] in float64."""
+        return (double(self.outputs) * weights.double().view(-1, 1, 1)).flatten(0, 1)
 
     def _spoils(self) -> Tensor:
         """Zeros [B], and NaN where a sample's gradient is not finite."""
