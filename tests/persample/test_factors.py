@@ -11,7 +11,16 @@ from torch.nn import functional as F
 
 from tests.examples import examples
 from tests.oracle import assert_exact
-from vgrad.persample.factors import Conv, Dense, Outer, Probes, Rows, Tied
+from vgrad.persample.factors import (
+    Conv,
+    Dense,
+    Outer,
+    Probes,
+    Rows,
+    Tied,
+    combined,
+    costs,
+)
 
 SHORT = examples(15)
 
@@ -99,15 +108,58 @@ def test_both_forms_of_an_outer_factor(by_gram, groups, positions, inputs, outpu
         check_factor(make, outer_gradients)
 
 
+@pytest.mark.parametrize("few", [128, 1])
+@pytest.mark.parametrize("wide", [True, False])
 @SHORT
 @given(positions=st.integers(0, 9), high=st.integers(1, 6), width=st.integers(1, 4))
-def test_a_factor_of_rows(positions, high, width):
+def test_all_forms_of_a_factor_of_rows(wide, few, positions, high, width):
     def make(size, seed):
         index = numbers(high, size, positions, seed=seed)
         outputs = normal(size, positions, width, seed=seed)
         return Rows(index, outputs, torch.Size([high, width]))
 
-    check_factor(make, rows_gradients)
+    with (
+        mock.patch.object(costs, "wide_table", return_value=wide),
+        mock.patch.object(costs, "FEW_LOOKUPS", few),
+    ):
+        check_factor(make, rows_gradients)
+
+
+@pytest.mark.parametrize("few", [128, 1])
+def test_rows_that_cancel_leave_what_is_left(few):
+    """In float32, where the square of the sum would be lost in those of its terms."""
+    index = torch.tensor([[5, 2, 5, 5], [1, 4, 1, 4], [3, 3, 0, 0]])
+    big = normal(3, 7).float() * 1e6
+    rest = normal(3, 7, seed=1).float() * 1e-3
+    outputs = torch.stack([big, rest, -big, rest], dim=1)
+    outputs[1, 3] = -outputs[1, 1]
+    factor = Rows(index, outputs, torch.Size([9, 7]))
+    exact = Dense(rows_gradients(factor.double())).norm().value
+    with mock.patch.object(costs, "FEW_LOOKUPS", few):
+        norm = factor.norm()
+    assert exact[1] == 0
+    assert_exact(norm.value, exact)
+    assert bool((norm.upper >= exact).all())
+
+
+@pytest.mark.parametrize("positions", [1, 4, 200])
+@pytest.mark.parametrize("scale", [1e200, 1e-200])
+def test_wide_rows_neither_overflow_nor_underflow(positions, scale):
+    index, outputs = numbers(3, 4, positions), normal(4, positions, 2)
+    factor = Rows(index, outputs, torch.Size([3, 2]))
+    found = Rows(index, outputs * scale, factor.shape).norm().value
+    assert_exact(found / scale, factor.norm().value)
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_many_equal_rows_do_not_drift(wide):
+    factor = Rows(
+        torch.zeros(50, 600).long(), torch.full((50, 600, 3), 0.1), torch.Size([5, 3])
+    )
+    weights = torch.ones(50)
+    exact = factor.double().weighted(weights).float()
+    with mock.patch.object(costs, "wide_table", return_value=wide):
+        assert_exact(factor.weighted(weights), exact, 1e-7)
 
 
 @pytest.mark.parametrize("by_gram", [True, False])
@@ -129,7 +181,48 @@ def test_both_forms_of_a_tied_factor(by_gram, positions, lookups, high):
         check_factor(make, gradients)
 
 
-@pytest.mark.parametrize("form", ["gram", "groups", "offsets"])
+APART = {  # two views of a matrix [4, 3], and whether they have no number in common
+    "rows": (lambda w: w[:2], lambda w: w[2:], True),
+    "common rows": (lambda w: w[:3], lambda w: w[2:], False),
+    "columns": (lambda w: w[:, :1], lambda w: w[:, 1:], True),
+    "every second row": (lambda w: w[::2], lambda w: w[1::2].flatten(), True),
+    "every second column": (lambda w: w[:, ::2], lambda w: w[:, 1], True),
+    "a common column": (lambda w: w[:, ::2], lambda w: w[1:, 2], False),
+    "a transpose": (lambda w: w.t()[:2], lambda w: w[:, 2:], True),
+    "the whole": (lambda w: w, lambda w: w.t()[2:], False),
+    "no rows": (lambda w: w[:0], lambda w: w, True),
+    "a copy": (lambda w: w.t().reshape(-1)[:4], lambda w: w[:, 1:], True),
+    "a copy in common": (lambda w: w.t().reshape(-1)[:5], lambda w: w[:, 1:], False),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_views_of_one_parameter_are_apart_or_not(name):
+    *views, apart = APART[name]
+    assert combined.disjoint(views, torch.zeros(4, 3)) is apart
+
+
+@pytest.mark.parametrize("name", [name for name in APART if APART[name][2]])
+def test_a_factor_of_moved_parts(name):
+    *views, _ = APART[name]
+    shapes = [view(torch.zeros(4, 3)).shape for view in views]
+
+    def make(size, seed):
+        grads = [normal(size, *shape, seed=seed + n) for n, shape in enumerate(shapes)]
+        return combined.Moved(
+            tuple(map(Dense, grads)), tuple(views), torch.Size([4, 3])
+        )
+
+    def gradients(factor):
+        whole = normal(factor.size, 4, 3).requires_grad_()
+        taken = [torch.stack([view(each) for each in whole]) for view in views]
+        parts = [part.g for part in factor.parts]
+        return torch.autograd.grad(taken, whole, parts)[0]
+
+    check_factor(make, gradients)
+
+
+@pytest.mark.parametrize("form", ["gram", "groups", "offsets", "swapped"])
 @examples(8)
 @given(data=st.data())
 def test_all_forms_of_a_convolution(form, data):
@@ -156,5 +249,17 @@ def test_all_forms_of_a_convolution(form, data):
         outputs = normal(size, 2 * groups, *count, seed=seed + 9)
         return Conv(inputs, outputs, shape, stride, pads, dilation, groups)
 
-    with mock.patch.object(Conv, "form", form):
+    few = data.draw(st.sampled_from([3, 256]))
+    with (
+        mock.patch.object(Conv, "form", form),
+        mock.patch.object(costs, "FEW_POSITIONS", few),
+    ):
         check_factor(make, conv_gradients)
+
+
+def test_gradients_of_large_depthwise_kernels_do_not_drift():
+    inputs, outputs = torch.full((2, 3, 70, 70), 0.1), torch.full((2, 3, 64, 64), 0.1)
+    geometry = (1, 1), (0,) * 4, (1, 1), 3
+    factor = Conv(inputs, outputs, torch.Size([3, 1, 7, 7]), *geometry)
+    assert factor.form == "swapped"
+    assert_exact(factor.grad(), factor.double().grad().float(), 2e-6)

@@ -245,7 +245,9 @@ GROUPED = {
 }
 
 
-@pytest.mark.parametrize("form", ["gram", "groups", "offsets", "vmap", "loop"])
+@pytest.mark.parametrize(
+    "form", ["gram", "groups", "offsets", "swapped", "vmap", "loop"]
+)
 @pytest.mark.parametrize("name", GROUPED)
 def test_norms_of_grouped_convolutions_stay_inside_the_groups(name, form, monkeypatch):
     # BP, FD, PT: norms by the formula without groups; 22 to 52 % off.

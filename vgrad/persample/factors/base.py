@@ -8,6 +8,7 @@ gradients where that is cheaper. Products of matrices run in
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple, Self
 
 import torch
@@ -81,11 +82,36 @@ class Factor(ABC):
         return Dense(self.grad()).project(probes)
 
 
+class Positions:
+    """Gradients `[B, G, T, O]` at an output that two parameters of one op have."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Compute nothing yet."""
+        self.tensor = tensor
+
+    @cached_property
+    def norms(self) -> Tensor:
+        """Norms over the positions and numbers of each group, [B, G] in float64."""
+        size, groups = self.tensor.shape[:2]
+        if groups == 1:
+            return reductions.row_norms(self.tensor)[:, None]
+        return reductions.row_norms(self.tensor.flatten(0, 1)).view(size, groups)
+
+    @cached_property
+    def products(self) -> Tensor:
+        """Inner products between the positions of a sample, [B * G, T, T]."""
+        return reductions.self_products(self.tensor.flatten(0, 1))
+
+
 @dataclass(frozen=True)
 class Dense(Factor):
-    """The gradients themselves, `g [B, *shape]`."""
+    """The gradients themselves, `g [B, *shape]`.
+
+    `shared` are the same numbers, in one group, if another parameter has them too.
+    """
 
     g: Tensor
+    shared: Positions | None = None
 
     @property
     def size(self) -> int:
@@ -108,6 +134,8 @@ class Dense(Factor):
 
     def norm(self) -> Norm:
         """Return their norms."""
+        if self.shared is not None:
+            return Norm.exactly(self.shared.norms[:, 0])
         return Norm.exactly(reductions.row_norms(self.g))
 
     def weighted(self, weights: Tensor) -> Tensor:

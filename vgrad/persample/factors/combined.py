@@ -6,10 +6,12 @@ are looked up and that also multiplies (tied embeddings) has its cross term; wha
 is left is added up as gradients.
 """
 
+import functools
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from vgrad.persample.factors.base import Dense, Factor, Probes, Zero
 from vgrad.persample.factors.outer import Outer
 from vgrad.persample.factors.reductions import Norm
 from vgrad.persample.factors.rows import Rows
+from vgrad.torch_private.tensors import viewed
 
 Replay = Callable[[Tensor], Tensor]
 
@@ -144,8 +147,8 @@ class Tied(Compound):
         return Dense(self.grad()).settled()
 
     def weighted(self, weights: Tensor) -> Tensor:
-        """Add the sums of both."""
-        return self.outer.weighted(weights) + self.rows.weighted(weights)
+        """Add the rows to the other sum, which is as large as the table."""
+        return self.rows.add_weighted(weights, self.outer.weighted(weights))
 
     def project(self, probes: Probes) -> Tensor:
         """Add the projections of both."""
@@ -169,8 +172,7 @@ class Moved(Compound):
 
     def grad(self) -> Tensor:
         """Move each part's gradients to where they belong."""
-        parts = (part.grad() for part in self.parts)
-        return sum(map(self._moved, parts, self.replays))  # type: ignore[return-value]
+        return self._moved([part.grad() for part in self.parts])
 
     def norm(self) -> Norm:
         """Joint norms of the parts."""
@@ -183,14 +185,21 @@ class Moved(Compound):
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Move each part's sum to where it belongs."""
-        sums = (part.weighted(weights)[None] for part in self.parts)
-        return sum(map(self._moved, sums, self.replays))[0]  # type: ignore[index]
+        return self._moved([part.weighted(weights)[None] for part in self.parts])[0]
 
     def _of(self, *parts: Any) -> Factor:
         return Moved(parts, self.replays, self.shape)
 
-    def _moved(self, grads: Tensor, replay: Replay) -> Tensor:
-        return pulled(grads, replay, self.shape)
+    def _moved(self, parts: Sequence[Tensor]) -> Tensor:
+        """Add the parts `[B, ...]` to where in the parameter they belong."""
+        dtype = functools.reduce(torch.promote_types, (each.dtype for each in parts))
+        whole = parts[0].new_zeros((len(parts[0]), *self.shape), dtype=dtype)
+        for part, replay in zip(parts, self.replays, strict=True):
+            if _spots(replay, self.shape) is None:
+                whole = whole + pulled(part, replay, self.shape)
+            else:
+                torch.vmap(replay)(whole).add_(part)
+        return whole
 
 
 def pulled(grads: Tensor, replay: Replay, shape: torch.Size) -> Tensor:
@@ -204,8 +213,48 @@ def pulled(grads: Tensor, replay: Replay, shape: torch.Size) -> Tensor:
 def disjoint(replays: Sequence[Replay], like: Tensor) -> bool:
     """Tell whether no number of a parameter is in two of its views."""
     with looked_at():  # at no value of the parameter
+        spots = [_spots(replay, like.shape) for replay in replays]
+        if None not in spots:
+            return _apart(like.numel(), tuple(filter(None, spots)))
         counts = torch.zeros(like.shape, device=like.device)
         for replay in replays:
             count = counts.new_ones(replay(counts).shape)[None]
             counts = counts + pulled(count, replay, like.shape)[0]
         return bool((counts <= 1).all())
+
+
+class _Spots(NamedTuple):
+    """Where in a contiguous tensor the numbers of a view are."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+
+
+def _spots(replay: Replay, shape: torch.Size) -> _Spots | None:
+    """Return where the numbers are that a function takes; None if it copies them."""
+    whole = torch.empty(shape, device="meta")
+    view = replay(whole)
+    if view is not whole and viewed(view) is not whole:
+        return None
+    return _Spots(tuple(view.shape), view.stride(), int(view.storage_offset()))
+
+
+@functools.cache
+def _apart(count: int, views: tuple[_Spots, ...]) -> bool:
+    """Tell whether views of `count` numbers have none in common."""
+    taken = bytearray(count)
+    for view in views:
+        axes = sorted(zip(view.strides, view.sizes, strict=True))
+        axes = [(stride, size) for stride, size in axes if size != 1] or [(1, 1)]
+        while len(axes) > 1 and axes[0][0] * axes[0][1] == axes[1][0]:
+            axes[:2] = [(axes[0][0], axes[0][1] * axes[1][1])]
+        (step, length), *outer = axes
+        steps = (range(0, stride * size, stride) for stride, size in outer)
+        for place in itertools.product(*steps):
+            start = view.start + sum(place)
+            run = slice(start, start + step * length, step)
+            if any(taken[run]):
+                return False
+            taken[run] = bytes([1]) * len(taken[run])
+    return True

@@ -1,4 +1,4 @@
-"""The factor of a convolution's weight, and the three forms of its norms.
+"""The factor of a convolution's weight, and the four forms of its norms.
 
 B samples, C channels in, O channels out, G groups, K numbers in a kernel, T positions
 of the output. The gradient of one sample is, in every group, a sum over positions of
@@ -7,7 +7,7 @@ outer products of the output's gradient and the patch of the input that is seen 
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +40,8 @@ class Conv(Pair):
         before, after = reversed(self.pads[::2]), reversed(self.pads[1::2])
         sizes = zip(self.inputs.shape[2:], before, after, strict=True)
         pixels = math.prod(map(sum, sizes))
-        return costs.conv_form(pixels, math.prod(self.outputs.shape[2:]), self.shape)
+        positions, device = math.prod(self.outputs.shape[2:]), self.inputs.device.type
+        return costs.conv_form(pixels, positions, self.shape, self.groups, device)
 
     @property
     def by_gram(self) -> bool:
@@ -49,7 +50,10 @@ class Conv(Pair):
 
     def grad(self) -> Tensor:
         """Gradients by one grouped convolution, or by products for every offset."""
-        return self._by_groups() if self.form == "groups" else self._by_offsets()
+        form = self.form
+        if form == "groups":
+            return self._by_groups()
+        return self._by_swapping() if form == "swapped" else self._by_offsets()
 
     def norm(self) -> Norm:
         """Norms, without gradients where they are cheaper so."""
@@ -97,6 +101,33 @@ class Conv(Pair):
         inputs, outputs = (each.flatten(0, 1)[None] for each in pair)
         found = self._weight_gradient(inputs, outputs, self.size)
         return found.view(self.size, *self.shape).to(self.inputs.dtype)
+
+    def _by_swapping(self) -> Tensor:
+        """Convolve every input channel with the outputs, which are its kernels.
+
+        Stride and dilation change places too. Some rows of the outputs at a time, as
+        one convolution sums over all positions in float32.
+        """
+        inputs, outputs = reductions.products(self._padded(), self.outputs)
+        step = max(1, costs.FEW_POSITIONS // math.prod(outputs.shape[3:]))
+        inputs = inputs.unflatten(1, (self.groups, -1)).flatten(0, 1).transpose(0, 1)
+        reach = self.dilation[0] * (self.shape[2] - 1) + 1
+        parts = []
+        for number, part in enumerate(outputs.split(step, 2)):
+            seen = self.stride[0] * (part.shape[2] - 1) + reach
+            rows = inputs.narrow(2, number * step * self.stride[0], seen)
+            parts.append(self._convolved(rows, part.flatten(0, 1)[:, None]))
+        found = sums.total(parts).unflatten(1, (self.size, -1))
+        return found.movedim(0, 2).to(self.inputs.dtype)
+
+    def _convolved(self, inputs: Tensor, outputs: Tensor) -> Tensor:
+        """Convolve with the outputs, up to the kernel's size."""
+        op: Callable = (F.conv1d, F.conv2d, F.conv3d)[len(self.stride) - 1]
+        swapped = {"stride": self.dilation, "dilation": self.stride}
+        found = op(inputs, outputs, groups=inputs.shape[1], **swapped)
+        for axis, size in enumerate(self.shape[2:], start=2):
+            found = found.narrow(axis, 0, size)
+        return found
 
     def _by_offsets(self) -> Tensor:
         """Multiply, for each number of the kernel, outputs with the inputs it sees."""

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-ConvForm = Literal["gram", "groups", "offsets"]
+ConvForm = Literal["gram", "groups", "offsets", "swapped"]
 
 OPERATIONS_PER_BYTE = 8
 """Floating-point operations that take as long as writing or reading one byte.
@@ -17,28 +17,73 @@ Two cores of an x86 server do 100 Gflop/s and move 12 GB/s; accelerators have a 
 ratio, and would rather compute than store.
 """
 
-_FEW_POSITIONS = 256
-"""Up to here products for every offset of a kernel beat one grouped convolution."""
+_SMALL_MATRIX = 2**12
+"""Numbers of a sample's gradient that stay in a processor's cache for a whole batch."""
+
+FEW_POSITIONS = 256
+"""Positions up to which products for every offset may beat a grouped convolution.
+
+As many are summed in float32 by one convolution that has outputs for kernels.
+"""
+
+_CHANNELS = 32
+"""Pairs of channels for each position up to which a grouped convolution is cheaper."""
+
+_SMALL_KERNEL = 9
+"""Numbers in a kernel up to which grouped convolutions of single channels are fast."""
+
+FEW_LOOKUPS = 128
+"""Positions of a sample up to which lookups are compared in pairs, and not sorted."""
+
+_SMALL_TABLE = 2**17
+"""Numbers of a table that is made in float64 however few of its rows are used."""
 
 
 def outer_by_gram(positions: int, inputs: int, outputs: int) -> bool:
     """Say whether norms from products of positions beat forming the gradients.
 
     Gradients take no operations of their own, since they are the summands of the
-    weighted sum; they take three passes over their memory.
+    weighted sum; they take three passes over their memory, unless it is in a cache.
     """
+    numbers = inputs * outputs
+    traffic = 1 if numbers <= _SMALL_MATRIX else 12
     products = 2 * positions**2 * (inputs + outputs)
-    return products < OPERATIONS_PER_BYTE * 12 * inputs * outputs
+    return products < OPERATIONS_PER_BYTE * traffic * numbers
 
 
-def conv_form(pixels: int, positions: int, weight: Sequence[int]) -> ConvForm:
-    """Choose how the norms of a convolution's gradients are computed."""
+def conv_form(
+    pixels: int, positions: int, weight: Sequence[int], groups: int, device: str
+) -> ConvForm:
+    """Choose how the norms of a convolution's gradients are computed.
+
+    On a CPU one grouped convolution wins but for many channels of small maps, and for
+    groups of few channels; it has a good kernel for small windows of single channels.
+    """
     outputs, inputs, *kernel = weight
-    products = 2 * pixels**2 * inputs + 2 * positions**2 * outputs
-    sums = OPERATIONS_PER_BYTE * 4 * positions**2 * math.prod(kernel)
+    products = 2 * pixels**2 * inputs * groups + 2 * positions**2 * outputs
+    sums = OPERATIONS_PER_BYTE * 4 * positions**2 * math.prod(kernel) * groups
     if products + sums < OPERATIONS_PER_BYTE * 8 * math.prod(weight):
         return "gram"
-    return "offsets" if positions <= _FEW_POSITIONS else "groups"
+    few = positions <= FEW_POSITIONS
+    if device != "cpu":
+        return "offsets" if few else "groups"
+    if inputs == 1 and _swaps(few, kernel, outputs // groups):
+        return "swapped"
+    alone = groups == 1 or inputs == 1
+    enough = alone and _CHANNELS * positions >= inputs * outputs // groups
+    return "offsets" if few and (len(kernel) == 1 or not enough) else "groups"
+
+
+def _swaps(few: bool, kernel: Sequence[int], outputs: int) -> bool:
+    """Say whether the outputs should be the kernels over a single input channel."""
+    if len(kernel) == 1:
+        return few
+    return math.prod(kernel) > _SMALL_KERNEL and (few or outputs == 1)
+
+
+def wide_table(rows: int, width: int, lookups: int) -> bool:
+    """Say whether adding to a table in float64 beats sorting what is looked up."""
+    return rows <= 4 * lookups or rows * width <= _SMALL_TABLE
 
 
 def cross_by_gram(inputs: Sequence[int], outputs: Sequence[int], other: int) -> bool:

@@ -4,7 +4,6 @@ B samples, G groups, T positions of one sample, I inputs, O outputs.
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Self
 
 import torch
@@ -12,24 +11,11 @@ from torch import Tensor
 
 from vgrad.conditions import unlikely
 from vgrad.persample.factors import costs, reductions, sums
-from vgrad.persample.factors.base import Factor, Pair, Probes
+from vgrad.persample.factors.base import Factor, Pair, Positions, Probes
 from vgrad.persample.factors.reductions import Norm
 
 _APART = 1e8
 """Size up to which float32 holds the product of four numbers."""
-
-
-class Positions:
-    """Outputs `[B, G, T, O]` that two parameters of one op have in common."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        """Compute nothing yet."""
-        self.tensor = tensor
-
-    @cached_property
-    def products(self) -> Tensor:
-        """Inner products between the positions of a sample, [B * G, T, T]."""
-        return reductions.self_products(self.tensor.flatten(0, 1))
 
 
 @dataclass(frozen=True)
@@ -67,12 +53,11 @@ class Outer(Pair):
 
     def norm(self) -> Norm:
         """Norms without gradients where they are cheaper so."""
+        outputs = self.shared or Positions(self.outputs)
         if self.inputs.shape[2] == 1:
-            a = reductions.row_norms(self.inputs.flatten(0, 1)).view(self.size, -1)
-            b = reductions.row_norms(self.outputs.flatten(0, 1)).view(self.size, -1)
+            a, b = Positions(self.inputs).norms, outputs.norms
             return Norm.exactly(reductions.together(a * b), (a + b).sum(1))
         if self.by_gram:
-            outputs = self.shared or Positions(self.outputs)
             return reductions.gram_norm(
                 reductions.self_products(self.inputs.flatten(0, 1)),
                 outputs.products,

@@ -24,7 +24,7 @@ A single float32 norm loses up to 2e-3 over 3e7 numbers on a CPU; blocks of this
 lose 1e-7 and cost the same.
 """
 
-_SMALL = 2**18
+_SMALL = 2**16
 """Numbers whose squares are summed in float64 at once, which takes one op."""
 
 _AT_ONCE = 2**24

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vgrad.dtypes import double, wide
-from vgrad.persample.factors import reductions
+from vgrad.persample.factors import costs, reductions
 from vgrad.persample.factors.base import Factor, Probes
 from vgrad.persample.factors.reductions import Norm
 
@@ -52,20 +52,29 @@ class Rows(Factor):
         """Add up rows of one index, then norms: the table is never formed."""
         if self.index.numel() == 0:
             return Norm.exactly(self.outputs.new_zeros(self.size, dtype=torch.float64))
-        # Those of one sample stay side by side when they are sorted.
-        _, sums = _summed(self.keys.flatten(), double(self.outputs.flatten(0, 1)))
-        norms = reductions.row_norms(sums)
-        value = reductions.together(norms.view(self.size, -1))
+        if self.index.shape[1] == 1:
+            value = reductions.row_norms(self.outputs)
+        elif self.index.shape[1] <= costs.FEW_LOOKUPS:
+            value = self._norms_by_mask()
+        else:
+            value = self._norms_by_sorting()
         eps = torch.finfo(wide(self.outputs.dtype)).eps
         return Norm(value, value * (1 + eps), value)
 
     def weighted(self, weights: Tensor) -> Tensor:
-        """Scale the rows, add up those of one index, and write them into a table."""
-        rows = double(self.outputs) * weights.double().view(-1, 1, 1)
-        keys, sums = _summed(self.index.flatten(), rows.flatten(0, 1))
+        """Scale the rows, and add up those of one index in a table."""
         dtype = wide(self.outputs.dtype)
+        if costs.wide_table(self.shape[0], self.shape[1], self.index.numel()):
+            rows = self._scaled(weights)
+            table = rows.new_zeros(self.shape)
+            return table.index_add_(0, self.index.flatten(), rows).to(dtype)
         table = self.outputs.new_zeros(self.shape, dtype=dtype)
-        return table.index_add_(0, keys, sums.to(dtype))
+        return self.add_weighted(weights, table)
+
+    def add_weighted(self, weights: Tensor, table: Tensor) -> Tensor:
+        """Add up scaled rows of one index, and write the sums into a table."""
+        keys, sums, *_ = _summed(self.index.flatten(), self._scaled(weights))
+        return table.index_add_(0, keys, sums.to(table.dtype))
 
     def take(self, rows: Tensor) -> "Rows":
         """Return the factor of these samples."""
@@ -94,13 +103,45 @@ class Rows(Factor):
         left = probes.left.T[self.index].to(rows.dtype)
         return (left * (rows @ right.T)).sum(1)
 
+    def _scaled(self, weights: Tensor) -> Tensor:
+        """Weighted rows [B * T, O] in float64."""
+        return (double(self.outputs) * weights.double().view(-1, 1, 1)).flatten(0, 1)
+
     def _spoils(self) -> Tensor:
         """Zeros [B], and NaN where a sample's gradient is not finite."""
         return (self.outputs * 0).sum((1, 2))
 
+    def _norms_by_mask(self) -> Tensor:
+        """Norms by a product with a mask of equal indices.
 
-def _summed(keys: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Add up rows of one key: sorted keys, and sums at the first of each, else zero.
+        Rows of one index are added at each of their positions, which share the norm.
+        """
+        rows = double(self.outputs)
+        equal = (self.index[:, :, None] == self.index[:, None, :]).to(rows.dtype)
+        norms = self._lengths(torch.bmm(equal, rows).flatten(0, 1))
+        return self._lengths(norms.view(self.index.shape) / equal.sum(2).real.sqrt())
+
+    def _norms_by_sorting(self) -> Tensor:
+        """Norms of sums of sorted rows."""
+        rows = double(self.outputs.flatten(0, 1))
+        _, sums, place, first = _summed(self.keys.flatten(), rows)
+        # Those of one sample stay side by side when they are sorted.
+        norms = torch.where(first, self._lengths(sums)[place], 0)
+        return self._lengths(norms.view(self.index.shape))
+
+    def _lengths(self, rows: Tensor) -> Tensor:
+        """Norms of wide rows, `[N, O]` -> [N] in float64."""
+        if self.outputs.dtype in (torch.float64, torch.complex128):
+            return reductions.row_norms(rows)
+        # Squares of float32 have room in float64.
+        return torch.linalg.vector_norm(rows, dim=1)
+
+
+def _summed(keys: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Add up rows of one key, where there are N of them.
+
+    Returns the N or fewer different keys and their sums, filled up with zeros, and for
+    the sorted keys of the rows, the place of each among these and which is its first.
 
     Many equal rows drift in float32, by more than what a clip bound allows; so these
     are wider.
@@ -110,4 +151,4 @@ def _summed(keys: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     first[1:] = keys[1:] != keys[:-1]
     place = first.cumsum(0) - 1
     sums = torch.zeros_like(rows).index_add_(0, place, rows[order])
-    return keys, torch.where(first[:, None], sums[place], 0)
+    return torch.zeros_like(keys).scatter_(0, place, keys), sums, place, first

@@ -13,9 +13,28 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import wrap_torch_function
 
-from vgrad.persample.factors.base import Dense, Factor
+from vgrad.persample.factors.base import Dense, Factor, Positions
 from vgrad.persample.factors.outer import Outer
 from vgrad.persample.rules.table import Recording, lowered, rule
+
+
+class _Output:
+    """The gradient at an op's output, which a weight and a bias have in common."""
+
+    def __init__(self) -> None:
+        """Wait for the first that asks."""
+        self._found: Positions | None = None
+
+    def at(self, g: Tensor) -> Positions:
+        """Return the positions of the gradient `g [B, ..., O]`."""
+        if self._found is None:
+            self._found = Positions(positions(g))
+        return self._found
+
+    def shift(self, g: Tensor) -> Dense:
+        """Return the factor of the bias, whose norms are known if it is the output."""
+        single = math.prod(g.shape[1:-1]) == 1 and g.ndim > 1
+        return Dense(over_positions(g), self.at(g) if single else None)
 
 
 @rule(F.linear, weights=("weight", "bias"))
@@ -24,12 +43,13 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict | 
     shape = weight.shape
     if bias is not None and bias.shape != shape[:-1]:
         return None
-    vector = len(shape) == 1
+    vector, known = len(shape) == 1, _Output()
 
     def matrix(g: Tensor) -> Outer:
-        return Outer(positions(input), positions(g[..., None] if vector else g), shape)
+        shared = known.at(g[..., None] if vector else g)
+        return Outer(positions(input), shared.tensor, shape, shared)
 
-    return {"weight": matrix, "bias": lambda g: Dense(over_positions(g))}
+    return {"weight": matrix, "bias": known.shift}
 
 
 @rule(F.bilinear, weights=("weight", "bias"))
@@ -37,13 +57,14 @@ def bilinear(
     input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> dict:
     """`out_o = input1 @ weight_o @ input2 + bias_o`: linear in all pairs of inputs."""
-    shape = weight.shape
+    shape, known = weight.shape, _Output()
 
     def matrices(g: Tensor) -> Outer:
         pairs = (input1[..., :, None] * input2[..., None, :]).flatten(-2)
-        return Outer(positions(pairs), positions(g), shape)
+        shared = known.at(g)
+        return Outer(positions(pairs), shared.tensor, shape, shared)
 
-    return {"weight": matrices, "bias": lambda g: Dense(over_positions(g))}
+    return {"weight": matrices, "bias": known.shift}
 
 
 @wrap_torch_function(lambda input, weight, bias=None: (input, weight))

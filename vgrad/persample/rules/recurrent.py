@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from vgrad.lowering import cells, recurrent
-from vgrad.persample.factors.base import Dense
-from vgrad.persample.factors.outer import Outer, Positions
+from vgrad.persample.factors.base import Dense, Positions
+from vgrad.persample.factors.outer import Outer
 from vgrad.persample.rules.table import Recording, lowered
 
 Output = tuple[Tensor, ...]
