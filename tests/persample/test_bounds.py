@@ -161,7 +161,7 @@ def flat(grads):
     return torch.cat([grad.detach().double().flatten() for grad in grads.values()])
 
 
-def rows(batch):
+def singles(batch):
     """Batches of one sample each."""
     return [[each[row : row + 1] for each in batch] for row in range(len(batch[0]))]
 
@@ -169,7 +169,9 @@ def rows(batch):
 def lengths(loss, params, batch, bound, **options):
     """Norms of the clipped gradients of single samples."""
     compute = vgrad.clipped_grad(loss, max_norm=bound, **options)
-    return [float(flat(compute(params, {}, *row).grads).norm()) for row in rows(batch)]
+    return [
+        float(flat(compute(params, {}, *row).grads).norm()) for row in singles(batch)
+    ]
 
 
 def largest(loss, params, batch):
@@ -216,7 +218,7 @@ def test_a_sample_of_any_size_is_clipped(
         **CLIPPING[kind](bound),
     )
     with flushed(flush):
-        alone = [compute(params, {}, *sample) for sample in rows(batch)]
+        alone = [compute(params, {}, *sample) for sample in singles(batch)]
         whole = compute(params, {}, *batch)
     for row, one in enumerate(alone):
         found = flat(one.grads)
@@ -359,7 +361,7 @@ def test_the_bound_holds_for_the_largest_of_float64(name):
     ]
     for bound in (1e-29, 1e-10, 1.0):
         compute = vgrad.clipped_grad(loss, max_norm=bound, strategy="recorded")
-        for row in rows(batch):
+        for row in singles(batch):
             found = compute(params, {}, *row)
             assert int(found.nonfinite) == 0
             assert float(flat(found.grads).norm()) <= bound * (1 + 1e-6)
@@ -441,7 +443,7 @@ def test_members_of_an_ensemble_keep_their_bounds():
     loss, params, batch = made("linear", sizes, torch.float32)
     params = {name: torch.stack([value] * 2) for name, value in params.items()}
     compute = ensemble_clipped_grad(loss, max_norm=[1e-6, 1e-2])
-    for row in rows(batch):
+    for row in singles(batch):
         found = compute(params, {}, *row)
         for member, bound in enumerate((1e-6, 1e-2)):
             one = flat({name: grad[member] for name, grad in found.grads.items()})
