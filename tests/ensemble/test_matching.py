@@ -36,7 +36,8 @@ def refused(models, message):
         stack(models)
 
 
-IN_SCOPE = {"F": F, "copy": copy, "functools": functools, "random": random}
+SCOPE = {"torch": torch, "nn": nn, "parametrizations": parametrizations}
+SCOPE |= {"F": F, "copy": copy, "functools": functools, "random": random}
 DIFFERENCES = {
     "m[0] = nn.Linear(3, 5)": (
         r"expected shape \(4, 3\) in '0.weight' of member 2 as in member 0, got"
@@ -85,7 +86,7 @@ DIFFERENCES = {
 @pytest.mark.parametrize("change", DIFFERENCES)
 def test_what_differs_is_named_with_its_member(change):
     three = models()
-    exec(change, globals() | IN_SCOPE, {"m": three[2]})
+    exec(change, SCOPE, {"m": three[2]})
     refused(three, DIFFERENCES[change])
 
 
@@ -93,7 +94,7 @@ def test_what_differs_is_named_with_its_member(change):
 def test_models_that_all_differ_in_the_same_way_are_alike(change):
     three = models()
     for each in three:
-        exec(change, globals() | IN_SCOPE, {"m": each})
+        exec(change, SCOPE, {"m": each})
     _, params, buffers = stack(three)
     assert axes.members(params, buffers) == 3
 
@@ -227,7 +228,7 @@ ATTRIBUTES = [
 
 
 def holding(text):
-    return Holder(eval(text, globals() | IN_SCOPE))
+    return Holder(eval(text, globals() | SCOPE))
 
 
 @pytest.mark.parametrize(("first", "other", "message"), ATTRIBUTES)
