@@ -66,15 +66,6 @@ def test_what_vmap_cannot_run_names_the_op_and_the_loop_runs_it(name):
     oracle.assert_exact(found, expected, 1e-6)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing_names_the_other_way_to_save_memory(reentrant):
-    def loss(p, b, x):
-        return checkpoint(lambda a: (a * p["w"]).sum(), x, use_reentrant=reentrant)
-
-    with pytest.raises(vgrad.UnsupportedOp, match="chunk_size"):
-        vgrad.per_sample_norm(loss)(PARAMS, {}, X)
-
-
 def test_other_errors_stay_as_they_are_with_a_note():
     def loss(p, b, x):
         return (p["w"] @ torch.ones(4)) * x.sum()
