@@ -114,6 +114,7 @@ def problems(draw):
     return size, tensors, in_dims, options
 
 
+@pytest.mark.slow
 @given(problems(), st.sampled_from([(torch.float64, 1e-10), (torch.float32, 1e-4)]))
 @examples(100)
 def test_outputs_and_gradients_equal_those_of_a_loop(problem, kind):

@@ -224,6 +224,7 @@ def test_dropout_between_layers_draws_what_torch_draws(
     assert_equal(by_reports(mode, *given, evaluated)[0], [*whole])
 
 
+@pytest.mark.slow
 @examples(60)
 @given(
     mode=st.sampled_from(list(GATES)),

@@ -112,6 +112,7 @@ def test_an_empty_batch_does_not_run_the_loss():
     assert (found.shape, found.dtype, aux) == ((0, 3), torch.float32, None)
 
 
+@pytest.mark.slow
 @examples(40)
 @given(
     shapes=st.lists(
