@@ -110,17 +110,6 @@ def test_each_member_may_have_its_own_batch_on_any_axis(strategy, axis):
     assert_exact(forward(params, buffers, x.movedim(0, axis)), expected, 1e-12)
 
 
-@strategies
-def test_a_bootstrap_is_indexing(strategy):
-    models, fmodel, params, buffers = build()
-    x = torch.randn(7, 4, dtype=torch.float64)
-    indices = torch.randint(7, (3, 9))
-    forward = ensemble_forward(fmodel, in_dims=0, strategy=strategy)
-    found = forward(params, buffers, x[indices])
-    for member, model in enumerate(models):
-        assert_exact(found[member], model(x[indices[member]]), 1e-12)
-
-
 class Keywords(nn.Module):
     """Takes two inputs, options that are no tensors, and returns a dictionary."""
 

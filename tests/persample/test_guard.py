@@ -117,20 +117,6 @@ def test_warnings_of_the_loss_itself_come_through():
             compute(PARAMS, {}, X)
 
 
-@pytest.mark.parametrize("kind", [torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM])
-@pytest.mark.parametrize("strategy", ["recorded", "vmap"])
-def test_recurrent_nets_need_no_loop(kind, strategy):
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(kind(3, 2).double())
-    loss = vgrad.sample_loss(fmodel, lambda out, y: out[0].sum() + y.sum())
-    batch = torch.randn(2, 4, 3).double(), torch.zeros(2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = vgrad.per_sample_grad(loss, strategy=strategy)(params, buffers, *batch)
-    looped = vgrad.per_sample_grad(loss, strategy="loop")(params, buffers, *batch)
-    for name, grad in looped.items():
-        torch.testing.assert_close(found[name], grad)
-
-
 def test_checkpointing_inside_a_functional_model_is_refused_by_both_strategies():
     class Recomputes(torch.nn.Module):
         def __init__(self):
