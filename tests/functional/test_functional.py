@@ -517,32 +517,6 @@ def test_threads_can_share_a_functional_model():
         assert all(torch.equal(output, expected) for output in outputs)
 
 
-def test_recurrent_nets_and_old_style_hooks_work():
-    with pytest.warns(FutureWarning, match="weight_norm"):
-        normed = torch.nn.utils.weight_norm(nn.Linear(3, 4))
-    spectral = torch.nn.utils.spectral_norm(nn.Linear(4, 4)).eval()
-    model = nn.Sequential(nn.GRU(3, 3, num_layers=2), cases.Pick(lambda o: o[0]))
-    model.extend([normed, spectral])
-    x = torch.randn(5, 2, 3)
-    expected = model(x)
-    fmodel, params, buffers = split(model)
-    torch.testing.assert_close(fmodel(params, buffers, x), expected)
-    halved = {name: (value / 2).detach() for name, value in params.items()}
-    assert not torch.allclose(fmodel(halved, buffers, x), expected)
-
-
-def test_gradients_through_the_function_equal_those_of_the_module():
-    model = cases.TiedLanguageModel()
-    fmodel, params, buffers = split(model)
-    x, y = torch.randint(11, (3, 5)), torch.randint(11, (3, 5))
-    cases.next_token(model(x), y).backward()
-    loss = vgrad.batch_loss(fmodel, cases.next_token)
-    grads = vgrad.grad(loss)(params, buffers, x, y)
-    assert grads.keys() == dict(model.named_parameters()).keys()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(grads[name], parameter.grad)
-
-
 @pytest.mark.parametrize("name", ["mlp", "cnn", "tied", "weight_norm"])
 @pytest.mark.filterwarnings("ignore:We've integrated functorch:FutureWarning")
 def test_parity_with_the_functorch_that_torch_carries(name):
