@@ -2,6 +2,7 @@
 
 import copy
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from vgrad.ensemble import (
     unstack,
 )
 from vgrad.functional import make_functional_with_buffers
+from vgrad.training import EnsembleState
 
 
 def mlp(width=4, p=0.1):
@@ -364,33 +366,24 @@ def test_patterns_are_a_list_and_dictionaries_are_dictionaries(tmp_path):
     fmodel, params, buffers = stack(models())
     tx, given = vgrad.optim.sgd(0.1), (params, buffers)
     for name, call in {
-        "share": lambda shared: share(*given, shared),
-        "member": lambda shared: member(params, 0, shared=shared),
-        "unstack": lambda shared: unstack(fmodel, *given, shared=shared),
-        "save_ensemble": lambda shared: ensemble.save_ensemble(
-            tmp_path / "x", *given, shared=shared
+        "share": partial(share, *given),
+        "member": partial(member, params, 0),
+        "unstack": partial(unstack, fmodel, *given),
+        "save_ensemble": partial(ensemble.save_ensemble, tmp_path / "x", *given),
+        "load_ensemble": partial(ensemble.load_ensemble, tmp_path / "x", *given),
+        "for_members": partial(ensemble.for_members, tx),
+        "ensemble_forward": partial(ensemble.ensemble_forward, fmodel),
+        "ensemble_per_sample_grad": partial(ensemble.ensemble_per_sample_grad, abs),
+        "ensemble_clipped_grad": partial(
+            ensemble.ensemble_clipped_grad, abs, max_norm=1.0
         ),
-        "load_ensemble": lambda shared: ensemble.load_ensemble(
-            tmp_path / "x", *given, shared=shared
-        ),
-        "for_members": lambda shared: ensemble.for_members(tx, shared=shared),
-        "ensemble_forward": lambda shared: ensemble.ensemble_forward(
-            fmodel, shared=shared
-        ),
-        "ensemble_per_sample_grad": lambda shared: ensemble.ensemble_per_sample_grad(
-            abs, shared=shared
-        ),
-        "ensemble_clipped_grad": lambda shared: ensemble.ensemble_clipped_grad(
-            abs, max_norm=1.0, shared=shared
-        ),
-        "EnsembleState.create": lambda shared: vgrad.training.EnsembleState.create(
-            tx, *given, shared=shared
-        ),
+        "EnsembleState.create": partial(EnsembleState.create, tx, *given),
     }.items():
+        keyword = "patterns" if name == "share" else "shared"
         with pytest.raises(TypeError, match=rf"^{name}\(\w+='a'\): .* got a string"):
-            call("a")
+            call(**{keyword: "a"})
         with pytest.raises(TypeError, match=rf"^{name}.*of patterns of names, got a s"):
-            call({"a"})
+            call(**{keyword: {"a"}})
     with pytest.raises(TypeError, match="expected a dictionary of tensors by name"):
         axes.members([torch.ones(2)], {})
     with pytest.raises(TypeError, match="expected a dictionary of tensors by name"):
