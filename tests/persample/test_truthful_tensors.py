@@ -10,6 +10,7 @@ import io
 import itertools
 import pickle
 import weakref
+from functools import partial
 
 import numpy
 import pytest
@@ -53,6 +54,13 @@ def of_hidden(change):
     return lambda p, b, x, y: out(p, change(hidden(p, x)), y)
 
 
+def changed(text, h):
+    """Return `h` after these statements."""
+    scope = {"h": h}
+    exec(text, globals(), scope)
+    return scope["h"]
+
+
 def fused(batched):
     def loss(p, b, x, y):
         h, y = (hidden(p, x)[None], y[None]) if batched else (hidden(p, x), y)
@@ -82,31 +90,10 @@ def asks_after_a_write(p, b, x, y):
     return (filled.sin() if filled.requires_grad else filled.detach()).sum()
 
 
-def hooks(h):
-    if h.requires_grad:
-        h.register_hook(lambda grad: 10 * grad)
-    return h
-
-
-def hooks_the_node(h):
-    if h.grad_fn is not None:
-        h.grad_fn.register_prehook(lambda grads: tuple(10 * g for g in grads))
-    return h
-
-
-def goes_by_the_graph(h):
-    return h.sin() if h.grad_fn is None else h.cos()
-
-
 def goes_by_leaves(p, b, x, y):
     h, w = hidden(p, x), p["w"].t()
     h = h.sin() if h.is_leaf else h.cos()
     return out(p, h + (x.sin() if w.is_leaf else x.cos()) @ w, y)
-
-
-def goes_by_versions(h):
-    h.mul_(2)
-    return h.cos() if h._version else h.sin()
 
 
 def detaches_a_computed_parameter(p, b, x, y):
@@ -114,23 +101,6 @@ def detaches_a_computed_parameter(p, b, x, y):
     h = F.linear(x, w)
     w.detach_()
     return out(p, h * F.linear(x, w), y)
-
-
-def makes_a_leaf(h):
-    h = h.detach()
-    h.requires_grad = True
-    return h
-
-
-def differentiates(h):
-    return torch.autograd.grad(h.square().sum(), h, create_graph=True)[0]
-
-
-def differentiates_a_leaf(h):
-    if h.requires_grad:
-        (grad,) = torch.autograd.grad(h, h, torch.ones_like(h))
-        h = h * (1 + grad)
-    return h
 
 
 def columns(p, x):
@@ -141,32 +111,8 @@ def marked(h):
     return (h * torch.arange(1.0 * h.numel()).reshape(h.shape)).sum().square()
 
 
-def reads_memory(p, b, x, y):
-    return marked(columns(p, x).as_strided((4,), (1,)))
-
-
-def views_a_product(p, b, x, y):
-    return marked(columns(p, x).view(-1))
-
-
-def writes_into_a_reshape(p, b, x, y):
-    h = columns(p, x)
-    h.reshape(-1).mul_(2)
-    return marked(h)
-
-
-def writes_what_was_reshaped(p, b, x, y):
-    h = columns(p, x)
-    flat = h.flatten()
-    F.relu(h, True)
-    return marked(flat)
-
-
-def writes_into_contiguous(p, b, x, y):
-    h = columns(p, x)
-    h.T.contiguous().T.contiguous()[0] = 0
-    h.contiguous()[0] = 0
-    return marked(h)
+def of_columns(change):
+    return lambda p, b, x, y: marked(change(columns(p, x)))
 
 
 def writes_into_a_copy(p, b, x, y):
@@ -224,17 +170,13 @@ def compiled(x):
         return super(torch.autograd.Function, Doubled).apply(x)
 
 
-def returns_from_compiled_code(p, b, x, y):
-    return compiled(out(p, hidden(p, x), y))
-
-
 def calls_compiled_code_in_a_vmap(p, b, x, y):
     h = hidden(p, x)
     return out(p, torch.vmap(lambda k: compiled(h) + k)(x[:2]).sum(0), y)
 
 
 branches = of_hidden(lambda h: F.relu(h) if h.requires_grad else h.detach().relu_())
-BOTH = ("recorded", "members")
+BOTH, RECORDED = ("recorded", "members"), ("recorded",)
 LOSSES = {
     "fused": (("vmap",), fused(batched=True)),
     "fused without a batch": (("vmap",), fused(batched=False)),
@@ -242,31 +184,41 @@ LOSSES = {
     "branches on a computed parameter": ((), branches_on_a_computed_parameter),
     "asks in no_grad": ((), of_hidden(asks_in_no_grad)),
     "asks after a write": ((), asks_after_a_write),
-    "hooks": (BOTH, of_hidden(hooks)),
-    "hooks the node": (BOTH, of_hidden(hooks_the_node)),
-    "goes by the graph": (BOTH, of_hidden(goes_by_the_graph)),
     "goes by leaves": (BOTH, goes_by_leaves),
-    "goes by versions": (BOTH, of_hidden(goes_by_versions)),
-    "detaches in place": (BOTH, of_hidden(lambda h: h.detach_())),
     "detaches a computed parameter": (BOTH, detaches_a_computed_parameter),
-    "makes a leaf": (BOTH, of_hidden(makes_a_leaf)),
-    "differentiates": (BOTH, of_hidden(differentiates)),
-    "differentiates a leaf": (BOTH, of_hidden(differentiates_a_leaf)),
-    "reads memory": (("recorded",), reads_memory),
-    "writes into a reshape": (("recorded",), writes_into_a_reshape),
-    "writes what was reshaped": (("recorded",), writes_what_was_reshaped),
-    "writes into contiguous": (("recorded",), writes_into_contiguous),
     "writes into a copy": ((), writes_into_a_copy),
-    "views a product": (("recorded",), views_a_product),
     "convolved": (("members",), convolved),
     "frozen encoder": ((), frozen_encoder),
     "frozen attention": ((), frozen_attention),
     "frozen table": ((), frozen_table),
-    "calls compiled code": (BOTH, of_hidden(compiled)),
-    "returns from compiled code": (BOTH, returns_from_compiled_code),
+    "compiled loss": (BOTH, lambda p, b, x, y: compiled(out(p, hidden(p, x), y))),
     "calls compiled code in a vmap": (BOTH, calls_compiled_code_in_a_vmap),
 }
 """Losses that ask their tensors, and who refuses; all others are exact."""
+LOSSES |= {
+    text: (BOTH, of_hidden(partial(changed, text)))
+    for text in [
+        "if h.requires_grad: h.register_hook(lambda grad: 10 * grad)",
+        "if h.grad_fn: h.grad_fn.register_prehook(lambda grads: (10 * grads[0],))",
+        "h = h.sin() if h.grad_fn is None else h.cos()",
+        "h.mul_(2); h = h.cos() if h._version else h.sin()",
+        "h = h.detach_()",
+        "h = h.detach(); h.requires_grad = True",
+        "h = torch.autograd.grad(h.square().sum(), h, create_graph=True)[0]",
+        "if h.requires_grad: h = h * (1 + torch.autograd.grad(h, h, h.new_ones(5))[0])",
+        "h = compiled(h)",
+    ]
+}
+LOSSES |= {
+    text: (RECORDED, of_columns(partial(changed, text)))
+    for text in [
+        "h = h.as_strided((4,), (1,))",
+        "h = h.view(-1)",
+        "h.reshape(-1).mul_(2)",
+        "flat = h.flatten(); F.relu(h, True); h = flat",
+        "h.T.contiguous().T.contiguous()[0] = 0; h.contiguous()[0] = 0",
+    ]
+}
 
 FUSED = pytest.mark.skipif(
     not hasattr(F, "linear_cross_entropy"), reason="torch has no linear_cross_entropy"
