@@ -215,7 +215,13 @@ def tensors_alive():
     return sum(issubclass(type(each), Tensor) for each in gc.get_objects())
 
 
-@every_strategy
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "recorded",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("vmap", "loop")),
+    ],
+)
 def test_steps_and_errors_leave_no_tensors_behind(strategy):
     # OP: `module.activations` grew by one entry a step under activation checkpointing.
     loss, params, _ = of_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)))
