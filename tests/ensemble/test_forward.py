@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import vgrad
+from tests.cases import randn
 from tests.examples import examples
 from tests.oracle import assert_exact
 from vgrad.ensemble import choice, ensemble_forward, share, stack
@@ -54,6 +55,9 @@ MODELS = {
     "normed": (normed, (5, 4)),
     "attention": (attention, (5, 3, 8)),
 }
+
+
+X = randn(5, 4)
 
 
 def build(make=mlp, count=3, seed=0):
@@ -104,17 +108,6 @@ def test_each_member_may_have_its_own_batch_on_any_axis(strategy, axis):
     expected = torch.stack([each(row) for each, row in zip(models, x, strict=True)])
     forward = ensemble_forward(fmodel, in_dims=axis, strategy=strategy)
     assert_exact(forward(params, buffers, x.movedim(0, axis)), expected, 1e-12)
-
-
-@strategies
-def test_a_bootstrap_is_indexing(strategy):
-    models, fmodel, params, buffers = build()
-    x = torch.randn(7, 4, dtype=torch.float64)
-    indices = torch.randint(7, (3, 9))
-    forward = ensemble_forward(fmodel, in_dims=0, strategy=strategy)
-    found = forward(params, buffers, x[indices])
-    for member, model in enumerate(models):
-        assert_exact(found[member], model(x[indices[member]]), 1e-12)
 
 
 class Keywords(nn.Module):
@@ -187,13 +180,12 @@ def test_members_may_be_chunked_along_another_axis():
 def test_buffers_come_back_as_each_member_left_them(strategy):
     models, fmodel, params, buffers = build(normed)
     before = {name: value.clone() for name, value in buffers.items()}
-    x = torch.randn(5, 4, dtype=torch.float64)
     forward = ensemble_forward(fmodel, strategy=strategy)
-    output, new = forward.with_buffers(params, buffers, x)
-    output, new = forward.with_buffers(params, new, 2 * x)
+    output, new = forward.with_buffers(params, buffers, X)
+    output, new = forward.with_buffers(params, new, 2 * X)
     for each in models:
-        each(x)
-    assert_alone(output, models, 2 * x)
+        each(X)
+    assert_alone(output, models, 2 * X)
     for name, value in new.items():
         assert_exact(
             value, torch.stack([each.get_buffer(name) for each in models]), 1e-12
@@ -223,12 +215,11 @@ def test_shared_entries_have_no_member_axis_before_and_after(strategy):
     models, fmodel, params, buffers = build(Offset)
     patterns = ["layer.bias", "con*", "count"]
     params, buffers = share(params, buffers, patterns)
-    x = torch.randn(5, 4, dtype=torch.float64)
     forward = ensemble_forward(fmodel, strategy=strategy, shared=patterns)
-    output, new = forward.with_buffers(params, buffers, x)
+    output, new = forward.with_buffers(params, buffers, X)
     for model in models[1:]:
         model.layer.bias = models[0].layer.bias
-    assert_alone(output, models, x)
+    assert_alone(output, models, X)
     assert {name: value.shape for name, value in new.items()} == {
         "constant": (4,),
         "count": (),
@@ -243,10 +234,9 @@ def test_members_that_leave_several_values_in_a_shared_buffer_are_refused(strate
     _, fmodel, params, buffers = build(Offset)
     params, buffers = share(params, buffers, ["running"])
     forward = ensemble_forward(fmodel, strategy=strategy, shared=["running"])
-    x = torch.randn(5, 4, dtype=torch.float64)
-    assert forward(params, buffers, x).shape == (3, 5, 4)
+    assert forward(params, buffers, X).shape == (3, 5, 4)
     with pytest.raises(ValueError, match="one value in the buffer 'running', which"):
-        forward.with_buffers(params, buffers, x)
+        forward.with_buffers(params, buffers, X)
 
 
 @pytest.mark.parametrize("strategy", ["vmap", "loop", "hybrid"])
@@ -270,42 +260,39 @@ def test_randomness_says_whether_members_share_a_mask(strategy):
 @pytest.mark.parametrize("strategy", ["vmap", "loop", "hybrid"])
 def test_where_nothing_is_random_randomness_error_passes(strategy):
     models, fmodel, params, buffers = build()
-    x = torch.randn(5, 4, dtype=torch.float64)
     forward = ensemble_forward(fmodel.eval(), strategy=strategy, randomness="error")
-    assert_alone(forward(params, buffers, x), models, x)
+    assert_alone(forward(params, buffers, X), models, X)
 
 
 def test_a_loop_draws_the_masks_that_the_models_would():
     models, fmodel, params, buffers = build(lambda: mlp(0.5))
-    x = torch.randn(5, 4, dtype=torch.float64)
     torch.manual_seed(3)
-    expected = torch.stack([each(x) for each in models])
+    expected = torch.stack([each(X) for each in models])
     torch.manual_seed(3)
-    found = ensemble_forward(fmodel, strategy="loop")(params, buffers, x)
+    found = ensemble_forward(fmodel, strategy="loop")(params, buffers, X)
     assert_exact(found, expected, 1e-12)
     expected = []
     for each in models:
         torch.manual_seed(3)
-        expected.append(each(x))
+        expected.append(each(X))
     torch.manual_seed(3)
     options = {"strategy": "loop", "randomness": "same"}
-    found = ensemble_forward(fmodel, **options)(params, buffers, x)
+    found = ensemble_forward(fmodel, **options)(params, buffers, X)
     assert_exact(found, torch.stack(expected), 1e-12)
 
 
 @pytest.mark.parametrize("strategy", ["auto", "vmap", "hybrid"])
 def test_choosing_and_explaining_draw_no_random_numbers(strategy):
     _, fmodel, params, buffers = build(lambda: mlp(0.5))
-    x = torch.randn(5, 4, dtype=torch.float64)
     known = "hybrid" if strategy == "auto" else strategy
     torch.manual_seed(5)
-    expected = ensemble_forward(fmodel, strategy=known)(params, buffers, x)
+    expected = ensemble_forward(fmodel, strategy=known)(params, buffers, X)
     for explained in (False, True):
         torch.manual_seed(5)
         forward = ensemble_forward(fmodel, strategy=strategy)
         if explained:
-            forward.explain(params, buffers, x)
-        assert torch.equal(forward(params, buffers, x), expected)
+            forward.explain(params, buffers, X)
+        assert torch.equal(forward(params, buffers, X), expected)
 
 
 @strategies
@@ -367,22 +354,20 @@ class Failing(nn.Module):
 def test_a_forward_pass_that_raises_changes_nothing(strategy):
     _, fmodel, params, buffers = build(Failing)
     before = {name: value.clone() for name, value in {**params, **buffers}.items()}
-    x = torch.randn(5, 4, dtype=torch.float64)
-    same = x.clone()
+    same = X.clone()
     forward = ensemble_forward(fmodel, strategy=strategy)
     for call in (forward, forward.with_buffers):
         with pytest.raises(RuntimeError, match="shape|size|dim"):
-            call(params, buffers, x)
-    assert_exact(({**params, **buffers}, x), (before, same), 0)
+            call(params, buffers, X)
+    assert_exact(({**params, **buffers}, X), (before, same), 0)
 
 
 def test_dictionaries_of_another_class_are_fine():
     models, fmodel, params, buffers = build(normed)
-    x = torch.randn(5, 4, dtype=torch.float64)
     found = ensemble_forward(fmodel, strategy="hybrid").with_buffers(
-        OrderedDict(params), OrderedDict(buffers), x
+        OrderedDict(params), OrderedDict(buffers), X
     )[0]
-    assert_alone(found, models, x)
+    assert_alone(found, models, X)
 
 
 def test_what_looks_at_values_runs_in_a_loop_only():
@@ -396,23 +381,21 @@ def test_what_looks_at_values_runs_in_a_loop_only():
             return out if out.sum().item() > 0 else -out
 
     models, fmodel, params, buffers = build(Branching)
-    x = torch.randn(5, 4, dtype=torch.float64)
     for strategy in ("vmap", "hybrid"):
         with pytest.raises(vgrad.UnsupportedOp, match='Use strategy="loop"'):
-            ensemble_forward(fmodel, strategy=strategy)(params, buffers, x)
-    found = ensemble_forward(fmodel, strategy="loop")(params, buffers, x)
-    assert_alone(found, models, x)
+            ensemble_forward(fmodel, strategy=strategy)(params, buffers, X)
+    found = ensemble_forward(fmodel, strategy="loop")(params, buffers, X)
+    assert_alone(found, models, X)
 
 
 def test_batch_statistics_of_a_chunk_are_refused():
     models, fmodel, params, buffers = build(normed)
-    x = torch.randn(5, 4, dtype=torch.float64)
     for strategy in STRATEGIES:
         options = {"chunk_size": 2, "strategy": strategy}
         with pytest.raises(ValueError, match="batch statistics"):
-            ensemble_forward(fmodel, **options)(params, buffers, x)
-        found = ensemble_forward(fmodel.eval(), **options)(params, buffers, x)
-        assert_exact(found, torch.stack([each.eval()(x) for each in models]), 1e-12)
+            ensemble_forward(fmodel, **options)(params, buffers, X)
+        found = ensemble_forward(fmodel.eval(), **options)(params, buffers, X)
+        assert_exact(found, torch.stack([each.eval()(X) for each in models]), 1e-12)
 
 
 def test_the_strategy_follows_the_work_of_one_member():
@@ -444,8 +427,7 @@ def test_the_strategy_follows_the_work_of_one_member():
 
 def test_an_explanation_is_a_table():
     _, fmodel, params, buffers = build()
-    x = torch.randn(5, 4, dtype=torch.float64)
-    text = str(ensemble_forward(fmodel, strategy="hybrid").explain(params, buffers, x))
+    text = str(ensemble_forward(fmodel, strategy="hybrid").explain(params, buffers, X))
     title, empty, header, *rows = text.splitlines()
     assert title == (
         'ensemble_forward of 3 members, strategy hybrid: as strategy="hybrid" says'
@@ -455,7 +437,7 @@ def test_an_explanation_is_a_table():
     assert [row.split() for row in rows] == [["linear", "baddbmm"]] * 2
     for strategy in ("loop", "vmap"):
         forward = ensemble_forward(fmodel, strategy=strategy)
-        assert len(str(forward.explain(params, buffers, x)).splitlines()) == 1
+        assert len(str(forward.explain(params, buffers, X)).splitlines()) == 1
 
 
 def test_inside_of_a_transform_members_run_at_once():
@@ -475,9 +457,8 @@ def test_models_that_return_more_than_tensors_are_refused(strategy):
     def with_none(params, buffers, x):
         return fmodel(params, buffers, x), None
 
-    x = torch.randn(5, 4, dtype=torch.float64)
     with pytest.raises(TypeError, match="NoneType"):
-        ensemble_forward(with_none, strategy=strategy)(params, buffers, x)
+        ensemble_forward(with_none, strategy=strategy)(params, buffers, X)
 
 
 @strategies
@@ -498,34 +479,36 @@ def test_models_of_buffers_alone_run(strategy):
     assert_alone(found, models, x)
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"strategy": "fast"}, ValueError, "strategy='fast'.*one of 'auto', 'vmap'"),
+        ({"randomness": "none"}, ValueError, "randomness='none'.*one of 'error'"),
+        ({"chunk_size": 0}, ValueError, "chunk_size=0.*whole number >= 1"),
+        ({"shared": "0.*"}, TypeError, r"shared='0.\*'.*Write \['0.\*'\]"),
+        ({"in_dims": (0, 0)}, ValueError, r"in_dims=\(0, 0\).*each of the 1 items"),
+        ({"in_dims": 0}, ValueError, "3 members along axis 0 of item 0.*5, 4"),
+        ({"in_dims": 2}, ValueError, "3 members along axis 2 of item 0"),
+        ({"shared": ["typo"]}, ValueError, "a parameter or buffer, got none"),
+    ],
+)
+def test_bad_options_are_refused_with_what_was_expected(options, error, message):
+    _, fmodel, params, buffers = build()
+    with pytest.raises(error, match=message):
+        ensemble_forward(fmodel, **options)(params, buffers, X)
+
+
 def test_bad_arguments_are_refused_with_what_was_expected():
     _, fmodel, params, buffers = build()
-    x = torch.randn(5, 4, dtype=torch.float64)
-    with pytest.raises(ValueError, match="strategy='fast'.*one of 'auto', 'vmap'"):
-        ensemble_forward(fmodel, strategy="fast")
-    with pytest.raises(ValueError, match="randomness='none'.*one of 'error'"):
-        ensemble_forward(fmodel, randomness="none")
-    with pytest.raises(ValueError, match="chunk_size=0.*whole number >= 1"):
-        ensemble_forward(fmodel, chunk_size=0)
-    with pytest.raises(TypeError, match=r"shared='0.\*'.*Write \['0.\*'\]"):
-        ensemble_forward(fmodel, shared="0.*")
-    with pytest.raises(ValueError, match=r"in_dims=\(0, 0\).*each of the 1 items"):
-        ensemble_forward(fmodel, in_dims=(0, 0))(params, buffers, x)
-    with pytest.raises(ValueError, match="3 members along axis 0 of item 0.*5, 4"):
-        ensemble_forward(fmodel, in_dims=0)(params, buffers, x)
-    with pytest.raises(ValueError, match="3 members along axis 2 of item 0"):
-        ensemble_forward(fmodel, in_dims=2)(params, buffers, x)
-    with pytest.raises(ValueError, match="matches a parameter or buffer, got none"):
-        ensemble_forward(fmodel, shared=["typo"])(params, buffers, x)
     with pytest.raises(ValueError, match="expected 3 members in '0.bias'"):
-        ensemble_forward(fmodel)({**params, "0.bias": params["0.bias"][:2]}, {}, x)
+        ensemble_forward(fmodel)({**params, "0.bias": params["0.bias"][:2]}, {}, X)
     with pytest.raises(ValueError, match=r"chunk_size=2\).with_buffers.*None"):
-        ensemble_forward(fmodel, chunk_size=2).with_buffers(params, buffers, x)
+        ensemble_forward(fmodel, chunk_size=2).with_buffers(params, buffers, X)
     pair = ensemble_forward(lambda params, buffers, x, y: x, chunk_size=2)
     with pytest.raises(ValueError, match=r"batches of one size, got \[4, 5\]"):
-        pair(params, buffers, x, x[:4])
+        pair(params, buffers, X, X[:4])
     with pytest.raises(TypeError, match="params.*dictionary"):
-        ensemble_forward(fmodel)(list(params.values()), buffers, x)
+        ensemble_forward(fmodel)(list(params.values()), buffers, X)
 
 
 @pytest.mark.parametrize("strategy", ["vmap", "loop", "hybrid"])

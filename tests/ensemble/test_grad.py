@@ -164,8 +164,8 @@ def test_the_loss_scale_is_in_the_gradients_and_not_in_the_losses(strategy):
     models, loss, params, buffers, batch = build()
     x, y = batch(5), torch.randint(3, (5,))
     compute = ensemble_grad(loss, strategy=strategy)
-    for scale in (8.0, torch.tensor(8.0), torch.tensor([0.0, 1.0, 2.0**15])):
-        weights = torch.as_tensor(scale).expand(3).double()
+    for scale in (8.0, 0.1, torch.tensor(8.0), torch.tensor([0.0, 1.0, 2.0**15])):
+        weights = torch.as_tensor(scale, dtype=torch.float64).expand(3)
         result = compute(params, buffers, x, y, loss_scale=scale)
         assert_right(result, models, [(x, y)] * 3, weights)
         assert {grad.dtype for grad in result.grads.values()} == {torch.float64}
@@ -406,18 +406,6 @@ def test_bad_arguments_are_refused_with_what_was_expected():
 
 
 @strategies
-def test_a_number_as_loss_scale_is_not_rounded(strategy):
-    fmodel, params, buffers = stack([mlp() for _ in range(2)])
-    loss = vgrad.batch_loss(fmodel, F.cross_entropy)
-    x, y = torch.randn(5, 4, dtype=torch.float64), torch.arange(5) % 3
-    compute = ensemble_grad(loss, strategy=strategy)
-    plain = compute(params, buffers, x, y).grads
-    scaled = compute(params, buffers, x, y, loss_scale=0.1).grads
-    expected = {name: 0.1 * value for name, value in plain.items()}
-    assert_exact(scaled, expected, 1e-14)
-
-
-@strategies
 def test_complex_members_have_the_gradients_of_their_own_backward_pass(strategy):
     torch.manual_seed(0)
     kind = torch.complex128
@@ -497,15 +485,13 @@ def test_a_loss_of_one_sample_is_refused():
         )
 
 
-WRITES = {
-    "a parameter": lambda params, buffers, x: params["w"].clamp_(0, 0.1),
-    "data": lambda params, buffers, x: params["w"].detach().t()[0].zero_(),
-    "a buffer": lambda params, buffers, x: buffers["b"].add_(1),
-    "the batch": lambda params, buffers, x: x.mul_(2),
-    "statistics": lambda params, buffers, x: F.batch_norm(
-        x, buffers["b"], buffers["b"], training=True
-    ),
-}
+WRITES = [
+    "w.clamp_(0, 0.1)",
+    "w.detach().t()[0].zero_()",
+    "b.add_(1)",
+    "x.mul_(2)",
+    "F.batch_norm(x, b, b, training=True)",
+]
 
 
 @pytest.mark.parametrize("shared", [(), ("*",)])
@@ -517,7 +503,7 @@ def test_a_loss_that_writes_into_what_it_is_given_has_not_done_so(
 ):
     def loss(params, buffers, x):
         with torch.no_grad():
-            WRITES[write](params, buffers, x)
+            eval(write, globals() | params | buffers | {"x": x})
         return (x @ params["w"] + params["v"] + buffers["b"].sum()).sum()
 
     params = {"w": torch.ones(3, 2, 2), "v": torch.ones(3, 2)}

@@ -73,23 +73,18 @@ def test_any_mixture_comes_back_in_order(widths):
     assert_exact(groups.map(outputs_for(x)), expected, 1e-5)
 
 
+TWO, THREE, ONE = torch.ones(2), torch.ones(3), torch.ones(())
+
+
 @pytest.mark.parametrize(
     ("results", "error", "message"),
     [
-        (
-            [torch.ones(3), (torch.ones(2),)],
-            ValueError,
-            "expected results of one struct",
-        ),
-        ([torch.ones(3), torch.ones(3)], ValueError, "axis of 2 members from group 1"),
-        ([torch.ones(()), torch.ones(2)], ValueError, "axis of 3 members from group 0"),
-        ([torch.ones(3), 2.0], TypeError, "expected tensors, got a float from group 1"),
-        ([torch.ones(3, 2), torch.ones(2, 1)], ValueError, r"axis only, got \(2, 1\)"),
-        (
-            [torch.ones(3), torch.ones(2, dtype=torch.float64)],
-            ValueError,
-            r"first axis only, got \(2,\), torch.float64",
-        ),
+        ([THREE, (TWO,)], ValueError, "expected results of one struct"),
+        ([THREE, THREE], ValueError, "axis of 2 members from group 1"),
+        ([ONE, TWO], ValueError, "axis of 3 members from group 0"),
+        ([THREE, 2.0], TypeError, "expected tensors, got a float from group 1"),
+        ([torch.ones(3, 2), TWO[:, None]], ValueError, r"axis only, got \(2, 1\)"),
+        ([THREE, TWO.double()], ValueError, r"axis only, got \(2,\), .*float64"),
     ],
 )
 def test_results_that_do_not_fit_together_are_refused(results, error, message):
@@ -99,7 +94,6 @@ def test_results_that_do_not_fit_together_are_refused(results, error, message):
 
 
 def test_a_group_of_nothing_is_refused():
-    with pytest.raises(
-        ValueError, match=r"group\(models\): expected at least one model"
-    ):
+    message = r"group\(models\): expected at least one model"
+    with pytest.raises(ValueError, match=message):
         group([])

@@ -36,129 +36,73 @@ def refused(models, message):
         stack(models)
 
 
-def changed(change, build=mlp):
-    """Return three models of which the last one was changed."""
-    three = models(3, build)
-    result = change(three[2])
-    return [*three[:2], result if isinstance(result, nn.Module) else three[2]]
+CHANGES = [  # of a model `m`: what was expected where, and what was got
+    ("m[0] = nn.Linear(3, 5)", r"shape \(4, 3\)", "0.weight", "shape"),
+    ("m[3].bfloat16()", "dtype torch.float32", "3.weight", "dtype torch.bfloat16"),
+    ("m[3].to('meta')", "device cpu", "3.weight", "device meta"),
+    (
+        "m[0].weight.requires_grad_(False)",
+        "requires_grad=True",
+        "0.weight",
+        "requires_grad=False",
+    ),
+    ("m[3] = nn.Linear(4, 2, bias=False)", "a parameter", "3.bias", "none"),
+    ("m[0].new = nn.Parameter(torch.ones(1))", "none", "0.new", "a parameter"),
+    ("buffer_instead(m[0])", "a parameter", "0.bias", "a buffer"),
+    ("not_persistent(m[1])", "a buffer", "1.running_mean", ".* that is not pers"),
+    ("m[1].eval()", "True", "1.training", "False"),
+    ("m.append(nn.ReLU())", "none", "4", "a .*activation.ReLU"),
+    ("m[2] = nn.Dropout1d(0.1)", "a .*Dropout", "2", "a .*Dropout1d"),
+    (
+        "m._modules = dict(reversed(m._modules.items()))",
+        r"submodules in the order \['', '0', .*",
+        None,
+        r".*\['', '3', '2'",
+    ),
+    ("m[2].p = 0.5", "0.1", "2.p", "0.5"),
+    ("m[1].eps = 1e-3", "1e-05", "1.eps", "0.001"),
+    ("m[1].scale = 2.0", "nothing", "1.scale", "2.0"),
+    ("del m[2].inplace", "False", "2.inplace", "nothing"),
+    ("m[2].inplace = 0", "False", "2.inplace", "0"),
+    (
+        "m[3].register_forward_hook(lambda module, args, output: output * 2)",
+        "nothing",
+        r"3._forward_hooks\[0\]",
+        "a tuple",
+    ),
+    ("parametrizations.orthogonal(m[0])", "a torch.*Linear", "0", "a parametrized"),
+    ("m[2].forward = F.relu", "nothing", "2.forward", "relu"),
+]
 
 
-def widened(model):
-    model[0] = nn.Linear(3, 5)
+def buffer_instead(layer):
+    bias = layer.bias.detach()
+    del layer.bias
+    layer.register_buffer("bias", bias)
 
 
-def half(model):
-    model[3].to(torch.bfloat16)
+def not_persistent(layer):
+    layer.register_buffer("running_mean", torch.zeros(4), persistent=False)
 
 
-def to_meta(model):
-    model[3].to("meta")
+SCOPE = {each.__name__: each for each in (torch, copy, functools, random)}
+SCOPE |= {"F": F, "nn": nn, "parametrizations": parametrizations}
+SCOPE |= {each.__name__: each for each in (buffer_instead, not_persistent)}
 
 
-def frozen(model):
-    model[0].weight.requires_grad_(False)
+@pytest.mark.parametrize(("change", "expected", "place", "got"), CHANGES)
+def test_what_differs_is_named_with_its_member(change, expected, place, got):
+    three = models()
+    exec(change, SCOPE, {"m": three[2]})
+    place = "" if place is None else f"in '{place}' of "
+    refused(three, f"expected {expected} ?{place}member 2 as in member 0, got {got}")
 
 
-def without_bias(model):
-    model[3] = nn.Linear(4, 2, bias=False)
-
-
-def one_more(model):
-    model[0].register_parameter("extra", nn.Parameter(torch.ones(1)))
-
-
-def buffer_instead(model):
-    bias = model[0].bias.detach()
-    del model[0].bias
-    model[0].register_buffer("bias", bias)
-
-
-def not_persistent(model):
-    model[1].register_buffer("running_mean", torch.zeros(4), persistent=False)
-
-
-def evaluated(model):
-    model[1].eval()
-
-
-def longer(model):
-    model.append(nn.ReLU())
-
-
-def replaced(model):
-    model[2] = nn.Dropout1d(0.1)
-
-
-def reordered(model):
-    model._modules = dict(reversed(model._modules.items()))
-
-
-def more_dropout(model):
-    model[2].p = 0.5
-
-
-def other_eps(model):
-    model[1].eps = 1e-3
-
-
-def one_attribute_more(model):
-    model[1].scale = 2.0
-
-
-def one_attribute_less(model):
-    del model[2].inplace
-
-
-def int_for_bool(model):
-    model[2].inplace = 0
-
-
-def hooked(model):
-    model[3].register_forward_hook(lambda module, args, output: output * 2)
-
-
-def parametrized(model):
-    parametrizations.orthogonal(model[0])
-
-
-def method_replaced(model):
-    model[2].forward = F.relu
-
-
-DIFFERENCES = {
-    widened: r"expected shape \(4, 3\) in '0.weight' of member 2 as in member 0, got",
-    half: "expected dtype torch.float32 in '3.weight' of member 2 .* torch.bfloat16",
-    to_meta: "expected device cpu in '3.weight' of member 2 .*, got device meta",
-    frozen: "requires_grad=True in '0.weight' of member 2 .*, got requires_grad=False",
-    without_bias: "expected a parameter in '3.bias' of member 2 .*, got none",
-    one_more: "expected none in '0.extra' of member 2 .*, got a parameter",
-    buffer_instead: "expected a parameter in '0.bias' of member 2 .*, got a buffer",
-    not_persistent: "a buffer in '1.running_mean' of member 2 .* that is not pers",
-    evaluated: "expected True in '1.training' of member 2 .*, got False",
-    longer: r"expected none in '4' of member 2 .*, got a .*activation.ReLU",
-    replaced: r"expected a .*Dropout in '2' of member 2 .*, got a .*Dropout1d",
-    reordered: r"submodules in the order \['', '0', .* member 2 .*\['', '3', '2'",
-    more_dropout: "expected 0.1 in '2.p' of member 2 as in member 0, got 0.5",
-    other_eps: "expected 1e-05 in '1.eps' of member 2 as in member 0, got 0.001",
-    one_attribute_more: "expected nothing in '1.scale' of member 2 .*, got 2.0",
-    one_attribute_less: "expected False in '2.inplace' of member 2 .*, got nothing",
-    int_for_bool: "expected False in '2.inplace' of member 2 .*, got 0",
-    hooked: r"expected nothing in '3._forward_hooks\[0\]' of member 2 .*, got a tuple",
-    parametrized: "expected a torch.*Linear in '0' .*, got a parametrized torch",
-    method_replaced: "expected nothing in '2.forward' of member 2 .*, got relu",
-}
-
-
-@pytest.mark.parametrize("change", DIFFERENCES, ids=lambda change: change.__name__)
-def test_what_differs_is_named_with_its_member(change):
-    refused(changed(change), DIFFERENCES[change])
-
-
-@pytest.mark.parametrize("change", DIFFERENCES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", [change for change, *_ in CHANGES])
 def test_models_that_all_differ_in_the_same_way_are_alike(change):
     three = models()
     for each in three:
-        change(each)
+        exec(change, SCOPE, {"m": each})
     _, params, buffers = stack(three)
     assert axes.members(params, buffers) == 3
 
@@ -218,10 +162,7 @@ def scaled(factor):
 
 
 def with_default(factor):
-    def function(x, factor=factor):
-        return x * factor
-
-    return function
+    return lambda x, factor=factor: x * factor
 
 
 def seeded(seed):
@@ -229,101 +170,56 @@ def seeded(seed):
 
 
 BODY = nn.Linear(2, 2)
-
-ATTRIBUTES = {
-    "number": (lambda: 3, lambda: 4, "expected 3 in 'held' of member 1 .*, got 4"),
-    "kind of number": (lambda: 1, lambda: 1.0, "expected 1 in 'held' .*, got 1.0"),
-    "none": (lambda: None, lambda: "a", "expected None in 'held' .*, got 'a'"),
-    "tuple": (lambda: (1, 2), lambda: (1, 3), r"expected 2 in 'held\[1\]' .*got 3"),
-    "list": (lambda: [1], lambda: [1, 2], r"nothing in 'held\[1\]' .*got 2"),
-    "dictionary": (lambda: {"a": 1}, lambda: {"a": 2}, r"1 in 'held\['a'\]' .*got 2"),
-    "order": (
-        lambda: {"a": 1, "b": 1},
-        lambda: {"b": 1, "a": 1},
-        r"the order \['a', 'b'\] in 'held' .*got \['b', 'a'\]",
+LEAKY = "functools.partial(F.leaky_relu, negative_slope={})"
+ATTRIBUTES = [  # of two models: what was expected where, and what was got
+    ("3", "4", "", "3", "4"),
+    ("1", "1.0", "", "1", "1.0"),
+    ("None", "'a'", "", "None", "'a'"),
+    ("(1, 2)", "(1, 3)", r"\[1\]", "2", "3"),
+    ("[1]", "[1, 2]", r"\[1\]", "nothing", "2"),
+    ("{'a': 1}", "{'a': 2}", r"\['a'\]", "1", "2"),
+    ("{0: 1, 5: 1}", "{5: 1, 0: 1}", "", r".*the order \[0, 5\]", r"\[5, 0\]"),
+    ("{(1, 2): 1}", "{(1, 3): 1}", r"\[0\]\[0\]\[1\]", "2", "3"),
+    ("{1, 2}", "{1, 3}", r"\[2\]", "2", "nothing"),
+    ("Config(1)", "Config(2)", ".size", "1", "2"),
+    ("Slotted(1)", "Slotted(2)", r".__state__\[1\]\['size'\]", "1", "2"),
+    ("torch.ones(2).numpy()", "torch.zeros(2).numpy()", ".__state__.*", ".*", ".*"),
+    ("torch.ones(2)", "torch.zeros(2)", "", "the values", "others"),
+    (
+        "torch.ones(2)",
+        "torch.ones(2).half()",
+        "",
+        "dtype torch.float32",
+        "dtype torch.float16",
     ),
-    "other keys": (
-        lambda: {(1, 2): 1},
-        lambda: {(1, 3): 1},
-        r"expected 2 in 'held\[0\]\[0\]\[1\]' .*got 3",
+    ("torch.float32", "torch.float64", "", ".*", ".*"),
+    ("F.relu", "F.gelu", ".*", ".*relu.*", ".*gelu"),
+    ("F.relu", "F.elu", ".__code__", "the code of 'relu'", "the code of 'elu'"),
+    ("scaled(1)", "scaled(2)", r".__closure__\[0\]", "1", "2"),
+    ("with_default(1)", "with_default(2)", r".__defaults__\[0\]", "1", "2"),
+    (LEAKY.format(0.1), LEAKY.format(0.2), r".*\['negative_slope'\]", "0.1", "0.2"),
+    ("[nn.Dropout(0.1)]", "[nn.Dropout(0.2)]", r"\[0\].p", "0.1", "0.2"),
+    (
+        "[copy.deepcopy(BODY)]",
+        "[nn.Linear(2, 2)]",
+        r"\[0\].weight",
+        "the values",
+        "others",
     ),
-    "set": (lambda: {1, 2}, lambda: {1, 3}, r"expected 2 in 'held\[2\]' .*got nothing"),
-    "object": (lambda: Config(1), lambda: Config(2), "1 in 'held.size' .*got 2"),
-    "slots": (
-        lambda: Slotted(1),
-        lambda: Slotted(2),
-        r"'held.__state__\[1\]\['size'\]",
-    ),
-    "array": (
-        lambda: torch.arange(3).numpy(),
-        lambda: torch.ones(3, dtype=int).numpy(),
-        "in 'held.__state__",
-    ),
-    "tensor": (
-        lambda: torch.ones(2),
-        lambda: torch.zeros(2),
-        "expected the values in 'held' of member 1 .*, got others",
-    ),
-    "tensor's dtype": (
-        lambda: torch.ones(2),
-        lambda: torch.ones(2).double(),
-        "expected dtype torch.float32 in 'held' .*, got dtype torch.float64",
-    ),
-    "torch's names": (
-        lambda: torch.float32,
-        lambda: torch.float64,
-        "in 'held' of member 1",
-    ),
-    "function": (lambda: F.relu, lambda: F.gelu, "relu.* in 'held.* got .*gelu"),
-    "functions": (
-        lambda: F.relu,
-        lambda: F.elu,
-        "expected the code of 'relu' in 'held.__code__' .*, got the code of 'elu'",
-    ),
-    "closure": (
-        lambda: scaled(1),
-        lambda: scaled(2),
-        r"expected 1 in 'held.__closure__\[0\]' .*, got 2",
-    ),
-    "default": (
-        lambda: with_default(1),
-        lambda: with_default(2),
-        r"expected 1 in 'held.__defaults__\[0\]' .*, got 2",
-    ),
-    "partial": (
-        lambda: functools.partial(F.leaky_relu, negative_slope=0.1),
-        lambda: functools.partial(F.leaky_relu, negative_slope=0.2),
-        r"expected 0.1 in 'held.*\['negative_slope'\]' .*, got 0.2",
-    ),
-    "module out of sight": (
-        lambda: [nn.Dropout(0.1)],
-        lambda: [nn.Dropout(0.2)],
-        r"expected 0.1 in 'held\[0\].p' .*, got 0.2",
-    ),
-    "weights out of sight": (
-        lambda: [copy.deepcopy(BODY)],
-        lambda: [nn.Linear(2, 2)],
-        r"expected the values in 'held\[0\].weight' .*, got others",
-    ),
-    "generator": (lambda: seeded(1), lambda: seeded(2), "in 'held.__state__"),
-    "random": (
-        lambda: random.Random(1),
-        lambda: random.Random(2),
-        "in 'held.__state__",
-    ),
-}
+    ("seeded(1)", "seeded(2)", ".__state__.*", ".*", ".*"),
+    ("random.Random(1)", "random.Random(2)", ".__state__.*", ".*", ".*"),
+]
 
 
-@pytest.mark.parametrize("kind", ATTRIBUTES)
-def test_attributes_that_differ_are_named(kind):
-    first, other, message = ATTRIBUTES[kind]
-    refused([Holder(first()), Holder(other())], message)
+def holding(text):
+    return Holder(eval(text, globals() | SCOPE))
 
 
-@pytest.mark.parametrize("kind", ATTRIBUTES)
-def test_attributes_built_twice_from_the_same_are_alike(kind):
-    first, _, _ = ATTRIBUTES[kind]
-    assert difference(Holder(first()), Holder(first())) is None
+@pytest.mark.parametrize(("first", "other", "place", "expected", "got"), ATTRIBUTES)
+def test_attributes_that_differ_are_named(first, other, place, expected, got):
+    assert difference(holding(first), holding(first)) is None
+    message = f"expected {expected} in 'held{place}' of member 1 .*, got {got}"
+    refused([holding(first), holding(other)], message)
 
 
 def test_not_a_number_is_like_itself():

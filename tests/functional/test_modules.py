@@ -49,7 +49,13 @@ class Case(NamedTuple):
 
 
 def case(module, *sample, call=lambda module, *x: module(*x), expanded=()):
-    return Case(module, sample, call, frozenset(expanded))
+    """Make a case of what makes a module, or of the layers of a Sequential as text."""
+    make = partial(layers, module) if isinstance(module, str) else module
+    return Case(make, sample, call, frozenset(expanded))
+
+
+def layers(text):
+    return nn.Sequential(*eval(f"[{text}]"))
 
 
 class Loss(nn.Module):
@@ -366,86 +372,52 @@ def evaluated(made: nn.Module) -> nn.Module:
     return made.eval()
 
 
-def convolved(conv: Callable[..., nn.Module]) -> nn.Module:
-    return nn.Sequential(
-        conv(2, 4, 3, stride=2, padding=1),
-        nn.SiLU(),
-        conv(4, 4, 2, padding="same", groups=4, dilation=2),
-        conv(4, 2, 1, bias=False),
-    )
-
-
-def transposed(conv: Callable[..., nn.Module]) -> nn.Module:
-    return nn.Sequential(
-        conv(2, 4, 3, stride=2, output_padding=1),
-        nn.Tanh(),
-        conv(4, 2, 2, groups=2, padding=1, dilation=2, bias=False),
-    )
-
-
+CONVOLVED = (
+    "nn.Conv{0}d(2, 4, 3, stride=2, padding=1), nn.SiLU(), nn.Conv{0}d(4, 4, 2, "
+    "padding='same', groups=4, dilation=2), nn.Conv{0}d(4, 2, 1, bias=False)"
+)
+TRANSPOSED = (
+    "nn.ConvTranspose{0}d(2, 4, 3, stride=2, output_padding=1), nn.Tanh(), "
+    "nn.ConvTranspose{0}d(4, 2, 2, groups=2, padding=1, dilation=2, bias=False)"
+)
+CLASSIFIER = (
+    "nn.Conv2d(2, 8, (3, 2), padding=(1, 0), stride=(1, 2)), nn.ReLU(inplace=True), "
+    "nn.PixelShuffle(2), nn.Conv2d(2, 2, 3, padding=1, padding_mode='replicate'), "
+    "nn.Unfold(2, stride=2), nn.Conv1d(8, 8, 1), nn.Fold((8, 4), 2, stride=2), "
+    "nn.PReLU(2), nn.PixelUnshuffle(2), nn.ChannelShuffle(2), "
+    "nn.ReflectionPad2d((1, 0, 1, 1)), nn.Conv2d(8, 4, 2, padding='valid', groups=2), "
+    "nn.Upsample(size=(7, 5), mode='bilinear', align_corners=True), nn.MaxPool2d(2), "
+    "nn.Conv2d(4, 2, 2), nn.AdaptiveAvgPool2d((2, 1)), nn.Flatten(), nn.Linear(4, 3)"
+)
+NORMS = (  # a shift in front of the instance norm would have no gradient
+    "nn.Conv2d(2, 4, 2), nn.GroupNorm(2, 4), nn.Mish(), "
+    "nn.Conv2d(4, 3, 2, bias=False), nn.InstanceNorm2d(3, affine=True), nn.GELU(), "
+    "nn.Conv2d(3, 2, 1)"
+)
+RUNNING = "evaluated(nn.InstanceNorm2d(3, affine=True, track_running_stats=True))"
 PIXELS = (1, 2, 4, 4)
 CONVOLUTIONS = {
-    "conv1d": case(partial(convolved, nn.Conv1d), (1, 2, 9)),
-    "conv2d": case(partial(convolved, nn.Conv2d), (1, 2, 6, 5)),
-    "conv3d": case(partial(convolved, nn.Conv3d), (1, 2, 4, 5, 3)),
-    "conv transposed 1d": case(partial(transposed, nn.ConvTranspose1d), (1, 2, 4)),
-    "conv transposed 2d": case(partial(transposed, nn.ConvTranspose2d), (1, 2, 3, 2)),
-    "conv transposed 3d": case(
-        partial(transposed, nn.ConvTranspose3d), (1, 2, 2, 3, 2)
-    ),
-    "conv2d, no batch": case(lambda: nn.Conv2d(2, 3, 3), (2, 5, 5)),
+    "conv1d": case(CONVOLVED.format(1), (1, 2, 9)),
+    "conv2d": case(CONVOLVED.format(2), (1, 2, 6, 5)),
+    "conv3d": case(CONVOLVED.format(3), (1, 2, 4, 5, 3)),
+    "conv transposed 1d": case(TRANSPOSED.format(1), (1, 2, 4)),
+    "conv transposed 2d": case(TRANSPOSED.format(2), (1, 2, 3, 2)),
+    "conv transposed 3d": case(TRANSPOSED.format(3), (1, 2, 2, 3, 2)),
+    "conv2d, no batch": case("nn.Conv2d(2, 3, 3)", (2, 5, 5)),
     "conv transposed, output size": case(
-        lambda: nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1),
+        partial(nn.ConvTranspose2d, 2, 3, 3, stride=2, padding=1),
         (1, 2, 3, 3),
         call=lambda m, x: m(x, output_size=[6, 6]),
     ),
-    "classifier": case(
-        lambda: nn.Sequential(
-            nn.Conv2d(2, 8, (3, 2), padding=(1, 0), stride=(1, 2)),
-            nn.ReLU(inplace=True),
-            nn.PixelShuffle(2),
-            nn.Conv2d(2, 2, 3, padding=1, padding_mode="replicate"),
-            nn.Unfold(2, stride=2),
-            nn.Conv1d(8, 8, 1),
-            nn.Fold((8, 4), 2, stride=2),
-            nn.PReLU(2),
-            nn.PixelUnshuffle(2),
-            nn.ChannelShuffle(2),
-            nn.ReflectionPad2d((1, 0, 1, 1)),
-            nn.Conv2d(8, 4, 2, padding="valid", groups=2),
-            nn.Upsample(size=(7, 5), mode="bilinear", align_corners=True),
-            nn.MaxPool2d(2),
-            nn.Conv2d(4, 2, 2),
-            nn.AdaptiveAvgPool2d((2, 1)),
-            nn.Flatten(),
-            nn.Linear(4, 3),
-        ),
-        PIXELS,
-        expanded=["7.weight"],
-    ),
+    "classifier": case(CLASSIFIER, PIXELS, expanded=["7.weight"]),
     "batch norm, evaluated": case(
-        lambda: nn.Sequential(nn.Conv1d(3, 4, 2), evaluated(nn.BatchNorm1d(4))),
-        (1, 3, 6),
+        "nn.Conv1d(3, 4, 2), evaluated(nn.BatchNorm1d(4))", (1, 3, 6)
     ),
-    "batch norm 3d": case(lambda: evaluated(nn.BatchNorm3d(2)), (1, 2, 2, 3, 2)),
-    "group and instance norms": case(
-        lambda: nn.Sequential(
-            nn.Conv2d(2, 4, 2),
-            nn.GroupNorm(2, 4),
-            nn.Mish(),
-            nn.Conv2d(4, 3, 2, bias=False),  # a shift would have no gradient
-            nn.InstanceNorm2d(3, affine=True),
-            nn.GELU(),
-            nn.Conv2d(3, 2, 1),
-        ),
-        PIXELS,
-    ),
-    "instance norm": case(lambda: nn.InstanceNorm1d(3, affine=True), (1, 3, 5)),
-    "instance norm 3d": case(lambda: nn.InstanceNorm3d(2, affine=True), (2, 2, 3, 2)),
-    "instance norm, running statistics": case(
-        lambda: evaluated(nn.InstanceNorm2d(3, affine=True, track_running_stats=True)),
-        (1, 3, 3, 3),
-    ),
+    "batch norm 3d": case("evaluated(nn.BatchNorm3d(2))", (1, 2, 2, 3, 2)),
+    "group and instance norms": case(NORMS, PIXELS),
+    "instance norm": case("nn.InstanceNorm1d(3, affine=True)", (1, 3, 5)),
+    "instance norm 3d": case("nn.InstanceNorm3d(2, affine=True)", (2, 2, 3, 2)),
+    "instance norm, running statistics": case(RUNNING, (1, 3, 3, 3)),
 }
 
 
@@ -527,16 +499,11 @@ LAYERS = {
     "bags, maximum": case(partial(nn.EmbeddingBag, 9, 4, mode="max"), symbols(9, 2, 5)),
     "tabular": case(Tabular, symbols(9, 1, 4), (1, 3), expanded=["slope.weight"]),
     "norms": case(
-        lambda: nn.Sequential(
-            nn.RMSNorm(4),
-            nn.Linear(4, 6),
-            nn.LayerNorm((5, 6)),
-            nn.RMSNorm((5, 6)),
-            nn.LayerNorm(6, bias=False),
-        ),
+        "nn.RMSNorm(4), nn.Linear(4, 6), nn.LayerNorm((5, 6)), nn.RMSNorm((5, 6)), "
+        "nn.LayerNorm(6, bias=False)",
         (1, 5, 4),
     ),
-    "group norm of vectors": case(lambda: nn.GroupNorm(2, 6), (1, 6)),
+    "group norm of vectors": case("nn.GroupNorm(2, 6)", (1, 6)),
     "adaptive softmax, all classes": case(
         lambda: nn.AdaptiveLogSoftmaxWithLoss(6, 9, [3, 5], 2, head_bias=True),
         (1, 6),

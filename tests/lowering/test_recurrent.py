@@ -224,6 +224,7 @@ def test_dropout_between_layers_draws_what_torch_draws(
     assert_equal(by_reports(mode, *given, evaluated)[0], [*whole])
 
 
+@pytest.mark.slow
 @examples(60)
 @given(
     mode=st.sampled_from(list(GATES)),
@@ -677,7 +678,7 @@ def test_frozen_weights_stand_beside_others(mode):
     check_rule(loss, params, {}, normal(3, *x.shape))
 
 
-@pytest.mark.parametrize("mode", ["lstm", "gru"])
+@every_mode
 def test_dropout_of_recorded_nets_draws_for_each_sample_or_once(mode):
     x, hidden, weights, layout = problem(mode, num_layers=2, dropout=0.5)
     params = {str(place): each for place, each in enumerate(weights)}

@@ -112,6 +112,7 @@ def test_an_empty_batch_does_not_run_the_loss():
     assert (found.shape, found.dtype, aux) == ((0, 3), torch.float32, None)
 
 
+@pytest.mark.slow
 @examples(40)
 @given(
     shapes=st.lists(
@@ -427,19 +428,6 @@ def test_products_of_signed_projections_vary_as_all_signs_together(pair):
     each = left * right * dim
     assert abs(float(each.mean() - exact)) < 5 * float(variance / dim) ** 0.5 + 1e-9
     assert float(each.var()) == pytest.approx(float(variance), rel=0.05, abs=1e-9)
-
-
-@every_strategy
-def test_aux_is_stacked_beside_a_projection(strategy):
-    def loss(params, buffers, x):
-        return (params["w"] * x).sum(), {"x": x}
-
-    options = {"strategy": strategy, "chunk_size": 2, "has_aux": True}
-    project = per_sample_projection(loss, 3, seed=0, **options)
-    x = torch.randn(5, 2)
-    found, aux = project({"w": torch.ones(2)}, {}, x)
-    assert found.shape == (5, 3)
-    assert torch.equal(aux["x"], x)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,10 @@ from vgrad.precision import StaticLossScale
 from vgrad.training import TrainState, private_step
 
 STRATEGIES = ("recorded", "vmap", "loop")
+SLOW = [
+    name if name == "recorded" else pytest.param(name, marks=pytest.mark.slow)
+    for name in STRATEGIES
+]
 HALF = {torch.float16: 65504.0, torch.bfloat16: 3.3e38}
 LARGEST = 3.4e38
 """Of float32."""
@@ -157,6 +161,19 @@ def flat(grads):
     return torch.cat([grad.detach().double().flatten() for grad in grads.values()])
 
 
+def singles(batch):
+    """Batches of one sample each."""
+    return [[each[row : row + 1] for each in batch] for row in range(len(batch[0]))]
+
+
+def lengths(loss, params, batch, bound, **options):
+    """Norms of the clipped gradients of single samples."""
+    compute = vgrad.clipped_grad(loss, max_norm=bound, **options)
+    return [
+        float(flat(compute(params, {}, *row).grads).norm()) for row in singles(batch)
+    ]
+
+
 def largest(loss, params, batch):
     """Largest number, or sum of absolute terms, that a backward pass meets, [B]."""
     positive = [each.double().abs() for each in batch]
@@ -171,7 +188,7 @@ EXPONENTS = st.one_of(
 WEIGHTS = st.one_of(st.sampled_from([-30.0, 0.0, 20.0, 30.0]), st.floats(-30, 30))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", SLOW)
 @examples(60)
 @given(
     name=st.sampled_from(list(OPS)),
@@ -200,9 +217,8 @@ def test_a_sample_of_any_size_is_clipped(
         loss_scale=None if scale is None else StaticLossScale(scale),
         **CLIPPING[kind](bound),
     )
-    singles = [[each[row : row + 1] for each in batch] for row in range(len(sizes))]
     with flushed(flush):
-        alone = [compute(params, {}, *sample) for sample in singles]
+        alone = [compute(params, {}, *sample) for sample in singles(batch)]
         whole = compute(params, {}, *batch)
     for row, one in enumerate(alone):
         found = flat(one.grads)
@@ -227,7 +243,7 @@ def test_a_sample_of_any_size_is_clipped(
     assert int(whole.nonfinite) == sum(int(each.nonfinite) for each in alone)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", SLOW)
 @examples(40)
 @given(
     name=st.sampled_from(list(OPS)),
@@ -297,10 +313,8 @@ def test_a_large_input_that_nothing_depends_on_spoils_no_sum(bound, size, strate
 def test_the_bound_is_met_exactly_by_the_largest_of_numbers(name, bound, strategy):
     sizes = [(5e37, 1.0, 0.0), (1e-38, 5e37, 1e-38)]
     loss, params, batch = made(name, sizes, torch.float32)
-    compute = vgrad.clipped_grad(loss, max_norm=bound, strategy=strategy)
-    for row in range(2):
-        found = compute(params, {}, *(each[row : row + 1] for each in batch))
-        assert float(flat(found.grads).norm()) == pytest.approx(bound, rel=1e-6)
+    found = lengths(loss, params, batch, bound, strategy=strategy)
+    assert found == pytest.approx([bound] * 2, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["linear, many products", "conv, products", "tied"])
@@ -310,8 +324,7 @@ def test_room_for_rounding_is_not_more_than_rounding_needs(name, size):
     batch = [each.abs() for each in batch]
     for bound in (1e-4, 0.1):
         bound = bound * size**2
-        compute = vgrad.clipped_grad(loss, max_norm=bound, strategy="recorded")
-        found = float(flat(compute(params, {}, *batch).grads).norm())
+        (found,) = lengths(loss, params, batch, bound, strategy="recorded")
         assert bound * (1 - 2e-6) < found <= bound * (1 + 1e-6)
 
 
@@ -348,8 +361,8 @@ def test_the_bound_holds_for_the_largest_of_float64(name):
     ]
     for bound in (1e-29, 1e-10, 1.0):
         compute = vgrad.clipped_grad(loss, max_norm=bound, strategy="recorded")
-        for row in range(3):
-            found = compute(params, {}, *(each[row : row + 1] for each in batch))
+        for row in singles(batch):
+            found = compute(params, {}, *row)
             assert int(found.nonfinite) == 0
             assert float(flat(found.grads).norm()) <= bound * (1 + 1e-6)
 
@@ -365,9 +378,8 @@ def test_products_on_the_edge_of_zero_are_not_left_out_of_a_norm():
     batch = x, g, torch.zeros(1, 2)
     norm = vgrad.per_sample_norm(loss, strategy="recorded")(params, {}, *batch)
     assert abs(float(norm / exact) - 1) < 1e-6
-    compute = vgrad.clipped_grad(loss, max_norm=1e-10, strategy="recorded")
-    found = flat(compute(params, {}, *batch).grads).norm()
-    assert float(found) == pytest.approx(1e-10, rel=1e-6)
+    found = lengths(loss, params, batch, 1e-10, strategy="recorded")
+    assert found == pytest.approx([1e-10], rel=1e-6)
 
 
 @pytest.mark.parametrize("op", ["linear", "conv"])
@@ -395,9 +407,8 @@ def test_gradients_below_float16_are_clipped_as_their_factors_say():
     x, g = (torch.full((1, 2, 3), 2e-6), torch.full((1, 2, 4), 3e-6))
     loss, params, _ = made("linear, products", [(1.0, 1.0, 1.0)], torch.float16)
     batch = x.half(), g.half(), torch.zeros(1, 2).half()
-    compute = vgrad.clipped_grad(loss, max_norm=1e-13, strategy="recorded")
-    found = flat(compute(params, {}, *batch).grads).norm()
-    assert 0 < float(found) <= 1e-13 * (1 + 1e-6)
+    (found,) = lengths(loss, params, batch, 1e-13, strategy="recorded")
+    assert 0 < found <= 1e-13 * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("name", ["linear", "linear, products", "twice", "tied"])
@@ -422,16 +433,9 @@ def test_the_bound_holds_for_loss_scales_at_the_ends_of_float32(scale, name):
     # Clipped gradients of so small a scale are denormal until they are divided by it.
     loss, params, batch = made(name, [(1.0, 1.0, 1.0), (0.1, 3.0, 1.0)], torch.float32)
     for bound in (1e-6, 1e-3):
-        compute = vgrad.clipped_grad(
-            loss,
-            max_norm=bound,
-            strategy="recorded",
-            loss_scale=StaticLossScale(scale),
-        )
-        for row in range(2):
-            found = compute(params, {}, *(each[row : row + 1] for each in batch))
-            assert bound * (1 - 1e-4) < float(flat(found.grads).norm())
-            assert float(flat(found.grads).norm()) <= bound * (1 + 1e-6)
+        options = {"strategy": "recorded", "loss_scale": StaticLossScale(scale)}
+        for found in lengths(loss, params, batch, bound, **options):
+            assert bound * (1 - 1e-4) < found <= bound * (1 + 1e-6)
 
 
 def test_members_of_an_ensemble_keep_their_bounds():
@@ -439,8 +443,8 @@ def test_members_of_an_ensemble_keep_their_bounds():
     loss, params, batch = made("linear", sizes, torch.float32)
     params = {name: torch.stack([value] * 2) for name, value in params.items()}
     compute = ensemble_clipped_grad(loss, max_norm=[1e-6, 1e-2])
-    for row in range(3):
-        found = compute(params, {}, *(each[row : row + 1] for each in batch))
+    for row in singles(batch):
+        found = compute(params, {}, *row)
         for member, bound in enumerate((1e-6, 1e-2)):
             one = flat({name: grad[member] for name, grad in found.grads.items()})
             assert float(one.norm()) == pytest.approx(bound, rel=1e-6)

@@ -14,6 +14,7 @@ from vgrad.persample import EXPANDED, aligned
 from vgrad.persample.engine import Transform
 
 B = 4
+PROJECTION = functools.partial(vgrad.per_sample_projection, dim=2, seed=0)
 
 
 def explained(loss, params, *batch, buffers=None, **options):
@@ -32,22 +33,30 @@ def linear(params, buffers, x):
     return F.linear(x, params["w"]).square().sum()
 
 
-SHAPES = {  # of the input and of the weight
-    "both sides": ((B, 30), (20, 30)),
-    "gram": ((B, 2, 30), (20, 30)),
-    "gradients": ((B, 50, 3), (2, 3)),
-}
+def of(text, *batch, **shapes):
+    """Explain a loss that is an expression of parameters of these shapes and of `x`."""
+
+    def loss(params, buffers, x):
+        return eval(text, globals() | params | {"x": x}).sin().sum()
+
+    params = {name: torch.randn(shape) for name, shape in shapes.items()}
+    return explained(loss, params, *batch).rows
 
 
-@pytest.mark.parametrize("form", SHAPES)
-def test_the_form_of_a_linear_layer_follows_from_its_shapes(form):
-    x, w = (torch.randn(shape) for shape in SHAPES[form])
+@pytest.mark.parametrize(
+    ("form", "x", "w"),
+    [
+        ("both sides", (B, 30), (20, 30)),
+        ("gram", (B, 2, 30), (20, 30)),
+        ("gradients", (B, 50, 3), (2, 3)),
+    ],
+)
+def test_the_form_of_a_linear_layer_follows_from_its_shapes(form, x, w):
+    x, w = torch.randn(x), torch.randn(w)
     found = explained(linear, {"w": w}, x)
     (row,) = found.rows
-    assert row[:4] == (("w",), "linear", "Outer", form)
-    assert row.why == "has a rule"
     numbers = w.numel() * B if form == "gradients" else x.numel() * 50 // 30
-    assert row.bytes == 4 * numbers
+    assert row == (("w",), "linear", "Outer", form, 4 * numbers, "has a rule")
     assert (found.strategy, found.samples) == ("recorded", B)
 
 
@@ -82,18 +91,12 @@ def test_lookups_keep_rows():
 
 
 def test_a_parameter_of_an_op_without_a_rule_is_expanded():
-    def loss(params, buffers, x):
-        return ((x * params["w"]).sin() + torch.maximum(x, params["w"])).sum()
-
-    (row,) = explained(loss, {"w": torch.randn(5)}, torch.randn(B, 5)).rows
+    (row,) = of("(x * w).sin() + torch.maximum(x, w)", torch.randn(B, 5), w=(5,))
     assert row == (("w",), "mul, maximum", "Dense", "gradients", B * 5 * 4, EXPANDED)
 
 
 def test_a_call_that_the_rule_does_not_fit_is_expanded():
-    def loss(params, buffers, x):
-        return F.linear(params["w"], x).sum()
-
-    (row,) = explained(loss, {"w": torch.randn(2, 5)}, torch.randn(B, 3, 5)).rows
+    (row,) = of("F.linear(w, x)", torch.randn(B, 3, 5), w=(2, 5))
     assert (row.op, row.why) == ("linear", EXPANDED)
 
 
@@ -125,11 +128,7 @@ def test_a_parameter_that_is_not_used_says_so(strategy):
 
 
 def test_several_uses_have_a_row_each_and_one_for_the_sum():
-    def loss(params, buffers, x):
-        once = torch.tanh(F.linear(x, params["w"]))
-        return F.linear(once, params["w"]).sum()
-
-    rows = explained(loss, {"w": torch.randn(30, 30)}, torch.randn(B, 30)).rows
+    rows = of("F.linear(F.linear(x, w).tanh(), w)", torch.randn(B, 30), w=(30, 30))
     assert [row.op for row in rows] == ["linear", "linear", ""]
     assert [row.bytes for row in rows] == [0, 0, B * 2 * 2 * 30 * 4]
     assert rows[2][2:4] == ("Outer", "gram")
@@ -137,29 +136,19 @@ def test_several_uses_have_a_row_each_and_one_for_the_sum():
 
 
 def test_a_tied_table_keeps_both_factors():
-    def loss(params, buffers, index):
-        return F.linear(F.embedding(index, params["w"]), params["w"]).sin().sum()
-
-    params = {"w": torch.randn(40, 30)}
-    rows = explained(loss, params, torch.randint(40, (B, 2))).rows
+    rows = of("F.linear(F.embedding(x, w), w)", torch.randint(40, (B, 2)), w=(40, 30))
     assert [row.op for row in rows] == ["embedding", "linear", ""]
     assert rows[2][2:4] == ("Tied", "gram and rows")
 
 
 def test_a_view_of_a_parameter_is_that_parameter():
-    def loss(params, buffers, x):
-        return F.linear(x, params["w"][:20]).square().sum()
-
-    (row,) = explained(loss, {"w": torch.randn(40, 30)}, torch.randn(B, 30)).rows
+    (row,) = of("F.linear(x, w[:20])", torch.randn(B, 30), w=(40, 30))
     assert row[:4] == (("w",), "linear", "Outer", "both sides")
 
 
 def test_what_is_computed_from_parameters_is_one_use_of_all_of_them():
-    def loss(params, buffers, x):
-        return F.linear(x, params["v"] * params["scale"]).square().sum()
-
-    params = {"scale": torch.ones(3, 1), "v": torch.randn(3, 5)}
-    use, scale, v = explained(loss, params, torch.randn(B, 5)).rows
+    shapes = {"scale": (3, 1), "v": (3, 5)}
+    use, scale, v = of("F.linear(x, v * scale)", torch.randn(B, 5), **shapes)
     assert set(use.names) == {"v", "scale"}
     assert use.op == "linear"
     assert "computed from parameters" in use.why
@@ -209,13 +198,6 @@ def test_auto_takes_vmap_inside_a_transform():
     assert seen[0].rows[0].op == "linear"
 
 
-FORMS = {
-    vgrad.per_sample_grad: ("gradients", B * 20 * 30 * 4),
-    vgrad.per_sample_norm: ("both sides", B * 50 * 4),
-    vgrad.weighted_grad: ("weighted sum", B * 50 * 4),
-}
-
-
 def test_a_transform_whose_forms_are_not_known_is_refused():
     options = dataclasses.replace(vgrad.per_sample_grad(linear).options, function="own")
     with pytest.raises(
@@ -224,12 +206,26 @@ def test_a_transform_whose_forms_are_not_known_is_refused():
         explain(Transform(options, linear))
 
 
-@pytest.mark.parametrize("transform", FORMS, ids=lambda each: each.__name__)
-def test_every_transform_is_explained_with_the_same_arguments(transform):
-    params = {"w": torch.randn(20, 30)}
-    found = explain(transform(linear))(params, {}, torch.randn(B, 30))
-    assert found.function == transform.__name__
-    assert found.rows[0][3:5] == FORMS[transform]
+@pytest.mark.parametrize(
+    ("transform", "name", "form", "size"),
+    [
+        (vgrad.per_sample_grad, "per_sample_grad", "gradients", 600),
+        (vgrad.per_sample_norm, "per_sample_norm", "both sides", 50),
+        (vgrad.weighted_grad, "weighted_grad", "weighted sum", 50),
+        (vgrad.per_sample_gram, "per_sample_gram", "inner products", None),
+        (PROJECTION, "per_sample_projection", "projected", None),
+        (vgrad.gradient_moments, "gradient_moments", "gradients", None),
+    ],
+)
+def test_every_transform_is_explained_with_the_same_arguments(
+    transform, name, form, size
+):
+    params, shape = {"w": torch.randn(20, 30)}, (B, 30) if size else (B, 5, 30)
+    found = explain(transform(linear))(params, {}, torch.randn(shape))
+    (row,) = found.rows
+    assert (found.function, row.factor, row.form) == (name, "Outer", form)
+    if size:
+        assert row.bytes == B * size * 4
 
 
 def test_the_loss_runs_once_and_on_the_first_chunk():
@@ -301,18 +297,3 @@ def test_what_is_no_transform_is_refused():
 def test_an_empty_batch_is_refused():
     with pytest.raises(ValueError, match=r"at least one sample, got an empty batch"):
         explained(linear, {"w": torch.ones(3, 5)}, torch.ones(0, 5))
-
-
-@pytest.mark.parametrize(
-    ("transform", "form"),
-    [
-        (vgrad.per_sample_gram, "inner products"),
-        (functools.partial(vgrad.per_sample_projection, dim=2, seed=0), "projected"),
-        (vgrad.gradient_moments, "gradients"),
-    ],
-)
-def test_transforms_without_norms_say_what_they_do(transform, form):
-    params = {"w": torch.ones(3, 2)}
-    loss = lambda p, b, x: (x @ p["w"]).sum()  # noqa: E731
-    (row,) = vgrad.explain(transform(loss))(params, {}, torch.ones(4, 5, 3)).rows
-    assert (row.factor, row.form) == ("Outer", form)

@@ -66,15 +66,6 @@ def test_what_vmap_cannot_run_names_the_op_and_the_loop_runs_it(name):
     oracle.assert_exact(found, expected, 1e-6)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing_names_the_other_way_to_save_memory(reentrant):
-    def loss(p, b, x):
-        return checkpoint(lambda a: (a * p["w"]).sum(), x, use_reentrant=reentrant)
-
-    with pytest.raises(vgrad.UnsupportedOp, match="chunk_size"):
-        vgrad.per_sample_norm(loss)(PARAMS, {}, X)
-
-
 def test_other_errors_stay_as_they_are_with_a_note():
     def loss(p, b, x):
         return (p["w"] @ torch.ones(4)) * x.sum()
@@ -124,20 +115,6 @@ def test_warnings_of_the_loss_itself_come_through():
     for _ in range(2):
         with pytest.warns(UserWarning, match="mine"):
             compute(PARAMS, {}, X)
-
-
-@pytest.mark.parametrize("kind", [torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM])
-@pytest.mark.parametrize("strategy", ["recorded", "vmap"])
-def test_recurrent_nets_need_no_loop(kind, strategy):
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(kind(3, 2).double())
-    loss = vgrad.sample_loss(fmodel, lambda out, y: out[0].sum() + y.sum())
-    batch = torch.randn(2, 4, 3).double(), torch.zeros(2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = vgrad.per_sample_grad(loss, strategy=strategy)(params, buffers, *batch)
-    looped = vgrad.per_sample_grad(loss, strategy="loop")(params, buffers, *batch)
-    for name, grad in looped.items():
-        torch.testing.assert_close(found[name], grad)
 
 
 def test_checkpointing_inside_a_functional_model_is_refused_by_both_strategies():

@@ -7,34 +7,21 @@ from torch.nn import functional as F
 
 import vgrad
 from tests import oracle
+from tests.cases import randn
 
-X = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-W = torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-MOVES = {
-    "t, contiguous, view": lambda w: w.t().contiguous().view(10, 4),
-    "permute, contiguous, view": lambda w: w.permute(1, 0).contiguous().view(-1, 4),
-    "strided, contiguous, view": lambda w: w[:, ::2].contiguous().view(6, 4),
-    "view_as": lambda w: w.t().contiguous().view_as(w.reshape(10, 4)),
-}
+X, W = randn(3, 4), randn(8, 5, seed=1)
 
 
-def norms(loss, params, *batch, strategy):
-    compute = vgrad.per_sample_norm(loss, strategy=strategy)
-    return compute(params, {}, *batch)
+def norms(loss, params, *batch, strategy="recorded"):
+    return vgrad.per_sample_norm(loss, strategy=strategy)(params, {}, *batch)
 
 
-@pytest.mark.parametrize("move", MOVES)
-@pytest.mark.parametrize("quantity", [vgrad.per_sample_norm, vgrad.per_sample_grad])
-def test_a_view_of_a_copy_in_another_layout_is_exact(move, quantity):
-    def loss(params, buffers, x):
-        return (MOVES[move](params["w"]) @ x).sin().sum()
+def linear(params, buffers, x):
+    return F.linear(x, params["w"]).square().sum()
 
-    found, expected = (
-        quantity(loss, strategy=strategy)({"w": W}, {}, X)
-        for strategy in ("recorded", "loop")
-    )
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+def kernel():
+    return randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
 
 
 SQUARES = {
@@ -51,32 +38,22 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("square", SQUARES)
-def test_a_square_matrix_of_any_strides_is_transposed_where_the_loss_says_so(
-    square, order
+@pytest.mark.parametrize(
+    ("make", "order", "width"),
+    [
+        *((make, order, 4) for make in SQUARES.values() for order in ORDERS.values()),
+        (kernel, lambda w: w.permute(0, 2, 3, 1).view(4, -1), 12),
+    ],
+)
+def test_a_parameter_of_any_strides_is_reordered_where_the_loss_says_so(
+    make, order, width
 ):
     def loss(params, buffers, x):
-        return F.linear(x, ORDERS[order](params["w"])).sin().sum()
+        return F.linear(x, order(params["w"])).sin().sum()
 
-    params = {"w": SQUARES[square]()}
-    found = vgrad.per_sample_grad(loss, strategy="recorded")(params, {}, X)
-    expected = oracle.loss_gradients(loss, params, {}, (X,), len(X))
-    oracle.assert_exact(found, expected, 1e-12)
-
-
-def test_a_view_of_a_convolution_in_channels_last_is_exact():
-    weight = torch.randn(4, 3, 2, 2, dtype=torch.float64)
-    weight = weight.to(memory_format=torch.channels_last)
-    x = torch.randn(3, 12, dtype=torch.float64)
-
-    def loss(params, buffers, x):
-        return F.linear(x, params["w"].permute(0, 2, 3, 1).view(4, -1)).sin().sum()
-
-    found, expected = (
-        norms(loss, {"w": weight}, x, strategy=s) for s in ("recorded", "loop")
-    )
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
+    params, x = {"w": make()}, randn(3, width)
+    found = vgrad.per_sample_grad(loss, strategy="recorded")(params, {}, x)
+    oracle.assert_exact(found, oracle.loss_gradients(loss, params, {}, (x,), 3), 1e-12)
 
 
 @pytest.mark.parametrize("strategy", ["auto", "recorded", "vmap", "loop"])
@@ -107,7 +84,7 @@ def hooked(params, buffers, x):
 def test_writing_around_a_parameter_is_refused_and_runs_in_a_loop(loss):
     params = {"w": torch.full((2, 4), 10.0, dtype=torch.float64)}
     with pytest.raises(vgrad.UnsupportedOp, match='strategy="loop"'):
-        norms(loss, params, X, strategy="recorded")
+        norms(loss, params, X)
     # Each sample on its own: hooks stay on the tensor.
     alone = [oracle.loss_gradients(loss, params, {}, (row[None],), 1) for row in X]
     expected = torch.cat([oracle.norms(grads) for grads in alone])
@@ -158,21 +135,18 @@ def test_autocast_leaves_norms_in_float64_alone():
     params = {"w": torch.ones(4, dtype=torch.float64)}
     expected = norms(loss, params, X, strategy="loop")
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = norms(loss, params, X, strategy="recorded")
+        found = norms(loss, params, X)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
 
 
 def test_the_new_switches_of_precision_are_read():
-    def loss(params, buffers, x):
-        return F.linear(x, params["w"]).square().sum()
-
     params, x = {"w": torch.ones(2, 3)}, torch.ones(4, 5, 3)
-    expected = norms(loss, params, x, strategy="loop")
+    expected = norms(linear, params, x, strategy="loop")
     matmul = torch.backends.mkldnn.matmul
     before = matmul.fp32_precision
     try:
         matmul.fp32_precision = "bf16"
-        found = norms(loss, params, x, strategy="recorded")
+        found = norms(linear, params, x)
     finally:
         matmul.fp32_precision = before
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)

@@ -17,7 +17,17 @@ from torch.utils.checkpoint import checkpoint
 import vgrad
 from tests import oracle
 from tests.cases import CASES, build, randn, state_of_torch
-from tests.persample.test_record import RECORDED, B, W, check, fixed, given, out_of
+from tests.persample.test_record import (
+    RECORDED,
+    B,
+    Rounded,
+    W,
+    check,
+    fixed,
+    given,
+    out_of,
+    written,
+)
 from vgrad.persample.engine import STRATEGIES
 from vgrad.persample.factors import Dense
 from vgrad.persample.rules import RULES
@@ -31,37 +41,28 @@ def integers(x):
 
 
 SAVED = {
-    "linear": (W, lambda p, a: F.linear(a, p["w"])),
-    "matmul": ({"w": (4, 5)}, lambda p, a: a @ p["w"]),
-    "einsum": ({"w": (4, 5)}, lambda p, a: torch.einsum("ti,io->to", a, p["w"])),
-    "bilinear": ({"w": (5, 4, 4)}, lambda p, a: F.bilinear(a, a, p["w"])),
-    "conv1d": ({"w": (2, 3, 2)}, lambda p, a: F.conv1d(a[None], p["w"])),
-    "conv2d": ({"w": (2, 1, 3, 2)}, lambda p, a: F.conv2d(a[None], p["w"])),
-    "conv_transpose1d": (
-        {"w": (3, 2, 2)},
-        lambda p, a: F.conv_transpose1d(a[None], p["w"]),
-    ),
-    "layer_norm": ({"w": (4,)}, lambda p, a: F.layer_norm(a, (4,), p["w"])),
-    "rms_norm": ({"w": (4,)}, lambda p, a: F.rms_norm(a, (4,), p["w"])),
-    "group_norm": ({"w": (3,)}, lambda p, a: F.group_norm(a[None], 3, p["w"])),
-    "instance_norm": (
-        {"w": (3,)},
-        lambda p, a: F.instance_norm(a[None], weight=p["w"]),
-    ),
-    "embedding": (W, lambda p, a: F.embedding(a, p["w"])),
-    "embedding_bag": (W, lambda p, a: F.embedding_bag(a, p["w"])),
-    "multiplication": ({"w": (3, 4)}, lambda p, a: p["w"] * a),
-    "prelu": ({"w": (4,)}, lambda p, a: F.prelu(a, p["w"])),
+    "linear": ("F.linear(x, w)", (5, 4)),
+    "matmul": ("x @ w", (4, 5)),
+    "einsum": ("torch.einsum('ti,io->to', x, w)", (4, 5)),
+    "bilinear": ("F.bilinear(x, x, w)", (5, 4, 4)),
+    "conv1d": ("F.conv1d(x[None], w)", (2, 3, 2)),
+    "conv2d": ("F.conv2d(x[None], w)", (2, 1, 3, 2)),
+    "conv_transpose1d": ("F.conv_transpose1d(x[None], w)", (3, 2, 2)),
+    "layer_norm": ("F.layer_norm(x, (4,), w)", (4,)),
+    "rms_norm": ("F.rms_norm(x, (4,), w)", (4,)),
+    "group_norm": ("F.group_norm(x[None], 3, w)", (3,)),
+    "instance_norm": ("F.instance_norm(x[None], weight=w)", (3,)),
+    "embedding": ("F.embedding(x, w)", (5, 4)),
+    "embedding_bag": ("F.embedding_bag(x, w)", (5, 4)),
+    "multiplication": ("w * x", (3, 4)),
+    "prelu": ("F.prelu(x, w)", (4,)),
     "lstm": (
-        {"w": (8, 4), "v": (8, 2)},
-        lambda p, a: torch.lstm(
-            a[:, None],
-            (fixed(1, 1, 2),) * 2,
-            [p["w"], p["v"]],
-            *(False, 1, 0.0, False, False, False),
-        )[0],
+        "torch.lstm(x[:, None], (fixed(1, 1, 2),) * 2, [w[:, :4], w[:, 4:]], "
+        "False, 1, 0.0, False, False, False)[0]",
+        (8, 6),
     ),
 }
+"""Ops that keep their input, of `x` and of a weight of this shape."""
 WRITES = {
     "all": lambda a: a.mul_(2),
     "through a view": lambda a: a.view(-1)[:3].add_(1),
@@ -74,16 +75,16 @@ WRITES = {
 @pytest.mark.parametrize("name", SAVED)
 def test_an_input_that_is_changed_in_place_raises(name, leads_on, write):
     """As with autograd: the gradient would be that of another input."""
-    shapes, run = SAVED[name]
+    text, shape = SAVED[name]
 
     def loss(params, buffers, x):
         a = x * params["first"] if leads_on else x * 1
         a = integers(a) if "embedding" in name else a.tanh()
-        h = run(params, a)
+        h = written(text)(params, a)
         WRITES[write](a)
         return out_of(h)
 
-    params, batch = given({**shapes, "first": (4,)})
+    params, batch = given({"w": shape, "first": (4,)})
     ours = f"^{name}: expected an input that stays as it is until the backward pass"
     with pytest.raises(RuntimeError, match=f"{ours}|modified by an inplace operation"):
         vgrad.per_sample_grad(loss, **RECORDED)(params, {}, *batch)
@@ -104,22 +105,6 @@ class Product:
         return self(g)
 
 
-def a_default(x):
-    return lambda g, *, x=x: Dense(g * x)
-
-
-def a_closure_of_a_closure(x):
-    def inner(g):
-        return Dense(g * x)
-
-    return lambda g: inner(g)
-
-
-def nested_containers(x):
-    held = {"x": [(x,)]}
-    return lambda g: Dense(g * held["x"][0][0])
-
-
 HOLDERS = {
     "a closure": lambda x: lambda g: Dense(g * x),
     "a view": lambda x: lambda g, x=x[:]: Dense(g * x),
@@ -127,9 +112,13 @@ HOLDERS = {
     "a partial keyword": lambda x: functools.partial(lambda g, x: Dense(g * x), x=x),
     "an object": Product,
     "a method": lambda x: Product(x).factor,
-    "a default": a_default,
-    "a closure of a closure": a_closure_of_a_closure,
-    "containers": nested_containers,
+    "a default": lambda x: lambda g, *, x=x: Dense(g * x),
+    "a closure of a closure": lambda x: (lambda inner: lambda g: inner(g))(
+        lambda g: Dense(g * x)
+    ),
+    "containers": lambda x: (lambda held: lambda g: Dense(g * held["x"][0][0]))(
+        {"x": [(x,)]}
+    ),
 }
 
 
@@ -185,36 +174,33 @@ def penalty(p, x):
     return torch.autograd.grad(value, x, create_graph=True)[0].square().sum()
 
 
-def at_weights(run):
+def at_weights(text):
     """Make a penalty on the gradient at a parameter."""
 
     def penalised(p, x):
-        value = run(p, x).tanh().sum()
+        value = written(text)(p, x).tanh().sum()
         options = {"create_graph": True, "allow_unused": True}
         return value + torch.autograd.grad(value, p["w"], **options)[0].square().sum()
 
     return penalised
 
 
-def fills_grad(p, x):
-    value = F.linear(x, p["w"]).tanh().sum()
-    value.backward(retain_graph=True)
-    return value
+def fills_grad(backward):
+    def filled(p, x):
+        value = F.linear(x, p["w"]).tanh().sum()
+        backward(value, retain_graph=True)
+        return value
 
-
-def fills_grads(p, x):
-    value = F.linear(x, p["w"]).tanh().sum()
-    torch.autograd.backward([value], retain_graph=True)
-    return value
+    return filled
 
 
 OWN_BACKWARD = {  # and what runs such a loss
     "at data": (penalty, "loop"),
-    "at weights": (at_weights(lambda p, x: F.linear(x, p["w"])), "auto"),
-    "at computed weights": (at_weights(lambda p, x: x @ p["w"].exp().t()), "auto"),
-    "at an op without rule": (at_weights(lambda p, x: p["w"][0] * x), "auto"),
-    "backward": (fills_grad, "loop"),
-    "autograd.backward": (fills_grads, "loop"),
+    "at weights": (at_weights("F.linear(x, w)"), "auto"),
+    "at computed weights": (at_weights("x @ w.exp().t()"), "auto"),
+    "at an op without rule": (at_weights("w[0] * x"), "auto"),
+    "backward": (fills_grad(Tensor.backward), "loop"),
+    "autograd.backward": (fills_grad(torch.autograd.backward), "loop"),
 }
 
 
@@ -233,16 +219,6 @@ def by_grad_at_weights(p, x):
     return F.linear(x, p["w"]).sum() + grad.square().sum()
 
 
-def by_vmap_of_grad(p, x):
-    inner = torch.func.grad(lambda row, w: F.linear(row, w).tanh().sum())
-    return torch.vmap(inner, in_dims=(0, None))(x, p["w"])
-
-
-def by_vmap_twice(p, x):
-    inner = torch.vmap(torch.mul, (0, None))
-    return torch.vmap(inner, (None, 0))(p["w"][0], x[:, 0])
-
-
 def by_norms(p, x):
     """A penalty on the norms of the samples of a sample."""
     inner = vgrad.per_sample_norm(
@@ -253,10 +229,10 @@ def by_norms(p, x):
 
 OVER_PARAMETERS = [
     by_grad_at_weights,
-    by_vmap_of_grad,
-    by_vmap_twice,
-    lambda p, x: torch.vmap(lambda w: F.linear(x, w[None]).sin())(p["w"]),
     by_norms,
+    written("torch.vmap(torch.func.grad(lambda x, w: total(w)(x)), (0, None))(x, w)"),
+    written("torch.vmap(torch.vmap(torch.mul, (0, None)), (None, 0))(w[0], x[:, 0])"),
+    written("torch.vmap(lambda w: F.linear(x, w[None]).sin())(w)"),
 ]
 
 
@@ -285,30 +261,28 @@ def test_checkpointing_is_refused_with_the_other_way_to_save_memory(inside, reen
         x = F.linear(x, p["v"])
         return checkpoint(part, x, p["w"], use_reentrant=reentrant)
 
-    params, batch = given({"w": (5, 4), "v": (4, 4)})
+    params, batch = given(W | {"v": (4, 4)})
     refused(run, params, batch, "chunk_size")
+    with pytest.raises(vgrad.UnsupportedOp, match="chunk_size"):
+        vgrad.per_sample_norm(lambda p, b, x: out_of(run(p, x)))(params, {}, *batch)
     assert torch._C._autograd._saved_tensors_hooks_is_enabled()
 
 
 RANDOM = {
-    "dropout": lambda p, x: F.dropout(F.linear(x, p["w"]), 0.5),
-    "dropout in place": lambda p, x: F.dropout(F.linear(x, p["w"]), 0.5, inplace=True),
-    "dropout of features": lambda p, x: F.dropout1d(F.linear(x, p["w"])[None], 0.5),
-    "alpha dropout": lambda p, x: F.alpha_dropout(F.linear(x, p["w"]), 0.5, True),
-    "dropout of weights": lambda p, x: F.linear(x, F.dropout(p["w"], 0.5)),
-    "noise like data": lambda p, x: F.linear(x + torch.randn_like(x), p["w"]),
-    "noise": lambda p, x: F.linear(x, p["w"]) + torch.randn(3, 5, dtype=x.dtype),
-    "noise on weights": lambda p, x: F.linear(x, p["w"] + torch.randn_like(p["w"])),
-    "noise in place": lambda p, x: F.linear(torch.empty_like(x).uniform_() * x, p["w"]),
-    "bernoulli": lambda p, x: torch.bernoulli(x / x.abs().max() / 4 + 0.5) @ p["w"].t(),
-    "gumbel": lambda p, x: F.gumbel_softmax(F.linear(x, p["w"])),
-    "attention": lambda p, x: F.scaled_dot_product_attention(
-        F.linear(x, p["w"][:4])[None], x[None], x[None], dropout_p=0.5
-    ),
-    "several": lambda p, x: (
-        F.dropout(F.linear(F.dropout(x, 0.3), p["w"]).sin(), 0.5)
-        + torch.rand((), dtype=x.dtype)
-    ),
+    "dropout": "F.dropout(F.linear(x, w), 0.5)",
+    "dropout in place": "F.dropout(F.linear(x, w), 0.5, inplace=True)",
+    "dropout of features": "F.dropout1d(F.linear(x, w)[None], 0.5)",
+    "alpha dropout": "F.alpha_dropout(F.linear(x, w), 0.5, True)",
+    "dropout of weights": "F.linear(x, F.dropout(w, 0.5))",
+    "noise like data": "F.linear(x + torch.randn_like(x), w)",
+    "noise": "F.linear(x, w) + torch.randn(3, 5, dtype=x.dtype)",
+    "noise on weights": "F.linear(x, w + torch.randn_like(w))",
+    "noise in place": "F.linear(torch.empty_like(x).uniform_() * x, w)",
+    "bernoulli": "torch.bernoulli(x / x.abs().max() / 4 + 0.5) @ w.t()",
+    "gumbel": "F.gumbel_softmax(F.linear(x, w))",
+    "attention": "attention(F.linear(x, w[:4])[None], x[None], x[None], dropout_p=0.5)",
+    "several": "F.dropout(F.linear(F.dropout(x, 0.3), w).sin(), 0.5) "
+    "+ torch.rand((), dtype=x.dtype)",
 }
 BY_DATA = "expected random numbers that all samples can share"
 OF_WEIGHTS = "dropout: expected what is computed from w alone to be the same"
@@ -317,7 +291,7 @@ OF_WEIGHTS = "dropout: expected what is computed from w alone to be the same"
 def drawn(name, params, x, **options):
     torch.manual_seed(5)
     compute = vgrad.per_sample_grad(
-        lambda p, b, x: out_of(RANDOM[name](p, x)), **options
+        lambda p, b, x: out_of(written(RANDOM[name])(p, x)), **options
     )
     return compute(params, {}, x)
 
@@ -389,8 +363,9 @@ KINDS = {"w": (5, 4), "b": (5,), "table": (3, 5), "scale": (5,)}
 KINDS |= {"kernel": (5, 5), "lstm": (4, 5)}
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_gradients_that_are_off_outside_are_on_inside(mode):
+def test_gradients_that_are_off_outside_are_on_inside(mode, strategy):
     """With parameters and inputs that were made there, and every kind of op."""
 
     def loss(params, buffers, x):
@@ -400,9 +375,10 @@ def test_gradients_that_are_off_outside_are_on_inside(mode):
     expected = oracle.loss_gradients(loss, params, {}, batch, B)
     with mode():
         params, batch = given(KINDS)
-        grads = vgrad.per_sample_grad(loss, **RECORDED)(params, {}, *batch)
-        clipped = vgrad.clipped_grad(loss, max_norm=1.0, **RECORDED)
+        grads = vgrad.per_sample_grad(loss, strategy=strategy)(params, {}, *batch)
+        clipped = vgrad.clipped_grad(loss, max_norm=1.0, strategy=strategy)
         clipped = clipped(params, {}, *batch).grads
+    assert not any(grad.requires_grad for grad in grads.values())
     oracle.assert_exact(grads, expected)
     oracle.assert_exact(clipped, oracle.clipped(expected, 1.0))
 
@@ -441,18 +417,10 @@ def test_threads_find_what_one_finds_alone():
         assert all(torch.equal(one[name], other[name]) for name in KINDS)
 
 
-class Fails(torch.autograd.Function):
+class Fails(Rounded):
     """Raises in the backward pass."""
 
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return x * 2
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
+    applies = True
 
     @staticmethod
     def backward(ctx, grad):

@@ -691,6 +691,7 @@ USES = {
 }
 
 
+@pytest.mark.slow
 @examples(40)
 @given(names=st.lists(st.sampled_from(sorted(USES)), min_size=2, max_size=3))
 def test_several_uses_of_one_parameter(names):

@@ -108,6 +108,7 @@ PLACES = ("cls_token", "position_embeddings")
 LOGITS = ("logit_scale", "class_embedding")
 
 ONES, CONV = torch.ones(B, 1, 1), "ConvNextForImageClassification"
+BERT = "BertForSequenceClassification"
 MODELS = {
     "gpt2": Case("GPT2LMHeadModel", GPT2, TEXT),
     "gpt2_padded": Case("GPT2LMHeadModel", GPT2, TEXT | PADDED, EAGER),
@@ -117,8 +118,8 @@ MODELS = {
     "qwen2": Case("Qwen2ForCausalLM", TIED, TEXT, expanded=RMS),
     "mixtral": Case("MixtralForCausalLM", EXPERTS, TEXT, expanded=RMS + STACKED),
     "mamba": Case("MambaForCausalLM", MAMBA, TEXT, EAGER, RMS + MIXER, MIXER),
-    "bert": Case("BertForSequenceClassification", READER, SENTENCES),
-    "bert_padded": Case("BertForSequenceClassification", READER, SENTENCES | PADDED_4D),
+    "bert": Case(BERT, READER, SENTENCES),
+    "bert_padded": Case(BERT, READER, SENTENCES | PADDED_4D),
     "roberta": Case("RobertaForSequenceClassification", READER, SENTENCES),
     "distilbert": Case("DistilBertForSequenceClassification", DISTIL, SENTENCES),
     "t5": Case("T5ForConditionalGeneration", T5, TEXT, expanded=RMS),
@@ -133,22 +134,15 @@ LOOP = EXPERTS | {"experts_implementation": "eager"}
 CACHE = MAMBA | {"use_cache": True}
 DEBERTA = "DebertaV2ForSequenceClassification"
 VALUES = "expected ops that vmap can run for all samples at once, got one that looks at"
+WRITES = "copy_: .* writes in place into a tensor that all samples share"
+OLD = "an autograd.Function without setup_context"
 REFUSED = [  # each with its message
     (Case("GPT2LMHeadModel", GPT2, TEXT | PADDED), f"__bool__: {VALUES}"),
-    (
-        Case("BertForSequenceClassification", READER, SENTENCES | PADDED),
-        f"__bool__: {VALUES}",
-    ),
+    (Case(BERT, READER, SENTENCES | PADDED), f"__bool__: {VALUES}"),
     (Case(DEBERTA, READER, SENTENCES, EAGER), f"__contains__: {VALUES}"),
     (Case("MixtralForCausalLM", LOOP, TEXT), f"(one_hot|nonzero): {VALUES}"),
-    (
-        Case("MambaForCausalLM", CACHE, TEXT, EAGER, rounded=MIXER),
-        "copy_: .* writes in place into a tensor that all samples share",
-    ),
-    (
-        Case("BloomForCausalLM", BLOOM, TEXT, EAGER),
-        "an autograd.Function without setup_context",
-    ),
+    (Case("MambaForCausalLM", CACHE, TEXT, EAGER, rounded=MIXER), WRITES),
+    (Case("BloomForCausalLM", BLOOM, TEXT, EAGER), OLD),
 ]
 
 
