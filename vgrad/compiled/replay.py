@@ -1,0 +1,135 @@
+"""A graph of ops as plain Python, with what costs time and computes nothing left out."""
+
+import operator
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from vgrad.torch_private.tensors import OPS, written
+
+_aten = torch.ops.aten
+
+_SAME = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
+"""Ops that return what they are given."""
+
+_VIEWS = {
+    *(_aten.view.default, _aten.unsqueeze.default, _aten.squeeze.dim),
+    *(_aten.squeeze.default, _aten.squeeze.dims, _aten.permute.default),
+    *(_aten.t.default, _aten.transpose.int, _aten.expand.default),
+    *(_aten.slice.Tensor, _aten.select.int, _aten.as_strided.default),
+    *(_aten._unsafe_view.default, _aten.diagonal.default),
+}
+"""Ops that return the memory that they are given, in another shape."""
+
+_SEVERAL = {_aten.split.Tensor, _aten.split_with_sizes.default, _aten.unbind.int}
+"""Ops that return several such tensors."""
+
+_NUMBERS = {_aten.scalar_tensor.default}
+"""Ops that make a number."""
+
+
+class _Place(NamedTuple):
+    """Where the numbers of a tensor are in memory."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+
+
+def simplify(module: fx.GraphModule) -> None:
+    """Take out ops that compute nothing, in place; the numbers stay, bit by bit.
+
+    A chain of views becomes one, of the tensor that has the memory.
+    """
+    graph, changed = module.graph, _written_to(module.graph)
+    known: dict[Any, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or not isinstance(node.args, tuple):
+            continue
+        if node.target in _SAME:
+            node.replace_all_uses_with(node.args[0])
+            continue
+        source, place = _base(node), _place(node)
+        if source is not node and place is not None:
+            if place == _place(source):
+                node.replace_all_uses_with(source)
+                continue
+            # An input may begin anywhere in its memory.
+            if source.op != "placeholder":
+                node.target = _aten.as_strided.default
+                node.args, node.kwargs = (source, *map(_listed, place)), {}
+        if node.target in _VIEWS | _NUMBERS and node not in changed:
+            key = (node.target, repr(node.args), repr(node.kwargs))
+            if key in known:
+                node.replace_all_uses_with(known[key])
+            known.setdefault(key, node)
+    graph.eliminate_dead_code()
+    module.recompile()
+
+
+def plain(module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
+    """Return the graph as a function of Python that calls the kernels directly.
+
+    The code that torch makes looks up each op by four names and calls it by way of two
+    functions, which takes as long as a small kernel.
+    """
+    code = module.graph.python_code(root_module="self")
+    names = dict(code.globals)
+    known: dict[str, str] = {}
+
+    def local(match: re.Match) -> str:
+        path = match.group(1)
+        if path not in known:
+            known[path] = f"_op_{len(known)}"
+            op = operator.attrgetter(path)(torch.ops)
+            names[known[path]] = getattr(op, "_op", op)
+        return known[path]
+
+    source = re.sub(r"\btorch\.ops\.([\w.]+)(?=\()", local, code.src)
+    exec(compile(source, "<graph>", "exec"), names)
+    return names["forward"].__get__(module)
+
+
+def _written_to(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes whose memory an op writes to, and all that lead to them."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if not isinstance(node.target, OPS):
+            continue
+        for place, name, _ in written(node.target):
+            left = [node.args[place] if place < len(node.args) else node.kwargs[name]]
+            while left:
+                each = left.pop()
+                if isinstance(each, fx.Node) and each not in found:
+                    found.add(each)
+                    left += each.all_input_nodes
+    return found
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """Return the node that has the memory of a chain of views."""
+    while True:
+        if node.target is operator.getitem:
+            several: Any = node.args[0]
+            if several.target not in _SEVERAL:
+                return node
+            node = several.args[0]
+        elif node.target in _VIEWS | _SAME:
+            node = node.args[0]  # type: ignore[assignment]
+        else:
+            return node
+
+
+def _place(node: fx.Node) -> _Place | None:
+    """Return where the numbers are that a node returns."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.is_conj() or value.is_neg():
+        return None
+    return _Place(tuple(value.shape), value.stride(), int(value.storage_offset()))
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
