@@ -15,6 +15,7 @@ from torch import Tensor
 from vgrad import checks, tree
 from vgrad.compiled import verification
 from vgrad.compiled.graph import Graph, captured
+from vgrad.compiled.replay import replayed
 from vgrad.compiled.signature import is_watched, signature, surroundings
 from vgrad.conditions import Unrepeatable
 from vgrad.dtypes import no_autocast
@@ -210,7 +211,7 @@ class Captures:
                 backend.get(capture.report.kind, "replay"),
                 "as chosen before",
             )
-        run: Any = graph.module.forward
+        run: Any = replayed(graph.module)
         if backend != "replay":
             try:
                 compiled = tracing.compiled(graph.module, [*tensors, *graph.closed])

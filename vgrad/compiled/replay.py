@@ -1,8 +1,9 @@
-"""A graph of ops as plain Python, with what costs time and computes nothing left out."""
+"""A graph of ops as plain Python, without ops that take time and compute nothing."""
 
 import operator
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +28,8 @@ _VIEWS = {
 _SEVERAL = {_aten.split.Tensor, _aten.split_with_sizes.default, _aten.unbind.int}
 """Ops that return several such tensors."""
 
-_NUMBERS = {_aten.scalar_tensor.default}
-"""Ops that make a number."""
+_NUMBER = _aten.scalar_tensor.default
+"""The op that makes a number a tensor."""
 
 
 class _Place(NamedTuple):
@@ -39,29 +40,41 @@ class _Place(NamedTuple):
     start: int
 
 
-def simplify(module: fx.GraphModule) -> None:
-    """Take out ops that compute nothing, in place; the numbers stay, bit by bit.
+def replayed(module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
+    """Return a function that calls the ops of a graph, one by one."""
+    graph = fx.Graph()
+    output = graph.graph_copy(module.graph, {})
+    graph.output(output)
+    own = fx.GraphModule(module, graph)
+    _simplify(own)
+    return _plain(own)
 
-    A chain of views becomes one, of the tensor that has the memory.
+
+def _simplify(module: fx.GraphModule) -> None:
+    """Take out ops that compute nothing; the numbers stay, bit by bit.
+
+    A chain of views becomes one, of the tensor that has the memory, and numbers are
+    made once.
     """
     graph, changed = module.graph, _written_to(module.graph)
     known: dict[Any, fx.Node] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or not isinstance(node.args, tuple):
-            continue
-        if node.target in _SAME:
-            node.replace_all_uses_with(node.args[0])
+        if node.op != "call_function":
             continue
         source, place = _base(node), _place(node)
-        if source is not node and place is not None:
-            if place == _place(source):
-                node.replace_all_uses_with(source)
-                continue
+        if node.target in _SAME:
+            node.replace_all_uses_with(node.args[0])
+        elif node.target is _NUMBER and node not in changed:
+            name = f"_number_{node.name}"
+            module.register_buffer(name, node.target(*node.args, **node.kwargs))
+            node.op, node.target, node.args, node.kwargs = "get_attr", name, (), {}
+        elif source is not node and place is not None and place == _place(source):
+            node.replace_all_uses_with(source)
+        elif source is not node and place is not None:
             # An input may begin anywhere in its memory.
             if source.op != "placeholder":
                 node.target = _aten.as_strided.default
                 node.args, node.kwargs = (source, *map(_listed, place)), {}
-        if node.target in _VIEWS | _NUMBERS and node not in changed:
             key = (node.target, repr(node.args), repr(node.kwargs))
             if key in known:
                 node.replace_all_uses_with(known[key])
@@ -70,8 +83,8 @@ def simplify(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def plain(module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
-    """Return the graph as a function of Python that calls the kernels directly.
+def _plain(module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
+    """Return a graph as a function of Python that calls the kernels directly.
 
     The code that torch makes looks up each op by four names and calls it by way of two
     functions, which takes as long as a small kernel.
@@ -90,7 +103,7 @@ def plain(module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
 
     source = re.sub(r"\btorch\.ops\.([\w.]+)(?=\()", local, code.src)
     exec(compile(source, "<graph>", "exec"), names)
-    return names["forward"].__get__(module)
+    return partial(names["forward"], module)
 
 
 def _written_to(graph: fx.Graph) -> set[fx.Node]:

@@ -46,7 +46,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict | 
     if len(shape) == 1:  # each number of the output is a position
         return {
             "weight": lambda g: Outer(positions(input), positions(g[..., None]), shape),
-            "bias": lambda g: Dense(over_positions(g)),
+            "bias": lambda g: Dense(g.flatten(1).sum(1)),
         }
 
     def matrix(g: Tensor) -> Outer:
