@@ -72,7 +72,9 @@ class _Capture:
     graph: Graph | None = None
     run: Callable[..., Sequence[Tensor]] | None = None
     differentiable: bool = False  # in eager mode, so that a derivative must raise
-    in_a_row: int = 0
+    calls: int = 0
+    redos: int = 0
+    in_a_row: int = 0  # of these the last ones
 
 
 class Captures:
@@ -98,7 +100,10 @@ class Captures:
 
     def reports(self) -> tuple[Report, ...]:
         """Return what is known of every capture."""
-        return tuple(each.report for each in self._found)
+        return tuple(
+            each.report._replace(calls=each.calls, redos=each.redos)
+            for each in self._found
+        )
 
     def __call__(self, function: Callable, *arguments: Any) -> Any:
         """Return what the function returns: from its graph, or in eager mode."""
