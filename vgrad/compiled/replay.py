@@ -20,13 +20,12 @@ _VIEWS = {
     *(_aten.view.default, _aten.unsqueeze.default, _aten.squeeze.dim),
     *(_aten.squeeze.default, _aten.squeeze.dims, _aten.permute.default),
     *(_aten.t.default, _aten.transpose.int, _aten.expand.default),
-    *(_aten.slice.Tensor, _aten.select.int, _aten.as_strided.default),
-    *(_aten._unsafe_view.default, _aten.diagonal.default),
+    *(_aten.slice.Tensor, _aten.select.int, _aten._unsafe_view.default),
 }
 """Ops that return the memory that they are given, in another shape."""
 
-_SEVERAL = {_aten.split.Tensor, _aten.split_with_sizes.default, _aten.unbind.int}
-"""Ops that return several such tensors."""
+_SEVERAL = {_aten.split.Tensor, _aten.unbind.int}
+"""Ops that return several such tensors, one after the other along an axis."""
 
 _NUMBER = _aten.scalar_tensor.default
 """The op that makes a number a tensor."""
@@ -37,7 +36,6 @@ class _Place(NamedTuple):
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    start: int
 
 
 def replayed(module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
@@ -61,20 +59,20 @@ def _simplify(module: fx.GraphModule) -> None:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        source, place = _base(node), _place(node)
+        (source, start), place = _base(node), _place(node)
         if node.target in _SAME:
             node.replace_all_uses_with(node.args[0])
         elif node.target is _NUMBER and node not in changed:
             name = f"_number_{node.name}"
             module.register_buffer(name, node.target(*node.args, **node.kwargs))
             node.op, node.target, node.args, node.kwargs = "get_attr", name, (), {}
-        elif source is not node and place is not None and place == _place(source):
-            node.replace_all_uses_with(source)
         elif source is not node and place is not None:
-            # An input may begin anywhere in its memory.
-            if source.op != "placeholder":
+            if start == 0 and place == _place(source):
+                node.replace_all_uses_with(source)
+                continue
+            if _begins_its_memory(source):
                 node.target = _aten.as_strided.default
-                node.args, node.kwargs = (source, *map(_listed, place)), {}
+                node.args, node.kwargs = (source, *map(list, place), start), {}
             key = (node.target, repr(node.args), repr(node.kwargs))
             if key in known:
                 node.replace_all_uses_with(known[key])
@@ -122,27 +120,52 @@ def _written_to(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def _base(node: fx.Node) -> fx.Node:
-    """Return the node that has the memory of a chain of views."""
+def _base(node: fx.Node) -> tuple[fx.Node, int]:
+    """Return the node that a chain of views is of, and where in it they begin."""
+    start = 0
+    source: Any
     while True:
         if node.target is operator.getitem:
             several: Any = node.args[0]
             if several.target not in _SEVERAL:
-                return node
-            node = several.args[0]
+                return node, start
+            source, *rest = several.args
+            width = rest.pop(0) if several.target is _aten.split.Tensor else 1
+            place: Any = _place(source)
+            start += node.args[1] * width * place.stride[rest[0] if rest else 0]
         elif node.target in _VIEWS | _SAME:
-            node = node.args[0]  # type: ignore[assignment]
+            source = node.args[0]
+            start += _skipped(node, source)
         else:
-            return node
+            return node, start
+        node = source
+
+
+def _skipped(node: fx.Node, source: fx.Node) -> int:
+    """Return how many numbers a view leaves out in front."""
+    if node.target not in (_aten.slice.Tensor, _aten.select.int):
+        return 0
+    place: Any = _place(source)
+    given: list[Any] = [*node.args[1:3], 0, 0]
+    axis, first = given[:2] if len(node.args) != 2 else (given[0], 0)
+    size = place.size[axis]
+    first = 0 if first is None else first
+    first = first + size if first < 0 else first
+    return min(max(first, 0), size) * place.stride[axis]
+
+
+def _begins_its_memory(node: fx.Node) -> bool:
+    """Tell whether an op returns memory of its own; an input may begin anywhere."""
+    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    if node.target is operator.getitem:
+        several: Any = node.args[0]
+        returns = getattr(several.target._schema, "returns", ())
+    return bool(returns) and all(each.alias_info is None for each in returns)
 
 
 def _place(node: fx.Node) -> _Place | None:
-    """Return where the numbers are that a node returns."""
+    """Return the shape and strides of what a node returns."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.is_conj() or value.is_neg():
         return None
-    return _Place(tuple(value.shape), value.stride(), int(value.storage_offset()))
-
-
-def _listed(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    return _Place(tuple(value.shape), value.stride())
