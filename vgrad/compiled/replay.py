@@ -132,7 +132,8 @@ def _base(node: fx.Node) -> tuple[fx.Node, int]:
             source, *rest = several.args
             width = rest.pop(0) if several.target is _aten.split.Tensor else 1
             place: Any = _place(source)
-            start += node.args[1] * width * place.stride[rest[0] if rest else 0]
+            number: Any = node.args[1]
+            start += number * width * place.stride[rest[0] if rest else 0]
         elif node.target in _VIEWS | _SAME:
             source = node.args[0]
             start += _skipped(node, source)
@@ -147,7 +148,7 @@ def _skipped(node: fx.Node, source: fx.Node) -> int:
         return 0
     place: Any = _place(source)
     given: list[Any] = [*node.args[1:3], 0, 0]
-    axis, first = given[:2] if len(node.args) != 2 else (given[0], 0)
+    axis, first = given[:2]
     size = place.size[axis]
     first = 0 if first is None else first
     first = first + size if first < 0 else first
