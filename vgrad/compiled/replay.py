@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from vgrad.torch_private.tensors import OPS, written
+from vgrad.torch_private.kernels import unsafe_view
+from vgrad.torch_private.tensors import OPS, makes_memory, written
 
 _aten = torch.ops.aten
 
@@ -20,7 +21,7 @@ _VIEWS = {
     *(_aten.view.default, _aten.unsqueeze.default, _aten.squeeze.dim),
     *(_aten.squeeze.default, _aten.squeeze.dims, _aten.permute.default),
     *(_aten.t.default, _aten.transpose.int, _aten.expand.default),
-    *(_aten.slice.Tensor, _aten.select.int, _aten._unsafe_view.default),
+    *(_aten.slice.Tensor, _aten.select.int, unsafe_view.default),
 }
 """Ops that return the memory that they are given, in another shape."""
 
@@ -157,11 +158,8 @@ def _skipped(node: fx.Node, source: fx.Node) -> int:
 
 def _begins_its_memory(node: fx.Node) -> bool:
     """Tell whether an op returns memory of its own; an input may begin anywhere."""
-    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
-    if node.target is operator.getitem:
-        several: Any = node.args[0]
-        returns = getattr(several.target._schema, "returns", ())
-    return bool(returns) and all(each.alias_info is None for each in returns)
+    several: Any = node.args[0] if node.target is operator.getitem else node
+    return makes_memory(several.target)
 
 
 def _place(node: fx.Node) -> _Place | None:
