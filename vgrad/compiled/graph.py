@@ -186,10 +186,18 @@ def _check(module: fx.GraphModule) -> None:
     """Refuse ops whose results have shapes that depend on values."""
     depends = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
     for node in module.graph.nodes:
-        if node.op == "call_function" and depends & _tags(node.target):
-            raise Unrepeatable(
-                f"the shape of what {node.target} returns depends on values"
-            )
+        if node.op != "call_function" or not depends & _tags(node.target):
+            continue
+        if node.target is torch.ops.aten.index.Tensor and not _by_mask(node):
+            continue
+        raise Unrepeatable(f"{node.target} returns shapes that depend on values")
+
+
+def _by_mask(node: fx.Node) -> bool:
+    """Tell whether an index says of each number whether to take it."""
+    indices: Any = node.args[1]
+    dtypes = {each.meta["val"].dtype for each in indices if each is not None}
+    return bool(dtypes & {torch.bool, torch.uint8})
 
 
 def _tags(op: Any) -> set[torch.Tag]:
