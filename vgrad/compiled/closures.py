@@ -157,7 +157,10 @@ class Closed:
         if not _is_users(names.get("__name__", ""), _file(code, names)):
             return
         spelled = code.co_names
-        strings = [c for c in code.co_consts if isinstance(c, str) and c.isidentifier()]
+        strings = []
+        if _BY_NAME.intersection(spelled):
+            held = [each for each in code.co_consts if isinstance(each, str)]
+            strings = [each for each in held if each.isidentifier()]
         library = _LIBRARY if "site-packages" in code.co_filename else ""
         used = [name for name in (*spelled, *strings) if name in names]
         self.guards.note_entries(names, used)
@@ -235,11 +238,9 @@ class Closed:
         """
         kind, held = type(value), _attributes(value)
         if kind.__module__.startswith("vgrad."):
-            for name, each in held.items():
-                whole = isinstance(each, dict | list | set)
-                parts = each.values() if isinstance(each, dict) else each
-                if kind.__module__ != "vgrad.compiled.captures":
-                    self._add(tuple(parts) if whole else each, f"{path}.{name}")
+            if kind.__module__ != "vgrad.compiled.captures":
+                for name, each in held.items():
+                    self._add(_frozen(each), f"{path}.{name}")
             return
         if kind.__module__.startswith("torch.") and not isinstance(value, nn.Module):
             path = _LIBRARY + path
@@ -344,6 +345,13 @@ def _slots(kind: type) -> list[str]:
     ]
 
 
+def _frozen(value: Any) -> Any:
+    """Return what is followed of a container that may come to hold more."""
+    if isinstance(value, dict):
+        return tuple(value.values())
+    return tuple(value) if isinstance(value, list | set) else value
+
+
 def _attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object, without a call of its `__getattr__`."""
     try:
@@ -375,6 +383,9 @@ def _file(code: types.CodeType, names: dict[str, Any]) -> str | None:
     file = code.co_filename
     return names.get("__file__") if file.startswith("<") else file
 
+
+_BY_NAME = {"getattr", "hasattr", "globals", "vars"}
+"""Functions whose callers may hold names in strings."""
 
 _SEEDS = {"manual_seed", "seed", "set_state"}
 
