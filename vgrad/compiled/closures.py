@@ -257,7 +257,7 @@ class Closed:
 
     def _follow_class(self, kind: type, path: str) -> None:
         """Follow the attributes of a class that users wrote, and of those above it."""
-        for each in (*kind.__mro__, *type(kind).__mro__):
+        for each in (*kind.__mro__, *type.mro(type(kind))):
             module = each.__module__
             file = getattr(sys.modules.get(module), "__file__", None)
             if each in self._classes or not _is_users(module, file):
