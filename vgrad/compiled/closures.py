@@ -1,286 +1,409 @@
 """What a function closes over: values that a graph bakes in, and tensors that it reads.
 
 A graph repeats what Python did while it was captured. So every plain value that a loss
-can reach (in closures, default arguments, `functools.partial`, attributes of objects
-and modules, globals of the functions that ran) is noted, and compared at each call.
-Tensors are inputs of the graph, as they are at each call; which tensor it is, is noted.
+can reach (in closures, default arguments, `functools.partial`, attributes of objects,
+classes and modules, globals of the functions that ran) is noted, and compared at each
+call. Tensors are inputs of the graph, as they are at each call; which tensor it is, and
+its shape, are noted.
+
+Values are noted before the function runs, and globals before the first function runs
+that names them. So a function that changes one of them is found out.
+
+Not followed, and taken to stay as they are: code and objects of torch, numpy and Python
+itself, files, and what objects of this package remember. In other installed packages,
+objects that cannot be compared are taken to stay as they are. Attributes of modules are
+found by their names, as the functions that ran spell them.
 """
 
-import enum
+import abc
+import datetime
 import functools
+import gc
 import logging
+import operator
+import os
+import random
 import re
 import sys
+import sysconfig
 import threading
+import time
 import types
 import weakref
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from vgrad.compiled.guards import Guards, contents, is_plain
 from vgrad.conditions import Unrepeatable
 from vgrad.functional.model import FunctionalModel
-from vgrad.torch_private.tensors import OPS
-from vgrad.tree import TreeSpec
-
-Reached = Mapping[types.CodeType, dict[str, Any]]
-"""The code that ran, with its globals."""
+from vgrad.persample.rules.table import RULES
+from vgrad.torch_private.tensors import OPS, registered
 
 
-class Guards:
-    """Values as they were, wherever a function could reach them."""
+class Closed:
+    """What a function closes over.
 
-    def __init__(self) -> None:
-        """Start with nothing noted."""
-        self._plain: list[tuple[Any, tuple, tuple, list]] = []
-        self._others: list[tuple[Any, tuple, list]] = []
-        self._sizes: list[tuple[Any, int]] = []
-        self._cells: list[tuple[types.CellType, Any]] = []
-        self._items: list[tuple[Any, Any]] = []
-
-    def hold(self) -> bool:
-        """Tell whether everything still is what it was."""
-        for holder, names, values, kinds in self._plain:
-            found = tuple(map(holder.get, names))
-            if found != values or list(map(type, found)) != kinds:
-                return False
-        for holder, names, values in self._others:
-            for name, value in zip(names, values, strict=True):
-                if holder.get(name) is not value:
-                    return False
-        for holder, size in self._sizes:
-            if len(holder) != size:
-                return False
-        for cell, value in self._cells:
-            if not _same(cell.cell_contents, value):
-                return False
-        for holder, items in self._items:
-            same = len(holder) == len(items) and (
-                all(map(_same, holder, items))
-                if isinstance(holder, list)
-                else holder == items
-            )
-            if not same:
-                return False
-        return True
-
-    def note_cell(self, cell: types.CellType) -> None:
-        """Note what a closure holds."""
-        self._cells.append((cell, cell.cell_contents))
-
-    def note_items(self, holder: list | set) -> None:
-        """Note what a list or a set holds."""
-        self._items.append((holder, holder.copy()))
-
-    def note(self, holder: Any, names: Any, *, whole: bool = False) -> None:
-        """Note entries of a dictionary, of an object say, and with `whole` how many."""
-        if whole:
-            self._sizes.append((holder, len(holder)))
-        plain = tuple(name for name in names if _is_plain(holder[name]))
-        others = tuple(name for name in names if not _is_plain(holder[name]))
-        if plain:
-            values = tuple(holder[name] for name in plain)
-            self._plain.append((holder, plain, values, list(map(type, values))))
-        if others:
-            self._others.append((holder, others, [holder[name] for name in others]))
-
-
-class Closed(NamedTuple):
-    """What a function closes over."""
-
-    guards: Guards
-    tensors: dict[int, Tensor]  # by id
-
-
-def closed_over(function: Any, reached: Reached) -> Closed:
-    """Follow everything that a function can reach, and what ran while it was called.
-
-    Raises:
-        Unrepeatable: an object is of a kind that can change without notice.
+    Attributes:
+        guards: all values, as they were before the function ran.
+        tensors: by id.
     """
-    walk = _Walk()
-    walk.left.append((function, "the function"))
-    for code, names in reached.items():
-        walk.follow_globals(code, names)
-    while walk.left:
-        walk.follow(*walk.left.pop())
-    return Closed(walk.guards, walk.tensors)
 
+    def __init__(self, function: Any) -> None:
+        """Follow everything that a function can reach.
 
-class _Walk:
-    """A walk through objects, each of which is visited once."""
-
-    def __init__(self) -> None:
+        Raises:
+            Unrepeatable: an object is of a kind that can change without notice.
+        """
         self.guards = Guards()
         self.tensors: dict[int, Tensor] = {}
-        self.left: list[tuple[Any, str]] = []
+        self._left: list[tuple[Any, str]] = [(function, "the function")]
         self._seen: dict[int, Any] = {}
+        self._code: set[types.CodeType] = set()
+        self._classes: set[type] = set()
+        self._modules: list[types.ModuleType] = []
+        self._spelled: set[str] = set()
+        self._strings: set[str] = set()
+        self._error: Unrepeatable | None = None
+        for each in RULES.values():
+            self._add((each.run, getattr(each, "factors", None)), "a rule")
+        self._follow_all()
 
-    def follow(self, value: Any, path: str) -> None:
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Follow what the functions that run in this block name.
+
+        Raises:
+            Unrepeatable: at the end, if they did what a graph does not repeat.
+        """
+        around = sys.getprofile()
+        sys.setprofile(self._note)
+        try:
+            yield
+        finally:
+            sys.setprofile(around)
+        if self._error is not None:
+            raise self._error
+        if not self.guards.hold():
+            raise Unrepeatable("it changes values that it closes over")
+        if self.guards.written():
+            raise Unrepeatable("it writes into a tensor that it closes over")
+
+    def _note(self, frame: types.FrameType, event: str, called: Any) -> None:
+        """Look at a call before it happens; torch and Python make thousands."""
+        if self._error is not None:
+            return
+        code, names = frame.f_code, frame.f_globals
+        try:
+            if event == "call" and code not in self._code:
+                self._code.add(code)
+                self._follow_names(code, names)
+                self._follow_all()
+            elif event == "c_call":
+                _check_call(called, code, names)
+        except Unrepeatable as error:  # raised here, the loss could catch it
+            self._error = error
+
+    def _follow_all(self) -> None:
+        while self._left:
+            self._follow(*self._left.pop())
+
+    def _follow(self, value: Any, path: str) -> None:
         """Note what an object holds, and put that on the way."""
-        if _is_plain(value) or id(value) in self._seen:
+        if is_plain(value) or id(value) in self._seen:
             return
         self._seen[id(value)] = value  # kept, so that no other gets its id
+        kind = type(value)
         if isinstance(value, Tensor):
             self.tensors[id(value)] = value
-        elif isinstance(value, types.FunctionType):
-            self._follow_function(value, path)
-        elif isinstance(value, types.MethodType):
-            self._add(value.__self__, path)
-            self._add(value.__func__, path)
-        elif isinstance(value, functools.partial):
-            self._add((value.func, value.args, value.keywords), path)
-        elif isinstance(value, tuple | frozenset):
-            self._add_all(enumerate(value), path)
-        elif isinstance(value, list | set):
-            self.guards.note_items(value)
-            self._add_all(enumerate(value), path)
-        elif isinstance(value, dict):
-            self.guards.note(value, list(value), whole=True)
-            self._add_all(value.items(), path)
+            self.guards.note_tensor(value)
+        elif kind in _PARTS:
+            self._add_all([getattr(value, name) for name in _PARTS[kind]], path)
+            if kind is types.FunctionType:
+                self._follow_function(value, path)
+            elif kind is _CACHE:
+                self._follow_cache(value, path)
+        elif isinstance(value, np.ndarray):
+            self.guards.note_array(value)
+        elif isinstance(value, weakref.ref):
+            self._add(value(), path)
         elif isinstance(value, FunctionalModel):
             self._follow_model(value, path)
-        elif isinstance(value, types.ModuleType | type) or _is_constant(value):
+        elif isinstance(value, types.ModuleType):
+            if _is_users(value.__name__, getattr(value, "__file__", None)):
+                self._modules.append(value)
+                self._note_names(value, self._spelled, self._strings)
+        elif isinstance(value, type):
+            self._follow_class(value, path)
+        elif isinstance(value, _CONSTANT) or value is _RANDOM:
             return
-        elif hasattr(value, "__wrapped__"):  # functools.cache and the like
-            self._add(value.__wrapped__, path)
-        elif type(value).__flags__ & _HEAP and hasattr(value, "__dict__"):
+        elif _is_open(kind):
+            self._follow_items(value, path)
             self._follow_object(value, path)
         elif not path.startswith(_LIBRARY):
             raise Unrepeatable(
-                f"{path} is a {type(value).__module__}.{type(value).__qualname__}, "
-                f"whose values cannot be compared"
+                f"{path} is a {kind.__module__}.{kind.__qualname__}, whose values "
+                f"cannot be compared"
             )
 
-    def follow_globals(self, code: types.CodeType, names: dict[str, Any]) -> None:
+    def _follow_names(self, code: types.CodeType, names: dict[str, Any]) -> None:
         """Note the globals that a function names, and what it names of modules."""
-        if not _is_users(names.get("__name__", "")):
+        if not _is_users(names.get("__name__", ""), _file(code, names)):
             return
-        used = [name for name in code.co_names if name in names]
-        self.guards.note(names, used)
+        spelled = code.co_names
+        strings = []
+        if _BY_NAME.intersection(spelled):
+            held = [each for each in code.co_consts if isinstance(each, str)]
+            strings = [each for each in held if each.isidentifier()]
         library = _LIBRARY if "site-packages" in code.co_filename else ""
+        used = [name for name in (*spelled, *strings) if name in names]
+        self.guards.note_entries(names, used)
         for name in used:
-            value = names[name]
-            if isinstance(value, types.ModuleType):
-                if _is_users(value.__name__):
-                    held = [n for n in code.co_names if n in vars(value)]
-                    self.guards.note(vars(value), held)
-                    self._add_all([(n, vars(value)[n]) for n in held], library + name)
-            else:
-                self._add(value, f"{library}the global {name!r}")
+            self._add(names[name], f"{library}the global {name!r}")
+        for module in self._modules:
+            self._note_names(module, spelled, strings)
+        self._spelled.update(spelled)
+        self._strings.update(strings)
+        for name in spelled:  # modules that the function itself imports
+            for each in (name, f"{names.get('__package__')}.{name}"):
+                self._add(sys.modules.get(each), each)
+        if "environ" in spelled or "getenv" in spelled:
+            self._add(os.environ, "os.environ")
+
+    def _note_names(
+        self, module: types.ModuleType, spelled: Iterable[str], strings: Iterable[str]
+    ) -> None:
+        """Note attributes of a module; those in strings may come later."""
+        held = vars(module)
+        used = [*(name for name in spelled if name in held), *strings]
+        self.guards.note_entries(held, used)
+        library = _LIBRARY if "site-packages" in str(held.get("__file__")) else ""
+        for name in used:
+            self._add(held.get(name), f"{library}{module.__name__}.{name}")
 
     def _follow_function(self, function: types.FunctionType, path: str) -> None:
-        for name, cell in zip(
-            function.__code__.co_freevars, function.__closure__ or (), strict=True
-        ):
-            try:
-                self.guards.note_cell(cell)
-            except ValueError:  # bound later, or never
-                continue
-            self._add(cell.cell_contents, f"{name!r} in {function.__name__}")
-        self._add((function.__defaults__, function.__kwdefaults__), path)
-        if vars(function):
+        code, names = function.__code__, function.__globals__
+        cells = function.__closure__ or ()
+        self.guards.note_cells(cells)
+        for name, held in zip(code.co_freevars, contents(cells), strict=True):
+            self._add(held, f"{name!r} in {function.__name__}")
+        if _is_users(names.get("__name__", ""), _file(code, names)):
+            kept = "__code__", "__defaults__", "__kwdefaults__"
+            self.guards.note_attributes(function, *kept)
             self._add(vars(function), path)
+        elif "__wrapped__" in vars(function):
+            self._add(vars(function)["__wrapped__"], path)
+
+    def _follow_cache(self, cache: Any, path: str) -> None:
+        """Follow what `functools.cache` keeps; it may come to keep more."""
+        for each in gc.get_referents(cache):
+            for held in each.values() if type(each) is dict else (each,):
+                if type(held).__name__ != "_lru_list_elem":  # holds one of the others
+                    self._add(held, path)
+        function = cache.__wrapped__
+        if isinstance(function, types.FunctionType):  # which need not run
+            self._follow_names(function.__code__, function.__globals__)
 
     def _follow_model(self, model: FunctionalModel, path: str) -> None:
-        """Note all of a functional model but the tensors it is given."""
-        held = {n: value for n, value in vars(model).items() if n[0] != "_"}
-        self._add_all(held.items(), path)
-        for tensor in model.constants:
-            self.tensors[id(tensor)] = tensor
+        """Follow all of a functional model but the tensors it is given."""
+        self._add_all(model.constants, path)
         for name, module in model.named_modules():
             self._seen[id(module)] = module
-            own = {n: each for n, each in vars(module).items() if n not in _GIVEN}
-            self._follow_attributes(module, own, f"{path}.{name}")
+            for given in registered(module)[:2]:
+                self._seen[id(given)] = given
+            self._follow_object(module, f"{path}.{name}")
+
+    def _follow_items(self, value: Any, path: str) -> None:
+        """Follow what a container holds, if it is one."""
+        if isinstance(value, dict | types.MappingProxyType):
+            self.guards.note(value)
+            self._add_all(value, path)
+            for name, each in value.items():
+                self._add(each, f"{path}[{name!r}]")
+        elif isinstance(value, list | set | deque | tuple | frozenset):
+            if not isinstance(value, tuple | frozenset):
+                self.guards.note(value)
+            self._add_all(value, path)
 
     def _follow_object(self, value: Any, path: str) -> None:
-        """Note the attributes of an object, and of its classes that users wrote.
+        """Follow the attributes of an object, and its class.
 
         Objects of this package change nothing but what they remember.
         """
-        if type(value).__module__.startswith("vgrad."):
-            for name, held in vars(value).items():
-                if isinstance(held, dict):
-                    held = tuple(held.values())
-                elif isinstance(held, list | set):
-                    held = tuple(held)
-                self._add(held, f"{path}.{name}")
+        kind, held = type(value), _attributes(value)
+        if kind.__module__.startswith("vgrad."):
+            if kind.__module__ != "vgrad.compiled.captures":
+                for name, each in held.items():
+                    self._add(_frozen(each), f"{path}.{name}")
             return
-        self.guards.note(vars(value), (), whole=True)
-        self._follow_attributes(value, vars(value), path)
+        if kind.__module__.startswith("torch.") and not isinstance(value, nn.Module):
+            path = _LIBRARY + path
+        if kind.__flags__ & _HEAP:
+            self.guards.note_attributes(value, "__class__")
+            self._follow_class(kind, path)
+        if held or kind.__dictoffset__:
+            self.guards.note(held)
+        for name, each in held.items():
+            self._add(each, f"{path}.{name}")
+        for name in _slots(kind):
+            self.guards.note_attributes(value, name)
+            self._add(getattr(value, name, None), f"{path}.{name}")
 
-    def _follow_attributes(
-        self, value: Any, held: Mapping[str, Any], path: str
-    ) -> None:
-        """Note some attributes of an object, and all of its classes'."""
-        self.guards.note(vars(value), list(held))
-        self._add_all(held.items(), path)
-        for kind in type(value).__mro__:
-            if _is_users(kind.__module__):
-                names = [n for n, each in vars(kind).items() if not n.startswith("__")]
-                self.guards.note(vars(kind), names)
-                self._add_all([(n, vars(kind)[n]) for n in names], path)
+    def _follow_class(self, kind: type, path: str) -> None:
+        """Follow the attributes of a class that users wrote, and of those above it."""
+        for each in (*kind.__mro__, *type.mro(type(kind))):
+            module = each.__module__
+            file = getattr(sys.modules.get(module), "__file__", None)
+            if each in self._classes or not _is_users(module, file):
+                continue
+            self._classes.add(each)
+            self.guards.note(vars(each))
+            library = _LIBRARY if "site-packages" in str(file) else ""
+            for name, value in vars(each).items():
+                if not name.startswith("__") or callable(value):
+                    self._add(value, f"{library}{each.__name__}.{name}")
 
     def _add(self, value: Any, path: str) -> None:
-        if not _is_plain(value):
-            self.left.append((value, path))
+        if not is_plain(value):
+            self._left.append((value, path))
 
-    def _add_all(self, items: Any, path: str) -> None:
-        for name, value in items:
-            self._add(value, f"{path}[{name!r}]" if path else str(name))
+    def _add_all(self, values: Iterable[Any], path: str) -> None:
+        for value in values:
+            self._add(value, path)
 
+
+_CACHE = type(functools.cache(len))
+
+_PARTS: dict[type, tuple[str, ...]] = {
+    types.FunctionType: ("__defaults__", "__kwdefaults__"),
+    types.MethodType: ("__self__", "__func__"),
+    types.BuiltinMethodType: ("__self__",),
+    types.MethodWrapperType: ("__self__",),
+    functools.partial: ("func", "args", "keywords", "__dict__"),
+    property: ("fget", "fset", "fdel"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    _CACHE: ("__wrapped__",),
+}
+"""What is held by objects that do not show it in attributes of their own."""
+
+_CONSTANT = (
+    *(*OPS, torch.jit.ScriptFunction, torch.finfo, torch.iinfo, np.ufunc),
+    *(logging.Logger, re.Pattern, type(threading.Lock()), type(threading.RLock())),
+    *(operator.itemgetter, operator.attrgetter, types.GenericAlias, types.UnionType),
+    *(types.GetSetDescriptorType, types.MemberDescriptorType),
+    *(types.MethodDescriptorType, types.WrapperDescriptorType),
+    *(types.ClassMethodDescriptorType, type(vars(abc.ABC)["_abc_impl"])),
+)
+"""Classes whose objects have no state that a result could depend on."""
+
+_RANDOM = getattr(random.random, "__self__", None)
+"""Python's own generator, whose state is compared before and after a capture."""
 
 _HEAP = 1 << 9
-"""`Py_TPFLAGS_HEAPTYPE`: a class that was written in Python."""
-
-_PLAIN = (
-    *(bool, int, float, complex, str, bytes, type(None), type(...), range, slice),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
-    *(enum.Enum, np.generic, TreeSpec),
-)
+"""`Py_TPFLAGS_HEAPTYPE`: a class that was written in Python, or could have been."""
 
 _LIBRARY = "in a library: "
-"""How the way to globals of installed code begins.
+"""How the way to what installed code holds begins.
 
 What cannot be compared there (a registry, a key of a cache) is taken to stay as it is.
 """
 
-_GIVEN = {"_parameters", "_buffers"}
-"""Where a module of a functional model holds what it is given at each call."""
+_OPEN = {
+    *(object, int, float, complex, str, bytes, tuple, frozenset, types.SimpleNamespace),
+    *(dict, list, set, deque, OrderedDict, defaultdict, types.MappingProxyType),
+}
+"""Classes written in C that show all they hold."""
 
 
-def _is_plain(value: Any) -> bool:
-    """Tell whether a value cannot change, and can be compared."""
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return isinstance(value, _PLAIN)
+def _is_open(kind: type) -> bool:
+    """Tell whether objects of a class hold nothing but items and attributes."""
+    if issubclass(kind, random.Random | threading.local):
+        return False
+    written = [each for each in kind.__mro__ if each not in _OPEN]
+    shows = kind in _OPEN or kind.__dictoffset__ or any(map(_has_slots, written))
+    return bool(shows) and all(each.__flags__ & _HEAP for each in written)
 
 
-_LOCK = type(threading.Lock()), type(threading.RLock())
+def _has_slots(kind: type) -> bool:
+    return "__slots__" in vars(kind)
 
 
-def _is_constant(value: Any) -> bool:
-    """Tell whether an object has no state that a result could depend on."""
-    if isinstance(value, OPS):
+def _slots(kind: type) -> list[str]:
+    """Name the attributes that objects of a class have outside of `__dict__`."""
+    return [
+        name
+        for base in filter(_has_slots, kind.__mro__)
+        for name, each in vars(base).items()
+        if type(each) is types.MemberDescriptorType
+    ]
+
+
+def _frozen(value: Any) -> Any:
+    """Return what is followed of a container that may come to hold more."""
+    if isinstance(value, dict):
+        return tuple(value.values())
+    return tuple(value) if isinstance(value, list | set) else value
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, without a call of its `__getattr__`."""
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+
+
+_SYSTEM = {"torch", "numpy", "vgrad", *sys.stdlib_module_names}
+
+_SYSTEM_PLACES = (
+    *(str(Path(torch.__file__).parent), str(Path(np.__file__).parent)),
+    *(str(Path(__file__).parents[1]), sysconfig.get_paths()["stdlib"]),
+)
+
+
+def _is_users(module: str, file: str | None) -> bool:
+    """Tell whether a module is neither Python's, torch's, numpy's nor this package's.
+
+    It may have the name of one of these.
+    """
+    if module.partition(".")[0] not in _SYSTEM:
         return True
-    kinds = (logging.Logger, re.Pattern, weakref.ref, property, staticmethod, *_LOCK)
-    if isinstance(value, kinds):
-        return True
-    # Functions of C, torch's ops among them.
-    return callable(value) and not hasattr(value, "__dict__")
+    return os.path.isabs(file or "") and not str(file).startswith(_SYSTEM_PLACES)
 
 
-def _is_users(module: str) -> bool:
-    """Tell whether a module is neither Python's, torch's nor this package's."""
-    top = module.partition(".")[0]
-    return top not in ("", "torch", "vgrad", "numpy", *sys.stdlib_module_names)
+def _file(code: types.CodeType, names: dict[str, Any]) -> str | None:
+    """Return where code was written; what was made of text is its module's."""
+    file = code.co_filename
+    return names.get("__file__") if file.startswith("<") else file
 
 
-def _same(found: Any, value: Any) -> bool:
-    """Tell whether two values are the same object, or equal where that is enough."""
-    if found is value:
-        return True
-    return type(found) is type(value) and _is_plain(found) and found == value
+_BY_NAME = {"getattr", "hasattr", "globals", "vars"}
+"""Functions whose callers may hold names in strings."""
+
+_SEEDS = {"manual_seed", "seed", "set_state"}
+
+_CLOCKS = {
+    *(time.time, time.time_ns, time.perf_counter, time.perf_counter_ns),
+    *(time.monotonic, time.monotonic_ns, time.process_time, time.process_time_ns),
+    *(datetime.datetime.now, datetime.datetime.utcnow, datetime.datetime.today),
+    datetime.date.today,
+}
+
+
+def _check_call(called: Any, code: types.CodeType, names: dict[str, Any]) -> None:
+    """Refuse calls of C whose results no value that could be noted decides."""
+    owner = getattr(called, "__self__", None)
+    if isinstance(owner, torch.Generator) and called.__name__ in _SEEDS:
+        raise Unrepeatable("it sets the seed or the state of a generator of torch")
+    if called is os.urandom:
+        raise Unrepeatable("it draws random numbers from the operating system")
+    asks = isinstance(called, types.BuiltinMethodType) and called in _CLOCKS
+    if asks and _is_users(names.get("__name__", ""), _file(code, names)):
+        raise Unrepeatable("it asks for the time")

@@ -1,22 +1,20 @@
 """A function of tensors, run once and kept as a graph of the ops that it called."""
 
 import random
-import sys
 import traceback
-import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from vgrad import conditions, tree
-from vgrad.compiled.closures import Closed, closed_over
+from vgrad.compiled.closures import Closed
 from vgrad.conditions import Unrepeatable
 from vgrad.torch_private import modes, tracing
 
@@ -55,13 +53,14 @@ def captured(function: Callable, arguments: tuple) -> Graph:
     leaves, spec = tree.tree_flatten(arguments)
     places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     kept: dict[str, Any] = {}
-    reached: dict[types.CodeType, dict[str, Any]] = {}
+    functions = [leaf for leaf in leaves if callable(leaf)]
+    closed = Closed((function, functions))
 
     def run(*tensors: Tensor) -> list[Tensor]:
         own = list(leaves)
         for place, tensor in zip(places, tensors, strict=True):
             own[place] = tensor
-        around = torch.no_grad(), _NoValues(), _reached(reached)
+        around = torch.no_grad(), _NoValues(), closed.watched()
         with ExitStack() as stack, conditions.collected() as found:
             for each in around:
                 stack.enter_context(each)
@@ -74,13 +73,10 @@ def captured(function: Callable, arguments: tuple) -> Graph:
         return [*(each for each in outputs if isinstance(each, Tensor)), flag]
 
     drawn = random.getstate(), str(np.random.get_state())
-    module = _traced(run, [leaves[place] for place in places])
+    module = _traced(run, _others([leaves[place] for place in places]))
     if drawn != (random.getstate(), str(np.random.get_state())):
         raise Unrepeatable("it draws random numbers from Python or numpy")
-    closed = closed_over(function, reached)
     constants = _lifted(module, closed)
-    if not closed.guards.hold():
-        raise Unrepeatable("it changes values that it closes over")
     _check(module)
     module.graph.eliminate_dead_code()
     module.recompile()
@@ -113,6 +109,21 @@ def _traced(run: Callable, tensors: list[Tensor]) -> fx.GraphModule:
         ) from error
 
 
+def _others(tensors: list[Tensor]) -> list[Tensor]:
+    """Return other objects for tensors, one that is there twice stays one.
+
+    The function may close over an argument, as a loss does that pulls parameters to
+    those it was first called with: that one must not become the graph's argument.
+    """
+    found: dict[int, Tensor] = {}
+    for each in tensors:
+        other = each.detach().requires_grad_(each.requires_grad)
+        if isinstance(each, nn.Parameter):
+            other = nn.Parameter(other, requires_grad=each.requires_grad)
+        found[id(each)] = other
+    return [found[id(each)] for each in tensors]
+
+
 class _NoValues(TorchFunctionMode):
     """Refuses to hand values of tensors to Python, where a graph would bake them in."""
 
@@ -127,22 +138,6 @@ class _NoValues(TorchFunctionMode):
 _READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__"}
 _READS |= {"__index__", "__complex__", "__dlpack__", "equal", "allclose", "is_nonzero"}
 _READS |= {"manual_seed", "get_rng_state", "set_rng_state", "data_ptr"}
-
-
-@contextmanager
-def _reached(found: dict[types.CodeType, dict[str, Any]]) -> Iterator[None]:
-    """Note all code that runs in this block, with its globals."""
-    around = sys.getprofile()
-
-    def note(frame: types.FrameType, event: str, _: Any) -> None:
-        if event == "call":
-            found[frame.f_code] = frame.f_globals
-
-    sys.setprofile(note)
-    try:
-        yield
-    finally:
-        sys.setprofile(around)
 
 
 def _lifted(module: fx.GraphModule, closed: Closed) -> list[Tensor]:

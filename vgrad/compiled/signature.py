@@ -1,11 +1,17 @@
-"""What a graph was captured for: arguments without their values, torch's switches."""
+"""What a graph was captured for: arguments without their values, torch's switches.
+
+Switches that kernels read themselves are not part of it where a replay follows them:
+reduced sums of half precision, cuDNN's choices, warnings.
+"""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._device import DeviceContext
 
 from vgrad import tree
+from vgrad.compiled.guards import description, is_plain
 from vgrad.conditions import Unrepeatable
 from vgrad.persample.rules.table import RULES
 from vgrad.torch_private import kernels, levels, modes, tracing
@@ -21,6 +27,11 @@ def signature(arguments: Any, tensors: list[Tensor]) -> list[Any]:
     """
     found: list[Any] = []
     _describe(arguments, tensors, found)
+    places: dict[int, int] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault(id(tensor), place)
+    if len(places) < len(tensors):  # the loss may ask whether two are the same
+        found.append([places[id(tensor)] for tensor in tensors])
     return found
 
 
@@ -30,16 +41,8 @@ def _describe(value: Any, tensors: list[Tensor], found: list[Any]) -> None:
         tensors.append(value)
         if value.layout is not torch.strided:
             raise Unrepeatable(f"an argument is a tensor of layout {value.layout}")
-        found.append(
-            (
-                value.shape,
-                value.stride(),
-                value.dtype,
-                value.device,
-                value.requires_grad,
-                value.is_complex() and (value.is_conj(), value.is_neg()),
-            )
-        )
+        found.append(kind)
+        found.append(description(value))
     elif kind is dict:
         found.append(tuple(value))
         for each in value.values():
@@ -48,18 +51,22 @@ def _describe(value: Any, tensors: list[Tensor], found: list[Any]) -> None:
         found.append((kind, len(value)))
         for each in value:
             _describe(each, tensors, found)
-    elif isinstance(value, Tensor):
-        raise Unrepeatable(f"an argument is a {kind.__module__}.{kind.__qualname__}")
-    elif kind is float:
-        found.append((kind, value.hex()))
+    elif value is None or kind is bool or kind is int or kind is str:
+        found.append((kind, value))
     else:
         leaves, spec = tree.tree_flatten(value)
-        found.append(spec)
-        for leaf in leaves:
-            if leaf is value:
-                found.append((kind, value))
-            else:
+        if len(leaves) != 1 or leaves[0] is not value:
+            found.append(spec)
+            for leaf in leaves:
                 _describe(leaf, tensors, found)
+        elif is_plain(value):  # as text: 0.0 is not -0.0, and nan is nan
+            found.append((kind, repr(value)))
+        elif callable(value):  # followed as what the function closes over is
+            found.append(id(value))
+        else:
+            raise Unrepeatable(
+                f"an argument is a {kind.__module__}.{kind.__qualname__}"
+            )
 
 
 def surroundings() -> tuple:
@@ -73,12 +80,25 @@ def surroundings() -> tuple:
     return (
         casts,
         torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
-        *(kernels.fp32_precision(*op) for op in _ROUNDING),
-        list(RULES.values()),
+        torch.backends.mha.get_fastpath_enabled(),
+        *[allowed() for allowed in _ATTENTION],
+        *[kernels.fp32_precision(*op) for op in _ROUNDING],
+        *modes.function_modes(),
+        *RULES.values(),
     )
 
+
+_ATTENTION = (
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.math_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
+)
+"""The forms of attention that `torch.nn.attention.sdpa_kernel` switches."""
 
 _ROUNDING = tuple(
     (backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")
@@ -87,7 +107,13 @@ _ROUNDING = tuple(
 
 
 def is_watched() -> bool:
-    """Tell whether transforms or modes are on, which a graph would not answer to."""
+    """Tell whether transforms or modes are on, which a graph would not answer to.
+
+    The mode of `torch.set_default_device` only matters to what makes tensors.
+    """
     return bool(
-        levels.inside_transform() or modes.function_modes() or tracing.dispatch_modes()
+        levels.inside_transform()
+        or tracing.dispatch_modes()
+        or torch.is_anomaly_enabled()
+        or any(type(each) is not DeviceContext for each in modes.function_modes())
     )

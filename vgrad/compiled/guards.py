@@ -1,0 +1,193 @@
+"""Values as they were when a graph was captured, compared at every call.
+
+A comparison takes tens of nanoseconds for each value: all of them are read by code in C
+and compared by identity. Only what is another object is looked at in Python.
+"""
+
+import enum
+import operator
+import types
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from itertools import chain, repeat
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vgrad.conditions import Unrepeatable
+from vgrad.torch_private.tensors import version_of
+from vgrad.tree import TreeSpec
+
+Holder = Mapping | list | set | deque
+
+
+class Guards:
+    """Values as they were, wherever a function could reach them."""
+
+    def __init__(self) -> None:
+        """Start with nothing noted."""
+        self._empty: list[Holder] = []
+        self._sized: list[Holder] = []
+        self._sizes: list[int] = []
+        self._views: list[Iterable] = []
+        self._items: list[Any] = []
+        self._dicts: list[dict] = []
+        self._keys: list[str] = []
+        self._entries: list[Any] = []
+        self._owners: list[Any] = []
+        self._names: list[str] = []
+        self._attributes: list[Any] = []
+        self._cells: list[types.CellType] = []
+        self._contents: list[Any] = []
+        self._tensors: list[Tensor] = []
+        self._described: list[tuple] = []
+        self._versions: list[int] = []
+        self._arrays: list[np.ndarray] = []
+        self._copies: list[tuple] = []
+
+    def hold(self) -> bool:
+        """Tell whether everything still is what it was."""
+        return (
+            not any(self._empty)
+            and [*map(len, self._sized)] == self._sizes
+            and _unchanged([*chain.from_iterable(self._views)], self._items)
+            and _unchanged([*map(dict.get, *self._places())], self._entries)
+            and _unchanged([*map(getattr, *self._slots())], self._attributes)
+            and _unchanged(contents(self._cells), self._contents)
+            and [*map(description, self._tensors)] == self._described
+            and [*map(_copy, self._arrays)] == self._copies
+        )
+
+    def _places(self) -> tuple[Iterable, ...]:
+        return self._dicts, self._keys, repeat(_GONE)
+
+    def _slots(self) -> tuple[Iterable, ...]:
+        return self._owners, self._names, repeat(_GONE)
+
+    def written(self) -> bool:
+        """Tell whether a tensor has been written to since it was noted."""
+        return [*map(_version, self._tensors)] != self._versions
+
+    def note(self, holder: Holder) -> None:
+        """Note all that a container holds, and in which order."""
+        if not holder and type(holder) in (dict, list, set, deque):
+            self._empty.append(holder)
+            return
+        self._sized.append(holder)
+        self._sizes.append(len(holder))
+        mapping = isinstance(holder, Mapping)
+        for view in (holder, holder.values()) if mapping else (holder,):
+            self._views.append(view)
+            self._items += view
+
+    def note_entries(self, holder: dict[str, Any], names: Collection[str]) -> None:
+        """Note some entries of a dictionary, or that there are none of these names."""
+        self._dicts += [holder] * len(names)
+        self._keys += names
+        self._entries += [holder.get(name, _GONE) for name in names]
+
+    def note_attributes(self, owner: Any, *names: str) -> None:
+        """Note some attributes, or that there are none of these names."""
+        self._owners += [owner] * len(names)
+        self._names += names
+        self._attributes += [getattr(owner, name, _GONE) for name in names]
+
+    def note_cells(self, cells: Collection[types.CellType]) -> None:
+        """Note what a closure holds."""
+        self._cells += cells
+        self._contents += contents(cells)
+
+    def note_tensor(self, tensor: Tensor) -> None:
+        """Note everything about a tensor but its values."""
+        self._tensors.append(tensor)
+        self._described.append(description(tensor))
+        self._versions.append(_version(tensor))
+
+    def note_array(self, array: np.ndarray) -> None:
+        """Note the values of an array of numpy.
+
+        Raises:
+            Unrepeatable: there are too many to compare them at every call.
+        """
+        if array.nbytes > _MOST_BYTES or array.dtype.hasobject:
+            raise Unrepeatable(
+                f"it closes over an array of numpy with {array.nbytes} bytes, which "
+                f"are too many to compare. Make it a tensor"
+            )
+        self._arrays.append(array)
+        self._copies.append(_copy(array))
+
+
+def description(tensor: Tensor) -> tuple:
+    """Return all that ops ask of a tensor but its values."""
+    return (
+        tensor.shape,
+        tensor.stride() if tensor.layout is torch.strided else tensor.layout,
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def is_plain(value: Any) -> bool:
+    """Tell whether a value cannot change, and can be compared."""
+    if type(value) is tuple:
+        return all(map(is_plain, value))
+    return type(value) in _PLAIN or isinstance(value, _PLAIN_OR_LESS)
+
+
+_PLAIN = {
+    *(bool, int, float, complex, str, bytes, range, slice, type(None), type(...)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+    TreeSpec,
+}
+
+_PLAIN_OR_LESS = (enum.Enum, np.number, np.bool_)
+
+_GONE = ...
+"""Stands for a value that is not there, and is as plain as others."""
+
+_MOST_BYTES = 2**14
+"""Of an array whose values are compared, which takes about a microsecond."""
+
+
+def _unchanged(found: list, values: list) -> bool:
+    """Tell whether these are the same objects, or equal where that is enough."""
+    return all(map(operator.is_, found, values)) or all(map(_same, found, values))
+
+
+def _same(found: Any, value: Any) -> bool:
+    if found is value:
+        return True
+    # Numbers that are equal may differ: 0.0 and -0.0, 1 and True.
+    return type(found) is type(value) and is_plain(found) and repr(found) == repr(value)
+
+
+def contents(cells: Collection[types.CellType]) -> list:
+    """Return what a closure holds."""
+    try:
+        return [*map(_CONTENTS, cells)]
+    except ValueError:  # one of them is not bound
+        return [*map(_content, cells)]
+
+
+_CONTENTS = operator.attrgetter("cell_contents")
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _GONE
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else version_of(tensor)
+
+
+def _copy(array: np.ndarray) -> tuple:
+    return array.shape, array.dtype, array.tobytes()
