@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -116,17 +117,32 @@ class Captures:
         except Unrepeatable as error:
             self.refuse(function, error)
             return function(*arguments)
+        capture = self._known(function, key)
+        if capture is None or (capture.run is None and capture.graph is not None):
+            with self._lock, ALONE:
+                capture = self._known(
+                    function, key
+                )  # another thread may have been here
+                if capture is None:
+                    return self._first(function, key, arguments, tensors)
+                if capture.run is None and capture.graph is not None:
+                    return self._again(capture, arguments, tensors)
+        if capture.graph is None:
+            return function(*arguments)
+        return self._run(capture, arguments, tensors)
+
+    def _known(self, function: Callable, key: list) -> _Capture | None:
+        """Return the capture of a kind, if what it closes over is as it was."""
         for capture in self._found:
             if capture.key == key and capture.function == function:
-                if capture.graph is None:
-                    return function(*arguments)
-                if capture.graph.guards.hold():
-                    if capture.run is not None:
-                        return self._run(capture, arguments, tensors)
-                    with self._lock, ALONE:
-                        return self._again(capture, arguments, tensors)
-        with self._lock, ALONE:
-            return self._first(function, key, arguments, tensors)
+                if capture.graph is None or capture.graph.guards.hold():
+                    return capture
+        return None
+
+    def __reduce__(self) -> tuple:
+        """Copy without captures, which belong to one process."""
+        options = self._backend, self._fallback
+        return partial(Captures, verify=self._verify), options
 
     def refuse(self, function: Callable, why: Unrepeatable | str) -> None:
         """Warn once that a function runs in eager mode, or raise.

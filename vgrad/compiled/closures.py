@@ -15,36 +15,39 @@ objects that cannot be compared are taken to stay as they are. Attributes of mod
 found by their names, as the functions that ran spell them.
 """
 
-import abc
-import datetime
-import functools
 import gc
-import logging
-import operator
 import os
-import random
-import re
 import sys
-import sysconfig
-import threading
-import time
 import types
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from vgrad.compiled.guards import Guards, contents, is_plain
+from vgrad.compiled.kinds import (
+    BY_NAME,
+    CACHE,
+    CONSTANT,
+    HEAP,
+    PARTS,
+    RANDOM,
+    attributes,
+    check_call,
+    file_of,
+    frozen,
+    is_open,
+    is_users,
+    slots,
+)
 from vgrad.conditions import Unrepeatable
 from vgrad.functional.model import FunctionalModel
 from vgrad.persample.rules.table import RULES
-from vgrad.torch_private.tensors import OPS, registered
+from vgrad.torch_private.tensors import registered
 
 
 class Closed:
@@ -106,7 +109,7 @@ class Closed:
                 self._follow_names(code, names)
                 self._follow_all()
             elif event == "c_call":
-                _check_call(called, code, names)
+                check_call(called, code, names)
         except Unrepeatable as error:  # raised here, the loss could catch it
             self._error = error
 
@@ -123,11 +126,11 @@ class Closed:
         if isinstance(value, Tensor):
             self.tensors[id(value)] = value
             self.guards.note_tensor(value)
-        elif kind in _PARTS:
-            self._add_all([getattr(value, name) for name in _PARTS[kind]], path)
+        elif kind in PARTS:
+            self._add_all([getattr(value, name) for name in PARTS[kind]], path)
             if kind is types.FunctionType:
                 self._follow_function(value, path)
-            elif kind is _CACHE:
+            elif kind is CACHE:
                 self._follow_cache(value, path)
         elif isinstance(value, np.ndarray):
             self.guards.note_array(value)
@@ -136,14 +139,14 @@ class Closed:
         elif isinstance(value, FunctionalModel):
             self._follow_model(value, path)
         elif isinstance(value, types.ModuleType):
-            if _is_users(value.__name__, getattr(value, "__file__", None)):
+            if is_users(value.__name__, getattr(value, "__file__", None)):
                 self._modules.append(value)
                 self._note_names(value, self._spelled, self._strings)
         elif isinstance(value, type):
             self._follow_class(value, path)
-        elif isinstance(value, _CONSTANT) or value is _RANDOM:
+        elif isinstance(value, CONSTANT) or value is RANDOM:
             return
-        elif _is_open(kind):
+        elif is_open(kind):
             self._follow_items(value, path)
             self._follow_object(value, path)
         elif not path.startswith(_LIBRARY):
@@ -154,11 +157,11 @@ class Closed:
 
     def _follow_names(self, code: types.CodeType, names: dict[str, Any]) -> None:
         """Note the globals that a function names, and what it names of modules."""
-        if not _is_users(names.get("__name__", ""), _file(code, names)):
+        if not is_users(names.get("__name__", ""), file_of(code, names)):
             return
         spelled = code.co_names
         strings = []
-        if _BY_NAME.intersection(spelled):
+        if BY_NAME.intersection(spelled):
             held = [each for each in code.co_consts if isinstance(each, str)]
             strings = [each for each in held if each.isidentifier()]
         library = _LIBRARY if "site-packages" in code.co_filename else ""
@@ -193,7 +196,7 @@ class Closed:
         self.guards.note_cells(cells)
         for name, held in zip(code.co_freevars, contents(cells), strict=True):
             self._add(held, f"{name!r} in {function.__name__}")
-        if _is_users(names.get("__name__", ""), _file(code, names)):
+        if is_users(names.get("__name__", ""), file_of(code, names)):
             kept = "__code__", "__defaults__", "__kwdefaults__"
             self.guards.note_attributes(function, *kept)
             self._add(vars(function), path)
@@ -236,22 +239,22 @@ class Closed:
 
         Objects of this package change nothing but what they remember.
         """
-        kind, held = type(value), _attributes(value)
+        kind, held = type(value), attributes(value)
         if kind.__module__.startswith("vgrad."):
             if kind.__module__ != "vgrad.compiled.captures":
                 for name, each in held.items():
-                    self._add(_frozen(each), f"{path}.{name}")
+                    self._add(frozen(each), f"{path}.{name}")
             return
         if kind.__module__.startswith("torch.") and not isinstance(value, nn.Module):
             path = _LIBRARY + path
-        if kind.__flags__ & _HEAP:
+        if kind.__flags__ & HEAP:
             self.guards.note_attributes(value, "__class__")
             self._follow_class(kind, path)
         if held or kind.__dictoffset__:
             self.guards.note(held)
         for name, each in held.items():
             self._add(each, f"{path}.{name}")
-        for name in _slots(kind):
+        for name in slots(kind):
             self.guards.note_attributes(value, name)
             self._add(getattr(value, name, None), f"{path}.{name}")
 
@@ -260,7 +263,7 @@ class Closed:
         for each in (*kind.__mro__, *type.mro(type(kind))):
             module = each.__module__
             file = getattr(sys.modules.get(module), "__file__", None)
-            if each in self._classes or not _is_users(module, file):
+            if each in self._classes or not is_users(module, file):
                 continue
             self._classes.add(each)
             self.guards.note(vars(each))
@@ -278,132 +281,8 @@ class Closed:
             self._add(value, path)
 
 
-_CACHE = type(functools.cache(len))
-
-_PARTS: dict[type, tuple[str, ...]] = {
-    types.FunctionType: ("__defaults__", "__kwdefaults__"),
-    types.MethodType: ("__self__", "__func__"),
-    types.BuiltinMethodType: ("__self__",),
-    types.MethodWrapperType: ("__self__",),
-    functools.partial: ("func", "args", "keywords", "__dict__"),
-    property: ("fget", "fset", "fdel"),
-    staticmethod: ("__func__",),
-    classmethod: ("__func__",),
-    _CACHE: ("__wrapped__",),
-}
-"""What is held by objects that do not show it in attributes of their own."""
-
-_CONSTANT = (
-    *(*OPS, torch.jit.ScriptFunction, torch.finfo, torch.iinfo, np.ufunc),
-    *(logging.Logger, re.Pattern, type(threading.Lock()), type(threading.RLock())),
-    *(operator.itemgetter, operator.attrgetter, types.GenericAlias, types.UnionType),
-    *(types.GetSetDescriptorType, types.MemberDescriptorType),
-    *(types.MethodDescriptorType, types.WrapperDescriptorType),
-    *(types.ClassMethodDescriptorType, type(vars(abc.ABC)["_abc_impl"])),
-)
-"""Classes whose objects have no state that a result could depend on."""
-
-_RANDOM = getattr(random.random, "__self__", None)
-"""Python's own generator, whose state is compared before and after a capture."""
-
-_HEAP = 1 << 9
-"""`Py_TPFLAGS_HEAPTYPE`: a class that was written in Python, or could have been."""
-
 _LIBRARY = "in a library: "
 """How the way to what installed code holds begins.
 
 What cannot be compared there (a registry, a key of a cache) is taken to stay as it is.
 """
-
-_OPEN = {
-    *(object, int, float, complex, str, bytes, tuple, frozenset, types.SimpleNamespace),
-    *(dict, list, set, deque, OrderedDict, defaultdict, types.MappingProxyType),
-}
-"""Classes written in C that show all they hold."""
-
-
-def _is_open(kind: type) -> bool:
-    """Tell whether objects of a class hold nothing but items and attributes."""
-    if issubclass(kind, random.Random | threading.local):
-        return False
-    written = [each for each in kind.__mro__ if each not in _OPEN]
-    shows = kind in _OPEN or kind.__dictoffset__ or any(map(_has_slots, written))
-    return bool(shows) and all(each.__flags__ & _HEAP for each in written)
-
-
-def _has_slots(kind: type) -> bool:
-    return "__slots__" in vars(kind)
-
-
-def _slots(kind: type) -> list[str]:
-    """Name the attributes that objects of a class have outside of `__dict__`."""
-    return [
-        name
-        for base in filter(_has_slots, kind.__mro__)
-        for name, each in vars(base).items()
-        if type(each) is types.MemberDescriptorType
-    ]
-
-
-def _frozen(value: Any) -> Any:
-    """Return what is followed of a container that may come to hold more."""
-    if isinstance(value, dict):
-        return tuple(value.values())
-    return tuple(value) if isinstance(value, list | set) else value
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object, without a call of its `__getattr__`."""
-    try:
-        return object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return {}
-
-
-_SYSTEM = {"torch", "numpy", "vgrad", *sys.stdlib_module_names}
-
-_SYSTEM_PLACES = (
-    *(str(Path(torch.__file__).parent), str(Path(np.__file__).parent)),
-    *(str(Path(__file__).parents[1]), sysconfig.get_paths()["stdlib"]),
-)
-
-
-def _is_users(module: str, file: str | None) -> bool:
-    """Tell whether a module is neither Python's, torch's, numpy's nor this package's.
-
-    It may have the name of one of these.
-    """
-    if module.partition(".")[0] not in _SYSTEM:
-        return True
-    return os.path.isabs(file or "") and not str(file).startswith(_SYSTEM_PLACES)
-
-
-def _file(code: types.CodeType, names: dict[str, Any]) -> str | None:
-    """Return where code was written; what was made of text is its module's."""
-    file = code.co_filename
-    return names.get("__file__") if file.startswith("<") else file
-
-
-_BY_NAME = {"getattr", "hasattr", "globals", "vars"}
-"""Functions whose callers may hold names in strings."""
-
-_SEEDS = {"manual_seed", "seed", "set_state"}
-
-_CLOCKS = {
-    *(time.time, time.time_ns, time.perf_counter, time.perf_counter_ns),
-    *(time.monotonic, time.monotonic_ns, time.process_time, time.process_time_ns),
-    *(datetime.datetime.now, datetime.datetime.utcnow, datetime.datetime.today),
-    datetime.date.today,
-}
-
-
-def _check_call(called: Any, code: types.CodeType, names: dict[str, Any]) -> None:
-    """Refuse calls of C whose results no value that could be noted decides."""
-    owner = getattr(called, "__self__", None)
-    if isinstance(owner, torch.Generator) and called.__name__ in _SEEDS:
-        raise Unrepeatable("it sets the seed or the state of a generator of torch")
-    if called is os.urandom:
-        raise Unrepeatable("it draws random numbers from the operating system")
-    asks = isinstance(called, types.BuiltinMethodType) and called in _CLOCKS
-    if asks and _is_users(names.get("__name__", ""), _file(code, names)):
-        raise Unrepeatable("it asks for the time")

@@ -99,6 +99,8 @@ def _traced(run: Callable, tensors: list[Tensor]) -> fx.GraphModule:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # eager mode has given them
             return tracing.make_fx(run)(*tensors)
+    except Unrepeatable:
+        raise
     except Exception as error:
         lines = traceback.extract_tb(error.__traceback__)
         own = [line for line in lines if not _is_library(line.filename)]

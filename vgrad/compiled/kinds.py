@@ -1,0 +1,148 @@
+"""What kinds of objects hold, whose code is a user's, and calls that cannot repeat."""
+
+import abc
+import datetime
+import functools
+import logging
+import operator
+import os
+import random
+import re
+import sys
+import sysconfig
+import threading
+import time
+import types
+from collections import OrderedDict, defaultdict, deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vgrad.conditions import Unrepeatable
+from vgrad.torch_private.tensors import OPS
+
+CACHE = type(functools.cache(len))
+
+PARTS: dict[type, tuple[str, ...]] = {
+    types.FunctionType: ("__defaults__", "__kwdefaults__"),
+    types.MethodType: ("__self__", "__func__"),
+    types.BuiltinMethodType: ("__self__",),
+    types.MethodWrapperType: ("__self__",),
+    functools.partial: ("func", "args", "keywords", "__dict__"),
+    property: ("fget", "fset", "fdel"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    CACHE: ("__wrapped__",),
+}
+"""What is held by objects that do not show it in attributes of their own."""
+
+CONSTANT = (
+    *(*OPS, torch.jit.ScriptFunction, torch.finfo, torch.iinfo, np.ufunc),
+    *(logging.Logger, re.Pattern, type(threading.Lock()), type(threading.RLock())),
+    *(operator.itemgetter, operator.attrgetter, types.GenericAlias, types.UnionType),
+    *(types.GetSetDescriptorType, types.MemberDescriptorType),
+    *(types.MethodDescriptorType, types.WrapperDescriptorType),
+    *(types.ClassMethodDescriptorType, type(vars(abc.ABC)["_abc_impl"])),
+)
+"""Classes whose objects have no state that a result could depend on."""
+
+RANDOM = getattr(random.random, "__self__", None)
+"""Python's own generator, whose state is compared before and after a capture."""
+
+HEAP = 1 << 9
+"""`Py_TPFLAGS_HEAPTYPE`: a class that was written in Python, or could have been."""
+
+_OPEN = {
+    *(object, int, float, complex, str, bytes, tuple, frozenset, types.SimpleNamespace),
+    *(dict, list, set, deque, OrderedDict, defaultdict, types.MappingProxyType),
+}
+"""Classes written in C that show all they hold."""
+
+
+def is_open(kind: type) -> bool:
+    """Tell whether objects of a class hold nothing but items and attributes."""
+    if issubclass(kind, random.Random | threading.local):
+        return False
+    written = [each for each in kind.__mro__ if each not in _OPEN]
+    shows = kind in _OPEN or kind.__dictoffset__ or any(map(_has_slots, written))
+    return bool(shows) and all(each.__flags__ & HEAP for each in written)
+
+
+def _has_slots(kind: type) -> bool:
+    return "__slots__" in vars(kind)
+
+
+def slots(kind: type) -> list[str]:
+    """Name the attributes that objects of a class have outside of `__dict__`."""
+    return [
+        name
+        for base in filter(_has_slots, kind.__mro__)
+        for name, each in vars(base).items()
+        if type(each) is types.MemberDescriptorType
+    ]
+
+
+def frozen(value: Any) -> Any:
+    """Return what is followed of a container that may come to hold more."""
+    if isinstance(value, dict):
+        return tuple(value.values())
+    return tuple(value) if isinstance(value, list | set) else value
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, without a call of its `__getattr__`."""
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+
+
+_SYSTEM = {"torch", "numpy", "vgrad", *sys.stdlib_module_names}
+
+_SYSTEM_PLACES = (
+    *(str(Path(torch.__file__).parent), str(Path(np.__file__).parent)),
+    *(str(Path(__file__).parents[1]), sysconfig.get_paths()["stdlib"]),
+)
+
+
+def is_users(module: str, file: str | None) -> bool:
+    """Tell whether a module is neither Python's, torch's, numpy's nor this package's.
+
+    It may have the name of one of these.
+    """
+    if module.partition(".")[0] not in _SYSTEM:
+        return True
+    return os.path.isabs(file or "") and not str(file).startswith(_SYSTEM_PLACES)
+
+
+def file_of(code: types.CodeType, names: dict[str, Any]) -> str | None:
+    """Return where code was written; what was made of text is its module's."""
+    file = code.co_filename
+    return names.get("__file__") if file.startswith("<") else file
+
+
+BY_NAME = {"getattr", "hasattr", "globals", "vars"}
+"""Functions whose callers may hold names in strings."""
+
+_SEEDS = {"manual_seed", "seed", "set_state"}
+
+_CLOCKS = {
+    *(time.time, time.time_ns, time.perf_counter, time.perf_counter_ns),
+    *(time.monotonic, time.monotonic_ns, time.process_time, time.process_time_ns),
+    *(datetime.datetime.now, datetime.datetime.utcnow, datetime.datetime.today),
+    datetime.date.today,
+}
+
+
+def check_call(called: Any, code: types.CodeType, names: dict[str, Any]) -> None:
+    """Refuse calls of C whose results no value that could be noted decides."""
+    owner = getattr(called, "__self__", None)
+    if isinstance(owner, torch.Generator) and called.__name__ in _SEEDS:
+        raise Unrepeatable("it sets the seed or the state of a generator of torch")
+    if called is os.urandom:
+        raise Unrepeatable("it draws random numbers from the operating system")
+    asks = isinstance(called, types.BuiltinMethodType) and called in _CLOCKS
+    if asks and is_users(names.get("__name__", ""), file_of(code, names)):
+        raise Unrepeatable("it asks for the time")
