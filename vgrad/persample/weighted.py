@@ -32,7 +32,8 @@ class WeightedGradFn(Transform):
         mask: Tensor | None = None,
     ) -> Any:
         """Sum the gradients of this batch with weights `[B]`."""
-        return self.on_all(params, buffers, batch, mask, weights)
+        found = self.on_all(params, buffers, batch, mask, weights)
+        return found if mask is None else self.selected(found, mask)
 
     def of_samples(self, value: Params, rows: Any) -> Params:
         """Return the sums, which have no entry for a sample."""
