@@ -71,7 +71,7 @@ class CompiledTransform:
             if size:
                 self._captures.refuse(function, 'strategy="loop" runs any Python')
             found = function(params, buffers, batch, mask, more, self._scale)
-            return found if mask is None else transform.selected(found, mask)
+            return found if mask is None else transform.selected(found, mask, more)
         return self._padded(params, buffers, batch, mask, more, size)
 
     def _padded(
@@ -112,7 +112,7 @@ class CompiledTransform:
             options = replace(transform.options, chunk_size=limit)
             problem = options.on(params, buffers, batch, mask, more, self._scale)
             found = transform.of(Call(problem), self._part)
-        return found if mask is None else transform.selected(found, rows)
+        return found if mask is None else transform.selected(found, rows, more)
 
     def _part(self, part: Problem) -> Chunk:
         """Run one part of a batch."""
