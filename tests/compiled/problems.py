@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import vgrad
-from tests import cases
+from tests import cases, oracle
 
-WIDTHS = {"flat": {}, "per_layer": {"clipping": "per_layer"}}
 TRANSFORMS: dict[str, Callable] = {
     "grad": vgrad.per_sample_grad,
     "norm": vgrad.per_sample_norm,
@@ -151,3 +150,43 @@ PLANTED: dict[str, Callable[[Tensor, Tensor], None]] = {
     "huge": _scales(1e20, 1e12),
     "tiny": _scales(1e-20, 1e-8),
 }
+
+
+def gradient_inside(params: dict, buffers: dict, x: Tensor, y: Tensor) -> Tensor:
+    """A loss with a transform of torch.func in it, which is not recorded."""
+
+    def inner(weight: Tensor) -> Tensor:
+        return (weight * x).sin().sum()
+
+    slope = torch.func.grad(inner)(params["a.weight"])
+    return slope.sum() + (params["b.weight"] * y).sum().square()
+
+
+def gradient_inside_built(dtype: torch.dtype = torch.float32) -> tuple:
+    params = {
+        "a.weight": cases.randn(5, dtype=dtype),
+        "b.weight": cases.randn(1, dtype=dtype),
+    }
+    return gradient_inside, params, {}, cases.vectors(5)
+
+
+def same_calls(
+    compiled: Callable, eager: Callable, calls: list[tuple], *, seed: int = 7
+) -> None:
+    """Demand the same bits of all calls, and the same random numbers afterwards."""
+    for number, given in enumerate(calls):
+        torch.manual_seed(seed + number)
+        expected = eager(*given)
+        after = torch.get_rng_state()
+        torch.manual_seed(seed + number)
+        found = compiled(*given)
+        assert torch.equal(torch.get_rng_state(), after)
+        oracle.assert_exact(found, expected, 0)
+
+
+def ran(compiled: Any, calls: int, redos: int = 0) -> None:
+    """Demand that one graph ran so often."""
+    reports = compiled.reports()
+    assert [each.backend for each in reports] == ["replay"] * len(reports)
+    assert [each.calls for each in reports] == [calls] * len(reports)
+    assert [each.redos for each in reports] == [redos] * len(reports)

@@ -136,8 +136,15 @@ def test_samples_left_out_change_no_bit_whatever_they_hold(
     )
     batch = problems.sites_batch(size, planted, planted)
     found = problems.call(name, compute, (params, {}, *batch), mask)
-    # Where one sample is far out of range, products of a chunk are formed in float64.
-    oracle.assert_exact(found, plain, 1e-6 if name.startswith("gram") else 0)
+    if name.startswith("gram"):
+        # Where one sample is far out of range, products of a chunk are in float64.
+        oracle.assert_exact(found, plain, 1e-6)
+        return
+    if name in problems.CLIPPED:
+        # Sums over fewer rows may be rounded in another order.
+        oracle.assert_exact(found.grads, plain.grads, 1e-6)
+        found, plain = (each._replace(grads={}) for each in (found, plain))
+    oracle.assert_exact(found, plain, 0)
 
 
 @every_strategy
