@@ -106,10 +106,16 @@ def sites(params: dict, buffers: dict, x: Tensor, g: Tensor) -> Tensor:
     return whole + (params["b.weight"] * g[0]).sum()
 
 
+def sites_batch_loss(params: dict, buffers: dict, x: Tensor, g: Tensor) -> Tensor:
+    """The mean of that loss over a batch, for steps that need no single samples."""
+    whole = ((x @ params["a.weight"].T) * g).sum()
+    return (whole + (params["b.weight"] * g[:, 0]).sum()) / len(x)
+
+
 def sites_params(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     return {
-        "a.weight": cases.randn(4, 3, dtype=dtype),
-        "b.weight": cases.randn(4, dtype=dtype),
+        "a.weight": cases.randn(16, 12, dtype=dtype),
+        "b.weight": cases.randn(16, dtype=dtype),
     }
 
 
@@ -117,8 +123,8 @@ def sites_batch(
     size: int, *planted: str, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
     """Return a batch whose last samples are those of the names given."""
-    x = cases.randn(size, 2, 3, seed=seed, dtype=dtype)
-    g = cases.randn(size, 2, 4, seed=seed + 1000, dtype=dtype)
+    x = cases.randn(size, 2, 12, seed=seed, dtype=dtype)
+    g = cases.randn(size, 2, 16, seed=seed + 1000, dtype=dtype)
     for row, name in zip(range(size - len(planted), size), planted, strict=True):
         PLANTED[name](x[row], g[row])
     return x, g
