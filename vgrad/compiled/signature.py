@@ -72,6 +72,7 @@ def surroundings() -> tuple:
         )
     return (
         casts,
+        torch.is_grad_enabled(),
         torch.get_default_dtype(),
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
