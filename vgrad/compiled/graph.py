@@ -105,12 +105,12 @@ def _traced(run: Callable, tensors: list[Tensor]) -> fx.GraphModule:
             return tracing.make_fx(run)(*tensors)
     except Exception as error:
         lines = traceback.extract_tb(error.__traceback__)
-        own = [line for line in lines if not _is_library(line.filename)]
+        own = [each for each in lines if each.line and not _is_library(each.filename)]
         where = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
         text = str(error).partition("\n")[0]
-        raise Unrepeatable(
-            f"{type(error).__name__}: {text} {where}".rstrip()
-        ) from error
+        if not isinstance(error, Unrepeatable):
+            text = f"{type(error).__name__}: {text}"
+        raise Unrepeatable(f"{text} {where}".rstrip()) from error
 
 
 class _NoValues(TorchFunctionMode):
