@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from vgrad import batches
+from vgrad import batches, tree
 from vgrad.compiled import buckets
 from vgrad.compiled.captures import Captures, Report
 from vgrad.persample.engine import Call, Chunk, Problem, Transform, at_a_time
-from vgrad.persample.weighted import WeightedGradFn
+from vgrad.persample.weighted import WeightedGradFn, check_weights
 from vgrad.precision.loss_scale import LossScale
 from vgrad.typing import Buffers, Params, Tree
 
@@ -88,13 +88,14 @@ class CompiledTransform:
         rows: Any = slice(0, size) if mask is None else mask
         if sizes is not None:
             total = buckets.padded_size(size, sizes)
-            device = next(iter(params.values())).device
+            device = next(iter(tree.tensors(batch))).device
             counted = buckets.counted(size, total, device)
             if mask is not None:
                 counted[:size] &= mask
                 rows = counted
             mask, batch = counted, buckets.filled(batch, size, total)
             if isinstance(transform, WeightedGradFn):
+                check_weights(more, size)
                 more = buckets.filled(more, size, total)
         else:
             total = size
