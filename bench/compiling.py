@@ -54,7 +54,7 @@ def captures(run: Any) -> dict[str, Any]:
     """Sum up what a compiled contender reports; nothing of another one."""
     if not isinstance(run, Compiled):
         return {}
-    report = run.source.report()
+    report = run.source.reports()
     return {
         "captures": len(report),
         "redos": sum(each.redos for each in report),

@@ -23,7 +23,6 @@ from typing import Any
 import pytest
 import torch
 
-import vgrad
 from bench import memory, steps
 from bench.case import CHECKED_SAMPLES, Case, memory_of, timed
 from bench.compiling import COMPILED, INDUCTOR, PLAIN, STEP, SUM, captures
@@ -134,8 +133,6 @@ def case(request: pytest.FixtureRequest, device: str) -> Both:
 
 
 def skip_some(benchmark: Any, name: str) -> None:
-    if name.startswith("vgrad-") and not hasattr(vgrad, "compile"):
-        pytest.skip("vgrad.compile is missing")
     if benchmark.disabled and name in INDUCTOR:
         pytest.skip("takes minutes to compile, and is checked before it is timed")
 

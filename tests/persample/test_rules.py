@@ -717,3 +717,15 @@ def test_bags_of_any_lengths(size, mode, starts, padding, last):
         return bag(i, w, offsets, mode=mode, **options)
 
     check_gradients(case(op, TABLE, LOOKUPS, "Rows"), size)
+
+
+def test_a_number_that_is_added_to_products_with_a_vector():
+    params = {"w": torch.ones(4).double(), "b": torch.ones(()).double()}
+    x = torch.arange(120.0).double().view(5, 2, 3, 4)
+
+    def loss(params, buffers, x):
+        return F.linear(x, params["w"], params["b"]).sin().sum()
+
+    expected = oracle.loss_gradients(loss, params, {}, (x,), 5)
+    found = vgrad.per_sample_grad(loss, strategy="recorded")(params, {}, x)
+    oracle.assert_exact(found, expected)

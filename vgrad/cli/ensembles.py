@@ -121,7 +121,7 @@ def _plain_trainer(
         strategy=strategy,
     )
     return Trainer(
-        setup.plain_advance(settings, found, step),
+        setup.plain_advance(settings, found, setup.compiled(settings, step)),
         lambda state, images: forward(state.params, state.buffers, images),
         lambda step: None,
     )

@@ -13,6 +13,9 @@ from vgrad import checks
 from vgrad.cli import models
 from vgrad.cli.descriptions import FLAG, TEXT, Kind, check, number, whole
 
+COMPILING = ("eager", "replay", "inductor")
+"""What may run the steps."""
+
 _OF_PRIVACY = ("epsilon", "delta", "max_norm", "reproducible_noise")
 """Arguments that have no meaning for a run without privacy."""
 
@@ -76,6 +79,12 @@ class Settings:
         "float32, bfloat16 or float16: what forward and backward pass compute in; "
         "parameters, clipping, noise and optimizer stay in float32",
     )
+    compile: str = _option(
+        "eager",
+        "replay, which runs captured steps with the very numbers of eager mode on "
+        "batches filled up to a few sizes, inductor, which compiles them for minutes, "
+        "or eager",
+    )
     device: str = _option("cpu", "cpu, cuda, cuda:1, ...")
     seed: int = _option(
         0,
@@ -112,6 +121,7 @@ class Settings:
                 "it; see plain.jsonl."
             )
         checks.one_of("train", models.POLICIES, precision=self.precision)
+        checks.one_of("train", COMPILING, compile=self.compile)
         # Torch's generators on the CPU use 32 bits of a seed.
         checks.between("train", -1, 2**32, seed=self.seed)
         device(self.device)

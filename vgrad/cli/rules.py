@@ -88,6 +88,9 @@ def _kinds(function: Callable, seen: set[Callable]) -> Iterator[str]:
         elif isinstance(value, type) and issubclass(value, Factor):
             if value is not Factor:
                 yield value.__name__
+        elif isinstance(value, type) and value.__module__ == function.__module__:
+            for method in vars(value).values():
+                yield from _kinds(method, seen)
 
 
 def _names(code: CodeType) -> Iterator[str]:

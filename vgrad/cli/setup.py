@@ -18,6 +18,7 @@ from vgrad import dp, optim
 from vgrad.cli import data, models
 from vgrad.cli.data import Dataset
 from vgrad.cli.options import Settings
+from vgrad.compiled import compile
 from vgrad.files import Description
 from vgrad.functional.losses import batch_loss, sample_loss
 from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
@@ -109,7 +110,7 @@ def prepare(settings: Settings) -> Job:
         policy=models.POLICIES[settings.precision],
     )
     plain = Trainer(
-        plain_advance(settings, found, step),
+        plain_advance(settings, found, compiled(settings, step)),
         lambda state, images: run(state.params, state.buffers, images),
         lambda step: None,
     )
@@ -196,7 +197,15 @@ def private_advance(settings: Settings, model: Model, plan: dp.Plan) -> Callable
     def draw(state: TrainState) -> Tensor:
         return plan.sample(key=state.key, step=int(state.step))
 
-    return _advance(step, draw)
+    return _advance(compiled(settings, step), draw)
+
+
+def compiled(settings: Settings, step: Callable) -> Callable:
+    """Let captured graphs run a step, if asked for."""
+    if settings.compile == "eager":
+        return step
+    backend: Any = settings.compile
+    return compile(step, backend=backend)
 
 
 def plain_advance(settings: Settings, found: Dataset, step: Callable) -> Callable:

@@ -15,6 +15,7 @@ from torch import Tensor
 from vgrad import checks, tree
 from vgrad.compiled import verification
 from vgrad.compiled.graph import Graph, captured
+from vgrad.compiled.replay import replayed
 from vgrad.compiled.signature import is_watched, signature, surroundings
 from vgrad.conditions import Unrepeatable
 from vgrad.dtypes import no_autocast
@@ -71,7 +72,9 @@ class _Capture:
     graph: Graph | None = None
     run: Callable[..., Sequence[Tensor]] | None = None
     differentiable: bool = False  # in eager mode, so that a derivative must raise
-    in_a_row: int = 0
+    calls: int = 0
+    redos: int = 0
+    in_a_row: int = 0  # of these the last ones
 
 
 class Captures:
@@ -97,7 +100,10 @@ class Captures:
 
     def reports(self) -> tuple[Report, ...]:
         """Return what is known of every capture."""
-        return tuple(each.report for each in self._found)
+        return tuple(
+            each.report._replace(calls=each.calls, redos=each.redos)
+            for each in self._found
+        )
 
     def __call__(self, function: Callable, *arguments: Any) -> Any:
         """Return what the function returns: from its graph, or in eager mode."""
@@ -185,10 +191,9 @@ class Captures:
         capture.differentiable = any(x.requires_grad for x in tree.tensors(expected))
         try:
             set_random_state(before)
-            self._build(capture, arguments, tensors)
-            if self._verify:
-                set_random_state(before)
-                self._check(capture, arguments, tensors, expected)
+            self._build(capture, tensors, arguments)
+            set_random_state(before)
+            expected = self._checked(capture, arguments, tensors, expected)
         except Unrepeatable as error:
             capture.graph = capture.run = None
             capture.report = capture.report._replace(backend="eager", why=str(error))
@@ -199,7 +204,7 @@ class Captures:
         return expected
 
     def _build(
-        self, capture: _Capture, arguments: tuple, tensors: list[Tensor]
+        self, capture: _Capture, tensors: list[Tensor], arguments: tuple
     ) -> None:
         """Capture a function, and choose what runs its graph."""
         start = time.perf_counter()
@@ -210,7 +215,7 @@ class Captures:
                 backend.get(capture.report.kind, "replay"),
                 "as chosen before",
             )
-        run: Any = graph.module.forward
+        run: Any = replayed(graph.module)
         if backend != "replay":
             try:
                 compiled = tracing.compiled(graph.module, [*tensors, *graph.closed])
@@ -228,26 +233,32 @@ class Captures:
             backend=str(backend), why=why, nodes=graph.nodes, build_seconds=seconds
         )
 
-    def _check(
+    def _checked(
         self,
         capture: _Capture,
         arguments: tuple,
         tensors: list[Tensor],
         expected: Any,
-    ) -> None:
-        """Compare a graph with eager mode, unless it says that it is in doubt."""
+    ) -> Any:
+        """Return what the graph finds, compared with what eager mode does.
+
+        So the first call has the numbers of later ones. In doubt, eager mode has them.
+        """
         graph, run = capture.graph, capture.run
         assert graph is not None
         assert run is not None
         *outputs, flag = _outputs(run, graph, tensors)
         if bool(flag):
-            return
+            return expected
         found = graph.result(outputs)
-        if capture.report.backend == "replay":
+        if self._verify and capture.report.backend == "replay":
             verification.same_bits(found, expected)
-        else:
+        elif self._verify:
             function = capture.function
             verification.close(found, expected, function, arguments, draws=graph.draws)
+        if capture.differentiable:
+            return constant("compile", found, tensors)
+        return found
 
 
 def name_of(function: Callable) -> str:

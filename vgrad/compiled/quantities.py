@@ -1,6 +1,5 @@
 """Per-sample transforms that run as graphs."""
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +10,7 @@ from vgrad import batches, tree
 from vgrad.compiled import buckets
 from vgrad.compiled.captures import Captures, Report
 from vgrad.persample.engine import Call, Chunk, Problem, Transform, at_a_time
+from vgrad.persample.gram import GramFn
 from vgrad.persample.weighted import WeightedGradFn, check_weights
 from vgrad.precision.loss_scale import LossScale
 from vgrad.typing import Buffers, Params, Tree
@@ -50,9 +50,21 @@ class CompiledTransform:
         given = self._transform, self._captures, self._buckets
         return CompiledTransform(*given, loss_scale)
 
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Compute the quantity of a batch."""
-        return self._of(*_parted(self._transform, *arguments, **options))
+    def __call__(
+        self,
+        *arguments: Any,
+        mask: Tensor | None = None,
+        cross: tuple | None = None,
+    ) -> Any:
+        """Compute the quantity of a batch, of arguments as the transform takes them."""
+        transform, more, given = self._transform, cross, arguments
+        if isinstance(transform, WeightedGradFn) and given:
+            more, *given = given
+        if len(given) < 2 or not (cross is None or isinstance(transform, GramFn)):
+            options: dict[str, Any] = {} if cross is None else {"cross": cross}
+            return transform(*arguments, **options)  # which raises
+        params, buffers, *batch = given
+        return self._of(params, buffers, tuple(batch), mask, more)
 
     def _of(
         self, params: Params, buffers: Buffers, batch: Tree, mask: Any, more: Any
@@ -127,15 +139,6 @@ class CompiledTransform:
             part.weights,
             self._scale,
         )
-
-
-def _parted(transform: Transform, *arguments: Any, **options: Any) -> tuple:
-    """Return parameters, buffers, batch, mask, and what else there is, of a call."""
-    # Raises where the transform itself would.
-    bound = inspect.signature(transform).bind(*arguments, **options).arguments
-    more = bound.get("weights", bound.get("cross"))
-    batch, mask = bound.get("batch", ()), bound.get("mask")
-    return bound["params"], bound["buffers"], batch, mask, more
 
 
 def _first_size(batch: Sequence[Tree]) -> int:

@@ -40,13 +40,17 @@ class _Output:
 @rule(F.linear, weights=("weight", "bias"))
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict | None:
     """`out = input @ weight.T + bias`; the weight may be a vector."""
-    shape = weight.shape
+    shape, known = weight.shape, _Output()
     if bias is not None and bias.shape != shape[:-1]:
         return None
-    vector, known = len(shape) == 1, _Output()
+    if len(shape) == 1:  # each number of the output is a position
+        return {
+            "weight": lambda g: Outer(positions(input), positions(g[..., None]), shape),
+            "bias": lambda g: Dense(g.flatten(1).sum(1)),
+        }
 
     def matrix(g: Tensor) -> Outer:
-        shared = known.at(g[..., None] if vector else g)
+        shared = known.at(g)
         return Outer(positions(input), shared.tensor, shape, shared)
 
     return {"weight": matrix, "bias": known.shift}
