@@ -11,6 +11,7 @@ from torch.func import linearize as linearize
 from torch.func import vjp as vjp
 from torch.func import vmap as vmap
 
+from vgrad import compiled as compiled
 from vgrad import dp as dp
 from vgrad import ensemble as ensemble
 from vgrad import optim as optim

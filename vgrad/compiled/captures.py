@@ -1,7 +1,6 @@
 """The graphs of some functions, one for each kind of arguments and surroundings."""
 
 import hashlib
-import statistics
 import threading
 import time
 import warnings
@@ -9,19 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from vgrad import checks, tree
-from vgrad.compiled import verification
+from vgrad.compiled import backends, verification
 from vgrad.compiled.graph import Graph, captured
 from vgrad.compiled.replay import replayed
 from vgrad.compiled.signature import is_watched, signature, surroundings
 from vgrad.conditions import Unrepeatable
-from vgrad.dtypes import no_autocast
-from vgrad.generators import ALONE, random_state, set_random_state
+from vgrad.generators import ALONE, RandomState, random_state, set_random_state
 from vgrad.persample.engine import constant
-from vgrad.torch_private import modes, tracing
 
 Backend = Literal["replay", "inductor", "auto"]
 BACKENDS = ("replay", "inductor", "auto")
@@ -72,6 +68,7 @@ class _Capture:
     graph: Graph | None = None
     run: Callable[..., Sequence[Tensor]] | None = None
     differentiable: bool = False  # in eager mode, so that a derivative must raise
+    build_seconds: float = 0.0
     calls: int = 0
     redos: int = 0
     in_a_row: int = 0  # of these the last ones
@@ -101,7 +98,9 @@ class Captures:
     def reports(self) -> tuple[Report, ...]:
         """Return what is known of every capture."""
         return tuple(
-            each.report._replace(calls=each.calls, redos=each.redos)
+            each.report._replace(
+                build_seconds=each.build_seconds, calls=each.calls, redos=each.redos
+            )
             for each in self._found
         )
 
@@ -122,7 +121,10 @@ class Captures:
                 if capture.graph is None:
                     return function(*arguments)
                 if capture.graph.guards.hold():
-                    return self._run(capture, arguments, tensors)
+                    if capture.run is not None:
+                        return self._run(capture, arguments, tensors)
+                    with self._lock, ALONE:
+                        return self._again(capture, arguments, tensors)
         with self._lock, ALONE:
             return self._first(function, key, arguments, tensors)
 
@@ -139,9 +141,7 @@ class Captures:
                 f"{text} Expected something that can be captured. Change it, or pass "
                 f'fallback="eager".'
             ) from cause
-        if text not in self._told:
-            self._told.add(text)
-            warnings.warn(text, CompileWarning, stacklevel=2)
+        self._warn(text)
 
     def _run(self, capture: _Capture, arguments: tuple, tensors: list[Tensor]) -> Any:
         """Run a graph, and the function itself where the graph says so."""
@@ -151,30 +151,25 @@ class Captures:
         if graph.draws:
             with ALONE:
                 before = random_state(tensors)
-                *outputs, flag = _outputs(run, graph, tensors)
+                *outputs, flag = backends.outputs(run, graph, tensors)
                 doubtful = bool(flag)
                 if doubtful:
                     set_random_state(before)
         else:
-            *outputs, flag = _outputs(run, graph, tensors)
+            *outputs, flag = backends.outputs(run, graph, tensors)
             doubtful = bool(flag)
-        calls, redos = capture.report.calls + 1, capture.report.redos + doubtful
-        capture.report = capture.report._replace(calls=calls, redos=redos)
-        capture.in_a_row = capture.in_a_row + 1 if doubtful else 0
+        capture.calls += 1
+        if not doubtful:
+            capture.in_a_row = 0
+            result = graph.result(outputs)
+            if capture.differentiable:
+                return constant("compile", result, tensors)
+            return result
+        capture.redos += 1
+        capture.in_a_row += 1
         if capture.in_a_row == _IN_A_ROW:
             self._give_up(capture, f"{_IN_A_ROW} calls in a row had doubtful samples")
-        if doubtful:
-            return capture.function(*arguments)
-        result = graph.result(outputs)
-        return (
-            constant("compile", result, tensors) if capture.differentiable else result
-        )
-
-    def _give_up(self, capture: _Capture, why: str) -> None:
-        """Run in eager mode from now on."""
-        capture.graph = capture.run = None
-        capture.report = capture.report._replace(backend="eager", why=why)
-        self.refuse(capture.function, why)
+        return capture.function(*arguments)
 
     def _first(
         self, function: Callable, key: list, arguments: tuple, tensors: list[Tensor]
@@ -185,80 +180,115 @@ class Captures:
         if sum(each.graph is not None for each in self._found) >= _MOST:
             self.refuse(function, f"there are {_MOST} captures already")
             return expected
-        after = random_state(tensors)
         kind = hashlib.blake2b(repr(key[0]).encode(), digest_size=8).hexdigest()
         capture = _Capture(function, key, Report(name_of(function), kind, "eager"))
         capture.differentiable = any(x.requires_grad for x in tree.tensors(expected))
+        self._found.append(capture)
+        after = random_state(tensors)
         try:
             set_random_state(before)
-            self._build(capture, tensors, arguments)
-            set_random_state(before)
-            expected = self._checked(capture, arguments, tensors, expected)
+            start = time.perf_counter()
+            capture.graph = captured(function, arguments)
+            capture.build_seconds = time.perf_counter() - start
+            return self._verified(capture, arguments, tensors, before, expected)
         except Unrepeatable as error:
-            capture.graph = capture.run = None
-            capture.report = capture.report._replace(backend="eager", why=str(error))
-            self.refuse(function, error)
+            self._give_up(capture, str(error), error)
+            return expected
         finally:
             set_random_state(after)
-            self._found.append(capture)
-        return expected
 
-    def _build(
-        self, capture: _Capture, tensors: list[Tensor], arguments: tuple
-    ) -> None:
-        """Capture a function, and choose what runs its graph."""
-        start = time.perf_counter()
-        graph = captured(capture.function, arguments)
-        backend, why = self._backend, "as asked for"
-        if isinstance(backend, Mapping):
-            backend, why = (
-                backend.get(capture.report.kind, "replay"),
-                "as chosen before",
-            )
-        run: Any = replayed(graph.module)
-        if backend != "replay":
-            try:
-                compiled = tracing.compiled(graph.module, [*tensors, *graph.closed])
-                if backend == "auto":
-                    backend, why = _faster(graph, tensors, run, compiled)
-                run = compiled if backend == "inductor" else run
-            except Exception as error:  # of a compiler that is not there, for one
-                text = str(error).partition("\n")[0]
-                backend, why = "replay", f"Inductor fails: {text}"
-                text = f"compile({capture.report.name}): replays, since {why}"
-                warnings.warn(text, CompileWarning, stacklevel=2)
-        capture.graph, capture.run = graph, run
-        seconds = time.perf_counter() - start
-        capture.report = capture.report._replace(
-            backend=str(backend), why=why, nodes=graph.nodes, build_seconds=seconds
-        )
+    def _again(self, capture: _Capture, arguments: tuple, tensors: list[Tensor]) -> Any:
+        """Compare a graph that was in doubt when it was captured."""
+        before = random_state(tensors)
+        expected = capture.function(*arguments)
+        after = random_state(tensors)
+        try:
+            return self._verified(capture, arguments, tensors, before, expected)
+        except Unrepeatable as error:
+            self._give_up(capture, str(error), error)
+            return expected
+        finally:
+            set_random_state(after)
 
-    def _checked(
+    def _verified(
         self,
         capture: _Capture,
         arguments: tuple,
         tensors: list[Tensor],
+        before: RandomState,
         expected: Any,
     ) -> Any:
-        """Return what the graph finds, compared with what eager mode does.
+        """Choose what runs a graph, and return what that finds.
 
-        So the first call has the numbers of later ones. In doubt, eager mode has them.
+        So the first call has the numbers of later ones. In doubt, eager mode has them,
+        and the next call chooses.
         """
-        graph, run = capture.graph, capture.run
+        graph, function = capture.graph, capture.function
         assert graph is not None
-        assert run is not None
-        *outputs, flag = _outputs(run, graph, tensors)
-        if bool(flag):
+        start = time.perf_counter()
+
+        def found(run: Callable) -> Any:
+            set_random_state(before)
+            *outputs, flag = backends.outputs(run, graph, tensors)
+            return None if bool(flag) else graph.result(outputs)
+
+        replay = replayed(graph.module)
+        result = found(replay)
+        if result is None:
             return expected
-        found = graph.result(outputs)
-        if self._verify and capture.report.backend == "replay":
-            verification.same_bits(found, expected)
-        elif self._verify:
-            function = capture.function
-            verification.close(found, expected, function, arguments, draws=graph.draws)
+        backend, why = self._asked_for(capture)
+        run: Callable = replay
+        if backend != "replay":
+            compiled, refused = backends.compiled(graph, tensors)
+            if compiled is not None and self._verify:
+                try:
+                    set_random_state(before)
+                    verification.close(
+                        found(compiled),
+                        expected,
+                        function,
+                        arguments,
+                        draws=graph.draws,
+                    )
+                except Unrepeatable as error:
+                    compiled, refused = None, str(error)
+            if compiled is None:
+                backend, why = "replay", refused
+                self._warn(f"compile({capture.report.name}): replays, since {why}.")
+            else:
+                if backend == "auto":
+                    backend, why = backends.faster(graph, tensors, replay, compiled)
+                if backend == "inductor":
+                    run, result = compiled, found(compiled)
+        if run is replay and self._verify:
+            verification.same_bits(result, expected)
+        capture.run = run
+        capture.build_seconds += time.perf_counter() - start
+        capture.report = capture.report._replace(
+            backend=backend, why=why, nodes=graph.nodes
+        )
         if capture.differentiable:
-            return constant("compile", found, tensors)
-        return found
+            return constant("compile", result, tensors)
+        return result
+
+    def _asked_for(self, capture: _Capture) -> tuple[str, str]:
+        if isinstance(self._backend, Mapping):
+            return self._backend.get(capture.report.kind, "replay"), "as chosen before"
+        return self._backend, "as asked for"
+
+    def _give_up(
+        self, capture: _Capture, why: str, error: Unrepeatable | None = None
+    ) -> None:
+        """Run in eager mode from now on."""
+        capture.graph = capture.run = None
+        capture.report = capture.report._replace(backend="eager", why=why)
+        self.refuse(capture.function, error or why)
+
+    def _warn(self, text: str) -> None:
+        """Warn once."""
+        if text not in self._told:
+            self._told.add(text)
+            warnings.warn(text, CompileWarning, stacklevel=2)
 
 
 def name_of(function: Callable) -> str:
@@ -268,34 +298,3 @@ def name_of(function: Callable) -> str:
     if options is not None:
         return options.function
     return getattr(function, "__name__", type(function).__name__)
-
-
-def _outputs(
-    run: Callable[..., Sequence[Tensor]], graph: Graph, tensors: list[Tensor]
-) -> Sequence[Tensor]:
-    """Run a graph; casts of autocast are ops of it."""
-    inputs = (*tensors, *graph.closed)
-    with torch.no_grad():
-        if modes.autocast_is_on():
-            with no_autocast(inputs[0].device):
-                return run(*inputs)
-        return run(*inputs)
-
-
-_ROUNDS = 5
-"""Times that each backend runs before one is chosen."""
-
-
-def _faster(
-    graph: Graph, tensors: list[Tensor], replay: Callable, compiled: Callable
-) -> tuple[str, str]:
-    """Time both backends in turns, and choose."""
-    times: dict[Callable, list[float]] = {replay: [], compiled: []}
-    for _ in range(_ROUNDS):
-        for run, taken in times.items():
-            start = time.perf_counter()
-            bool(_outputs(run, graph, tensors)[-1])  # waits for a device
-            taken.append(time.perf_counter() - start)
-    slow, fast = (statistics.median(each) * 1e3 for each in times.values())
-    backend = "inductor" if fast < slow else "replay"
-    return backend, f"replay took {slow:.3g} ms, Inductor {fast:.3g} ms"

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from vgrad.torch_private.tensors import OPS, written
+from vgrad.torch_private.kernels import unsafe_view
+from vgrad.torch_private.tensors import OPS, makes_memory, written
 
 _aten = torch.ops.aten
 
@@ -20,7 +21,7 @@ _VIEWS = {
     *(_aten.view.default, _aten.unsqueeze.default, _aten.squeeze.dim),
     *(_aten.squeeze.default, _aten.squeeze.dims, _aten.permute.default),
     *(_aten.t.default, _aten.transpose.int, _aten.expand.default),
-    *(_aten.slice.Tensor, _aten.select.int, _aten._unsafe_view.default),
+    *(_aten.slice.Tensor, _aten.select.int, unsafe_view.default),
 }
 """Ops that return the memory that they are given, in another shape."""
 
@@ -132,7 +133,8 @@ def _base(node: fx.Node) -> tuple[fx.Node, int]:
             source, *rest = several.args
             width = rest.pop(0) if several.target is _aten.split.Tensor else 1
             place: Any = _place(source)
-            start += node.args[1] * width * place.stride[rest[0] if rest else 0]
+            number: Any = node.args[1]
+            start += number * width * place.stride[rest[0] if rest else 0]
         elif node.target in _VIEWS | _SAME:
             source = node.args[0]
             start += _skipped(node, source)
@@ -147,7 +149,7 @@ def _skipped(node: fx.Node, source: fx.Node) -> int:
         return 0
     place: Any = _place(source)
     given: list[Any] = [*node.args[1:3], 0, 0]
-    axis, first = given[:2] if len(node.args) != 2 else (given[0], 0)
+    axis, first = given[:2]
     size = place.size[axis]
     first = 0 if first is None else first
     first = first + size if first < 0 else first
@@ -156,11 +158,8 @@ def _skipped(node: fx.Node, source: fx.Node) -> int:
 
 def _begins_its_memory(node: fx.Node) -> bool:
     """Tell whether an op returns memory of its own; an input may begin anywhere."""
-    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
-    if node.target is operator.getitem:
-        several: Any = node.args[0]
-        returns = getattr(several.target._schema, "returns", ())
-    return bool(returns) and all(each.alias_info is None for each in returns)
+    several: Any = node.args[0] if node.target is operator.getitem else node
+    return makes_memory(several.target)
 
 
 def _place(node: fx.Node) -> _Place | None:

@@ -99,6 +99,12 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
+def makes_memory(op: Any) -> bool:
+    """Tell whether an op returns nothing but memory of its own."""
+    returns = getattr(getattr(op, "_schema", None), "returns", ())
+    return bool(returns) and all(each.alias_info is None for each in returns)
+
+
 def written(op: Any) -> Iterator[tuple[int, str, bool]]:
     """Yield place, name and whether by keyword only of what an op writes into."""
     packet = isinstance(op, torch._ops.OpOverloadPacket)
