@@ -178,6 +178,7 @@ def test_inside_of_transforms_and_modes_eager_mode_runs():
         torch.vmap(lambda each: strict(PARAMS, {}, each))(x)
 
 
+@slow
 def test_there_are_sixteen_captures_at_most():
     compiled = vgrad.compile(vgrad.per_sample_norm(squared), verify=False)
     with warnings.catch_warnings():
@@ -352,7 +353,7 @@ def test_errors_of_the_loss_come_through_and_leave_no_capture():
 
 
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("name", ["grad", "flat"])
+@pytest.mark.parametrize("name", ["grad", pytest.param("flat", marks=slow)])
 def test_results_are_constants(name, first):
     params = {"w": PARAMS["w"].clone().requires_grad_()}
     compiled = vgrad.compile(problems.TRANSFORMS[name](squared), fallback="error")
@@ -409,6 +410,7 @@ def test_closed_over_tensors_are_read_and_values_are_compared():
 SIZES = [4, 6]
 
 
+@slow
 @pytest.mark.parametrize(
     "name",
     [n if n == "flat" else pytest.param(n, marks=slow) for n in problems.TRANSFORMS],
@@ -429,6 +431,7 @@ def test_batches_of_any_size_are_filled_up_or_split(name):
     assert all(each.redos == 0 for each in compiled.reports())
 
 
+@slow
 @pytest.mark.parametrize("chunk_size", [None, pytest.param(3, marks=slow)])
 def test_masks_of_batches_that_are_filled_up(chunk_size):
     loss, params, buffers, draw = problems.built("mlp", torch.float64)
@@ -440,7 +443,9 @@ def test_masks_of_batches_that_are_filled_up(chunk_size):
     assert len(compiled.reports()) <= 4
 
 
-@pytest.mark.parametrize("name", ["weighted", "flat", "grad"])
+@pytest.mark.parametrize(
+    "name", ["weighted", *(pytest.param(n, marks=slow) for n in ("flat", "grad"))]
+)
 def test_weights_and_aux_have_no_entry_for_what_was_filled_in(name):
     def loss(params, buffers, sample):
         value = problems.sites(params, buffers, *sample["xs"])
@@ -565,6 +570,7 @@ def test_auto_says_what_it_took():
     assert again.reports()[0].backend == report.backend
 
 
+@slow
 def test_without_a_compiler_the_graph_is_replayed(monkeypatch):
     def loss(params, buffers, x):
         return (params["w"] * x).tan().sum()  # in no cache of compiled code
