@@ -187,9 +187,18 @@ def _check(module: fx.GraphModule) -> None:
     depends = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
     for node in module.graph.nodes:
         if node.op == "call_function" and depends & _tags(node.target):
+            if node.target is torch.ops.aten.index.Tensor and not _by_mask(node):
+                continue
             raise Unrepeatable(
                 f"the shape of what {node.target} returns depends on values"
             )
+
+
+def _by_mask(node: fx.Node) -> bool:
+    """Tell whether a mask says which entries are taken, and not their numbers."""
+    indices: Any = node.args[1]
+    masks = (torch.bool, torch.uint8)
+    return any(each is not None and each.meta["val"].dtype in masks for each in indices)
 
 
 def _tags(op: Any) -> set[torch.Tag]:
