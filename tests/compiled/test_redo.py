@@ -107,7 +107,8 @@ def test_the_first_call_of_all_may_be_bad(name):
     ]
     same_calls(compiled, eager, calls)
     (report,) = compiled.reports()
-    assert (report.backend, report.calls, report.redos) == ("replay", 3, 1)
+    # The second call is compared with eager mode, as the first could not be.
+    assert (report.backend, report.calls, report.redos) == ("replay", 2, 1)
 
 
 @transforms("gram", "weighted", "flat")
