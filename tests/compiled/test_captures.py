@@ -20,8 +20,11 @@ from vgrad.compiled import Report, choices
 from vgrad.training import TrainState, ensemble_train_step, private_step, train_step
 
 slow = pytest.mark.slow
-# Inductor's imports warn of it.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+# Torch warns of itself while Inductor runs.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch._prims_common:FutureWarning"),
+]
 PARAMS = {"w": torch.tensor([0.5, -1.0, 2.0])}
 HERE = re.escape(__file__)
 
