@@ -512,7 +512,7 @@ def test_inductor_is_right_and_redoes_what_is_doubtful():
         grads = oracle.loss_gradients(
             problems.sites, params, {}, (x[fine], g[fine]), int(fine.sum())
         )
-        oracle.assert_exact(found.grads, oracle.clipped(grads, 0.7), 1e-6)
+        oracle.assert_exact(found.grads, oracle.clipped(grads, 0.7), 5e-6)
         assert int(found.nonfinite) == int((~fine).sum())
     (report,) = compiled.reports()
     assert (report.backend, report.calls, report.redos) == ("inductor", 5, 2)
