@@ -99,16 +99,14 @@ def _traced(run: Callable, tensors: list[Tensor]) -> fx.GraphModule:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # eager mode has given them
             return tracing.make_fx(run)(*tensors)
-    except Unrepeatable:
-        raise
     except Exception as error:
         lines = traceback.extract_tb(error.__traceback__)
-        own = [line for line in lines if not _is_library(line.filename)]
+        own = [each for each in lines if each.line and not _is_library(each.filename)]
         where = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
         text = str(error).partition("\n")[0]
-        raise Unrepeatable(
-            f"{type(error).__name__}: {text} {where}".rstrip()
-        ) from error
+        if not isinstance(error, Unrepeatable):
+            text = f"{type(error).__name__}: {text}"
+        raise Unrepeatable(f"{text} {where}".rstrip()) from error
 
 
 def _others(tensors: list[Tensor]) -> list[Tensor]:
@@ -183,18 +181,19 @@ def _check(module: fx.GraphModule) -> None:
     """Refuse ops whose results have shapes that depend on values."""
     depends = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
     for node in module.graph.nodes:
-        if node.op != "call_function" or not depends & _tags(node.target):
-            continue
-        if node.target is torch.ops.aten.index.Tensor and not _by_mask(node):
-            continue
-        raise Unrepeatable(f"{node.target} returns shapes that depend on values")
+        if node.op == "call_function" and depends & _tags(node.target):
+            if node.target is torch.ops.aten.index.Tensor and not _by_mask(node):
+                continue
+            raise Unrepeatable(
+                f"the shape of what {node.target} returns depends on values"
+            )
 
 
 def _by_mask(node: fx.Node) -> bool:
-    """Tell whether an index says of each number whether to take it."""
+    """Tell whether a mask says which entries are taken, and not their numbers."""
     indices: Any = node.args[1]
-    dtypes = {each.meta["val"].dtype for each in indices if each is not None}
-    return bool(dtypes & {torch.bool, torch.uint8})
+    masks = (torch.bool, torch.uint8)
+    return any(each is not None and each.meta["val"].dtype in masks for each in indices)
 
 
 def _tags(op: Any) -> set[torch.Tag]:

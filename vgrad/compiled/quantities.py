@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from vgrad import batches
+from vgrad import batches, tree
 from vgrad.compiled import buckets
 from vgrad.compiled.captures import Captures, Report
 from vgrad.persample.engine import Call, Chunk, Problem, Transform, at_a_time
 from vgrad.persample.gram import GramFn
-from vgrad.persample.weighted import WeightedGradFn
+from vgrad.persample.weighted import WeightedGradFn, check_weights
 from vgrad.precision.loss_scale import LossScale
 from vgrad.typing import Buffers, Params, Tree
 
@@ -83,7 +83,7 @@ class CompiledTransform:
             if size:
                 self._captures.refuse(function, 'strategy="loop" runs any Python')
             found = function(params, buffers, batch, mask, more, self._scale)
-            return found if mask is None else transform.selected(found, mask)
+            return found if mask is None else transform.selected(found, mask, more)
         return self._padded(params, buffers, batch, mask, more, size)
 
     def _padded(
@@ -100,13 +100,14 @@ class CompiledTransform:
         rows: Any = slice(0, size) if mask is None else mask
         if sizes is not None:
             total = buckets.padded_size(size, sizes)
-            device = next(iter(params.values())).device
+            device = next(iter(tree.tensors(batch))).device
             counted = buckets.counted(size, total, device)
             if mask is not None:
                 counted[:size] &= mask
                 rows = counted
             mask, batch = counted, buckets.filled(batch, size, total)
             if isinstance(transform, WeightedGradFn):
+                check_weights(more, size)
                 more = buckets.filled(more, size, total)
         else:
             total = size
@@ -124,7 +125,7 @@ class CompiledTransform:
             options = replace(transform.options, chunk_size=limit)
             problem = options.on(params, buffers, batch, mask, more, self._scale)
             found = transform.of(Call(problem), self._part)
-        return found if mask is None else transform.selected(found, rows)
+        return found if mask is None else transform.selected(found, rows, more)
 
     def _part(self, part: Problem) -> Chunk:
         """Run one part of a batch."""

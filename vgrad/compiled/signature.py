@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._device import DeviceContext
 
 from vgrad import tree
 from vgrad.compiled.guards import description, is_plain
@@ -79,6 +78,7 @@ def surroundings() -> tuple:
         )
     return (
         casts,
+        torch.is_grad_enabled(),
         torch.get_default_dtype(),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -115,5 +115,5 @@ def is_watched() -> bool:
         levels.inside_transform()
         or tracing.dispatch_modes()
         or torch.is_anomaly_enabled()
-        or any(type(each) is not DeviceContext for each in modes.function_modes())
+        or any(type(each) is not modes.DeviceMode for each in modes.function_modes())
     )

@@ -46,9 +46,7 @@ class GramFn(Transform):
         """Multiply the gradients of this batch with their own, or those of `cross`."""
         _check_cross(cross)
         found = self.on_all(params, buffers, batch, mask, cross)
-        if mask is None:
-            return found
-        return (self.selected if cross is None else self.of_samples)(found, mask)
+        return found if mask is None else self.selected(found, mask, cross)
 
     def called(self, call: Call, more: Any) -> Any:
         """Multiply gradients; `more` is the second batch, if any."""
@@ -61,9 +59,10 @@ class GramFn(Transform):
         value = found[""] if self._groups is None else found
         return call.result(value, *tree.tensors(more))
 
-    def selected(self, found: Any, rows: Any) -> Any:
-        """Keep the rows and columns of some samples."""
-        return tree.tree_map(lambda products: products[rows][:, rows], found)
+    def selected(self, found: Any, rows: Any, more: Any = None) -> Any:
+        """Keep the rows of some samples, and the columns where they have such."""
+        columns = rows if more is None else slice(None)
+        return tree.tree_map(lambda products: products[rows][:, columns], found)
 
 
 def per_sample_gram(

@@ -143,11 +143,12 @@ class _Running:
             self._size, self._means, self._squares = size, means, squares
             return
         total = self._size + size
+        some = total.clamp(min=1) if isinstance(total, Tensor) else total
         for name in self._means:
             shift = means.pop(name) - self._means[name]
-            between = _squared(shift) * (self._size * size / total)
+            between = _squared(shift) * (self._size * size / some)
             self._squares[name] = self._squares[name] + squares.pop(name) + between
-            self._means[name] = self._means[name] + shift * (size / total)
+            self._means[name] = self._means[name] + shift * (size / some)
         self._size = total
 
     def result(self, call: Call) -> GradientMoments:
@@ -162,6 +163,8 @@ class _Running:
         found = GradientMoments({}, {}, {}, trace, {}, losses)
         for name, value in params.items():
             mean, squares = self._means.pop(name), self._squares.pop(name)
+            if isinstance(size, Tensor):  # of a mask, which may leave none
+                mean = torch.where(size > 0, mean, torch.nan)
             signal, variance = _squared(mean), squares / rest
             trace, square = trace + variance.sum(), square + signal.sum()
             dtype = wide(value.dtype)

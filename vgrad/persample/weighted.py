@@ -32,7 +32,8 @@ class WeightedGradFn(Transform):
         mask: Tensor | None = None,
     ) -> Any:
         """Sum the gradients of this batch with weights `[B]`."""
-        return self.on_all(params, buffers, batch, mask, weights)
+        found = self.on_all(params, buffers, batch, mask, weights)
+        return found if mask is None else self.selected(found, mask)
 
     def of_samples(self, value: Params, rows: Any) -> Params:
         """Return the sums, which have no entry for a sample."""
@@ -74,7 +75,7 @@ def weighted_grad(
 
 def _collect(part: Problem) -> Weighted:
     """Sum with the weights of a chunk."""
-    _check_weights(part.weights, part.batch.size)
+    check_weights(part.weights, part.batch.size)
     assert part.weights is not None
     return Weighted(part.weights, part.mask)
 
@@ -86,14 +87,15 @@ def _measure(found: Weighted, part: Problem) -> Params:
 
 def _joined(parts: Iterator[Params], call: Call) -> Params:
     """Add up the sums of all chunks."""
-    _check_weights(call.problem.weights, call.problem.batch.size)
+    check_weights(call.problem.weights, call.problem.batch.size)
     sums = Sums()
     for part in parts:
         sums.add(part)
     return sums.rounded(call.params)
 
 
-def _check_weights(weights: Any, size: int) -> None:
+def check_weights(weights: Any, size: int) -> None:
+    """Refuse what is not one real number for each sample."""
     real = isinstance(weights, Tensor) and not weights.is_complex()
     if not real or weights.shape != (size,):
         got = tuple(weights.shape) if real else type(weights).__name__

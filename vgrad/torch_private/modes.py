@@ -25,9 +25,11 @@ from torch._C import _is_any_autocast_enabled as autocast_is_on
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.overrides import resolve_name
+from torch.utils._device import DeviceContext as DeviceMode
 
 __all__ = [
     "ASKING",
+    "DeviceMode",
     "autocast_is_on",
     "function_modes",
     "is_python",

@@ -134,11 +134,13 @@ class Moments(Collector):
         """
         flat = factor.grad().reshape(factor.size, math.prod(factor.shape))
         means, squares = [], []
+        size: Tensor | int = self.count
         if self.mask is not None:
-            self.count = self.mask.sum()
+            self.count = self.mask.sum(dtype=torch.float64)
+            size = self.count.clamp(min=1)  # a chunk without samples adds zero
         for columns in flat.split(max(1, _AT_ONCE // factor.size), dim=1):
             wide = self._counted(double(columns))
-            means.append(wide.sum(0) / self.count)
+            means.append(wide.sum(0) / size)
             rest = self._counted(wide - means[-1])
             squares.append((rest * rest.conj()).real.sum(0))
         self.means[name] = torch.cat(means).view(factor.shape)

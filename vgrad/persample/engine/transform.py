@@ -121,8 +121,8 @@ class Transform:
         problem = self.options.on(params, buffers, batch, mask, weights, loss_scale)
         return _measured(self.quantity, problem)
 
-    def selected(self, found: Any, rows: Any) -> Any:
-        """Keep the entries of some samples in a result."""
+    def selected(self, found: Any, rows: Any, more: Any = None) -> Any:
+        """Keep the entries of some samples in a result; `more` is that of `on_all`."""
         if not self.options.has_aux:
             return self.of_samples(found, rows)
         value, aux = found
