@@ -68,14 +68,14 @@ def compile(
 
     With `batch_sizes`, for per-sample transforms and `private_step`, a batch is filled
     up to the next of these sizes by copies of its first sample, which add exactly zero,
-    and larger batches are split: there are no more captures than sizes. `private_step`
-    takes sizes that suit its plan by default. Random numbers, as of dropout, are those
-    of eager mode on the batch that was filled up.
+    and larger batches are split, so that a few captures do. `private_step` takes sizes
+    that suit its plan by default. Random numbers, as of dropout, are those of eager
+    mode on the batch that was filled up.
 
     With `verify=True` the first result of each capture is compared with eager mode: all
     bits of a replay must be equal; the error of compiled code against the function in
-    float64 must be at most four times that of eager mode. If not, a warning says so,
-    and eager mode stays.
+    float64 must be at most four times that of eager mode. If not, a warning says so:
+    compiled code makes room for a replay, a replay for eager mode.
 
     Results are constants: to differentiate them again raises. A capture holds no
     memory but that of the graph.

@@ -72,7 +72,7 @@ class _Capture:
     build_seconds: float = 0.0
     calls: int = 0
     redos: int = 0
-    in_a_row: int = 0  # of these the last ones
+    in_a_row: int = 0  # results dropped, one after the other
 
 
 class Captures:
@@ -182,10 +182,14 @@ class Captures:
                 return constant("compile", result, tensors)
             return result
         capture.redos += 1
+        self._doubted(capture)
+        return capture.function(*arguments)
+
+    def _doubted(self, capture: _Capture) -> None:
+        """Count a result that was dropped; give up after some in a row."""
         capture.in_a_row += 1
         if capture.in_a_row == _IN_A_ROW:
             self._give_up(capture, f"{_IN_A_ROW} calls in a row had doubtful samples")
-        return capture.function(*arguments)
 
     def _first(
         self, function: Callable, key: list, arguments: tuple, tensors: list[Tensor]
@@ -251,6 +255,7 @@ class Captures:
         replay = replayed(graph.module)
         result = found(replay)
         if result is None:
+            self._doubted(capture)
             return expected
         backend, why = self._asked_for(capture)
         run: Callable = replay
@@ -283,6 +288,8 @@ class Captures:
         capture.report = capture.report._replace(
             backend=backend, why=why, nodes=graph.nodes
         )
+        if run is replay:
+            return expected
         if capture.differentiable:
             return constant("compile", result, tensors)
         return result
@@ -309,8 +316,11 @@ class Captures:
 
 def name_of(function: Callable) -> str:
     """Return the name under which users know what is captured."""
-    owner = getattr(function, "__self__", None)
-    options = getattr(owner, "options", None)
-    if options is not None:
-        return options.function
-    return getattr(function, "__name__", type(function).__name__)
+    owner: Any = getattr(function, "__self__", None)
+    if hasattr(owner, "options"):
+        return owner.options.function
+    if hasattr(owner, "name"):
+        return owner.name
+    name = getattr(function, "__name__", type(function).__name__)
+    parts = getattr(function, "__module__", "").split(".")
+    return f"{parts[1]}.{name}" if parts[0] == "vgrad" and parts[1:] else name

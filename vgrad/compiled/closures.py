@@ -85,12 +85,15 @@ class Closed:
         Raises:
             Unrepeatable: at the end, if they did what a graph does not repeat.
         """
-        around = sys.getprofile()
+        around, collecting = sys.getprofile(), gc.isenabled()
+        gc.disable()  # which may call code that is not the function's
         sys.setprofile(self._note)
         try:
             yield
         finally:
             sys.setprofile(around)
+            if collecting:
+                gc.enable()
         if self._error is not None:
             raise self._error
         if not self.guards.hold():

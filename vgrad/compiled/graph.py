@@ -5,7 +5,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from vgrad import conditions, tree
 from vgrad.compiled.closures import Closed
+from vgrad.compiled.kinds import SYSTEM_PLACES
 from vgrad.conditions import Unrepeatable
 from vgrad.torch_private import modes, tracing
 
@@ -201,5 +201,4 @@ def _tags(op: Any) -> set[torch.Tag]:
 
 
 def _is_library(file: str) -> bool:
-    own = str(Path(__file__).parents[1])
-    return file.startswith((own, str(Path(torch.__file__).parent)))
+    return file.startswith(SYSTEM_PLACES)

@@ -101,7 +101,7 @@ def attributes(value: Any) -> dict[str, Any]:
 
 _SYSTEM = {"torch", "numpy", "vgrad", *sys.stdlib_module_names}
 
-_SYSTEM_PLACES = (
+SYSTEM_PLACES = (
     *(str(Path(torch.__file__).parent), str(Path(np.__file__).parent)),
     *(str(Path(__file__).parents[1]), sysconfig.get_paths()["stdlib"]),
 )
@@ -114,7 +114,7 @@ def is_users(module: str, file: str | None) -> bool:
     """
     if module.partition(".")[0] not in _SYSTEM:
         return True
-    return os.path.isabs(file or "") and not str(file).startswith(_SYSTEM_PLACES)
+    return os.path.isabs(file or "") and not str(file).startswith(SYSTEM_PLACES)
 
 
 def file_of(code: types.CodeType, names: dict[str, Any]) -> str | None:

@@ -10,6 +10,7 @@ The first is documented as experimental (torch.fx.experimental), the last is wha
 `torch.compile` does once it has a graph. Public names for the two would end the need.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,9 +34,11 @@ def compiled(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., A
     import torch._inductor as inductor
 
     patches = {"fallback_random": True, "emulate_precision_casts": True}
-    return inductor.standalone_compile(
-        graph,
-        list(inputs),
-        dynamic_shapes="from_example_inputs",
-        options={"config_patches": patches},
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch about itself
+        return inductor.standalone_compile(
+            graph,
+            list(inputs),
+            dynamic_shapes="from_example_inputs",
+            options={"config_patches": patches},
+        )

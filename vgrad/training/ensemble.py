@@ -4,7 +4,7 @@ E members.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -184,6 +184,7 @@ class EnsembleStep:
     donate: bool
     has_aux: bool
     run: Run = at_once
+    name: ClassVar = "ensemble_train_step"
 
     def __call__(
         self, state: EnsembleState, /, *batch: Tree

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -103,6 +103,7 @@ class TrainStep:
     donate: bool
     has_aux: bool
     run: Run = at_once
+    name: ClassVar = "train_step"
 
     def __call__(
         self, state: TrainState, /, *batch: Tree
