@@ -1,10 +1,10 @@
 PYTHON ?= python3
 RUN := .venv/bin
 
-.PHONY: demo test quick test-random bench clean
+.PHONY: demo test quick compiled test-random bench clean
 
 # One thread for each of several processes: the ops of tests are too small for two.
-PYTEST := OMP_NUM_THREADS=1 $(RUN)/python -m pytest tests -n auto --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n auto --dist worksteal
 
 demo: .venv/installed
 	$(RUN)/python -m vgrad train --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -13,14 +13,17 @@ test: .venv/installed
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
 	$(RUN)/pyright
-	$(PYTEST)
+	$(PYTEST) tests -m "not (slow and compiled)"
 
 quick: .venv/installed
 	$(RUN)/ruff check .
-	$(PYTEST) -q -m "not slow"
+	$(PYTEST) tests -q -m "not slow"
+
+compiled: .venv/installed
+	$(PYTEST) tests/compiled -m slow
 
 test-random: .venv/installed
-	$(PYTEST) -m hypothesis --hypothesis-profile=random
+	$(PYTEST) tests -m hypothesis --hypothesis-profile=random
 
 bench: .venv/installed
 	$(RUN)/python -m pytest --benchmark-only

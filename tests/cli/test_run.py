@@ -467,6 +467,8 @@ GOING_ON = {
     "float16": ["--precision", "float16"],
     "members in bfloat16": [*THREE, "--precision", "bfloat16"],
     "members in float16": [*THREE, "--precision", "float16"],
+    "replayed": ["--compile", "replay"],
+    "members, replayed": [*THREE, "--compile", "replay"],
 }
 
 

@@ -21,6 +21,7 @@ from vgrad.training import (
     train_step,
 )
 
+pytestmark = pytest.mark.compiled
 slow = pytest.mark.slow
 QUICK = {("mlp", "flat"), ("mlp", "gram, cross"), ("cnn", "norm"), ("inside", "grad")}
 

@@ -24,6 +24,8 @@ import vgrad
 
 X = torch.tensor([[3.0, 4.0], [0.0, 1.0], [2.0, -1.0]])
 
+pytestmark = pytest.mark.compiled
+
 
 def params():
     return {"w": torch.tensor([1.0, 2.0])}

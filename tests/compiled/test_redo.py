@@ -14,6 +14,7 @@ from vgrad import optim
 from vgrad.precision import StaticLossScale
 from vgrad.training import TrainState, private_step, train_step
 
+pytestmark = pytest.mark.compiled
 slow = pytest.mark.slow
 PLAIN = problems.TRANSFORMS
 

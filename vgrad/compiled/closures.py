@@ -46,6 +46,7 @@ from vgrad.compiled.kinds import (
 )
 from vgrad.conditions import Unrepeatable
 from vgrad.functional.model import FunctionalModel
+from vgrad.functional.slots import Placeholder
 from vgrad.persample.rules.table import RULES
 from vgrad.torch_private.tensors import registered
 
@@ -126,6 +127,8 @@ class Closed:
             return
         self._seen[id(value)] = value  # kept, so that no other gets its id
         kind = type(value)
+        if isinstance(value, Placeholder):  # for what a functional model is given
+            return
         if isinstance(value, Tensor):
             self.tensors[id(value)] = value
             self.guards.note_tensor(value)
