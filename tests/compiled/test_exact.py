@@ -103,6 +103,8 @@ def test_dropout_draws_what_eager_mode_draws(randomness, name):
     ],
 )
 def test_chunks(net, randomness, name):
+    if name.startswith("gram") and randomness == "same":
+        pytest.skip("each chunk draws from one state again, which no graph can")
     compiled = compare(net, name, size=7, chunk_size=3, randomness=randomness)
     if not name.startswith("gram"):
         counts = [each.calls for each in compiled.reports()]

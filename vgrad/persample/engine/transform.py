@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vgrad import batches, checks
+from vgrad.conditions import are_collected
 from vgrad.generators import ALONE, random_state, set_random_state
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.problem import Problem
@@ -267,6 +268,8 @@ def at_a_time(problem: Problem) -> int | None:
         return 1
     if problem.chunk_size != "auto":
         return problem.chunk_size
+    if are_collected():  # whoever captures this has split the batch
+        return None
     if levels.inside_transform():
         raise ValueError(
             f'{problem.function}(chunk_size="auto"): expected a number inside a '
