@@ -4,6 +4,7 @@ Where one of these fails, a new torch has changed what the name says, and
 `vgrad/torch_private/` is the place to mend.
 """
 
+import shutil
 import warnings
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from vgrad.torch_private import kernels, levels, messages, modes, tensors
+from vgrad.torch_private import kernels, levels, messages, modes, tensors, tracing
 from vgrad.tree import keystr, tree_flatten_with_path
 
 X = torch.arange(6.0).reshape(3, 2)
@@ -390,3 +391,74 @@ def test_trees_have_places_with_names():
     leaves, _ = tree_flatten_with_path(tree)
     names = [keystr(path) for path, _ in leaves]
     assert names == ["['moments'][0]", "['moments'][1][0]"]
+
+
+def test_a_leaf_made_inside_of_a_transform_is_one_outside():
+    found = []
+
+    def row(x):
+        with levels.outside():
+            assert levels.current_level() is None
+        assert levels.current_level() is not None
+        found.append(tensors.leaf(X))
+        return x
+
+    torch.vmap(row)(X)
+    assert (found[0].is_leaf, found[0].requires_grad) == (True, True)
+    assert torch.equal(found[0], X)
+
+
+def test_a_trace_has_all_ops_but_those_that_are_left_untraced():
+    def function(x):
+        assert tracing.dispatch_modes() == 1
+        with tracing.untraced():
+            assert bool((torch.ones(2) > 0).all())
+        return x.sin() + 1
+
+    graph = tracing.make_fx(function)(X)
+    ops = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    assert ops == [torch.ops.aten.sin.default, torch.ops.aten.add.Tensor]
+    assert torch.equal(graph(X + 1), (X + 1).sin() + 1)
+    sizes = [tuple(n.meta["val"].shape) for n in graph.graph.nodes if "val" in n.meta]
+    assert set(sizes) == {(3, 2)}
+    assert tracing.dispatch_modes() == 0
+
+
+def test_a_trace_refuses_to_hand_out_values():
+    with pytest.raises(RuntimeError, match="get value out of a tracing tensor"):
+        tracing.make_fx(lambda x: x if x.sum() > 0 else -x)(X)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_a_graph_is_compiled_for_shapes_and_draws_as_eager_mode_does():
+    graph = tracing.make_fx(lambda x: [x.sin() * torch.rand_like(x)])(X)
+    compiled = tracing.compiled(graph, [X])
+    torch.manual_seed(1)
+    expected = (X + 1).sin() * torch.rand_like(X)
+    torch.manual_seed(1)
+    torch.testing.assert_close(compiled(X + 1)[0], expected)
+
+
+def test_switches_of_rounding_are_read():
+    backend = torch.backends.mkldnn.matmul
+    before = kernels.fp32_precision("mkldnn", "matmul")
+    assert before == backend.fp32_precision
+    backend.fp32_precision = "bf16"
+    try:
+        assert kernels.fp32_precision("mkldnn", "matmul") == "bf16"
+    finally:
+        backend.fp32_precision = before
+
+
+def test_the_default_device_is_a_mode():
+    with torch.device("cpu"):
+        assert [type(each) for each in modes.function_modes()] == [modes.DeviceMode]
+
+
+def test_ops_tell_whether_they_return_memory_of_their_own():
+    aten = torch.ops.aten
+    assert tensors.makes_memory(aten.add.Tensor)
+    assert not tensors.makes_memory(aten.view.default)
+    assert not tensors.makes_memory(aten.add_.Tensor)
+    assert not tensors.makes_memory(len)
