@@ -17,7 +17,7 @@ test: .venv/installed
 
 quick: .venv/installed
 	$(RUN)/ruff check .
-	$(PYTEST) tests -q -m "not slow"
+	$(PYTEST) tests -q -m "not slow and not compiled"
 
 compiled: .venv/installed
 	$(PYTEST) tests/compiled -m slow
