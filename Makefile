@@ -20,7 +20,7 @@ quick: .venv/installed
 	$(PYTEST) tests -q -m "not slow and not compiled"
 
 compiled: .venv/installed
-	$(PYTEST) tests/compiled -m slow
+	$(PYTEST) tests -m "slow and compiled"
 
 test-random: .venv/installed
 	$(PYTEST) tests -m hypothesis --hypothesis-profile=random

@@ -472,7 +472,13 @@ GOING_ON = {
 }
 
 
-@pytest.mark.parametrize("name", GOING_ON)
+LONG = [pytest.mark.slow, pytest.mark.compiled]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=LONG if n == "members, replayed" else ()) for n in GOING_ON],
+)
 def test_killed_after_an_epoch_a_run_goes_on_with_the_same_numbers(
     images, tmp_path, monkeypatch, module, name
 ):
