@@ -141,6 +141,8 @@ def test_loss_scales(chunk_size, name):
 @pytest.mark.parametrize("name", problems.TRANSFORMS)
 @pytest.mark.parametrize("randomness", ["different", "same"])
 def test_all_options_together(randomness, name):
+    if name.startswith("gram") and randomness == "same":
+        pytest.skip("each chunk draws from one state again, which no graph can")
     compare(
         "lstm, dropout",
         name,
