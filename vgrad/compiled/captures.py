@@ -5,6 +5,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -74,6 +75,10 @@ class _Capture:
     redos: int = 0
     in_a_row: int = 0  # results dropped, one after the other
 
+    def marked(self, result: Any, tensors: list[Tensor]) -> Any:
+        """Mark a result as a constant, where that of eager mode is one."""
+        return constant("compile", result, tensors) if self.differentiable else result
+
 
 class Captures:
     """Runs functions as graphs, each captured at its first call of a kind."""
@@ -86,8 +91,9 @@ class Captures:
         verify: bool,
     ) -> None:
         """Start without captures; a mapping has the backend by kind."""
-        if not isinstance(backend, Mapping):
-            checks.one_of("compile", BACKENDS, backend=backend)
+        asked = backend.values() if isinstance(backend, Mapping) else [backend]
+        for each in asked:
+            checks.one_of("compile", BACKENDS, backend=each)
         checks.one_of("compile", ("eager", "error"), fallback=fallback)
         self._backend = backend
         self._fallback = fallback
@@ -118,17 +124,12 @@ class Captures:
             self.refuse(function, error)
             return function(*arguments)
         capture = self._known(function, key)
-        if capture is None or (capture.run is None and capture.graph is not None):
+        if capture is None or (capture.run is None and capture.graph):
             with self._lock, ALONE:
-                capture = self._known(
-                    function, key
-                )  # another thread may have been here
-                if capture is None:
-                    return self._first(function, key, arguments, tensors)
-                if capture.run is None and capture.graph is not None:
-                    return self._again(capture, arguments, tensors)
-        if capture.graph is None:
-            return function(*arguments)
+                # Another thread may have been here.
+                capture = self._known(function, key)
+                if capture is None or (capture.run is None and capture.graph):
+                    return self._first(capture, function, key, arguments, tensors)
         return self._run(capture, arguments, tensors)
 
     def _known(self, function: Callable, key: list) -> _Capture | None:
@@ -162,28 +163,20 @@ class Captures:
     def _run(self, capture: _Capture, arguments: tuple, tensors: list[Tensor]) -> Any:
         """Run a graph, and the function itself where the graph says so."""
         graph, run = capture.graph, capture.run
-        assert graph is not None
-        assert run is not None
-        if graph.draws:
-            with ALONE:
-                before = random_state(tensors)
-                *outputs, flag = backends.outputs(run, graph, tensors)
-                doubtful = bool(flag)
-                if doubtful:
-                    set_random_state(before)
-        else:
+        if graph is None or run is None:
+            return capture.function(*arguments)
+        with ALONE if graph.draws else nullcontext():
+            before = random_state(tensors) if graph.draws else None
             *outputs, flag = backends.outputs(run, graph, tensors)
-            doubtful = bool(flag)
-        capture.calls += 1
-        if not doubtful:
-            capture.in_a_row = 0
-            result = graph.result(outputs)
-            if capture.differentiable:
-                return constant("compile", result, tensors)
-            return result
-        capture.redos += 1
-        self._doubted(capture)
-        return capture.function(*arguments)
+            capture.calls += 1
+            if not bool(flag):
+                capture.in_a_row = 0
+                return capture.marked(graph.result(outputs), tensors)
+            if before is not None:
+                set_random_state(before)
+            capture.redos += 1
+            self._doubted(capture)
+            return capture.function(*arguments)
 
     def _doubted(self, capture: _Capture) -> None:
         """Count a result that was dropped; give up after some in a row."""
@@ -192,42 +185,40 @@ class Captures:
             self._give_up(capture, f"{_IN_A_ROW} calls in a row had doubtful samples")
 
     def _first(
-        self, function: Callable, key: list, arguments: tuple, tensors: list[Tensor]
+        self,
+        capture: _Capture | None,
+        function: Callable,
+        key: list,
+        arguments: tuple,
+        tensors: list[Tensor],
     ) -> Any:
-        """Run a function in eager mode, and capture it for the next call."""
+        """Run a function in eager mode, and make ready what runs it next time.
+
+        A capture that is there already was in doubt when it was made.
+        """
         before = random_state(tensors)
         expected = function(*arguments)
-        if sum(each.graph is not None for each in self._found) >= _MOST:
-            self.refuse(function, f"there are {_MOST} captures already")
-            return expected
-        kind = hashlib.blake2b(repr(key[0]).encode(), digest_size=8).hexdigest()
-        capture = _Capture(function, key, Report(name_of(function), kind, "eager"))
-        capture.differentiable = any(x.requires_grad for x in tree.tensors(expected))
-        self._found.append(capture)
+        if capture is None:
+            if sum(each.graph is not None for each in self._found) >= _MOST:
+                self.refuse(function, f"there are {_MOST} captures already")
+                return expected
+            kind = hashlib.blake2b(repr(key[0]).encode(), digest_size=8).hexdigest()
+            capture = _Capture(function, key, Report(name_of(function), kind, "eager"))
+            wanted = (each.requires_grad for each in tree.tensors(expected))
+            capture.differentiable = any(wanted)
+            self._found.append(capture)
         after = random_state(tensors)
+        start = time.perf_counter()
         try:
             set_random_state(before)
-            start = time.perf_counter()
-            capture.graph = captured(function, arguments)
-            capture.build_seconds = time.perf_counter() - start
+            if capture.graph is None:
+                capture.graph = captured(function, arguments)
             return self._verified(capture, arguments, tensors, before, expected)
         except Unrepeatable as error:
             self._give_up(capture, str(error), error)
             return expected
         finally:
-            set_random_state(after)
-
-    def _again(self, capture: _Capture, arguments: tuple, tensors: list[Tensor]) -> Any:
-        """Compare a graph that was in doubt when it was captured."""
-        before = random_state(tensors)
-        expected = capture.function(*arguments)
-        after = random_state(tensors)
-        try:
-            return self._verified(capture, arguments, tensors, before, expected)
-        except Unrepeatable as error:
-            self._give_up(capture, str(error), error)
-            return expected
-        finally:
+            capture.build_seconds += time.perf_counter() - start
             set_random_state(after)
 
     def _verified(
@@ -243,9 +234,8 @@ class Captures:
         So the first call has the numbers of later ones. In doubt, eager mode has them,
         and the next call chooses.
         """
-        graph, function = capture.graph, capture.function
+        graph = capture.graph
         assert graph is not None
-        start = time.perf_counter()
 
         def found(run: Callable) -> Any:
             set_random_state(before)
@@ -261,15 +251,11 @@ class Captures:
         run: Callable = replay
         if backend != "replay":
             compiled, refused = backends.compiled(graph, tensors)
+            fast = None if compiled is None else found(compiled)
             if compiled is not None and self._verify:
                 try:
-                    set_random_state(before)
                     verification.close(
-                        found(compiled),
-                        expected,
-                        function,
-                        arguments,
-                        draws=graph.draws,
+                        fast, expected, capture.function, arguments, draws=graph.draws
                     )
                 except Unrepeatable as error:
                     compiled, refused = None, str(error)
@@ -280,19 +266,16 @@ class Captures:
                 if backend == "auto":
                     backend, why = backends.faster(graph, tensors, replay, compiled)
                 if backend == "inductor":
-                    run, result = compiled, found(compiled)
+                    run, result = compiled, fast
         if run is replay and self._verify:
             verification.same_bits(result, expected)
         capture.run = run
-        capture.build_seconds += time.perf_counter() - start
         capture.report = capture.report._replace(
             backend=backend, why=why, nodes=graph.nodes
         )
-        if run is replay:
+        if run is replay or result is None:
             return expected
-        if capture.differentiable:
-            return constant("compile", result, tensors)
-        return result
+        return capture.marked(result, tensors)
 
     def _asked_for(self, capture: _Capture) -> tuple[str, str]:
         if isinstance(self._backend, Mapping):

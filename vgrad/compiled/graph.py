@@ -24,7 +24,7 @@ class Graph(NamedTuple):
 
     module: fx.GraphModule
     spec: tree.TreeSpec
-    constants: tuple  # the leaves of the result that are no tensors, None for others
+    constants: tuple  # the leaves of the result, `_TENSOR` for each tensor
     closed: list[Tensor]  # what the function closes over, further inputs
     guards: Any  # what must not have changed
     nodes: int
@@ -137,7 +137,7 @@ class _NoValues(TorchFunctionMode):
 
 _READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__"}
 _READS |= {"__index__", "__complex__", "__dlpack__", "equal", "allclose", "is_nonzero"}
-_READS |= {"manual_seed", "get_rng_state", "set_rng_state", "data_ptr"}
+_READS |= {"data_ptr"}
 
 
 def _lifted(module: fx.GraphModule, closed: Closed) -> list[Tensor]:

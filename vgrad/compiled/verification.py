@@ -42,6 +42,8 @@ def close(
     Raises:
         Unrepeatable: a number is too far off, or the function does not run in float64.
     """
+    if found is None:
+        raise Unrepeatable("compiled code doubts samples that eager mode does not")
     exact = expected if draws else _exact(function, arguments)
     rounding = _rounding((expected, arguments))
     parts = map(tree.tensors, (found, expected, exact))

@@ -260,23 +260,25 @@ class ClippedGradFn(Transform):
         return value._replace(norms=value.norms[rows], losses=value.losses[rows])
 
     def _measure(self, found: Settled, part: Problem) -> tuple:
-        """Return the sums of a chunk, to be added, its norms, and which are above."""
+        """Return the sums of a chunk, its norms, and which are above a bound."""
         dtype = reductions.norm_dtype(part.params)
         groups = self._clip.parts(part.params)
         decision = self._clip.decide(found.norms, groups, dtype, part.mask)
+        sums = Sums()
         with no_autocast(part.device):
-            sums = list(self._sums(found, decision, groups))
-        return sums, decision.norms, decision.above
+            for some in self._sums(found, decision, groups):
+                sums.add(some)
+        return sums.totals, decision.norms, decision.above
 
     def _joined(self, parts: Iterator[tuple], call: Call) -> ClippedGrad:
         """Add up the sums of all chunks."""
-        self._clip.parts(call.params)  # which may not be as the bounds say
         sums, found, above = Sums(), [], []
         for some, norms, clipped in parts:
-            for each in some:
-                sums.add(each)
+            sums.add(some)
             found.append(norms)
             above.append(clipped)
+        if not found:
+            self._clip.parts(call.params)  # which may not be as the bounds say
         norms = joined(reductions.no_norms(call.params, torch.float64), found)
         sums.divide(self._normalize_by)
         nonfinite, mask = ~norms.isfinite(), call.problem.mask
@@ -306,8 +308,3 @@ class ClippedGradFn(Transform):
                     again = self._clip.decide(some.norms, parts, torch.float64)
                     yield some.weighted(again.weights, again.keep)
         yield settled.weighted(decision.weights, keep)
-
-
-def _collect(part: Problem) -> Settled:
-    """Collect what a clipped sum of a chunk needs."""
-    return Settled(part.mask)

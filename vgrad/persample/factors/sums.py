@@ -28,30 +28,33 @@ class Sums:
 
     One chunk is left as it is; more are added in float64 and rounded once at the end,
     so that the sum does not drift as the batch grows.
+
+    Attributes:
+        totals: the sums so far.
     """
 
     def __init__(self) -> None:
         """Start with nothing."""
-        self._sums: Params = {}
+        self.totals: Params = {}
 
     def add(self, part: Params) -> None:
         """Add the sums of one chunk."""
-        if not self._sums:
-            self._sums = part
+        if not self.totals:
+            self.totals = part
             return
         for name, value in part.items():
-            self._sums[name] = double(self._sums[name]) + value
+            self.totals[name] = double(self.totals[name]) + value
 
     def divide(self, by: float) -> None:
         """Divide the sums by a number."""
         if by != 1:
-            self._sums = {name: each / by for name, each in self._sums.items()}
+            self.totals = {name: each / by for name, each in self.totals.items()}
 
     def rounded(self, params: Params) -> Params:
         """Return sums in `promote_types(dtype, float32)`, zeros if there are none."""
         return {
-            name: self._sums[name].to(wide(value.dtype))
-            if self._sums
+            name: self.totals[name].to(wide(value.dtype))
+            if self.totals
             else torch.zeros_like(value, dtype=wide(value.dtype), requires_grad=False)
             for name, value in params.items()
         }
