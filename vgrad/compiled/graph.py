@@ -23,22 +23,17 @@ class Graph(NamedTuple):
     """A captured function: `module(*inputs, *closed) -> [*outputs, flag]`."""
 
     module: fx.GraphModule
-    spec: tree.TreeSpec
-    constants: tuple  # the leaves of the result, `_TENSOR` for each tensor
+    template: Any  # the result, with an empty tensor for each of its tensors
     closed: list[Tensor]  # what the function closes over, further inputs
     guards: Any  # what must not have changed
     nodes: int
+    largest: int  # how many numbers the largest tensor has
     draws: bool  # whether there are random ops
 
     def result(self, outputs: Sequence[Tensor]) -> Any:
         """Put the outputs where the function has them."""
         given = iter(outputs)
-        leaves = [next(given) if each is _TENSOR else each for each in self.constants]
-        return tree.tree_unflatten(leaves, self.spec)
-
-
-_TENSOR = object()
-"""Stands for a tensor among the leaves of a result."""
+        return tree.map_tensors(lambda _: next(given), self.template)
 
 
 def captured(function: Callable, arguments: tuple) -> Graph:
@@ -53,6 +48,7 @@ def captured(function: Callable, arguments: tuple) -> Graph:
     leaves, spec = tree.tree_flatten(arguments)
     places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     kept: dict[str, Any] = {}
+    empty = torch.empty(0)
     functions = [leaf for leaf in leaves if callable(leaf)]
     closed = Closed((function, functions))
 
@@ -65,12 +61,9 @@ def captured(function: Callable, arguments: tuple) -> Graph:
             for each in around:
                 stack.enter_context(each)
             result = function(*tree.tree_unflatten(own, spec))
-        outputs, kept["spec"] = tree.tree_flatten(result)
-        kept["constants"] = tuple(
-            _TENSOR if isinstance(each, Tensor) else each for each in outputs
-        )
+        kept["template"] = tree.map_tensors(lambda _: empty, result)
         flag = torch.stack(found).any() if found else torch.tensor(False)
-        return [*(each for each in outputs if isinstance(each, Tensor)), flag]
+        return [*tree.tensors(result), flag]
 
     drawn = random.getstate(), str(np.random.get_state())
     module = _traced(run, _others([leaves[place] for place in places]))
@@ -81,14 +74,16 @@ def captured(function: Callable, arguments: tuple) -> Graph:
     module.graph.eliminate_dead_code()
     module.recompile()
     ops = [node.target for node in module.graph.nodes if node.op == "call_function"]
+    values = [node.meta.get("val") for node in module.graph.nodes]
+    sizes = [each.numel() for each in values if isinstance(each, Tensor)]
     draws = any(torch.Tag.nondeterministic_seeded in _tags(op) for op in ops)
     return Graph(
         module,
-        kept["spec"],
-        kept["constants"],
+        kept["template"],
         constants,
         closed.guards,
         len(ops),
+        max(sizes),
         draws,
     )
 

@@ -7,8 +7,8 @@ and compared by identity. Only what is another object is looked at in Python.
 import enum
 import operator
 import types
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain, repeat
 from typing import Any
 
@@ -17,10 +17,13 @@ import torch
 from torch import Tensor
 
 from vgrad.conditions import Unrepeatable
-from vgrad.torch_private.tensors import version_of
+from vgrad.torch_private.tensors import like, version_of
 from vgrad.tree import TreeSpec
 
 Holder = Mapping | list | set | deque
+
+_SIZED = (dict, OrderedDict, list, set, deque)
+"""Holders that are not true when they are empty."""
 
 
 class Guards:
@@ -31,6 +34,8 @@ class Guards:
         self._empty: list[Holder] = []
         self._sized: list[Holder] = []
         self._sizes: list[int] = []
+        self._named: list[Iterable] = []
+        self._held_names: list[str] = []
         self._views: list[Iterable] = []
         self._items: list[Any] = []
         self._dicts: list[dict] = []
@@ -43,6 +48,7 @@ class Guards:
         self._contents: list[Any] = []
         self._tensors: list[Tensor] = []
         self._described: list[tuple] = []
+        self._alike: Callable[..., bool] | None = None
         self._versions: list[int] = []
         self._arrays: list[np.ndarray] = []
         self._copies: list[tuple] = []
@@ -52,13 +58,24 @@ class Guards:
         return (
             not any(self._empty)
             and [*map(len, self._sized)] == self._sizes
+            and [*chain.from_iterable(self._named)] == self._held_names
             and _unchanged([*chain.from_iterable(self._views)], self._items)
             and _unchanged([*map(dict.get, *self._places())], self._entries)
             and _unchanged([*map(getattr, *self._slots())], self._attributes)
             and _unchanged(contents(self._cells), self._contents)
-            and [*map(description, self._tensors)] == self._described
+            and self._tensors_hold()
             and [*map(_copy, self._arrays)] == self._copies
         )
+
+    def _tensors_hold(self) -> bool:
+        """Compare tensors once by what is known of them, and then in one go."""
+        if self._alike is None or not torch.is_grad_enabled():
+            if [*map(description, self._tensors)] != self._described:
+                return False
+            if all(each.layout is torch.strided for each in self._tensors):
+                self._alike = like(self._tensors)
+            return True
+        return self._alike(*self._tensors)
 
     def _places(self) -> tuple[Iterable, ...]:
         return self._dicts, self._keys, repeat(_GONE)
@@ -72,13 +89,18 @@ class Guards:
 
     def note(self, holder: Holder) -> None:
         """Note all that a container holds, and in which order."""
-        if not holder and type(holder) in (dict, list, set, deque):
+        if not holder and type(holder) in _SIZED:
             self._empty.append(holder)
             return
         self._sized.append(holder)
         self._sizes.append(len(holder))
-        mapping = isinstance(holder, Mapping)
-        for view in (holder, holder.values()) if mapping else (holder,):
+        views: list[Iterable] = [holder]
+        if isinstance(holder, Mapping):
+            views.append(holder.values())
+            if all(type(name) is str for name in holder):  # so equal ones are the same
+                self._named.append(views.pop(0))
+                self._held_names += holder
+        for view in views:
             self._views.append(view)
             self._items += view
 
@@ -103,6 +125,7 @@ class Guards:
         """Note everything about a tensor but its values."""
         self._tensors.append(tensor)
         self._described.append(description(tensor))
+        self._alike = None
         self._versions.append(_version(tensor))
 
     def note_array(self, array: np.ndarray) -> None:

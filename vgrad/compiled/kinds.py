@@ -112,6 +112,8 @@ def is_users(module: str, file: str | None) -> bool:
 
     It may have the name of one of these.
     """
+    if module.startswith("namedtuple_") and file is None:  # made by Python
+        return False
     if module.partition(".")[0] not in _SYSTEM:
         return True
     return os.path.isabs(file or "") and not str(file).startswith(SYSTEM_PLACES)

@@ -4,21 +4,35 @@ Switches that kernels read themselves are not part of it where a replay follows 
 reduced sums of half precision, cuDNN's choices, warnings.
 """
 
-from typing import Any
+import operator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from vgrad import tree
-from vgrad.compiled.guards import description, is_plain
+from vgrad.compiled.guards import is_plain
 from vgrad.conditions import Unrepeatable
 from vgrad.persample.rules.table import RULES
 from vgrad.torch_private import kernels, levels, modes, tracing
 
 _KINDS = {Tensor, nn.Parameter, nn.Buffer}
+_LAYOUT = operator.attrgetter("layout")
 
 
-def signature(arguments: Any, tensors: list[Tensor]) -> list[Any]:
+class Signature(NamedTuple):
+    """What a graph is captured for.
+
+    Attributes:
+        key: the structure of the arguments, without shapes, and torch's switches.
+        distinct: the tensors, each of them once.
+    """
+
+    key: tuple[list, tuple]
+    distinct: list[Tensor]
+
+
+def signature(arguments: Any, tensors: list[Tensor]) -> Signature:
     """Describe arguments, and append their tensors in the order of their leaves.
 
     Raises:
@@ -26,26 +40,31 @@ def signature(arguments: Any, tensors: list[Tensor]) -> list[Any]:
     """
     found: list[Any] = []
     _describe(arguments, tensors, found)
-    places: dict[int, int] = {}
-    for place, tensor in enumerate(tensors):
-        places.setdefault(id(tensor), place)
-    if len(places) < len(tensors):  # the loss may ask whether two are the same
-        found.append([places[id(tensor)] for tensor in tensors])
-    return found
+    if [*map(_LAYOUT, tensors)].count(torch.strided) < len(tensors):
+        raise Unrepeatable("an argument is a tensor that is not strided")
+    if not torch.is_grad_enabled():  # otherwise it is compared with the shapes
+        found.append([tensor.requires_grad for tensor in tensors])
+    distinct = dict(zip(map(id, tensors), tensors, strict=True))
+    if len(distinct) < len(tensors):  # the loss may ask whether two are the same
+        ids = [*distinct]
+        found.append([ids.index(id(tensor)) for tensor in tensors])
+    return Signature((found, _surroundings()), [*distinct.values()])
 
 
 def _describe(value: Any, tensors: list[Tensor], found: list[Any]) -> None:
     kind = type(value)
     if kind in _KINDS:
         tensors.append(value)
-        if value.layout is not torch.strided:
-            raise Unrepeatable(f"an argument is a tensor of layout {value.layout}")
         found.append(kind)
-        found.append(description(value))
     elif kind is dict:
         found.append(tuple(value))
-        for each in value.values():
-            _describe(each, tensors, found)
+        kinds = [*map(type, value.values())]
+        if _KINDS.issuperset(kinds):
+            tensors += value.values()
+            found += kinds
+        else:
+            for each in value.values():
+                _describe(each, tensors, found)
     elif kind is tuple or kind is list or hasattr(kind, "_fields"):
         found.append((kind, len(value)))
         for each in value:
@@ -68,7 +87,7 @@ def _describe(value: Any, tensors: list[Tensor], found: list[Any]) -> None:
             )
 
 
-def surroundings() -> tuple:
+def _surroundings() -> tuple:
     """Return what else decides what an op does: torch's switches, and all rules."""
     casts = None
     if modes.autocast_is_on():
@@ -78,7 +97,6 @@ def surroundings() -> tuple:
         )
     return (
         casts,
-        torch.is_grad_enabled(),
         torch.get_default_dtype(),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -86,7 +104,7 @@ def surroundings() -> tuple:
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.mha.get_fastpath_enabled(),
         *[allowed() for allowed in _ATTENTION],
-        *[kernels.fp32_precision(*op) for op in _ROUNDING],
+        *map(kernels.fp32_precision, *_ROUNDING),
         *modes.function_modes(),
         *RULES.values(),
     )
@@ -100,10 +118,8 @@ _ATTENTION = (
 )
 """The forms of attention that `torch.nn.attention.sdpa_kernel` switches."""
 
-_ROUNDING = tuple(
-    (backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")
-)
-"""The ops for which torch has a switch that lets float32 be rounded."""
+_ROUNDING = ("cuda",) * 3 + ("mkldnn",) * 3, ("matmul", "conv", "rnn") * 2
+"""The backends and ops for which torch has a switch that lets float32 be rounded."""
 
 
 def is_watched() -> bool:

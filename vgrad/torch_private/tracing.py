@@ -25,15 +25,22 @@ dispatch_modes = torch._C._len_torch_dispatch_stack
 """How many modes see all ops of torch: a trace, fake tensors, a profiler of ops."""
 
 
-def compiled(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+def compiled(
+    graph: fx.GraphModule, inputs: Sequence[Tensor], *, in_cpp: bool
+) -> Callable[..., Any]:
     """Compile a graph by Inductor for inputs of these shapes.
 
     Random ops stay torch's own, so that they draw what they draw in eager mode, and
-    half precision is rounded after each op, as there.
+    half precision is rounded after each op, as there. With `in_cpp` the kernels are
+    called from C++, and not from Python.
     """
     import torch._inductor as inductor
 
-    patches = {"fallback_random": True, "emulate_precision_casts": True}
+    patches = {
+        "fallback_random": True,
+        "emulate_precision_casts": True,
+        "cpp_wrapper": in_cpp,
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch about itself
         return inductor.standalone_compile(
