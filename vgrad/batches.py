@@ -47,6 +47,14 @@ class Batch:
         ]
         return Batch(stop - start, leaves, self.spec)
 
+    def rows(self, rows: Tensor) -> "Batch":
+        """Return the batch of these samples, in this order."""
+        leaves = [
+            leaf[rows.to(leaf.device)] if isinstance(leaf, Tensor) else leaf
+            for leaf in self.leaves
+        ]
+        return Batch(len(rows), leaves, self.spec)
+
     def one(self, number: int) -> tuple[Tensor, ...]:
         """Return the tensors of one sample, without the batch dimension."""
         part = self.part(number, number + 1)

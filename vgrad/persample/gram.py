@@ -57,7 +57,8 @@ class GramFn(Transform):
             )
         found = {group: value.to(call.dtype) for group, value in found.items()}
         value = found[""] if self._groups is None else found
-        return call.result(value, *tree.tensors(more))
+        found = call.result(value, *tree.tensors(more))
+        return self.in_order(call, found, more)
 
     def selected(self, found: Any, rows: Any, more: Any = None) -> Any:
         """Keep the rows of some samples, and the columns where they have such."""
@@ -141,8 +142,8 @@ def _between(call: Call, parts: _Parts, cross: tuple) -> dict[str, Tensor]:
     if state is not None:
         set_random_state(state)  # all samples draw the same, of both batches
     strips = []
-    second = replace(problem, batch=other, mask=None)
-    for chunk in call.chunks(Factors, second):
+    second = Call(replace(problem, batch=other, mask=None))
+    for chunk in second.chunks(Factors):
 
         def product(name: str, factors: dict[str, Factor] = chunk.factors) -> Tensor:
             factor = factors.pop(name)
@@ -150,9 +151,13 @@ def _between(call: Call, parts: _Parts, cross: tuple) -> dict[str, Tensor]:
 
         with no_autocast(problem.device):
             strips.append(_summed(parts, product))
-    return {
+    found = {
         group: torch.cat([strip[group] for strip in strips], dim=1) for group in parts
     }
+    places = second.places
+    if places is None:
+        return found
+    return {group: products[:, places] for group, products in found.items()}
 
 
 def _zeros(call: Call, parts: _Parts, *sizes: int) -> dict[str, Tensor]:

@@ -6,6 +6,10 @@ From torch/fx/experimental/proxy_tensor.py and torch/_inductor/__init__.py:
     untraced    a block whose ops leave nothing in the graph
     compiled    turn a graph into code for these shapes, which asks nothing when called
 
+From torch/utils/_python_dispatch.py, which torch documents in notes alone:
+
+    DispatchMode   sees all ops of torch below its transforms and autograd
+
 The first is documented as experimental (torch.fx.experimental), the last is what
 `torch.compile` does once it has a graph. Public names for the two would end the need.
 """
@@ -18,8 +22,9 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing as untraced
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
-__all__ = ["compiled", "dispatch_modes", "make_fx", "untraced"]
+__all__ = ["DispatchMode", "compiled", "dispatch_modes", "make_fx", "untraced"]
 
 dispatch_modes = torch._C._len_torch_dispatch_stack
 """How many modes see all ops of torch: a trace, fake tensors, a profiler of ops."""

@@ -1,5 +1,9 @@
 """How a loss is run so that every use of a parameter leaves a factor."""
 
+from vgrad.persample.engine.calls import Call as Call
+from vgrad.persample.engine.calls import at_a_time as at_a_time
+from vgrad.persample.engine.calls import constant as constant
+from vgrad.persample.engine.calls import joined as joined
 from vgrad.persample.engine.collectors import Collector as Collector
 from vgrad.persample.engine.collectors import Factors as Factors
 from vgrad.persample.engine.collectors import Gradients as Gradients
@@ -20,9 +24,5 @@ from vgrad.persample.engine.problem import Randomness as Randomness
 from vgrad.persample.engine.strategies import STRATEGIES as STRATEGIES
 from vgrad.persample.engine.strategies import Chunk as Chunk
 from vgrad.persample.engine.strategies import saved_bytes as saved_bytes
-from vgrad.persample.engine.transform import Call as Call
 from vgrad.persample.engine.transform import Quantity as Quantity
 from vgrad.persample.engine.transform import Transform as Transform
-from vgrad.persample.engine.transform import at_a_time as at_a_time
-from vgrad.persample.engine.transform import constant as constant
-from vgrad.persample.engine.transform import joined as joined

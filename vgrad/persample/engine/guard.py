@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from vgrad.lowering.truthful import (
 )
 from vgrad.lowering.truthful import UnsupportedOp as UnsupportedOp
 from vgrad.lowering.vmapped import VMAPPED
+from vgrad.persample.engine import questions
 from vgrad.torch_private import messages, modes
 
 
@@ -61,6 +63,8 @@ class LossGuard(Untouched):
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one call for all samples at once."""
         assert self._truth is not None  # else there is one sample
+        if (found := self.asked(func, args, kwargs)) is not questions.NONE:
+            return found
         tensors = among(args, kwargs)
         # A loss around this one, which has modes of its own, is not asked.
         with modes.without_modes():
@@ -77,6 +81,13 @@ class LossGuard(Untouched):
                 'Detach samples and buffers, or use strategy="loop".'
             )
         return output
+
+    def asked(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Answer a call that hands values to Python, if all samples have the same."""
+        truth = self._truth
+        if func not in questions.QUESTIONS or truth is None or truth.one != "sample":
+            return questions.NONE
+        return questions.answer(func, args, kwargs, truth.level)
 
     @staticmethod
     def op(func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -166,6 +177,10 @@ class FallbackWarning(UserWarning):
     """An op has no batching rule in torch: right numbers, one sample at a time."""
 
 
+_MANY = 16
+"""Samples of a chunk whose parts are worth a warning."""
+
+
 class Fallbacks:
     """Turns torch's warnings about missing batching rules into one that names the ops.
 
@@ -177,7 +192,26 @@ class Fallbacks:
     def __init__(self) -> None:
         """Nothing is known yet."""
         self._known: set[str] | None = None
+        self._told: set[str] = set()
         self.mapped = False  # whether the last loss could not be recorded
+        self.splits: Counter[str] = Counter()  # chunks that fell into parts, by line
+
+    def tell(self, split: questions.Split, function: str) -> None:
+        """Note that a chunk falls into parts; warn once where these are small."""
+        self.splits[split.where] += 1
+        parts = len(split.parts)
+        size = sum(map(len, split.parts))
+        if split.strategy is None and size >= _MANY and 2 * parts > size:
+            self.warn(
+                f"{function}: samples take different branches at {split.where}; {size} "
+                f"of them run in {parts} parts. The numbers are right, but slow."
+            )
+
+    def warn(self, text: str) -> None:
+        """Warn once."""
+        if text not in self._told:
+            self._told.add(text)
+            warnings.warn(text, FallbackWarning, stacklevel=_frames_here() + 1)
 
     @contextmanager
     def reported(self, function: str) -> Iterator[None]:

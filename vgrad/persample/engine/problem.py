@@ -10,6 +10,7 @@ from torch import Tensor
 from vgrad import batches, checks
 from vgrad.batches import ChunkSize
 from vgrad.persample.engine.guard import Fallbacks
+from vgrad.persample.engine.redrawn import Drawn
 from vgrad.persample.factors.base import Factor
 from vgrad.persample.factors.scaled import Scaled
 from vgrad.precision.autocasting import AutocastMode
@@ -32,6 +33,7 @@ class Problem:
         params: those of one call, as `buffers` and `batch` are.
         mask: the samples of the batch that count, `[B]`; None for all.
         weights: of the samples, `[B]`, where the caller gives them.
+        drawn: what they drew before their chunk was split.
     """
 
     function: str
@@ -48,6 +50,7 @@ class Problem:
     batch: batches.Batch = batches.NONE
     mask: Tensor | None = None
     weights: Tensor | None = None
+    drawn: tuple[Drawn, ...] = ()
 
     def on(
         self,
@@ -86,6 +89,21 @@ class Problem:
             batch=self.batch.part(start, stop),
             mask=None if self.mask is None else self.mask[start:stop],
             weights=None if self.weights is None else self.weights[start:stop],
+        )
+
+    def rows(self, rows: Tensor, strategy: str | None = None) -> "Problem":
+        """Return the problem of these samples, in this order."""
+
+        def of(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[rows.to(values.device)]
+
+        return replace(
+            self,
+            batch=self.batch.rows(rows),
+            mask=of(self.mask),
+            weights=of(self.weights),
+            drawn=tuple(each.of(rows) for each in self.drawn),
+            strategy=strategy or self.strategy,
         )
 
     @property

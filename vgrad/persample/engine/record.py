@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vgrad import checks, tree
 from vgrad.lowering.truthful import ASKED, Truth, among
-from vgrad.persample.engine import views
+from vgrad.persample.engine import questions, views
 from vgrad.persample.engine.guard import LossGuard
 from vgrad.persample.engine.problem import Problem
 from vgrad.persample.engine.sites import Site, Sites, Take, Use, replaced
@@ -79,6 +79,8 @@ class Recorder(LossGuard):
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one call of a torch function."""
+        if (found := self.asked(func, args, kwargs)) is not questions.NONE:
+            return found
         reads = views.only_reads(func)
         if reads and func not in ASKED:
             return func(*args, **kwargs)

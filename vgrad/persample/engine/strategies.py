@@ -7,7 +7,7 @@ memory does not grow with the batch.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from vgrad.lowering.truthful import Truth
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.guard import LossGuard, UnsupportedOp, raise_clearly
 from vgrad.persample.engine.problem import Problem
+from vgrad.persample.engine.questions import Split
 from vgrad.persample.engine.record import Recorder
 from vgrad.persample.factors.base import Dense, Factor
 from vgrad.persample.rules.table import RULES
@@ -47,7 +48,7 @@ Collect = Callable[[], Collector]
 
 
 def auto(problem: Problem, collect: Collect) -> Chunk:
-    """Record; where that is not possible, differentiate under `torch.vmap`."""
+    """Record; else differentiate under `torch.vmap`; else one sample after another."""
     if levels.inside_transform():
         return vmap(problem, collect)
     if are_collected() and problem.fallbacks.mapped:
@@ -61,7 +62,14 @@ def auto(problem: Problem, collect: Collect) -> Chunk:
         if state is not None:
             set_random_state(state)
         problem.fallbacks.mapped = True
+    try:
         return vmap(problem, collect)
+    except UnsupportedOp as error:
+        if are_collected():
+            raise
+        if state is not None:
+            set_random_state(state)
+        return _one_by_one(problem, error)
 
 
 def recorded(problem: Problem, collect: Collect) -> Chunk:
@@ -100,6 +108,16 @@ def recorded(problem: Problem, collect: Collect) -> Chunk:
     _check_unreached(problem, frozenset(recorder.unreached))
     losses, aux = tree_map_only(Tensor, torch.Tensor.detach, (losses, aux))
     return Chunk(collected, losses, aux, recorded=True)
+
+
+def _one_by_one(problem: Problem, error: UnsupportedOp) -> NoReturn:
+    """Run each sample by itself, as plain autograd does."""
+    problem.fallbacks.warn(
+        f"{problem.function}: runs one sample after another, since neither a recorded "
+        f"pass nor vmap can run the loss ({error}). The numbers are right, but slow."
+    )
+    rows = torch.arange(problem.batch.size).split(1)
+    raise Split(rows, str(error), "loop")
 
 
 _NO_HOOKS = "saved tensor hooks are not supported while a loss is recorded"

@@ -1,0 +1,206 @@
+"""One call of a per-sample transform: chunk after chunk, and the parts of a chunk."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vgrad import batches
+from vgrad.conditions import are_collected
+from vgrad.generators import (
+    ALONE,
+    RandomState,
+    drawn_since,
+    random_state,
+    set_random_state,
+)
+from vgrad.persample.engine.collectors import Collector
+from vgrad.persample.engine.problem import Problem
+from vgrad.persample.engine.questions import Split
+from vgrad.persample.engine.redrawn import Drawn, Redraw
+from vgrad.persample.engine.strategies import STRATEGIES, Chunk, saved_bytes
+from vgrad.persample.factors import reductions
+from vgrad.torch_private import levels
+from vgrad.torch_private.tensors import version_of
+from vgrad.tree import tree_map, tree_map_only
+
+
+class Call:
+    """One call of a transform: its problem, and what its chunks have in common.
+
+    `dtype` is that of norms over all parameters, `done` how many samples were run.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        """Start before the first chunk."""
+        self.problem = problem
+        self.params = problem.params
+        self.dtype = reductions.norm_dtype(problem.params)
+        self.done = 0
+        self._chunks: list[Chunk] = []
+        self._rows: list[Tensor] = []
+        self._split = False
+
+    def parts(
+        self, execute: Callable[[Problem], Chunk], problem: Problem | None = None
+    ) -> Iterator[Any]:
+        """Run chunk after chunk, and yield what was collected of each.
+
+        After the last one, check that the loss left its inputs as they were. `problem`
+        is another one than the call's own.
+        """
+        problem = problem or self.problem
+        if problem.batch.size == 0:
+            return
+        fixed = {**problem.params, **problem.buffers}
+        versions = {name: version_of(value) for name, value in fixed.items()}
+        # Only a loop asks the generators whether the loss drew what it must not.
+        draws = problem.randomness != "error" or problem.strategy == "loop"
+        alone = ALONE if draws else nullcontext()
+        with alone:
+            same = problem.randomness == "same"
+            state = random_state(problem.tensors) if same else None
+
+        def run(part: Problem) -> Chunk | list[tuple[Problem, Tensor]]:
+            with alone:
+                if state is not None and ran:
+                    set_random_state(state)
+                differ = part.randomness == "different"
+                before = random_state(part.tensors) if differ else None
+                alone_again = part.strategy == "loop"
+                again = Redraw(part.drawn, part.tensors, alone=alone_again)
+                try:
+                    with again if part.drawn else nullcontext():
+                        return execute(part)
+                except Split as split:
+                    return _parts(part, split, before)
+
+        ran = False
+        for start, stop in batches.chunks(problem.batch.size, at_a_time(problem)):
+            left = [(problem.part(start, stop), torch.arange(start, stop))]
+            while left:
+                part, rows = left.pop(0)
+                found = run(part)
+                ran = True
+                if not isinstance(found, Chunk):
+                    left[:0] = [(each, rows[own]) for each, own in found]
+                    self._split = True
+                    continue
+                self.done += len(rows)
+                self._rows.append(rows)
+                self._chunks.append(found._replace(collected=None))
+                yield found.collected
+        for name, version in versions.items():
+            if version_of(fixed[name]) != version:
+                raise RuntimeError(
+                    f"{problem.function}(loss): expected a loss that changes nothing "
+                    f"it is given, but it wrote into {name!r} in place. Copy it first."
+                )
+
+    def chunks(
+        self, collect: Callable[[], Collector], problem: Problem | None = None
+    ) -> Iterator[Any]:
+        """Run chunk after chunk, and yield the collector of each."""
+
+        def execute(part: Problem) -> Chunk:
+            return STRATEGIES[part.strategy](part, collect)
+
+        return self.parts(execute, problem)
+
+    @property
+    def places(self) -> Tensor | None:
+        """Where each sample is among those that were run; None if they ran in order."""
+        return torch.cat(self._rows).argsort() if self._split else None
+
+    @property
+    def losses(self) -> Tensor:
+        """The losses of all samples that were run."""
+        empty = reductions.no_norms(self.params, self.dtype)
+        return joined(empty, [chunk.losses for chunk in self._chunks])
+
+    def result(self, value: Any, *others: Tensor) -> Any:
+        """Add the stacked aux where the loss returns one; mark what is a constant.
+
+        `others` are tensors from which the value was computed as well.
+        """
+        if self.problem.has_aux:
+            trees = [chunk.aux for chunk in self._chunks]
+            joint = trees and tree_map(lambda *each: torch.cat(each), *trees)
+            value = value, joint if trees else None
+        recorded = any(chunk.recorded for chunk in self._chunks)
+        if not recorded or not torch.is_grad_enabled():
+            return value
+        given = [*self.problem.tensors, *others]
+        return constant(self.problem.function, value, given)
+
+
+def constant(function: str, value: Any, given: Iterable[Tensor]) -> Any:
+    """Mark a result as a constant for those of its inputs that require grad."""
+    wanted = {id(each): each for each in given if each.requires_grad}.values()
+
+    def guard(leaf: Tensor) -> Tensor:
+        real = leaf.is_floating_point() or leaf.is_complex()
+        return _Constant.apply(function, leaf, *wanted) if real else leaf
+
+    return tree_map_only(Tensor, guard, value) if wanted else value
+
+
+def joined(empty: Tensor, parts: list[Tensor]) -> Tensor:
+    """Concatenate over samples; one part is not copied, `empty` is for none."""
+    if not parts:
+        return empty
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class _Constant(torch.autograd.Function):
+    """A recorded result: whoever differentiates it gets an error, not zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, function: str, value: Tensor, *tensors: Tensor) -> Tensor:
+        """Return the value."""
+        ctx.function = function
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Say which strategy has a derivative."""
+        raise RuntimeError(
+            f"{ctx.function}: expected a result that is not differentiated again, "
+            f'since it was recorded in one backward pass. Use strategy="vmap", or '
+            f"torch.no_grad() or detached parameters if no derivative is wanted."
+        )
+
+
+def at_a_time(problem: Problem) -> int | None:
+    """Return how many samples a chunk has; None for all."""
+    if problem.strategy == "loop":
+        return 1
+    if problem.chunk_size != "auto":
+        return problem.chunk_size
+    if are_collected():  # whoever captures this has split the batch
+        return None
+    if levels.inside_transform():
+        raise ValueError(
+            f'{problem.function}(chunk_size="auto"): expected a number inside a '
+            f"transform of torch.func, where memory cannot be measured."
+        )
+    return batches.fitting(problem.params, saved_bytes(problem), problem.device)
+
+
+def _parts(
+    chunk: Problem, split: Split, before: RandomState | None
+) -> list[tuple[Problem, Tensor]]:
+    """Return the problems of the parts that a chunk falls into, and their rows.
+
+    `before` is the random state in which it ran, if each sample draws its own numbers.
+    """
+    chunk.fallbacks.tell(split, chunk.function)
+    size = chunk.batch.size
+    if before is not None and drawn_since(before, chunk.tensors):
+        after = random_state(chunk.tensors)
+        drawn = Drawn(before, after, size, torch.arange(size))
+        chunk = replace(chunk, drawn=(*chunk.drawn, drawn))
+    return [(chunk.rows(rows, split.strategy), rows) for rows in split.parts]
