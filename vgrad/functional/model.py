@@ -13,7 +13,7 @@ from vgrad.functional.entries import Entries
 from vgrad.functional.untouched import Promise, untouched
 from vgrad.functional.writing import write_values_
 from vgrad.torch_private import levels, modes
-from vgrad.torch_private.tensors import version_of
+from vgrad.torch_private.tensors import hooks, version_of
 from vgrad.tree import copied
 from vgrad.typing import Buffers, Params
 
@@ -50,6 +50,9 @@ class FunctionalModel:
         self._registered = slots.places(registries, firsts)
         self._referenced = slots.places(attributes, firsts)
         self._pristine = [(each, copy.copy(each)) for each in registries + attributes]
+        hooked = [each for module in skeleton.modules() for each in hooks(module)]
+        self._pristine += [(each, copy.copy(each)) for each in hooked if each]
+        self._unhooked = [each for each in hooked if not each]
         self._loose = slots.loose(attributes, firsts)
         own_buffers = slots.own_buffers(skeleton)
         copied = own_buffers | slots.renormalised(skeleton)
@@ -184,6 +187,9 @@ class FunctionalModel:
             finally:
                 for container, before in self._pristine:
                     slots.restore(container, before)
+                if any(self._unhooked):  # asked first, since there are many
+                    for each in self._unhooked:
+                        each.clear()
                 self._running = False
         for name, version in _versions(own, self._copied).items():
             if versions[name] != version or left[name] is not own[name]:

@@ -1,6 +1,7 @@
 """Where a module holds its tensors: registered, or in a plain attribute."""
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -193,9 +194,14 @@ def loose(
 
 def restore(container: Container, before: Container) -> None:
     """Make a container what it was, keeping the object."""
-    if isinstance(container, dict):
+    if type(container) is dict:
         container.clear()
         container.update(before)
+    elif isinstance(container, dict):  # whose class may forbid to change it
+        kind: Any = OrderedDict if isinstance(container, OrderedDict) else dict
+        kind.clear(container)
+        for key, value in dict(before).items():
+            kind.__setitem__(container, key, value)
     else:
         container[:] = before
 

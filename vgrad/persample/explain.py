@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from vgrad import checks
 from vgrad.generators import kept_random_state
-from vgrad.persample.engine import Call, Fallbacks, Problem, Transform, UnsupportedOp
+from vgrad.persample.engine import Call, Fallbacks, Problem, Transform
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.sites import Use
 from vgrad.persample.engine.views import only_reads
@@ -172,8 +172,12 @@ def _explained(problem: Problem) -> Explanation:
     elif chosen == "auto":
         try:
             return _recorded(problem, "the loss can be recorded")
-        except UnsupportedOp as error:
+        except Exception as error:
             chosen, why = "vmap", str(error)
+        try:
+            return _stored(problem, chosen, why)
+        except Exception:
+            chosen = "loop"
     if chosen == "recorded":
         return _recorded(problem, why)
     return _stored(problem, chosen, why)

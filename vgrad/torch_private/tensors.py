@@ -102,6 +102,12 @@ def persistent(module: nn.Module) -> Iterator[Tensor | None]:
             yield buffer
 
 
+def hooks(module: nn.Module) -> list[dict[int, Any]]:
+    """Return the very dictionaries of hooks on calls, and of what is known of each."""
+    names = ("_forward_", "_backward_")
+    return [held for name, held in vars(module).items() if name.startswith(names)]
+
+
 def has_forward_hooks(module: nn.Module) -> bool:
     """Tell whether hooks run when a module is called."""
     return bool(module._forward_hooks or module._forward_pre_hooks)

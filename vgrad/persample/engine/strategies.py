@@ -48,7 +48,10 @@ Collect = Callable[[], Collector]
 
 
 def auto(problem: Problem, collect: Collect) -> Chunk:
-    """Record; else differentiate under `torch.vmap`; else one sample after another."""
+    """Record; else differentiate under `torch.vmap`; else one sample after another.
+
+    Whatever stops the first two, plain autograd may still be able to run the loss.
+    """
     if levels.inside_transform():
         return vmap(problem, collect)
     if are_collected() and problem.fallbacks.mapped:
@@ -56,20 +59,41 @@ def auto(problem: Problem, collect: Collect) -> Chunk:
     draws = problem.randomness != "error"
     state = random_state(problem.tensors) if draws else None
     problem.fallbacks.mapped = False
-    try:
-        return recorded(problem, collect)
-    except UnsupportedOp:
-        if state is not None:
-            set_random_state(state)
-        problem.fallbacks.mapped = True
-    try:
-        return vmap(problem, collect)
-    except UnsupportedOp as error:
-        if are_collected():
+    first: Exception | None = None
+    for strategy in (recorded, vmap):
+        try:
+            return strategy(problem, collect)
+        except torch.OutOfMemoryError:
             raise
-        if state is not None:
-            set_random_state(state)
-        return _one_by_one(problem, error)
+        except Exception as error:
+            if first is not None and are_collected():
+                raise
+            first = first or error
+            if state is not None:
+                set_random_state(state)
+            problem.fallbacks.mapped = True
+    assert first is not None
+    return _one_by_one(problem, first)
+
+
+def _one_by_one(problem: Problem, error: Exception) -> NoReturn:
+    """Run each sample by itself, if plain autograd runs the first one.
+
+    Raises:
+        Exception: it does not; this is the error that tells most.
+    """
+    try:
+        with _trial(problem):
+            problem.run_loss(_leaves(problem), problem.batch.one(0), _guard(problem))
+    except Exception as plain:
+        raise plain if isinstance(error, UnsupportedOp) else error from None
+    problem.fallbacks.warn(
+        f"{problem.function}: runs one sample after another, since neither a recorded "
+        f"pass nor vmap can run the loss. The numbers are right, but slow. What stops "
+        f"them: {str(error).partition(chr(10))[0]}"
+    )
+    rows = torch.arange(problem.batch.size).split(1)
+    raise Split(rows, str(error), "loop")
 
 
 def recorded(problem: Problem, collect: Collect) -> Chunk:
@@ -108,16 +132,6 @@ def recorded(problem: Problem, collect: Collect) -> Chunk:
     _check_unreached(problem, frozenset(recorder.unreached))
     losses, aux = tree_map_only(Tensor, torch.Tensor.detach, (losses, aux))
     return Chunk(collected, losses, aux, recorded=True)
-
-
-def _one_by_one(problem: Problem, error: UnsupportedOp) -> NoReturn:
-    """Run each sample by itself, as plain autograd does."""
-    problem.fallbacks.warn(
-        f"{problem.function}: runs one sample after another, since neither a recorded "
-        f"pass nor vmap can run the loss ({error}). The numbers are right, but slow."
-    )
-    rows = torch.arange(problem.batch.size).split(1)
-    raise Split(rows, str(error), "loop")
 
 
 _NO_HOOKS = "saved tensor hooks are not supported while a loss is recorded"
