@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from vgrad.functional import refused
 from vgrad.torch_private import tensors as private
@@ -24,14 +24,23 @@ _REFUSED |= {"_native_batch_norm_legit_functional"}
 _ALWAYS_REFUSED = {"batch_norm_stats", "_batch_norm_with_update"}
 
 
-def refuse_batch_statistics(function: Callable, args: tuple, kwargs: dict) -> None:
-    """Raise if a call of a torch function normalises by statistics of its batch."""
+def refuse_batch_statistics(
+    function: Callable,
+    args: tuple,
+    kwargs: dict,
+    is_shared: Callable[[Tensor], bool] = lambda _: False,
+) -> None:
+    """Raise if a call of a torch function normalises by statistics of its batch.
+
+    An input that all samples share, as the weight of a layer that standardises it, has
+    statistics of its own.
+    """
     name, _, overload = getattr(function, "__name__", "").partition(".")
     training = name in _ALWAYS_REFUSED or overload == "no_stats"
     if name in _REFUSED and overload != "no_stats":
         given = args[_TRAINING] if len(args) > _TRAINING else False
         training = kwargs.get("training", given)
-    if training:
+    if training and not is_shared(args[0] if args else kwargs["input"]):
         raise ValueError(
             f"{name}(training=True): expected a loss that treats every sample by "
             f"itself, got batch normalisation with batch statistics, which has no "

@@ -32,16 +32,22 @@ class LossGuard(Untouched):
     """Refuses batch statistics at the op; with `truth`, what vmap lacks or misreports.
 
     A function mode sees every torch function that a loss calls, in a module or not.
-    `given` is what the loss must not write into.
+    `given` is what the loss must not write into. `again` is a loss that was watched
+    before, under vmap, where one can tell which statistics are those of a weight.
     """
 
     def __init__(
-        self, truth: Truth | None = None, *, given: Mapping[str, Tensor]
+        self,
+        truth: Truth | None = None,
+        *,
+        given: Mapping[str, Tensor],
+        again: bool = False,
     ) -> None:
         """Take the answers of the vmap over samples, if the loss runs in one."""
         expected = "loss: expected one that changes nothing it is given"
         super().__init__(Promise(given, expected, "Copy it first."))
         self._truth = truth
+        self._again = again
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -50,7 +56,7 @@ class LossGuard(Untouched):
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") == "__get__":
             return func(*args) if self._truth is None else self.run(func, args, kwargs)
-        refuse_batch_statistics(func, args, kwargs)
+        refuse_batch_statistics(func, args, kwargs, self._is_shared)
         self.check(func, args, kwargs)
         if self._truth is None:
             return func(*args, **kwargs)
@@ -81,6 +87,13 @@ class LossGuard(Untouched):
                 'Detach samples and buffers, or use strategy="loop".'
             )
         return output
+
+    def _is_shared(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is the same for all samples; a loop cannot know."""
+        if self._truth is None:
+            return self._again
+        with modes.without_modes():
+            return questions.physical(tensor, self._truth.level) is None
 
     def asked(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Answer a call that hands values to Python, if all samples have the same."""

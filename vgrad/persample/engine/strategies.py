@@ -202,9 +202,12 @@ def saved_bytes(problem: Problem) -> int:
     return sum(seen.values())
 
 
-def _guard(problem: Problem, truth: Truth | None = None) -> LossGuard:
+def _guard(
+    problem: Problem, truth: Truth | None = None, *, again: bool = False
+) -> LossGuard:
     """Watch a loss that is handed the memory of the caller's tensors."""
-    return LossGuard(truth, given={**problem.params, **problem.buffers})
+    given = {**problem.params, **problem.buffers}
+    return LossGuard(truth, given=given, again=again)
 
 
 def _check_unreached(problem: Problem, names: frozenset[str]) -> None:
@@ -214,7 +217,8 @@ def _check_unreached(problem: Problem, names: frozenset[str]) -> None:
     leaves = {n: each.detach().requires_grad_() for n, each in problem.params.items()}
     found: Sequence[Tensor | None] = [None] * len(names)
     with _trial(problem):
-        value, _ = problem.run_loss(leaves, problem.batch.one(0), _guard(problem))
+        watch = _guard(problem, again=True)
+        value, _ = problem.run_loss(leaves, problem.batch.one(0), watch)
         if value.requires_grad:
             wanted = [leaves[name] for name in sorted(names)]
             found = torch.autograd.grad(value, wanted, allow_unused=True)
