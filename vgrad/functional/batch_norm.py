@@ -10,9 +10,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from vgrad.functional import refused
+from vgrad.torch_private import levels
 from vgrad.torch_private import tensors as private
 
 _TRAINING = 5
@@ -47,6 +50,20 @@ def refuse_batch_statistics(
             f"per-sample gradient. Use vgrad.replace_batch_norm(model) or, for layers "
             f"with running statistics, evaluation mode (fmodel.eval())."
         )
+
+
+def mended(function: Callable, output: Any) -> Any:
+    """Return what a normalisation returned, so that its gradient comes out right.
+
+    The kernel of torch 2.13 for fixed statistics on a CPU takes a transposed gradient
+    of a batch of one for a contiguous one: wrong numbers, in plain autograd too.
+    """
+    if function in _MENDED and output.requires_grad and not levels.is_wrapped(output):
+        output.register_hook(Tensor.contiguous)
+    return output
+
+
+_MENDED = {F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm}
 
 
 def replace_batch_norm(model: nn.Module) -> nn.Module:

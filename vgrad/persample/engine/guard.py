@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vgrad.functional.batch_norm import refuse_batch_statistics
+from vgrad.functional.batch_norm import mended, refuse_batch_statistics
 from vgrad.functional.untouched import Promise, Untouched
 from vgrad.generators import ALONE
 from vgrad.lowering.truthful import (
@@ -59,7 +59,7 @@ class LossGuard(Untouched):
         refuse_batch_statistics(func, args, kwargs, self._is_shared)
         self.check(func, args, kwargs)
         if self._truth is None:
-            return func(*args, **kwargs)
+            return mended(func, func(*args, **kwargs))
         try:
             return self.run(func, args, kwargs)
         except RuntimeError as error:

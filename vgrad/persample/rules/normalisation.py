@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
+from vgrad.functional.batch_norm import mended
 from vgrad.persample.factors.base import Dense
 from vgrad.persample.rules.table import Recording, lowered, rule
 from vgrad.torch_private import kernels
@@ -76,7 +77,8 @@ def batch_norm(
     """Scale and shift the channels of all samples as the channels of one."""
 
     def run(x: Tensor, *channels: Tensor | None) -> Tensor:
-        return F.batch_norm(x, *channels, training=False, eps=eps)
+        output = F.batch_norm(x, *channels, training=False, eps=eps)
+        return mended(F.batch_norm, output)
 
     return _by_channels(record, run, input, running_mean, running_var, weight, bias)
 
@@ -98,7 +100,8 @@ def instance_norm(
         return None  # updates its statistics, which have to be copied first
 
     def run(x: Tensor, *channels: Tensor | None) -> Tensor:
-        return F.instance_norm(x, *channels, use_input_stats=use_input_stats, eps=eps)
+        given = {"use_input_stats": use_input_stats, "eps": eps}
+        return mended(F.instance_norm, F.instance_norm(x, *channels, **given))
 
     return _by_channels(record, run, input, running_mean, running_var, weight, bias)
 
