@@ -100,8 +100,9 @@ def instance_norm(
         return None  # updates its statistics, which have to be copied first
 
     def run(x: Tensor, *channels: Tensor | None) -> Tensor:
-        given = {"use_input_stats": use_input_stats, "eps": eps}
-        return mended(F.instance_norm, F.instance_norm(x, *channels, **given))
+        use = use_input_stats
+        output = F.instance_norm(x, *channels, use_input_stats=use, eps=eps)
+        return mended(F.instance_norm, output)
 
     return _by_channels(record, run, input, running_mean, running_var, weight, bias)
 
