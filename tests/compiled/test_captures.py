@@ -1,9 +1,11 @@
 """What is captured, what is not, and what is said about it."""
 
 import argparse
+import cProfile
 import random
 import re
 import shutil
+import sys
 import warnings
 
 import numpy as np
@@ -408,6 +410,44 @@ def test_closed_over_tensors_are_read_and_values_are_compared():
     config.beta = 1
     check()
     assert len(compiled.reports()) == 5
+
+
+def test_parts_of_a_closed_over_tensor_are_parts_of_it_at_each_call():
+    table, order = torch.arange(6.0).reshape(2, 3).t(), torch.tensor([2, 0, 1])
+
+    def loss(params, buffers, x):
+        x = params["w"] * x
+        first, second = table.unbind(1)
+        whole, rest = table.split([2, 1], 0)
+        left = (x * first).sum() + (x[:2] * table[-2:, 1]).sum() + x[order][0]
+        right = (x[:2] * whole[:, 1:].sum(1)).sum() + (x[0] * rest).sum()
+        return left * right + (x * second[order]).sum()
+
+    eager = vgrad.per_sample_grad(loss)
+    compiled = vgrad.compile(eager, fallback="error")
+    for _ in range(3):
+        oracle.assert_exact(
+            compiled(PARAMS, {}, batch()), eager(PARAMS, {}, batch()), 0
+        )
+        table.mul_(2.0)
+        order.copy_(order.roll(1))
+    ran(compiled, calls=2)
+
+
+def test_a_profiler_goes_on_after_a_capture():
+    compiled = vgrad.compile(vgrad.per_sample_norm(squared), fallback="error")
+    with cProfile.Profile() as profile:
+        compiled(PARAMS, {}, batch(4))
+        total(PARAMS, batch())
+    names = [getattr(each.code, "co_name", "") for each in profile.getstats()]
+    assert "total" in names
+    around, before = lambda *_: None, sys.getprofile()
+    sys.setprofile(around)
+    try:
+        compiled(PARAMS, {}, batch(5))
+        assert sys.getprofile() is around
+    finally:
+        sys.setprofile(before)
 
 
 SIZES = [4, 6]

@@ -164,6 +164,9 @@ def _lifted(module: fx.GraphModule, closed: Closed) -> list[Tensor]:
             with graph.inserting_after(last[0]) if last else graph.inserting_before():
                 inputs[id(value)] = graph.placeholder(f"closed_{len(found)}")
             last = [inputs[id(value)]]
+            last[0].meta["val"] = torch.empty_strided(  # as of all traced nodes
+                value.shape, value.stride(), dtype=value.dtype, device="meta"
+            )
             found.append(value)
         node.replace_all_uses_with(inputs[id(value)])
         graph.erase_node(node)
