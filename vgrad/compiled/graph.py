@@ -98,7 +98,7 @@ def _traced(run: Callable, tensors: list[Tensor]) -> fx.GraphModule:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # eager mode has given them
-            return tracing.make_fx(run)(*tensors)
+            return tracing.traced(run, *tensors)
     except Exception as error:
         lines = traceback.extract_tb(error.__traceback__)
         own = [each for each in lines if each.line and not _is_library(each.filename)]
