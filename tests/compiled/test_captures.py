@@ -22,6 +22,9 @@ from vgrad.compiled import Report, choices
 from vgrad.training import TrainState, ensemble_train_step, private_step, train_step
 
 slow = pytest.mark.slow
+aside = slow, pytest.mark.compiled
+"""Marks of what takes long and runs by `make compiled` alone."""
+
 # Torch warns of itself while Inductor runs.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
@@ -183,20 +186,19 @@ def test_inside_of_transforms_and_modes_eager_mode_runs():
         torch.vmap(lambda each: strict(PARAMS, {}, each))(x)
 
 
-@slow
 def test_there_are_sixteen_captures_at_most():
-    compiled = vgrad.compile(vgrad.per_sample_norm(squared), verify=False)
+    eager = vgrad.per_sample_grad(squared)
+    compiled = vgrad.compile(eager, verify=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for size in range(1, 17):
             compiled(PARAMS, {}, batch(size))
-    text = r"compile\(per_sample_norm\): .* there are 16 captures already"
+    text = r"compile\(per_sample_grad\): .* there are 16 captures already"
     with pytest.warns(vgrad.CompileWarning, match=text):
         compiled(PARAMS, {}, batch(17))
     for size in (17, 18):  # warned of already
-        found = compiled(PARAMS, {}, batch(size))
-        expected = vgrad.per_sample_norm(squared)(PARAMS, {}, batch(size))
-        oracle.assert_exact(found, expected, 0)
+        given = PARAMS, {}, batch(size)
+        oracle.assert_exact(compiled(*given), eager(*given), 0)
     compiled(PARAMS, {}, batch(5))
     assert [each.calls for each in compiled.reports()] == [0] * 4 + [1] + [0] * 11
 
@@ -358,7 +360,7 @@ def test_errors_of_the_loss_come_through_and_leave_no_capture():
 
 
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("name", ["grad", pytest.param("flat", marks=slow)])
+@pytest.mark.parametrize("name", ["grad", "flat"])
 def test_results_are_constants(name, first):
     params = {"w": PARAMS["w"].clone().requires_grad_()}
     compiled = vgrad.compile(problems.TRANSFORMS[name](squared), fallback="error")
@@ -453,10 +455,14 @@ def test_a_profiler_goes_on_after_a_capture():
 SIZES = [4, 6]
 
 
-@slow
 @pytest.mark.parametrize(
     "name",
-    [n if n == "flat" else pytest.param(n, marks=slow) for n in problems.TRANSFORMS],
+    [
+        pytest.param(
+            n, marks=slow if n in ("flat", "gram, cross", "weighted") else aside
+        )
+        for n in problems.TRANSFORMS
+    ],
 )
 def test_batches_of_any_size_are_filled_up_or_split(name):
     loss, params, buffers, draw = problems.built("mlp", torch.float64)
@@ -475,7 +481,7 @@ def test_batches_of_any_size_are_filled_up_or_split(name):
 
 
 @slow
-@pytest.mark.parametrize("chunk_size", [None, pytest.param(3, marks=slow)])
+@pytest.mark.parametrize("chunk_size", [None, 3])
 def test_masks_of_batches_that_are_filled_up(chunk_size):
     loss, params, buffers, draw = problems.built("mlp", torch.float64)
     eager = vgrad.clipped_grad(loss, max_norm=0.5, chunk_size=chunk_size)
@@ -487,7 +493,7 @@ def test_masks_of_batches_that_are_filled_up(chunk_size):
 
 
 @pytest.mark.parametrize(
-    "name", ["weighted", *(pytest.param(n, marks=slow) for n in ("flat", "grad"))]
+    "name", ["weighted", *(pytest.param(n, marks=aside) for n in ("flat", "grad"))]
 )
 def test_weights_and_aux_have_no_entry_for_what_was_filled_in(name):
     def loss(params, buffers, sample):
@@ -552,6 +558,7 @@ def test_inductor_is_right_and_redoes_what_is_doubtful():
 
 
 @slow
+@pytest.mark.compiled
 @needs_compiler
 def test_inductor_counts_the_limit_of_a_private_step():
     plan = vgrad.dp.Plan(
@@ -576,6 +583,7 @@ def test_inductor_counts_the_limit_of_a_private_step():
 
 
 @slow
+@pytest.mark.compiled
 @needs_compiler
 def test_inductor_draws_the_dropout_of_eager_mode():
     loss, params, buffers, draw = problems.built("dropout")
