@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -232,6 +233,11 @@ class _Decision(NamedTuple):
     above: Tensor  # which of these have a norm above a bound
     simple: Tensor  # which can be summed from factors, far from the ends of float32
 
+    @property
+    def plain(self) -> Tensor:
+        """Which need nothing but their weights."""
+        return self.keep & self.simple
+
 
 class ClippedGradFn(Transform):
     """What `clipped_grad` returns: a function that knows its sensitivity.
@@ -262,12 +268,20 @@ class ClippedGradFn(Transform):
     def _measure(self, found: Settled, part: Problem) -> tuple:
         """Return the sums of a chunk, its norms, and which are above a bound."""
         dtype = reductions.norm_dtype(part.params)
-        groups = self._clip.parts(part.params)
-        decision = self._clip.decide(found.norms, groups, dtype, part.mask)
+        parts = self._clip.parts(part.params)
+        decide = partial(self._clip.decide, parts=parts, dtype=dtype, mask=part.mask)
         sums = Sums()
         with no_autocast(part.device):
-            for some in self._sums(found, decision, groups):
-                sums.add(some)
+            decision = decide(found.norms)
+            if levels.inside_transform():
+                sums.add(found.weighted(decision.weights, decision.keep))
+            elif not unlikely(torch.cat([~decision.plain, *found.doubts])):
+                sums.add(found.weighted(decision.weights, None))
+            else:
+                found.mend()
+                decision = decide(found.norms)
+                for some in self._careful(found, decision, parts):
+                    sums.add(some)
         return sums.totals, decision.norms, decision.above
 
     def _joined(self, parts: Iterator[tuple], call: Call) -> ClippedGrad:
@@ -290,21 +304,17 @@ class ClippedGradFn(Transform):
             nonfinite=(nonfinite if mask is None else nonfinite & mask).sum(),
         )
 
-    def _sums(
+    def _careful(
         self, settled: Settled, decision: _Decision, parts: _Parts
     ) -> Iterator[Params]:
         """Yield the sums of clipped gradients, in parts that are to be added."""
-        keep: Tensor | None = decision.keep
-        if not levels.inside_transform():
-            keep = decision.keep & decision.simple
-            if not unlikely(~keep):
-                keep = None
-            else:
-                hard = decision.keep & ~decision.simple
-                if settled.mask is not None:
-                    keep, hard = keep & settled.mask, hard & settled.mask
-                # The norms of the very numbers that are summed, whatever they are.
-                for some in settled.gradients(hard):
-                    again = self._clip.decide(some.norms, parts, torch.float64)
-                    yield some.weighted(again.weights, again.keep)
+        keep: Tensor | None = None
+        if unlikely(~decision.plain):
+            keep, hard = decision.plain, decision.keep & ~decision.simple
+            if settled.mask is not None:
+                keep, hard = keep & settled.mask, hard & settled.mask
+            # The norms of the very numbers that are summed, whatever they are.
+            for some in settled.gradients(hard):
+                again = self._clip.decide(some.norms, parts, torch.float64)
+                yield some.weighted(again.weights, again.keep)
         yield settled.weighted(decision.weights, keep)
