@@ -47,6 +47,11 @@ def compiled(
     Random ops stay torch's own, so that they draw what they draw in eager mode, and
     half precision is rounded after each op, as there. With `in_cpp` the kernels are
     called from C++, and not from Python.
+
+    Tensors keep their layout on a CPU. Inductor would put the channels of all
+    convolutions last, and then reduce over the pixels with large steps through memory,
+    in one long sum: the norms around the convolutions and the layers' GroupNorm take up
+    to a hundred times longer that way, at several times the error.
     """
     import torch._inductor as inductor
 
@@ -55,6 +60,8 @@ def compiled(
         "emulate_precision_casts": True,
         "cpp_wrapper": in_cpp,
     }
+    if all(each.device.type == "cpu" for each in inputs):
+        patches["layout_optimization"] = False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch about itself
         return inductor.standalone_compile(
