@@ -137,14 +137,19 @@ _CLOCKS = {
     datetime.date.today,
 }
 
+_DOUBTFUL = {"urandom", *_SEEDS, *(each.__name__ for each in _CLOCKS)}
 
-def check_call(called: Any, code: types.CodeType, names: dict[str, Any]) -> None:
+
+def check_call(called: Any, frame: types.FrameType) -> None:
     """Refuse calls of C whose results no value that could be noted decides."""
+    if called.__name__ not in _DOUBTFUL:  # cheap, as most are asked no more
+        return
     owner = getattr(called, "__self__", None)
     if isinstance(owner, torch.Generator) and called.__name__ in _SEEDS:
         raise Unrepeatable("it sets the seed or the state of a generator of torch")
     if called is os.urandom:
         raise Unrepeatable("it draws random numbers from the operating system")
+    code, names = frame.f_code, frame.f_globals
     asks = isinstance(called, types.BuiltinMethodType) and called in _CLOCKS
     if asks and is_users(names.get("__name__", ""), file_of(code, names)):
         raise Unrepeatable("it asks for the time")
