@@ -45,7 +45,7 @@ CONSTANT = (
     *(types.GetSetDescriptorType, types.MemberDescriptorType),
     *(types.MethodDescriptorType, types.WrapperDescriptorType),
     *(types.ClassMethodDescriptorType, type(vars(abc.ABC)["_abc_impl"])),
-    *(type(namedtuple("_", "item").item), TypeVar, ParamSpec),
+    *(type(vars(namedtuple("_", "item"))["item"]), TypeVar, ParamSpec),
 )
 """Classes whose objects have no state that a result could depend on."""
 
