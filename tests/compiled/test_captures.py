@@ -2,6 +2,7 @@
 
 import argparse
 import cProfile
+import gc
 import random
 import re
 import shutil
@@ -448,6 +449,7 @@ def test_a_profiler_goes_on_after_a_capture():
     try:
         compiled(PARAMS, {}, batch(5))
         assert sys.getprofile() is around
+        assert gc.isenabled()
     finally:
         sys.setprofile(before)
 

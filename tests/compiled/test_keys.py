@@ -3,8 +3,10 @@
 import abc
 import collections
 import dataclasses
+import datetime
 import enum
 import functools
+import io
 import itertools
 import math
 import operator
@@ -156,6 +158,10 @@ class Plain:
 class Other(Plain):
     def value(self):
         return 3 * self.beta
+
+
+class Named(NamedTuple):
+    held: dict
 
 
 class Level(enum.Enum):
@@ -344,6 +350,7 @@ SEEN = {
     "private slots": Case(Private, called_beta, lambda thing: thing.set(3.0)),
     "a weak reference": Case(Plain, lambda ref: ref().beta, sets, weakref.ref),
     # Containers.
+    "a named tuple": Case(held, lambda thing: item(thing.held), updates, Named),
     "a key replaced": Case(
         lambda: {"a": None},
         lambda held: 2.0 if "a" in held else 3.0,
@@ -553,6 +560,37 @@ class Cached:
         return 2.0
 
 
+class Finalized:
+    """Garbage that counts, whenever it is collected."""
+
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        next(COUNT)
+
+
+COUNT = itertools.count()
+
+
+def makes_garbage(_):
+    Finalized()
+    return 2.0
+
+
+INSTALLED = "/lib/site-packages/package.py"
+
+
+def installed_function():
+    code = compile("lambda: (beta, count)[0]", INSTALLED, "eval")
+    return eval(code, {"beta": 2.0, "count": COUNT})
+
+
+def installed_class():
+    module(__file__=INSTALLED)
+    return derived(__module__="config_of_user", beta=2.0, count=COUNT)
+
+
 def prints(_):
     print("", end="", file=sys.stderr)
     return 2.0
@@ -592,6 +630,21 @@ HARMLESS = {
         lead=lambda inner: types.SimpleNamespace(beta=2.0, inner=inner),
     ),
     "standard output": Case(nothing, prints),
+    "a small array": Case(lambda: np.full(2**11, 2.0), lambda held: float(held[0])),
+    "garbage": Case(nothing, makes_garbage),
+    "a method named like a clock": Case(
+        nothing, lambda _: 2.0 + datetime.datetime(2000, 1, 1, 3).time().hour
+    ),
+    "what an installed module remembers": Case(
+        lambda: module(__file__=INSTALLED, beta=COUNT),
+        lambda config: 2.0 if config.beta else 3.0,
+    ),
+    "what an installed function remembers": Case(installed_function, called),
+    "what an installed class remembers": Case(installed_class, beta_of),
+    "what an object of torch remembers": Case(
+        lambda: torch.utils.data.SequentialSampler([COUNT]),
+        lambda made: float(len(made)),
+    ),
     "a tensor made of numbers": Case(nothing, lambda _: torch.tensor([2.0, 3.0]).sum()),
 }
 
@@ -632,6 +685,11 @@ def counts(thing):
     return thing.beta
 
 
+def with_count(thing):
+    thing.count = itertools.count()
+    return thing
+
+
 def draws(generator):
     return generator.random()
 
@@ -654,6 +712,33 @@ REFUSED = {
         list, lambda held: held.append(1) or 2.0, why="changes values"
     ),
     "a count": Case(itertools.count, next, why="count"),
+    "a count in a module": Case(
+        lambda: module(beta=itertools.count()),
+        lambda made: next(made.beta),
+        why="count",
+    ),
+    "a count in a class": Case(
+        lambda: derived(beta=itertools.count()), lambda own: next(own.beta), why="count"
+    ),
+    "a count in an object": Case(
+        lambda: Plain(itertools.count()), lambda thing: next(thing.beta), why="count"
+    ),
+    "a count in a module of torch": Case(
+        lambda: with_count(nn.ReLU()), lambda made: next(made.count), why="count"
+    ),
+    "a kind of partial": Case(
+        held,
+        called,
+        lead=lambda held: derived(functools.partial)(item, held),
+        why="Own",
+    ),
+    "a stream": Case(io.BytesIO, lambda stream: 2.0 + stream.tell(), why="BytesIO"),
+    "a large array": Case(
+        lambda: np.full(2**11 + 1, 2.0), lambda held: float(held[0]), why="16392 bytes"
+    ),
+    "an array of objects": Case(
+        lambda: np.array([2.0], dtype=object), lambda held: held[0], why="numpy with 8"
+    ),
     "a generator": Case(lambda: (each for each in range(9)), next, why="generator"),
     "a generator of torch": Case(
         lambda: torch.Generator().manual_seed(1),

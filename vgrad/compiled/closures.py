@@ -33,7 +33,6 @@ from vgrad.compiled.kinds import (
     BY_NAME,
     CACHE,
     CONSTANT,
-    HEAP,
     PARTS,
     RANDOM,
     attributes,
@@ -42,6 +41,7 @@ from vgrad.compiled.kinds import (
     frozen,
     is_open,
     is_users,
+    may_change,
     slots,
 )
 from vgrad.conditions import Unrepeatable
@@ -255,7 +255,7 @@ class Closed:
             return
         if kind.__module__.startswith("torch.") and not isinstance(value, nn.Module):
             path = _LIBRARY + path
-        if kind.__flags__ & HEAP:
+        if may_change(kind):
             self.guards.note_attributes(value, "__class__")
             self._follow_class(kind, path)
         if held or kind.__dictoffset__:
