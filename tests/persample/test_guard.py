@@ -41,9 +41,6 @@ class OldStyle(torch.autograd.Function):
 
 
 REFUSED = {
-    "if": ("__bool__", lambda p, b, x: product(p, x if x.sum() > 1 else x.cos())),
-    "item": ("item", lambda p, b, x: product(p, x) * x.sum().item()),
-    "tolist": ("tolist", lambda p, b, x: product(p, x) * x.tolist()[0]),
     "mask": ("__getitem__", lambda p, b, x: (p["w"] * x)[x > 0].sum()),
     "nonzero": ("nonzero", lambda p, b, x: (p["w"] * x)[x.nonzero()].sum()),
     "add_": ("add_", lambda p, b, x: torch.zeros(3).add_(p["w"] * x).sum()),
@@ -60,10 +57,14 @@ REFUSED = {
 def test_what_vmap_cannot_run_names_the_op_and_the_loop_runs_it(name):
     op, loss = REFUSED[name]
     with pytest.raises(vgrad.UnsupportedOp, match=f'^{op}: .*strategy="loop"'):
-        vgrad.per_sample_grad(loss)(PARAMS, {}, X)
+        vgrad.per_sample_grad(loss, strategy="vmap")(PARAMS, {}, X)
     found = vgrad.per_sample_grad(loss, strategy="loop")(PARAMS, {}, X)
     expected = oracle.loss_gradients(loss, PARAMS, {}, (X,), len(X))
     oracle.assert_exact(found, expected, 1e-6)
+    auto = vgrad.per_sample_grad(loss)
+    with pytest.warns(vgrad.FallbackWarning, match="^per_sample_grad: runs one sample"):
+        oracle.assert_exact(auto(PARAMS, {}, X), expected, 1e-6)
+    oracle.assert_exact(auto(PARAMS, {}, X), expected, 1e-6)  # without a second warning
 
 
 def test_other_errors_stay_as_they_are_with_a_note():
@@ -174,7 +175,7 @@ def test_measuring_memory_leaks_none():
     assert not any(ref() is not None for ref in alive)
 
 
-@pytest.mark.parametrize("strategy", ["auto", "recorded", "vmap"])
+@pytest.mark.parametrize("strategy", ["recorded", "vmap"])
 def test_who_keeps_gradients_of_activations_is_told_so(strategy):
     def loss(p, b, x):
         h = x * p["w"]
