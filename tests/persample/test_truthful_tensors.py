@@ -583,9 +583,9 @@ EXPRESSIONS = {
     "R==R RRRR RRRR": "t.data_ptr() == 0; t.untyped_storage().nbytes() > 0;"
     "t.storage().size() > 0; t.detach().numpy().shape;"
     "torch.from_dlpack(t.detach()).shape",
-    "R==R R==R RRRR": "t.is_set_to(t); t.sum().item() == 0; bool(t.sum() > 100);"
-    "float(t.sum()) == 0; t.tolist() == []; 100.0 in t; torch.equal(t, t);"
-    "torch.allclose(t, t)",
+    "R==R R==R RRRR": "t.is_set_to(t)",
+    "==== ==== RRRR": "t.sum().item() == 0; bool(t.sum() > 100);"
+    "float(t.detach().sum()) == 0; t.tolist() == []; 100.0 in t; torch.equal(t, t); torch.allclose(t, t)",
     "===R ===R ===R": "numpy.asarray(t).shape",
     "RR=R =R=R RRRR": "copy.deepcopy(t).shape",
     "R=RR RRRR RRRR": "copy.copy(t).shape; len(pickle.dumps(t)) > 0; saved(t)",
