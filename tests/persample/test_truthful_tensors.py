@@ -585,7 +585,8 @@ EXPRESSIONS = {
     "torch.from_dlpack(t.detach()).shape",
     "R==R R==R RRRR": "t.is_set_to(t)",
     "==== ==== RRRR": "t.sum().item() == 0; bool(t.sum() > 100);"
-    "float(t.detach().sum()) == 0; t.tolist() == []; 100.0 in t; torch.equal(t, t); torch.allclose(t, t)",
+    "float(t.detach().sum()) == 0; t.tolist() == []; 100.0 in t; torch.equal(t, t);"
+    "torch.allclose(t, t)",
     "===R ===R ===R": "numpy.asarray(t).shape",
     "RR=R =R=R RRRR": "copy.deepcopy(t).shape",
     "R=RR RRRR RRRR": "copy.copy(t).shape; len(pickle.dumps(t)) > 0; saved(t)",
