@@ -236,7 +236,9 @@ every_loss = pytest.mark.parametrize(
 @pytest.mark.parametrize("strategy", ["recorded", "vmap", "loop", "auto"])
 def test_who_asks_gets_exact_gradients_or_an_error(name, strategy):
     refused, loss = LOSSES[name]
-    if strategy in refused:
+    if strategy in refused or (
+        strategy == "auto" and {"recorded", "vmap"} <= {*refused}
+    ):
         with pytest.raises(vgrad.UnsupportedOp, match='strategy="(vmap|loop)"'):
             by_samples(loss, strategy)
         return
@@ -583,8 +585,8 @@ EXPRESSIONS = {
     "torch.from_dlpack(t.detach()).shape",
     "R==R R==R RRRR": "t.is_set_to(t)",
     "==== ==== RRRR": "t.sum().item() == 0; bool(t.sum() > 100);"
-    "t.tolist() == []; 100.0 in t; torch.equal(t, t); torch.allclose(t, t)",
-    "d=== d=== RRRR": "float(t.sum()) == 0",
+    "float(t.detach().sum()) == 0; t.tolist() == []; 100.0 in t; torch.equal(t, t);"
+    "torch.allclose(t, t)",
     "===R ===R ===R": "numpy.asarray(t).shape",
     "RR=R =R=R RRRR": "copy.deepcopy(t).shape",
     "R=RR RRRR RRRR": "copy.copy(t).shape; len(pickle.dumps(t)) > 0; saved(t)",
@@ -608,8 +610,7 @@ ASK = {
 """How to ask, and the verdicts for these kinds: recorded, under vmap, and of members.
 
 `=` is the answer of a loop, `R` an error that says what to do instead. `d` differs, and
-no number depends on it but that of code which asks for transforms of torch.func, or
-turns torch's warning about numbers with a graph into an error.
+no number depends on it but that of code which asks for transforms of torch.func.
 """
 
 

@@ -28,7 +28,7 @@ from vgrad.ensemble.execution import (
 from vgrad.functional.untouched import untouched
 from vgrad.generators import kept_random_state
 from vgrad.names import Patterns
-from vgrad.persample.explain import aligned
+from vgrad.persample.explanation import aligned
 from vgrad.torch_private import levels
 from vgrad.typing import Buffers, Params
 

@@ -48,8 +48,8 @@ autograd, once for a transform and such parameters: zero is what it finds zero.
 from vgrad.persample.clipped import ClippedGrad as ClippedGrad
 from vgrad.persample.clipped import clipped_grad as clipped_grad
 from vgrad.persample.explain import EXPANDED as EXPANDED
-from vgrad.persample.explain import Explanation as Explanation
-from vgrad.persample.explain import aligned as aligned
+from vgrad.persample.explanation import Explanation as Explanation
+from vgrad.persample.explanation import aligned as aligned
 from vgrad.persample.grad import per_sample_grad as per_sample_grad
 from vgrad.persample.gram import per_sample_gram as per_sample_gram
 from vgrad.persample.moments import GradientMoments as GradientMoments

@@ -2,17 +2,19 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple, overload
+from collections.abc import Callable, Iterator
+from typing import Any, overload
 
 from torch.overrides import TorchFunctionMode
 
 from vgrad import checks
 from vgrad.generators import kept_random_state
-from vgrad.persample.engine import Call, Fallbacks, Problem, Transform
+from vgrad.persample.engine import Call, Fallbacks, Problem, Transform, at_a_time
 from vgrad.persample.engine.collectors import Collector
+from vgrad.persample.engine.ladder import FINAL, Stop
 from vgrad.persample.engine.sites import Use
 from vgrad.persample.engine.views import only_reads
+from vgrad.persample.explanation import Explanation, Row
 from vgrad.persample.factors import Conv, Dense, Factor, Outer, Rows, Tied, Zero
 from vgrad.persample.factors.combined import Moved
 from vgrad.torch_private import levels
@@ -27,61 +29,6 @@ _BACK = "through the computation"
 _UNUSED = "not used: no gradient reaches it"
 
 
-class Row(NamedTuple):
-    """One use of parameters, or the sum of several.
-
-    Attributes:
-        names: the parameters.
-        op: the op, or those that asked for copies of the parameter, one a sample.
-        factor: the kind of factor that holds the gradients.
-        form: how norms are computed: from those of `"both sides"` of one outer
-            product, from inner products of positions (`"gram"`), from the `"rows"` of a
-            table or from the `"gradients"` themselves. Transforms that need no norms
-            have `"gradients"`, or a `"weighted sum"` without them.
-        bytes: memory that this form takes for the samples that were run.
-        why: how the factor came about.
-    """
-
-    names: tuple[str, ...]
-    op: str
-    factor: str
-    form: str
-    bytes: int
-    why: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """What `explain` finds; `str` makes a table of it.
-
-    Attributes:
-        function: the transform's name.
-        strategy: the strategy that ran.
-        why: why it was that one.
-        samples: how many samples were run, those of the first chunk.
-        rows: what happens to each parameter.
-    """
-
-    function: str
-    strategy: str
-    why: str
-    samples: int
-    rows: tuple[Row, ...]
-
-    def __str__(self) -> str:
-        """Return an aligned table in plain text."""
-        head = ("parameter", *Row._fields[1:])
-        cells = [
-            (", ".join(row.names), *row[1:4], f"{row.bytes:,}", row.why)
-            for row in self.rows
-        ]
-        samples = f"{self.samples} sample{'s' * (self.samples != 1)}"
-        return (
-            f"{self.function} of {samples}, strategy {self.strategy}: {self.why}\n\n"
-            f"{aligned([head, *cells], right={4})}"
-        )
-
-
 @overload
 def explain(transform: Transform) -> Transform: ...
 @overload
@@ -92,9 +39,9 @@ def explain(transform: Any) -> Any:
     `transform` is what `per_sample_norm`, `clipped_grad` or another per-sample
     transform returns. Its loss runs once, forward and backward, on the first chunk of
     the batch and with the transform's options (and on one sample, if a parameter gets
-    no gradient); random generators are put back. Print the result, or read `.strategy`
-    and `.rows`. For what `ensemble_forward` and `ensemble_grad` return it says which
-    strategy runs and the form of each op.
+    no gradient); random generators are put back. Print the result, or read `.strategy`,
+    `.rows` and `.splits`. For what `ensemble_forward` and `ensemble_grad` return it
+    says which strategy runs and the form of each op.
 
     Each use of a parameter leaves a factor. Where the op has no rule that fits, the
     parameter is expanded over the samples: exact, but all gradients are stored. What is
@@ -146,24 +93,6 @@ class _Explaining(Transform):
             return _explained(call.problem)
 
 
-def aligned(lines: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
-    """Lay cells out in columns, those numbered in `right` at their right edge.
-
-    Example:
-        >>> print(aligned([("op", "bytes"), ("linear", "8")], right={1}))
-        op      bytes
-        linear      8
-    """
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if number in right else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
-
-
 def _explained(problem: Problem) -> Explanation:
     """Take the strategy that the transform would take."""
     chosen, why = problem.strategy, f'as strategy="{problem.strategy}" says'
@@ -172,10 +101,15 @@ def _explained(problem: Problem) -> Explanation:
     elif chosen == "auto":
         try:
             return _recorded(problem, "the loss can be recorded")
+        except FINAL:
+            raise
         except Exception as error:
-            chosen, why = "vmap", str(error)
+            stopped = Stop.of(error)
+            chosen, why = "vmap", f"{stopped.why} ({stopped.where})"
         try:
             return _stored(problem, chosen, why)
+        except FINAL:
+            raise
         except Exception:
             chosen = "loop"
     if chosen == "recorded":
@@ -185,22 +119,20 @@ def _explained(problem: Problem) -> Explanation:
 
 def _recorded(problem: Problem, why: str) -> Explanation:
     """Record the loss, and list the uses of every parameter."""
-    found = _Found(problem)
-    samples = _run(problem, "recorded", found)
-    rows = tuple(found.rows())
-    return Explanation(problem.function, "recorded", why, samples, rows)
+    found, told = _run(problem, "recorded", why)
+    return dataclasses.replace(told, rows=tuple(found.rows()))
 
 
 def _stored(problem: Problem, strategy: str, why: str) -> Explanation:
     """Store all gradients, and see which ops take each parameter."""
-    watch, found = _Watch(), _Found(problem)
+    watch = _Watch()
 
     def watched(params: Params, buffers: Buffers, /, *sample: Tree) -> Any:
         watch.names = {id(value): name for name, value in params.items()}
         with watch:
             return problem.loss(params, buffers, *sample)
 
-    samples = _run(dataclasses.replace(problem, loss=watched), strategy, found)
+    found, told = _run(dataclasses.replace(problem, loss=watched), strategy, why)
     because = f"{strategy} stores all gradients"
     rows = tuple(
         whole._replace(op=", ".join(watch.ops[name]), why=because)
@@ -208,18 +140,29 @@ def _stored(problem: Problem, strategy: str, why: str) -> Explanation:
         else whole
         for name, whole in found.wholes.items()
     )
-    return Explanation(problem.function, strategy, why, samples, rows)
+    return dataclasses.replace(told, rows=rows)
 
 
-def _run(problem: Problem, strategy: str, found: "_Found") -> int:
-    """Run the first chunk, and return its size."""
-    call = Call(dataclasses.replace(problem, strategy=strategy))
-    for _ in call.chunks(lambda: found):
-        return call.done
-    raise ValueError(
-        f"explain({problem.function})(params, buffers, *batch): expected at least one "
-        f"sample, got an empty batch."
-    )
+def _run(problem: Problem, strategy: str, why: str) -> tuple["_Found", Explanation]:
+    """Run the first chunk; return what its largest part left, and all but the rows."""
+    size = problem.batch.size
+    if not size:
+        raise ValueError(
+            f"explain({problem.function})(params, buffers, *batch): expected at least "
+            f"one sample, got an empty batch."
+        )
+    chosen = dataclasses.replace(problem, strategy=strategy)
+    part = chosen.part(0, min(size, at_a_time(chosen) or size))
+    call = Call(dataclasses.replace(part, chunk_size=None))
+    before = problem.fallbacks.splits.copy()
+    parts: list[tuple[int, _Found]] = []
+    for found in call.chunks(lambda: _Found(problem)):
+        parts.append((call.done - sum(size for size, _ in parts), found))
+    largest, found = max(parts, key=lambda part: part[0])
+    sizes = tuple(size for size, _ in parts)
+    splits = tuple((problem.fallbacks.splits - before).items())
+    told = Explanation(problem.function, strategy, why, largest, (), sizes, splits)
+    return found, told
 
 
 class _Found(Collector):

@@ -134,12 +134,6 @@ def makes_memory(op: Any) -> bool:
     return bool(returns) and all(each.alias_info is None for each in returns)
 
 
-def named_arguments(op: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """Name the arguments of a call of an op."""
-    names = (each.name for each in op._schema.arguments)
-    return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
 def written(op: Any) -> Iterator[tuple[int, str, bool]]:
     """Yield place, name and whether by keyword only of what an op writes into."""
     packet = isinstance(op, torch._ops.OpOverloadPacket)

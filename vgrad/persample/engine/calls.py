@@ -1,6 +1,6 @@
 """One call of a per-sample transform: chunk after chunk, and the parts of a chunk."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -10,18 +10,13 @@ from torch import Tensor
 
 from vgrad import batches
 from vgrad.conditions import are_collected
-from vgrad.generators import (
-    ALONE,
-    RandomState,
-    drawn_since,
-    random_state,
-    set_random_state,
-)
+from vgrad.generators import ALONE, drawn_since, random_state, set_random_state
+from vgrad.lowering.draws import Draws, Undrawn
+from vgrad.lowering.questions import Parts, parted
 from vgrad.persample.engine.collectors import Collector
+from vgrad.persample.engine.ladder import STRATEGIES
 from vgrad.persample.engine.problem import Problem
-from vgrad.persample.engine.questions import Split
-from vgrad.persample.engine.redrawn import Drawn, Redraw
-from vgrad.persample.engine.strategies import STRATEGIES, Chunk, saved_bytes
+from vgrad.persample.engine.strategies import Chunk, saved_bytes
 from vgrad.persample.factors import reductions
 from vgrad.torch_private import levels
 from vgrad.torch_private.tensors import version_of
@@ -41,16 +36,20 @@ class Call:
         self.dtype = reductions.norm_dtype(problem.params)
         self.done = 0
         self._chunks: list[Chunk] = []
-        self._rows: list[Tensor] = []
+        self._rows: list[Sequence[int]] = []
         self._split = False
 
     def parts(
-        self, execute: Callable[[Problem], Chunk], problem: Problem | None = None
+        self,
+        execute: Callable[[Problem], Chunk],
+        problem: Problem | None = None,
+        whole: Callable[[Problem], Chunk] | None = None,
     ) -> Iterator[Any]:
         """Run chunk after chunk, and yield what was collected of each.
 
         After the last one, check that the loss left its inputs as they were. `problem`
-        is another one than the call's own.
+        is another one than the call's own, and `whole` another way to run a chunk, but
+        not the parts into which it may fall.
         """
         problem = problem or self.problem
         if problem.batch.size == 0:
@@ -63,31 +62,24 @@ class Call:
         with alone:
             same = problem.randomness == "same"
             state = random_state(problem.tensors) if same else None
-
-        def run(part: Problem) -> Chunk | list[tuple[Problem, Tensor]]:
-            with alone:
-                if state is not None and ran:
-                    set_random_state(state)
-                differ = part.randomness == "different"
-                before = random_state(part.tensors) if differ else None
-                alone_again = part.strategy == "loop"
-                again = Redraw(part.drawn, part.tensors, alone=alone_again)
-                try:
-                    with again if part.drawn else nullcontext():
-                        return execute(part)
-                except Split as split:
-                    return _parts(part, split, before)
-
-        ran = False
+        first = True
         for start, stop in batches.chunks(problem.batch.size, at_a_time(problem)):
-            left = [(problem.part(start, stop), torch.arange(start, stop))]
+            left: list[tuple[Problem, Sequence[int]]]
+            left = [(problem.part(start, stop), range(start, stop))]
+            run = whole or execute
             while left:
                 part, rows = left.pop(0)
-                found = run(part)
-                ran = True
+                with alone:
+                    if state is not None and not first:
+                        set_random_state(state)
+                    first = False
+                    found = _run(part, run, execute)
                 if not isinstance(found, Chunk):
-                    left[:0] = [(each, rows[own]) for each, own in found]
-                    self._split = True
+                    left[:0] = [
+                        (each, [rows[place] for place in own.tolist()])
+                        for each, own in found
+                    ]
+                    self._split, run = True, execute
                     continue
                 self.done += len(rows)
                 self._rows.append(rows)
@@ -113,7 +105,12 @@ class Call:
     @property
     def places(self) -> Tensor | None:
         """Where each sample is among those that were run; None if they ran in order."""
-        return torch.cat(self._rows).argsort() if self._split else None
+        if not self._split:
+            return None
+        rows = [row for part in self._rows for row in part]
+        if rows == sorted(rows):
+            return None
+        return torch.tensor(rows).argsort()
 
     @property
     def losses(self) -> Tensor:
@@ -190,17 +187,29 @@ def at_a_time(problem: Problem) -> int | None:
     return batches.fitting(problem.params, saved_bytes(problem), problem.device)
 
 
-def _parts(
-    chunk: Problem, split: Split, before: RandomState | None
-) -> list[tuple[Problem, Tensor]]:
-    """Return the problems of the parts that a chunk falls into, and their rows.
+def _run(
+    part: Problem,
+    run: Callable[[Problem], Chunk],
+    again: Callable[[Problem], Chunk],
+) -> Chunk | list[tuple[Problem, Tensor]]:
+    """Run a chunk, or return the problems and the rows of the parts it falls into.
 
-    `before` is the random state in which it ran, if each sample draws its own numbers.
+    Their samples see the random numbers that they saw in the chunk, which runs `again`
+    for that if there were some.
     """
-    chunk.fallbacks.tell(split, chunk.function)
-    size = chunk.batch.size
-    if before is not None and drawn_since(before, chunk.tensors):
-        after = random_state(chunk.tensors)
-        drawn = Drawn(before, after, size, torch.arange(size))
-        chunk = replace(chunk, drawn=(*chunk.drawn, drawn))
-    return [(chunk.rows(rows, split.strategy), rows) for rows in split.parts]
+    tensors, draws = part.tensors, part.draws
+    before = random_state(tensors) if part.randomness == "different" else None
+    found = parted(lambda: run(part))
+    if not isinstance(found, Parts):
+        return found
+    if draws.own and (draws.asked or found.strategy is None):
+        raise Undrawn("some of a torch.Generator of the loss's own")
+    if before is not None and draws.known is None and drawn_since(before, tensors):
+        set_random_state(before)
+        part = replace(part, draws=Draws(known=[]))
+        found = parted(lambda: again(part))
+        if not isinstance(found, Parts):
+            return found
+    if found.strategy is None:
+        part.fallbacks.tell(found, part.function)
+    return [(part.rows(rows, found.strategy), rows) for rows in found.rows]

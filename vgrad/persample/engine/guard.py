@@ -16,6 +16,15 @@ from torch import Tensor
 from vgrad.functional.batch_norm import mended, refuse_batch_statistics
 from vgrad.functional.untouched import Promise, Untouched
 from vgrad.generators import ALONE
+from vgrad.lowering.draws import Draws
+from vgrad.lowering.questions import (
+    NONE,
+    QUESTIONS,
+    Parts,
+    Split,
+    answer,
+    physical,
+)
 from vgrad.lowering.truthful import (
     REQUIRES_GRAD,
     Truth,
@@ -24,7 +33,6 @@ from vgrad.lowering.truthful import (
 )
 from vgrad.lowering.truthful import UnsupportedOp as UnsupportedOp
 from vgrad.lowering.vmapped import VMAPPED
-from vgrad.persample.engine import questions
 from vgrad.torch_private import messages, modes
 
 
@@ -32,8 +40,9 @@ class LossGuard(Untouched):
     """Refuses batch statistics at the op; with `truth`, what vmap lacks or misreports.
 
     A function mode sees every torch function that a loss calls, in a module or not.
-    `given` is what the loss must not write into. `again` is a loss that was watched
-    before, under vmap, where one can tell which statistics are those of a weight.
+    `given` is what the loss must not write into; what it asks and draws is noted in
+    `draws`. `again` is a loss that was watched before, under vmap, where one can tell
+    which statistics are those of a weight.
     """
 
     def __init__(
@@ -41,12 +50,15 @@ class LossGuard(Untouched):
         truth: Truth | None = None,
         *,
         given: Mapping[str, Tensor],
+        draws: Draws | None = None,
         again: bool = False,
     ) -> None:
         """Take the answers of the vmap over samples, if the loss runs in one."""
         expected = "loss: expected one that changes nothing it is given"
         super().__init__(Promise(given, expected, "Copy it first."))
         self._truth = truth
+        self._draws = draws or Draws()
+        self._stopped: BaseException | None = None
         self._again = again
 
     def __torch_function__(
@@ -54,12 +66,32 @@ class LossGuard(Untouched):
     ) -> Any:
         """Run one call."""
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") == "__get__":
-            return func(*args) if self._truth is None else self.run(func, args, kwargs)
-        refuse_batch_statistics(func, args, kwargs, self._is_shared)
-        self.check(func, args, kwargs)
+        if getattr(func, "__name__", "") != "__get__":
+            refuse_batch_statistics(func, args, kwargs, self._is_shared)
+            self.check(func, args, kwargs)
         if self._truth is None:
             return mended(func, func(*args, **kwargs))
+        if kwargs and kwargs.get("generator") is not None:
+            self._draws.own = True
+        try:
+            return self._run_clearly(func, args, kwargs)
+        except (Split, UnsupportedOp) as error:
+            self._stopped = error
+            raise
+
+    def __exit__(self, *raised: Any) -> None:
+        """Raise what stopped the loss, even if it went on all the same.
+
+        A single sample would not have been stopped, so what a loss does in answer is
+        not what it does with one.
+        """
+        super().__exit__(*raised)
+        stopped, self._stopped = self._stopped, None
+        if stopped is not None and stopped is not raised[1]:
+            raise stopped
+
+    def _run_clearly(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run one call; an error says what to do."""
         try:
             return self.run(func, args, kwargs)
         except RuntimeError as error:
@@ -69,7 +101,7 @@ class LossGuard(Untouched):
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one call for all samples at once."""
         assert self._truth is not None  # else there is one sample
-        if (found := self.asked(func, args, kwargs)) is not questions.NONE:
+        if (found := self.asked(func, args, kwargs)) is not NONE:
             return found
         tensors = among(args, kwargs)
         # A loss around this one, which has modes of its own, is not asked.
@@ -93,14 +125,16 @@ class LossGuard(Untouched):
         if self._truth is None:
             return self._again
         with modes.without_modes():
-            return questions.physical(tensor, self._truth.level) is None
+            return physical(tensor, self._truth.level) is None
 
     def asked(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Answer a call that hands values to Python, if all samples have the same."""
         truth = self._truth
-        if func not in questions.QUESTIONS or truth is None or truth.one != "sample":
-            return questions.NONE
-        return questions.answer(func, args, kwargs, truth.level)
+        if func not in QUESTIONS or truth is None:
+            return NONE
+        found = answer(func, args, kwargs, truth.level)
+        self._draws.asked |= found is not NONE
+        return found
 
     @staticmethod
     def op(func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -209,15 +243,14 @@ class Fallbacks:
         self.mapped = False  # whether the last loss could not be recorded
         self.splits: Counter[str] = Counter()  # chunks that fell into parts, by line
 
-    def tell(self, split: questions.Split, function: str) -> None:
+    def tell(self, parts: Parts, function: str, one: str = "sample") -> None:
         """Note that a chunk falls into parts; warn once where these are small."""
-        self.splits[split.where] += 1
-        parts = len(split.parts)
-        size = sum(map(len, split.parts))
-        if split.strategy is None and size >= _MANY and 2 * parts > size:
+        self.splits[parts.where] += 1
+        count, size = len(parts.rows), sum(map(len, parts.rows))
+        if size >= _MANY and 2 * count > size:
             self.warn(
-                f"{function}: samples take different branches at {split.where}; {size} "
-                f"of them run in {parts} parts. The numbers are right, but slow."
+                f"{function}: {one}s take different branches at {parts.where}; {size} "
+                f"of them run in {count} parts. The numbers are right, but slow."
             )
 
     def warn(self, text: str) -> None:

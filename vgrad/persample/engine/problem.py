@@ -9,8 +9,8 @@ from torch import Tensor
 
 from vgrad import batches, checks
 from vgrad.batches import ChunkSize
+from vgrad.lowering.draws import Draws
 from vgrad.persample.engine.guard import Fallbacks
-from vgrad.persample.engine.redrawn import Drawn
 from vgrad.persample.factors.base import Factor
 from vgrad.persample.factors.scaled import Scaled
 from vgrad.precision.autocasting import AutocastMode
@@ -33,7 +33,7 @@ class Problem:
         params: those of one call, as `buffers` and `batch` are.
         mask: the samples of the batch that count, `[B]`; None for all.
         weights: of the samples, `[B]`, where the caller gives them.
-        drawn: what they drew before their chunk was split.
+        draws: what is known of their random numbers.
     """
 
     function: str
@@ -50,7 +50,7 @@ class Problem:
     batch: batches.Batch = batches.NONE
     mask: Tensor | None = None
     weights: Tensor | None = None
-    drawn: tuple[Drawn, ...] = ()
+    draws: Draws = field(default_factory=Draws)
 
     def on(
         self,
@@ -78,6 +78,7 @@ class Problem:
             mask=mask,
             weights=weights,
             loss_scale=self.loss_scale if loss_scale is None else loss_scale,
+            draws=Draws(),
         )
 
     def part(self, start: int, stop: int) -> "Problem":
@@ -102,7 +103,7 @@ class Problem:
             batch=self.batch.rows(rows),
             mask=of(self.mask),
             weights=of(self.weights),
-            drawn=tuple(each.of(rows) for each in self.drawn),
+            draws=self.draws.of(rows),
             strategy=strategy or self.strategy,
         )
 
@@ -147,10 +148,17 @@ class Problem:
         params: Params,
         tensors: tuple[Tensor, ...],
         watch: AbstractContextManager,
+        *,
+        alone: bool = False,
     ) -> tuple[Tensor, Tree]:
-        """Return `(scalar, aux)` of one sample, a copy, which the loss may change."""
+        """Return `(scalar, aux)` of one sample, a copy, which the loss may change.
+
+        It stands for all samples, or is `alone`.
+        """
+        size = self.batch.size
         sample = self.batch.sample(tuple(tensor.clone() for tensor in tensors))
-        with watch, AutocastMode(params.values()):
+        draws = self.draws.watched(size, alone=alone)
+        with watch, draws, AutocastMode(params.values()):
             # Dictionaries of its own, in which the loss may bind names anew.
             result = self.loss(dict(params), dict(self.buffers), *sample)
         if self.has_aux and not (isinstance(result, tuple) and len(result) == 2):

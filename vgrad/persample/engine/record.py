@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from vgrad import checks, tree
+from vgrad.lowering.questions import NONE
 from vgrad.lowering.truthful import ASKED, Truth, among
-from vgrad.persample.engine import questions, views
+from vgrad.persample.engine import views
 from vgrad.persample.engine.guard import LossGuard
 from vgrad.persample.engine.problem import Problem
 from vgrad.persample.engine.sites import Site, Sites, Take, Use, replaced
@@ -44,7 +45,8 @@ class Recorder(LossGuard):
         tell: Callable[[Use], None] | None = None,
     ) -> None:
         """Make the stand-ins for the parameters."""
-        super().__init__(given={**problem.params, **problem.buffers})
+        given = {**problem.params, **problem.buffers}
+        super().__init__(given=given, draws=problem.draws)
         self.size = size
         self.randomness = problem.randomness
         self._rules = rules
@@ -79,7 +81,7 @@ class Recorder(LossGuard):
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one call of a torch function."""
-        if (found := self.asked(func, args, kwargs)) is not questions.NONE:
+        if (found := self.asked(func, args, kwargs)) is not NONE:
             return found
         reads = views.only_reads(func)
         if reads and func not in ASKED:

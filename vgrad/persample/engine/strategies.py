@@ -7,13 +7,12 @@ memory does not grow with the batch.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from vgrad import checks, tree
-from vgrad.conditions import are_collected
 from vgrad.dtypes import no_autocast
 from vgrad.generators import (
     drawn_since,
@@ -25,7 +24,6 @@ from vgrad.lowering.truthful import Truth
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.guard import LossGuard, UnsupportedOp, raise_clearly
 from vgrad.persample.engine.problem import Problem
-from vgrad.persample.engine.questions import Split
 from vgrad.persample.engine.record import Recorder
 from vgrad.persample.factors.base import Dense, Factor
 from vgrad.persample.rules.table import RULES
@@ -45,55 +43,6 @@ class Chunk(NamedTuple):
 
 Collect = Callable[[], Collector]
 """Makes what the factors of a chunk are handed to."""
-
-
-def auto(problem: Problem, collect: Collect) -> Chunk:
-    """Record; else differentiate under `torch.vmap`; else one sample after another.
-
-    Whatever stops the first two, plain autograd may still be able to run the loss.
-    """
-    if levels.inside_transform():
-        return vmap(problem, collect)
-    if are_collected() and problem.fallbacks.mapped:
-        return vmap(problem, collect)  # as the call before did, but without a trial
-    draws = problem.randomness != "error"
-    state = random_state(problem.tensors) if draws else None
-    problem.fallbacks.mapped = False
-    first: Exception | None = None
-    for strategy in (recorded, vmap):
-        try:
-            return strategy(problem, collect)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            if first is not None and are_collected():
-                raise
-            first = first or error
-            if state is not None:
-                set_random_state(state)
-            problem.fallbacks.mapped = True
-    assert first is not None
-    return _one_by_one(problem, first)
-
-
-def _one_by_one(problem: Problem, error: Exception) -> NoReturn:
-    """Run each sample by itself, if plain autograd runs the first one.
-
-    Raises:
-        Exception: it does not; this is the error that tells most.
-    """
-    try:
-        with _trial(problem):
-            problem.run_loss(_leaves(problem), problem.batch.one(0), _guard(problem))
-    except Exception as plain:
-        raise plain if isinstance(error, UnsupportedOp) else error from None
-    problem.fallbacks.warn(
-        f"{problem.function}: runs one sample after another, since neither a recorded "
-        f"pass nor vmap can run the loss. The numbers are right, but slow. What stops "
-        f"them: {str(error).partition(chr(10))[0]}"
-    )
-    rows = torch.arange(problem.batch.size).split(1)
-    raise Split(rows, str(error), "loop")
 
 
 def recorded(problem: Problem, collect: Collect) -> Chunk:
@@ -158,13 +107,19 @@ def vmap(problem: Problem, collect: Collect) -> Chunk:
 
 def loop(problem: Problem, collect: Collect) -> Chunk:
     """Differentiate one sample: runs whatever plain autograd runs."""
+    found = tree_map_only(Tensor, lambda leaf: leaf.unsqueeze(0), alone(problem))
+    return _collected(problem, collect, *found)
+
+
+def alone(problem: Problem) -> tuple[Params, Tensor, Tree]:
+    """Return gradient, loss and aux of the first sample."""
     inside = levels.inside_transform()
     gradient = _functional_gradient if inside else _plain_gradient
     before = random_state(problem.tensors)
     tensors = problem.batch.one(0)
 
     def of_params(params: Params) -> tuple[Tensor, Tree]:
-        return problem.run_loss(params, tensors, _guard(problem))
+        return problem.run_loss(params, tensors, _guard(problem), alone=True)
 
     with _no_weight_cache():
         found = gradient(of_params, problem)
@@ -175,16 +130,7 @@ def loop(problem: Problem, collect: Collect) -> Chunk:
             f'randomness="error". Pass randomness="different" (each sample draws its '
             f'own) or "same".'
         )
-    one = tree_map_only(Tensor, lambda leaf: leaf.unsqueeze(0), found)
-    return _collected(problem, collect, *one)
-
-
-STRATEGIES: dict[str, Callable[[Problem, Collect], Chunk]] = {
-    "auto": auto,
-    "recorded": recorded,
-    "vmap": vmap,
-    "loop": loop,
-}
+    return found
 
 
 def saved_bytes(problem: Problem) -> int:
@@ -198,8 +144,14 @@ def saved_bytes(problem: Problem) -> int:
 
     hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
     with hooks, _trial(problem):
-        problem.run_loss(_leaves(problem), problem.batch.one(0), _guard(problem))
+        _first(problem, _leaves(problem))
     return sum(seen.values())
+
+
+def _first(problem: Problem, params: Params, *, again: bool = False) -> Tensor:
+    """Return the loss of the first sample."""
+    tensors, watch = problem.batch.one(0), _guard(problem, again=again)
+    return problem.run_loss(params, tensors, watch, alone=True)[0]
 
 
 def _guard(
@@ -207,18 +159,18 @@ def _guard(
 ) -> LossGuard:
     """Watch a loss that is handed the memory of the caller's tensors."""
     given = {**problem.params, **problem.buffers}
-    return LossGuard(truth, given=given, again=again)
+    return LossGuard(truth, given=given, draws=problem.draws, again=again)
 
 
 def _check_unreached(problem: Problem, names: frozenset[str]) -> None:
     """Refuse to take for zero what is not zero to plain autograd."""
-    if not names or names in problem.unreached:
+    asked = problem.draws.asked  # what is reached follows from the answers
+    if not names or (names in problem.unreached and not asked):
         return
     leaves = {n: each.detach().requires_grad_() for n, each in problem.params.items()}
     found: Sequence[Tensor | None] = [None] * len(names)
     with _trial(problem):
-        watch = _guard(problem, again=True)
-        value, _ = problem.run_loss(leaves, problem.batch.one(0), watch)
+        value = _first(problem, leaves, again=True)
         if value.requires_grad:
             wanted = [leaves[name] for name in sorted(names)]
             found = torch.autograd.grad(value, wanted, allow_unused=True)
@@ -229,7 +181,8 @@ def _check_unreached(problem: Problem, names: frozenset[str]) -> None:
             f"got none of {checks.listed(reached)}: an op hides its graph from the "
             f'recorder. Use strategy="vmap" or "loop".'
         )
-    problem.unreached.add(names)
+    if not asked:
+        problem.unreached.add(names)
 
 
 def _collected(

@@ -10,8 +10,9 @@ from torch import Tensor
 from vgrad import batches, checks
 from vgrad.persample.engine.calls import Call
 from vgrad.persample.engine.collectors import Collector
+from vgrad.persample.engine.ladder import STRATEGIES
 from vgrad.persample.engine.problem import Problem
-from vgrad.persample.engine.strategies import STRATEGIES, Chunk
+from vgrad.persample.engine.strategies import Chunk
 from vgrad.precision.loss_scale import LossScale
 from vgrad.tree import tree_map
 from vgrad.typing import Buffers, Params, Tree
@@ -99,7 +100,7 @@ class Transform:
     def of(self, call: Call, execute: Callable[[Problem], Chunk] | None = None) -> Any:
         """Compute the quantity of a call; `execute` runs a chunk of it."""
         quantity = self.quantity
-        parts = call.parts(execute or partial(_measured, quantity))
+        parts = call.parts(partial(_measured, quantity), whole=execute)
         return self.in_order(call, call.result(quantity.join(parts, call)))
 
     def in_order(self, call: Call, found: Any, more: Any = None) -> Any:

@@ -1,0 +1,204 @@
+"""Questions about values, where one tensor stands for all samples, or all members.
+
+An `if` on a tensor, `.item()` and the like want one value for Python. Where all samples
+of a chunk have the same, that is the answer. Where they differ, the chunk is split by
+their answers, and each part runs again by itself: exact, and at worst one sample at a
+time.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vgrad.conditions import Unrepeatable, are_collected, looked_at, unlikely
+from vgrad.lowering.truthful import UnsupportedOp, among
+from vgrad.torch_private import levels, modes
+from vgrad.tree import tree_map_only
+
+NONE = object()
+"""Returned in place of an answer where all samples share what is asked."""
+
+
+class Parts(NamedTuple):
+    """How the samples of a chunk run again.
+
+    Attributes:
+        rows: those of the samples of each part.
+        where: the line that asks.
+        strategy: the one for the parts; None for the one that ran.
+    """
+
+    rows: Sequence[Tensor]
+    where: str
+    strategy: str | None = None
+
+
+class Split(BaseException):
+    """The samples of a chunk cannot go on together; they must run in several parts.
+
+    Not an `Exception`, which a loss could catch.
+
+    Attributes:
+        parts: the parts.
+        level: that of the vmap over the samples; None for the innermost call.
+    """
+
+    def __init__(self, parts: Parts, level: int | None = None) -> None:
+        """Take the parts."""
+        super().__init__(parts.where)
+        self.parts = parts
+        self.level = level
+
+
+def parted(run: Callable[[], Any]) -> Any:
+    """Return what a function does, or the `Parts` into which its samples fall.
+
+    So nothing is left of the exception, which would keep all tensors.
+    """
+    around = levels.current_level() or 0
+    try:
+        return run()
+    except Split as split:
+        if split.level is not None and split.level <= around:
+            raise  # a vmap around this call maps over these samples
+        return split.parts
+
+
+def answer(func: Callable, args: tuple, kwargs: dict, level: int) -> Any:
+    """Return what all samples answer, which the vmap of a level maps over.
+
+    Raises:
+        Split: they have different answers.
+        UnsupportedOp: the question is about what a vmap of the loss's own maps over.
+    """
+    with modes.without_modes():
+        mapped = {
+            id(each): values
+            for each in among(args, kwargs)
+            if (values := physical(each, level)) is not None
+        }
+        if not mapped:
+            return NONE
+        if are_collected():
+            with looked_at():
+                answers = _answers(func, args, kwargs, mapped)
+            return _kept(func, mapped, answers)
+    # A vmap around this one is asked in turn, by its own mode.
+    answers = _answers(func, args, kwargs, mapped)
+    parts: dict[str, list[int]] = {}
+    for row, each in enumerate(answers):  # as text: nan is nan, and 0.0 is not -0.0
+        parts.setdefault(repr(each), []).append(row)
+    if len(parts) > 1:
+        rows = [torch.tensor(each) for each in parts.values()]
+        raise Split(Parts(rows, where(sys._getframe(1))), level)
+    return answers[0]
+
+
+def _kept(func: Callable, mapped: dict[int, Tensor], answers: list) -> Any:
+    """Bake an answer into a graph, which must see that it still is the same."""
+    first = answers[0]
+    if any(repr(each) != repr(first) for each in answers):
+        place = where(sys._getframe(1))
+        raise Unrepeatable(f"samples take different branches at {place}")
+    (values,) = mapped.values()
+    if func not in _COMPARED:
+        raise Unrepeatable(f"{modes.op_name(func)} hands values to Python")
+    dtype = _COMPARED[func]
+    values = values if dtype is None else values.to(dtype)
+    differs = values != first
+    if isinstance(first, float):
+        differs |= values.signbit() != (repr(first)[0] == "-")
+    unlikely(differs)
+    return first
+
+
+def physical(tensor: Tensor, level: int) -> Tensor | None:
+    """Return the values of all samples, [B, ...]; None if all share one."""
+    while levels.level_of(tensor) > level:
+        if levels.is_batched(tensor):
+            raise UnsupportedOp(
+                "loss: expected questions about values outside of a vmap of its own, "
+                'got one inside of it. Use strategy="loop".'
+            )
+        tensor = levels.unwrapped(tensor)
+    if levels.level_of(tensor) != level or not levels.is_batched(tensor):
+        return None
+    return levels.unwrapped(tensor).movedim(levels.batch_axis(tensor), 0).detach()
+
+
+def _answers(
+    func: Callable, args: tuple, kwargs: dict, mapped: dict[int, Tensor]
+) -> list:
+    """Ask each sample by itself."""
+    if func in _AT_ONCE and len(mapped) == 1:
+        (values,) = mapped.values()
+        if values.numel() == len(values) and not values.is_complex():
+            return [*map(_AT_ONCE[func], values.reshape(len(values)).tolist())]
+    rows = {key: values.cpu().unbind() for key, values in mapped.items()}
+
+    def asked() -> Iterator[Any]:
+        for number in range(len(next(iter(rows.values())))):
+
+            def own(tensor: Tensor, number: int = number) -> Tensor:
+                return rows[id(tensor)][number] if id(tensor) in rows else tensor
+
+            own_args, own_kwargs = tree_map_only(Tensor, own, (args, kwargs))
+            yield func(*own_args, **own_kwargs)
+
+    return [*asked()]
+
+
+def where(frame: FrameType) -> str:
+    """Name the innermost line around a frame that is neither of torch nor of vgrad."""
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def stopped_at(error: BaseException) -> str:
+    """Name the last such line that an error came from."""
+    found, step = "", error.__traceback__
+    while step is not None:
+        file = step.tb_frame.f_code.co_filename
+        if not file.startswith(_OWN):
+            found = f"{file}:{step.tb_lineno}"
+        step = step.tb_next
+    return found or where(sys._getframe(1))
+
+
+_OWN = tuple(
+    f"{Path(file).parent}{os.sep}" for file in (Path(__file__).parent, torch.__file__)
+)
+"""Where code lies that is nobody's loss."""
+
+
+_COMPARED: dict[Callable, torch.dtype | None] = {
+    Tensor.__bool__: torch.bool,
+    Tensor.is_nonzero: torch.bool,
+    torch.is_nonzero: torch.bool,
+    Tensor.__int__: torch.int64,
+    Tensor.__index__: torch.int64,
+    Tensor.__float__: torch.float64,
+    Tensor.item: None,
+}
+"""Questions that a graph can ask again, and what they convert numbers to."""
+
+_AT_ONCE: dict[Callable, Callable] = {
+    **dict.fromkeys((Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero), bool),
+    Tensor.__float__: float,
+    Tensor.item: lambda value: value,
+}
+"""Questions about one number, and what makes an answer of it."""
+
+QUESTIONS = {
+    *_COMPARED,
+    *(Tensor.__complex__, Tensor.tolist, Tensor.__contains__, Tensor.__format__),
+    *(torch.equal, Tensor.equal, torch.allclose, Tensor.allclose),
+}
+"""Calls that hand values to Python."""
