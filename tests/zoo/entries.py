@@ -19,6 +19,8 @@ D = 6
 SAME = {"randomness": "same"}
 """Options under which all samples draw the same, as the reference does."""
 
+DIFFERENT = {"randomness": "different"}
+
 
 class Use(NamedTuple):
     """A model with what it is called with, built anew at each call of a builder.
@@ -40,23 +42,24 @@ class Exact:
     Attributes:
         strategy: the one that answers under `auto`.
         why: a part of what `explain` says, where it is not the recorder.
+        op: what this begins with.
         loops: the ops that torch runs sample by sample, of which one warning tells.
+        splits: whether samples answer questions of Python differently, so that they
+            are recorded in several parts.
     """
 
     strategy: str = "recorded"
     why: str = ""
+    op: str = ""
     loops: tuple[str, ...] = ()
+    splits: bool = False
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A clear error, of which `why` is a part; each strategy that it advises is exact.
-
-    `op` is what the error begins with.
-    """
+    """A clear error, of which `why` is a part; a strategy that it advises is exact."""
 
     why: str
-    op: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,6 @@ class Unclear:
     """
 
     why: str
-    op: str = ""
     loop: str = ""
 
 
@@ -85,17 +87,19 @@ class Impossible:
     why: str
 
 
-def looks(op: str) -> Refused:
-    return Refused("looks at values or has shapes that depend on them", op)
+def looks(op: str) -> Exact:
+    return Exact("loop", "looks at values or has shapes that depend on them", op)
 
 
-def writes(op: str) -> Refused:
-    return Refused("writes in place into a tensor that all samples share", op)
+def writes(op: str) -> Exact:
+    return Exact("loop", "writes in place into a tensor that all samples share", op)
 
 
-OLD_STYLE = Refused("an autograd.Function without setup_context")
-STATISTICS = Unclear("batch normalisation with batch statistics")
-FROZEN = Unclear("You cannot use ``update`` on a FrozenDict instance")
+SPLITS = Exact(splits=True)
+OLD_STYLE = Exact("loop", "an autograd.Function without setup_context")
+BACKWARD = "expected a loss that runs no backward pass of its own"
+CHECKPOINTED = Refused("Activation checkpointing recomputes after the call")
+REENTRANT = Unclear("torch.utils.checkpoint is incompatible with .grad()")
 
 
 @dataclass(frozen=True)

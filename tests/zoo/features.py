@@ -10,7 +10,9 @@ from torch.nn import functional as F
 from torch.utils import checkpoint as checkpointing
 
 from tests.zoo.entries import (
+    CHECKPOINTED,
     OLD_STYLE,
+    REENTRANT,
     SAME,
     SIZE,
     D,
@@ -20,7 +22,6 @@ from tests.zoo.entries import (
     Refused,
     Unclear,
     Use,
-    Wrong,
     classes,
     entry,
     looks,
@@ -468,15 +469,11 @@ def quiet_gradient() -> Use:
     return net(forward, D, a=nn.Linear(D, 3), b=nn.Linear(D, 3))
 
 
-AFTERWARDS = "expected a tensor that is passed to the functional model"
-CHECKPOINTED = Unclear("activation checkpointing", loop=AFTERWARDS)
-REENTRANT = Unclear(
-    "an autograd.Function without setup_context",
-    loop="torch.utils.checkpoint is incompatible with .grad()",
-)
-COMPILED = Unclear("whose closure holds a part of the model")
+JITTED = Refused("expected modules whose tensors can be exchanged")
+SPARSE = Refused("expected dense tensors, got sparse ones")
+PLAIN = Refused("expected a plain torch.nn.Module")
+UNTRACED = Exact("loop", "True != False")
 ON_META = "Tensor on device meta is not on the expected device cpu"
-ON_ONE = Wrong("torch's backward pass of evaluated batch norm is wrong on one sample")
 AVERAGE, MAXIMUM = nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d
 checkpoint_again = functools.partial(checkpointed, drop=0.5)
 
@@ -503,45 +500,48 @@ ENTRIES = [
     entry(
         "save_on_cpu",
         saved_elsewhere,
-        today=Refused("activation checkpointing (or other hooks on saved tensors)"),
+        today=Exact(
+            "loop", "activation checkpointing (or other hooks on saved tensors)"
+        ),
     ),
     entry(
         "sparse CSR matrix in a buffer",
         sparse_matrix,
         "csr",
-        today=Unclear("Sparse CSR tensors do not have strides"),
+        today=SPARSE,
     ),
     entry(
         "sparse COO matrix in a buffer",
         sparse_matrix,
         "coo",
-        today=Unclear("Cannot access storage of SparseTensorImpl"),
+        today=SPARSE,
     ),
     entry(
         "sparse matrix of a sample's edges",
         sparse_sample,
-        today=Unclear(
-            "Could not run 'aten::view' with arguments from the 'SparseCPU' backend"
+        today=Exact(
+            "loop",
+            "Could not run 'aten::view' with arguments from the 'SparseCPU' backend",
         ),
     ),
     entry(
         "scripted submodule",
         scripted,
         whole=False,
-        today=Unclear("KeyError: 0"),
+        today=JITTED,
     ),
     entry(
         "scripted submodule beside others",
         scripted_in_a_sequence,
-        today=Unclear("KeyError: 0"),
+        today=JITTED,
     ),
     entry(
         "scripted model",
         scripted,
         whole=True,
-        today=Refused("expected a plain torch.nn.Module"),
+        today=PLAIN,
     ),
-    entry("traced submodule", traced, today=Unclear("KeyError: 0")),
+    entry("traced submodule", traced, today=JITTED),
     entry(
         "autograd.Function, old style, an activation", own_activation, today=OLD_STYLE
     ),
@@ -563,27 +563,27 @@ ENTRIES = [
         own_function,
         SharedWeight,
         bias=False,
-        today=Unclear("AssertionError"),
+        today=Exact("vmap"),
     ),
     entry(
         "compiled function of a parameter",
         compiled_function,
         of_parameter=True,
-        today=Unclear("AssertionError: True != False"),
+        today=UNTRACED,
     ),
     entry(
         "compiled function of an activation",
         compiled_function,
         of_parameter=False,
-        today=Unclear("AssertionError: True != False"),
+        today=UNTRACED,
     ),
-    entry("torch.compile of a model", compiled_model, today=COMPILED),
-    entry("module.compile()", compiled_in_place, today=COMPILED),
-    entry("module.compile() of a layer", compiled_layer, today=COMPILED),
+    entry("torch.compile of a model", compiled_model, today=PLAIN),
+    entry("module.compile()", compiled_in_place),
+    entry("module.compile() of a layer", compiled_layer),
     entry(
         "torch.cond",
         conditional,
-        today=Unclear("operator doesn't work unless it is captured completely"),
+        today=Exact("loop", "operator doesn't work unless it is captured completely"),
     ),
     entry(
         "flex_attention",
@@ -603,7 +603,7 @@ ENTRIES = [
         "model on meta, no values",
         hidden_in_meta,
         filled=False,
-        today=Unclear(ON_META, loop=ON_META),
+        today=Unclear(ON_META),
     ),
     entry("adaptive average pooling to 1", adaptive_pooling, AVERAGE, 1),
     entry("adaptive average pooling to 3", adaptive_pooling, AVERAGE, 3),
@@ -625,14 +625,13 @@ ENTRIES = [
         normed_and_transposed,
         twice=True,
         options={"chunk_size": 1},
-        today=ON_ONE,
     ),
     entry(
         "evaluated batch norm before tokens, by the loop",
         normed_and_transposed,
         twice=True,
         options={"strategy": "loop"},
-        today=ON_ONE,
+        today=Exact("loop", 'strategy="loop"'),
     ),
     entry(
         "interpolation",

@@ -9,16 +9,14 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from tests.zoo.entries import (
+    BACKWARD,
     SAME,
     SIZE,
-    STATISTICS,
     D,
     Exact,
     Net,
     Refused,
-    Unclear,
     Use,
-    Wrong,
     classes,
     entry,
     looks,
@@ -474,9 +472,7 @@ ENTRIES = [
         batch_statistics,
         today=Refused("batch normalisation with batch statistics"),
     ),
-    entry(
-        "weight standardisation by F.batch_norm", standardised_weights, today=STATISTICS
-    ),
+    entry("weight standardisation by F.batch_norm", standardised_weights),
     entry("activations with parameters", activations),
     entry("nn.RReLU, evaluated", leaky, today=looks("rrelu")),
     entry(
@@ -495,7 +491,6 @@ ENTRIES = [
     entry(
         "forward hook registered at the first call",
         hooked_at_first,
-        today=Wrong("the second call registers the hook again"),
     ),
     entry(
         "forward hook that holds the model",
@@ -512,7 +507,7 @@ ENTRIES = [
     entry(
         "full backward hook",
         backward_hook,
-        today=Refused("expected a model without backward hooks"),
+        today=Exact("loop", "expected a model without backward hooks"),
     ),
     entry("straight-through rounding", straight_through),
     entry(
@@ -540,9 +535,7 @@ ENTRIES = [
     entry(
         "derivative in the loss, by torch.autograd",
         differentiates_itself,
-        today=Refused(
-            "expected a loss that runs no backward pass of its own", "requires_grad_"
-        ),
+        today=Exact("loop", BACKWARD, "requires_grad_"),
     ),
     entry("derivative in the loss, by torch.func", differentiates_by_function),
     entry("torch.func.vmap in the loss", maps_by_function),
@@ -555,7 +548,6 @@ ENTRIES = [
         "MLP, transforms pickled",
         mlp,
         through=pickled,
-        today=Unclear("Can't pickle local object"),
     ),
     entry("MLP, transforms copied", mlp, through=copy.deepcopy),
 ]

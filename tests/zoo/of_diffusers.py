@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.zoo.entries import (
-    FROZEN,
+    CHECKPOINTED,
     SIZE,
     Use,
     entry,
@@ -78,7 +78,6 @@ ENTRIES = [
         noisy(3, 8, 8),
         (3, 8, 8),
         **ATTENTION_UNET,
-        today=FROZEN,
     ),
     entry(
         "UNet2D, gradient checkpointing",
@@ -88,7 +87,7 @@ ENTRIES = [
         (3, 8, 8),
         checkpointing=True,
         **ATTENTION_UNET,
-        today=FROZEN,
+        today=CHECKPOINTED,
     ),
     entry(
         "UNet2D with a condition",
@@ -97,7 +96,6 @@ ENTRIES = [
         conditioned(4, 8, 8, words=(5, 8)),
         (4, 8, 8),
         **TEXT_UNET,
-        today=FROZEN,
     ),
     entry(
         "DiT",
@@ -110,7 +108,6 @@ ENTRIES = [
         num_embeds_ada_norm=4,
         norm_num_groups=4,
         **PATCHES,
-        today=FROZEN,
     ),
     entry(
         "PixArt",
@@ -130,7 +127,6 @@ ENTRIES = [
         cross_attention_dim=16,
         use_additional_conditions=False,
         **PATCHES,
-        today=FROZEN,
     ),
     entry(
         "autoencoder (KL)",
@@ -139,7 +135,6 @@ ENTRIES = [
         images(3, 8, 8),
         (3, 8, 8),
         **CODER,
-        today=FROZEN,
     ),
     entry(
         "autoencoder, tiny",
@@ -152,7 +147,6 @@ ENTRIES = [
         num_encoder_blocks=(1, 1),
         num_decoder_blocks=(1, 1),
         latent_channels=2,
-        today=FROZEN,
     ),
     entry(
         "VQ model",
@@ -162,7 +156,6 @@ ENTRIES = [
         (3, 8, 8),
         num_vq_embeddings=8,
         **CODER,
-        today=FROZEN,
     ),
     entry(
         "UNet1D",
@@ -177,7 +170,6 @@ ENTRIES = [
         down_block_types=("DownBlock1DNoSkip", "DownBlock1D"),
         up_block_types=("UpBlock1D", "UpBlock1DNoSkip"),
         block_out_channels=(32, 32),
-        today=FROZEN,
     ),
     entry(
         "SD3 transformer",
@@ -192,7 +184,6 @@ ENTRIES = [
         pooled_projection_dim=8,
         out_channels=4,
         **PATCHES,
-        today=FROZEN,
     ),
     entry(
         "prior transformer",
@@ -205,6 +196,5 @@ ENTRIES = [
         num_layers=1,
         embedding_dim=8,
         num_embeddings=4,
-        today=FROZEN,
     ),
 ]

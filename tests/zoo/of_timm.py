@@ -4,7 +4,6 @@ import functools
 from typing import Any
 
 from tests.zoo.entries import (
-    STATISTICS,
     Exact,
     Use,
     classes,
@@ -152,8 +151,8 @@ ENTRIES = [
         layers=(1, 1, 1, 1),
         channels=(8, 8, 16, 16),
     ),
-    entry("ResNetV2 with standardised weights", standardised, today=STATISTICS),
-    entry("NFNet with standardised weights", model, "test_nfnet", 32, today=STATISTICS),
+    entry("ResNetV2 with standardised weights", standardised),
+    entry("NFNet with standardised weights", model, "test_nfnet", 32),
     entry("EfficientNet, evaluated", model, "test_efficientnet", 32),
     entry("EfficientNet with EvoNorm", model, "test_efficientnet_evos", 32),
     entry("MobileNetV3, evaluated", model, "mobilenetv3_small_050", 32, slow=True),

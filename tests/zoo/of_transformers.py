@@ -7,13 +7,17 @@ from typing import Any
 import torch
 
 from tests.zoo.entries import (
+    BACKWARD,
+    CHECKPOINTED,
+    DIFFERENT,
     OLD_STYLE,
+    REENTRANT,
     SAME,
     SIZE,
+    SPLITS,
     Exact,
     Unclear,
     Use,
-    Wrong,
     classes,
     entry,
     looks,
@@ -206,7 +210,7 @@ ENTRIES = [
             model,
             *rest,
             attention=attention,
-            today=Exact() if (name, attention) in UNASKED else looks("__bool__"),
+            today=Exact() if (name, attention) in UNASKED else SPLITS,
         )
         for name, *rest in PADDED
         for attention in ("eager", "sdpa")
@@ -223,7 +227,7 @@ ENTRIES = [
         "BertForMaskedLM",
         READER,
         hidden_labels,
-        today=looks("__bool__"),
+        today=SPLITS,
     ),
     entry("ALBERT: one layer twice", model, f"Albert{CLASSIFIER}", ALBERT, sentences),
     entry(
@@ -232,7 +236,7 @@ ENTRIES = [
         f"Electra{CLASSIFIER}",
         ALBERT,
         padded(sentences),
-        today=looks("__bool__"),
+        today=SPLITS,
     ),
     entry(
         "DeBERTa v2",
@@ -240,7 +244,7 @@ ENTRIES = [
         f"DebertaV2{CLASSIFIER}",
         DEBERTA,
         sentences,
-        today=looks("__contains__"),
+        today=looks("nonzero"),
     ),
     entry(
         "DeBERTa v2, ragged mask",
@@ -264,7 +268,7 @@ ENTRIES = [
         f"Longformer{CLASSIFIER}",
         LONGFORMER,
         sentences,
-        today=looks("__contains__"),
+        today=writes("__setitem__"),
     ),
     entry(
         "Longformer, ragged mask",
@@ -280,7 +284,7 @@ ENTRIES = [
         f"BigBird{CLASSIFIER}",
         BIG_BIRD,
         padded(sentences),
-        today=looks("__bool__"),
+        today=SPLITS,
     ),
     entry("Bloom", model, "BloomForCausalLM", BLOOM, text, today=OLD_STYLE),
     entry(
@@ -301,7 +305,7 @@ ENTRIES = [
         WRITER,
         padded(text),
         attention="sdpa",
-        today=looks("__bool__"),
+        today=SPLITS,
     ),
     entry("Gemma", model, "GemmaForCausalLM", GEMMA, text, attention="sdpa"),
     entry("Phi", model, "PhiForCausalLM", PHI, text, attention="sdpa"),
@@ -314,7 +318,7 @@ ENTRIES = [
         EXPERTS,
         text,
         experts_implementation="eager",
-        today=looks("one_hot"),
+        today=looks("nonzero"),
     ),
     entry(
         "Mixtral, batched experts",
@@ -331,7 +335,7 @@ ENTRIES = [
         EXPERTS,
         padded(text),
         experts_implementation="eager",
-        today=looks("one_hot"),
+        today=looks("nonzero"),
     ),
     entry(
         "Mamba",
@@ -358,11 +362,7 @@ ENTRIES = [
         REFORMER,
         long_text,
         train=True,
-        today=Unclear(
-            "looks at values",
-            "__contains__",
-            loop="int() argument must be a string",
-        ),
+        today=Unclear("int() argument must be a string"),
     ),
     entry(
         "wav2vec2 with CTC",
@@ -370,7 +370,7 @@ ENTRIES = [
         "Wav2Vec2ForCTC",
         SPEECH,
         speech,
-        today=looks("__bool__"),
+        today=looks("masked_select"),
     ),
     entry(
         "wav2vec2 with CTC, ragged sounds",
@@ -378,7 +378,7 @@ ENTRIES = [
         "Wav2Vec2ForCTC",
         SPEECH,
         functools.partial(speech, ragged_lengths=True),
-        today=looks("__bool__"),
+        today=writes("__setitem__"),
     ),
     entry(
         "wav2vec2, LayerDrop",
@@ -389,7 +389,7 @@ ENTRIES = [
         train=True,
         options=SAME,
         layerdrop=0.5,
-        today=looks("__bool__"),
+        today=Exact("loop", BACKWARD, "requires_grad"),
     ),
     entry(
         "HuBERT with CTC",
@@ -397,7 +397,7 @@ ENTRIES = [
         "HubertForCTC",
         SPEECH,
         speech,
-        today=looks("__bool__"),
+        today=looks("masked_select"),
     ),
     entry("Whisper", model, "WhisperForConditionalGeneration", WHISPER, spectra),
     entry(
@@ -423,6 +423,40 @@ ENTRIES = [
         attention_probs_dropout_prob=0.2,
     ),
     entry(
+        "BART, LayerDrop, each sample its own",
+        model,
+        "BartForConditionalGeneration",
+        BART,
+        text,
+        train=True,
+        options=DIFFERENT,
+        encoder_layerdrop=0.5,
+        decoder_layerdrop=0.5,
+        today=SPLITS,
+    ),
+    entry(
+        "BERT, ragged mask and dropout, each sample its own",
+        model,
+        f"Bert{CLASSIFIER}",
+        READER,
+        padded(sentences),
+        train=True,
+        options=DIFFERENT,
+        hidden_dropout_prob=0.2,
+        attention_probs_dropout_prob=0.2,
+        today=SPLITS,
+    ),
+    entry(
+        "Llama, ragged mask and dropout, each sample its own",
+        model,
+        "LlamaForCausalLM",
+        WRITER,
+        padded(text),
+        train=True,
+        options=DIFFERENT,
+        attention_dropout=0.2,
+    ),
+    entry(
         "BERT, gradient checkpointing",
         model,
         f"Bert{CLASSIFIER}",
@@ -430,11 +464,7 @@ ENTRIES = [
         sentences,
         train=True,
         checkpointing={"use_reentrant": False},
-        today=Unclear(
-            "expected a loss that runs no backward pass of its own",
-            "requires_grad_",
-            loop="expected a tensor that is passed to the functional model",
-        ),
+        today=CHECKPOINTED,
     ),
     entry(
         "BERT, re-entrant gradient checkpointing",
@@ -444,11 +474,7 @@ ENTRIES = [
         sentences,
         train=True,
         checkpointing={"use_reentrant": True},
-        today=Unclear(
-            "expected a loss that runs no backward pass of its own",
-            "requires_grad_",
-            loop="torch.utils.checkpoint is incompatible with .grad()",
-        ),
+        today=REENTRANT,
     ),
     entry(
         "GPT-2, gradient checkpointing",
@@ -458,11 +484,7 @@ ENTRIES = [
         text,
         train=True,
         checkpointing={"use_reentrant": False},
-        today=Unclear(
-            "expected a loss that runs no backward pass of its own",
-            "requires_grad_",
-            loop="expected a tensor that is passed to the functional model",
-        ),
+        today=CHECKPOINTED,
     ),
     entry(
         "Llama, gradient checkpointing, ragged mask",
@@ -472,11 +494,7 @@ ENTRIES = [
         padded(text),
         train=True,
         checkpointing={"use_reentrant": False},
-        today=Unclear(
-            "expected a loss that runs no backward pass of its own",
-            "requires_grad_",
-            loop="expected a tensor that is passed to the functional model",
-        ),
+        today=CHECKPOINTED,
     ),
     entry(
         "ViT", model, "ViTForImageClassification", VIEWER, pictures(8), attention="sdpa"
@@ -500,10 +518,6 @@ ENTRIES = [
         "SegformerForSemanticSegmentation",
         SEGFORMER,
         segments,
-        today=Unclear(
-            "Expected size for first two dimensions of batch2 tensor",
-            loop="mat1 and mat2 shapes cannot be multiplied",
-        ),
     ),
     entry(
         "SegFormer, stages of one width",
@@ -512,7 +526,6 @@ ENTRIES = [
         SEGFORMER,
         segments,
         hidden_sizes=[8, 8],
-        today=Wrong("each call registers the hooks of hidden states again"),
     ),
     entry("CLIP", clip),
 ]

@@ -2,12 +2,14 @@
 
 import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 import vgrad
@@ -24,16 +26,18 @@ class Found(NamedTuple):
     strategy: str
     why: str
     loops: tuple[str, ...]
+    splits: bool
 
 
 @contextmanager
 def in_double() -> Iterator[None]:
     """Make float64 the dtype of what a model makes itself."""
+    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         yield
     finally:
-        torch.set_default_dtype(torch.float32)
+        torch.set_default_dtype(before)
 
 
 def built(entry: Entry) -> Use:
@@ -51,10 +55,15 @@ def built(entry: Entry) -> Use:
 
 @in_double()
 def reference(entry: Entry) -> oracle.Grads:
-    """Gradients by plain autograd, each sample on a model that is built for it."""
+    """Gradients by plain autograd, each sample on a model that is built for it.
+
+    Where numbers are drawn, all samples draw the same; with `randomness="different"`
+    each gets those that it has drawn in a transform.
+    """
+    drawn = drawn_by(entry) if entry.options.get("randomness") == "different" else ()
 
     def run(model, *sample):
-        torch.manual_seed(0)  # where numbers are drawn, all samples draw the same
+        torch.manual_seed(0)
         if entry.twice:
             sample = pytree.tree_map_only(Tensor, lambda x: torch.cat([x, x]), sample)
         *inputs, target = sample if use.criterion else (*sample, None)
@@ -66,12 +75,64 @@ def reference(entry: Entry) -> oracle.Grads:
         return getattr(output, "loss", output)
 
     found = []
-    for sample in oracle.rows(built(entry).batch, SIZE):
+    for row, sample in enumerate(oracle.rows(built(entry).batch, SIZE)):
         use = built(entry)
         if use.values is not None:
             use.model.load_state_dict(use.values, assign=True)
-        found.append(oracle.module_gradients(use.model, run, sample, 1))
+        with Redrawing([each[row] for each in drawn]) if drawn else nullcontext():
+            found.append(oracle.module_gradients(use.model, run, sample, 1))
     return {name: torch.cat([each[name] for each in found]) for name in found[0]}
+
+
+def drops(func: Callable, kwargs: dict | None) -> bool:
+    return func is F.dropout and (kwargs or {})["p"] > 0
+
+
+class Noting(TorchFunctionMode):
+    """Notes what is drawn: numbers, and which entries dropout keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[Tensor] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if drops(func, kwargs):
+            self.drawn.append(result != 0)
+        elif func is torch.rand:
+            self.drawn.append(result)
+        return result
+
+
+class Redrawing(TorchFunctionMode):
+    """Gives out what was noted."""
+
+    def __init__(self, drawn: list[Tensor]) -> None:
+        super().__init__()
+        self.drawn = iter(drawn)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if drops(func, kwargs):
+            return args[0] * next(self.drawn) / (1 - (kwargs or {})["p"])
+        return next(self.drawn) if func is torch.rand else func(*args, **(kwargs or {}))
+
+
+@in_double()
+def drawn_by(entry: Entry) -> list[Tensor]:
+    """Return what all samples draw, [SIZE, ...] each, in a transform of the entry."""
+    use = built(entry)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(use.model)
+    loss = vgrad.sample_loss(fmodel, use.criterion)
+
+    def noting(*args):
+        with Noting() as noted:
+            return loss(*args), noted.drawn
+
+    torch.manual_seed(0)
+    compute = vgrad.per_sample_grad(noting, has_aux=True, **entry.options)
+    drawn = compute(params, buffers, *use.batch)[1]
+    assert any((each != each[:1]).any() for each in drawn)
+    return drawn
 
 
 @in_double()
@@ -102,7 +163,8 @@ def found(entry: Entry, bound: float, **options: Any) -> Found:
             )
     grads, norms, clipped, told = results
     loops = tuple(sorted(", ".join(loops).split(", ") if loops else ()))
-    return Found(grads, norms, clipped.grads, told.strategy, told.why, loops)
+    splits = bool(clip.options.fallbacks.splits) and told.strategy != "loop"
+    return Found(grads, norms, clipped.grads, told.strategy, told.why, loops, splits)
 
 
 def bound_of(expected: oracle.Grads) -> float:

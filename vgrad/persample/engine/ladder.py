@@ -120,7 +120,7 @@ def _check_alone(problem: Problem, stopped: Stop) -> None:
     except Exception as error:
         if stopped.refused:
             error.add_note(
-                f"A loop was tried, since a recorded pass ended in: {stopped.why}"
+                f"A loop was tried, since the recorder stopped at {stopped.where}."
             )
         raise
 
