@@ -14,6 +14,8 @@ from vgrad.compiled import verification
 from vgrad.conditions import Unrepeatable
 from vgrad.torch_private import tracing
 
+pytestmark = pytest.mark.compiled
+
 PARAMS = {"w": cases.randn(40, 5, dtype=torch.float32), "steps": torch.tensor(3)}
 BATCH = cases.randn(6, 5, dtype=torch.float32)
 FAR = torch.tensor([0.5, 0.5])
