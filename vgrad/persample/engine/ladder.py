@@ -73,7 +73,7 @@ def auto(problem: Problem, collect: Collect) -> Chunk:
     raise Split(Parts(rows, stopped.where, "loop"))
 
 
-_ADVICE = re.compile(r'[,.]? (or )?use strategy="loop".*', re.IGNORECASE)
+_ADVICE = re.compile(r'[,.]? (or )?(use )?strategy="loop".*', re.IGNORECASE)
 """What errors say of a loop, which was tried."""
 
 FINAL = (torch.OutOfMemoryError, Unrepeatable, Warning)
