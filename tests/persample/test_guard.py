@@ -7,7 +7,6 @@ import weakref
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import vgrad
 from tests import oracle
@@ -26,10 +25,6 @@ def sets_item(p, b, x):
     return fresh.square().sum()
 
 
-def recomputes(p, b, x):
-    return checkpoint(lambda a: product(p, a).sin(), x, use_reentrant=False)
-
-
 class OldStyle(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -45,7 +40,6 @@ REFUSED = {
     "nonzero": ("nonzero", lambda p, b, x: (p["w"] * x)[x.nonzero()].sum()),
     "add_": ("add_", lambda p, b, x: torch.zeros(3).add_(p["w"] * x).sum()),
     "an item is set": ("__setitem__", sets_item),
-    "checkpoint": ("per_sample_grad", recomputes),
     "old function": (
         "per_sample_grad",
         lambda p, b, x: product(p, x * OldStyle.apply(p["w"])),
@@ -122,25 +116,6 @@ def test_warnings_of_the_loss_itself_come_through():
     for _ in range(2):
         with pytest.warns(UserWarning, match="mine"):
             compute(PARAMS, {}, X)
-
-
-def test_checkpointing_inside_a_functional_model_is_refused_by_both_strategies():
-    class Recomputes(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = torch.nn.Linear(2, 2, bias=False)
-
-        def forward(self, x):
-            return checkpoint(lambda z: self.inner(z).tanh(), x, use_reentrant=False)
-
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(Recomputes())
-    loss = vgrad.sample_loss(fmodel, torch.nn.functional.mse_loss)
-    batch = torch.randn(3, 2), torch.randn(3, 2)
-    for strategy in ("vmap", "loop"):
-        with pytest.raises(RuntimeError, match="chunk_size"):
-            vgrad.per_sample_grad(loss, strategy=strategy)(params, buffers, *batch)
-    with pytest.raises(RuntimeError, match="outside of its call"):
-        torch.autograd.grad(fmodel(params, buffers, batch[0]).sum(), [*params.values()])
 
 
 def test_threads_leave_the_warnings_of_the_process_as_they_are():

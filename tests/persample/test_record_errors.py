@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, wrap_torch_function
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
 
 import vgrad
 from tests import oracle
@@ -249,28 +248,6 @@ def test_a_call_inside_a_transform_is_refused_where_recording_was_asked_for():
     compute = vgrad.per_sample_norm(lambda p, b, x: (x @ p["w"].t()).sum(), **RECORDED)
     with pytest.raises(vgrad.UnsupportedOp, match='outside of transforms.*"vmap"'):
         torch.vmap(lambda x: compute(params, {}, x))(x)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("inside", ["linear", "multiplication"])
-def test_checkpointing_is_refused_with_the_other_way_to_save_memory(inside, reentrant):
-    def part(x, w):
-        return F.linear(x, w).tanh() if inside == "linear" else (x * w[:3]).tanh()
-
-    def run(p, x):
-        x = F.linear(x, p["v"])
-        return checkpoint(part, x, p["w"], use_reentrant=reentrant)
-
-    params, batch = given(W | {"v": (4, 4)})
-    refused(run, params, batch, "chunk_size")
-    if reentrant:
-        with pytest.raises(RuntimeError, match="use_reentrant") as caught:
-            vgrad.per_sample_norm(lambda p, b, x: out_of(run(p, x)))(params, {}, *batch)
-        assert "chunk_size" in caught.value.__notes__[-1]
-    else:
-        with pytest.warns(vgrad.FallbackWarning, match="chunk_size"):
-            check(run, params, batch, strategy="auto")
-    assert torch._C._autograd._saved_tensors_hooks_is_enabled()
 
 
 RANDOM = {

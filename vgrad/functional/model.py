@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from vgrad import checks
 from vgrad.functional import refused, slots
 from vgrad.functional.entries import Entries
+from vgrad.functional.held import Held
 from vgrad.functional.untouched import Promise, untouched
 from vgrad.functional.writing import write_values_
 from vgrad.torch_private import levels, modes
@@ -61,8 +62,8 @@ class FunctionalModel:
         self.buffer_names = tuple(n for key, n in firsts.items() if key in own_buffers)
         self._copied = {name for key, name in firsts.items() if key in copied}
         # Torch's own modules write into no parameter; watching them would only cost.
-        only_torch = slots.only_of_torch(skeleton)
-        self._watched = () if only_torch else set(self.names) - self._copied
+        self._only_torch = slots.only_of_torch(skeleton)
+        self._watched = () if self._only_torch else set(self.names) - self._copied
 
     def __call__(
         self, params: Params, buffers: Buffers, /, *args: Any, **kwargs: Any
@@ -168,7 +169,9 @@ class FunctionalModel:
         }
         args, kwargs = copied((args, kwargs))
         versions = _versions(own, self._copied)
-        given = {name: own[name] for name in self._watched}
+        held = Held(self._pristine, self._unhooked, self._lock)
+        again = None if self._only_torch else held.again
+        promise = Promise({n: own[n] for n in self._watched}, _EXPECTED, _ADVICE, again)
         with self._lock:
             if self._running:
                 raise RuntimeError(
@@ -181,15 +184,11 @@ class FunctionalModel:
                 self._fill(own)
                 for container, key, value in self._loose:
                     container[key] = value.clone()
-                with untouched(Promise(given, _EXPECTED, _ADVICE)):
+                with untouched(promise):
                     output = self._skeleton(*args, **kwargs)
                 left = {name: self._left(name, own[name]) for name in own}
             finally:
-                for container, before in self._pristine:
-                    slots.restore(container, before)
-                if any(self._unhooked):  # asked first, since there are many
-                    for each in self._unhooked:
-                        each.clear()
+                held.end()
                 self._running = False
         for name, version in _versions(own, self._copied).items():
             if versions[name] != version or left[name] is not own[name]:

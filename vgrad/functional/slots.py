@@ -28,9 +28,8 @@ class Placeholder(nn.Parameter):
 
     refusal = (
         "expected a tensor that is passed to the functional model, got one that is "
-        "used outside of its call, or held where it cannot be exchanged. Activation "
-        "checkpointing recomputes after the call: take it out, or save memory with "
-        "chunk_size. Register what holds parameters as a module."
+        "used outside of its call, or held where it cannot be exchanged. Register "
+        "what holds parameters as a module."
     )
 
     @classmethod

@@ -2,19 +2,23 @@
 
 A function mode sees every call of torch, custom ops included. It cannot see NumPy,
 DLPack or compiled code write into the same memory.
+
+The same mode sees where a checkpoint begins, which runs its function again in the
+backward pass, and has the values put in place for it that the call had.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from vgrad.torch_private import levels, modes
+from vgrad.torch_private import levels, modes, saving
 from vgrad.torch_private import tensors as private
 from vgrad.tree import tree_leaves
 
@@ -26,11 +30,14 @@ class Promise(NamedTuple):
         given: the tensors, by name.
         expected: the first words of the error, `function(what): expected ...`.
         advice: the last ones.
+        again: called where a checkpoint begins; returns what puts in place, once more,
+            what the call that made the promise works with.
     """
 
     given: Mapping[str, Tensor]
     expected: str
     advice: str
+    again: Callable[[], Callable[[], AbstractContextManager]] | None = None
 
 
 class Untouched(TorchFunctionMode):
@@ -40,14 +47,52 @@ class Untouched(TorchFunctionMode):
         """Keep these, and more in the blocks of `also`."""
         super().__init__()
         self._promises = [*promises]
+        self._saved: WeakSet[Callable] = WeakSet()  # hooks that were seen
+
+    def __enter__(self) -> "Untouched":
+        """Begin; a checkpoint around the block is not a part of it."""
+        if (found := saving.hooks()) is not None:
+            self._saved.add(found[0])
+        return super().__enter__()
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         """Run one call."""
         kwargs = kwargs or {}
+        self.look_at_hooks()
         self.check(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def look_at_hooks(self) -> None:
+        """See whether a checkpoint has begun."""
+        found = saving.hooks()
+        if found is not None and found[0] not in self._saved:
+            self._saved.add(found[0])
+            self.saves(found[0])
+
+    def saves(self, pack: Callable) -> None:
+        """Have a checkpoint run again under this mode, with the values of now."""
+        promises = tuple(self._promises)
+        blocks = [each.again() for each in promises if each.again is not None]
+        saving.repeats(pack, lambda: self.repeating(promises, blocks))
+
+    @contextmanager
+    def repeating(
+        self,
+        promises: Sequence[Promise],
+        blocks: Sequence[Callable[[], AbstractContextManager]],
+    ) -> Iterator[None]:
+        """Be what the mode was when these were its promises."""
+        before, self._promises = self._promises, [*promises]
+        try:
+            with ExitStack() as stack:
+                for block in blocks:
+                    stack.enter_context(block())
+                stack.enter_context(self)
+                yield
+        finally:
+            self._promises = before
 
     def check(self, func: Callable, args: tuple, kwargs: dict) -> None:
         """Raise a RuntimeError if a call writes into one of the tensors."""
@@ -69,6 +114,7 @@ class Untouched(TorchFunctionMode):
     @contextmanager
     def also(self, promise: Promise) -> Iterator[None]:
         """Keep one more promise while a block runs."""
+        self.look_at_hooks()  # the block may lie in a checkpoint
         self._promises.append(promise)
         try:
             yield
@@ -78,7 +124,7 @@ class Untouched(TorchFunctionMode):
 
 def untouched(promise: Promise) -> AbstractContextManager:
     """Keep a promise while a block runs, by the current mode or a new one."""
-    if not promise.given:
+    if not promise.given and promise.again is None:
         return nullcontext()
     for mode in reversed(modes.function_modes()):
         if isinstance(mode, Untouched):

@@ -77,22 +77,28 @@ class Draws:
         known = [replace(each, rows=each.rows[rows]) for each in self.known]
         return Draws(known=known)
 
-    def watched(self, size: int, *, alone: bool = False) -> AbstractContextManager:
+    def watched(
+        self, size: int, *, alone: bool = False, repeated: bool = False
+    ) -> AbstractContextManager:
         """Hand out what is known, and note the rest, while a loss runs once.
 
-        `alone` is a sample without a batch dimension; its numbers are not noted.
+        `alone` is a sample without a batch dimension; its numbers are not noted. Those
+        that a part of a loss draws when it is `repeated` have no place in the order.
         """
         if self.known is None:
             return nullcontext()
-        return _Watch(self.known, size, alone=alone)
+        return _Watch(self.known, size, alone=alone, repeated=repeated)
 
 
 class _Watch(DispatchMode):
     """Sees the random ops of one run, on the tensors of all samples."""
 
-    def __init__(self, known: list[_Drawn], size: int, *, alone: bool) -> None:
+    def __init__(
+        self, known: list[_Drawn], size: int, *, alone: bool, repeated: bool
+    ) -> None:
         """Start with the first op."""
         super().__init__()
+        self._repeated = repeated
         self._known = known
         self._size = size
         self._alone = alone
@@ -115,6 +121,8 @@ class _Watch(DispatchMode):
             if drawn_since(before, tensors):
                 raise Undrawn(f"{name}, which keeps them to itself")
             return found
+        if self._repeated:
+            raise Undrawn(f"{name} in an activation checkpoint")
         given = [*_written(func, args, kwargs), *among((found,), {})]
         results = [*{id(each): each for each in given}.values()]
         if self._place < len(self._known):

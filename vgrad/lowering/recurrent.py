@@ -185,8 +185,9 @@ class _Layer(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         options = (ctx.mode, ctx.report, ctx.reverse, ctx.needs_input_grad[4])
         d_output, d_h, d_c = (*grads, None)[:3]
-        found = _Gradient.apply(*options, d_output, d_h, d_c, *ctx.saved_tensors)
-        anchor = ctx.saved_tensors[2].new_zeros(())
+        saved = ctx.saved_tensors  # asked for once, as a checkpoint wants it
+        found = _Gradient.apply(*options, d_output, d_h, d_c, *saved)
+        anchor = saved[2].new_zeros(())
         return None, None, None, anchor, *found, None, None, None, None
 
 

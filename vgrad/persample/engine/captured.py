@@ -1,12 +1,14 @@
 """The tensors that a rule keeps until the backward pass, and their versions."""
 
 import gc
+from collections.abc import Callable, Collection, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor
 
 from vgrad.persample.rules.table import Maker
+from vgrad.torch_private.saving import Hooks
 from vgrad.torch_private.tensors import version_of
 
 
@@ -39,3 +41,35 @@ def captured(maker: Maker) -> list[Tensor]:
         else:
             left += gc.get_referents(value)
     return found
+
+
+def packed(
+    factors: Callable[..., Mapping[str, Maker] | None],
+    given: Mapping[str, Any],
+    weights: Collection[str],
+    hooks: Hooks,
+) -> dict[str, Maker]:
+    """Pack what a rule keeps as autograd packs what it saves; return its makers.
+
+    Only when the first of them runs are the tensors unpacked, all of them, once.
+    """
+    pack, unpack = hooks
+    handles = {
+        name: pack(value)
+        for name, value in given.items()
+        if isinstance(value, Tensor) and name not in weights
+    }
+    rest = {name: value for name, value in given.items() if name not in handles}
+    makers: dict[str, Maker] = {}
+
+    def maker(name: str) -> Maker:
+        def make(g: Tensor) -> Any:
+            if not makers:
+                unpacked = {name: unpack(each) for name, each in handles.items()}
+                makers.update(factors(**rest, **unpacked) or {})
+                handles.clear()
+            return makers.pop(name)(g)
+
+        return make
+
+    return {name: maker(name) for name in weights}

@@ -5,8 +5,9 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ from vgrad.lowering.truthful import (
 )
 from vgrad.lowering.truthful import UnsupportedOp as UnsupportedOp
 from vgrad.lowering.vmapped import VMAPPED
-from vgrad.torch_private import messages, modes
+from vgrad.precision.autocasting import AutocastMode
+from vgrad.torch_private import levels, messages, modes, saving
 
 
 class LossGuard(Untouched):
@@ -60,12 +62,32 @@ class LossGuard(Untouched):
         self._draws = draws or Draws()
         self._stopped: BaseException | None = None
         self._again = again
+        self._watched: Callable[..., AbstractContextManager] = nullcontext
+        self._casts: Callable[[], AbstractContextManager] = nullcontext
+
+    @contextmanager
+    def inside(
+        self, weights: Iterable[Tensor], size: int, *, alone: bool = False
+    ) -> Iterator[None]:
+        """Watch a loss of these weights, for all samples at once or one `alone`."""
+        self._watched = partial(self._draws.watched, size, alone=alone)
+        self._casts = partial(AutocastMode, [*weights])
+        with self, self._watched(), self._casts():
+            yield
+
+    @contextmanager
+    def repeating(self, *args: Any) -> Iterator[None]:
+        """Be what the mode was when a checkpoint began."""
+        again = self._watched(repeated=True)
+        with super().repeating(*args), again, self._casts():
+            yield
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         """Run one call."""
         kwargs = kwargs or {}
+        self.look_at_hooks()
         if getattr(func, "__name__", "") != "__get__":
             refuse_batch_statistics(func, args, kwargs, self._is_shared)
             self.check(func, args, kwargs)
@@ -92,6 +114,9 @@ class LossGuard(Untouched):
 
     def _run_clearly(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one call; an error says what to do."""
+        if func is levels.custom_function_call and args[0] is saving.Reentrant:
+            with self, self._casts():
+                return saving.run_once(*args[1:], **kwargs)
         try:
             return self.run(func, args, kwargs)
         except RuntimeError as error:
@@ -177,8 +202,7 @@ def _limit(message: str, op: str, *, in_place: bool, one: str) -> UnsupportedOp 
     elif any(each in message for each in messages.HOOKS_ON_SAVED):
         limit = (
             f"{differentiable} activation checkpointing (or other hooks on saved "
-            f"tensors). Take it out and save memory with chunk_size, or use "
-            f'strategy="loop" if the loss needs no functional model.'
+            f'tensors). Use strategy="auto", which can run it.'
         )
     elif messages.NO_SETUP_CONTEXT in message:
         limit = (

@@ -1,6 +1,5 @@
 """A loss with the options of its transform, and in a call the tensors it is given."""
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -10,10 +9,9 @@ from torch import Tensor
 from vgrad import batches, checks
 from vgrad.batches import ChunkSize
 from vgrad.lowering.draws import Draws
-from vgrad.persample.engine.guard import Fallbacks
+from vgrad.persample.engine.guard import Fallbacks, LossGuard
 from vgrad.persample.factors.base import Factor
 from vgrad.persample.factors.scaled import Scaled
-from vgrad.precision.autocasting import AutocastMode
 from vgrad.precision.loss_scale import LossScale
 from vgrad.tree import map_values, tree_leaves
 from vgrad.typing import Buffers, LossFn, Params, Tree
@@ -147,7 +145,7 @@ class Problem:
         self,
         params: Params,
         tensors: tuple[Tensor, ...],
-        watch: AbstractContextManager,
+        guard: LossGuard,
         *,
         alone: bool = False,
     ) -> tuple[Tensor, Tree]:
@@ -155,10 +153,8 @@ class Problem:
 
         It stands for all samples, or is `alone`.
         """
-        size = self.batch.size
         sample = self.batch.sample(tuple(tensor.clone() for tensor in tensors))
-        draws = self.draws.watched(size, alone=alone)
-        with watch, draws, AutocastMode(params.values()):
+        with guard.inside(params.values(), self.batch.size, alone=alone):
             # Dictionaries of its own, in which the loss may bind names anew.
             result = self.loss(dict(params), dict(self.buffers), *sample)
         if self.has_aux and not (isinstance(result, tuple) and len(result) == 2):

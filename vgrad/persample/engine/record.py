@@ -9,22 +9,25 @@ per-sample gradient.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from vgrad import checks, tree
+from vgrad import tree
 from vgrad.lowering.questions import NONE
 from vgrad.lowering.truthful import ASKED, Truth, among
 from vgrad.persample.engine import views
-from vgrad.persample.engine.guard import LossGuard
+from vgrad.persample.engine.captured import packed
+from vgrad.persample.engine.guard import LossGuard, UnsupportedOp
+from vgrad.persample.engine.plans import Plan, planned
 from vgrad.persample.engine.problem import Problem
 from vgrad.persample.engine.sites import Site, Sites, Take, Use, replaced
 from vgrad.persample.engine.taps import Taps
 from vgrad.persample.factors.base import Factor
-from vgrad.persample.rules.table import Lowering, Maker, Rule
-from vgrad.torch_private import levels, modes
+from vgrad.persample.rules.table import Lowering, Rule
+from vgrad.torch_private import levels, modes, saving
 from vgrad.torch_private.tensors import leaf
+from vgrad.tree import tree_map_only
 from vgrad.typing import Tree
 
 
@@ -53,22 +56,55 @@ class Recorder(LossGuard):
         self._sites = Sites(problem.params, size, take, tell)
         self._lowering: Callable | None = None
         self._level = 0
+        self._repeats = False  # whether a checkpoint runs again
         self._taps = Taps(self._sites)
         self._ends: dict[int, Tensor] = {}
         self.params = self._sites.params
         self.unreached = self._sites.unreached
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
+    def inside(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         """Watch a loss that runs under vmap."""
         self._level = levels.current_level()
-        self._truth = Truth(self._level, "sample", 'strategy="vmap" or "loop"')
-        with self:
+        self._truth = self._true()
+        with super().inside(*args, **kwargs):
             yield
+
+    def saves(self, pack: Callable) -> None:
+        """Have a checkpoint inside of the loss run again as it ran first."""
+        if not saving.is_checkpoint(pack):
+            raise UnsupportedOp(
+                "loss: expected tensors that are saved for the backward pass as they "
+                "are, or by an activation checkpoint, got other hooks on saved "
+                "tensors, which would see those of all samples. Use "
+                'strategy="loop".'
+            )
+        super().saves(pack)
+
+    @contextmanager
+    def repeating(self, *args: Any) -> Iterator[None]:
+        """Be what the mode was when a checkpoint began.
+
+        What runs again is what the backward pass needs the values of. It is not
+        differentiated, so no use of a parameter counts twice.
+        """
+        truth = self._truth
+        with levels.vmap_level(self.size, self.randomness) as level:
+            assert level == self._level
+            self._truth, self._repeats = self._true(), True
+            try:
+                with super().repeating(*args):
+                    yield
+            finally:
+                self._truth, self._repeats = truth, False
 
     def check_result(self, result: Tree) -> None:
         """Refuse results that are not those of one sample."""
         self._truth.end(tree.tensors(result))
+        self._truth = self._true()  # nor does it keep their memory
+
+    def _true(self) -> Truth:
+        return Truth(self._level, "sample", 'strategy="vmap" or "loop"')
 
     def backward(self, losses: Tensor, scales: Tensor) -> None:
         """Run the one backward pass, and hand on the factors of every parameter.
@@ -83,6 +119,8 @@ class Recorder(LossGuard):
         """Run one call of a torch function."""
         if (found := self.asked(func, args, kwargs)) is not NONE:
             return found
+        if self._repeats:
+            args, kwargs = tree_map_only(Tensor, self._sites.original, (args, kwargs))
         reads = views.only_reads(func)
         if reads and func not in ASKED:
             return func(*args, **kwargs)
@@ -110,7 +148,7 @@ class Recorder(LossGuard):
                 if site not in sites:
                     sites.append(site)
             elif tensor.requires_grad:
-                if not levels.is_wrapped(tensor):
+                if not levels.is_wrapped(tensor) and not self._repeats:
                     self._ends[id(tensor)] = tensor
         return sites, batched
 
@@ -140,8 +178,10 @@ class Recorder(LossGuard):
         if not sites:
             return self.op(func, args, kwargs)
         if here and not batched:
-            return self._sites.derive(func, args, kwargs, sites)
-        copies = {id(site.handed): self._expanded(site, func) for site in sites}
+            # What is derived is kept: factors are taken back through it in the end.
+            with saving.plain():
+                return self._sites.derive(func, args, kwargs, sites)
+        copies = {id(site.handed): self.expanded(site, func) for site in sites}
         return self.op(func, *replaced((args, kwargs), copies))
 
     def physical(self, tensor: Tensor) -> Tensor:
@@ -164,9 +204,13 @@ class Recorder(LossGuard):
         """Run ops as if the loss had called them, each by its own rule."""
         return self
 
+    def site(self, tensor: Tensor) -> Site | None:
+        """Return the site of a tensor that stands for a parameter."""
+        return self._sites.find(tensor)
+
     def knows(self, tensor: Tensor) -> bool:
         """Tell whether a tensor stands for a parameter."""
-        return self._sites.find(tensor) is not None
+        return self.site(tensor) is not None
 
     def is_batched(self, tensor: Tensor) -> bool:
         """Tell whether a tensor differs from sample to sample."""
@@ -187,7 +231,8 @@ class Recorder(LossGuard):
     def anchor(self, value: Tensor) -> Tensor:
         """Return a leaf of these values at which the backward pass ends."""
         anchor = leaf(value)
-        self._ends[id(anchor)] = anchor
+        if not self._repeats:
+            self._ends[id(anchor)] = anchor
         return anchor
 
     def use(self, tensor: Tensor) -> Callable[[Factor], None] | None:
@@ -195,6 +240,8 @@ class Recorder(LossGuard):
         site = self._sites.find(tensor)
         if site is None:
             return None
+        if self._repeats:
+            return lambda _: None
         name = modes.op_name(self._lowering)
         self._sites.expect(site)
 
@@ -215,7 +262,7 @@ class Recorder(LossGuard):
     def _by_rule(self, rule: Rule, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run an op of the table; None where its rule does not fit this call."""
         bound = rule.bind(args, kwargs)
-        plan = None if bound is None else self._plan(rule, func, bound)
+        plan = None if bound is None else planned(self, rule, func, bound)
         if plan is None:
             return None
         with self.below():
@@ -223,70 +270,24 @@ class Recorder(LossGuard):
             if not plan.batched:  # the same for all samples: computed once
                 output = output.expand(self.size, *output.shape)
             if output.requires_grad:  # not under no_grad
-                uses = [(plan.weights[n], plan.makers[n]) for n in plan.weights]
-                name = modes.op_name(self._lowering or func)
-                output = self._taps.tap(name, output, uses, ends=not plan.follows)
+                output = self._tapped(rule, func, plan, output)
             return self.logical(output)
 
-    def _plan(
-        self, rule: Rule, func: Callable, bound: dict[str, Any]
-    ) -> "_Plan | None":
-        """Say how to run an op of these arguments; None where its rule does not fit."""
-        weights: dict[str, Site] = {}
-        batched = follows = False
-        physical = dict(bound)
-        for name, value in bound.items():
-            if not isinstance(value, Tensor):
-                continue
-            site = self._sites.find(value)
-            if name in rule.weights:
-                if levels.is_batched(value) or value.is_complex():
-                    return None
-                if site is not None:
-                    weights[name] = site
-                follows |= site is None and value.requires_grad
-                continue
-            if site is not None:
-                value = self._expanded(site, func)
-            batched |= levels.is_batched(value)
-            physical[name] = self.physical(value)
-            follows |= physical[name].requires_grad
-        if not weights or (not batched and follows):
-            return None
-        for name, site in weights.items():
-            # Only where no input leads on to other parameters does a weight have to
-            # require grad, for the pass to come here at all.
-            physical[name] = site.plain if follows else self.anchor(site.plain)
-        # What is kept must not keep the graph alive.
-        kept = {
-            name: value.detach() if isinstance(value, Tensor) else value
-            for name, value in physical.items()
-        }
-        makers = rule.factors(**kept)
-        if makers is None:
-            return None
-        if missing := weights.keys() - makers.keys():
-            raise TypeError(
-                f"rule({modes.op_name(func)}): expected a function for each weight "
-                f"that got a parameter, got none for {checks.listed(missing)}."
-            )
-        if not batched:
-            physical = {**bound, **{name: physical[name] for name in weights}}
-        return _Plan(physical, weights, makers, batched, follows)
+    def _tapped(self, rule: Rule, func: Callable, plan: Plan, output: Tensor) -> Tensor:
+        """Hook the output of an op; what its factors need is saved as autograd does."""
+        makers, hooks = plan.makers, saving.hooks()
+        if hooks is not None:
+            makers = packed(rule.factors, plan.kept, plan.weights, hooks)
+        if self._repeats:
+            return output
+        uses = [(site, makers[name]) for name, site in plan.weights.items()]
+        name = modes.op_name(self._lowering or func)
+        kept = hooks is None
+        return self._taps.tap(name, output, uses, ends=not plan.follows, kept=kept)
 
-    def _expanded(self, site: Site, op: Callable) -> Tensor:
+    def expanded(self, site: Site, op: Callable) -> Tensor:
         """Return a parameter's copies for the samples, which an op asks for."""
         copies = self._sites.expand(site, op, ruled=op is self._lowering)
         tensor = self.logical(copies)
         self._truth.tell(tensor)
         return tensor
-
-
-class _Plan(NamedTuple):
-    """How one call runs by its rule."""
-
-    arguments: dict[str, Any]  # those of the op, physical where it is batched
-    weights: dict[str, Site]  # the parameters among them
-    makers: dict[str, Maker]  # what makes their factors of the gradient at the output
-    batched: bool  # the output differs from sample to sample
-    follows: bool  # an input leads on to other parameters

@@ -20,7 +20,7 @@ from vgrad.persample.factors.combined import Moved, Replay, disjoint, merged
 from vgrad.persample.factors.outer import Outer
 from vgrad.torch_private import levels
 from vgrad.torch_private.modes import op_name
-from vgrad.torch_private.tensors import leaf, version_of
+from vgrad.torch_private.tensors import leaf, memory, version_of
 from vgrad.tree import tree_map_only
 from vgrad.typing import Params
 
@@ -95,6 +95,17 @@ class Sites:
     def find(self, tensor: Any) -> Site | None:
         """Return the site of a stand-in."""
         return self._known.get(id(tensor))
+
+    def original(self, tensor: Tensor) -> Tensor:
+        """Return the stand-in itself for a copy that was packed away with its data."""
+        if id(tensor) in self._known or not tensor.requires_grad or not tensor.is_leaf:
+            return tensor
+        if levels.is_wrapped(tensor):
+            return tensor
+        for site in self._known.values():
+            if _is_copy(tensor, site.handed):
+                return site.handed
+        return tensor
 
     def check_read(self, func: Callable, sites: Iterable[Site]) -> None:
         """Refuse to tell where what is computed from parameters has its graph."""
@@ -272,6 +283,12 @@ def _computed(
             f'op that does not, or strategy="vmap".'
         )
     return output
+
+
+def _is_copy(tensor: Tensor, of: Tensor) -> bool:
+    same = memory(tensor) == memory(of) and tensor.dtype == of.dtype
+    same &= tensor.storage_offset() == of.storage_offset()
+    return same and tensor.shape == of.shape and tensor.stride() == of.stride()
 
 
 def _check_same_for_all(op: str, names: tuple[str, ...], value: Tensor) -> None:

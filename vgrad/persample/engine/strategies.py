@@ -27,7 +27,7 @@ from vgrad.persample.engine.problem import Problem
 from vgrad.persample.engine.record import Recorder
 from vgrad.persample.factors.base import Dense, Factor
 from vgrad.persample.rules.table import RULES
-from vgrad.torch_private import levels, modes
+from vgrad.torch_private import levels, modes, saving
 from vgrad.tree import tree_map_only
 from vgrad.typing import Params, Tree
 
@@ -61,7 +61,7 @@ def recorded(problem: Problem, collect: Collect) -> Chunk:
     recorder = Recorder(RULES, problem, problem.batch.size, take, collected.tell)
 
     def one(tensors: tuple[Tensor, ...]) -> tuple:
-        result = problem.run_loss(recorder.params, tensors, recorder.inside())
+        result = problem.run_loss(recorder.params, tensors, recorder)
         recorder.check_result(result)
         return result
 
@@ -71,19 +71,15 @@ def recorded(problem: Problem, collect: Collect) -> Chunk:
         recorder.anchor(each) if again and each.requires_grad else each.detach()
         for each in problem.batch.inputs
     )
-    with _clear_errors(problem), torch.enable_grad():
+    # A checkpoint around the call runs all of it again.
+    with _clear_errors(problem), torch.enable_grad(), saving.plain():
         mapped = torch.vmap(one, randomness=problem.randomness)
-        # What is computed again in the backward pass is not under vmap any more.
-        with torch.autograd.graph.disable_saved_tensors_hooks(_NO_HOOKS):
-            losses, aux = mapped(tensors)
+        losses, aux = mapped(tensors)
         with no_autocast(losses.device):
             recorder.backward(losses, problem.cotangent(losses))
     _check_unreached(problem, frozenset(recorder.unreached))
     losses, aux = tree_map_only(Tensor, torch.Tensor.detach, (losses, aux))
     return Chunk(collected, losses, aux, recorded=True)
-
-
-_NO_HOOKS = "saved tensor hooks are not supported while a loss is recorded"
 
 
 def vmap(problem: Problem, collect: Collect) -> Chunk:

@@ -38,13 +38,23 @@ class Taps:
             raise own_backward_pass("loss")
 
     def tap(
-        self, op: str, output: Tensor, uses: list[tuple[Site, Maker]], *, ends: bool
+        self,
+        op: str,
+        output: Tensor,
+        uses: list[tuple[Site, Maker]],
+        *,
+        ends: bool,
+        kept: bool = True,
     ) -> Tensor:
-        """Hook the node of an op's output; with `ends` the backward pass ends there."""
+        """Hook the node of an op's output.
+
+        With `ends` the backward pass ends there; `kept` says that the makers refer to
+        the tensors they need.
+        """
         whole, output = _with_node(output)
         number, shape = whole.output_nr, output.shape
         left = [
-            (site, maker, [(each, version_of(each)) for each in captured(maker)])
+            (site, maker, [(t, version_of(t)) for t in captured(maker)] if kept else [])
             for site, maker in uses
         ]
         for site, _ in uses:

@@ -1,0 +1,384 @@
+"""Activation checkpoints in a loss: a part of it runs again in the backward pass."""
+
+import contextlib
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+from torch.utils import checkpoint as checkpointing
+
+import vgrad
+from tests import cases, oracle
+from tests.cases import randn
+from vgrad.torch_private import levels, modes
+
+EXACT = 1e-12
+checkpoint = partial(checkpointing.checkpoint, use_reentrant=False)
+every_strategy = pytest.mark.parametrize("strategy", ["auto", "recorded", "loop"])
+recorded_or_loop = pytest.mark.parametrize("strategy", ["recorded", "loop"])
+
+W = {"w": randn(4, 4), "v": randn(4, 4, seed=1), "s": randn(4, seed=2)}
+X = randn(6, 3, 4, seed=3)
+
+
+def linear(p, b, x):
+    x = F.linear(x, p["w"])
+    x = checkpoint(lambda x: F.linear(x.tanh(), p["v"], p["s"]).sin(), x)
+    return x.square().sum()
+
+
+def as_arguments(p, b, x):
+    x = checkpoint(lambda x, w, s: F.linear(x, w).tanh() * s, x, p["w"], p["s"])
+    return F.linear(x, p["v"]).square().sum()
+
+
+def one_weight_everywhere(p, b, x):
+    """Outside, in two regions, and twice in one of them."""
+    x = F.linear(x, p["w"]).tanh()
+    for _ in range(2):
+        x = checkpoint(lambda x: F.linear(F.linear(x, p["w"]).sin(), p["w"]), x)
+    return F.linear(x, p["w"]).square().sum()
+
+
+def computed(p, b, x):
+    """Of parameters alone, inside and outside of the region."""
+    normed = p["w"] / p["w"].norm()
+
+    def region(x):
+        scaled = (p["v"] * p["s"]).t()
+        return F.linear(F.linear(x, normed).tanh(), scaled) @ p["v"].t()
+
+    return checkpoint(region, checkpoint(region, x)).square().sum()
+
+
+def without_a_rule(p, b, x):
+    return checkpoint(lambda x: torch.cdist(x, p["w"]).sin() * p["s"], x.sin()).sum()
+
+
+def norms_and_attention(p, b, x):
+    def region(x):
+        x = F.layer_norm(x, (4,), p["s"], None)
+        q, k = F.linear(x, p["w"]), F.linear(x, p["v"])
+        return F.scaled_dot_product_attention(q, k, x)
+
+    return checkpoint(region, x.tanh()).square().sum()
+
+
+def several_outputs(p, b, x):
+    def region(x, *, scale):
+        y = F.linear(x, p["w"]).tanh()
+        return {"y": y * scale, "rest": [y.detach(), 3, F.linear(x, p["v"])]}
+
+    found = checkpoint(region, x, scale=2.0)
+    return (found["y"] * found["rest"][2] * found["rest"][1]).sum()
+
+
+def without_parameters(p, b, x):
+    return checkpoint(lambda x: x.sin().exp(), F.linear(x, p["w"])).sum()
+
+
+def of_a_constant(p, b, x):
+    """Nothing that goes in requires grad."""
+    return checkpoint(lambda x: F.linear(x, p["w"]).tanh(), x).square().sum()
+
+
+def in_place(p, b, x):
+    def region(x):
+        y = F.linear(x, p["w"])
+        return F.linear(y.mul_(2.0).relu_(), p["v"])
+
+    return checkpoint(region, x).square().sum()
+
+
+def to_the_end(p, b, x):
+    with checkpointing.set_checkpoint_early_stop(False):
+        return linear(p, b, x)
+
+
+def asks(p, b, x):
+    def region(x):
+        return F.linear(x, p["w"] if x.sum() > 0 else p["v"]).tanh()
+
+    return checkpoint(region, F.linear(x, p["w"])).square().sum()
+
+
+def a_step_of_an_lstm(p, b, x):
+    gates = torch.cat([p["w"], p["v"], p["w"].sin(), p["v"] * p["s"]])
+
+    def region(x):
+        return torch.lstm_cell(x, (x, x), gates, gates)[0]
+
+    return checkpoint(region, x.tanh()).square().sum()
+
+
+LOSSES = {
+    each.__name__: each
+    for each in [
+        *(linear, as_arguments, one_weight_everywhere, computed, without_a_rule),
+        *(norms_and_attention, several_outputs, without_parameters, of_a_constant),
+        *(in_place, to_the_end, asks, a_step_of_an_lstm),
+    ]
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@every_strategy
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_every_quantity_is_that_of_a_loop(name, strategy, chunk_size):
+    params = {n: W[n] for n in W if not (n == "v" and name == "without_a_rule")}
+    options = {"strategy": strategy, "chunk_size": chunk_size}
+    cases.assert_quantities(LOSSES[name], params, (X,), tolerance=EXACT, **options)
+
+
+class Net(nn.Module):
+    """Blocks of several kinds, in regions or not."""
+
+    def __init__(self, run=checkpoint, drop=0.0):
+        super().__init__()
+        self.run = run
+        self.embed = nn.Embedding(7, 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(8), nn.Linear(8, 8), nn.Dropout(drop), nn.Linear(8, 8)
+            )
+            for _ in range(2)
+        )
+        self.recurrent = nn.LSTM(8, 8, batch_first=True)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, dropout=drop)
+        self.convolution = nn.Conv1d(8, 8, 3, padding=1)
+        self.head = nn.Linear(8, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + self.run(block, x)
+        x = self.run(lambda x: self.recurrent(x)[0], x)
+        x = self.run(lambda x: self.attention(x, x, x, need_weights=False)[0] + x, x)
+        x = self.run(lambda x: self.convolution(x.mT).tanh().mT, x)
+        return self.run(lambda x: self.head(x), x)
+
+
+def straight(function, *args):
+    return function(*args)
+
+
+def split(*options, dtype=torch.float64):
+    """Return a loss, its parameters and a batch; one seed, one model."""
+    torch.manual_seed(0)
+    model = Net(*options).to(dtype)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(
+        model, disable_autograd_tracking=True
+    )
+    generator = torch.Generator().manual_seed(1)
+    batch = torch.randint(7, (5, 6), generator=generator)
+    loss = vgrad.sample_loss(fmodel, lambda o, t: F.cross_entropy(o.mT, t))
+    return model, loss, params, buffers, (batch, batch.roll(1, 1))
+
+
+@every_strategy
+def test_a_module_is_that_of_plain_autograd(strategy):
+    model, loss, params, buffers, batch = split()
+    expected = oracle.model_gradients(
+        model, lambda m, x, y: F.cross_entropy(m(x).mT, y), batch, 5
+    )
+    found = vgrad.per_sample_grad(loss, strategy=strategy)(params, buffers, *batch)
+    oracle.assert_exact(found, expected)
+    clip = vgrad.clipped_grad(loss, max_norm=0.5, strategy=strategy, chunk_size=2)
+    oracle.assert_exact(
+        clip(params, buffers, *batch).grads, oracle.clipped(expected, 0.5)
+    )
+
+
+@recorded_or_loop
+@pytest.mark.parametrize("randomness", ["different", "same"])
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_the_same_random_numbers_are_drawn_again(strategy, randomness, chunk_size):
+    found = []
+    for run in (straight, checkpoint):
+        _, loss, params, buffers, batch = split(run, 0.4)
+        compute = vgrad.per_sample_grad(
+            loss, strategy=strategy, randomness=randomness, chunk_size=chunk_size
+        )
+        torch.manual_seed(7)
+        found.append(compute(params, buffers, *batch))
+        after = torch.rand(())
+        found.append({"random state": after})
+    plain, state, again, state_again = found
+    oracle.assert_exact(again, plain, EXACT)
+    assert torch.equal(state["random state"], state_again["random state"])
+
+
+@recorded_or_loop
+def test_autocast_is_on_in_the_repetition(strategy):
+    found = []
+    for run in (straight, checkpoint):
+        _, loss, params, buffers, batch = split(run, dtype=torch.float32)
+        compute = vgrad.per_sample_grad(loss, strategy=strategy)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found.append(compute(params, buffers, *batch))
+    for name, grad in found[0].items():
+        assert torch.equal(grad, found[1][name]), name
+
+
+def test_each_use_of_a_parameter_leaves_one_factor():
+    told = []
+    for run in (straight, checkpoint):
+        _, loss, params, buffers, batch = split(run)
+        norm = vgrad.per_sample_norm(loss)
+        told.append(vgrad.explain(norm)(params, buffers, *batch))
+    plain, again = told
+    assert again.strategy == "recorded"
+    assert again.rows == plain.rows
+
+
+def test_what_lies_in_a_region_is_not_kept():
+    kept = []
+
+    def note(tensor):
+        with modes.without_modes():  # which keep what the loss asks about
+            physical = levels.stored(tensor)
+            kept.append(StorageWeakRef(physical.untyped_storage()))
+        return tensor
+
+    def region(p, x):
+        return note(F.linear(note(F.linear(x, p["w"])).tanh(), p["v"])).sin()
+
+    alive = []
+
+    def loss(p, b, x):
+        x = checkpoint(region, p, x.sin()).exp()
+        alive[:] = [not each.expired() for each in kept]
+        return x.sum()
+
+    params = {"w": W["w"], "v": W["v"]}
+    vgrad.per_sample_norm(loss, strategy="recorded")(params, {}, X)
+    assert alive == [False, False]
+    assert len(kept) == 4  # twice two
+
+
+@recorded_or_loop
+def test_a_split_chunk_draws_outside_of_regions_only(strategy):
+    def drops(p, b, x, inside):
+        drop = partial(F.dropout, p=0.5)
+        x = F.linear(x if inside else drop(x), p["w"])
+        x = checkpoint(lambda x: F.linear(drop(x) if inside else x, p["v"]), x)
+        return x.square().sum() * (2 if x.sum() > 0 else 3)
+
+    compute = partial(vgrad.per_sample_grad, strategy=strategy, randomness="different")
+    compute(partial(drops, inside=False))(W, {}, X)
+    if strategy == "loop":
+        compute(partial(drops, inside=True))(W, {}, X)
+        return
+    with pytest.raises(RuntimeError, match='an activation checkpoint.*"loop"'):
+        compute(partial(drops, inside=True))(W, {}, X)
+
+
+def packs(p, b, x):
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t)
+    with hooks:
+        return F.linear(x, p["w"]).tanh().sum()
+
+
+def test_other_hooks_on_saved_tensors_run_in_a_loop():
+    with pytest.raises(vgrad.UnsupportedOp, match='other hooks.*strategy="loop"'):
+        vgrad.per_sample_norm(packs, strategy="recorded")(W, {}, X)
+    with pytest.warns(vgrad.FallbackWarning, match="other hooks"):
+        cases.assert_quantities(packs, {"w": W["w"]}, (X,), strategy="auto")
+
+
+def test_a_checkpoint_inside_of_another_runs_in_a_loop():
+    def nested(p, b, x):
+        def outer(x):
+            return checkpoint(lambda x: F.linear(x, p["w"]).tanh(), x.sin()).exp()
+
+        return checkpoint(outer, F.linear(x, p["v"])).sum()
+
+    params = {"w": W["w"], "v": W["v"]}
+    with pytest.warns(vgrad.FallbackWarning, match="one sample after another"):
+        cases.assert_quantities(nested, params, (X,), strategy="auto")
+
+
+def test_a_transform_may_run_in_a_checkpoint_of_the_caller():
+    leaf = W["w"].clone().requires_grad_()
+    norms = vgrad.per_sample_norm(lambda p, b, x: F.linear(x, p["w"]).sin().sum())
+
+    def penalty(w):
+        return w.sin() * norms({"w": w.detach()}, {}, X).sum()
+
+    (found,) = torch.autograd.grad(checkpoint(penalty, leaf).sum(), leaf)
+    (expected,) = torch.autograd.grad(penalty(leaf).sum(), leaf)
+    assert torch.equal(found, expected)
+
+
+class Remembers(nn.Module):
+    """Sets in its forward pass what the region needs in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+        self.scale = None
+
+    def forward(self, x):
+        self.scale = x.abs().amax()
+        self.calls = self.calls + 1
+        return checkpoint(lambda x: self.second(x.tanh() / self.scale), self.first(x))
+
+
+def test_a_functional_model_has_its_values_again_in_the_backward_pass():
+    model = Remembers().double()
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    others = {
+        name: (each + 1).detach().requires_grad_() for name, each in params.items()
+    }
+    x = randn(5, 4)
+    for values in (params, others):
+        reference = fmodel.to_module(values, buffers)
+        with torch.no_grad():
+            model.load_state_dict({**reference.state_dict()})
+        output, new = fmodel.call_and_update(values, buffers, x)
+        found = torch.autograd.grad(output.square().sum(), [*values.values()])
+        expected = torch.autograd.grad(
+            reference(x).square().sum(), [*reference.parameters()]
+        )
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
+        assert new["calls"] == 1
+    with pytest.raises(RuntimeError, match="outside of its call"):
+        fmodel._skeleton.first(x)
+
+
+def test_two_calls_of_a_functional_model_repeat_with_values_of_their_own():
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(Remembers().double())
+    others = {name: each.detach() * 2 for name, each in params.items()}
+    x = randn(5, 4)
+
+    def both(values):
+        return fmodel(values, buffers, x).sin() * fmodel(others, buffers, x + 1)
+
+    found = torch.autograd.grad(both(params).sum(), [*params.values()])
+    module = fmodel.to_module(params, buffers)
+    constant = fmodel.to_module(others, buffers)(x + 1).detach()
+    expected = torch.autograd.grad(
+        (module(x).sin() * constant).sum(), [*module.parameters()]
+    )
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
+
+
+def test_selected_activations_are_kept():
+    ops = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    keep = partial(checkpointing.create_selective_checkpoint_contexts, ops)
+
+    def run(p, b, x):
+        def region(x):
+            return F.linear(F.linear(x, p["w"]).tanh(), p["v"], p["s"]).sin()
+
+        return checkpoint(region, x.sin(), context_fn=keep).square().sum()
+
+    with contextlib.suppress(vgrad.FallbackWarning):
+        cases.assert_quantities(run, W, (X,), strategy="auto")

@@ -1,0 +1,62 @@
+"""What a module holds during a call, for the parts of it that run again later."""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from vgrad.functional import slots
+from vgrad.functional.slots import Container
+
+State = list[tuple[Any, Any]]
+"""Containers, and copies of what they held."""
+
+
+class Held:
+    """The containers of a module during one call, which ends with them as they were.
+
+    A checkpoint runs a part of the forward pass again in the backward pass. It must
+    find what the call has left then, as it would in a module that keeps its values.
+    """
+
+    def __init__(
+        self,
+        pristine: State,
+        unhooked: Sequence[Container],
+        lock: AbstractContextManager,
+    ) -> None:
+        """Take what the containers hold outside of calls; some hold nothing."""
+        self._pristine = pristine
+        self._unhooked = unhooked
+        self._lock = lock
+        self._wanted = False
+        self._left: State = []
+
+    def again(self) -> Callable[[], AbstractContextManager]:
+        """Ask for what puts in place, after the call, what it has left."""
+        self._wanted = True
+        return self._in_place
+
+    def end(self) -> None:
+        """Make the containers what they were before the call."""
+        if self._wanted:
+            self._left = [(each, copy.copy(each)) for each, _ in self._pristine]
+        _restore(self._pristine)
+        if any(self._unhooked):  # asked first, since there are many
+            for each in self._unhooked:
+                each.clear()
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        with self._lock:
+            before = [(each, copy.copy(each)) for each, _ in self._left]
+            _restore(self._left)
+            try:
+                yield
+            finally:
+                _restore(before)
+
+
+def _restore(state: State) -> None:
+    for container, values in state:
+        slots.restore(container, values)

@@ -1,0 +1,93 @@
+"""What autograd saves for the backward pass, and the checkpoints that compute it again.
+
+A checkpoint of `torch.utils.checkpoint` packs away what is saved inside of it, and runs
+its function once more, in the backward pass, when the first of that is needed. By then
+the modes, transforms and values around it are gone: `repeats` has them put in place.
+
+Rests on torch/utils/checkpoint.py: on the hooks of a `_CheckpointFrame`, whose
+`recompute_fn` is what runs, and on those of the run that is a repetition; and on
+`torch._C._autograd` for the hooks at work. A hook around the repetition that users can
+set would end the need.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._autograd import (  # pyright: ignore[reportMissingModuleSource]
+    _top_saved_tensors_default_hooks as _top,
+)
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointFunction as Reentrant
+from torch.utils.checkpoint import checkpoint
+
+__all__ = [
+    "Hooks",
+    "Reentrant",
+    "hooks",
+    "is_checkpoint",
+    "plain",
+    "repeats",
+    "run_once",
+]
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""What packs a tensor that autograd saves, and what unpacks it."""
+
+
+def hooks() -> Hooks | None:
+    """Return the hooks on saved tensors that are at work, the innermost ones."""
+    return _top(False)
+
+
+def plain() -> AbstractContextManager:
+    """Save tensors as they are in this block, whatever hooks are around it."""
+    if hooks() is None:
+        return nullcontext()
+    return saved_tensors_hooks(_unchanged, _unchanged)
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor.detach()  # the tensor itself would make a cycle
+
+
+def is_checkpoint(pack: Callable) -> bool:
+    """Tell whether a hook is that of a checkpoint's first run, or of one again."""
+    return pack.__qualname__.startswith((_FIRST, _AGAIN))
+
+
+_FIRST, _AGAIN = "_checkpoint_hook.", "_recomputation_hook."
+
+
+def repeats(pack: Callable, around: Callable[[], AbstractContextManager]) -> None:
+    """Have a block around the repetition of what a checkpoint saves by this hook.
+
+    Other hooks are left alone.
+    """
+    if not pack.__qualname__.startswith(_FIRST):
+        return
+    cells = zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True)
+    frame = dict(cells)["frame"].cell_contents
+    run = frame.recompute_fn
+
+    def again(*args: Any) -> Any:
+        with around():
+            return run(*args)
+
+    frame.recompute_fn = again
+
+
+def run_once(run: Callable, preserve_rng_state: bool, *args: Any) -> Any:
+    """Do what a re-entrant checkpoint does, whose backward pass is one of its own.
+
+    The other kind computes the same, but for one thing: a re-entrant one has no
+    gradients where none of its arguments requires grad.
+    """
+    if not any(isinstance(each, Tensor) and each.requires_grad for each in args):
+        with torch.no_grad():
+            return run(*args)
+    return checkpoint(
+        run, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
+    )
