@@ -133,6 +133,19 @@ def test_every_quantity_is_that_of_a_loop(name, strategy, chunk_size):
     cases.assert_quantities(LOSSES[name], params, (X,), tolerance=EXACT, **options)
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_two_passes_repeat_it_twice(name):
+    params = {n: W[n] for n in W if not (n == "v" and name == "without_a_rule")}
+    found = []
+    for passes in (1, 2):
+        clip = vgrad.clipped_grad(LOSSES[name], max_norm=1.0, passes=passes)
+        found.append(clip(params, {}, X))
+    one, two = found
+    assert torch.equal(one.norms, two.norms)
+    for each, grad in one.grads.items():
+        assert torch.equal(grad, two.grads[each]), each
+
+
 class Net(nn.Module):
     """Blocks of several kinds, in regions or not."""
 

@@ -11,6 +11,7 @@ from vgrad.persample.engine.collectors import Moments as Moments
 from vgrad.persample.engine.collectors import Norms as Norms
 from vgrad.persample.engine.collectors import Projections as Projections
 from vgrad.persample.engine.collectors import Settled as Settled
+from vgrad.persample.engine.collectors import Twice as Twice
 from vgrad.persample.engine.collectors import Weighted as Weighted
 from vgrad.persample.engine.grouping import Groups as Groups
 from vgrad.persample.engine.grouping import check_groups as check_groups

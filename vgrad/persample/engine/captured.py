@@ -51,7 +51,8 @@ def packed(
 ) -> dict[str, Maker]:
     """Pack what a rule keeps as autograd packs what it saves; return its makers.
 
-    Only when the first of them runs are the tensors unpacked, all of them, once.
+    Only when the first of them runs are the tensors unpacked, all of them, once in a
+    backward pass.
     """
     pack, unpack = hooks
     handles = {
@@ -67,7 +68,6 @@ def packed(
             if not makers:
                 unpacked = {name: unpack(each) for name, each in handles.items()}
                 makers.update(factors(**rest, **unpacked) or {})
-                handles.clear()
             return makers.pop(name)(g)
 
         return make

@@ -33,13 +33,19 @@ class Collector(Protocol):
 
     Attributes:
         tell: optional callback, invoked once per use while a loss is recorded.
+        look: optional, takes the factors of a recorded backward pass after which a
+            second one hands all of them to `take`, and `again` is called in between.
     """
 
     tell: Callable[[Use], None] | None = None
+    look: Callable[[str, Factor], None] | None = None
 
     def take(self, name: str, factor: Factor) -> None:
         """Accept the factor of one parameter."""
         ...
+
+    def again(self) -> None:
+        """Learn that a second backward pass begins."""
 
 
 @dataclass
@@ -211,6 +217,39 @@ class Settled(Collector):
                 factor, weight = factor.take(rows), weight[rows]
             sums[name] = factor.weighted(weight)
         return sums
+
+
+@dataclass
+class Twice(Settled):
+    """Does what `Settled` does in two backward passes, between which it keeps nothing.
+
+    The first is for the norms, of which `decide` makes the weights of each parameter.
+    The second sums, unless `decide` returns None: then factors are kept after all.
+    """
+
+    decide: Callable[["Twice"], Mapping[str, Tensor] | None] | None = None
+    sums: Params = field(default_factory=dict)
+    _weights: Mapping[str, Tensor] | None = None
+    _kept: dict[str, bool] = field(default_factory=dict)
+
+    def take(self, name: str, factor: Factor) -> None:
+        """Compute the norms of one parameter, or sum its gradients."""
+        if self._weights is not None:
+            form = factor if self._kept[name] else factor.settled()[0]
+            self.sums[name] = form.weighted(self._weights[name])
+            return
+        super().take(name, factor)
+        self._kept[name] = self.factors[name] is factor
+
+    def look(self, name: str, factor: Factor) -> None:
+        """Compute the norms of one parameter alone."""
+        self.take(name, factor)
+        del self.factors[name]
+
+    def again(self) -> None:
+        """Decide between the passes."""
+        assert self.decide is not None
+        self._weights = self.decide(self)
 
 
 def _slices(keep: Tensor, *shapes: torch.Size) -> Sequence[Tensor]:

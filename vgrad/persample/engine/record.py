@@ -106,14 +106,17 @@ class Recorder(LossGuard):
     def _true(self) -> Truth:
         return Truth(self._level, "sample", 'strategy="vmap" or "loop"')
 
-    def backward(self, losses: Tensor, scales: Tensor) -> None:
-        """Run the one backward pass, and hand on the factors of every parameter.
+    def backward(self, losses: Tensor, scales: Tensor, *, last: bool = True) -> None:
+        """Run a backward pass, and hand on the factors of every parameter.
 
-        `scales` are what the losses are multiplied by, ones as a rule.
+        `scales` are what the losses are multiplied by, ones as a rule. Nothing is freed
+        before the `last` pass; as a rule there is one.
         """
-        with self._taps.open():
-            self._sites.differentiate(losses, scales, list(self._ends.values()))
-        self._taps.check_reached(losses)
+        ends = list(self._ends.values())
+        with self._taps.open(last=last):
+            self._sites.differentiate(losses, scales, ends, last=last)
+        if last:
+            self._taps.check_reached(losses)
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one call of a torch function."""

@@ -58,6 +58,7 @@ class _Parameter:
 
     root: Site
     found: list[tuple[Site, Factor]] = field(default_factory=list)
+    expected: int = 0
     pending: int = 0
     late: bool = False  # some are known only after the whole backward pass
 
@@ -178,7 +179,7 @@ class Sites:
     def expect(self, site: Site) -> None:
         """Wait for one more factor."""
         for name in site.names:
-            self._waiting[name].pending += 1
+            self._waiting[name].expected += 1
 
     def arrived(self, site: Site, factor: Factor | None, op: str) -> None:
         """Accept what was expected; without a gradient there is no factor."""
@@ -191,16 +192,23 @@ class Sites:
                 self._complete(name)
 
     def differentiate(
-        self, losses: Tensor, scales: Tensor, anchors: list[Tensor]
+        self, losses: Tensor, scales: Tensor, anchors: list[Tensor], *, last: bool
     ) -> None:
-        """Run the one backward pass, and hand on the factors of every parameter."""
+        """Run a backward pass, and hand on the factors of every parameter."""
+        parameters = dict(self._waiting)
+        for parameter in parameters.values():
+            parameter.pending = parameter.expected
         sites = list(self._known.values())
         expanded = [site for site in sites if site.expansion is not None]
         inputs: list[Any] = [site.expansion for site in expanded]
         inputs += [site.handed for site in sites]
         if losses.requires_grad:
             grads = torch.autograd.grad(
-                losses, inputs + anchors, grad_outputs=scales, allow_unused=True
+                losses,
+                inputs + anchors,
+                grad_outputs=scales,
+                allow_unused=True,
+                retain_graph=not last,
             )
             _check_nothing_passed_by(sites, grads[len(expanded) :])
             for site, grad in zip(expanded, grads, strict=False):
@@ -208,6 +216,8 @@ class Sites:
                     self._keep(site, Dense(grad), site.asked)
         for name in list(self._waiting):
             self._complete(name)
+        if not last:
+            self._waiting = parameters
 
     def _keep(self, site: Site, factor: Factor, ops: Mapping[str, bool]) -> None:
         """Note a factor, under the parameter itself where the way there is short."""
@@ -228,6 +238,7 @@ class Sites:
         """Hand on what was found for a parameter, as one factor."""
         parameter = self._waiting.pop(name)
         root, found = parameter.root, parameter.found
+        parameter.found = []
         parts: dict[Site, list[Factor]] = {}
         for site, factor in found:
             parts.setdefault(site, []).append(factor)

@@ -53,10 +53,11 @@ def recorded(problem: Problem, collect: Collect) -> Chunk:
             f'transforms of torch.func. Use strategy="vmap" inside them.'
         )
     collected = collect()
+    accept = collected.look or collected.take
 
     def take(name: str, factor: Factor) -> None:
         with torch.no_grad():
-            collected.take(name, problem.unscaled(factor))
+            accept(name, problem.unscaled(factor))
 
     recorder = Recorder(RULES, problem, problem.batch.size, take, collected.tell)
 
@@ -76,7 +77,12 @@ def recorded(problem: Problem, collect: Collect) -> Chunk:
         mapped = torch.vmap(one, randomness=problem.randomness)
         losses, aux = mapped(tensors)
         with no_autocast(losses.device):
-            recorder.backward(losses, problem.cotangent(losses))
+            scales = problem.cotangent(losses)
+            if collected.look is not None:
+                recorder.backward(losses, scales, last=False)
+                accept = collected.take
+                collected.again()
+            recorder.backward(losses, scales)
     _check_unreached(problem, frozenset(recorder.unreached))
     losses, aux = tree_map_only(Tensor, torch.Tensor.detach, (losses, aux))
     return Chunk(collected, losses, aux, recorded=True)

@@ -20,13 +20,13 @@ class Taps:
     def __init__(self, sites: Sites) -> None:
         """Start without hooks."""
         self._sites = sites
-        self._open = False
+        self._open = self._last = False
         self._waiting: dict[int, list] = {}
 
     @contextmanager
-    def open(self) -> Iterator[None]:
-        """Run the one backward pass in this block."""
-        self._open = True
+    def open(self, *, last: bool) -> Iterator[None]:
+        """Run a backward pass in this block; makers are kept until the last one."""
+        self._open, self._last = True, last
         try:
             yield
         finally:
@@ -63,6 +63,7 @@ class Taps:
         def hook(grads: tuple[Tensor | None, ...]) -> Any:
             self.check_open()
             g = grads[number]
+            again = [] if self._last else left.copy()
             while left:
                 site, maker, kept = left.pop()
                 check_unchanged(op, kept)
@@ -70,6 +71,7 @@ class Taps:
                 del maker, kept  # so that inputs are freed as early as possible
                 self._sites.arrived(site, factor, op)
                 del factor
+            left.extend(again)
             return (None,) * len(grads) if ends else None
 
         node: Any = whole.grad_fn
