@@ -67,7 +67,8 @@ def packed(
         def make(g: Tensor) -> Any:
             if not makers:
                 unpacked = {name: unpack(each) for name, each in handles.items()}
-                makers.update(factors(**rest, **unpacked) or {})
+                found = factors(**rest, **unpacked) or {}
+                makers.update((name, found[name]) for name in weights)
             return makers.pop(name)(g)
 
         return make
