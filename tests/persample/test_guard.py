@@ -30,26 +30,12 @@ def recomputes(p, b, x):
     return checkpoint(lambda a: product(p, a).sin(), x, use_reentrant=False)
 
 
-class OldStyle(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
-
-
 REFUSED = {
     "mask": ("__getitem__", lambda p, b, x: (p["w"] * x)[x > 0].sum()),
     "nonzero": ("nonzero", lambda p, b, x: (p["w"] * x)[x.nonzero()].sum()),
     "add_": ("add_", lambda p, b, x: torch.zeros(3).add_(p["w"] * x).sum()),
     "an item is set": ("__setitem__", sets_item),
     "checkpoint": ("per_sample_grad", recomputes),
-    "old function": (
-        "per_sample_grad",
-        lambda p, b, x: product(p, x * OldStyle.apply(p["w"])),
-    ),
 }
 
 

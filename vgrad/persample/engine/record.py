@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from vgrad import checks, tree
+from vgrad.lowering.one_by_one import once
 from vgrad.lowering.questions import NONE
 from vgrad.lowering.truthful import ASKED, Truth, among
 from vgrad.persample.engine import views
@@ -46,7 +47,9 @@ class Recorder(LossGuard):
     ) -> None:
         """Make the stand-ins for the parameters."""
         given = {**problem.params, **problem.buffers}
-        super().__init__(given=given, draws=problem.draws)
+        super().__init__(
+            given=given, draws=problem.draws, looped=problem.fallbacks.looped
+        )
         self.size = size
         self.randomness = problem.randomness
         self._rules = rules
@@ -140,9 +143,15 @@ class Recorder(LossGuard):
         if not sites:
             return self.op(func, args, kwargs)
         if here and not batched:
+            if func is levels.custom_function_call:
+                func = self._function
             return self._sites.derive(func, args, kwargs, sites)
         copies = {id(site.handed): self._expanded(site, func) for site in sites}
         return self.op(func, *replaced((args, kwargs), copies))
+
+    def _function(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run an autograd.Function of parameters alone."""
+        return once(function, args, kwargs, self.knows)
 
     def physical(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the loss with the samples in front."""

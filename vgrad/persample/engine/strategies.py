@@ -27,7 +27,7 @@ from vgrad.persample.engine.problem import Problem
 from vgrad.persample.engine.record import Recorder
 from vgrad.persample.factors.base import Dense, Factor
 from vgrad.persample.rules.table import RULES
-from vgrad.torch_private import levels, modes
+from vgrad.torch_private import levels, modes, old_style
 from vgrad.tree import tree_map_only
 from vgrad.typing import Params, Tree
 
@@ -159,7 +159,8 @@ def _guard(
 ) -> LossGuard:
     """Watch a loss that is handed the memory of the caller's tensors."""
     given = {**problem.params, **problem.buffers}
-    return LossGuard(truth, given=given, draws=problem.draws, again=again)
+    draws, looped = problem.draws, problem.fallbacks.looped
+    return LossGuard(truth, given=given, draws=draws, looped=looped, again=again)
 
 
 def _check_unreached(problem: Problem, names: frozenset[str]) -> None:
@@ -257,6 +258,7 @@ def _clear_errors(problem: Problem) -> Iterator[None]:
         problem.fallbacks.reported(problem.function),
         _no_weight_cache(),
         modes.unoptimized_scripts(),
+        old_style.shown(),
     ):
         try:
             yield
