@@ -96,12 +96,14 @@ class _Call:
         versions = [version_of(each) for each in tensors]
         state = random_state(tensors)
         columns = [_column(*each, size if mapped else 1) for each in given]
-        rows = [one(row) for row in zip(*columns, strict=True)]
+        try:
+            rows = [one(row) for row in zip(*columns, strict=True)]
+        finally:
+            if versions != [version_of(each) for each in tensors]:
+                raise self.refusal("arguments left as they are", "one written in place")
         if drawn_since(state, tensors):
             set_random_state(state)
             raise self.refusal("no random numbers", "some")
-        if versions != [version_of(each) for each in tensors]:
-            raise self.refusal("arguments left as they are", "one written in place")
         if not mapped:
             return rows[0], False
         kinds = [[(e.shape, e.dtype, e.device, e.layout) for e in row] for row in rows]

@@ -15,7 +15,7 @@ From torch/csrc/functorch/init.cpp, which `torch._C._functorch` binds:
                       is none
     add_batch_axis    wrap for a level, as `torch.vmap` does with its inputs
     remove_batch_axis unwrap, as `torch.vmap` does with its outputs
-    interpreters      all running transforms, the outermost first, None without one
+    interpreters      the running transforms, outermost first; None without one
 
 From torch/_functorch/pyfunctorch.py, autograd_function.py and vmap.py:
 
