@@ -222,6 +222,7 @@ def test_one_warning_names_the_function_and_the_line_and_the_rest_is_recorded(na
     with pytest.warns(vgrad.FallbackWarning, match=function):
         told = vgrad.explain(compute)(params, buffers, x)
     assert told.strategy == "recorded"
+    assert function in {row.op for row in told.rows}
 
 
 def test_each_sample_has_a_call_and_a_context_of_its_own():
@@ -389,6 +390,69 @@ def test_the_loop_has_their_gradients_under_auto(name):
     torch.manual_seed(0)
     expected = oracle.loss_gradients(loss, params, {}, (x,), len(x))
     oracle.assert_exact(found, expected, 1e-12)
+
+
+class Reversible(Function):
+    """Runs a backward pass of its own, which adds to `.grad`."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.save_for_backward(x)
+        ctx.function = function
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            torch.autograd.backward(ctx.function(x), grad)
+        return x.grad, None
+
+
+def reversible(p, b, x):
+    return Reversible.apply(x * p["w"][0], lambda y: (F.linear(y, p["w"])).sin()).sum()
+
+
+@pytest.mark.filterwarnings("ignore:.*a captured one:vgrad.FallbackWarning")
+@pytest.mark.parametrize("strategy", ["auto", "loop"])
+def test_a_backward_pass_inside_of_another_counts(strategy):
+    def plain(p, b, x):
+        return F.linear(x * p["w"][0], p["w"]).sin().sum()
+
+    params, _, x = given()
+    params = {"w": params["w"]}
+    expected = oracle.loss_gradients(plain, params, {}, (x,), len(x))
+    compute = vgrad.per_sample_grad(reversible, strategy=strategy)
+    oracle.assert_exact(compute(params, {}, x), expected, 1e-12)
+    params["w"].requires_grad_()
+    with torch.no_grad():
+        oracle.assert_exact(compute(params, {}, x), expected, 1e-12)
+    assert params["w"].grad is None
+    with pytest.raises(vgrad.UnsupportedOp, match=r"torch\.no_grad\(\)"):
+        compute(params, {}, x)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "loop"])
+def test_layers_that_run_again_in_a_backward_pass_say_what_they_lack(strategy):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.scale = nn.Linear(3, 3), None
+
+        def forward(self, x):
+            self.scale = 2.0
+            return Reversible.apply(x * self.layer.weight[0], self.again)
+
+        def again(self, x):
+            return self.layer(x) * self.scale
+
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(Net().double())
+    loss = vgrad.sample_loss(fmodel, F.mse_loss)
+    x = randn(5, 3)
+    with pytest.raises(Exception, match="outside of its call|NoneType") as caught:
+        vgrad.per_sample_grad(loss, strategy=strategy)(params, buffers, x, x)
+    assert "nothing but its context" in caught.value.__notes__[0]
 
 
 def test_random_numbers_are_refused_where_nobody_allows_them():

@@ -83,8 +83,7 @@ class _Call:
         """Return the error for calls that one cannot stand for."""
         return UnsupportedOp(
             f"{self._name}: expected {expected} where an autograd.Function has no "
-            f"vmap rule that works, got {got}. Give it setup_context and "
-            f'generate_vmap_rule = True, or use strategy="loop".'
+            f'vmap rule that works, got {got}. Use strategy="loop".'
         )
 
     def run(

@@ -146,7 +146,8 @@ class Recorder(LossGuard):
             if func is levels.custom_function_call:
                 func = self._function
             return self._sites.derive(func, args, kwargs, sites)
-        copies = {id(site.handed): self._expanded(site, func) for site in sites}
+        op = args[0] if func is levels.custom_function_call else func
+        copies = {id(site.handed): self._expanded(site, op) for site in sites}
         return self.op(func, *replaced((args, kwargs), copies))
 
     def _function(self, function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -7,10 +7,12 @@ memory does not grow with the batch.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from traceback import walk_tb
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from vgrad import checks, tree
 from vgrad.dtypes import no_autocast
@@ -28,6 +30,7 @@ from vgrad.persample.engine.record import Recorder
 from vgrad.persample.factors.base import Dense, Factor
 from vgrad.persample.rules.table import RULES
 from vgrad.torch_private import levels, modes, old_style
+from vgrad.torch_private.tensors import version_of
 from vgrad.tree import tree_map_only
 from vgrad.typing import Params, Tree
 
@@ -219,7 +222,7 @@ def _plain_gradient(of_params: Callable, problem: Problem) -> tuple:
         if not value.requires_grad:  # nothing that is differentiated has a part in it
             zeros = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
             return zeros, value, aux
-        with no_autocast(value.device):
+        with no_autocast(value.device), _backward_pass(problem):
             grads = torch.autograd.grad(
                 value,
                 list(leaves.values()),
@@ -228,10 +231,48 @@ def _plain_gradient(of_params: Callable, problem: Problem) -> tuple:
                 allow_unused=True,
                 materialize_grads=True,
             )
-    grads = [grad.to_dense() if grad.is_sparse else grad for grad in grads]
+    # What a backward pass inside of that one, as of reversible layers, has found.
+    inner = [leaf.grad if leaf.is_leaf else None for leaf in leaves.values()]
+    grads = [
+        (grad if more is None else grad + more).to_dense()
+        for grad, more in zip(grads, inner, strict=True)
+    ]
     if not create_graph:
         value, aux = tree_map_only(Tensor, torch.Tensor.detach, (value, aux))
     return dict(zip(leaves, grads, strict=True)), value, aux
+
+
+@contextmanager
+def _backward_pass(problem: Problem) -> Iterator[None]:
+    """Say what an autograd.Function may lack in its backward pass, or may not do."""
+    before = _accumulated(problem)
+    try:
+        yield
+    except Exception as error:
+        frames = walk_tb(error.__traceback__)
+        if any(frame.f_code is BackwardCFunction.apply.__code__ for frame, _ in frames):
+            error.add_note(
+                "This happened in the backward pass of an autograd.Function, which is "
+                "expected to need nothing but its context: after its call a functional "
+                "model has no parameters, and what its forward pass has set is undone. "
+                "Models whose layers run again in a backward pass, as reversible ones "
+                "do, need plain autograd."
+            )
+        raise
+    if before != _accumulated(problem):
+        raise UnsupportedOp(
+            "loss: expected a graph that leads to the parameters, got an "
+            "autograd.Function that runs a backward pass of its own, which added to "
+            "the .grad of the caller's and has no derivative. Call under "
+            "torch.no_grad(), or with detached parameters."
+        )
+
+
+def _accumulated(problem: Problem) -> list[tuple[int, int]]:
+    """Tell apart what the caller's parameters have in `.grad`."""
+    params = problem.params.values() if problem.differentiable else ()
+    grads = [each.grad for each in params if each.is_leaf]
+    return [(id(each), version_of(each)) for each in grads if each is not None]
 
 
 def _functional_gradient(of_params: Callable, problem: Problem) -> tuple:
