@@ -205,8 +205,8 @@ def _check_values(function: str, params: Params, inputs: Iterable[Tensor]) -> No
             raise ValueError(
                 f"{function}(params, buffers, *batch): expected parameters with "
                 f"values, got {name!r} on the device meta and a batch on "
-                f"{real.device}. Pass others, or give the model values before it is made functional: "
-                f"model.load_state_dict(values, assign=True)."
+                f"{real.device}. Pass others, or give the model values before it is "
+                f"made functional: model.load_state_dict(values, assign=True)."
             )
 
 
