@@ -5,7 +5,9 @@ alone, autograd runs below it and goes through all calls. Where a gradient is ta
 inside of the vmap, each call has a graph of its own, which its backward pass runs.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from vgrad.conditions import Unrepeatable, are_collected
-from vgrad.generators import drawn_since, random_state, set_random_state
+from vgrad.generators import ALONE, drawn_since, random_state, set_random_state
 from vgrad.lowering.truthful import UnsupportedOp, among
 from vgrad.torch_private import levels
 from vgrad.torch_private.tensors import memory, version_of
@@ -56,6 +58,27 @@ def once(function: Any, args: tuple, kwargs: dict, foreign: Foreign) -> Any:
         return call.output(call.run(given, 1, call.one)[0])
 
 
+@contextmanager
+def undrawn(
+    tensors: Sequence[Tensor], refusal: Callable[[str, str], Exception]
+) -> Iterator[None]:
+    """Refuse random numbers in a block, which nobody sees, and put them back."""
+    with ALONE:
+        state = random_state(tensors)
+        yield
+        if drawn_since(state, tensors):
+            set_random_state(state)
+            raise refusal("no random numbers", "some")
+
+
+def refused(function: str, expected: str, got: str) -> UnsupportedOp:
+    """Return the error for calls that one cannot stand for."""
+    return UnsupportedOp(
+        f"{function}.apply: expected {expected} where an autograd.Function has no "
+        f'vmap rule that works, got {got}. Use strategy="loop".'
+    )
+
+
 class _Call:
     """One call of the loss, which stands for all samples."""
 
@@ -63,9 +86,9 @@ class _Call:
         self, function: Any, args: tuple, kwargs: dict, foreign: Foreign
     ) -> None:
         """Take the arguments apart."""
-        self._name = f"{function.__name__}.apply"
+        self.refusal = partial(refused, function.__name__)
         if are_collected():
-            raise Unrepeatable(f"{self._name} runs sample by sample")
+            raise Unrepeatable(f"{function.__name__}.apply runs sample by sample")
         self._function = function
         self._foreign = foreign
         self._leaves, self._spec = tree_flatten((args, kwargs))
@@ -79,13 +102,6 @@ class _Call:
         self._graphs: list[tuple[Sequence[Tensor], list[Tensor]]] = []
         self._form: Any = None  # the output, with an ellipsis for each tensor
 
-    def refusal(self, expected: str, got: str) -> UnsupportedOp:
-        """Return the error for calls that one cannot stand for."""
-        return UnsupportedOp(
-            f"{self._name}: expected {expected} where an autograd.Function has no "
-            f'vmap rule that works, got {got}. Use strategy="loop".'
-        )
-
     def run(
         self, given: Sequence[Mapped], size: int, one: Callable
     ) -> tuple[list[Tensor], bool]:
@@ -93,16 +109,13 @@ class _Call:
         tensors = [tensor for tensor, _ in given]
         mapped = any(axis is not None for _, axis in given)
         versions = [version_of(each) for each in tensors]
-        state = random_state(tensors)
         columns = [_column(*each, size if mapped else 1) for each in given]
         try:
-            rows = [one(row) for row in zip(*columns, strict=True)]
+            with undrawn(tensors, self.refusal):
+                rows = [one(row) for row in zip(*columns, strict=True)]
         finally:
             if versions != [version_of(each) for each in tensors]:
                 raise self.refusal("arguments left as they are", "one written in place")
-        if drawn_since(state, tensors):
-            set_random_state(state)
-            raise self.refusal("no random numbers", "some")
         if not mapped:
             return rows[0], False
         kinds = [[(e.shape, e.dtype, e.device, e.layout) for e in row] for row in rows]
@@ -165,13 +178,15 @@ class _Call:
         level, size = _innermost()
         given = [None if each is None else _split(each, level) for each in grads]
         with levels.outside():
-            self.check_constant(each[0] for each in given if each is not None)
+            tensors = [each[0] for each in given if each is not None]
+            self.check_constant(tensors)
             none = [None] * size
             columns = [none if e is None else _column(*e, size) for e in given]
-            rows = [
-                self._back(number, row)
-                for number, row in enumerate(zip(*columns, strict=True))
-            ]
+            with undrawn(tensors, self.refusal):
+                rows = [
+                    self._back(number, row)
+                    for number, row in enumerate(zip(*columns, strict=True))
+                ]
             leaves = self._graphs[0][0]
             found = [
                 _filled(leaf, each)

@@ -6,7 +6,8 @@ memory does not grow with the batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from traceback import walk_tb
 from typing import Any, NamedTuple, cast
 
@@ -22,6 +23,7 @@ from vgrad.generators import (
     random_state,
     set_random_state,
 )
+from vgrad.lowering.one_by_one import refused, undrawn
 from vgrad.lowering.truthful import Truth
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.guard import LossGuard, UnsupportedOp, raise_clearly
@@ -79,11 +81,19 @@ def recorded(problem: Problem, collect: Collect) -> Chunk:
         # What is computed again in the backward pass is not under vmap any more.
         with torch.autograd.graph.disable_saved_tensors_hooks(_NO_HOOKS):
             losses, aux = mapped(tensors)
-        with no_autocast(losses.device):
+        with no_autocast(losses.device), _same_numbers(problem):
             recorder.backward(losses, problem.cotangent(losses))
     _check_unreached(problem, frozenset(recorder.unreached))
     losses, aux = tree_map_only(Tensor, torch.Tensor.detach, (losses, aux))
     return Chunk(collected, losses, aux, recorded=True)
+
+
+def _same_numbers(problem: Problem) -> AbstractContextManager:
+    """Refuse random numbers in the backward passes of functions that no vmap runs."""
+    looped = problem.fallbacks.looped
+    if not looped:
+        return nullcontext()
+    return undrawn(problem.tensors, partial(refused, next(iter(looped))))
 
 
 _NO_HOOKS = "saved tensor hooks are not supported while a loss is recorded"
