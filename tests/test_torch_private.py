@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from vgrad.torch_private import kernels, levels, messages, modes, tensors, tracing
+from vgrad.torch_private import (
+    kernels,
+    levels,
+    messages,
+    modes,
+    old_style,
+    tensors,
+    tracing,
+)
 from vgrad.tree import keystr, tree_flatten_with_path
 
 X = torch.arange(6.0).reshape(3, 2)
@@ -126,6 +134,43 @@ class TestLevels:
 
         torch.vmap(row)(X)
         assert levels.custom_function_call in mode.seen
+
+    def test_one_in_the_old_style_is_seen_in_a_block_and_raises_outside(self):
+        class Double(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x * 2
+
+            @staticmethod
+            def backward(ctx, g):
+                return g * 2
+
+        apply, seen = Double.apply, []
+
+        class Answering(TorchFunctionMode):
+            def __torch_function__(self, func, types, args=(), kwargs=None):
+                if func is not levels.custom_function_call:
+                    return func(*args, **(kwargs or {}))
+                seen.append(args[0])
+                return args[1] * 2
+
+        def row(x):
+            with Answering():
+                return apply(x)
+
+        with old_style.shown():
+            with old_style.shown():
+                assert torch.equal(torch.vmap(row)(X), X * 2)
+            assert torch.equal(torch.vmap(row)(X), X * 2)
+            assert torch.equal(apply(X), X * 2)
+        assert seen == [Double, Double]
+        with pytest.raises(RuntimeError, match=messages.NO_SETUP_CONTEXT):
+            torch.vmap(row)(X)
+
+    def test_running_names_the_kinds_of_transforms_from_the_outside(self):
+        assert levels.running() == ()
+        assert under_vmap(lambda x: levels.running()) == ("Vmap",)
+        assert under_vmap(lambda x: levels.running(), grad=True) == ("Vmap", "Grad")
 
 
 class TestTensors:

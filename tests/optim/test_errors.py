@@ -332,3 +332,10 @@ def test_numbers_per_member_are_refused_outside_vmap(case):
 
         with pytest.raises(ValueError, match=r"of shape \(2,\).*torch.vmap"):
             stepped(case.of() | {name: pairs})
+
+
+def test_lookahead_names_the_parameters_that_it_lacks():
+    tx = optim.lookahead(sgd())
+    state = tx.init(PARAMS)
+    with pytest.raises(ValueError, match=r"lookahead\(params\): .*missing: 'b'"):
+        tx.update(PARAMS, state, {"w": PARAMS["w"]})

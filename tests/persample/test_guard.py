@@ -1,4 +1,7 @@
+import contextlib
 import gc
+import re
+import statistics
 import threading
 import time
 import warnings
@@ -25,25 +28,11 @@ def sets_item(p, b, x):
     return fresh.square().sum()
 
 
-class OldStyle(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
-
-
 REFUSED = {
     "mask": ("__getitem__", lambda p, b, x: (p["w"] * x)[x > 0].sum()),
     "nonzero": ("nonzero", lambda p, b, x: (p["w"] * x)[x.nonzero()].sum()),
     "add_": ("add_", lambda p, b, x: torch.zeros(3).add_(p["w"] * x).sum()),
     "an item is set": ("__setitem__", sets_item),
-    "old function": (
-        "per_sample_grad",
-        lambda p, b, x: product(p, x * OldStyle.apply(p["w"])),
-    ),
 }
 
 
@@ -63,6 +52,36 @@ def test_what_vmap_cannot_run_names_the_op_and_a_loop_runs_it(name):
         found = compute(PARAMS, {}, X)
     assert [each.filename for each in seen] == [__file__]  # one for both chunks
     oracle.assert_exact(found, expected, 1e-6)
+
+
+def selects_in_the_end(p, b, x):
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.masked_select, x, x > 0)
+    return product(p, x)
+
+
+def takes_the_median(p, b, x):
+    return statistics.median(list(p["w"] * x))
+
+
+def test_lines_are_those_of_the_loss_and_not_of_the_standard_library():
+    def line(loss, after):
+        return f"{re.escape(__file__)}:{loss.__code__.co_firstlineno + after}"
+
+    match = f"It stopped at {line(selects_in_the_end, 1)}: masked_select: "
+    with pytest.warns(vgrad.FallbackWarning, match=match):
+        vgrad.per_sample_grad(selects_in_the_end)(PARAMS, {}, X)
+    compute = vgrad.per_sample_norm(takes_the_median)
+    ((where, _),) = vgrad.explain(compute)(PARAMS, {}, X).splits
+    assert re.fullmatch(line(takes_the_median, 1), where)
+
+
+def test_parameters_on_meta_are_refused_where_samples_have_values():
+    params = {"w": PARAMS["w"].to("meta")}
+    compute = vgrad.per_sample_grad(lambda p, b, x: product(p, x))
+    with pytest.raises(ValueError, match="'w' on the device meta and a batch on cpu"):
+        compute(params, {}, X)
+    assert compute(params, {}, X.to("meta"))["w"].shape == X.shape
 
 
 @pytest.mark.parametrize("strategy", ["auto", "recorded", "vmap"])

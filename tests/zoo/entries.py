@@ -43,7 +43,7 @@ class Exact:
         strategy: the one that answers under `auto`.
         why: a part of what `explain` says, where it is not the recorder.
         op: what this begins with.
-        loops: the ops that torch runs sample by sample, of which one warning tells.
+        loops: the ops that run sample by sample, of which one warning tells.
         splits: whether samples answer questions of Python differently, so that they
             are recorded in several parts.
     """
@@ -91,12 +91,15 @@ def looks(op: str) -> Exact:
     return Exact("loop", "looks at values or has shapes that depend on them", op)
 
 
+def alone(function: str) -> Exact:
+    return Exact(loops=(f"{function}.apply",))
+
+
 def writes(op: str) -> Exact:
     return Exact("loop", "writes in place into a tensor that all samples share", op)
 
 
 SPLITS = Exact(splits=True)
-OLD_STYLE = Exact("loop", "an autograd.Function without setup_context")
 BACKWARD = "expected a loss that runs no backward pass of its own"
 CHECKPOINTED = Refused("Activation checkpointing recomputes after the call")
 REENTRANT = Unclear("torch.utils.checkpoint is incompatible with .grad()")

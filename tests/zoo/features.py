@@ -11,7 +11,6 @@ from torch.utils import checkpoint as checkpointing
 
 from tests.zoo.entries import (
     CHECKPOINTED,
-    OLD_STYLE,
     REENTRANT,
     SAME,
     SIZE,
@@ -20,11 +19,10 @@ from tests.zoo.entries import (
     Impossible,
     Net,
     Refused,
-    Unclear,
     Use,
+    alone,
     classes,
     entry,
-    looks,
     net,
     noise,
     total,
@@ -473,7 +471,7 @@ JITTED = Refused("expected modules whose tensors can be exchanged")
 SPARSE = Refused("expected dense tensors, got sparse ones")
 PLAIN = Refused("expected a plain torch.nn.Module")
 UNTRACED = Exact("loop", "True != False")
-ON_META = "Tensor on device meta is not on the expected device cpu"
+ON_META = "expected parameters with values"
 AVERAGE, MAXIMUM = nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d
 checkpoint_again = functools.partial(checkpointed, drop=0.5)
 
@@ -543,27 +541,29 @@ ENTRIES = [
     ),
     entry("traced submodule", traced, today=JITTED),
     entry(
-        "autograd.Function, old style, an activation", own_activation, today=OLD_STYLE
+        "autograd.Function, old style, an activation",
+        own_activation,
+        today=alone("OldSquare"),
     ),
     entry(
         "autograd.Function, old style, a layer",
         own_function,
         OldLinear,
-        today=OLD_STYLE,
+        today=alone("OldLinear"),
     ),
     entry("autograd.Function, generated vmap rule", own_function, NewLinear),
     entry(
         "autograd.Function, no vmap rule",
         own_function,
         Unmapped,
-        today=looks("custom_function_call"),
+        today=alone("Unmapped"),
     ),
     entry(
         "autograd.Function whose vmap rule shares the weight",
         own_function,
         SharedWeight,
         bias=False,
-        today=Exact("vmap"),
+        today=alone("SharedWeight"),
     ),
     entry(
         "compiled function of a parameter",
@@ -603,7 +603,7 @@ ENTRIES = [
         "model on meta, no values",
         hidden_in_meta,
         filled=False,
-        today=Unclear(ON_META),
+        today=Refused(ON_META),
     ),
     entry("adaptive average pooling to 1", adaptive_pooling, AVERAGE, 1),
     entry("adaptive average pooling to 3", adaptive_pooling, AVERAGE, 3),

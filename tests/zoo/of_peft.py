@@ -5,7 +5,6 @@ from typing import Any
 from torch import nn
 
 from tests.zoo.entries import (
-    OLD_STYLE,
     SPLITS,
     Exact,
     Net,
@@ -146,7 +145,7 @@ ENTRIES = [
         **QUERIES,
         today=Exact("vmap", "got one that changes such a tensor in place", "add_"),
     ),
-    entry("LoHa on BERT", adapted, BERT, "LoHaConfig", r=2, **QUERIES, today=OLD_STYLE),
+    entry("LoHa on BERT", adapted, BERT, "LoHaConfig", r=2, **QUERIES),
     entry("LoKr on BERT", adapted, BERT, "LoKrConfig", r=2, **QUERIES),
     entry(
         "OFT on BERT",

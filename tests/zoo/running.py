@@ -135,6 +135,12 @@ def drawn_by(entry: Entry) -> list[Tensor]:
     return drawn
 
 
+LOOPS = (
+    r"(?<=no batching rule for ).*(?= and loops)|(?<=vmap cannot run )\S+(?=, which)"
+)
+"""What warnings say of ops that run sample by sample."""
+
+
 @in_double()
 def found(entry: Entry, bound: float, **options: Any) -> Found:
     """Gradients, norms and a clipped sum by the transforms, and which way they took."""
@@ -158,9 +164,7 @@ def found(entry: Entry, bound: float, **options: Any) -> Found:
             warnings.simplefilter("always", vgrad.FallbackWarning)
             results.append(transform(params, buffers, *use.batch))
         for each in caught:
-            loops.update(
-                re.findall(r"no batching rule for (.*) and loops", str(each.message))
-            )
+            loops.update(re.findall(LOOPS, str(each.message)))
     grads, norms, clipped, told = results
     loops = tuple(sorted(", ".join(loops).split(", ") if loops else ()))
     splits = bool(clip.options.fallbacks.splits) and told.strategy != "loop"

@@ -1,7 +1,8 @@
-"""An autograd.Function with a vmap of its own, where autograd runs below the vmap.
+"""An autograd.Function under vmap: by its vmap rule, or for one sample after another.
 
-Torch runs that `vmap` on the tensors of all samples and differentiates what it does.
-Only if it calls `apply` again is the gradient the one that `backward` gives.
+Torch runs a `vmap` of its own on the tensors of all samples and, where autograd runs
+below the vmap, differentiates what it does. Only if it calls `apply` again is the
+gradient the one that `backward` gives.
 """
 
 from collections.abc import Iterator
@@ -11,9 +12,45 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from vgrad.lowering.truthful import UnsupportedOp
-from vgrad.torch_private import levels
+from vgrad.lowering.one_by_one import Foreign, one_by_one
+from vgrad.lowering.truthful import UnsupportedOp, among
+from vgrad.torch_private import levels, messages
+from vgrad.torch_private.tensors import version_of
 from vgrad.tree import tree_leaves
+
+
+def for_samples(
+    function: Any, args: tuple, kwargs: dict, foreign: Foreign
+) -> tuple[Any, bool]:
+    """Run an autograd.Function; say whether it was called for one after another.
+
+    Raises:
+        UnsupportedOp: neither can be.
+    """
+    if not _has_rule(function):
+        return one_by_one(function, args, kwargs, foreign), True
+    given = [levels.stored(each) for each in among(args, kwargs)]
+    versions = [version_of(each) for each in given]
+    try:
+        return custom_function(function, *args, **kwargs), False
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        written = versions != [version_of(each) for each in given]
+        if written or messages.RANDOM in str(error):
+            raise
+        try:
+            return one_by_one(function, args, kwargs, foreign), True
+        except UnsupportedOp:
+            raise error from None
+
+
+def _has_rule(function: Any) -> bool:
+    """Tell whether there is something that torch could run under vmap."""
+    plain = torch.autograd.Function
+    if function.setup_context is plain.setup_context:
+        return False
+    return function.generate_vmap_rule or function.vmap is not plain.vmap
 
 
 def custom_function(function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ time.
 
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -155,8 +156,8 @@ def _answers(
 
 
 def where(frame: FrameType) -> str:
-    """Name the innermost line around a frame that is neither of torch nor of vgrad."""
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
+    """Name the innermost line around a frame that belongs to the loss."""
+    while frame.f_back is not None and _is_nobodys(frame):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
@@ -165,17 +166,27 @@ def stopped_at(error: BaseException) -> str:
     """Name the last such line that an error came from."""
     found, step = "", error.__traceback__
     while step is not None:
-        file = step.tb_frame.f_code.co_filename
-        if not file.startswith(_OWN):
-            found = f"{file}:{step.tb_lineno}"
+        if not _is_nobodys(step.tb_frame):
+            found = f"{step.tb_frame.f_code.co_filename}:{step.tb_lineno}"
         step = step.tb_next
     return found or where(sys._getframe(1))
+
+
+def _is_nobodys(frame: FrameType) -> bool:
+    """Tell whether code belongs to this package, to torch or to Python."""
+    file = frame.f_code.co_filename
+    of_python = file.startswith(_PYTHON) and not file.startswith(_PACKAGES)
+    return of_python or file.startswith(_OWN)
 
 
 _OWN = tuple(
     f"{Path(file).parent}{os.sep}" for file in (Path(__file__).parent, torch.__file__)
 )
-"""Where code lies that is nobody's loss."""
+_PYTHON = (f"{sysconfig.get_path('stdlib')}{os.sep}", "<frozen ")
+_PACKAGES = tuple(
+    f"{sysconfig.get_path('stdlib')}{os.sep}{name}{os.sep}"
+    for name in ("site-packages", "dist-packages")
+)
 
 
 _COMPARED: dict[Callable, torch.dtype | None] = {

@@ -212,6 +212,7 @@ def lookahead(
         grads: Grads, state: LookaheadState, params: Params | None = None
     ) -> tuple[Updates, LookaheadState]:
         params = required("lookahead", params)
+        checks.same_names("lookahead(params)", state.slow, params)
         count = state.count + 1
         synced = count % scalar(sync_period, count) == 0
         updates, new = inner.update(grads, state.inner, params)

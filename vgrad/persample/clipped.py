@@ -12,7 +12,7 @@ from vgrad import checks
 from vgrad.batches import ChunkSize
 from vgrad.conditions import unlikely
 from vgrad.dtypes import no_autocast
-from vgrad.persample.clipping import (
+from vgrad.persample.decision import (
     LEAST,
     MOST,
     Clip,

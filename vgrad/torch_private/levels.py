@@ -15,6 +15,7 @@ From torch/csrc/functorch/init.cpp, which `torch._C._functorch` binds:
                       is none
     add_batch_axis    wrap for a level, as `torch.vmap` does with its inputs
     remove_batch_axis unwrap, as `torch.vmap` does with its outputs
+    interpreters      the running transforms, outermost first; None without one
 
 From torch/_functorch/pyfunctorch.py, autograd_function.py and vmap.py:
 
@@ -37,6 +38,7 @@ from torch import Tensor
 from torch._C._functorch import _add_batch_dim as add_batch_axis
 from torch._C._functorch import _remove_batch_dim as remove_batch_axis
 from torch._C._functorch import _unwrap_batched as split_batch_axis
+from torch._C._functorch import get_interpreter_stack as interpreters
 from torch._C._functorch import get_unwrapped as unwrapped
 from torch._C._functorch import is_batchedtensor as is_batched
 from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
@@ -71,6 +73,7 @@ __all__ = [
     "load_decompositions",
     "outside",
     "remove_batch_axis",
+    "running",
     "split_batch_axis",
     "stored",
     "unwrapped",
@@ -88,6 +91,11 @@ def inside_transform() -> bool:
     Forward mode counts, which `linearize` uses without a level of its own.
     """
     return current_level() is not None or forward_ad._current_level >= 0
+
+
+def running() -> tuple[str, ...]:
+    """Return the kinds of the running transforms, as `("Vmap", "Grad")`."""
+    return tuple(each.key().name for each in interpreters() or ())
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from torch import Tensor
 from vgrad.functional.batch_norm import mended, refuse_batch_statistics
 from vgrad.functional.untouched import Promise, Untouched
 from vgrad.generators import ALONE
+from vgrad.lowering.custom import for_samples
 from vgrad.lowering.draws import Draws
 from vgrad.lowering.questions import (
     NONE,
@@ -25,6 +26,7 @@ from vgrad.lowering.questions import (
     Split,
     answer,
     physical,
+    where,
 )
 from vgrad.lowering.truthful import (
     REQUIRES_GRAD,
@@ -53,6 +55,7 @@ class LossGuard(Untouched):
         *,
         given: Mapping[str, Tensor],
         draws: Draws | None = None,
+        looped: dict[str, str] | None = None,
         again: bool = False,
     ) -> None:
         """Take the answers of the vmap over samples, if the loss runs in one."""
@@ -60,6 +63,7 @@ class LossGuard(Untouched):
         super().__init__(Promise(given, expected, "Copy it first."))
         self._truth = truth
         self._draws = draws or Draws()
+        self._looped = {} if looped is None else looped
         self._stopped: BaseException | None = None
         self._again = again
         self._watched: Callable[..., AbstractContextManager] = nullcontext
@@ -161,10 +165,18 @@ class LossGuard(Untouched):
         self._draws.asked |= found is not NONE
         return found
 
-    @staticmethod
-    def op(func: Callable, args: tuple, kwargs: dict) -> Any:
+    def op(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one op in the form that it has under vmap."""
-        return VMAPPED.get(func, func)(*args, **kwargs)
+        if func is not levels.custom_function_call:
+            return VMAPPED.get(func, func)(*args, **kwargs)
+        output, looped = for_samples(args[0], args[1:], kwargs, self.knows)
+        if looped:
+            self._looped.setdefault(args[0].__name__, where(sys._getframe()))
+        return output
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor stands for a parameter."""
+        return False
 
 
 def raise_clearly(
@@ -266,6 +278,7 @@ class Fallbacks:
         self._told: set[str] = set()
         self.mapped = False  # whether the last loss could not be recorded
         self.splits: Counter[str] = Counter()  # chunks that fell into parts, by line
+        self.looped: dict[str, str] = {}  # functions that no vmap ran, and their lines
 
     def tell(self, parts: Parts, function: str, one: str = "sample") -> None:
         """Note that a chunk falls into parts; warn once where these are small."""
@@ -285,7 +298,20 @@ class Fallbacks:
 
     @contextmanager
     def reported(self, function: str) -> Iterator[None]:
-        """Run a block, then warn about the ops that were not known before."""
+        """Run a block, then warn about what ran sample by sample."""
+        self.looped.clear()
+        with self._ops_reported(function):
+            yield
+        for name in self.looped.keys() - self._told:
+            self._told.add(name)
+            self.warn(
+                f"{function}: vmap cannot run {name}.apply, which runs sample by "
+                f"sample at {self.looped[name]}; the numbers are right, but slow."
+            )
+
+    @contextmanager
+    def _ops_reported(self, function: str) -> Iterator[None]:
+        """Do the same for the ops of torch that were not known before."""
         if self._known == set():
             yield
             return

@@ -1,5 +1,6 @@
 """A loss with the options of its transform, and in a call the tensors it is given."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -66,6 +67,7 @@ class Problem:
         checks.dictionaries(self.function, params=params, buffers=buffers)
         _check_tensors(self.function, params, buffers)
         read = batches.read(self.function, batch)
+        _check_values(self.function, params, read.tensors)
         if mask is not None:
             batches.check_mask(self.function, mask, read.size)
         return replace(
@@ -189,6 +191,19 @@ def _constant(value: Tensor) -> Tensor:
     """Return a tensor that requires no grad unless the caller can differentiate."""
     wanted = torch.is_grad_enabled() or not value.requires_grad
     return value if wanted else value.detach()
+
+
+def _check_values(function: str, params: Params, inputs: Iterable[Tensor]) -> None:
+    """Refuse parameters without values, where samples have some."""
+    real = next((each for each in inputs if not each.is_meta), None)
+    for name, value in params.items():
+        if value.is_meta and real is not None:
+            raise ValueError(
+                f"{function}(params, buffers, *batch): expected parameters with "
+                f"values, got {name!r} on the device meta and a batch on "
+                f"{real.device}. Pass others, or give the model values before it is "
+                f"made functional: model.load_state_dict(values, assign=True)."
+            )
 
 
 def _check_tensors(function: str, params: Params, buffers: Buffers) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from vgrad import tree
+from vgrad.lowering.one_by_one import once
 from vgrad.lowering.questions import NONE
 from vgrad.lowering.truthful import ASKED, Truth, among
 from vgrad.persample.engine import views
@@ -49,7 +50,9 @@ class Recorder(LossGuard):
     ) -> None:
         """Make the stand-ins for the parameters."""
         given = {**problem.params, **problem.buffers}
-        super().__init__(given=given, draws=problem.draws)
+        super().__init__(
+            given=given, draws=problem.draws, looped=problem.fallbacks.looped
+        )
         self.size = size
         self.randomness = problem.randomness
         self._rules = rules
@@ -181,11 +184,18 @@ class Recorder(LossGuard):
         if not sites:
             return self.op(func, args, kwargs)
         if here and not batched:
+            if func is levels.custom_function_call:
+                func = self._function
             # What is derived is kept: factors are taken back through it in the end.
             with saving.plain():
                 return self._sites.derive(func, args, kwargs, sites)
-        copies = {id(site.handed): self.expanded(site, func) for site in sites}
+        op = args[0] if func is levels.custom_function_call else func
+        copies = {id(site.handed): self.expanded(site, op) for site in sites}
         return self.op(func, *replaced((args, kwargs), copies))
+
+    def _function(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run an autograd.Function of parameters alone."""
+        return once(function, args, kwargs, self.knows)
 
     def physical(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the loss with the samples in front."""

@@ -6,11 +6,14 @@ memory does not grow with the batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from traceback import walk_tb
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from vgrad import checks, tree
 from vgrad.dtypes import no_autocast
@@ -20,6 +23,7 @@ from vgrad.generators import (
     random_state,
     set_random_state,
 )
+from vgrad.lowering.one_by_one import refused, undrawn
 from vgrad.lowering.truthful import Truth
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.guard import LossGuard, UnsupportedOp, raise_clearly
@@ -27,7 +31,8 @@ from vgrad.persample.engine.problem import Problem
 from vgrad.persample.engine.record import Recorder
 from vgrad.persample.factors.base import Dense, Factor
 from vgrad.persample.rules.table import RULES
-from vgrad.torch_private import levels, modes, saving
+from vgrad.torch_private import levels, modes, old_style, saving
+from vgrad.torch_private.tensors import version_of
 from vgrad.tree import tree_map_only
 from vgrad.typing import Params, Tree
 
@@ -76,7 +81,7 @@ def recorded(problem: Problem, collect: Collect) -> Chunk:
     with _clear_errors(problem), torch.enable_grad(), saving.plain():
         mapped = torch.vmap(one, randomness=problem.randomness)
         losses, aux = mapped(tensors)
-        with no_autocast(losses.device):
+        with no_autocast(losses.device), _same_numbers(problem):
             scales = problem.cotangent(losses)
             if collected.look is not None:
                 recorder.backward(losses, scales, last=False)
@@ -86,6 +91,14 @@ def recorded(problem: Problem, collect: Collect) -> Chunk:
     _check_unreached(problem, frozenset(recorder.unreached))
     losses, aux = tree_map_only(Tensor, torch.Tensor.detach, (losses, aux))
     return Chunk(collected, losses, aux, recorded=True)
+
+
+def _same_numbers(problem: Problem) -> AbstractContextManager:
+    """Refuse random numbers in the backward passes of functions that no vmap runs."""
+    looped = problem.fallbacks.looped
+    if not looped:
+        return nullcontext()
+    return undrawn(problem.tensors, partial(refused, next(iter(looped))))
 
 
 def vmap(problem: Problem, collect: Collect) -> Chunk:
@@ -161,7 +174,8 @@ def _guard(
 ) -> LossGuard:
     """Watch a loss that is handed the memory of the caller's tensors."""
     given = {**problem.params, **problem.buffers}
-    return LossGuard(truth, given=given, draws=problem.draws, again=again)
+    draws, looped = problem.draws, problem.fallbacks.looped
+    return LossGuard(truth, given=given, draws=draws, looped=looped, again=again)
 
 
 def _check_unreached(problem: Problem, names: frozenset[str]) -> None:
@@ -220,7 +234,7 @@ def _plain_gradient(of_params: Callable, problem: Problem) -> tuple:
         if not value.requires_grad:  # nothing that is differentiated has a part in it
             zeros = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
             return zeros, value, aux
-        with no_autocast(value.device):
+        with no_autocast(value.device), _backward_pass(problem):
             grads = torch.autograd.grad(
                 value,
                 list(leaves.values()),
@@ -229,10 +243,48 @@ def _plain_gradient(of_params: Callable, problem: Problem) -> tuple:
                 allow_unused=True,
                 materialize_grads=True,
             )
-    grads = [grad.to_dense() if grad.is_sparse else grad for grad in grads]
+    # What a backward pass inside of that one, as of reversible layers, has found.
+    inner = [leaf.grad if leaf.is_leaf else None for leaf in leaves.values()]
+    grads = [
+        (grad if more is None else grad + more).to_dense()
+        for grad, more in zip(grads, inner, strict=True)
+    ]
     if not create_graph:
         value, aux = tree_map_only(Tensor, torch.Tensor.detach, (value, aux))
     return dict(zip(leaves, grads, strict=True)), value, aux
+
+
+@contextmanager
+def _backward_pass(problem: Problem) -> Iterator[None]:
+    """Say what an autograd.Function may lack in its backward pass, or may not do."""
+    before = _accumulated(problem)
+    try:
+        yield
+    except Exception as error:
+        frames = walk_tb(error.__traceback__)
+        if any(frame.f_code is BackwardCFunction.apply.__code__ for frame, _ in frames):
+            error.add_note(
+                "This happened in the backward pass of an autograd.Function, which is "
+                "expected to need nothing but its context: after its call a functional "
+                "model has no parameters, and what its forward pass has set is undone. "
+                "Models whose layers run again in a backward pass, as reversible ones "
+                "do, need plain autograd."
+            )
+        raise
+    if before != _accumulated(problem):
+        raise UnsupportedOp(
+            "loss: expected a graph that leads to the parameters, got an "
+            "autograd.Function that runs a backward pass of its own, which added to "
+            "the .grad of the caller's and has no derivative. Call under "
+            "torch.no_grad(), or with detached parameters."
+        )
+
+
+def _accumulated(problem: Problem) -> list[tuple[int, int]]:
+    """Tell apart what the caller's parameters have in `.grad`."""
+    params = problem.params.values() if problem.differentiable else ()
+    grads = [each.grad for each in params if each.is_leaf]
+    return [(id(each), version_of(each)) for each in grads if each is not None]
 
 
 def _functional_gradient(of_params: Callable, problem: Problem) -> tuple:
@@ -259,6 +311,7 @@ def _clear_errors(problem: Problem) -> Iterator[None]:
         problem.fallbacks.reported(problem.function),
         _no_weight_cache(),
         modes.unoptimized_scripts(),
+        old_style.shown(),
     ):
         try:
             yield

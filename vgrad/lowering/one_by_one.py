@@ -1,0 +1,310 @@
+"""An autograd.Function that vmap cannot run, called for one sample after another.
+
+Each call gets the plain tensors of one sample, and a context of its own. Under a vmap
+alone, autograd runs below it and goes through all calls. Where a gradient is taken
+inside of the vmap, each call has a graph of its own, which its backward pass runs.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from vgrad.conditions import Unrepeatable, are_collected
+from vgrad.generators import ALONE, drawn_since, random_state, set_random_state
+from vgrad.lowering.truthful import UnsupportedOp, among
+from vgrad.torch_private import levels
+from vgrad.torch_private.tensors import memory, version_of
+from vgrad.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+Foreign = Callable[[Tensor], bool]
+"""Tells whether a tensor stands for a parameter."""
+
+Mapped = tuple[Tensor, int | None]
+"""A tensor of all samples and the axis that they have, or one that all share."""
+
+
+def one_by_one(function: Any, args: tuple, kwargs: dict, foreign: Foreign) -> Any:
+    """Call an autograd.Function for each sample, and stack what it returns.
+
+    Raises:
+        UnsupportedOp: the calls do not add up to one that stands for all samples.
+    """
+    call = _Call(function, args, kwargs, foreign)
+    match levels.running():
+        case ("Vmap",):
+            level, size = _innermost()
+            given = [_split(each, level) for each in call.tensors]
+            with levels.outside():
+                found, mapped = call.run(given, size, call.one)
+            if mapped:
+                found = [levels.add_batch_axis(each, 0, level) for each in found]
+        case ("Vmap", "Grad"):
+            found = _Apart.apply(call, *call.tensors)
+        case _:
+            raise call.refusal("no transform of the loss's own around it", "one")
+    return call.output(found)
+
+
+def once(function: Any, args: tuple, kwargs: dict, foreign: Foreign) -> Any:
+    """Call an autograd.Function whose arguments are the same for all samples."""
+    call = _Call(function, args, kwargs, foreign)
+    given = [(each, None) for each in call.tensors]
+    with levels.outside():
+        return call.output(call.run(given, 1, call.one)[0])
+
+
+@contextmanager
+def undrawn(
+    tensors: Sequence[Tensor], refusal: Callable[[str, str], Exception]
+) -> Iterator[None]:
+    """Refuse random numbers in a block, which nobody sees, and put them back."""
+    with ALONE:
+        state = random_state(tensors)
+        yield
+        if drawn_since(state, tensors):
+            set_random_state(state)
+            raise refusal("no random numbers", "some")
+
+
+def refused(function: str, expected: str, got: str) -> UnsupportedOp:
+    """Return the error for calls that one cannot stand for."""
+    return UnsupportedOp(
+        f"{function}.apply: expected {expected} where an autograd.Function has no "
+        f'vmap rule that works, got {got}. Use strategy="loop".'
+    )
+
+
+class _Call:
+    """One call of the loss, which stands for all samples."""
+
+    def __init__(
+        self, function: Any, args: tuple, kwargs: dict, foreign: Foreign
+    ) -> None:
+        """Take the arguments apart."""
+        self.refusal = partial(refused, function.__name__)
+        if are_collected():
+            raise Unrepeatable(f"{function.__name__}.apply runs sample by sample")
+        self._function = function
+        self._foreign = foreign
+        self._leaves, self._spec = tree_flatten((args, kwargs))
+        self.tensors = [each for each in self._leaves if isinstance(each, Tensor)]
+        self._grad = torch.is_grad_enabled()
+        direct = {id(each) for each in args}  # autograd follows no tensors in lists
+        self._wanted = [
+            self._grad and each.requires_grad and id(each) in direct
+            for each in self.tensors
+        ]
+        self._graphs: list[tuple[Sequence[Tensor], list[Tensor]]] = []
+        self._form: Any = None  # the output, with an ellipsis for each tensor
+
+    def run(
+        self, given: Sequence[Mapped], size: int, one: Callable
+    ) -> tuple[list[Tensor], bool]:
+        """Return the outputs, stacked if an argument is mapped, and whether one is."""
+        tensors = [tensor for tensor, _ in given]
+        mapped = any(axis is not None for _, axis in given)
+        versions = [version_of(each) for each in tensors]
+        columns = [_column(*each, size if mapped else 1) for each in given]
+        try:
+            with undrawn(tensors, self.refusal):
+                rows = [one(row) for row in zip(*columns, strict=True)]
+        finally:
+            if versions != [version_of(each) for each in tensors]:
+                raise self.refusal("arguments left as they are", "one written in place")
+        if not mapped:
+            return rows[0], False
+        kinds = [[(e.shape, e.dtype, e.device, e.layout) for e in row] for row in rows]
+        if any(kind != kinds[0] for kind in kinds):
+            raise self.refusal("outputs of one shape and dtype", "others")
+        return [torch.stack(each) for each in zip(*rows, strict=True)], True
+
+    def one(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors among the outputs of one call."""
+        own = iter(tensors)
+        leaves = [next(own) if isinstance(e, Tensor) else e for e in self._leaves]
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        with _Watch(self, tensors):
+            output = self._function.apply(*args, **kwargs)
+        found = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+        form = tree_map(lambda e: ... if isinstance(e, Tensor) else e, output)
+        if self._form is None:
+            self._form = form
+        alike = repr(form) == repr(self._form)
+        if not alike or any(type(each) not in _PLAIN for each in tree_leaves(form)):
+            raise self.refusal("tensors alone or what is the same for all", "others")
+        places = {memory(each) for each in tensors}
+        if any(not e.requires_grad and memory(e) in places for e in found):
+            raise self.refusal("outputs in memory of their own", "an argument's")
+        return found
+
+    def is_foreign(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor that was no argument belongs to the loss."""
+        return levels.is_wrapped(tensor) or self._foreign(tensor)
+
+    def output(self, found: Iterable[Tensor]) -> Any:
+        """Put tensors in the places of those that one call returned."""
+        own = iter(found)
+        return tree_map(lambda e: next(own) if e is ... else e, self._form)
+
+    def apart(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Do as `one`, and keep the graph of this call."""
+        pairs = zip(tensors, self._wanted, strict=True)
+        leaves = [each.detach().requires_grad_(wanted) for each, wanted in pairs]
+        with torch.set_grad_enabled(self._grad):
+            found = self.one(leaves)
+        self._graphs.append((leaves, found))
+        return [each.detach() for each in found]
+
+    def constants(self, outputs: Iterable[Tensor]) -> list[Tensor]:
+        """Return the outputs of all samples through which no call has a gradient."""
+        columns = zip(*(found for _, found in self._graphs), strict=True)
+        follows = [any(each.requires_grad for each in column) for column in columns]
+        return [each for each, on in zip(outputs, follows, strict=True) if not on]
+
+    def check_constant(self, tensors: Iterable[Tensor]) -> None:
+        """Refuse a derivative that goes beyond the graphs of the calls."""
+        if self._grad and any(each.requires_grad for each in tensors):
+            raise self.refusal("one derivative", "a second one")
+
+    def back(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Run the backward passes of all calls, given the gradients at the outputs."""
+        if levels.running() != ("Vmap",):
+            raise self.refusal("one derivative", "several")
+        level, size = _innermost()
+        given = [None if each is None else _split(each, level) for each in grads]
+        with levels.outside():
+            tensors = [each[0] for each in given if each is not None]
+            self.check_constant(tensors)
+            none = [None] * size
+            columns = [none if e is None else _column(*e, size) for e in given]
+            with undrawn(tensors, self.refusal):
+                rows = [
+                    self._back(number, row)
+                    for number, row in enumerate(zip(*columns, strict=True))
+                ]
+            leaves = self._graphs[0][0]
+            found = [
+                _filled(leaf, each)
+                for leaf, each in zip(leaves, zip(*rows, strict=True), strict=True)
+            ]
+        return [
+            None if each is None else levels.add_batch_axis(each, 0, level)
+            for each in found
+        ]
+
+    def _back(self, number: int, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Run the backward pass of one sample's call, or of the one that all share."""
+        leaves, outputs = self._graphs[number % len(self._graphs)]
+        wanted = [each for each in leaves if each.requires_grad]
+        ends = [
+            (output, grad)
+            for output, grad in zip(outputs, grads, strict=True)
+            if grad is not None and output.requires_grad
+        ]
+        if not ends or not wanted:
+            return [None] * len(leaves)
+        with _Watch(self, leaves):
+            found = iter(
+                torch.autograd.grad(
+                    [output for output, _ in ends],
+                    wanted,
+                    [grad for _, grad in ends],
+                    retain_graph=True,
+                    allow_unused=True,
+                )
+            )
+        return [next(found) if each.requires_grad else None for each in leaves]
+
+
+class _Apart(torch.autograd.Function):
+    """All calls, under a gradient that is taken inside of the vmap."""
+
+    @staticmethod
+    def forward(call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Run one call, whose arguments all samples share."""
+        call.check_constant(tensors)
+        given = [(each, None) for each in tensors]
+        return tuple(call.run(given, 1, call.apart)[0])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, call: _Call, *tensors: Tensor) -> Any:
+        """Run the calls of all samples."""
+        call.check_constant(tensors)
+        given = [
+            (each if axis is None else each.movedim(axis, 0), axis)
+            for each, axis in zip(tensors, in_dims[1:], strict=True)
+        ]
+        found, _ = call.run(given, info.batch_size, call.apart)
+        return tuple(found), (0,) * len(found)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keep the graphs."""
+        ctx.call, *_ = inputs
+        ctx.mark_non_differentiable(*ctx.call.constants(output))
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        """Run the backward passes of all calls."""
+        return None, *ctx.call.back(grads)
+
+
+class _Watch(TorchFunctionMode):
+    """Refuses what a function takes from the loss beside its arguments.
+
+    No gradient would lead there.
+    """
+
+    def __init__(self, call: _Call, given: Iterable[Tensor]) -> None:
+        """Take the arguments."""
+        super().__init__()
+        self._call = call
+        self._given = {id(each) for each in given}
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Run one call of a torch function."""
+        kwargs = kwargs or {}
+        for each in among(args, kwargs):
+            if id(each) not in self._given and self._call.is_foreign(each):
+                raise self._call.refusal("all tensors as arguments", "a captured one")
+        return func(*args, **kwargs)
+
+
+_PLAIN = {type(None), bool, int, float, str, type(...)}
+"""What outputs may be beside tensors."""
+
+
+def _innermost() -> tuple[int, int]:
+    """Return the level of the innermost vmap, and how many samples it maps over."""
+    interpreter: Any = levels.innermost()
+    return interpreter.level(), interpreter.batch_size()
+
+
+def _split(tensor: Tensor, level: int) -> Mapped:
+    """Return the samples of a tensor in front, and whether there are any."""
+    if levels.level_of(tensor) != level or not levels.is_batched(tensor):
+        return tensor, None
+    return levels.unwrapped(tensor).movedim(levels.batch_axis(tensor), 0), 0
+
+
+def _column(tensor: Tensor, axis: int | None, size: int) -> Sequence[Tensor]:
+    """Return what each sample's call gets."""
+    if axis is None:
+        return [tensor] * size
+    return [each.contiguous() for each in tensor.unbind()]
+
+
+def _filled(leaf: Tensor, grads: Sequence[Tensor | None]) -> Tensor | None:
+    """Stack gradients, with zeros for those of calls that have none."""
+    if all(each is None for each in grads):
+        return None
+    dense = [torch.zeros_like(leaf) if each is None else each for each in grads]
+    return torch.stack([each.to_dense() if each.is_sparse else each for each in dense])
