@@ -7,16 +7,17 @@ its caches, and convolutions have no batched kernel there.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from vgrad import checks, names
+from vgrad.conditions import are_collected
+from vgrad.ensemble.axes import InDims
 from vgrad.ensemble.execution import (
     STRATEGIES,
     Call,
-    InDims,
     Randomness,
     Strategy,
     Told,
@@ -26,11 +27,21 @@ from vgrad.ensemble.execution import (
     vmapped,
 )
 from vgrad.functional.untouched import untouched
-from vgrad.generators import kept_random_state
+from vgrad.generators import (
+    drawn_since,
+    kept_random_state,
+    random_state,
+    set_random_state,
+)
+from vgrad.lowering.draws import Draws, Undrawn
 from vgrad.names import Patterns
+from vgrad.persample.engine.guard import Fallbacks
+from vgrad.persample.engine.ladder import FINAL, Stop
 from vgrad.persample.explanation import aligned
 from vgrad.torch_private import levels
 from vgrad.typing import Buffers, Params
+
+T = TypeVar("T")
 
 BUSY = 50.0
 """MFLOP of a forward pass above which one member saturates a CPU."""
@@ -48,7 +59,10 @@ class EnsembleExplanation:
         strategy: the strategy.
         why: why it is that one.
         members: E.
-        forms: op and form, in order of execution, of the ops that have a choice.
+        forms: op and form, in order of execution, of the ops that have a choice; those
+            of one group of members after the other, if they answer questions about
+            values differently.
+        splits: the lines that ask these, and how often members fall into groups there.
     """
 
     function: str
@@ -56,6 +70,7 @@ class EnsembleExplanation:
     why: str
     members: int
     forms: tuple[tuple[str, str], ...]
+    splits: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
         """Return a table in plain text."""
@@ -63,6 +78,9 @@ class EnsembleExplanation:
             f"{self.function} of {self.members} members, strategy {self.strategy}: "
             f"{self.why}"
         )
+        if self.splits:
+            lines = [f"  {where} ({times} x)" for where, times in self.splits]
+            title += "\n\nMembers take different branches at\n" + "\n".join(lines)
         if not self.forms:
             return title
         return f"{title}\n\n{aligned([('op', 'form'), *self.forms])}"
@@ -92,6 +110,7 @@ class Runner:
         self._randomness: Randomness = randomness
         self._strategy: Strategy = strategy
         self._known: dict[Any, tuple[str, str]] = {}
+        self._fallbacks = Fallbacks()
 
     def call(self, params: Params, buffers: Buffers, batch: tuple) -> Call:
         """Check what was given."""
@@ -105,10 +124,47 @@ class Runner:
             return "hybrid", "inside a transform of torch.func"
         if call.members == 1:
             return "loop", "there is one member"
-        key = tuple((each.shape, each.dtype, each.device) for each in call.tensors())
+        key = _kind(call)
         if key not in self._known:
             self._known[key] = _by_work(function, call)
         return self._known[key]
+
+    def either(
+        self,
+        call: Call,
+        strategy: str,
+        at_once: Callable[[Draws], T],
+        loop: Callable[[], T],
+    ) -> T:
+        """Run all members at once, or in a loop: as chosen, or where nothing else can.
+
+        `at_once` takes what is known of the members' random numbers.
+        """
+        if strategy == "loop":
+            return loop()
+        draws = Draws()
+        if self._strategy != "auto" or levels.inside_transform() or are_collected():
+            return at_once(draws)
+        given = call.tensors()
+        before = random_state(given) if self._randomness != "error" else None
+        try:
+            return at_once(draws)
+        except FINAL:
+            raise
+        except Exception as error:
+            stopped = Stop.of(error)
+        if before is not None and drawn_since(before, given):
+            if draws.asked and self._randomness == "different":
+                raise Undrawn("others in a loop")
+            set_random_state(before)
+        found = loop()
+        why = f"all at once they stopped at {stopped.where}: {stopped.why}"
+        self._known[_kind(call)] = "loop", why
+        self._fallbacks.warn(
+            f"{self._function}: runs one member after another. The numbers are right, "
+            f"but it may be slow: {why}"
+        )
+        return found
 
     def run(
         self,
@@ -118,6 +174,7 @@ class Runner:
         *,
         with_buffers: bool = False,
         told: Told = None,
+        draws: Draws | None = None,
     ) -> Any:
         """Run a function for all members at once, or for one after the other."""
         if strategy == "loop":
@@ -130,6 +187,8 @@ class Runner:
             hybrid=strategy == "hybrid",
             with_buffers=with_buffers,
             told=told,
+            draws=draws,
+            parted=lambda parts: self._fallbacks.tell(parts, self._function, "member"),
         )
 
     def loop(self, function: Callable, call: Call) -> list[Any]:
@@ -140,13 +199,20 @@ class Runner:
         """Run the forward pass once, and say what happened; generators are put back."""
         strategy, why = self.choose(function, call)
         forms: list[tuple[str, str]] = []
+        before = self._fallbacks.splits.copy()
         if strategy != "loop":
             with kept_random_state(call.tensors()), torch.no_grad():
                 self.run(
                     function, call, strategy, told=lambda *each: forms.append(each)
                 )
-        found = tuple(forms)
-        return EnsembleExplanation(self._function, strategy, why, call.members, found)
+        splits = tuple((self._fallbacks.splits - before).items())
+        found = self._function, strategy, why, call.members, tuple(forms), splits
+        return EnsembleExplanation(*found)
+
+
+def _kind(call: Call) -> tuple:
+    """Return what the strategy depends on."""
+    return tuple((each.shape, each.dtype, each.device) for each in call.tensors())
 
 
 def _by_work(function: Callable, call: Call) -> tuple[str, str]:

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.ensemble.axes import members, split
+from vgrad.ensemble.axes import InDims, batch_dims, members, split
 from vgrad.functional.untouched import Promise, untouched
 from vgrad.generators import ALONE, drawn_since, random_state, set_random_state
+from vgrad.lowering.draws import Draws
 from vgrad.lowering.members import Members, mapped_here
+from vgrad.lowering.questions import Parts, tried
 from vgrad.lowering.truthful import Truth
 from vgrad.names import Patterns
 from vgrad.persample.engine.guard import raise_clearly
@@ -27,7 +29,6 @@ from vgrad.typing import Buffers, Params, Tree
 
 Strategy = Literal["auto", "vmap", "loop", "hybrid"]
 Randomness = Literal["error", "different", "same"]
-InDims = int | None | Sequence[int | None]
 Told = Callable[[str, str], None] | None
 
 STRATEGIES = ("auto", "vmap", "loop", "hybrid")
@@ -59,7 +60,7 @@ class Call:
         self.dims = (
             {name: None if name in whole else 0 for name in params},
             {name: None if name in whole else 0 for name in buffers},
-            *_batch_dims(function, in_dims, batch, self.members),
+            *batch_dims(function, in_dims, batch, self.members),
         )
 
     def of(self, member: int) -> tuple:
@@ -91,6 +92,13 @@ class Call:
         expected = "ensemble: expected a function that changes nothing it is given"
         return Promise({**items, **buffers, **params}, expected, "Copy it first.")
 
+    def rows(self, rows: Tensor) -> "Call":
+        """Return the call of these members, in this order."""
+        other = copy.copy(self)
+        other.members = len(rows)
+        other.args = self._each(lambda x, dim: x.index_select(dim, rows.to(x.device)))
+        return other
+
     def stacked_with_buffers(self, pairs: Sequence[tuple[Tree, Buffers]]) -> tuple:
         """Join what the members returned and the buffers that they left.
 
@@ -98,15 +106,37 @@ class Call:
             ValueError: they left different values in a buffer that they share.
         """
         values, buffers = zip(*pairs, strict=True)
+        return stacked(values), self._buffers(buffers, lambda *each: torch.stack(each))
+
+    def regrouped(
+        self, found: Sequence[Any], rows: Sequence[Tensor], *, with_buffers: bool
+    ) -> Any:
+        """Join what groups of members returned, whose `rows` these are.
+
+        Raises:
+            ValueError: they left different values in a buffer that they share.
+        """
+        places = torch.cat([*rows]).argsort()
+
+        def joined(*leaves: Tensor) -> Tensor:
+            return torch.cat(leaves).index_select(0, places.to(leaves[0].device))
+
+        if not with_buffers:
+            return _map_leaves(joined, *found)
+        values, buffers = zip(*found, strict=True)
+        return _map_leaves(joined, *values), self._buffers(buffers, joined)
+
+    def _buffers(self, left: Sequence[Buffers], join: Callable[..., Tensor]) -> Buffers:
+        """Join the buffers of members, but for those that they share."""
         joined, dims = {}, {**self.dims[0], **self.dims[1]}
-        for name, first in buffers[0].items():
+        for name, first in left[0].items():
             if dims.get(name, 0) is not None:
-                joined[name] = torch.stack([each[name] for each in buffers])
-            elif all(checks.same_values(each[name], first) for each in buffers):
+                joined[name] = join(*(each[name] for each in left))
+            elif all(checks.same_values(each[name], first) for each in left):
                 joined[name] = first
             else:
                 raise _changed(name)
-        return stacked(values), joined
+        return joined
 
     def _each(self, function: Callable[..., Tensor]) -> tuple:
         """Apply a function to what each member has its own of, in new containers."""
@@ -132,27 +162,69 @@ def vmapped(
     hybrid: bool,
     with_buffers: bool = False,
     told: Told = None,
+    draws: Draws | None = None,
+    parted: Callable[[Parts], None] | None = None,
 ) -> Any:
     """Run the function once for all members; every result gains the axis 0.
 
     With `with_buffers` the function returns a pair of its result and new buffers, in
-    which those that the members share gain no axis.
+    which those that the members share gain no axis. Members that answer a question
+    about values differently run in groups, of which `parted` is told.
     """
+
+    def run(call: Call, draws: Draws) -> Any:
+        once = partial(_at_once, function, call, randomness, hybrid, with_buffers, told)
+        differ = randomness == "different"
+        found, draws = tried(once, draws, call.tensors(), differ=differ)
+        if not isinstance(found, Parts):
+            return found
+        if parted is not None:
+            parted(found)
+        groups = []
+        for rows in found.rows:
+            if state is not None:
+                set_random_state(state)
+            groups.append(run(call.rows(rows), draws.of(rows)))
+        return call.regrouped(groups, found.rows, with_buffers=with_buffers)
+
+    with nullcontext() if randomness == "error" else ALONE:
+        state = random_state(call.tensors()) if randomness == "same" else None
+        return run(call, draws or Draws())
+
+
+def _at_once(
+    function: Callable,
+    call: Call,
+    randomness: Randomness,
+    hybrid: bool,
+    with_buffers: bool,
+    told: Told,
+    draws: Draws,
+) -> Any:
+    """Run the function once for all members, who must answer questions alike."""
     levels.load_decompositions()
-    alone = nullcontext() if randomness == "error" else ALONE
+    forms: list[tuple[str, str]] = []
+    tell = told and (lambda *form: forms.append(form))
     try:
         # What torch.vmap does, but for its general treatment of trees, which costs as
         # much as a small model.
-        with alone, levels.vmap_level(call.members, randomness) as level:
+        with levels.vmap_level(call.members, randomness) as level:
             params, buffers, *batch = call.mapped(level)
             truth = Truth(level, "member", 'strategy="loop"')
             with modes.without_modes():  # modes around it are not asked
                 for each in tensors((params, buffers, batch)):
                     truth.tell(each)
-            mode = Members(told, call.promise(), truth=truth, chosen=hybrid)
-            with mode, AutocastMode(params.values()), modes.unoptimized_scripts():
+            mode = Members(
+                tell, call.promise(), truth=truth, draws=draws, chosen=hybrid
+            )
+            seen = draws.watched(call.members)
+            casts = AutocastMode(params.values())
+            with mode, seen, casts, modes.unoptimized_scripts():
                 result = function(params, buffers, *batch)
             truth.end(tensors(result))
+            if told is not None:
+                for form in forms:
+                    told(*form)
 
             def joined(value: Any) -> Tensor:
                 return levels.remove_batch_axis(_tensor(value), level, call.members, 0)
@@ -218,31 +290,6 @@ def _changed(name: str) -> ValueError:
         f"ensemble(shared=...): expected members that leave one value in the buffer "
         f"{name!r}, which they share, got one of each. Give each member its own."
     )
-
-
-def _batch_dims(
-    function: str, in_dims: InDims, batch: tuple[Tree, ...], count: int
-) -> tuple[int | None, ...]:
-    """Return the member axis of each item of the batch, checked."""
-    if in_dims is None or isinstance(in_dims, int):
-        in_dims = (in_dims,) * len(batch)
-    if len(in_dims) != len(batch):
-        raise ValueError(
-            f"{function}(in_dims={tuple(in_dims)}): expected one axis for each of the "
-            f"{len(batch)} items of the batch. None stands for one that all members "
-            f"share."
-        )
-    for number, (dim, item) in enumerate(zip(in_dims, batch, strict=True)):
-        if dim is None:
-            continue
-        for leaf in tensors(item):
-            if not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] != count:
-                raise ValueError(
-                    f"{function}(in_dims={tuple(in_dims)}): expected {count} members "
-                    f"along axis {dim} of item {number} of the batch, got shape "
-                    f"{tuple(leaf.shape)}. in_dims=None gives all members the same."
-                )
-    return tuple(in_dims)
 
 
 def _tensor(value: Any) -> Tensor:

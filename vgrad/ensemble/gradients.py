@@ -8,16 +8,17 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.dtypes import no_autocast
+from vgrad.ensemble.axes import InDims
 from vgrad.ensemble.choice import EnsembleExplanation, Runner
 from vgrad.ensemble.execution import (
     Call,
-    InDims,
     Randomness,
     Strategy,
     autocasting,
 )
 from vgrad.functional.losses import SampleLoss
 from vgrad.generators import kept_random_state
+from vgrad.lowering.draws import Draws
 from vgrad.names import Patterns
 from vgrad.persample.engine.guard import UnsupportedOp
 from vgrad.torch_private import levels
@@ -75,10 +76,15 @@ class EnsembleGradFn:
             )
         with torch.enable_grad():  # a loss may differentiate on its own
             strategy, _ = self._runner.choose(self._loss, call)
-        if strategy == "loop" and not levels.inside_transform():
-            grads, values, new = self._by_members(call, loss_scale)
+        if strategy == "loop" and levels.inside_transform():
+            grads, values, new = self._at_once(call, strategy, loss_scale, Draws())
         else:
-            grads, values, new = self._at_once(call, strategy, loss_scale)
+            grads, values, new = self._runner.either(
+                call,
+                strategy,
+                lambda draws: self._at_once(call, strategy, loss_scale, draws),
+                lambda: self._by_members(call, loss_scale),
+            )
         losses, aux = self._parted(values)
         result = EnsembleGrads(grads, losses, new)
         return (result, aux) if self._has_aux else result
@@ -95,40 +101,49 @@ class EnsembleGradFn:
         return value if self._has_aux else (value, ())
 
     def _at_once(
-        self, call: Call, strategy: str, loss_scale: Tensor | float
+        self, call: Call, strategy: str, loss_scale: Tensor | float, draws: Draws
     ) -> tuple[Params, Any, Buffers]:
         """Differentiate the sum of all losses: no member's depends on another's."""
 
         def total(params: Params) -> tuple[Tensor, tuple[Any, Buffers]]:
             inner = call.with_params(params)
-            found = self._runner.run(self._run, inner, strategy, with_buffers=True)
+            found = self._runner.run(
+                self._run, inner, strategy, with_buffers=True, draws=draws
+            )
             losses, _ = self._parted(found[0])
             return (losses * loss_scale).sum(), found
 
         grads, (values, new), unreached = _gradient(total, call.args[0])
         if strategy != "loop":
-            self._check_unreached(call, frozenset(unreached))
+            self._check_unreached(call, frozenset(unreached), draws)
         return grads, values, new
 
-    def _check_unreached(self, call: Call, names: frozenset[str]) -> None:
-        """Refuse a missing gradient where one member on its own has one."""
-        if not names or names in self._unreached:
+    def _check_unreached(self, call: Call, names: frozenset[str], draws: Draws) -> None:
+        """Refuse a missing gradient where one member on its own has one.
+
+        Members that may have taken different branches are all asked.
+        """
+        if not names or (names in self._unreached and not draws.asked):
             return
-        params, *rest = call.of(0)
+        unreached = names
+        for member in range(call.members if draws.asked else 1):
+            params, *rest = call.of(member)
 
-        def of_params(params: Params) -> tuple[Tensor, tuple]:
-            value, _ = autocasting(self._run)(params, *rest)
-            return self._parted(value)[0], ()
+            def of_params(params: Params, rest: Any = rest) -> tuple[Tensor, tuple]:
+                value, _ = autocasting(self._run)(params, *rest)
+                return self._parted(value)[0], ()
 
-        with kept_random_state(call.tensors()):
-            *_, unreached = _gradient(of_params, params)
+            with kept_random_state(call.tensors()):
+                *_, own = _gradient(of_params, params)
+            unreached &= own
         if reached := names - unreached:
             raise UnsupportedOp(
                 f"ensemble_grad(loss): expected gradients of all members wherever one "
                 f"member has some, got none of {checks.listed(reached)}: an op hides "
                 f'its graph from vmap. Use strategy="loop".'
             )
-        self._unreached.add(names)
+        if not draws.asked:
+            self._unreached.add(names)
 
     def _by_members(
         self, call: Call, loss_scale: Tensor | float

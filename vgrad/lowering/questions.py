@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 
 from vgrad.conditions import Unrepeatable, are_collected, looked_at, unlikely
-from vgrad.lowering.truthful import UnsupportedOp, among
+from vgrad.functional.untouched import Promise, Untouched
+from vgrad.generators import drawn_since, random_state, set_random_state
+from vgrad.lowering.draws import Draws, Undrawn
+from vgrad.lowering.truthful import Truth, UnsupportedOp, among
 from vgrad.torch_private import levels, modes
 from vgrad.tree import tree_map_only
 
@@ -40,7 +43,7 @@ class Parts(NamedTuple):
 
 
 class Split(BaseException):
-    """The samples of a chunk cannot go on together; they must run in several parts.
+    """The samples of a chunk cannot go on together: they must run in several parts.
 
     Not an `Exception`, which a loss could catch.
 
@@ -56,18 +59,94 @@ class Split(BaseException):
         self.level = level
 
 
-def parted(run: Callable[[], Any]) -> Any:
-    """Return what a function does, or the `Parts` into which its samples fall.
+def tried(
+    run: Callable[[Draws], Any],
+    draws: Draws,
+    tensors: Sequence[Tensor],
+    *,
+    differ: bool,
+    again: Callable[[Draws], Any] | None = None,
+) -> tuple[Any, Draws]:
+    """Run samples; return what that gives, or the `Parts` they fall into, and draws.
+
+    These have the random numbers that the samples of the parts must see once more. If
+    they `differ` from sample to sample and there were some, all samples run `again` for
+    that.
+
+    Raises:
+        Undrawn: they came from another generator, whose state is not known.
+    """
+    before = random_state(tensors) if differ else None
+    found = _parted(run, draws)
+    if not isinstance(found, Parts):
+        return found, draws
+    if draws.own and (draws.asked or found.strategy is None):
+        raise Undrawn("some of a torch.Generator of the loss's own")
+    if before is not None and draws.known is None and drawn_since(before, tensors):
+        set_random_state(before)
+        draws = Draws(known=[])
+        found = _parted(again or run, draws)
+    return found, draws
+
+
+def _parted(run: Callable[[Draws], Any], draws: Draws) -> Any:
+    """Return what a function does, or the parts into which its samples fall.
 
     So nothing is left of the exception, which would keep all tensors.
     """
     around = levels.current_level() or 0
     try:
-        return run()
+        return run(draws)
     except Split as split:
         if split.level is not None and split.level <= around:
             raise  # a vmap around this call maps over these samples
         return split.parts
+
+
+class Answering(Untouched):
+    """The function mode that answers questions about values, with a `truth`.
+
+    That says what the vmap maps over. What a loss asks and draws is noted in `draws`.
+    """
+
+    def __init__(
+        self, *promises: Promise, truth: Truth | None, draws: Draws | None
+    ) -> None:
+        """Start where nothing was asked."""
+        super().__init__(*promises)
+        self._truth = truth
+        self._draws = draws or Draws()
+        self._stopped: BaseException | None = None
+
+    def __exit__(self, *raised: Any) -> None:
+        """Raise what stopped the loss, even if it went on all the same.
+
+        A single sample would not have been stopped, so what a loss does in answer is
+        not what it does with one.
+        """
+        super().__exit__(*raised)
+        stopped, self._stopped = self._stopped, None
+        if stopped is not None and stopped is not raised[1]:
+            raise stopped
+
+    def stopping(self, run: Callable, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run one call by `run`, and remember if that stops the loss."""
+        if kwargs and kwargs.get("generator") is not None:
+            self._draws.own = True
+        try:
+            return run(func, args, kwargs)
+        except (Split, UnsupportedOp) as error:
+            self._stopped = error
+            raise
+
+    def asked(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Answer a call that hands values to Python, if all samples have the same."""
+        truth = self._truth
+        if func not in QUESTIONS or truth is None:
+            return NONE
+        found = answer(func, args, kwargs, truth.level)
+        self._draws.asked |= found is not NONE
+        return found
 
 
 def answer(func: Callable, args: tuple, kwargs: dict, level: int) -> Any:

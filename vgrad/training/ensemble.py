@@ -12,8 +12,8 @@ from torch import Tensor
 from vgrad import optim
 from vgrad.conditions import are_collected
 from vgrad.dtypes import widened
-from vgrad.ensemble.axes import members, split
-from vgrad.ensemble.execution import Call, InDims, Randomness, Strategy
+from vgrad.ensemble.axes import InDims, members, split
+from vgrad.ensemble.execution import Call, Randomness, Strategy
 from vgrad.ensemble.gradients import (
     EnsembleGradFn,
     EnsembleGrads,

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from vgrad.functional.batch_norm import refuse_batch_statistics
-from vgrad.functional.untouched import Promise, Untouched
+from vgrad.functional.untouched import Promise
 from vgrad.generators import ALONE
 from vgrad.lowering.draws import Draws
-from vgrad.lowering.questions import NONE, QUESTIONS, Parts, Split, answer
+from vgrad.lowering.questions import NONE, Answering, Parts
 from vgrad.lowering.truthful import (
     REQUIRES_GRAD,
     Truth,
@@ -29,7 +29,7 @@ from vgrad.lowering.vmapped import VMAPPED
 from vgrad.torch_private import messages, modes
 
 
-class LossGuard(Untouched):
+class LossGuard(Answering):
     """Refuses batch statistics at the op; with `truth`, what vmap lacks or misreports.
 
     A function mode sees every torch function that a loss calls, in a module or not.
@@ -46,10 +46,8 @@ class LossGuard(Untouched):
     ) -> None:
         """Take the answers of the vmap over samples, if the loss runs in one."""
         expected = "loss: expected one that changes nothing it is given"
-        super().__init__(Promise(given, expected, "Copy it first."))
-        self._truth = truth
-        self._draws = draws or Draws()
-        self._stopped: BaseException | None = None
+        promise = Promise(given, expected, "Copy it first.")
+        super().__init__(promise, truth=truth, draws=draws)
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -61,24 +59,7 @@ class LossGuard(Untouched):
             self.check(func, args, kwargs)
         if self._truth is None:
             return func(*args, **kwargs)
-        if kwargs and kwargs.get("generator") is not None:
-            self._draws.own = True
-        try:
-            return self._run_clearly(func, args, kwargs)
-        except (Split, UnsupportedOp) as error:
-            self._stopped = error
-            raise
-
-    def __exit__(self, *raised: Any) -> None:
-        """Raise what stopped the loss, even if it went on all the same.
-
-        A single sample would not have been stopped, so what a loss does in answer is
-        not what it does with one.
-        """
-        super().__exit__(*raised)
-        stopped, self._stopped = self._stopped, None
-        if stopped is not None and stopped is not raised[1]:
-            raise stopped
+        return self.stopping(self._run_clearly, func, args, kwargs)
 
     def _run_clearly(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one call; an error says what to do."""
@@ -109,15 +90,6 @@ class LossGuard(Untouched):
                 'Detach samples and buffers, or use strategy="loop".'
             )
         return output
-
-    def asked(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Answer a call that hands values to Python, if all samples have the same."""
-        truth = self._truth
-        if func not in QUESTIONS or truth is None:
-            return NONE
-        found = answer(func, args, kwargs, truth.level)
-        self._draws.asked |= found is not NONE
-        return found
 
     @staticmethod
     def op(func: Callable, args: tuple, kwargs: dict) -> Any:
