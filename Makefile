@@ -1,7 +1,7 @@
 PYTHON ?= python3
 RUN := .venv/bin
 
-.PHONY: demo test quick compiled test-random bench clean
+.PHONY: demo test quick compiled test-random zoo bench clean
 
 # One thread for each of several processes: the ops of tests are too small for two.
 PYTEST := OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n auto --dist worksteal
@@ -25,6 +25,10 @@ compiled: .venv/installed
 test-random: .venv/installed
 	$(PYTEST) tests -m hypothesis --hypothesis-profile=random
 
+zoo: .venv-zoo/installed
+	OMP_NUM_THREADS=1 .venv-zoo/bin/python -m pytest -n auto --dist worksteal \
+	  tests/zoo tests/persample/test_transformers.py
+
 bench: .venv/installed
 	$(RUN)/python -m pytest --benchmark-only
 
@@ -33,5 +37,13 @@ bench: .venv/installed
 	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,bench,dev]"
 	touch $@
 
+# Torch alone and first, so that no other package chooses its build.
+.venv-zoo/installed: pyproject.toml constraints.txt
+	rm -rf .venv-zoo
+	$(PYTHON) -m venv .venv-zoo
+	.venv-zoo/bin/python -m pip install --quiet --constraint constraints.txt torch
+	.venv-zoo/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[test,zoo]"
+	touch $@
+
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .venv-zoo build dist *.egg-info

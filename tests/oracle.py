@@ -34,17 +34,22 @@ def rows(batch, size: int):
 def model_gradients(
     model: nn.Module, run: Callable[..., Tensor], batch, size: int
 ) -> Grads:
-    """Per-sample gradients by running the module itself: `run(model, *sample)`."""
-    model = copy.deepcopy(model).double()
+    """Per-sample gradients by running a copy of a module: `run(model, *sample)`."""
+    return module_gradients(copy.deepcopy(model).double(), run, batch, size)
+
+
+def module_gradients(
+    model: nn.Module, run: Callable[..., Tensor], batch, size: int
+) -> Grads:
+    """Per-sample gradients by running the module itself, which may change it."""
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     found = {name: [] for name in trained}
     for sample in rows(in_double(batch), size):
-        value = run(model, *sample).sum()
-        grads = torch.autograd.grad(
-            value, list(trained.values()), allow_unused=True, materialize_grads=True
-        )
-        for name, grad in zip(trained, grads, strict=True):
-            found[name].append(grad)
+        model.zero_grad()
+        run(model, *sample).sum().backward()
+        for name, each in trained.items():
+            grad = torch.zeros_like(each) if each.grad is None else each.grad
+            found[name].append(grad.to_dense())
     return {name: torch.stack(each) for name, each in found.items()}
 
 
@@ -69,7 +74,7 @@ def norms(grads: Grads) -> Tensor:
     """Norm of each sample's gradient over all parameters."""
     return (
         torch.stack(
-            [g.reshape(len(g), -1).square().sum(1) for g in grads.values()]
+            [g.reshape(len(g), -1).abs().square().sum(1) for g in grads.values()]
         ).sum(0)
         ** 0.5
     )
@@ -78,7 +83,7 @@ def norms(grads: Grads) -> Tensor:
 def weighted(grads: Grads, weights: Tensor) -> Grads:
     """Sum over samples with weights."""
     return {
-        n: torch.einsum("b,b...->...", weights.double(), g) for n, g in grads.items()
+        n: torch.einsum("b,b...->...", weights.to(g.dtype), g) for n, g in grads.items()
     }
 
 

@@ -431,7 +431,7 @@ def test_a_trace_has_all_ops_but_those_that_are_left_untraced():
             assert bool((torch.ones(2) > 0).all())
         return x.sin() + 1
 
-    graph = tracing.make_fx(function)(X)
+    graph = tracing.traced(function, X)
     ops = [node.target for node in graph.graph.nodes if node.op == "call_function"]
     assert ops == [torch.ops.aten.sin.default, torch.ops.aten.add.Tensor]
     assert torch.equal(graph(X + 1), (X + 1).sin() + 1)
@@ -442,14 +442,14 @@ def test_a_trace_has_all_ops_but_those_that_are_left_untraced():
 
 def test_a_trace_refuses_to_hand_out_values():
     with pytest.raises(RuntimeError, match="get value out of a tracing tensor"):
-        tracing.make_fx(lambda x: x if x.sum() > 0 else -x)(X)
+        tracing.traced(lambda x: x if x.sum() > 0 else -x, X)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("in_cpp", [False, True])
 def test_a_graph_is_compiled_for_shapes_and_draws_as_eager_mode_does(in_cpp):
-    graph = tracing.make_fx(lambda x: [x.sin() * torch.rand_like(x)])(X)
+    graph = tracing.traced(lambda x: [x.sin() * torch.rand_like(x)], X)
     compiled = tracing.compiled(graph, [X], in_cpp=in_cpp)
     torch.manual_seed(1)
     expected = (X + 1).sin() * torch.rand_like(X)

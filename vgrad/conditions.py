@@ -3,7 +3,9 @@
 Code that looks at a value and goes another way makes a device wait, and a capture of
 it as one graph impossible. Where the other way is for rare cases, it asks `unlikely`.
 Inside of `collected` the answer is no, and the block knows in the end whether that was
-true; if it was not, what it computed is dropped and computed again outside.
+true; if it was not, what it computed is dropped and computed again outside. Inside of
+`postponed` the answer is no as well, and the block itself looks at many conditions at
+once and mends what was wrong.
 """
 
 from collections.abc import Iterator
@@ -20,16 +22,20 @@ class Unrepeatable(Exception):
 
 
 _COLLECTED: ContextVar[list[Tensor] | None] = ContextVar("collected", default=None)
+_POSTPONED: ContextVar[list[Tensor] | None] = ContextVar("postponed", default=None)
 
 
 def unlikely(where: Tensor) -> bool:
-    """Tell whether a condition holds anywhere; if it is collected, answer no.
+    """Tell whether a condition holds anywhere; collected or postponed, answer no.
 
     Example:
         >>> import torch
         >>> unlikely(torch.tensor([False, True]))
         True
     """
+    if (conditions := _POSTPONED.get()) is not None:
+        conditions.append(where.detach())
+        return False
     conditions = _COLLECTED.get()
     if conditions is None:
         return bool(where.any())
@@ -63,11 +69,41 @@ def collected() -> Iterator[list[Tensor]]:
 
 
 @contextmanager
+def postponed() -> Iterator[list[Tensor]]:
+    """Gather the conditions of a block as they are, to be looked at after it.
+
+    Example:
+        >>> import torch
+        >>> with postponed() as conditions:
+        ...     unlikely(torch.tensor([False, True]))
+        False
+        >>> unlikely(torch.cat(conditions))
+        True
+    """
+    conditions: list[Tensor] = []
+    token = _POSTPONED.set(conditions)
+    try:
+        yield conditions
+    finally:
+        _POSTPONED.reset(token)
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    """Postpone nothing in this block, whose results are kept for other blocks."""
+    token = _POSTPONED.set(None)
+    try:
+        yield
+    finally:
+        _POSTPONED.reset(token)
+
+
+@contextmanager
 def looked_at() -> Iterator[None]:
     """Look at values in this block, which depend on shapes and options alone."""
     token = _COLLECTED.set(None)
     try:
-        with untraced():
+        with at_once(), untraced():
             yield
     finally:
         _COLLECTED.reset(token)

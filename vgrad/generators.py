@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -95,19 +96,30 @@ def drawn(draw: Callable[..., object], stream: int, count: int) -> np.ndarray:
     on how many threads there are.
     """
     found = np.empty(count)
-    parts = [found[start : start + BLOCK] for start in range(0, count, BLOCK)]
-
-    def fill(number: int) -> None:
-        draw(block(stream, number), out=parts[number])
-
-    if len(parts) < 2:
-        for number in range(len(parts)):
-            fill(number)
-        return found
-    with ThreadPoolExecutor(min(len(parts), torch.get_num_threads())) as pool:
-        for _ in pool.map(fill, range(len(parts))):
-            pass  # an exception in a thread is raised here
+    on_threads(
+        partial(draw, block(stream, number), out=found[part])
+        for number, part in blocks(count)
+    )
     return found
+
+
+def blocks(count: int) -> Iterator[tuple[int, slice]]:
+    """Number the blocks of a stream, and say where in an array each has its place."""
+    for number, start in enumerate(range(0, count, BLOCK)):
+        yield number, slice(start, start + BLOCK)
+
+
+def on_threads(works: Iterable[Callable[[], object]]) -> None:
+    """Do pieces of work, in any order, on as many threads as torch has."""
+    works = list(works)
+    threads = min(len(works), torch.get_num_threads())
+    if threads < 2:
+        for work in works:
+            work()
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in pool.map(lambda work: work(), works):
+            pass  # an exception in a thread is raised here
 
 
 def torch_seed(key: Tensor, *place: Place) -> int:

@@ -66,16 +66,21 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
     return type(tree)(mapped) if type(tree) in (list, tuple) else type(tree)(*mapped)
 
 
-def copied(tree: Tree) -> Tree:
-    """Copy the tensors of a tree; one that is there twice stays one."""
-    copies: dict[int, Tensor] = {}
+def map_once(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
+    """Apply `function` to the tensors of a tree; one that is there twice stays one."""
+    found: dict[int, Tensor] = {}
 
     def once(tensor: Tensor) -> Tensor:
-        if id(tensor) not in copies:
-            copies[id(tensor)] = tensor.clone()
-        return copies[id(tensor)]
+        if id(tensor) not in found:
+            found[id(tensor)] = function(tensor)
+        return found[id(tensor)]
 
     return map_tensors(once, tree)
+
+
+def copied(tree: Tree) -> Tree:
+    """Copy the tensors of a tree; one that is there twice stays one."""
+    return map_once(Tensor.clone, tree)
 
 
 def _is_sequence(tree: Tree) -> bool:

@@ -1,9 +1,12 @@
 """What is captured, what is not, and what is said about it."""
 
 import argparse
+import cProfile
+import gc
 import random
 import re
 import shutil
+import sys
 import warnings
 
 import numpy as np
@@ -20,6 +23,9 @@ from vgrad.compiled import Report, choices
 from vgrad.training import TrainState, ensemble_train_step, private_step, train_step
 
 slow = pytest.mark.slow
+aside = slow, pytest.mark.compiled
+"""Marks of what takes long and runs by `make compiled` alone."""
+
 # Torch warns of itself while Inductor runs.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
@@ -181,20 +187,19 @@ def test_inside_of_transforms_and_modes_eager_mode_runs():
         torch.vmap(lambda each: strict(PARAMS, {}, each))(x)
 
 
-@slow
 def test_there_are_sixteen_captures_at_most():
-    compiled = vgrad.compile(vgrad.per_sample_norm(squared), verify=False)
+    eager = vgrad.per_sample_grad(squared)
+    compiled = vgrad.compile(eager, verify=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for size in range(1, 17):
             compiled(PARAMS, {}, batch(size))
-    text = r"compile\(per_sample_norm\): .* there are 16 captures already"
+    text = r"compile\(per_sample_grad\): .* there are 16 captures already"
     with pytest.warns(vgrad.CompileWarning, match=text):
         compiled(PARAMS, {}, batch(17))
     for size in (17, 18):  # warned of already
-        found = compiled(PARAMS, {}, batch(size))
-        expected = vgrad.per_sample_norm(squared)(PARAMS, {}, batch(size))
-        oracle.assert_exact(found, expected, 0)
+        given = PARAMS, {}, batch(size)
+        oracle.assert_exact(compiled(*given), eager(*given), 0)
     compiled(PARAMS, {}, batch(5))
     assert [each.calls for each in compiled.reports()] == [0] * 4 + [1] + [0] * 11
 
@@ -356,7 +361,7 @@ def test_errors_of_the_loss_come_through_and_leave_no_capture():
 
 
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("name", ["grad", pytest.param("flat", marks=slow)])
+@pytest.mark.parametrize("name", ["grad", "flat"])
 def test_results_are_constants(name, first):
     params = {"w": PARAMS["w"].clone().requires_grad_()}
     compiled = vgrad.compile(problems.TRANSFORMS[name](squared), fallback="error")
@@ -410,13 +415,56 @@ def test_closed_over_tensors_are_read_and_values_are_compared():
     assert len(compiled.reports()) == 5
 
 
+def test_parts_of_a_closed_over_tensor_are_parts_of_it_at_each_call():
+    table, order = torch.arange(6.0).reshape(2, 3).t(), torch.tensor([2, 0, 1])
+
+    def loss(params, buffers, x):
+        x = params["w"] * x
+        first, second = table.unbind(1)
+        whole, rest = table.split([2, 1], 0)
+        left = (x * first).sum() + (x[:2] * table[-2:, 1]).sum() + x[order][0]
+        right = (x[:2] * whole[:, 1:].sum(1)).sum() + (x[0] * rest).sum()
+        return left * right + (x * second[order]).sum()
+
+    eager = vgrad.per_sample_grad(loss)
+    compiled = vgrad.compile(eager, fallback="error")
+    for _ in range(3):
+        oracle.assert_exact(
+            compiled(PARAMS, {}, batch()), eager(PARAMS, {}, batch()), 0
+        )
+        table.mul_(2.0)
+        order.copy_(order.roll(1))
+    ran(compiled, calls=2)
+
+
+def test_a_profiler_goes_on_after_a_capture():
+    compiled = vgrad.compile(vgrad.per_sample_norm(squared), fallback="error")
+    with cProfile.Profile() as profile:
+        compiled(PARAMS, {}, batch(4))
+        total(PARAMS, batch())
+    names = [getattr(each.code, "co_name", "") for each in profile.getstats()]
+    assert "total" in names
+    around, before = lambda *_: None, sys.getprofile()
+    sys.setprofile(around)
+    try:
+        compiled(PARAMS, {}, batch(5))
+        assert sys.getprofile() is around
+        assert gc.isenabled()
+    finally:
+        sys.setprofile(before)
+
+
 SIZES = [4, 6]
 
 
-@slow
 @pytest.mark.parametrize(
     "name",
-    [n if n == "flat" else pytest.param(n, marks=slow) for n in problems.TRANSFORMS],
+    [
+        pytest.param(
+            n, marks=slow if n in ("flat", "gram, cross", "weighted") else aside
+        )
+        for n in problems.TRANSFORMS
+    ],
 )
 def test_batches_of_any_size_are_filled_up_or_split(name):
     loss, params, buffers, draw = problems.built("mlp", torch.float64)
@@ -435,7 +483,7 @@ def test_batches_of_any_size_are_filled_up_or_split(name):
 
 
 @slow
-@pytest.mark.parametrize("chunk_size", [None, pytest.param(3, marks=slow)])
+@pytest.mark.parametrize("chunk_size", [None, 3])
 def test_masks_of_batches_that_are_filled_up(chunk_size):
     loss, params, buffers, draw = problems.built("mlp", torch.float64)
     eager = vgrad.clipped_grad(loss, max_norm=0.5, chunk_size=chunk_size)
@@ -447,7 +495,7 @@ def test_masks_of_batches_that_are_filled_up(chunk_size):
 
 
 @pytest.mark.parametrize(
-    "name", ["weighted", *(pytest.param(n, marks=slow) for n in ("flat", "grad"))]
+    "name", ["weighted", *(pytest.param(n, marks=aside) for n in ("flat", "grad"))]
 )
 def test_weights_and_aux_have_no_entry_for_what_was_filled_in(name):
     def loss(params, buffers, sample):
@@ -512,6 +560,7 @@ def test_inductor_is_right_and_redoes_what_is_doubtful():
 
 
 @slow
+@pytest.mark.compiled
 @needs_compiler
 def test_inductor_counts_the_limit_of_a_private_step():
     plan = vgrad.dp.Plan(
@@ -536,6 +585,7 @@ def test_inductor_counts_the_limit_of_a_private_step():
 
 
 @slow
+@pytest.mark.compiled
 @needs_compiler
 def test_inductor_draws_the_dropout_of_eager_mode():
     loss, params, buffers, draw = problems.built("dropout")

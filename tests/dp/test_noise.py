@@ -1,4 +1,5 @@
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -206,6 +207,31 @@ def test_values_that_are_not_finite_stay_visible():
     assert result[1:3].tolist() == [math.inf, -math.inf]
     assert result[3] != 0
     assert result[4] == sums["a"][4]
+
+
+TOTALS = {
+    "blocks": torch.linspace(-1, 1, 2 * 2**16 + 3),
+    "transposed": torch.arange(12.0).view(3, 4).T,
+    "number": torch.tensor(0.3, dtype=torch.float64),
+    "empty": torch.zeros(2, 0),
+    "half": torch.linspace(-9, 9, 7, dtype=torch.float16),
+    "ends": torch.tensor([3.4e38, -3.4e38, 1e-45, math.inf, math.nan]),
+}
+
+
+@pytest.mark.parametrize("sensitivity", [SENSITIVITY, 1e38])
+def test_sums_with_a_graph_keep_it_and_get_the_same_noise(sensitivity):
+    leaves = {name: total.clone().requires_grad_() for name, total in TOTALS.items()}
+    found = noised(leaves, sensitivity=sensitivity)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of what overflows
+        plain = noised(TOTALS, sensitivity=sensitivity)
+    for name, value in found.items():
+        assert not plain[name].requires_grad
+        assert plain[name].is_contiguous()
+        oracle.assert_exact(plain[name], value.detach(), 0)
+        (grad,) = torch.autograd.grad(value.sum(), leaves[name])
+        assert torch.equal(grad, torch.ones_like(grad))
 
 
 @pytest.mark.parametrize("sensitivity", [1e-270, 1e-30, 1.0, 1e30, 1e270])

@@ -4,7 +4,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import vgrad
-from tests import cases
+from tests import cases, oracle
 
 STRATEGIES = ("vmap", "loop")
 
@@ -45,6 +45,59 @@ def test_batch_statistics_are_refused_in_losses_written_by_hand(strategy, text):
     compute = vgrad.clipped_grad(loss, max_norm=1.0, strategy=strategy)
     with pytest.raises(ValueError, match="batch statistics"):
         compute({"scale": torch.ones(())}, {}, torch.randn(3, 2, 4))
+
+
+class Standardised(nn.Conv2d):
+    """A convolution whose weight has mean 0 and variance 1, by batch norm of it."""
+
+    def forward(self, x):
+        rows = self.weight.reshape(1, len(self.weight), -1)
+        weight = F.batch_norm(rows, None, None, self.bias, training=True)
+        return F.conv2d(x, weight.view_as(self.weight))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "recorded", "vmap"])
+def test_statistics_of_a_weight_are_none_of_the_batch(strategy):
+    model = nn.Sequential(Standardised(2, 3, 3), nn.Flatten()).double()
+    model.append(nn.Linear(48, 3, dtype=torch.float64))
+    model.register_parameter("unused", nn.Parameter(torch.ones(2).double()))
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    x, y = batch()
+    given = x.double(), y
+    loss = vgrad.sample_loss(fmodel, F.cross_entropy)
+    found = vgrad.per_sample_grad(loss, strategy=strategy)(params, buffers, *given)
+    expected = oracle.model_gradients(
+        model, lambda m, x, y: F.cross_entropy(m(x), y), given, 3
+    )
+    oracle.assert_exact(found, expected, 1e-12)
+    with pytest.raises(ValueError, match="batch statistics"):
+        vgrad.per_sample_grad(loss, strategy="loop")(params, buffers, *given)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, None])
+@pytest.mark.parametrize("strategy", ["recorded", "vmap", "loop"])
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.InstanceNorm2d])
+def test_the_gradient_of_one_evaluated_sample_is_right(norm, strategy, chunk_size):
+    """Plain autograd has it wrong on a CPU, but right for two copies of a sample."""
+
+    def means(model, x):
+        tokens = model(x).flatten(2).transpose(1, 2)  # hands a transposed gradient back
+        return tokens.mean(1).pow(3).sum(1).mean()
+
+    norm = norm(4, affine=True, track_running_stats=True)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), norm).double().eval()
+    x = batch()[0].double()
+    copies = torch.stack([x, x], 1)
+    expected = oracle.model_gradients(
+        model, lambda m, x: means(m, x.squeeze(0)), (copies,), 3
+    )
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+
+    def loss(params, buffers, x):
+        return means(lambda x: fmodel(params, buffers, x), x[None])
+
+    transform = vgrad.per_sample_grad(loss, strategy=strategy, chunk_size=chunk_size)
+    oracle.assert_exact(transform(params, buffers, x), expected, 1e-12)
 
 
 def test_replace_batch_norm_gives_a_copy_that_works():

@@ -3,6 +3,7 @@ import copy
 import pickle
 import threading
 import types
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -919,3 +920,89 @@ def test_pruned_modules_work(again, options):
 
 
 X = torch.randn(3, 4)
+
+
+class HookedOnce(nn.Module):
+    """Registers a hook at its first call, as libraries do that record outputs."""
+
+    def __init__(self, register):
+        super().__init__()
+        self.body = nn.Linear(2, 2)
+        self.register = register
+        self.ready = False
+
+    def forward(self, x):
+        if not self.ready:
+            getattr(self.body, self.register)(lambda *given: 2 * given[-1][0])
+            self.ready = True
+        return self.body(x)
+
+
+@pytest.mark.parametrize(
+    "register", ["register_forward_hook", "register_forward_pre_hook"]
+)
+def test_hooks_of_the_forward_pass_end_with_it(register):
+    model = HookedOnce(register)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    x = torch.randn(3, 2)
+    found = [fmodel(params, buffers, x) for _ in range(3)]
+    expected = model(x)
+    assert all(torch.equal(each, expected) for each in found)
+    again = vgrad.make_functional_with_buffers(model)  # with the hook from the start
+    assert all(torch.equal(again[0](*again[1:], x), expected) for _ in range(2))
+
+
+class Frozen(OrderedDict):
+    """A dictionary that does not change, as far as its methods go."""
+
+    def update(self, *given, **named):
+        raise TypeError("frozen")
+
+    clear = pop = update
+
+
+def test_dictionaries_that_cannot_change_stay_as_they_are():
+    model = nn.Linear(2, 2)
+    model.config = Frozen(width=2, more=[1])
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    x = torch.randn(3, 2)
+    assert all(torch.equal(fmodel(params, buffers, x), model(x)) for _ in range(2))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+def test_compiled_code_of_a_module_is_left_out():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    model.compile()
+    model[0].compile()
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    x = torch.randn(3, 2)
+    assert torch.equal(fmodel(params, buffers, x), model.forward(x))
+
+
+def with_sparse_buffer():
+    model = nn.Linear(2, 2)
+    model.register_buffer("graph", torch.eye(2).to_sparse())
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (with_sparse_buffer, "dense tensors, got sparse ones in 'graph'. Register"),
+        (
+            lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2))),
+            "can be exchanged, got modules of torch.jit in '0'. Use them as they were",
+        ),
+        (
+            lambda: nn.Sequential(
+                torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)), nn.ReLU()
+            ),
+            "got modules of torch.jit in '0'",
+        ),
+        (lambda: torch.compile(nn.Linear(2, 2)), "before it was scripted, compiled or"),
+    ],
+)
+def test_what_holds_no_tensors_to_exchange_is_refused(make, message):
+    with pytest.raises(TypeError, match=message):
+        vgrad.make_functional_with_buffers(make())

@@ -1,3 +1,4 @@
+import pickle
 import types
 import weakref
 
@@ -9,10 +10,11 @@ from torch.nn import functional as F
 import vgrad
 from tests import cases, oracle
 from tests.cases import STRATEGIES, build, every_strategy, product, squared
-from vgrad import explain
+from vgrad import explain, tree
 from vgrad.persample.engine import STRATEGIES as TABLE
 
 DIFFERENTIABLE = ("vmap", "loop")
+INF = float("inf")
 
 
 @pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
@@ -372,6 +374,42 @@ def test_the_sensitivity_is_the_bound_over_the_divisor():
     assert compute.sensitivity.neighbours == "add_or_remove_one"
 
 
+@pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
+def test_a_rescaled_sum_is_the_sum_over_the_bound(clipping):
+    params, x = {"w": torch.ones(2), "b": torch.zeros(())}, torch.randn(5, 2)
+    options = {"max_norm": 0.25, "normalize_by": 8.0, "clipping": clipping}
+    plain = vgrad.clipped_grad(linear_loss, **options)
+    rescaled = vgrad.clipped_grad(linear_loss, **options, rescale=True)
+    assert rescaled.sensitivity == vgrad.Sensitivity(0.125)
+    found, expected = (each(params, {}, x) for each in (rescaled, plain))
+    for name, value in expected.grads.items():
+        torch.testing.assert_close(found.grads[name], value * 4, rtol=1e-7, atol=0)
+    assert torch.equal(found.norms, expected.norms)
+
+
+def pickled_loss(params, buffers, x):
+    return (params["w"] * x).square().sum()
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        *(vgrad.per_sample_grad(pickled_loss), vgrad.per_sample_gram(pickled_loss)),
+        vgrad.per_sample_norm(pickled_loss, groups="layer"),
+        vgrad.per_sample_projection(pickled_loss, dim=4, seed=0),
+        vgrad.clipped_grad(pickled_loss, max_norm=1.0),
+        vgrad.gradient_moments(pickled_loss),
+    ],
+    ids=lambda transform: transform.options.function,
+)
+def test_transforms_can_be_pickled(transform):
+    given = {"w": torch.ones(2)}, {}, torch.randn(3, 2)
+    again = pickle.loads(pickle.dumps(transform))
+    found, expected = again(*given), transform(*given)
+    for one, other in zip(tree.tensors(found), tree.tensors(expected), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_parameters_of_several_dtypes_go_together():
     def loss(params, buffers, x):
         return (params["a"] * x).sum() + (params["b"].float() * x).sum()
@@ -394,6 +432,7 @@ PATTERNS = r"groups\['a'\]='w'\): expected a list or tuple of patterns.*\['w'\]"
         (clip, {"max_norm": 0}, ValueError, "=0\\): expected max_norm > 0"),
         (clip, {"max_norm": "1"}, TypeError, "max_norm='1'.*a number"),
         (clip, {"max_norm": 1, "normalize_by": -1}, ValueError, "normalize_by=-1"),
+        (clip, {"max_norm": INF, "rescale": True}, ValueError, "max_norm=inf.*< 1e"),
         (grad, {"chunk_size": 0}, ValueError, "chunk_size=0"),
         (grad, {"chunk_size": "some"}, ValueError, "'some'.*'auto'"),
         (grad, {"randomness": "all"}, ValueError, "randomness='all'.*'different'"),

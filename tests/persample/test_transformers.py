@@ -15,8 +15,10 @@ from torch.utils import _pytree as pytree
 
 import vgrad
 from tests import oracle
+from tests.zoo import libraries
 from vgrad.persample import EXPANDED
 
+libraries.declare_vision_ops()
 transformers = pytest.importorskip("transformers")
 
 # Swin ends in an adaptive pooling that torch's vmap runs sample by sample.

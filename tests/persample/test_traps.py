@@ -732,17 +732,20 @@ CLIPPING = {
     "dictionary": {"clipping": "per_layer", "max_norm": {"a.*": 0.5, "b.w": 3.0}},
     "automatic": {"clipping": "automatic", "max_norm": 2.0},
 }
+RESCALED = {f"{n}, rescaled": {**CLIPPING[n], "rescale": True} for n in CLIPPING}
 TOTAL = {"flat": 2.0, "per_layer": 2.0, "automatic": 2.0, "dictionary": 9.25**0.5}
+TOTAL |= dict.fromkeys(RESCALED, 1.0)
 
 
 @every_strategy
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", CLIPPING)
+@pytest.mark.parametrize("name", TOTAL)
 def test_one_sample_moves_the_sum_by_at_most_the_sensitivity(name, dtype, strategy):
     # OP: adaptive clipping moved it by more; TF: a mean over a microbatch protects the
     # microbatch and not the sample.
+    options = {**CLIPPING, **RESCALED}[name]
     compute = vgrad.clipped_grad(
-        two_layers, normalize_by=8.0, chunk_size=3, strategy=strategy, **CLIPPING[name]
+        two_layers, normalize_by=8.0, chunk_size=3, strategy=strategy, **options
     )
     sensitivity = compute.sensitivity.value
     assert sensitivity == pytest.approx(TOTAL[name] / 8, rel=1e-12)

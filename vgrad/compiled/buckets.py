@@ -17,9 +17,6 @@ from vgrad.dp.plan import Plan
 from vgrad.tree import map_tensors
 from vgrad.typing import Tree
 
-_APART = 1.5
-"""Deviations of a Poisson batch between two buckets."""
-
 
 def check(batch_sizes: Sequence[int]) -> tuple[int, ...]:
     """Sort the sizes of buckets.

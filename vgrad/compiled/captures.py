@@ -242,13 +242,17 @@ class Captures:
         graph = capture.graph
         assert graph is not None
 
-        def found(run: Callable) -> Any:
+        def found(run: Callable, *given: Any) -> Any:
             set_random_state(before)
-            *outputs, flag = backends.outputs(run, graph, tensors)
+            *outputs, flag = backends.outputs(run, graph, tree.tensors(given))
             return None if bool(flag) else graph.result(outputs)
 
+        def eager(*given: Any) -> Any:
+            set_random_state(before)
+            return capture.function(*given)
+
         replay = replayed(graph.module)
-        result = found(replay)
+        result = found(replay, *arguments)
         if result is None:
             self._doubted(capture)
             return expected
@@ -256,12 +260,10 @@ class Captures:
         run: Callable = replay
         if backend != "replay":
             compiled, refused = backends.compiled(graph, tensors)
-            fast = None if compiled is None else found(compiled)
             if compiled is not None and self._verify:
+                fast = partial(found, compiled)
                 try:
-                    verification.close(
-                        fast, expected, capture.function, arguments, draws=graph.draws
-                    )
+                    verification.close(fast, eager, arguments, draws=graph.draws)
                 except Unrepeatable as error:
                     compiled, refused = None, str(error)
             if compiled is None:
@@ -271,7 +273,7 @@ class Captures:
                 if backend == "auto":
                     backend, why = backends.faster(graph, tensors, replay, compiled)
                 if backend == "inductor":
-                    run, result = compiled, fast
+                    run, result = compiled, found(compiled, *arguments)
         if run is replay and self._verify:
             verification.same_bits(result, expected)
         capture.run = run

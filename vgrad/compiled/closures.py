@@ -33,7 +33,6 @@ from vgrad.compiled.kinds import (
     BY_NAME,
     CACHE,
     CONSTANT,
-    HEAP,
     PARTS,
     RANDOM,
     attributes,
@@ -42,6 +41,7 @@ from vgrad.compiled.kinds import (
     frozen,
     is_open,
     is_users,
+    may_change,
     slots,
 )
 from vgrad.conditions import Unrepeatable
@@ -69,7 +69,7 @@ class Closed:
         self.tensors: dict[int, Tensor] = {}
         self._left: list[tuple[Any, str]] = [(function, "the function")]
         self._seen: dict[int, Any] = {}
-        self._code: set[types.CodeType] = set()
+        self._ran: dict[tuple[int, int], tuple[types.CodeType, dict]] = {}
         self._classes: set[type] = set()
         self._modules: list[types.ModuleType] = []
         self._spelled: set[str] = set()
@@ -92,7 +92,9 @@ class Closed:
         try:
             yield
         finally:
-            sys.setprofile(around)
+            sys.setprofile(around if callable(around) else None)
+            if around is not None and not callable(around):
+                around.enable()  # cProfile's, which is no function
             if collecting:
                 gc.enable()
         if self._error is not None:
@@ -104,18 +106,18 @@ class Closed:
 
     def _note(self, frame: types.FrameType, event: str, called: Any) -> None:
         """Look at a call before it happens; torch and Python make thousands."""
-        if self._error is not None:
-            return
-        code, names = frame.f_code, frame.f_globals
         try:
-            if event == "call" and code not in self._code:
-                self._code.add(code)
-                self._follow_names(code, names)
-                self._follow_all()
+            if event == "call":
+                code, names = frame.f_code, frame.f_globals
+                ran = id(code), id(names)  # equal code may name other globals
+                if ran not in self._ran:
+                    self._ran[ran] = code, names
+                    self._follow_names(code, names)
+                    self._follow_all()
             elif event == "c_call":
-                check_call(called, code, names)
+                check_call(called, frame)
         except Unrepeatable as error:  # raised here, the loss could catch it
-            self._error = error
+            self._error = self._error or error
 
     def _follow_all(self) -> None:
         while self._left:
@@ -253,7 +255,7 @@ class Closed:
             return
         if kind.__module__.startswith("torch.") and not isinstance(value, nn.Module):
             path = _LIBRARY + path
-        if kind.__flags__ & HEAP:
+        if may_change(kind):
             self.guards.note_attributes(value, "__class__")
             self._follow_class(kind, path)
         if held or kind.__dictoffset__:

@@ -93,7 +93,7 @@ def _traced(run: Callable, tensors: list[Tensor]) -> fx.GraphModule:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # eager mode has given them
-            return tracing.make_fx(run)(*tensors)
+            return tracing.traced(run, *tensors)
     except Exception as error:
         lines = traceback.extract_tb(error.__traceback__)
         own = [each for each in lines if each.line and not _is_library(each.filename)]
@@ -159,6 +159,9 @@ def _lifted(module: fx.GraphModule, closed: Closed) -> list[Tensor]:
             with graph.inserting_after(last[0]) if last else graph.inserting_before():
                 inputs[id(value)] = graph.placeholder(f"closed_{len(found)}")
             last = [inputs[id(value)]]
+            last[0].meta["val"] = torch.empty_strided(  # as of all traced nodes
+                value.shape, value.stride(), dtype=value.dtype, device="meta"
+            )
             found.append(value)
         node.replace_all_uses_with(inputs[id(value)])
         graph.erase_node(node)

@@ -13,9 +13,9 @@ import sysconfig
 import threading
 import time
 import types
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict, deque, namedtuple
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -45,14 +45,15 @@ CONSTANT = (
     *(types.GetSetDescriptorType, types.MemberDescriptorType),
     *(types.MethodDescriptorType, types.WrapperDescriptorType),
     *(types.ClassMethodDescriptorType, type(vars(abc.ABC)["_abc_impl"])),
+    *(type(vars(namedtuple("_", "item"))["item"]), TypeVar, ParamSpec),
 )
 """Classes whose objects have no state that a result could depend on."""
 
 RANDOM = getattr(random.random, "__self__", None)
 """Python's own generator, whose state is compared before and after a capture."""
 
-HEAP = 1 << 9
-"""`Py_TPFLAGS_HEAPTYPE`: a class that was written in Python, or could have been."""
+_HEAP, _IMMUTABLE = 1 << 9, 1 << 8
+"""Flags `Py_TPFLAGS_...TYPE`: classes written in Python have the first one alone."""
 
 _OPEN = {
     *(object, int, float, complex, str, bytes, tuple, frozenset, types.SimpleNamespace),
@@ -67,7 +68,12 @@ def is_open(kind: type) -> bool:
         return False
     written = [each for each in kind.__mro__ if each not in _OPEN]
     shows = kind in _OPEN or kind.__dictoffset__ or any(map(_has_slots, written))
-    return bool(shows) and all(each.__flags__ & HEAP for each in written)
+    return bool(shows) and all(map(may_change, written))
+
+
+def may_change(kind: type) -> bool:
+    """Tell whether a class can get other attributes, as all those of Python's can."""
+    return kind.__flags__ & (_HEAP | _IMMUTABLE) == _HEAP
 
 
 def _has_slots(kind: type) -> bool:
@@ -137,14 +143,18 @@ _CLOCKS = {
     datetime.date.today,
 }
 
+_DOUBTFUL = {"urandom", *_SEEDS, *(each.__name__ for each in _CLOCKS)}
 
-def check_call(called: Any, code: types.CodeType, names: dict[str, Any]) -> None:
+
+def check_call(called: Any, frame: types.FrameType) -> None:
     """Refuse calls of C whose results no value that could be noted decides."""
+    if called.__name__ not in _DOUBTFUL:  # cheap, as most are asked no more
+        return
     owner = getattr(called, "__self__", None)
     if isinstance(owner, torch.Generator) and called.__name__ in _SEEDS:
         raise Unrepeatable("it sets the seed or the state of a generator of torch")
     if called is os.urandom:
         raise Unrepeatable("it draws random numbers from the operating system")
-    asks = isinstance(called, types.BuiltinMethodType) and called in _CLOCKS
-    if asks and is_users(names.get("__name__", ""), file_of(code, names)):
+    code, names = frame.f_code, frame.f_globals
+    if called in _CLOCKS and is_users(names.get("__name__", ""), file_of(code, names)):
         raise Unrepeatable("it asks for the time")

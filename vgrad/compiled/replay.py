@@ -124,30 +124,31 @@ def _written_to(graph: fx.Graph) -> set[fx.Node]:
 def _base(node: fx.Node) -> tuple[fx.Node, int]:
     """Return the node that a chain of views is of, and where in it they begin."""
     start = 0
-    source: Any
     while True:
-        if node.target is operator.getitem:
-            several: Any = node.args[0]
-            if several.target not in _SEVERAL:
-                return node, start
-            source, *rest = several.args
-            width = rest.pop(0) if several.target is _aten.split.Tensor else 1
-            place: Any = _place(source)
-            number: Any = node.args[1]
-            start += number * width * place.stride[rest[0] if rest else 0]
+        several: Any = node.args[0] if node.args else None
+        if node.target is operator.getitem and several.target in _SEVERAL:
+            source = several.args[0]
         elif node.target in _VIEWS | _SAME:
-            source = node.args[0]
-            start += _skipped(node, source)
+            source = several
         else:
             return node, start
+        place = _place(source)
+        if place is None:
+            return node, start
+        start += _skipped(node, place)
         node = source
 
 
-def _skipped(node: fx.Node, source: fx.Node) -> int:
-    """Return how many numbers a view leaves out in front."""
+def _skipped(node: fx.Node, place: _Place) -> int:
+    """Return how many numbers a view leaves out in front, of a tensor there."""
+    if node.target is operator.getitem:
+        several: Any = node.args[0]
+        _, *rest = several.args
+        width = rest.pop(0) if several.target is _aten.split.Tensor else 1
+        number: Any = node.args[1]
+        return number * width * place.stride[rest[0] if rest else 0]
     if node.target not in (_aten.slice.Tensor, _aten.select.int):
         return 0
-    place: Any = _place(source)
     given: list[Any] = [*node.args[1:3], 0, 0]
     axis, first = given[:2]
     size = place.size[axis]

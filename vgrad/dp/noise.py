@@ -45,7 +45,9 @@ and do not look into its memory.
 """
 
 import math
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,6 +55,7 @@ from torch import Tensor
 
 from vgrad import checks, generators
 from vgrad.sensitivity import Sensitivity
+from vgrad.torch_private import levels
 from vgrad.tree import map_values
 from vgrad.typing import Params
 
@@ -119,12 +122,18 @@ def add_gaussian_noise(
     # Adding and subtracting this number rounds a float64 to the grid.
     rounding = 1.5 * 2.0 ** (52 + math.floor(math.log2(deviation * _GRID)))
 
-    def add(name: str, total: Tensor) -> Tensor:
+    found, works = {}, []
+    for name, total in sums.items():
+        if _is_plain(total):
+            noise = _Noise(normals.stream(name, total), deviation, rounding)
+            found[name], parts = noise.added_to(total)
+            works += parts
+            continue
         noise = normals.of(name, total).mul_(deviation)
         noisy = noise.add_(total.to(noise.device)).add_(rounding).sub_(rounding)
-        return _released(noisy, total)
-
-    return {name: add(name, total) for name, total in sums.items()}
+        found[name] = _released(noisy, total)
+    generators.on_threads(works)
+    return found
 
 
 class _Normals:
@@ -143,10 +152,13 @@ class _Normals:
         """Draw as many as a tensor has, in its shape, on its CUDA device or the CPU."""
         if like.device.type == "cuda":
             return self._on_cuda(self._starts[name], like)
-        stream = generators.stream(self._key, self._member, name, *like.shape)
-        draw = np.random.Generator.standard_normal
-        found = generators.drawn(draw, stream, like.numel())
+        stream = self.stream(name, like)
+        found = generators.drawn(_draw, stream, like.numel())
         return torch.from_numpy(found).view(like.shape)
+
+    def stream(self, name: str, like: Tensor) -> int:
+        """Return the stream of a tensor that is not on a CUDA device."""
+        return generators.stream(self._key, self._member, name, *like.shape)
 
     def _on_cuda(self, start: int, like: Tensor) -> Tensor:
         """Draw blocks at places of one stream that are farther apart than they reach.
@@ -161,6 +173,46 @@ class _Normals:
             source.set_offset(4 * _CUDA_BLOCK * (start + number))
             part.normal_(generator=source)
         return found.view(like.shape)
+
+
+_draw = np.random.Generator.standard_normal
+
+
+class _Noise(NamedTuple):
+    """What is added to a tensor on the CPU, block by block: each stays in a cache."""
+
+    stream: int
+    deviation: float
+    rounding: float
+
+    def added_to(self, total: Tensor) -> tuple[Tensor, list[Callable[[], None]]]:
+        """Return what a sum is released as, and the pieces of work that fill it."""
+        dtype = torch.promote_types(total.dtype, torch.float32)
+        found = torch.empty(total.shape, dtype=dtype)
+        plain, noisy = (
+            total.detach().to(dtype).reshape(-1).numpy(),
+            found.view(-1).numpy(),
+        )
+        parts = generators.blocks(total.numel())
+        return found, [partial(self._add, plain, noisy, *each) for each in parts]
+
+    def _add(
+        self, plain: np.ndarray, noisy: np.ndarray, number: int, part: slice
+    ) -> None:
+        noise = np.empty(len(noisy[part]))
+        _draw(generators.block(self.stream, number), out=noise)
+        with np.errstate(all="ignore"):  # as torch does: what overflows is infinite
+            noise *= self.deviation
+            noise += plain[part]
+            noise += self.rounding
+            noise -= self.rounding
+            noisy[part] = noise
+
+
+def _is_plain(total: Tensor) -> bool:
+    """Tell whether a tensor is numbers on the CPU, and no graph leads through it."""
+    follows = total.requires_grad and torch.is_grad_enabled()
+    return total.is_cpu and not follows and not levels.inside_transform()
 
 
 def _released(value: Tensor, total: Tensor) -> Tensor:

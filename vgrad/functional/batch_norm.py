@@ -10,9 +10,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from vgrad.functional import refused
+from vgrad.torch_private import levels
 from vgrad.torch_private import tensors as private
 
 _TRAINING = 5
@@ -24,20 +27,43 @@ _REFUSED |= {"_native_batch_norm_legit_functional"}
 _ALWAYS_REFUSED = {"batch_norm_stats", "_batch_norm_with_update"}
 
 
-def refuse_batch_statistics(function: Callable, args: tuple, kwargs: dict) -> None:
-    """Raise if a call of a torch function normalises by statistics of its batch."""
+def refuse_batch_statistics(
+    function: Callable,
+    args: tuple,
+    kwargs: dict,
+    is_shared: Callable[[Tensor], bool] = lambda _: False,
+) -> None:
+    """Raise if a call of a torch function normalises by statistics of its batch.
+
+    An input that all samples share, as the weight of a layer that standardises it, has
+    statistics of its own.
+    """
     name, _, overload = getattr(function, "__name__", "").partition(".")
     training = name in _ALWAYS_REFUSED or overload == "no_stats"
     if name in _REFUSED and overload != "no_stats":
         given = args[_TRAINING] if len(args) > _TRAINING else False
         training = kwargs.get("training", given)
-    if training:
+    if training and not is_shared(args[0] if args else kwargs["input"]):
         raise ValueError(
             f"{name}(training=True): expected a loss that treats every sample by "
             f"itself, got batch normalisation with batch statistics, which has no "
             f"per-sample gradient. Use vgrad.replace_batch_norm(model) or, for layers "
             f"with running statistics, evaluation mode (fmodel.eval())."
         )
+
+
+def mended(function: Callable, output: Any) -> Any:
+    """Return what a normalisation returned, so that its gradient comes out right.
+
+    The kernel of torch 2.13 for fixed statistics on a CPU takes a transposed gradient
+    of a batch of one for a contiguous one: wrong numbers, in plain autograd too.
+    """
+    if function in _MENDED and output.requires_grad and not levels.is_wrapped(output):
+        output.register_hook(Tensor.contiguous)
+    return output
+
+
+_MENDED = {F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm}
 
 
 def replace_batch_norm(model: nn.Module) -> nn.Module:

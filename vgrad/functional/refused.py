@@ -16,18 +16,33 @@ def check_plain(function: str, model: Any) -> None:
     """Refuse what cannot be copied or exchanged tensor by tensor."""
     given = f"{function}({type(model).__name__})"
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    if not isinstance(model, nn.Module) or isinstance(
-        model, (torch.jit.ScriptModule, *wrappers)
+    if (
+        not isinstance(model, nn.Module)
+        or isinstance(model, (torch.jit.ScriptModule, *wrappers))
+        or private.is_compiled(model)
     ):
         raise TypeError(
             f"{given}: expected a plain torch.nn.Module. Pass the module itself, "
-            f"before it was scripted or wrapped (`wrapped.module`)."
+            f"before it was scripted, compiled or wrapped (`wrapped.module`)."
+        )
+    modules = model.named_modules()
+    if scripted := [n for n, m in modules if isinstance(m, torch.jit.ScriptModule)]:
+        raise TypeError(
+            f"{given}: expected modules whose tensors can be exchanged, got modules of "
+            f"torch.jit in {checks.listed(scripted)}. Use them as they were before "
+            f"they were scripted or traced."
         )
     tensors = list(named_tensors(model))
     if lazy := [n for n, tensor in tensors if nn.parameter.is_lazy(tensor)]:
         raise TypeError(
             f"{given}: expected initialised tensors, got lazy ones in "
             f"{checks.listed(lazy)}. Run the model once on a batch first."
+        )
+    if sparse := [n for n, x in tensors if x.layout is not torch.strided]:
+        raise TypeError(
+            f"{given}: expected dense tensors, got sparse ones in "
+            f"{checks.listed(sparse)}. Register their indices and values, or a dense "
+            f"tensor, and make the sparse one in the forward pass."
         )
     if hooked := [n for n, tensor in tensors if private.has_hooks(tensor)]:
         raise TypeError(
@@ -44,7 +59,7 @@ def check_closures(model: nn.Module) -> None:
     known = {id(module) for module in model.modules()}
     origins = Origins(model)
     for name, module in model.named_modules():
-        for key, value in vars(module).items():
+        for key, value in private.copied_attributes(module).items():
             for each in value.values() if isinstance(value, dict) else (value,):
                 if isinstance(each, FunctionType) and _reaches(each, known, origins):
                     raise TypeError(

@@ -158,9 +158,9 @@ def answer(func: Callable, args: tuple, kwargs: dict, level: int) -> Any:
     """
     with modes.without_modes():
         mapped = {
-            id(each): physical
+            id(each): values
             for each in among(args, kwargs)
-            if (physical := _physical(each, level)) is not None
+            if (values := physical(each, level)) is not None
         }
         if not mapped:
             return NONE
@@ -197,7 +197,7 @@ def _kept(func: Callable, mapped: dict[int, Tensor], answers: list) -> Any:
     return first
 
 
-def _physical(tensor: Tensor, level: int) -> Tensor | None:
+def physical(tensor: Tensor, level: int) -> Tensor | None:
     """Return the values of all samples, [B, ...]; None if all share one."""
     while levels.level_of(tensor) > level:
         if levels.is_batched(tensor):

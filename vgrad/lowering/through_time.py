@@ -83,7 +83,7 @@ def lstm_forwards(
     sums = F.linear(x, w_ih, None if b_ih is None else b_ih + b_hh)
     output, cells = (sums.new_empty((*x.shape[:2], size)) for _ in range(2))
     order = slice(None, None, -1 if reverse else 1)
-    recurrent = w_hh.T
+    recurrent = w_hh.T.contiguous()  # one copy for all steps
     for step in range(len(x))[order]:
         at_gates = sums[step].addmm_(h, recurrent)
         input_forget, g, o = at_gates.split((2 * size, size, size), 1)

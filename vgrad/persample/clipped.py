@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -71,6 +72,7 @@ def clipped_grad(
     max_norm: float | Mapping[str, float],
     clipping: Kind = "flat",
     normalize_by: float = 1.0,
+    rescale: bool = False,
     strategy: str = "auto",
     chunk_size: ChunkSize = None,
     randomness: Randomness = "error",
@@ -91,11 +93,15 @@ def clipped_grad(
     * `"automatic"`: the factor is `max_norm / (|g| + 0.01)`, so that all samples count
       alike.
 
+    With `rescale` the sum is divided by `max_norm`, too (by the sensitivity of the sum,
+    where there are several bounds): clipped gradients have a norm of one at most, and
+    the learning rate need not follow the bound.
+
     Guarantee: no sample adds more than `max_norm (1 + 1e-6) / normalize_by` in L2 norm,
-    in the arithmetic that ran, with parameters of any dtype, under autocast, and for
-    numbers of any size that the dtype holds. A sample whose gradient is not finite adds
-    exactly zero. An empty batch gives zeros without running the loss. Chunks are added
-    up in float64.
+    or with `rescale` `(1 + 1e-6) / normalize_by`, in the arithmetic that ran, with
+    parameters of any dtype, under autocast, and for numbers of any size that the dtype
+    holds. A sample whose gradient is not finite adds exactly zero. An empty batch gives
+    zeros without running the loss. Chunks are added up in float64.
 
     Cost: about that of plain SGD's backward pass when recorded. A sample with inputs or
     gradients beyond 1e15 has its gradient formed in float64, by itself.
@@ -106,7 +112,8 @@ def clipped_grad(
     Raises:
         ValueError: `max_norm` or `normalize_by` is not positive; a bound, or a bound
             divided by `normalize_by`, is not between 1e-30 and 1e30 (infinity, which
-            clips nothing, passes unless clipping is automatic); when called, a pattern
+            clips nothing, passes unless clipping is automatic or the sum rescaled);
+            when called, a pattern
             of `max_norm` matches no parameter, or a parameter not exactly one; else as
             `per_sample_grad`.
 
@@ -138,7 +145,11 @@ def clipped_grad(
     options = Problem(
         "clipped_grad", loss, strategy, chunk_size, randomness, has_aux, loss_scale
     )
-    return ClippedGradFn(options, _Clip(clipping, max_norm), float(normalize_by))
+    clip = _Clip(clipping, max_norm)
+    if rescale:
+        checks.between("clipped_grad", _LEAST, _MOST, max_norm=clip.total)
+        normalize_by = normalize_by * clip.total
+    return ClippedGradFn(options, clip, float(normalize_by))
 
 
 def _check_bounds(
@@ -232,6 +243,15 @@ class _Decision(NamedTuple):
     above: Tensor  # which of these have a norm above a bound
     simple: Tensor  # which can be summed from factors, far from the ends of float32
 
+    @property
+    def plain(self) -> Tensor:
+        """Which need nothing but their weights."""
+        return self.keep & self.simple
+
+
+def _collect(part: Problem) -> Settled:
+    return Settled(part.mask)
+
 
 class ClippedGradFn(Transform):
     """What `clipped_grad` returns: a function that knows its sensitivity.
@@ -242,10 +262,7 @@ class ClippedGradFn(Transform):
 
     def __init__(self, options: Problem, clip: _Clip, normalize_by: float) -> None:
         """Keep what `clipped_grad` was given."""
-        quantity = Quantity(
-            lambda part: Settled(part.mask), self._measure, self._joined
-        )
-        super().__init__(options, quantity)
+        super().__init__(options, Quantity(_collect, self._measure, self._joined))
         self._clip = clip
         self._normalize_by = normalize_by
         self.sensitivity = Sensitivity(clip.total / normalize_by)
@@ -262,12 +279,20 @@ class ClippedGradFn(Transform):
     def _measure(self, found: Settled, part: Problem) -> tuple:
         """Return the sums of a chunk, its norms, and which are above a bound."""
         dtype = reductions.norm_dtype(part.params)
-        groups = self._clip.parts(part.params)
-        decision = self._clip.decide(found.norms, groups, dtype, part.mask)
+        parts = self._clip.parts(part.params)
+        decide = partial(self._clip.decide, parts=parts, dtype=dtype, mask=part.mask)
         sums = Sums()
         with no_autocast(part.device):
-            for some in self._sums(found, decision, groups):
-                sums.add(some)
+            decision = decide(found.norms)
+            if levels.inside_transform():
+                sums.add(found.weighted(decision.weights, decision.keep))
+            elif not unlikely(torch.cat([~decision.plain, *found.doubts])):
+                sums.add(found.weighted(decision.weights, None))
+            else:
+                found.mend()
+                decision = decide(found.norms)
+                for some in self._careful(found, decision, parts):
+                    sums.add(some)
         return sums.totals, decision.norms, decision.above
 
     def _joined(self, parts: Iterator[tuple], call: Call) -> ClippedGrad:
@@ -290,21 +315,17 @@ class ClippedGradFn(Transform):
             nonfinite=(nonfinite if mask is None else nonfinite & mask).sum(),
         )
 
-    def _sums(
+    def _careful(
         self, settled: Settled, decision: _Decision, parts: _Parts
     ) -> Iterator[Params]:
         """Yield the sums of clipped gradients, in parts that are to be added."""
-        keep: Tensor | None = decision.keep
-        if not levels.inside_transform():
-            keep = decision.keep & decision.simple
-            if not unlikely(~keep):
-                keep = None
-            else:
-                hard = decision.keep & ~decision.simple
-                if settled.mask is not None:
-                    keep, hard = keep & settled.mask, hard & settled.mask
-                # The norms of the very numbers that are summed, whatever they are.
-                for some in settled.gradients(hard):
-                    again = self._clip.decide(some.norms, parts, torch.float64)
-                    yield some.weighted(again.weights, again.keep)
+        keep: Tensor | None = None
+        if unlikely(~decision.plain):
+            keep, hard = decision.plain, decision.keep & ~decision.simple
+            if settled.mask is not None:
+                keep, hard = keep & settled.mask, hard & settled.mask
+            # The norms of the very numbers that are summed, whatever they are.
+            for some in settled.gradients(hard):
+                again = self._clip.decide(some.norms, parts, torch.float64)
+                yield some.weighted(again.weights, again.keep)
         yield settled.weighted(decision.weights, keep)

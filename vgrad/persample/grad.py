@@ -50,8 +50,15 @@ def per_sample_grad(
     options = Problem(
         "per_sample_grad", loss, strategy, chunk_size, randomness, has_aux, loss_scale
     )
-    quantity = Quantity(lambda _: Gradients(), lambda found, _: found.grads, _joined)
-    return Transform(options, quantity)
+    return Transform(options, Quantity(_collect, _measure, _joined))
+
+
+def _collect(part: Problem) -> Gradients:
+    return Gradients()
+
+
+def _measure(found: Gradients, part: Problem) -> Params:
+    return found.grads
 
 
 def _joined(parts: Iterator[Params], call: Call) -> Params:

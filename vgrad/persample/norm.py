@@ -1,6 +1,7 @@
 """The norm of every sample's gradient."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -55,22 +56,31 @@ def per_sample_norm(
     function = "per_sample_norm"
     check_groups(function, groups)
 
-    def measure(found: Norms, part: Problem) -> dict[str, Tensor]:
-        dtype = reductions.norm_dtype(part.params)
-        return {
-            group: Norm.joint([found.norms[name] for name in names]).value.to(dtype)
-            for group, names in members(function, groups, part.params).items()
-        }
-
-    def join(parts: Iterator[dict[str, Tensor]], call: Call) -> Any:
-        norms, empty = list(parts), reductions.no_norms(call.params, call.dtype)
-        result = {
-            group: joined(empty, [each[group] for each in norms])
-            for group in members(function, groups, call.params)
-        }
-        return result[""] if groups is None else result
-
     options = Problem(
         function, loss, strategy, chunk_size, randomness, has_aux, loss_scale
     )
-    return Transform(options, Quantity(lambda _: Norms(), measure, join))
+    quantity = Quantity(_collect, partial(_measure, groups), partial(_joined, groups))
+    return Transform(options, quantity)
+
+
+def _collect(part: Problem) -> Norms:
+    return Norms()
+
+
+def _measure(groups: Groups, found: Norms, part: Problem) -> dict[str, Tensor]:
+    """Join the norms of the parameters in each group."""
+    dtype = reductions.norm_dtype(part.params)
+    return {
+        group: Norm.joint([found.norms[name] for name in names]).value.to(dtype)
+        for group, names in members(part.function, groups, part.params).items()
+    }
+
+
+def _joined(groups: Groups, parts: Iterator[dict[str, Tensor]], call: Call) -> Any:
+    """Join the norms of all chunks."""
+    norms, empty = list(parts), reductions.no_norms(call.params, call.dtype)
+    result = {
+        group: joined(empty, [each[group] for each in norms])
+        for group in members(call.problem.function, groups, call.params)
+    }
+    return result[""] if groups is None else result

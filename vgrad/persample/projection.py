@@ -6,6 +6,7 @@ B samples, P numbers in a parameter, of which O are in its first dimension.
 import hashlib
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -95,22 +96,22 @@ def per_sample_projection(
     checks.whole(function, least=0, seed=seed)
     checks.one_of(function, ("rademacher", "gaussian"), kind=kind)
     directions = _Directions(dim, seed, kind)
-
-    def collect(part: Problem) -> Projections:
-        probes = {name: directions.of(name, p) for name, p in part.params.items()}
-        return Projections(probes)
-
-    def measure(found: Projections, part: Problem) -> Tensor:
-        return (found.sums / math.sqrt(dim)).to(reductions.norm_dtype(part.params))
-
-    def join(parts: Iterator[Tensor], call: Call) -> Tensor:
-        empty = reductions.no_norms(call.params, call.dtype).new_zeros(0, dim)
-        return joined(empty, list(parts))
-
     options = Problem(
         function, loss, strategy, chunk_size, randomness, has_aux, loss_scale
     )
-    return Transform(options, Quantity(collect, measure, join))
+    quantity = Quantity(
+        directions.collect, partial(_measure, dim), partial(_joined, dim)
+    )
+    return Transform(options, quantity)
+
+
+def _measure(dim: int, found: Projections, part: Problem) -> Tensor:
+    return (found.sums / math.sqrt(dim)).to(reductions.norm_dtype(part.params))
+
+
+def _joined(dim: int, parts: Iterator[Tensor], call: Call) -> Tensor:
+    empty = reductions.no_norms(call.params, call.dtype).new_zeros(0, dim)
+    return joined(empty, list(parts))
 
 
 class _Directions:
@@ -120,6 +121,10 @@ class _Directions:
         """Draw nothing yet, since nothing is known about the parameters."""
         self._dim, self._seed, self._kind = dim, seed, kind
         self._drawn: dict[tuple, Probes] = {}
+
+    def collect(self, part: Problem) -> Projections:
+        """Project the gradients of a chunk."""
+        return Projections({name: self.of(name, p) for name, p in part.params.items()})
 
     def of(self, name: str, like: Tensor) -> Probes:
         """Return the directions of one parameter, on its device."""

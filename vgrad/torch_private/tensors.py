@@ -102,6 +102,16 @@ def persistent(module: nn.Module) -> Iterator[Tensor | None]:
             yield buffer
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Tell whether a module is what `torch.compile` makes of another one."""
+    return "_orig_mod" in module._modules
+
+
+def copied_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module that a copy has: compiled code is not one."""
+    return {k: v for k, v in vars(module).items() if k != "_compiled_call_impl"}
+
+
 def hooks(module: nn.Module) -> list[dict[int, Any]]:
     """Return the very dictionaries of hooks on calls, and of what is known of each."""
     names = ("_forward_", "_backward_")

@@ -1,8 +1,9 @@
 """How a function of tensors becomes a graph of ops, and a graph compiled code.
 
-From torch/fx/experimental/proxy_tensor.py and torch/_inductor/__init__.py:
+From torch/fx/experimental/proxy_tensor.py, torch/_guards.py and
+torch/_inductor/__init__.py:
 
-    make_fx     run a function once, and return all ops that it called as a graph
+    traced      run a function once, and return all ops that it called as a graph
     untraced    a block whose ops leave nothing in the graph
     compiled    turn a graph into code for these shapes, which asks nothing when called
 
@@ -20,14 +21,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing as untraced
-from torch.fx.experimental.proxy_tensor import make_fx as make_fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
-__all__ = ["DispatchMode", "compiled", "dispatch_modes", "make_fx", "untraced"]
+__all__ = ["DispatchMode", "compiled", "dispatch_modes", "traced", "untraced"]
 
 dispatch_modes = torch._C._len_torch_dispatch_stack
 """How many modes see all ops of torch: a trace, fake tensors, a profiler of ops."""
+
+
+def traced(function: Callable, *inputs: Tensor) -> fx.GraphModule:
+    """Return the ops that a function calls, each with the shape of what it returns.
+
+    torch keeps shapes as fake tensors, and makes a mode for each of them unless it
+    finds one here; that took a third of the time.
+    """
+    mode = FakeTensorMode(allow_fallback_kernels=True, allow_non_fake_inputs=True)
+    with tracing(TracingContext(mode)):
+        return make_fx(function)(*inputs)
 
 
 def compiled(
@@ -38,6 +52,11 @@ def compiled(
     Random ops stay torch's own, so that they draw what they draw in eager mode, and
     half precision is rounded after each op, as there. With `in_cpp` the kernels are
     called from C++, and not from Python.
+
+    Tensors keep their layout on a CPU. Inductor would put the channels of all
+    convolutions last, and then reduce over the pixels with large steps through memory,
+    in one long sum: the norms around the convolutions and the layers' GroupNorm take up
+    to a hundred times longer that way, at several times the error.
     """
     import torch._inductor as inductor
 
@@ -46,6 +65,8 @@ def compiled(
         "emulate_precision_casts": True,
         "cpp_wrapper": in_cpp,
     }
+    if all(each.device.type == "cpu" for each in inputs):
+        patches["layout_optimization"] = False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch about itself
         return inductor.standalone_compile(

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from vgrad.conditions import unlikely
+from vgrad.conditions import postponed, unlikely
 from vgrad.dtypes import double
 from vgrad.persample.engine.sites import Use
 from vgrad.persample.factors.base import Dense, Factor, Probes, Zero
@@ -153,15 +153,36 @@ class Moments(Collector):
 
 @dataclass
 class Settled(Collector):
-    """Computes norms and keeps what a sum weighted by them will need."""
+    """Computes norms and keeps what a sum weighted by them will need.
+
+    Norms of which some are in doubt are wrong there until `mend` is called: the doubts
+    of all parameters are looked at together.
+    """
 
     mask: Tensor | None = None
     factors: dict[str, Factor] = field(default_factory=dict)
     norms: dict[str, Norm] = field(default_factory=dict)
+    _doubts: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    @property
+    def doubts(self) -> list[Tensor]:
+        """What must be false if all norms are right, [N] each."""
+        return [each.flatten() for found in self._doubts.values() for each in found]
 
     def take(self, name: str, factor: Factor) -> None:
         """Settle on the form of one parameter."""
-        self.factors[name], self.norms[name] = factor.settled()
+        with postponed() as self._doubts[name]:
+            self.factors[name], self.norms[name] = factor.settled()
+
+    def mend(self) -> None:
+        """Compute the norms that are in doubt again, with care."""
+        for name, doubts in self._doubts.items():
+            factor, norm = self.factors[name], self.norms[name]
+            found = [each.view(factor.size, -1).any(1) for each in doubts]
+            if found and len(rows := torch.stack(found).any(0).nonzero().flatten()):
+                again = factor.take(rows).norm()
+                pairs = zip(norm, again, strict=True)
+                self.norms[name] = Norm(*(a.index_copy(0, rows, b) for a, b in pairs))
 
     def gradients(self, keep: Tensor) -> Iterator["Settled"]:
         """Form the gradients of some samples in float64, a few samples at a time."""

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vgrad.functional.batch_norm import refuse_batch_statistics
+from vgrad.functional.batch_norm import mended, refuse_batch_statistics
 from vgrad.functional.untouched import Promise
 from vgrad.generators import ALONE
 from vgrad.lowering.draws import Draws
-from vgrad.lowering.questions import NONE, Answering, Parts
+from vgrad.lowering.questions import NONE, Answering, Parts, physical
 from vgrad.lowering.truthful import (
     REQUIRES_GRAD,
     Truth,
@@ -34,7 +34,8 @@ class LossGuard(Answering):
 
     A function mode sees every torch function that a loss calls, in a module or not.
     `given` is what the loss must not write into; what it asks and draws is noted in
-    `draws`.
+    `draws`. `again` is a loss that was watched before, under vmap, where one can tell
+    which statistics are those of a weight.
     """
 
     def __init__(
@@ -43,11 +44,13 @@ class LossGuard(Answering):
         *,
         given: Mapping[str, Tensor],
         draws: Draws | None = None,
+        again: bool = False,
     ) -> None:
         """Take the answers of the vmap over samples, if the loss runs in one."""
         expected = "loss: expected one that changes nothing it is given"
         promise = Promise(given, expected, "Copy it first.")
         super().__init__(promise, truth=truth, draws=draws)
+        self._again = again
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -55,10 +58,10 @@ class LossGuard(Answering):
         """Run one call."""
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") != "__get__":
-            refuse_batch_statistics(func, args, kwargs)
+            refuse_batch_statistics(func, args, kwargs, self._is_shared)
             self.check(func, args, kwargs)
         if self._truth is None:
-            return func(*args, **kwargs)
+            return mended(func, func(*args, **kwargs))
         return self.stopping(self._run_clearly, func, args, kwargs)
 
     def _run_clearly(self, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -90,6 +93,13 @@ class LossGuard(Answering):
                 'Detach samples and buffers, or use strategy="loop".'
             )
         return output
+
+    def _is_shared(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is the same for all samples; a loop cannot know."""
+        if self._truth is None:
+            return self._again
+        with modes.without_modes():
+            return physical(tensor, self._truth.level) is None
 
     @staticmethod
     def op(func: Callable, args: tuple, kwargs: dict) -> Any:

@@ -3,6 +3,7 @@
 Recording is the cheapest; a loop over samples runs whatever plain autograd runs.
 """
 
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -72,6 +73,9 @@ def auto(problem: Problem, collect: Collect) -> Chunk:
     raise Split(Parts(rows, stopped.where, "loop"))
 
 
+_ADVICE = re.compile(r'[,.]? (or )?(use )?strategy="loop".*', re.IGNORECASE)
+"""What errors say of a loop, which was tried."""
+
 FINAL = (torch.OutOfMemoryError, Unrepeatable, Warning)
 """Errors that no other strategy could avoid, or should."""
 
@@ -119,9 +123,8 @@ def _check_alone(problem: Problem, stopped: Stop) -> None:
             alone(problem.rows(torch.zeros(1, dtype=torch.int64)))
     except Exception as error:
         if stopped.refused:
-            error.add_note(
-                f"A loop was tried, since a recorded pass ended in: {stopped.why}"
-            )
+            why = _ADVICE.sub("", stopped.why)
+            error.add_note(f"A loop was tried, since a recorded pass ended in: {why}.")
         raise
 
 

@@ -148,16 +148,18 @@ def saved_bytes(problem: Problem) -> int:
     return sum(seen.values())
 
 
-def _first(problem: Problem, params: Params) -> Tensor:
+def _first(problem: Problem, params: Params, *, again: bool = False) -> Tensor:
     """Return the loss of the first sample."""
-    tensors = problem.batch.one(0)
-    return problem.run_loss(params, tensors, _guard(problem), alone=True)[0]
+    tensors, watch = problem.batch.one(0), _guard(problem, again=again)
+    return problem.run_loss(params, tensors, watch, alone=True)[0]
 
 
-def _guard(problem: Problem, truth: Truth | None = None) -> LossGuard:
+def _guard(
+    problem: Problem, truth: Truth | None = None, *, again: bool = False
+) -> LossGuard:
     """Watch a loss that is handed the memory of the caller's tensors."""
     given = {**problem.params, **problem.buffers}
-    return LossGuard(truth, given=given, draws=problem.draws)
+    return LossGuard(truth, given=given, draws=problem.draws, again=again)
 
 
 def _check_unreached(problem: Problem, names: frozenset[str]) -> None:
@@ -168,7 +170,7 @@ def _check_unreached(problem: Problem, names: frozenset[str]) -> None:
     leaves = {n: each.detach().requires_grad_() for n, each in problem.params.items()}
     found: Sequence[Tensor | None] = [None] * len(names)
     with _trial(problem):
-        value = _first(problem, leaves)
+        value = _first(problem, leaves, again=True)
         if value.requires_grad:
             wanted = [leaves[name] for name in sorted(names)]
             found = torch.autograd.grad(value, wanted, allow_unused=True)

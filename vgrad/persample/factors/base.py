@@ -14,6 +14,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from vgrad.conditions import at_once
 from vgrad.dtypes import double, wide
 from vgrad.persample.factors import reductions, sums
 from vgrad.persample.factors.reductions import Norm
@@ -92,10 +93,9 @@ class Positions:
     @cached_property
     def norms(self) -> Tensor:
         """Norms over the positions and numbers of each group, [B, G] in float64."""
-        size, groups = self.tensor.shape[:2]
-        if groups == 1:
-            return reductions.row_norms(self.tensor)[:, None]
-        return reductions.row_norms(self.tensor.flatten(0, 1)).view(size, groups)
+        with at_once():
+            norms = reductions.row_norms(self.tensor.flatten(0, 1))
+        return norms.view(self.tensor.shape[:2])
 
     @cached_property
     def products(self) -> Tensor:

@@ -105,7 +105,7 @@ def row_norms(grad: Tensor) -> Tensor:
     doubtful = ~((norms > _LOW) & (norms < _HIGH))
     if are_collected():
         # Zeros are sure if there is nothing but zeros; what is too small is not.
-        doubtful &= torch.linalg.vector_norm(flat, torch.inf, dim=1) != 0
+        doubtful &= _largest(flat) != 0
     if unlikely(doubtful):
         norms[doubtful] = torch.linalg.vector_norm(flat[doubtful].double(), dim=1)
     return norms
@@ -158,13 +158,13 @@ def gram_norm(
     size = len(sides[0])
     squares = torch.linalg.vecdot(a.reshape(size, -1), b.reshape(size, -1)).double()
     a_sizes, b_sizes = (each.diagonal(0, 1, 2).double() for each in (a, b))
-    terms = (a_sizes * b_sizes).clamp(min=0).sqrt().sum(1)
-    largest = terms.square().view(size, -1).sum(1)
+    terms = (a_sizes * b_sizes).sqrt_().sum(1)
+    largest = _over_groups(terms.square_(), size)
     eps, positions = torch.finfo(a.dtype).eps, max(1, a.shape[1])
     # Twice the worst that was measured, over kinds of inputs of all sizes and dtypes;
     # where positions are equal, so are their errors, and do not average out.
     slack = eps * max(4.0, 20 / positions) * largest
-    sizes = (a_sizes + b_sizes).view(size, -1).sum(1)
+    sizes = _over_groups((a_sizes + b_sizes).sum(1), size)
     # A square that may include products on the edge of zero is not used:
     # where denormal numbers are flushed, all of a sum may be gone.
     edge = torch.finfo(a.dtype).tiny * length * positions * sizes
@@ -217,10 +217,12 @@ def _checked(
     fine &= (largest > _LOW**2) & (largest < _HIGH**2)
     norms = squares.clamp(min=0).sqrt()
     upper = (squares + slack).clamp(min=0).sqrt()
-    if are_collected() or unlikely(~fine):
+    if collected := are_collected():
         fine |= (largest == 0) & nothing()
     if not unlikely(~fine):
         return Norm(norms, upper, reach)
+    if not collected:
+        fine |= (largest == 0) & nothing()
     doubtful = (~fine).nonzero().flatten()
     step = 1  # the first one tells how many gradients are not too many
     while len(doubtful):
@@ -234,15 +236,21 @@ def _checked(
     return Norm(norms, upper, reach)
 
 
+def _over_groups(found: Tensor, size: int) -> Tensor:
+    """Add up what the groups of each sample have, [B * G] -> [B]."""
+    return found if len(found) == size else found.view(size, -1).sum(1)
+
+
 def _nothing(sides: tuple[Tensor, ...]) -> Tensor:
     """Tell for which samples a side is nothing but zeros, so that products are, [B]."""
     if not all(each.numel() for each in sides):
         return torch.ones(len(sides[0]), dtype=torch.bool, device=sides[0].device)
-    largest = [
-        torch.linalg.vector_norm(each, torch.inf, [*range(1, each.ndim)])
-        for each in sides
-    ]
-    return torch.stack(largest).amin(0) == 0
+    return torch.stack([_largest(each) for each in sides]).amin(0) == 0
+
+
+def _largest(numbers: Tensor) -> Tensor:
+    """Largest size among the numbers of each sample, [B, ...] -> [B]."""
+    return numbers.abs().amax([*range(1, numbers.ndim)])
 
 
 def rounded(device: torch.device, op: Literal["conv", "matmul"]) -> bool:

@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vgrad.functional.batch_norm import mended
 from vgrad.persample.factors.base import Dense
 from vgrad.persample.rules.table import Recording, lowered, rule
 from vgrad.torch_private import kernels
@@ -23,7 +25,10 @@ def layer_norm(
     count = len(normalized_shape)
 
     def scale(g: Tensor) -> Dense:
-        return _summed(F.layer_norm(input, normalized_shape, eps=eps) * g, count)
+        # On a CPU the kernel takes twice as long without a weight.
+        ones = input.new_ones(normalized_shape)
+        args = (input, normalized_shape, ones, torch.zeros_like(ones), eps)
+        return _summed(_times(F.layer_norm(*args), g), count)
 
     return {"weight": scale, "bias": lambda g: _summed(g, count)}
 
@@ -39,7 +44,7 @@ def rms_norm(
     count = len(normalized_shape)
 
     def scale(g: Tensor) -> Dense:
-        return _summed(F.rms_norm(input, normalized_shape, eps=eps) * g, count)
+        return _summed(_times(F.rms_norm(input, normalized_shape, eps=eps), g), count)
 
     return {"weight": scale}
 
@@ -76,7 +81,8 @@ def batch_norm(
     """Scale and shift the channels of all samples as the channels of one."""
 
     def run(x: Tensor, *channels: Tensor | None) -> Tensor:
-        return F.batch_norm(x, *channels, training=False, eps=eps)
+        output = F.batch_norm(x, *channels, training=False, eps=eps)
+        return mended(F.batch_norm, output)
 
     return _by_channels(record, run, input, running_mean, running_var, weight, bias)
 
@@ -98,7 +104,9 @@ def instance_norm(
         return None  # updates its statistics, which have to be copied first
 
     def run(x: Tensor, *channels: Tensor | None) -> Tensor:
-        return F.instance_norm(x, *channels, use_input_stats=use_input_stats, eps=eps)
+        use = use_input_stats
+        output = F.instance_norm(x, *channels, use_input_stats=use, eps=eps)
+        return mended(F.instance_norm, output)
 
     return _by_channels(record, run, input, running_mean, running_var, weight, bias)
 
@@ -119,6 +127,11 @@ def _by_channels(
         sizes = (folded.shape[0], record.size, *x.shape[2:])
         output = kernels.unsafe_view(output, sizes)
         return record.logical(output.transpose(0, 1))
+
+
+def _times(normal: Tensor, g: Tensor) -> Tensor:
+    """Multiply a tensor that nobody else holds."""
+    return normal.mul_(g) if normal.dtype == g.dtype else normal * g
 
 
 def _summed(tensor: Tensor, count: int) -> Dense:

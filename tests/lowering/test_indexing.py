@@ -1,0 +1,158 @@
+"""Sums at indices under vmap: torch's numbers, by one kernel for all samples."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import vgrad
+from tests import cases, oracle
+from vgrad.lowering import VMAPPED
+
+B, N, E = 3, 4, 6
+INDEX = torch.tensor([[0, 1, 1, 3, 0, 1], [3, 3, 3, 3, 3, 3], [2, 0, 1, 3, 1, 2]])
+ADD, ADD_ = VMAPPED[torch.index_add], VMAPPED[Tensor.index_add_]
+
+
+def values(dim, dtype=torch.float64):
+    """Samples whose axis `dim` has N rows, and E rows to add."""
+    sizes = {0: (N, 2, 5), 1: (2, N, 5), -1: (2, 5, N)}[dim]
+    x = cases.randn(B, *sizes, dtype=dtype)
+    more = [E if size == N else size for size in sizes]
+    return x, cases.randn(B, *more, dtype=dtype, seed=1)
+
+
+def derivatives(add, dim):
+    """Functions of a sample: a sum, two derivatives, and one in forward mode."""
+
+    def total(x, source, index):
+        return add(x.sin(), dim, index, source.exp(), alpha=3)
+
+    def value(x, index, source):
+        return (total(x, source, index),)
+
+    def slope(x, index, source):
+        run = lambda x, s: (total(x, s, index) ** 3).sum()  # noqa: E731
+        return torch.func.grad(run, (0, 1))(x, source)
+
+    def second(x, index, source):
+        run = lambda x, s: sum(g.sum() for g in slope(x, index, s))  # noqa: E731
+        return torch.func.grad(run, (0, 1))(x, source)
+
+    def forward(x, index, source):
+        run = lambda x, s: total(x, s, index)  # noqa: E731
+        return torch.func.jvp(run, (x, source), (x.cos(), source.cos()))
+
+    return value, slope, second, forward
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize(
+    "mapped",
+    [
+        each
+        for each in itertools.product([0, None], repeat=3)
+        if any(axis == 0 for axis in each)
+    ],
+)
+def test_sums_and_derivatives_are_those_of_single_samples(dim, mapped):
+    x, source = values(dim)
+    given = [
+        each if axis == 0 else each[0]
+        for each, axis in zip((x, INDEX, source), mapped, strict=True)
+    ]
+
+    def alone(function):
+        found = []
+        for n in range(B):
+            axes = zip(given, mapped, strict=True)
+            found.append(function(*[x[n] if axis == 0 else x for x, axis in axes]))
+        return [torch.stack(each) for each in zip(*found, strict=True)]
+
+    pairs = zip(derivatives(ADD, dim), derivatives(torch.index_add, dim), strict=True)
+    for ours, theirs in pairs:
+        found = torch.vmap(ours, in_dims=mapped)(*given)
+        oracle.assert_exact(list(found), alone(theirs))
+
+
+def test_an_index_out_of_range_reaches_no_other_sample():
+    x, source = values(0)
+    for wrong in (N, -1, N + 1):
+        index = INDEX.clone()
+        index[0, 2] = wrong
+        with pytest.raises((IndexError, RuntimeError), match="out of (range|bounds)"):
+            torch.vmap(ADD, in_dims=(0, None, 0, 0))(x, 0, index, source)
+
+
+def test_other_dtypes_and_no_rows_are_as_in_torch():
+    x, source = (each.mul(9).long() for each in values(0))
+    for index in (INDEX.int(), INDEX[:, :0]):
+        rows = source[:, : index.shape[1]]
+        found = torch.vmap(ADD, in_dims=(0, None, 0, 0))(x, 0, index, rows)
+        pairs = zip(x, index, rows, strict=True)
+        alone = [each.index_add(0, i, r) for each, i, r in pairs]
+        assert torch.equal(found, torch.stack(alone))
+
+
+def test_a_sum_in_place_writes_where_it_is_told():
+    x, source = values(0)
+    expected = torch.stack(
+        [each.index_add(0, i, s) for each, i, s in zip(x, INDEX, source, strict=True)]
+    )
+    given = x.clone()
+    found = torch.vmap(lambda x, i, s: ADD_(x, 0, i, s))(given, INDEX, source)
+    assert torch.equal(given, expected)
+    assert torch.equal(found, expected)
+
+
+class Graph(nn.Module):
+    """Sends messages along the edges of a graph, which each sample has of its own."""
+
+    def __init__(self, in_place=False):
+        super().__init__()
+        self.message = nn.Linear(6, 5)
+        self.head = nn.Linear(5, 3)
+        self.in_place = in_place
+
+    def forward(self, x):
+        nodes, edges = x[0, :, :3], x[0, :, 3:].long()
+        start, end = edges[:, 0], edges[:, 1]
+        sent = torch.relu(self.message(torch.cat([nodes[start], nodes[end]], 1)))
+        total = torch.zeros_like(sent[: len(nodes)])
+        if self.in_place:
+            total.index_add_(0, end, sent)
+        else:
+            total = total.index_add(0, end, sent)
+        return self.head(total.tanh().mean(0, keepdim=True))
+
+
+class Sums(TorchDispatchMode):
+    """Counts the kernels that add rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ in ("index_add", "index_add_")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("strategy", ["recorded", "vmap"])
+def test_graph_nets_have_the_gradients_of_a_loop(strategy, in_place):
+    x = torch.cat([cases.randn(7, 5, 3), torch.randint(5, (7, 5, 2)).double()], 2)
+    y = torch.randint(3, (7,))
+    loss, params, buffers = cases.of_model(
+        Graph(in_place), F.cross_entropy, torch.float64
+    )
+    batch = (x, y)
+    cases.assert_quantities(loss, params, batch, buffers=buffers, strategy=strategy)
+    if strategy == "recorded":
+        compute = vgrad.clipped_grad(loss, max_norm=0.3, strategy=strategy)
+        with Sums() as sums:
+            compute(params, buffers, *batch)
+        assert sums.count == 1

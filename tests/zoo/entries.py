@@ -1,0 +1,184 @@
+"""What an entry of the zoo is: a model in use, and what comes of it today."""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+SIZE = 3
+"""Samples of a batch: enough for answers that differ."""
+
+D = 6
+"""Width of nets by hand."""
+
+SAME = {"randomness": "same"}
+"""Options under which all samples draw the same, as the reference does."""
+
+DIFFERENT = {"randomness": "different"}
+
+
+class Use(NamedTuple):
+    """A model with what it is called with, built anew at each call of a builder.
+
+    The last item of a batch is the target of the criterion; without one the model
+    returns its own loss. `values` replaces the model's parameters, if it has none yet.
+    """
+
+    model: nn.Module
+    batch: tuple
+    criterion: Callable[[Any, Any], Tensor] | None = F.cross_entropy
+    values: Mapping[str, Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Exact:
+    """As plain autograd, to the tolerance.
+
+    Attributes:
+        strategy: the one that answers under `auto`.
+        why: a part of what `explain` says, where it is not the recorder.
+        op: what this begins with.
+        loops: the ops that torch runs sample by sample, of which one warning tells.
+        splits: whether samples answer questions of Python differently, so that they
+            are recorded in several parts.
+    """
+
+    strategy: str = "recorded"
+    why: str = ""
+    op: str = ""
+    loops: tuple[str, ...] = ()
+    splits: bool = False
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A clear error, of which `why` is a part; a strategy that it advises is exact."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Unclear:
+    """An error that does not say what to do, or says what does not work: to be mended.
+
+    `loop` is a part of the error under `strategy="loop"`, where the first advises it.
+    """
+
+    why: str
+    loop: str = ""
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """Other numbers than those of plain autograd, and no error: to be mended."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Impossible:
+    """Plain autograd raises an error as well, of which `why` is a part."""
+
+    why: str
+
+
+def looks(op: str) -> Exact:
+    return Exact("loop", "looks at values or has shapes that depend on them", op)
+
+
+def writes(op: str) -> Exact:
+    return Exact("loop", "writes in place into a tensor that all samples share", op)
+
+
+SPLITS = Exact(splits=True)
+OLD_STYLE = Exact("loop", "an autograd.Function without setup_context")
+BACKWARD = "expected a loss that runs no backward pass of its own"
+CHECKPOINTED = Refused("Activation checkpointing recomputes after the call")
+REENTRANT = Unclear("torch.utils.checkpoint is incompatible with .grad()")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of the table.
+
+    Attributes:
+        name: what it is, for readers.
+        build: makes the model and its batch, after the generator is seeded.
+        today: what comes of it.
+        tolerance: of gradients, norms and clipped sums, each relative.
+        options: of the transforms.
+        through: what is done with a transform before it is called.
+        twice: whether plain autograd runs two copies of each sample, for the mean of
+            their losses: with one, torch 2.13's evaluated batch norm has a backward
+            pass that is wrong where the gradient comes transposed.
+        slow: whether it takes more than two seconds.
+    """
+
+    name: str
+    build: Callable[[], Use]
+    today: Exact | Refused | Impossible | Unclear | Wrong
+    tolerance: float
+    options: Mapping[str, Any]
+    through: Callable[[Any], Any]
+    twice: bool
+    slow: bool
+
+
+def entry(
+    name: str,
+    build: Callable[..., Use],
+    *arguments: Any,
+    today: Exact | Refused | Impossible | Unclear | Wrong = Exact(),
+    tolerance: float = 1e-9,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    through: Callable[[Any], Any] = lambda transform: transform,
+    twice: bool = False,
+    slow: bool = False,
+    **more: Any,
+) -> Entry:
+    """Make an entry, whose builder gets the other arguments."""
+    build = functools.partial(build, *arguments, **more)
+    return Entry(name, build, today, tolerance, options, through, twice, slow)
+
+
+class Net(nn.Module):
+    """Modules and parameters by name, and a function of them as the forward pass."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            trained = isinstance(part, Tensor) and not isinstance(part, nn.Parameter)
+            setattr(self, name, nn.Parameter(part) if trained else part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
+def total(output: Tensor, target: Tensor) -> Tensor:
+    """A criterion for outputs of any shape: the target weighs them."""
+    return (output * target).sum()
+
+
+def classes(number: int = 3) -> Tensor:
+    return torch.randint(number, (SIZE,))
+
+
+def ragged(length: int, *, at_least: int = 2) -> Tensor:
+    """Return a mask [SIZE, length]: the first sample is whole, others are shorter."""
+    lengths = length - torch.arange(SIZE) * (length - at_least) // (SIZE - 1)
+    return torch.arange(length) < lengths[:, None]
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(SIZE, *shape)
+
+
+def net(function, *shape: int, output: tuple[int, ...] = (3,), **parts) -> Use:
+    """A net on normal numbers, whose outputs are weighed at random."""
+    return Use(Net(function, **parts), (noise(*shape), noise(*output)), total)

@@ -1,0 +1,647 @@
+"""Features of torch that rewrite, compile, replay or hide what a module does."""
+
+import functools
+import warnings
+
+import torch
+from torch import nn
+from torch.autograd import Function
+from torch.nn import functional as F
+from torch.utils import checkpoint as checkpointing
+
+from tests.zoo.entries import (
+    CHECKPOINTED,
+    OLD_STYLE,
+    REENTRANT,
+    SAME,
+    SIZE,
+    D,
+    Exact,
+    Impossible,
+    Net,
+    Refused,
+    Unclear,
+    Use,
+    classes,
+    entry,
+    looks,
+    net,
+    noise,
+    total,
+)
+
+
+def checkpointed(*, reentrant: bool, drop: float = 0.0) -> Use:
+    """Blocks whose activations are computed again; one of them is used twice."""
+
+    def forward(self, x):
+        for block in (*self.blocks, self.blocks[0]):
+            x = x + checkpointing.checkpoint(block, x, use_reentrant=reentrant)
+        return self.head(x)
+
+    def block():
+        return nn.Sequential(
+            nn.Linear(D, 8), nn.Tanh(), nn.Dropout(drop), nn.Linear(8, D)
+        )
+
+    # The reentrant kind wants an input that requires grad.
+    parts = dict(first=nn.Linear(D, D), blocks=nn.ModuleList(block() for _ in range(2)))
+
+    def entered(self, x):
+        return forward(self, self.first(x))
+
+    return net(entered, D, **parts, head=nn.Linear(D, 3))
+
+
+def checkpointed_in_parts() -> Use:
+    def forward(self, x):
+        return checkpointing.checkpoint_sequential(self.body, 2, x, use_reentrant=False)
+
+    body = nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3))
+    return net(forward, D, body=body)
+
+
+def checkpointed_twice() -> Use:
+    """A checkpoint inside a checkpoint."""
+
+    def forward(self, x):
+        def inner(y):
+            return torch.tanh(self.first(y))
+
+        def outer(y):
+            return self.second(checkpointing.checkpoint(inner, y, use_reentrant=False))
+
+        return checkpointing.checkpoint(outer, x, use_reentrant=False)
+
+    return net(forward, D, first=nn.Linear(D, 5), second=nn.Linear(5, 3))
+
+
+def selectively_checkpointed() -> Use:
+    """Results of matrix products are kept, all else is computed again."""
+
+    def forward(self, x):
+        contexts = functools.partial(
+            checkpointing.create_selective_checkpoint_contexts,
+            [torch.ops.aten.mm.default],
+        )
+        return checkpointing.checkpoint(
+            self.body, x, use_reentrant=False, context_fn=contexts
+        )
+
+    body = nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, 3))
+    return net(forward, D, body=body)
+
+
+def saved_elsewhere() -> Use:
+    """What autograd saves goes through hooks, as with `save_on_cpu`."""
+
+    def forward(self, x):
+        with torch.autograd.graph.save_on_cpu():
+            return self.body(x)
+
+    body = nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, 3))
+    return net(forward, D, body=body)
+
+
+def sparse_matrix(layout: str) -> Use:
+    """A constant sparse matrix, as graph nets hold one, times what is learned."""
+
+    def forward(self, x):
+        spread = self.graph @ self.layer(x[0])
+        return torch.tanh(spread).sum(0, keepdim=True)
+
+    use = net(forward, 5, D, layer=nn.Linear(D, 3))
+    graph = torch.rand(5, 5).round().double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that sparse CSR is in beta state
+        graph = graph.to_sparse_csr() if layout == "csr" else graph.to_sparse()
+    use.model.register_buffer("graph", graph)
+    return use
+
+
+def sparse_sample() -> Use:
+    """A sparse matrix made of the sample's edges."""
+
+    def forward(self, x, edges):
+        ones = torch.ones(edges.shape[-1])
+        graph = torch.sparse_coo_tensor(edges[0], ones, (5, 5))
+        return torch.sparse.mm(graph, self.layer(x[0])).tanh().sum(0, keepdim=True)
+
+    model = Net(forward, layer=nn.Linear(D, 3))
+    return Use(model, (noise(5, D), torch.randint(5, (SIZE, 2, 8)), classes()))
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(D, 8)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.layer(x).chunk(2, -1)
+        return a * torch.sigmoid(b) * self.scale
+
+
+def scripted(*, whole: bool) -> Use:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        body = nn.Sequential(Gated(), nn.Linear(4, 3))
+        if whole:
+            return Use(torch.jit.script(body.double()), (noise(D), classes()))
+        body[0] = torch.jit.script(body[0].double())
+    return Use(body, (noise(D), classes()))
+
+
+def scripted_in_a_sequence() -> Use:
+    """Scripted modules in an nn.Sequential that is scripted itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        body = torch.jit.script(nn.Sequential(nn.Linear(D, 4), nn.Tanh()).double())
+    model = Net(
+        lambda self, x: self.head(self.body(x)), body=body, head=nn.Linear(4, 3)
+    )
+    return Use(model, (noise(D), classes()))
+
+
+def traced() -> Use:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        body = torch.jit.trace(Gated().double(), torch.zeros(2, D).double())
+    model = Net(
+        lambda self, x: self.head(self.body(x)), body=body, head=nn.Linear(4, 3)
+    )
+    return Use(model, (noise(D), classes()))
+
+
+class OldSquare(Function):
+    """An activation, in the style before `setup_context`."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+class OldLinear(Function):
+    """A layer with its parameters, in the style before `setup_context`."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t() + bias
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x, grad.sum(0)
+
+
+class NewLinear(Function):
+    """The same in the new style, with a vmap rule that torch generates."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, weight, bias):
+        return x @ weight.t() + bias
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x, grad.sum(0)
+
+
+class Unmapped(NewLinear):
+    """In the new style, but without a vmap rule."""
+
+    generate_vmap_rule = False
+
+
+class SharedWeight(Function):
+    """A layer whose own vmap rule takes for granted that all samples share weights."""
+
+    @staticmethod
+    def forward(x, weight):
+        return x @ weight.t()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.mT @ x
+
+    @staticmethod
+    def vmap(info, in_dims, x, weight):
+        assert in_dims[1] is None
+        return SharedWeight.apply(x.movedim(in_dims[0], 0), weight), 0
+
+
+def own_function(function: type[Function], *, bias: bool = True) -> Use:
+    def forward(self, x):
+        parts = (self.first.weight, self.first.bias)[: 1 + bias]
+        return self.head(torch.tanh(function.apply(x, *parts)))
+
+    return net(forward, D, first=nn.Linear(D, 5, bias=bias), head=nn.Linear(5, 3))
+
+
+def own_activation() -> Use:
+    def forward(self, x):
+        return self.head(OldSquare.apply(self.first(x)))
+
+    return net(forward, D, first=nn.Linear(D, 5), head=nn.Linear(5, 3))
+
+
+@torch.compile(backend="eager")
+def compiled_scale(x, weight):
+    return torch.sin(x * weight.exp())
+
+
+@torch.compile(backend="eager")
+def compiled_norm(x):
+    return x / (1 + x.square().mean(-1, keepdim=True))
+
+
+def compiled_function(*, of_parameter: bool) -> Use:
+    def forward(self, x):
+        x = self.layer(x)
+        return compiled_scale(x, self.weight) if of_parameter else compiled_norm(x)
+
+    parts = dict(weight=torch.zeros(3)) if of_parameter else {}
+    return net(forward, D, layer=nn.Linear(D, 3), **parts)
+
+
+def compiled_model() -> Use:
+    return Use(torch.compile(Gated(), backend="eager"), (noise(D), noise(4)), total)
+
+
+def compiled_in_place() -> Use:
+    model = Gated()
+    model.compile(backend="eager")
+    return Use(model, (noise(D), noise(4)), total)
+
+
+def compiled_layer() -> Use:
+    def forward(self, x):
+        return self.head(self.body(x))
+
+    use = net(forward, D, body=Gated(), head=nn.Linear(4, 3))
+    use.model.body.compile(backend="eager")
+    return use
+
+
+def conditional() -> Use:
+    def forward(self, x):
+        def yes(y):
+            return self.a(y)
+
+        def no(y):
+            return self.b(y).sin()
+
+        return torch.cond(x.sum() > 0, yes, no, (x,))
+
+    return net(forward, D, a=nn.Linear(D, 3), b=nn.Linear(D, 3))
+
+
+def flexible_attention(*, learned: bool) -> Use:
+    def forward(self, x):
+        from torch.nn.attention.flex_attention import flex_attention
+
+        def score(value, b, h, i, j):
+            return value + (self.bias[h] * (i - j) if learned else 0.1 * (i - j))
+
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is not compiled
+            y = flex_attention(q, k, v, score_mod=score)
+        return self.head(y.transpose(1, 2).flatten(2)[:, 0])
+
+    parts = dict(qkv=nn.Linear(8, 96), bias=torch.zeros(2), head=nn.Linear(32, 3))
+    return net(forward, 5, 8, **parts)
+
+
+def hidden_in_meta(*, filled: bool) -> Use:
+    """Built on the device `meta`, as large models are before they are loaded."""
+    values = nn.Sequential(nn.Linear(D, 4), nn.Tanh(), nn.Linear(4, 3)).state_dict()
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(D, 4), nn.Tanh(), nn.Linear(4, 3))
+    return Use(model, (noise(D), classes()), values=values if filled else None)
+
+
+def adaptive_pooling(kind, size) -> Use:
+    def forward(self, x):
+        return self.head(self.pool(self.conv(x)).flatten(1))
+
+    pool = kind(size)
+    width = pool(torch.zeros(1, 4, 7, 7)).numel()
+    parts = dict(conv=nn.Conv2d(2, 4, 3, padding=1), pool=pool)
+    return net(forward, 2, 7, 7, **parts, head=nn.Linear(width, 3))
+
+
+def with_indices() -> Use:
+    """Max pooling and its inverse by the indices that it found."""
+
+    def forward(self, x):
+        x, indices = F.max_pool2d(self.conv(x), 2, return_indices=True)
+        return F.max_unpool2d(x, indices, 2)
+
+    return net(forward, 1, 4, 4, output=(2, 4, 4), conv=nn.Conv2d(1, 2, 3, padding=1))
+
+
+def fractional_pooling() -> Use:
+    def forward(self, x):
+        return self.pool(self.conv(x))
+
+    parts = dict(conv=nn.Conv2d(1, 2, 3), pool=nn.FractionalMaxPool2d(2, 3))
+    return net(forward, 1, 7, 7, output=(2, 3, 3), **parts)
+
+
+def normed_and_transposed() -> Use:
+    """Evaluated batch norm before tokens, whose gradient comes transposed."""
+
+    def forward(self, x):
+        tokens = self.norm(self.conv(x)).flatten(2).transpose(1, 2)
+        return self.head(tokens.mean(1))
+
+    parts = dict(conv=nn.Conv2d(2, 4, 3, padding=1), norm=nn.BatchNorm2d(4))
+    model = Net(forward, **parts, head=nn.Linear(4, 3)).eval()
+    return Use(model, (noise(2, 2, 2), classes()))
+
+
+def resized() -> Use:
+    def forward(self, x):
+        x = self.conv(x)
+        modes = "nearest", "bilinear", "bicubic", "area", "nearest-exact"
+        return sum(F.interpolate(x, size=(6, 5), mode=mode) for mode in modes)
+
+    return net(forward, 1, 5, 5, output=(2, 6, 5), conv=nn.Conv2d(1, 2, 3))
+
+
+def in_mixed_precision() -> Use:
+    """A region in which torch computes in bfloat16."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
+            return self.body(x)
+
+    body = nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, 3))
+    return net(forward, D, body=body)
+
+
+class Labelled(torch.Tensor):
+    """A subclass of tensors, which keeps its class."""
+
+
+def of_a_subclass() -> Use:
+    def forward(self, x):
+        return self.layer(x.as_subclass(Labelled)).as_subclass(torch.Tensor)
+
+    return net(forward, D, layer=nn.Linear(D, 3))
+
+
+def called_functionally() -> Use:
+    """A net inside calls another by `functional_call`, with weights of its making."""
+
+    def forward(self, x):
+        weights = {"weight": self.maker(self.code).view(3, D), "bias": self.shift}
+        return torch.func.functional_call(self.held[0], weights, (x,))
+
+    parts = dict(maker=nn.Linear(4, 3 * D), code=torch.randn(4), shift=torch.zeros(3))
+    with torch.device("meta"):
+        held = [nn.Linear(D, 3)]
+    return net(forward, D, **parts, held=held)
+
+
+def scanned() -> Use:
+    """A loop by a higher-order op."""
+
+    def forward(self, x):
+        from torch._higher_order_ops import associative_scan
+
+        x = self.layer(x).sigmoid()
+        return associative_scan(torch.mul, x, dim=1, combine_mode="generic").sum(1)
+
+    return net(forward, 5, D, layer=nn.Linear(D, 3))
+
+
+def read_through_data() -> Use:
+    """A weight is read through `.data`, for a scale without a gradient."""
+
+    def forward(self, x):
+        scale = self.layer.weight.data.abs().mean()
+        return self.layer(x) / scale
+
+    return net(forward, D, layer=nn.Linear(D, 3))
+
+
+def asks_for_gradients() -> Use:
+    """Code that asks its parameters and activations whether they require grad."""
+
+    def forward(self, x):
+        y = self.layer(x)
+        assert self.layer.weight.requires_grad
+        return y * 2 if y.requires_grad and torch.is_grad_enabled() else y
+
+    return net(forward, D, layer=nn.Linear(D, 3))
+
+
+def quiet_gradient() -> Use:
+    """Gradients switched off and on inside of each other."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            first = self.a(x)
+            with torch.enable_grad():
+                second = self.b(x)
+        return first + second + self.a(x)
+
+    return net(forward, D, a=nn.Linear(D, 3), b=nn.Linear(D, 3))
+
+
+JITTED = Refused("expected modules whose tensors can be exchanged")
+SPARSE = Refused("expected dense tensors, got sparse ones")
+PLAIN = Refused("expected a plain torch.nn.Module")
+UNTRACED = Exact("loop", "True != False")
+ON_META = "Tensor on device meta is not on the expected device cpu"
+AVERAGE, MAXIMUM = nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d
+checkpoint_again = functools.partial(checkpointed, drop=0.5)
+
+ENTRIES = [
+    entry("checkpoint", checkpointed, reentrant=False, today=CHECKPOINTED),
+    entry("checkpoint, re-entrant", checkpointed, reentrant=True, today=REENTRANT),
+    entry(
+        "checkpoint with dropout",
+        checkpoint_again,
+        reentrant=False,
+        options=SAME,
+        today=CHECKPOINTED,
+    ),
+    entry(
+        "checkpoint with dropout, re-entrant",
+        checkpoint_again,
+        reentrant=True,
+        options=SAME,
+        today=REENTRANT,
+    ),
+    entry("checkpoint_sequential", checkpointed_in_parts, today=CHECKPOINTED),
+    entry("checkpoint inside a checkpoint", checkpointed_twice, today=CHECKPOINTED),
+    entry("selective checkpoint", selectively_checkpointed, today=CHECKPOINTED),
+    entry(
+        "save_on_cpu",
+        saved_elsewhere,
+        today=Exact(
+            "loop", "activation checkpointing (or other hooks on saved tensors)"
+        ),
+    ),
+    entry(
+        "sparse CSR matrix in a buffer",
+        sparse_matrix,
+        "csr",
+        today=SPARSE,
+    ),
+    entry(
+        "sparse COO matrix in a buffer",
+        sparse_matrix,
+        "coo",
+        today=SPARSE,
+    ),
+    entry(
+        "sparse matrix of a sample's edges",
+        sparse_sample,
+        today=Exact(
+            "loop",
+            "Could not run 'aten::view' with arguments from the 'SparseCPU' backend",
+        ),
+    ),
+    entry(
+        "scripted submodule",
+        scripted,
+        whole=False,
+        today=JITTED,
+    ),
+    entry(
+        "scripted submodule beside others",
+        scripted_in_a_sequence,
+        today=JITTED,
+    ),
+    entry(
+        "scripted model",
+        scripted,
+        whole=True,
+        today=PLAIN,
+    ),
+    entry("traced submodule", traced, today=JITTED),
+    entry(
+        "autograd.Function, old style, an activation", own_activation, today=OLD_STYLE
+    ),
+    entry(
+        "autograd.Function, old style, a layer",
+        own_function,
+        OldLinear,
+        today=OLD_STYLE,
+    ),
+    entry("autograd.Function, generated vmap rule", own_function, NewLinear),
+    entry(
+        "autograd.Function, no vmap rule",
+        own_function,
+        Unmapped,
+        today=looks("custom_function_call"),
+    ),
+    entry(
+        "autograd.Function whose vmap rule shares the weight",
+        own_function,
+        SharedWeight,
+        bias=False,
+        today=Exact("vmap"),
+    ),
+    entry(
+        "compiled function of a parameter",
+        compiled_function,
+        of_parameter=True,
+        today=UNTRACED,
+    ),
+    entry(
+        "compiled function of an activation",
+        compiled_function,
+        of_parameter=False,
+        today=UNTRACED,
+    ),
+    entry("torch.compile of a model", compiled_model, today=PLAIN),
+    entry("module.compile()", compiled_in_place),
+    entry("module.compile() of a layer", compiled_layer),
+    entry(
+        "torch.cond",
+        conditional,
+        today=Exact("loop", "operator doesn't work unless it is captured completely"),
+    ),
+    entry(
+        "flex_attention",
+        flexible_attention,
+        learned=False,
+        today=Impossible("FlexAttention does not support backward on CPU"),
+    ),
+    entry(
+        "flex_attention with a captured parameter",
+        flexible_attention,
+        learned=True,
+        today=Impossible("FlexAttention does not support backward on CPU"),
+    ),
+    entry("associative_scan", scanned),
+    entry("model on meta, values given", hidden_in_meta, filled=True),
+    entry(
+        "model on meta, no values",
+        hidden_in_meta,
+        filled=False,
+        today=Unclear(ON_META),
+    ),
+    entry("adaptive average pooling to 1", adaptive_pooling, AVERAGE, 1),
+    entry("adaptive average pooling to 3", adaptive_pooling, AVERAGE, 3),
+    entry("adaptive max pooling to 3", adaptive_pooling, MAXIMUM, 3),
+    entry(
+        "max pooling and unpooling by indices",
+        with_indices,
+        today=Exact(loops=("aten::max_unpool2d",)),
+    ),
+    entry(
+        "fractional max pooling",
+        fractional_pooling,
+        options=SAME,
+        today=Exact(loops=("aten::fractional_max_pool2d",)),
+    ),
+    entry("evaluated batch norm before tokens", normed_and_transposed, twice=True),
+    entry(
+        "evaluated batch norm before tokens, chunks of one",
+        normed_and_transposed,
+        twice=True,
+        options={"chunk_size": 1},
+    ),
+    entry(
+        "evaluated batch norm before tokens, by the loop",
+        normed_and_transposed,
+        twice=True,
+        options={"strategy": "loop"},
+        today=Exact("loop", 'strategy="loop"'),
+    ),
+    entry(
+        "interpolation",
+        resized,
+        today=Exact(loops=("aten::_upsample_nearest_exact2d.vec",)),
+    ),
+    entry("autocast switched off inside", in_mixed_precision),
+    entry("subclass of tensors", of_a_subclass),
+    entry("functional_call inside the model", called_functionally),
+    entry("a weight read through .data", read_through_data),
+    entry("questions about requires_grad", asks_for_gradients),
+    entry("no_grad and enable_grad inside", quiet_gradient),
+]

@@ -1,0 +1,553 @@
+"""Modules of torch, and modules with a state, with hooks or with draws."""
+
+import copy
+import pickle
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize, prune
+
+from tests.zoo.entries import (
+    BACKWARD,
+    SAME,
+    SIZE,
+    D,
+    Exact,
+    Net,
+    Refused,
+    Use,
+    classes,
+    entry,
+    looks,
+    net,
+    noise,
+    ragged,
+    total,
+    writes,
+)
+
+
+def bilinear() -> Use:
+    def forward(self, x, y):
+        return self.join(x, y)
+
+    model = Net(forward, join=nn.Bilinear(4, 5, 3))
+    return Use(model, (noise(4), noise(5), classes()))
+
+
+def bag_of_words() -> Use:
+    def forward(self, ids, weights):
+        sums = self.sums(ids, per_sample_weights=weights)
+        return self.head(torch.cat([self.mean(ids), sums], 1))
+
+    model = Net(
+        forward,
+        mean=nn.EmbeddingBag(9, 4),
+        sums=nn.EmbeddingBag(9, 4, mode="sum"),
+        head=nn.Linear(8, 3),
+    )
+    return Use(model, (torch.randint(9, (SIZE, 5)), noise(5), classes()))
+
+
+def parametrized(which) -> Use:
+    model = nn.Sequential(which(nn.Linear(5, 5)), nn.Tanh(), which(nn.Linear(5, 3)))
+    return Use(model.eval(), (noise(5), classes()))
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight):
+        return weight.triu() + weight.triu(1).mT
+
+
+def symmetric(layer: nn.Module) -> nn.Module:
+    if layer.weight.shape[0] == layer.weight.shape[1]:
+        parametrize.register_parametrization(layer, "weight", Symmetric())
+    return layer
+
+
+def pruned(layer: nn.Module) -> nn.Module:
+    return prune.l1_unstructured(layer, "weight", amount=0.4)
+
+
+def norms() -> Use:
+    def forward(self, x):
+        x = self.instance(x) + self.group(x) + F.local_response_norm(x, 2)
+        return self.out(self.rms(self.batch(x).mT).mean(1))
+
+    model = net(
+        forward,
+        4,
+        5,
+        instance=nn.InstanceNorm1d(4, affine=True),
+        group=nn.GroupNorm(2, 4),
+        batch=nn.BatchNorm1d(4),
+        rms=nn.RMSNorm(4),
+        out=nn.Linear(4, 3),
+    )
+    model.model.batch.running_var.uniform_(0.5, 2)
+    return model._replace(model=model.model.eval())
+
+
+def batch_statistics() -> Use:
+    model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.Flatten())
+    return Use(model, (noise(2, 5), classes()))
+
+
+def standardised_weights() -> Use:
+    """The weight passes through batch normalisation, on its own."""
+
+    def forward(self, x):
+        flat = self.layer.weight.reshape(1, 4, -1)
+        weight = F.batch_norm(flat, None, None, self.gain, training=True)
+        return F.conv2d(x, weight.view_as(self.layer.weight)).amax((2, 3))
+
+    parts = dict(layer=nn.Conv2d(2, 4, 3), gain=torch.ones(4))
+    return net(forward, 2, 5, 5, output=(4,), **parts)
+
+
+def activations() -> Use:
+    def forward(self, x):
+        x = self.prelu(self.first(x)) * torch.sigmoid(self.beta * x)
+        return F.glu(self.second(x))
+
+    parts = dict(first=nn.Linear(D, D), prelu=nn.PReLU(D), beta=torch.ones(D))
+    return net(forward, D, **parts, second=nn.Linear(D, 6))
+
+
+def leaky() -> Use:
+    model = nn.Sequential(nn.Linear(D, 5), nn.RReLU(), nn.Linear(5, 3))
+    return Use(model.eval(), (noise(D), classes()))
+
+
+def written_into() -> Use:
+    """Results are written into tensors that the forward pass makes."""
+
+    def forward(self, x):
+        out = torch.empty(x.shape[0], 4, 8)
+        for step in range(4):
+            out[:, step] = self.layer(x[:, step])
+        out[:, 0] += self.shift
+        out[:, :, ::2].mul_(2)
+        return self.head(out.mean(1))
+
+    parts = dict(layer=nn.Linear(D, 8), shift=torch.randn(8), head=nn.Linear(8, 3))
+    return net(forward, 4, D, **parts)
+
+
+def state_kept() -> Use:
+    """A running mean in a buffer, a mask that is made once and a counter."""
+
+    class Kept(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(D, 3)
+            self.register_buffer("mean", torch.zeros(3))
+            self.mask, self.calls = None, 0
+
+        def forward(self, x):
+            self.calls += 1
+            if self.mask is None:
+                self.mask = torch.ones(D, D).tril()
+            output = self.layer(x @ self.mask)
+            self.mean = 0.9 * self.mean + 0.1 * output.detach().mean(0)
+            return output - self.mean
+
+    return Use(Kept(), (noise(D), classes()))
+
+
+def written_buffer() -> Use:
+    """A running mean that is updated in place."""
+
+    class Kept(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(D, 3)
+            self.register_buffer("mean", torch.zeros(3))
+
+        def forward(self, x):
+            output = self.layer(x)
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(0.1 * output.mean(0))
+            return output
+
+    return Use(Kept(), (noise(D), classes()))
+
+
+def unregistered() -> Use:
+    """Parameters in a list and a dictionary, one of them under two names."""
+
+    class Loose(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleDict({"a": nn.Linear(D, 3), "b": nn.Linear(D, 3)})
+            self.held = [self.layers["a"].weight]
+            self.by_name = {"bias": self.layers["b"].bias}
+
+        def forward(self, x):
+            return self.layers["b"](x) + F.linear(x, self.held[0], self.by_name["bias"])
+
+    return Use(Loose(), (noise(D), classes()))
+
+
+def in_a_tuple() -> Use:
+    class Loose(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(D, 3)
+            self.held = (self.layer.weight,)
+
+        def forward(self, x):
+            return self.layer(x) + F.linear(x, self.held[0])
+
+    return Use(Loose(), (noise(D), classes()))
+
+
+def lazy() -> Use:
+    model = nn.Sequential(nn.LazyConv1d(4, 3), nn.Flatten(), nn.LazyLinear(3))
+    model(torch.zeros(1, 2, 6))
+    return Use(model, (noise(2, 6), classes()))
+
+
+def hooked() -> Use:
+    """Forward hooks that change activations, and one that keeps some for later."""
+
+    def keep(module, args, output):
+        module.kept = output
+
+    def forward(self, x):
+        return self.head(self.body(x) + self.body.kept)
+
+    use = net(forward, D, body=nn.Linear(D, 4), head=nn.Linear(4, 3))
+    use.model.body.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    use.model.body.register_forward_hook(keep)
+    use.model.head.register_forward_hook(lambda module, args, output: output.tanh())
+    return use
+
+
+def hooked_at_first() -> Use:
+    """A hook that the first call registers, as transformers does for hidden states."""
+
+    class Lazily(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.ready = nn.Linear(D, 3), False
+
+        def forward(self, x):
+            if not self.ready:
+                self.body.register_forward_hook(lambda module, args, output: 2 * output)
+                self.ready = True
+            return self.body(x)
+
+    return Use(Lazily(), (noise(D), classes()))
+
+
+def closed_over() -> Use:
+    """A hook that holds the model itself."""
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+    use = net(forward, D, body=nn.Linear(D, 4), head=nn.Linear(4, 3))
+    model = use.model
+
+    def add(module, args, output):
+        return output + model.head.bias.sum()
+
+    model.body.register_forward_hook(add)
+    return use
+
+
+def gradient_hook() -> Use:
+    """A hook on an activation, which reverses its gradient."""
+
+    def forward(self, x):
+        x = self.body(x)
+        x.register_hook(lambda grad: -grad)
+        return self.head(x)
+
+    return net(forward, D, body=nn.Linear(D, 4), head=nn.Linear(4, 3))
+
+
+def backward_hook() -> Use:
+    model = nn.Sequential(nn.Linear(D, 4), nn.Linear(4, 3))
+    model[1].register_full_backward_hook(lambda module, into, out: (into[0] * 2,))
+    return Use(model, (noise(D), classes()))
+
+
+def straight_through() -> Use:
+    def forward(self, x):
+        x = self.first(x)
+        x = x + (x.sign() - x).detach()
+        weight = self.second.weight
+        weight = weight + ((weight * 4).round() / 4 - weight).detach()
+        return F.linear(x, weight)
+
+    return net(forward, D, first=nn.Linear(D, 5), second=nn.Linear(5, 3))
+
+
+def quantised() -> Use:
+    def forward(self, x):
+        q = torch.fake_quantize_per_tensor_affine(self.first(x), 0.1, 0, -8, 7)
+        return self.second(q)
+
+    return net(forward, D, first=nn.Linear(D, 5), second=nn.Linear(5, 3))
+
+
+def target_network() -> Use:
+    """Bootstrapped: the target comes from a frozen copy, without a gradient."""
+
+    def forward(self, a, b):
+        with torch.no_grad():
+            target = F.normalize(self.target(b), dim=-1)
+        return F.normalize(self.head(self.online(a)), dim=-1) - target
+
+    parts = dict(online=nn.Linear(D, 4), head=nn.Linear(4, 4), target=nn.Linear(D, 4))
+    model = Net(forward, **parts)
+    model.target.requires_grad_(False)
+    return Use(model, (noise(D), noise(D), noise(4)), total)
+
+
+def variational() -> Use:
+    def forward(self, x):
+        mean, spread = self.encoder(x).chunk(2, -1)
+        drawn = torch.distributions.Normal(mean, F.softplus(spread)).rsample()
+        prior = (mean.square() + spread.exp() - spread).sum()
+        return (self.decoder(drawn) - x).square().sum() + prior
+
+    model = Net(forward, encoder=nn.Linear(D, 6), decoder=nn.Linear(3, D))
+    return Use(model, (noise(D),), None)
+
+
+def gumbel() -> Use:
+    def forward(self, x):
+        return F.gumbel_softmax(self.first(x), tau=0.7) @ self.table
+
+    return net(forward, D, first=nn.Linear(D, 5), table=torch.randn(5, 3))
+
+
+def dropouts() -> Use:
+    model = nn.Sequential(
+        nn.Conv1d(2, 4, 3),
+        nn.Dropout1d(0.4),
+        nn.Flatten(),
+        nn.Linear(16, 8),
+        nn.AlphaDropout(0.3),
+        nn.Dropout(0.5),
+        nn.Linear(8, 3),
+    )
+    return Use(model, (noise(2, 6), classes()))
+
+
+def stochastic_depth() -> Use:
+    """Whole residual branches are dropped, by a draw of one number."""
+
+    def forward(self, x):
+        for layer in self.layers:
+            keep = torch.rand(x.shape[0], 1).add(0.5).floor()
+            x = x + layer(x) * keep / 0.5
+        return self.head(x)
+
+    layers = nn.ModuleList(nn.Linear(D, D) for _ in range(3))
+    return net(forward, D, layers=layers, head=nn.Linear(D, 3))
+
+
+def recurrent(kind, **options) -> Use:
+    def forward(self, x):
+        return self.head(self.body(x)[0].mean(1))
+
+    body = kind(D, 4, 2, batch_first=True, bidirectional=True, **options)
+    width = 2 * options.get("proj_size", 4)
+    return net(forward, 5, D, body=body, head=nn.Linear(width, 3))
+
+
+def cells() -> Use:
+    def forward(self, x):
+        h, (g, c), e = torch.zeros(1, 4), (torch.zeros(1, 4),) * 2, torch.zeros(1, 4)
+        for word in x.unbind(1):
+            h = self.gru(word, h)
+            g, c = self.lstm(h, (g, c))
+            e = self.rnn(g, e)
+        return self.head(e + c)
+
+    parts = dict(gru=nn.GRUCell(D, 4), lstm=nn.LSTMCell(4, 4), rnn=nn.RNNCell(4, 4))
+    return net(forward, 5, D, **parts, head=nn.Linear(4, 3))
+
+
+def attention_with_masks() -> Use:
+    def forward(self, x, mask):
+        y, _ = self.layer(x, x, x, key_padding_mask=~mask, need_weights=False)
+        return self.head(y.mean(1))
+
+    layer = nn.MultiheadAttention(8, 2, batch_first=True, add_bias_kv=True)
+    model = Net(forward, layer=layer, head=nn.Linear(8, 3))
+    return Use(model, (noise(5, 8), ragged(5), classes()))
+
+
+def renormalised_table() -> Use:
+    def forward(self, ids):
+        return self.head(self.table(ids).sum(1))
+
+    table = nn.Embedding(9, 4, max_norm=1.0)
+    model = Net(forward, table=table, head=nn.Linear(4, 3))
+    return Use(model, (torch.randint(9, (SIZE, 5)), classes()))
+
+
+def sparse_table() -> Use:
+    def forward(self, ids):
+        return self.head(self.table(ids).sum(1))
+
+    model = Net(forward, table=nn.Embedding(9, 4, sparse=True), head=nn.Linear(4, 3))
+    return Use(model, (torch.randint(9, (SIZE, 5)), classes()))
+
+
+def differentiates_itself() -> Use:
+    """Physics-informed: the derivative of the net is a part of the loss."""
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.body(x).sum(), x, create_graph=True)
+        return (slope + self.body(x)).square().sum()
+
+    body = nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, 1))
+    return Use(Net(forward, body=body), (noise(D),), None)
+
+
+def differentiates_by_function() -> Use:
+    """The same by transforms of `torch.func`."""
+
+    def forward(self, x):
+        slope = torch.func.jacrev(lambda y: self.body(y)[0])(x[0])
+        return (slope + self.body(x[0])).square().sum()
+
+    body = nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, 1))
+    return Use(Net(forward, body=body), (noise(D),), None)
+
+
+def maps_by_function() -> Use:
+    """A map over positions inside the loss."""
+
+    def forward(self, x):
+        return torch.func.vmap(self.body, in_dims=1, out_dims=1)(x).mean(1)
+
+    return net(forward, 5, D, body=nn.Linear(D, 3))
+
+
+def meta_learning() -> Use:
+    """One step of SGD on the sample's first half, the loss on its second."""
+
+    def forward(self, x, y):
+        def inner(weight):
+            return (F.linear(x[:, 0], weight) - y[:, 0]).square().sum()
+
+        weight = self.weight - 0.1 * torch.func.grad(inner)(self.weight)
+        return (F.linear(x[:, 1], weight) - y[:, 1]).square().sum()
+
+    model = Net(forward, weight=torch.randn(3, D))
+    return Use(model, (noise(2, D), noise(2, 3)), None)
+
+
+def mlp() -> Use:
+    model = nn.Sequential(nn.Linear(D, 8), nn.ReLU(), nn.Linear(8, 3))
+    return Use(model, (noise(D), classes()))
+
+
+def pickled(transform):
+    return pickle.loads(pickle.dumps(transform))
+
+
+ENTRIES = [
+    entry("nn.Bilinear", bilinear),
+    entry("nn.EmbeddingBag, mean and weighted sum", bag_of_words),
+    entry("weight norm", parametrized, parametrizations.weight_norm),
+    entry("weight norm, old style", parametrized, torch.nn.utils.weight_norm),
+    entry("spectral norm", parametrized, parametrizations.spectral_norm),
+    entry("spectral norm, old style", parametrized, torch.nn.utils.spectral_norm),
+    entry("orthogonal weights", parametrized, parametrizations.orthogonal),
+    entry("a parametrization of one's own", parametrized, symmetric),
+    entry("pruned weights", parametrized, pruned),
+    entry("norms, evaluated", norms),
+    entry(
+        "batch statistics",
+        batch_statistics,
+        today=Refused("batch normalisation with batch statistics"),
+    ),
+    entry("weight standardisation by F.batch_norm", standardised_weights),
+    entry("activations with parameters", activations),
+    entry("nn.RReLU, evaluated", leaky, today=looks("rrelu")),
+    entry(
+        "results written into a new tensor", written_into, today=writes("__setitem__")
+    ),
+    entry("attributes that the forward pass sets", state_kept),
+    entry("buffer updated in place", written_buffer, today=writes("add_")),
+    entry("parameters held in a list and a dictionary", unregistered),
+    entry(
+        "parameter held in a tuple",
+        in_a_tuple,
+        today=Refused("expected parameters in modules, lists or dictionaries"),
+    ),
+    entry("lazy modules", lazy),
+    entry("forward hooks", hooked),
+    entry(
+        "forward hook registered at the first call",
+        hooked_at_first,
+    ),
+    entry(
+        "forward hook that holds the model",
+        closed_over,
+        today=Refused("whose closure holds a part of the model"),
+    ),
+    entry(
+        "hook on an activation's gradient",
+        gradient_hook,
+        today=Exact(
+            "vmap", "leaves the graph, the hooks and the memory of its tensors alone"
+        ),
+    ),
+    entry(
+        "full backward hook",
+        backward_hook,
+        today=Exact("loop", "expected a model without backward hooks"),
+    ),
+    entry("straight-through rounding", straight_through),
+    entry(
+        "fake quantisation",
+        quantised,
+        today=Exact(loops=("aten::fake_quantize_per_tensor_affine",)),
+    ),
+    entry("target network without a gradient", target_network),
+    entry("variational autoencoder", variational, options=SAME),
+    entry("Gumbel softmax", gumbel, options=SAME),
+    entry("dropout of three kinds", dropouts, options=SAME),
+    entry("stochastic depth", stochastic_depth, options=SAME),
+    entry("nn.LSTM, two layers, both directions", recurrent, nn.LSTM),
+    entry("nn.LSTM with projections", recurrent, nn.LSTM, proj_size=3),
+    entry("nn.GRU, two layers, both directions", recurrent, nn.GRU),
+    entry("nn.RNN, two layers, both directions", recurrent, nn.RNN),
+    entry("recurrent cells in a loop", cells),
+    entry("nn.MultiheadAttention, padding mask", attention_with_masks),
+    entry(
+        "nn.Embedding with max_norm",
+        renormalised_table,
+        today=Exact(loops=("aten::embedding_renorm_",)),
+    ),
+    entry("nn.Embedding with sparse gradients", sparse_table),
+    entry(
+        "derivative in the loss, by torch.autograd",
+        differentiates_itself,
+        today=Exact("loop", BACKWARD, "requires_grad_"),
+    ),
+    entry("derivative in the loss, by torch.func", differentiates_by_function),
+    entry("torch.func.vmap in the loss", maps_by_function),
+    entry(
+        "one inner step of SGD",
+        meta_learning,
+        today=Exact("vmap", "expected ops that a function mode sees"),
+    ),
+    entry(
+        "MLP, transforms pickled",
+        mlp,
+        through=pickled,
+    ),
+    entry("MLP, transforms copied", mlp, through=copy.deepcopy),
+]

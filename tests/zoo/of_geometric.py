@@ -1,0 +1,183 @@
+"""Graph nets of PyTorch Geometric. A sample is a graph; all have equally many nodes."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.zoo.entries import (
+    SIZE,
+    D,
+    Net,
+    Use,
+    classes,
+    entry,
+    looks,
+    noise,
+    ragged,
+    writes,
+)
+from tests.zoo.libraries import Library
+
+LIBRARY = "torch_geometric"
+
+geometric = Library("torch_geometric.nn")
+utils = Library("torch_geometric.utils")
+
+NODES, EDGES = 5, 8
+
+
+def graphs() -> tuple:
+    return noise(NODES, D), torch.randint(NODES, (SIZE, 2, EDGES))
+
+
+def layers(layer, *, edges: int = 0) -> Use:
+    """Two layers and a mean over nodes, as in the examples of the library."""
+
+    def forward(self, x, index, *features):
+        batch = torch.zeros(NODES, dtype=torch.long)
+        features = [each[0] for each in features]
+        x = torch.tanh(self.first(x[0], index[0], *features))
+        x = self.second(x, index[0], *features)
+        return geometric.global_mean_pool(x, batch, 1)
+
+    model = Net(forward, first=layer(D, 8), second=layer(8, 3))
+    features = (noise(EDGES, edges),) if edges else ()
+    return Use(model.eval(), (*graphs(), *features, classes()))
+
+
+def convolution(name: str, **options: Any) -> Use:
+    return layers(functools.partial(getattr(geometric, name), **options))
+
+
+def with_features(name: str, **options: Any) -> Use:
+    kind = getattr(geometric, name)
+    return layers(functools.partial(kind, edge_dim=2, **options), edges=2)
+
+
+def isomorphism() -> Use:
+    def layer(into: int, out: int) -> nn.Module:
+        mlp = nn.Sequential(nn.Linear(into, 8), nn.ReLU(), nn.Linear(8, out))
+        return geometric.GINConv(mlp, train_eps=True)
+
+    return layers(layer)
+
+
+def edge_convolution() -> Use:
+    def layer(into: int, out: int) -> nn.Module:
+        return geometric.EdgeConv(nn.Linear(2 * into, out), aggr="max")
+
+    return layers(layer)
+
+
+def principal() -> Use:
+    degrees = torch.tensor([1, 2, 1, 1])
+    return convolution(
+        "PNAConv",
+        aggregators=["mean", "max", "std"],
+        scalers=["identity", "attenuation"],
+        deg=degrees,
+    )
+
+
+def relational() -> Use:
+    def forward(self, x, index, kinds):
+        return self.layer(x[0], index[0], kinds[0]).mean(0, keepdim=True)
+
+    model = Net(forward, layer=geometric.RGCNConv(D, 3, num_relations=2))
+    return Use(model, (*graphs(), torch.randint(2, (SIZE, EDGES)), classes()))
+
+
+def basic(name: str) -> Use:
+    """A whole model of the library."""
+
+    def forward(self, x, index):
+        return self.body(x[0], index[0]).mean(0, keepdim=True)
+
+    body = getattr(geometric, name)(D, 8, num_layers=2, out_channels=3, dropout=0.0)
+    return Use(Net(forward, body=body), (*graphs(), classes()))
+
+
+def pooled() -> Use:
+    """The best half of the nodes is kept, with the edges between them."""
+
+    def forward(self, x, index):
+        x = self.first(x[0], index[0]).tanh()
+        x, index, *_ = self.pool(x, index[0])
+        return self.second(x, index).mean(0, keepdim=True)
+
+    parts = dict(first=geometric.GraphConv(D, 8), second=geometric.GraphConv(8, 3))
+    model = Net(forward, pool=geometric.TopKPooling(8, ratio=0.5), **parts)
+    return Use(model, (*graphs(), classes()))
+
+
+def nearest() -> Use:
+    """A dense graph with a mask of the nodes that are there."""
+
+    def forward(self, x, adjacency, mask):
+        x = self.layer(x, adjacency, mask).relu()
+        return self.head(x.sum(1))
+
+    model = Net(forward, layer=geometric.DenseGCNConv(D, 8), head=nn.Linear(8, 3))
+    adjacency = torch.rand(SIZE, NODES, NODES).round()
+    return Use(model, (noise(NODES, D), adjacency, ragged(NODES), classes()))
+
+
+def pooled_densely() -> Use:
+    def forward(self, x, adjacency):
+        x, adjacency, cut, orthogonal = geometric.dense_mincut_pool(
+            x, adjacency, self.assign(x)
+        )
+        return self.layer(x, adjacency).mean(1) + cut + orthogonal
+
+    parts = dict(assign=nn.Linear(D, 3), layer=geometric.DenseGraphConv(D, 3))
+    adjacency = torch.rand(SIZE, NODES, NODES).round()
+    return Use(Net(forward, **parts), (noise(NODES, D), adjacency, classes()))
+
+
+def without_padding() -> Use:
+    """Edges that are padded with -1 are left out before the layer."""
+
+    def forward(self, x, index):
+        index = index[0][:, index[0, 0] >= 0]
+        return self.layer(x[0], index).mean(0, keepdim=True)
+
+    model = Net(forward, layer=geometric.SAGEConv(D, 3))
+    x, index = graphs()
+    index = index.masked_fill(~ragged(EDGES)[:, None], -1)
+    return Use(model, (x, index, classes()))
+
+
+ENTRIES = [
+    entry("GCN", convolution, "GCNConv", today=looks("__getitem__")),
+    entry(
+        "GCN without self-loops",
+        convolution,
+        "GCNConv",
+        add_self_loops=False,
+        today=writes("scatter_add_"),
+    ),
+    entry("GAT", convolution, "GATConv", today=looks("__getitem__")),
+    entry(
+        "GAT v2 with features of edges",
+        with_features,
+        "GATv2Conv",
+        today=looks("__getitem__"),
+    ),
+    entry("GIN", isomorphism),
+    entry("GraphSAGE", convolution, "SAGEConv"),
+    entry("GraphConv", convolution, "GraphConv"),
+    entry("TransformerConv", with_features, "TransformerConv"),
+    entry("ChebConv", convolution, "ChebConv", K=2, today=looks("__getitem__")),
+    entry("TAGConv", convolution, "TAGConv", today=writes("scatter_add_")),
+    entry("EdgeConv", edge_convolution),
+    entry("PNA", principal, today=writes("scatter_add_")),
+    entry("RGCN", relational, today=looks("__getitem__")),
+    entry("model GCN", basic, "GCN", today=looks("__getitem__")),
+    entry("model GAT", basic, "GAT", today=looks("__getitem__")),
+    entry("top-k pooling", pooled, today=writes("cumsum")),
+    entry("dense GCN with a mask", nearest),
+    entry("dense min-cut pooling", pooled_densely),
+    entry("SAGE, padded edges left out", without_padding, today=looks("__getitem__")),
+]

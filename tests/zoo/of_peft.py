@@ -1,0 +1,173 @@
+"""Adapters of peft on frozen models of transformers."""
+
+from typing import Any
+
+from torch import nn
+
+from tests.zoo.entries import (
+    OLD_STYLE,
+    SPLITS,
+    Exact,
+    Net,
+    Use,
+    classes,
+    entry,
+    noise,
+    total,
+)
+from tests.zoo.libraries import Library
+from tests.zoo.of_transformers import (
+    GPT2,
+    READER,
+    WRITER,
+    model,
+    padded,
+    sentences,
+    text,
+)
+
+LIBRARY = "peft"
+
+peft = Library("peft")
+
+BERT = ("BertForSequenceClassification", READER, sentences)
+BERT_PADDED = ("BertForSequenceClassification", READER, padded(sentences))
+GPT_2 = ("GPT2LMHeadModel", GPT2, text)
+LLAMA = ("LlamaForCausalLM", WRITER, text)
+TASKS = {BERT[0]: "SEQ_CLS", GPT_2[0]: "CAUSAL_LM", LLAMA[0]: "CAUSAL_LM"}
+
+
+def adapted(base: tuple, method: str, **options: Any) -> Use:
+    use = model(*base, attention="sdpa")
+    config = getattr(peft, method)(task_type=TASKS[base[0]], **options)
+    return use._replace(model=peft.get_peft_model(use.model, config).eval())
+
+
+def convolutional() -> Use:
+    """LoRA on the convolutions and the head of a net that is no transformer."""
+
+    def forward(self, x):
+        return self.head(self.body(x).tanh().mean((2, 3)))
+
+    base = Net(forward, body=nn.Conv2d(2, 4, 3), head=nn.Linear(4, 3))
+    config = peft.LoraConfig(r=2, target_modules=["body"], modules_to_save=["head"])
+    return Use(peft.get_peft_model(base, config).eval(), (noise(2, 5, 5), classes()))
+
+
+def several() -> Use:
+    """Two adapters at once, one of them for the linear layers of an MLP."""
+    base = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    made = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["0", "2"]))
+    made.add_adapter("second", peft.LoraConfig(r=1, target_modules=["2"]))
+    made.base_model.set_adapter(["default", "second"])
+    return Use(made.eval(), (noise(6), noise(3)), total)
+
+
+QUERIES = dict(target_modules=["query", "value"])
+FUSED = dict(target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)
+PROJECTIONS = dict(target_modules=["q_proj", "v_proj", "gate_proj"])
+
+ENTRIES = [
+    entry("LoRA on BERT", adapted, BERT, "LoraConfig", r=2, **QUERIES),
+    entry(
+        "LoRA on BERT, ragged mask",
+        adapted,
+        BERT_PADDED,
+        "LoraConfig",
+        r=2,
+        **QUERIES,
+        today=SPLITS,
+    ),
+    entry("LoRA on GPT-2", adapted, GPT_2, "LoraConfig", r=2, **FUSED),
+    entry("LoRA on Llama", adapted, LLAMA, "LoraConfig", r=2, **PROJECTIONS),
+    entry(
+        "LoRA of the embedding",
+        adapted,
+        GPT_2,
+        "LoraConfig",
+        r=2,
+        target_modules=["wte"],
+    ),
+    entry("DoRA on BERT", adapted, BERT, "LoraConfig", r=2, use_dora=True, **QUERIES),
+    entry("DoRA on GPT-2", adapted, GPT_2, "LoraConfig", r=2, use_dora=True, **FUSED),
+    entry(
+        "rank-stabilised LoRA with biases",
+        adapted,
+        BERT,
+        "LoraConfig",
+        r=2,
+        use_rslora=True,
+        bias="all",
+        **QUERIES,
+    ),
+    entry(
+        "IA3 on BERT",
+        adapted,
+        BERT,
+        "IA3Config",
+        target_modules=["key", "value", "output.dense"],
+        feedforward_modules=["output.dense"],
+    ),
+    entry(
+        "prompt tuning on BERT",
+        adapted,
+        BERT,
+        "PromptTuningConfig",
+        num_virtual_tokens=3,
+    ),
+    entry(
+        "prompt tuning on GPT-2",
+        adapted,
+        GPT_2,
+        "PromptTuningConfig",
+        num_virtual_tokens=3,
+    ),
+    entry(
+        "prompt encoder on BERT",
+        adapted,
+        BERT,
+        "PromptEncoderConfig",
+        num_virtual_tokens=3,
+        encoder_hidden_size=8,
+    ),
+    entry(
+        "prefix tuning on GPT-2",
+        adapted,
+        GPT_2,
+        "PrefixTuningConfig",
+        num_virtual_tokens=3,
+    ),
+    entry(
+        "AdaLoRA on BERT",
+        adapted,
+        BERT,
+        "AdaLoraConfig",
+        total_step=10,
+        **QUERIES,
+        today=Exact("vmap", "got one that changes such a tensor in place", "add_"),
+    ),
+    entry("LoHa on BERT", adapted, BERT, "LoHaConfig", r=2, **QUERIES, today=OLD_STYLE),
+    entry("LoKr on BERT", adapted, BERT, "LoKrConfig", r=2, **QUERIES),
+    entry(
+        "OFT on BERT",
+        adapted,
+        BERT,
+        "OFTConfig",
+        r=0,
+        oft_block_size=4,
+        **QUERIES,
+        today=Exact("vmap", "expected ops that a function mode sees"),
+    ),
+    entry(
+        "VeRA on Llama", adapted, LLAMA, "VeraConfig", r=2, target_modules=["q_proj"]
+    ),
+    entry(
+        "norms alone, on Llama",
+        adapted,
+        LLAMA,
+        "LNTuningConfig",
+        target_modules=["input_layernorm"],
+    ),
+    entry("LoRA on a convolution, with a trained head", convolutional),
+    entry("two LoRA adapters at once", several),
+]

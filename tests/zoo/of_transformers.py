@@ -1,0 +1,531 @@
+"""Models of transformers, tiny and with random weights, as their users call them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.zoo.entries import (
+    BACKWARD,
+    CHECKPOINTED,
+    DIFFERENT,
+    OLD_STYLE,
+    REENTRANT,
+    SAME,
+    SIZE,
+    SPLITS,
+    Exact,
+    Unclear,
+    Use,
+    classes,
+    entry,
+    looks,
+    ragged,
+    writes,
+)
+from tests.zoo.libraries import Library
+
+LIBRARY = "transformers"
+
+transformers = Library("transformers")
+
+T = 7
+
+SMALL = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+SMALL |= dict(intermediate_size=24)
+READER = SMALL | dict(vocab_size=50, max_position_embeddings=16)
+READER |= dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+WRITER = SMALL | dict(vocab_size=50, max_position_embeddings=16, num_key_value_heads=1)
+EXPERTS = WRITER | dict(num_local_experts=4, num_experts_per_tok=2)
+VIEWER = SMALL | dict(image_size=8, patch_size=4, num_labels=3)
+GPT2 = dict(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+GPT2 |= dict(bos_token_id=1, eos_token_id=2, resid_pdrop=0.0, embd_pdrop=0.0)
+GPT2 |= dict(attn_pdrop=0.0)
+DISTIL = dict(vocab_size=50, max_position_embeddings=16, dim=16, n_layers=2)
+DISTIL |= dict(n_heads=2, hidden_dim=24)
+T5 = dict(vocab_size=50, d_model=16, d_kv=8, d_ff=24, num_heads=2, num_layers=2)
+T5 |= dict(decoder_start_token_id=0, dropout_rate=0.0)
+BART = dict(vocab_size=50, max_position_embeddings=16, d_model=16, encoder_layers=2)
+BART |= dict(decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2)
+BART |= dict(encoder_ffn_dim=24, decoder_ffn_dim=24, dropout=0.0)
+BART |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+DEBERTA = READER | dict(relative_attention=True, pos_att_type=["p2c", "c2p"])
+DEBERTA |= dict(position_biased_input=False)
+LONGFORMER = READER | dict(attention_window=4, max_position_embeddings=32)
+LONGFORMER |= dict(pad_token_id=1)
+BLOOM = dict(vocab_size=50, hidden_size=16, n_layer=2, n_head=2)
+MAMBA = dict(vocab_size=50, hidden_size=16, num_hidden_layers=2, state_size=4)
+MAMBA |= dict(time_step_rank=2)
+REFORMER = dict(
+    vocab_size=50, attention_head_size=8, hidden_size=16, feed_forward_size=24
+)
+REFORMER |= dict(
+    num_attention_heads=2, axial_pos_shape=[2, 4], axial_pos_embds_dim=[8, 8]
+)
+REFORMER |= dict(max_position_embeddings=8, is_decoder=True, local_attn_chunk_length=4)
+REFORMER |= dict(attn_layers=["local", "local"], hidden_dropout_prob=0.0)
+REFORMER |= dict(local_attention_probs_dropout_prob=0.0)
+SPEECH = SMALL | dict(conv_dim=(8, 8), conv_kernel=(4, 4), conv_stride=(2, 2))
+SPEECH |= dict(num_feat_extract_layers=2, num_conv_pos_embeddings=4, vocab_size=9)
+SPEECH |= dict(num_conv_pos_embedding_groups=2, ctc_zero_infinity=True)
+SPEECH |= dict(feat_extract_norm="layer", do_stable_layer_norm=True, pad_token_id=0)
+SPEECH |= dict(hidden_dropout=0.0, attention_dropout=0.0, feat_proj_dropout=0.0)
+SPEECH |= dict(activation_dropout=0.0, final_dropout=0.0, layerdrop=0.0)
+SPEECH |= dict(mask_time_prob=0.0, mask_feature_prob=0.0)
+WHISPER = BART | dict(num_mel_bins=4, max_source_positions=6, max_target_positions=16)
+WHISPER |= dict(
+    decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None
+)
+WHISPER |= dict(attention_dropout=0.0, activation_dropout=0.0)
+SWIN = dict(image_size=16, patch_size=2, embed_dim=8, window_size=4, num_labels=3)
+SWIN |= dict(depths=[2, 2], num_heads=[2, 2])
+CONVNEXT = dict(hidden_sizes=[8, 12], depths=[1, 1], num_stages=2, patch_size=2)
+CONVNEXT |= dict(num_labels=3)
+RESNET = dict(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=3)
+RESNET |= dict(layer_type="basic")
+CLIP = dict(vision_config=VIEWER, projection_dim=8)
+CLIP |= dict(text_config=READER | dict(eos_token_id=49, pad_token_id=0))
+SEGFORMER = dict(num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], num_labels=3)
+SEGFORMER |= dict(hidden_sizes=[8, 16], patch_sizes=[3, 3], strides=[2, 2])
+SEGFORMER |= dict(num_attention_heads=[1, 2], mlp_ratios=[2, 2], decoder_hidden_size=8)
+XLNET = dict(vocab_size=50, d_model=16, n_layer=2, n_head=2, d_inner=24, dropout=0.0)
+ALBERT = READER | dict(embedding_size=8)
+OPT = READER | dict(ffn_dim=24, word_embed_proj_dim=16, dropout=0.0)
+BIG_BIRD = READER | dict(attention_type="original_full")
+GEMMA = WRITER | dict(head_dim=8)
+PHI = WRITER | dict(partial_rotary_factor=0.5, resid_pdrop=0.0)
+FALCON = dict(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+NEOX = WRITER | dict(rotary_pct=0.5)
+
+
+def words() -> torch.Tensor:
+    return torch.randint(3, 49, (SIZE, T))
+
+
+def text() -> dict[str, Any]:
+    """Return a batch of whole sentences to go on with."""
+    return {"input_ids": words(), "labels": words()}
+
+
+def sentences() -> dict[str, Any]:
+    """Return a batch of whole sentences to classify."""
+    return {"input_ids": words(), "labels": classes(2)}
+
+
+def padded(batch: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    """Give a batch the two-dimensional mask of ragged lengths that tokenizers make."""
+    return lambda: batch() | {"attention_mask": ragged(T).long()}
+
+
+def hidden_labels() -> dict[str, Any]:
+    """Return a padded batch whose labels are ignored where it is padded."""
+    batch = padded(text)()
+    batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
+    return batch
+
+
+def pictures(side: int) -> Callable[[], dict[str, Any]]:
+    return lambda: {
+        "pixel_values": torch.randn(SIZE, 3, side, side),
+        "labels": classes(),
+    }
+
+
+def segments() -> dict[str, Any]:
+    labels = torch.randint(3, (SIZE, 16, 16))
+    return {"pixel_values": torch.randn(SIZE, 3, 16, 16), "labels": labels}
+
+
+def pairs() -> dict[str, Any]:
+    ids = torch.cat([words(), torch.full((SIZE, 1), 49)], 1)  # the last is read
+    return {"input_ids": ids, "pixel_values": torch.randn(SIZE, 3, 8, 8)}
+
+
+def speech(*, ragged_lengths: bool = False) -> dict[str, Any]:
+    """Return sounds and letters, shorter ones filled up with -100."""
+    batch = {
+        "input_values": torch.randn(SIZE, 64),
+        "labels": torch.randint(1, 9, (SIZE, 4)),
+    }
+    if ragged_lengths:
+        batch["attention_mask"] = ragged(64, at_least=40).long()
+        batch["labels"] = batch["labels"].masked_fill(~ragged(4), -100)
+    return batch
+
+
+def spectra() -> dict[str, Any]:
+    return {"input_features": torch.randn(SIZE, 4, 12), "labels": words()}
+
+
+def long_text() -> dict[str, Any]:
+    ids = torch.randint(3, 49, (SIZE, 8))
+    return {"input_ids": ids, "labels": ids}
+
+
+def model(
+    name: str,
+    config: dict[str, Any],
+    batch: Callable[[], dict[str, Any]],
+    *,
+    attention: str = "eager",
+    train: bool = False,
+    checkpointing: dict[str, Any] | None = None,
+    **more: Any,
+) -> Use:
+    kind = getattr(transformers, name)
+    options = config | more | dict(attn_implementation=attention)
+    made = kind(kind.config_class(**options)).train(train)
+    if checkpointing is not None:
+        made.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
+    return Use(made, (batch(),), None)
+
+
+def clip() -> Use:
+    def similarity(output, target):
+        return (output.logits_per_image * target).sum()
+
+    use = model("CLIPModel", CLIP, pairs)
+    return use._replace(batch=(*use.batch, torch.rand(SIZE, 1)), criterion=similarity)
+
+
+CLASSIFIER = "ForSequenceClassification"
+PADDED = [
+    ("BERT", f"Bert{CLASSIFIER}", READER, padded(sentences)),
+    ("RoBERTa", f"Roberta{CLASSIFIER}", READER, padded(sentences)),
+    ("DistilBERT", f"DistilBert{CLASSIFIER}", DISTIL, padded(sentences)),
+    ("Llama", "LlamaForCausalLM", WRITER, padded(text)),
+    ("GPT-2", "GPT2LMHeadModel", GPT2, padded(text)),
+    ("T5", "T5ForConditionalGeneration", T5, padded(text)),
+    ("BART", "BartForConditionalGeneration", BART, padded(text)),
+]
+
+UNASKED = [("Llama", "eager"), ("GPT-2", "eager")]
+"""They do not ask whether a mask hides anything."""
+
+ENTRIES = [
+    *(
+        entry(
+            f"{name}, ragged mask, {attention}",
+            model,
+            *rest,
+            attention=attention,
+            today=Exact() if (name, attention) in UNASKED else SPLITS,
+        )
+        for name, *rest in PADDED
+        for attention in ("eager", "sdpa")
+    ),
+    entry("BERT", model, f"Bert{CLASSIFIER}", READER, sentences, attention="sdpa"),
+    entry("GPT-2", model, "GPT2LMHeadModel", GPT2, text, attention="sdpa"),
+    entry("Llama", model, "LlamaForCausalLM", WRITER, text, attention="sdpa"),
+    entry("T5", model, "T5ForConditionalGeneration", T5, text),
+    entry("BART", model, "BartForConditionalGeneration", BART, text, attention="sdpa"),
+    entry("Llama, ignored labels", model, "LlamaForCausalLM", WRITER, hidden_labels),
+    entry(
+        "BERT, masked language model",
+        model,
+        "BertForMaskedLM",
+        READER,
+        hidden_labels,
+        today=SPLITS,
+    ),
+    entry("ALBERT: one layer twice", model, f"Albert{CLASSIFIER}", ALBERT, sentences),
+    entry(
+        "ELECTRA, ragged mask",
+        model,
+        f"Electra{CLASSIFIER}",
+        ALBERT,
+        padded(sentences),
+        today=SPLITS,
+    ),
+    entry(
+        "DeBERTa v2",
+        model,
+        f"DebertaV2{CLASSIFIER}",
+        DEBERTA,
+        sentences,
+        today=looks("nonzero"),
+    ),
+    entry(
+        "DeBERTa v2, ragged mask",
+        model,
+        f"DebertaV2{CLASSIFIER}",
+        DEBERTA,
+        padded(sentences),
+        today=looks("nonzero"),
+    ),
+    entry(
+        "DeBERTa",
+        model,
+        f"Deberta{CLASSIFIER}",
+        DEBERTA,
+        padded(sentences),
+        today=looks("nonzero"),
+    ),
+    entry(
+        "Longformer",
+        model,
+        f"Longformer{CLASSIFIER}",
+        LONGFORMER,
+        sentences,
+        today=writes("__setitem__"),
+    ),
+    entry(
+        "Longformer, ragged mask",
+        model,
+        f"Longformer{CLASSIFIER}",
+        LONGFORMER,
+        padded(sentences),
+        today=writes("__setitem__"),
+    ),
+    entry(
+        "BigBird, ragged mask",
+        model,
+        f"BigBird{CLASSIFIER}",
+        BIG_BIRD,
+        padded(sentences),
+        today=SPLITS,
+    ),
+    entry("Bloom", model, "BloomForCausalLM", BLOOM, text, today=OLD_STYLE),
+    entry(
+        "Bloom, ragged mask",
+        model,
+        "BloomForCausalLM",
+        BLOOM,
+        padded(text),
+        today=OLD_STYLE,
+    ),
+    entry("XLNet, ragged mask", model, f"XLNet{CLASSIFIER}", XLNET, padded(sentences)),
+    entry("FNet", model, f"FNet{CLASSIFIER}", READER, sentences),
+    entry("OPT, ragged mask", model, "OPTForCausalLM", OPT, padded(text)),
+    entry(
+        "Qwen2, ragged mask",
+        model,
+        "Qwen2ForCausalLM",
+        WRITER,
+        padded(text),
+        attention="sdpa",
+        today=SPLITS,
+    ),
+    entry("Gemma", model, "GemmaForCausalLM", GEMMA, text, attention="sdpa"),
+    entry("Phi", model, "PhiForCausalLM", PHI, text, attention="sdpa"),
+    entry("GPT-NeoX, ragged mask", model, "GPTNeoXForCausalLM", NEOX, padded(text)),
+    entry("Falcon", model, "FalconForCausalLM", FALCON, text),
+    entry(
+        "Mixtral, eager experts",
+        model,
+        "MixtralForCausalLM",
+        EXPERTS,
+        text,
+        experts_implementation="eager",
+        today=looks("nonzero"),
+    ),
+    entry(
+        "Mixtral, batched experts",
+        model,
+        "MixtralForCausalLM",
+        EXPERTS,
+        text,
+        experts_implementation="batched_mm",
+    ),
+    entry(
+        "Mixtral, eager experts, ragged mask",
+        model,
+        "MixtralForCausalLM",
+        EXPERTS,
+        padded(text),
+        experts_implementation="eager",
+        today=looks("nonzero"),
+    ),
+    entry(
+        "Mamba",
+        model,
+        "MambaForCausalLM",
+        MAMBA,
+        text,
+        tolerance=1e-6,
+        today=writes("copy_"),
+    ),
+    entry(
+        "Mamba, no cache",
+        model,
+        "MambaForCausalLM",
+        MAMBA,
+        text,
+        use_cache=False,
+        tolerance=1e-6,
+    ),
+    entry(
+        "Reformer",
+        model,
+        "ReformerModelWithLMHead",
+        REFORMER,
+        long_text,
+        train=True,
+        today=Unclear("int() argument must be a string"),
+    ),
+    entry(
+        "wav2vec2 with CTC",
+        model,
+        "Wav2Vec2ForCTC",
+        SPEECH,
+        speech,
+        today=looks("masked_select"),
+    ),
+    entry(
+        "wav2vec2 with CTC, ragged sounds",
+        model,
+        "Wav2Vec2ForCTC",
+        SPEECH,
+        functools.partial(speech, ragged_lengths=True),
+        today=writes("__setitem__"),
+    ),
+    entry(
+        "wav2vec2, LayerDrop",
+        model,
+        "Wav2Vec2ForCTC",
+        SPEECH,
+        speech,
+        train=True,
+        options=SAME,
+        layerdrop=0.5,
+        today=Exact("loop", BACKWARD, "requires_grad"),
+    ),
+    entry(
+        "HuBERT with CTC",
+        model,
+        "HubertForCTC",
+        SPEECH,
+        speech,
+        today=looks("masked_select"),
+    ),
+    entry("Whisper", model, "WhisperForConditionalGeneration", WHISPER, spectra),
+    entry(
+        "BART, LayerDrop",
+        model,
+        "BartForConditionalGeneration",
+        BART,
+        text,
+        train=True,
+        options=SAME,
+        encoder_layerdrop=0.5,
+        decoder_layerdrop=0.5,
+    ),
+    entry(
+        "BERT, dropout",
+        model,
+        f"Bert{CLASSIFIER}",
+        READER,
+        sentences,
+        train=True,
+        options=SAME,
+        hidden_dropout_prob=0.2,
+        attention_probs_dropout_prob=0.2,
+    ),
+    entry(
+        "BART, LayerDrop, each sample its own",
+        model,
+        "BartForConditionalGeneration",
+        BART,
+        text,
+        train=True,
+        options=DIFFERENT,
+        encoder_layerdrop=0.5,
+        decoder_layerdrop=0.5,
+        today=SPLITS,
+    ),
+    entry(
+        "BERT, ragged mask and dropout, each sample its own",
+        model,
+        f"Bert{CLASSIFIER}",
+        READER,
+        padded(sentences),
+        train=True,
+        options=DIFFERENT,
+        hidden_dropout_prob=0.2,
+        attention_probs_dropout_prob=0.2,
+        today=SPLITS,
+    ),
+    entry(
+        "Llama, ragged mask and dropout, each sample its own",
+        model,
+        "LlamaForCausalLM",
+        WRITER,
+        padded(text),
+        train=True,
+        options=DIFFERENT,
+        attention_dropout=0.2,
+    ),
+    entry(
+        "BERT, gradient checkpointing",
+        model,
+        f"Bert{CLASSIFIER}",
+        READER,
+        sentences,
+        train=True,
+        checkpointing={"use_reentrant": False},
+        today=CHECKPOINTED,
+    ),
+    entry(
+        "BERT, re-entrant gradient checkpointing",
+        model,
+        f"Bert{CLASSIFIER}",
+        READER,
+        sentences,
+        train=True,
+        checkpointing={"use_reentrant": True},
+        today=REENTRANT,
+    ),
+    entry(
+        "GPT-2, gradient checkpointing",
+        model,
+        "GPT2LMHeadModel",
+        GPT2,
+        text,
+        train=True,
+        checkpointing={"use_reentrant": False},
+        today=CHECKPOINTED,
+    ),
+    entry(
+        "Llama, gradient checkpointing, ragged mask",
+        model,
+        "LlamaForCausalLM",
+        WRITER,
+        padded(text),
+        train=True,
+        checkpointing={"use_reentrant": False},
+        today=CHECKPOINTED,
+    ),
+    entry(
+        "ViT", model, "ViTForImageClassification", VIEWER, pictures(8), attention="sdpa"
+    ),
+    entry("BEiT", model, "BeitForImageClassification", VIEWER, pictures(8)),
+    entry(
+        "Swin",
+        model,
+        "SwinForImageClassification",
+        SWIN,
+        pictures(16),
+        today=Exact(loops=("aten::as_strided_",)),
+    ),
+    entry("ConvNeXt", model, "ConvNextForImageClassification", CONVNEXT, pictures(16)),
+    entry(
+        "ResNet, evaluated", model, "ResNetForImageClassification", RESNET, pictures(16)
+    ),
+    entry(
+        "SegFormer, evaluated",
+        model,
+        "SegformerForSemanticSegmentation",
+        SEGFORMER,
+        segments,
+    ),
+    entry(
+        "SegFormer, stages of one width",
+        model,
+        "SegformerForSemanticSegmentation",
+        SEGFORMER,
+        segments,
+        hidden_sizes=[8, 8],
+    ),
+    entry("CLIP", clip),
+]

@@ -1,0 +1,189 @@
+"""Runs an entry: by plain autograd on the module as it is, and by this package."""
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+import vgrad
+from tests import oracle
+from tests.zoo.entries import SIZE, Entry, Use
+
+
+class Found(NamedTuple):
+    """What transforms return, and how they came to it."""
+
+    grads: oracle.Grads
+    norms: Tensor
+    clipped: oracle.Grads
+    strategy: str
+    why: str
+    loops: tuple[str, ...]
+    splits: bool
+
+
+@contextmanager
+def in_double() -> Iterator[None]:
+    """Make float64 the dtype of what a model makes itself."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def built(entry: Entry) -> Use:
+    """Build the model in float64, its weights moved from initial zeros and ones."""
+    torch.manual_seed(0)
+    use = entry.build()
+    model = use.model.double()
+    with torch.no_grad():
+        for each in model.parameters():
+            if not each.is_meta:
+                each.add_(0.1 * torch.randn_like(each))
+    values = use.values and oracle.in_double(use.values)
+    return use._replace(batch=oracle.in_double(use.batch), values=values)
+
+
+@in_double()
+def reference(entry: Entry) -> oracle.Grads:
+    """Gradients by plain autograd, each sample on a model that is built for it.
+
+    Where numbers are drawn, all samples draw the same; with `randomness="different"`
+    each gets those that it has drawn in a transform.
+    """
+    drawn = drawn_by(entry) if entry.options.get("randomness") == "different" else ()
+
+    def run(model, *sample):
+        torch.manual_seed(0)
+        if entry.twice:
+            sample = pytree.tree_map_only(Tensor, lambda x: torch.cat([x, x]), sample)
+        *inputs, target = sample if use.criterion else (*sample, None)
+        args = [each for each in inputs if not isinstance(each, dict)]
+        named = [each for each in inputs if isinstance(each, dict)]
+        output = model(*args, **{k: v for each in named for k, v in each.items()})
+        if use.criterion:
+            return use.criterion(output, target)
+        return getattr(output, "loss", output)
+
+    found = []
+    for row, sample in enumerate(oracle.rows(built(entry).batch, SIZE)):
+        use = built(entry)
+        if use.values is not None:
+            use.model.load_state_dict(use.values, assign=True)
+        with Redrawing([each[row] for each in drawn]) if drawn else nullcontext():
+            found.append(oracle.module_gradients(use.model, run, sample, 1))
+    return {name: torch.cat([each[name] for each in found]) for name in found[0]}
+
+
+def drops(func: Callable, kwargs: dict | None) -> bool:
+    return func is F.dropout and (kwargs or {})["p"] > 0
+
+
+class Noting(TorchFunctionMode):
+    """Notes what is drawn: numbers, and which entries dropout keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[Tensor] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if drops(func, kwargs):
+            self.drawn.append(result != 0)
+        elif func is torch.rand:
+            self.drawn.append(result)
+        return result
+
+
+class Redrawing(TorchFunctionMode):
+    """Gives out what was noted."""
+
+    def __init__(self, drawn: list[Tensor]) -> None:
+        super().__init__()
+        self.drawn = iter(drawn)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if drops(func, kwargs):
+            return args[0] * next(self.drawn) / (1 - (kwargs or {})["p"])
+        return next(self.drawn) if func is torch.rand else func(*args, **(kwargs or {}))
+
+
+@in_double()
+def drawn_by(entry: Entry) -> list[Tensor]:
+    """Return what all samples draw, [SIZE, ...] each, in a transform of the entry."""
+    use = built(entry)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(use.model)
+    loss = vgrad.sample_loss(fmodel, use.criterion)
+
+    def noting(*args):
+        with Noting() as noted:
+            return loss(*args), noted.drawn
+
+    torch.manual_seed(0)
+    compute = vgrad.per_sample_grad(noting, has_aux=True, **entry.options)
+    drawn = compute(params, buffers, *use.batch)[1]
+    assert any((each != each[:1]).any() for each in drawn)
+    return drawn
+
+
+@in_double()
+def found(entry: Entry, bound: float, **options: Any) -> Found:
+    """Gradients, norms and a clipped sum by the transforms, and which way they took."""
+    use = built(entry)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(
+        use.model, disable_autograd_tracking=True
+    )
+    params = {name: (use.values or params)[name] for name in params}
+    loss = vgrad.sample_loss(fmodel, use.criterion)
+    options = {**entry.options, **options}
+    clip = vgrad.clipped_grad(loss, max_norm=bound, **options)
+    results, loops = [], set()
+    for transform in (
+        entry.through(vgrad.per_sample_grad(loss, **options)),
+        entry.through(vgrad.per_sample_norm(loss, **options)),
+        entry.through(clip),
+        vgrad.explain(clip),
+    ):
+        torch.manual_seed(0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", vgrad.FallbackWarning)
+            results.append(transform(params, buffers, *use.batch))
+        for each in caught:
+            loops.update(
+                re.findall(r"no batching rule for (.*) and loops", str(each.message))
+            )
+    grads, norms, clipped, told = results
+    loops = tuple(sorted(", ".join(loops).split(", ") if loops else ()))
+    splits = bool(clip.options.fallbacks.splits) and told.strategy != "loop"
+    return Found(grads, norms, clipped.grads, told.strategy, told.why, loops, splits)
+
+
+def bound_of(expected: oracle.Grads) -> float:
+    """Return a norm that clips at least one sample."""
+    return 0.8 * float(oracle.norms(expected).max())
+
+
+def assert_exact(entry: Entry, result: Found, expected: oracle.Grads) -> None:
+    """Compare what a transform returned with the reference."""
+    exact = oracle.norms(expected)
+    assert exact.isfinite().all()
+    assert (exact > 0).all()
+    # What softmax adds to all entries has a gradient of zero but for rounding.
+    rounding = 1e-15 * max(float(each.abs().max()) for each in expected.values())
+    clipped = oracle.clipped(expected, bound_of(expected))
+    for got, wanted in ((result.grads, expected), (result.clipped, clipped)):
+        assert got.keys() == wanted.keys()
+        for name, value in wanted.items():
+            size = float(value.abs().max()) if value.numel() else 0
+            apart = float((got[name] - value).abs().max()) if value.numel() else 0
+            assert apart <= entry.tolerance * size + rounding, (name, apart, size)
+    torch.testing.assert_close(result.norms, exact, rtol=entry.tolerance, atol=0)

@@ -1,0 +1,105 @@
+"""Writes `docs/models.md` from the entries: `python -m tests.zoo.table`."""
+
+from collections import Counter
+from pathlib import Path
+
+from tests.zoo import (
+    branching,
+    features,
+    handmade,
+    modules,
+    of_diffusers,
+    of_geometric,
+    of_peft,
+    of_timm,
+    of_transformers,
+)
+from tests.zoo.entries import Entry, Exact, Impossible, Refused, Unclear, Wrong
+
+SECTIONS: dict[str, tuple[str, list[Entry]]] = {
+    "Architectures by hand": ("", handmade.ENTRIES),
+    "Modules": ("", modules.ENTRIES),
+    "Python that looks at values": ("", branching.ENTRIES),
+    "Features of torch": ("", features.ENTRIES),
+    "transformers": (of_transformers.LIBRARY, of_transformers.ENTRIES),
+    "peft": (of_peft.LIBRARY, of_peft.ENTRIES),
+    "diffusers": (of_diffusers.LIBRARY, of_diffusers.ENTRIES),
+    "timm": (of_timm.LIBRARY, of_timm.ENTRIES),
+    "PyTorch Geometric": (of_geometric.LIBRARY, of_geometric.ENTRIES),
+}
+"""Titles, the library that each needs, and its entries."""
+
+KINDS = ["recorded", "recorded in parts", "vmap", "loop"]
+KINDS += ["refused", "fails", "wrong", "not by autograd either"]
+"""What may come of an entry; the first four are exact."""
+
+HEAD = """\
+# Models that run
+
+Each row is a model in use, tiny and with random weights, and is a test: gradients,
+norms and clipped sums of `strategy="auto"` against plain autograd on the unmodified
+module, sample by sample in float64, to 1e-9 of the largest entry where no other
+tolerance is given. *Recorded*, *vmap* and *loop* are the strategies that answer; it is
+*in parts* that samples are recorded which answer a question of Python differently. What
+is *refused* raises an error that says why, and each strategy that it advises is exact.
+`make zoo` runs all of it in an environment of its own; `python -m tests.zoo.table`
+writes this page.
+"""
+
+
+def told(entry: Entry) -> str:
+    """Say in a cell what comes of an entry."""
+    match entry.today:
+        case Exact(strategy, why, op, loops, splits):
+            cell = f"exact, {strategy}" + " in parts" * splits
+            cell += ": " * bool(why) + f"`{op}` " * bool(op) + why
+            if entry.tolerance > 1e-9:
+                cell += f", to {entry.tolerance:.0e}"
+            if loops:
+                cell += f"; sample by sample in {', '.join(f'`{op}`' for op in loops)}"
+            return cell
+        case Refused(why):
+            return f"refused: {why}"
+        case Impossible(why):
+            return f"not by plain autograd either: {why}"
+        case Unclear(why, loop):
+            cell = f"**fails**: {why}"
+            return cell + (f'; the advised `strategy="loop"`: {loop}' if loop else "")
+        case Wrong(why):
+            return f"**wrong**: {why}"
+
+
+def kind(entry: Entry) -> str:
+    """Return the column in which an entry counts."""
+    match entry.today:
+        case Exact(strategy, splits=splits):
+            return strategy + " in parts" * splits
+        case other:
+            return KINDS[4 + [Refused, Unclear, Wrong, Impossible].index(type(other))]
+
+
+def page() -> str:
+    """Return the page."""
+    counts = {title: Counter(map(kind, each)) for title, (_, each) in SECTIONS.items()}
+    every = sum(counts.values(), Counter())
+    exact = sum(every[each] for each in KINDS[:4])
+    able = every.total() - every[KINDS[-1]]
+    lines = [
+        HEAD,
+        f"Exact under `auto` are {exact} of {every.total()}, or "
+        f"{exact / every.total():.1%}; {exact / able:.1%} of what plain autograd runs.",
+        "",
+        f"| | {' | '.join(KINDS)} |",
+        "|---" * (len(KINDS) + 1) + "|",
+    ]
+    for title, found in {**counts, "all": every}.items():
+        cells = " | ".join(str(found[each] or "") for each in KINDS)
+        lines.append(f"| {title} | {cells} |")
+    for title, (_, entries) in SECTIONS.items():
+        lines += ["", f"## {title}", "", "| model | today |", "|---|---|"]
+        lines += [f"| {entry.name} | {told(entry)} |" for entry in entries]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    Path(__file__).parents[2].joinpath("docs", "models.md").write_text(page())
