@@ -5,9 +5,11 @@ that keep the device busy gain nothing: on a CPU the data of all of them does no
 its caches, and convolutions have no batched kernel there.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -21,27 +23,20 @@ from vgrad.ensemble.execution import (
     Randomness,
     Strategy,
     Told,
+    Vmapped,
     autocasting,
     looped,
     stacked,
-    vmapped,
 )
 from vgrad.functional.untouched import untouched
-from vgrad.generators import (
-    drawn_since,
-    kept_random_state,
-    random_state,
-    set_random_state,
-)
-from vgrad.lowering.draws import Draws, Undrawn
+from vgrad.generators import kept_random_state
+from vgrad.lowering.draws import Draws
+from vgrad.lowering.questions import Parts
 from vgrad.names import Patterns
 from vgrad.persample.engine.guard import Fallbacks
-from vgrad.persample.engine.ladder import FINAL, Stop
 from vgrad.persample.explanation import aligned
 from vgrad.torch_private import levels
 from vgrad.typing import Buffers, Params
-
-T = TypeVar("T")
 
 BUSY = 50.0
 """MFLOP of a forward pass above which one member saturates a CPU."""
@@ -60,9 +55,10 @@ class EnsembleExplanation:
         why: why it is that one.
         members: E.
         forms: op and form, in order of execution, of the ops that have a choice; those
-            of one group of members after the other, if they answer questions about
-            values differently.
-        splits: the lines that ask these, and how often members fall into groups there.
+            of one group of members after the other, if they take different branches.
+        groups: how many groups run apart.
+        splits: the lines that ask what members answer differently, and how often they
+            or one of their groups split there.
     """
 
     function: str
@@ -70,6 +66,7 @@ class EnsembleExplanation:
     why: str
     members: int
     forms: tuple[tuple[str, str], ...]
+    groups: int = 1
     splits: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
@@ -80,7 +77,10 @@ class EnsembleExplanation:
         )
         if self.splits:
             lines = [f"  {where} ({times} x)" for where, times in self.splits]
-            title += "\n\nMembers take different branches at\n" + "\n".join(lines)
+            title += (
+                f"\n\n{self.members} members run in {self.groups} groups. They take "
+                f"different branches at\n"
+            ) + "\n".join(lines)
         if not self.forms:
             return title
         return f"{title}\n\n{aligned([('op', 'form'), *self.forms])}"
@@ -129,43 +129,6 @@ class Runner:
             self._known[key] = _by_work(function, call)
         return self._known[key]
 
-    def either(
-        self,
-        call: Call,
-        strategy: str,
-        at_once: Callable[[Draws], T],
-        loop: Callable[[], T],
-    ) -> T:
-        """Run all members at once, or in a loop: as chosen, or where nothing else can.
-
-        `at_once` takes what is known of the members' random numbers.
-        """
-        if strategy == "loop":
-            return loop()
-        draws = Draws()
-        if self._strategy != "auto" or levels.inside_transform() or are_collected():
-            return at_once(draws)
-        given = call.tensors()
-        before = random_state(given) if self._randomness != "error" else None
-        try:
-            return at_once(draws)
-        except FINAL:
-            raise
-        except Exception as error:
-            stopped = Stop.of(error)
-        if before is not None and drawn_since(before, given):
-            if draws.asked and self._randomness == "different":
-                raise Undrawn("others in a loop")
-            set_random_state(before)
-        found = loop()
-        why = f"all at once they stopped at {stopped.where}: {stopped.why}"
-        self._known[_kind(call)] = "loop", why
-        self._fallbacks.warn(
-            f"{self._function}: runs one member after another. The numbers are right, "
-            f"but it may be slow: {why}"
-        )
-        return found
-
     def run(
         self,
         function: Callable,
@@ -174,21 +137,38 @@ class Runner:
         *,
         with_buffers: bool = False,
         told: Told = None,
+        parted: Callable[[Parts], None] | None = None,
         draws: Draws | None = None,
     ) -> Any:
-        """Run a function for all members at once, or for one after the other."""
+        """Run a function for all members at once, or for one after the other.
+
+        `parted` is invoked where not all can run at once; else they are remembered.
+        What members ask is noted in `draws`.
+        """
         if strategy == "loop":
             results = self.loop(autocasting(function), call)
             return (call.stacked_with_buffers if with_buffers else stacked)(results)
-        return vmapped(
+        bound = levels.inside_transform() or are_collected()
+        run = Vmapped(
             function,
-            call,
             self._randomness,
             hybrid=strategy == "hybrid",
             with_buffers=with_buffers,
             told=told,
-            draws=draws,
-            parted=lambda parts: self._fallbacks.tell(parts, self._function, "member"),
+            parted=parted or partial(self._parted, call),
+            or_loop=self._strategy == "auto" and not bound,
+        )
+        return run(call, draws or Draws())
+
+    def _parted(self, call: Call, parts: Parts) -> None:
+        """Remember which members cannot run at once, and warn of what is slow."""
+        if parts.strategy is None:
+            self._fallbacks.tell(parts, self._function, "member")
+            return
+        self._known[_kind(call)] = "loop", _why(parts)
+        self._fallbacks.warn(
+            f"{self._function}: runs one member after another. The numbers are right, "
+            f"but it may be slow: {_why(parts)}"
         )
 
     def loop(self, function: Callable, call: Call) -> list[Any]:
@@ -199,20 +179,39 @@ class Runner:
         """Run the forward pass once, and say what happened; generators are put back."""
         strategy, why = self.choose(function, call)
         forms: list[tuple[str, str]] = []
-        before = self._fallbacks.splits.copy()
+        parts: list[Parts] = []
         if strategy != "loop":
             with kept_random_state(call.tensors()), torch.no_grad():
                 self.run(
-                    function, call, strategy, told=lambda *each: forms.append(each)
+                    function,
+                    call,
+                    strategy,
+                    told=lambda *each: forms.append(each),
+                    parted=parts.append,
                 )
-        splits = tuple((self._fallbacks.splits - before).items())
-        found = self._function, strategy, why, call.members, tuple(forms), splits
-        return EnsembleExplanation(*found)
+        splits = Counter(each.where for each in parts if each.strategy is None)
+        for each in parts:
+            if each.strategy is not None:
+                strategy, why = each.strategy, _why(each)
+        return EnsembleExplanation(
+            self._function,
+            strategy,
+            why,
+            call.members,
+            tuple(forms),
+            1 + sum(len(each.rows) - 1 for each in parts),
+            tuple(splits.items()),
+        )
 
 
 def _kind(call: Call) -> tuple:
     """Return what the strategy depends on."""
     return tuple((each.shape, each.dtype, each.device) for each in call.tensors())
+
+
+def _why(parts: Parts) -> str:
+    """Say why members run one after the other."""
+    return f"all at once they stopped at {parts.where}: {parts.why}"
 
 
 def _by_work(function: Callable, call: Call) -> tuple[str, str]:

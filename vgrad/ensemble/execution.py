@@ -6,6 +6,7 @@ The function takes parameters, buffers and a batch of one member. E members.
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -18,10 +19,11 @@ from vgrad.functional.untouched import Promise, untouched
 from vgrad.generators import ALONE, drawn_since, random_state, set_random_state
 from vgrad.lowering.draws import Draws
 from vgrad.lowering.members import Members, mapped_here
-from vgrad.lowering.questions import Parts, tried
+from vgrad.lowering.questions import Parts, Split, tried
 from vgrad.lowering.truthful import Truth
 from vgrad.names import Patterns
 from vgrad.persample.engine.guard import raise_clearly
+from vgrad.persample.engine.ladder import FINAL, Stop
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.torch_private import levels, modes
 from vgrad.tree import map_tensors, tensors, tree_map
@@ -67,10 +69,6 @@ class Call:
         """Return the arguments of one member."""
         return self._each(lambda value, dim: value.select(dim, member))
 
-    def instead(self, rows: Tensor) -> tuple:
-        """Return the arguments with member `rows[i]` in the place of member i."""
-        return self._each(lambda value, dim: value.index_select(dim, rows))
-
     def mapped(self, level: int) -> tuple:
         """Return the arguments as a vmap of that level sees them."""
         return self._each(lambda x, dim: levels.add_batch_axis(x, dim % x.ndim, level))
@@ -79,6 +77,13 @@ class Call:
         """Return the same call with other parameters, of the same shapes."""
         other = copy.copy(self)
         other.args = (dict(params), *self.args[1:])
+        return other
+
+    def rows(self, rows: Tensor) -> "Call":
+        """Return the call of these members, in this order."""
+        other = copy.copy(self)
+        other.members = len(rows)
+        other.args = self._each(lambda x, dim: x.index_select(dim, rows.to(x.device)))
         return other
 
     def tensors(self) -> list[Tensor]:
@@ -91,13 +96,6 @@ class Call:
         items = {f"tensor {n} of the batch": x for n, x in enumerate(tensors(batch))}
         expected = "ensemble: expected a function that changes nothing it is given"
         return Promise({**items, **buffers, **params}, expected, "Copy it first.")
-
-    def rows(self, rows: Tensor) -> "Call":
-        """Return the call of these members, in this order."""
-        other = copy.copy(self)
-        other.members = len(rows)
-        other.args = self._each(lambda x, dim: x.index_select(dim, rows.to(x.device)))
-        return other
 
     def stacked_with_buffers(self, pairs: Sequence[tuple[Tree, Buffers]]) -> tuple:
         """Join what the members returned and the buffers that they left.
@@ -154,96 +152,112 @@ class Call:
         return *named, *items
 
 
-def vmapped(
-    function: Callable,
-    call: Call,
-    randomness: Randomness,
-    *,
-    hybrid: bool,
-    with_buffers: bool = False,
-    told: Told = None,
-    draws: Draws | None = None,
-    parted: Callable[[Parts], None] | None = None,
-) -> Any:
-    """Run the function once for all members; every result gains the axis 0.
+@dataclass(frozen=True)
+class Vmapped:
+    """Runs a function once for all members; every result gains the axis 0.
 
-    With `with_buffers` the function returns a pair of its result and new buffers, in
-    which those that the members share gain no axis. Members that answer a question
-    about values differently run in groups, of which `parted` is told.
+    Members that answer a question about values differently run in groups.
+
+    Attributes:
+        with_buffers: the function returns a pair of its result and new buffers, in
+            which those that the members share gain no axis.
+        told: a callback, invoked with op and form.
+        parted: a callback, invoked for members that were run in groups.
+        or_loop: members that cannot run at once run one after the other.
     """
 
-    def run(call: Call, draws: Draws) -> Any:
-        once = partial(_at_once, function, call, randomness, hybrid, with_buffers, told)
-        differ = randomness == "different"
-        found, draws = tried(once, draws, call.tensors(), differ=differ)
-        if not isinstance(found, Parts):
-            return found
-        if parted is not None:
-            parted(found)
-        groups = []
-        for rows in found.rows:
-            if state is not None:
-                set_random_state(state)
-            groups.append(run(call.rows(rows), draws.of(rows)))
-        return call.regrouped(groups, found.rows, with_buffers=with_buffers)
+    function: Callable
+    randomness: Randomness
+    hybrid: bool
+    with_buffers: bool
+    told: Told
+    parted: Callable[[Parts], None]
+    or_loop: bool
 
-    with nullcontext() if randomness == "error" else ALONE:
-        state = random_state(call.tensors()) if randomness == "same" else None
-        return run(call, draws or Draws())
+    def __call__(self, call: Call, draws: Draws) -> Any:
+        """Run all members; what they ask is noted in `draws`."""
+        differ, same = self.randomness == "different", self.randomness == "same"
+        with ALONE if differ or same else nullcontext():
+            state = random_state(call.tensors()) if same else None
+            once = partial(self._or_apart if self.or_loop else self._at_once, call)
+            found, draws = tried(once, draws, call.tensors(), differ=differ)
+            if not isinstance(found, Parts):
+                return found
+            groups = []
+            for rows in found.rows:
+                if state is not None:
+                    set_random_state(state)
+                run = self if found.strategy is None else self._alone
+                groups.append(run(call.rows(rows), draws.of(rows)))
+        joined = call.regrouped(groups, found.rows, with_buffers=self.with_buffers)
+        self.parted(found)
+        return joined
 
+    def _alone(self, call: Call, draws: Draws) -> Any:
+        """Run one member, which sees the numbers that it drew before."""
+        with draws.watched(1, alone=True):
+            found = looped(autocasting(self.function), call, self.randomness)
+        return (call.stacked_with_buffers if self.with_buffers else stacked)(found)
 
-def _at_once(
-    function: Callable,
-    call: Call,
-    randomness: Randomness,
-    hybrid: bool,
-    with_buffers: bool,
-    told: Told,
-    draws: Draws,
-) -> Any:
-    """Run the function once for all members, who must answer questions alike."""
-    levels.load_decompositions()
-    forms: list[tuple[str, str]] = []
-    tell = told and (lambda *form: forms.append(form))
-    try:
-        # What torch.vmap does, but for its general treatment of trees, which costs as
-        # much as a small model.
-        with levels.vmap_level(call.members, randomness) as level:
-            params, buffers, *batch = call.mapped(level)
-            truth = Truth(level, "member", 'strategy="loop"')
-            with modes.without_modes():  # modes around it are not asked
-                for each in tensors((params, buffers, batch)):
-                    truth.tell(each)
-            mode = Members(
-                tell, call.promise(), truth=truth, draws=draws, chosen=hybrid
-            )
-            seen = draws.watched(call.members)
-            casts = AutocastMode(params.values())
-            with mode, seen, casts, modes.unoptimized_scripts():
-                result = function(params, buffers, *batch)
-            truth.end(tensors(result))
-            if told is not None:
-                for form in forms:
-                    told(*form)
+    def _or_apart(self, call: Call, draws: Draws) -> Any:
+        """Run members at once; where that is not possible, each must run by itself."""
+        try:
+            return self._at_once(call, draws)
+        except FINAL:
+            raise
+        except Exception as error:
+            stopped = Stop.of(error)
+        rows = torch.arange(call.members).split(1)
+        raise Split(Parts(rows, stopped.where, "loop", stopped.why))
 
-            def joined(value: Any) -> Tensor:
-                return levels.remove_batch_axis(_tensor(value), level, call.members, 0)
+    def _at_once(self, call: Call, draws: Draws) -> Any:
+        """Run members who answer questions alike."""
+        levels.load_decompositions()
+        forms: list[tuple[str, str]] = []
+        tell = None if self.told is None else lambda *form: forms.append(form)
+        try:
+            # What torch.vmap does, but for its general treatment of trees, which costs
+            # as much as a small model.
+            with levels.vmap_level(call.members, self.randomness) as level:
+                params, buffers, *batch = call.mapped(level)
+                truth = Truth(level, "member", 'strategy="loop"')
+                with modes.without_modes():  # modes around it are not asked
+                    for each in tensors((params, buffers, batch)):
+                        truth.tell(each)
+                promise, chosen = call.promise(), self.hybrid
+                mode = Members(tell, promise, truth=truth, draws=draws, chosen=chosen)
+                seen = draws.watched(call.members)
+                casts = AutocastMode(params.values())
+                with mode, seen, casts, modes.unoptimized_scripts():
+                    result = self.function(params, buffers, *batch)
+                truth.end(tensors(result))
+                found = self._unmapped(result, call, level)
+        except RuntimeError as error:
+            raise_clearly(error, "ensemble", one="member")
+        if self.told is not None:
+            for form in forms:
+                self.told(*form)
+        return found
 
-            if not with_buffers:
-                return _map_leaves(joined, result)
-            value, buffers = result
-            dims = {**call.dims[0], **call.dims[1]}  # any entry may be a buffer
-            new = {}
-            for name, left in buffers.items():
-                if dims.get(name, 0) is not None:
-                    new[name] = joined(left)
-                elif mapped_here(left):
-                    raise _changed(name)
-                else:
-                    new[name] = left
-            return _map_leaves(joined, value), new
-    except RuntimeError as error:
-        raise_clearly(error, "ensemble", one="member")
+    def _unmapped(self, result: Any, call: Call, level: int) -> Any:
+        """Return what lies below the vmap of a level."""
+
+        def joined(value: Any) -> Tensor:
+            return levels.remove_batch_axis(_tensor(value), level, call.members, 0)
+
+        if not self.with_buffers:
+            return _map_leaves(joined, result)
+        value, buffers = result
+        dims = {**call.dims[0], **call.dims[1]}  # any entry may be a buffer
+        new = {}
+        for name, left in buffers.items():
+            if dims.get(name, 0) is not None:
+                new[name] = joined(left)
+            elif mapped_here(left):
+                raise _changed(name)
+            else:
+                new[name] = left
+        return _map_leaves(joined, value), new
 
 
 def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:

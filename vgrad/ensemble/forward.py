@@ -1,7 +1,6 @@
 """The outputs of all members: `[E, B, ...]` from stacked parameters."""
 
 from collections.abc import Callable
-from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -13,7 +12,6 @@ from vgrad.ensemble.axes import InDims
 from vgrad.ensemble.choice import EnsembleExplanation, Runner
 from vgrad.ensemble.execution import Call, Randomness, Strategy
 from vgrad.functional.model import FunctionalModel
-from vgrad.lowering.draws import Draws
 from vgrad.names import Patterns
 from vgrad.persample.engine.guard import LossGuard
 from vgrad.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -71,15 +69,8 @@ class EnsembleForward:
         return self._runner.explain(self._fmodel, call)
 
     def _of(self, function: Callable, call: Call, *, with_buffers: bool = False) -> Any:
-        runner = self._runner
-        strategy, _ = runner.choose(function, call)
-
-        def run(strategy: str, draws: Draws | None = None) -> Any:
-            options: dict[str, Any] = {"with_buffers": with_buffers, "draws": draws}
-            return runner.run(function, call, strategy, **options)
-
-        at_once = partial(run, strategy)
-        return runner.either(call, strategy, at_once, lambda: run("loop"))
+        strategy, _ = self._runner.choose(function, call)
+        return self._runner.run(function, call, strategy, with_buffers=with_buffers)
 
     def _chunks(self, call: Call, batch: tuple) -> list[tuple]:
         """Split the batch along the axis after the members'."""

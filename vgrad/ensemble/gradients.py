@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
+from vgrad.conditions import are_collected
 from vgrad.dtypes import no_autocast
 from vgrad.ensemble.axes import InDims
 from vgrad.ensemble.choice import EnsembleExplanation, Runner
@@ -17,7 +18,12 @@ from vgrad.ensemble.execution import (
     autocasting,
 )
 from vgrad.functional.losses import SampleLoss
-from vgrad.generators import kept_random_state
+from vgrad.generators import (
+    RandomState,
+    drawn_since,
+    kept_random_state,
+    random_state,
+)
 from vgrad.lowering.draws import Draws
 from vgrad.names import Patterns
 from vgrad.persample.engine.guard import UnsupportedOp
@@ -76,15 +82,10 @@ class EnsembleGradFn:
             )
         with torch.enable_grad():  # a loss may differentiate on its own
             strategy, _ = self._runner.choose(self._loss, call)
-        if strategy == "loop" and levels.inside_transform():
-            grads, values, new = self._at_once(call, strategy, loss_scale, Draws())
+        if strategy == "loop" and not levels.inside_transform():
+            grads, values, new = self._by_members(call, loss_scale)
         else:
-            grads, values, new = self._runner.either(
-                call,
-                strategy,
-                lambda draws: self._at_once(call, strategy, loss_scale, draws),
-                lambda: self._by_members(call, loss_scale),
-            )
+            grads, values, new = self._at_once(call, strategy, loss_scale)
         losses, aux = self._parted(values)
         result = EnsembleGrads(grads, losses, new)
         return (result, aux) if self._has_aux else result
@@ -101,9 +102,10 @@ class EnsembleGradFn:
         return value if self._has_aux else (value, ())
 
     def _at_once(
-        self, call: Call, strategy: str, loss_scale: Tensor | float, draws: Draws
+        self, call: Call, strategy: str, loss_scale: Tensor | float
     ) -> tuple[Params, Any, Buffers]:
         """Differentiate the sum of all losses: no member's depends on another's."""
+        draws, before = Draws(), random_state(call.tensors())
 
         def total(params: Params) -> tuple[Tensor, tuple[Any, Buffers]]:
             inner = call.with_params(params)
@@ -115,35 +117,35 @@ class EnsembleGradFn:
 
         grads, (values, new), unreached = _gradient(total, call.args[0])
         if strategy != "loop":
-            self._check_unreached(call, frozenset(unreached), draws)
+            self._check_unreached(call, frozenset(unreached), draws, before)
         return grads, values, new
 
-    def _check_unreached(self, call: Call, names: frozenset[str], draws: Draws) -> None:
-        """Refuse a missing gradient where one member on its own has one.
-
-        Members that may have taken different branches are all asked.
-        """
-        if not names or (names in self._unreached and not draws.asked):
+    def _check_unreached(
+        self, call: Call, names: frozenset[str], draws: Draws, before: RandomState
+    ) -> None:
+        """Refuse a missing gradient where one member on its own has one."""
+        asked = draws.asked and not are_collected()  # else eager mode was here before
+        if not names or (names in self._unreached and not asked):
             return
-        unreached = names
-        for member in range(call.members if draws.asked else 1):
+        given = call.tensors()
+        if asked and drawn_since(before, given):
+            return  # other numbers may lead to other branches
+        for member in range(call.members if asked else 1):
             params, *rest = call.of(member)
 
             def of_params(params: Params, rest: Any = rest) -> tuple[Tensor, tuple]:
                 value, _ = autocasting(self._run)(params, *rest)
                 return self._parted(value)[0], ()
 
-            with kept_random_state(call.tensors()):
-                *_, own = _gradient(of_params, params)
-            unreached &= own
-        if reached := names - unreached:
-            raise UnsupportedOp(
-                f"ensemble_grad(loss): expected gradients of all members wherever one "
-                f"member has some, got none of {checks.listed(reached)}: an op hides "
-                f'its graph from vmap. Use strategy="loop".'
-            )
-        if not draws.asked:
-            self._unreached.add(names)
+            with kept_random_state(given):
+                *_, unreached = _gradient(of_params, params)
+            if reached := names - unreached:
+                raise UnsupportedOp(
+                    f"ensemble_grad(loss): expected gradients of all members wherever "
+                    f"one member has some, got none of {checks.listed(reached)}: an op "
+                    f'hides its graph from vmap. Use strategy="loop".'
+                )
+        self._unreached.add(names)
 
     def _by_members(
         self, call: Call, loss_scale: Tensor | float

@@ -35,15 +35,17 @@ class Parts(NamedTuple):
         rows: those of the samples of each part.
         where: the line that asks.
         strategy: the one for the parts; None for the one that ran.
+        why: what stopped that one, if the strategy is another.
     """
 
     rows: Sequence[Tensor]
     where: str
     strategy: str | None = None
+    why: str = ""
 
 
 class Split(BaseException):
-    """The samples of a chunk cannot go on together: they must run in several parts.
+    """The samples of a chunk cannot go on together; they must run in several parts.
 
     Not an `Exception`, which a loss could catch.
 
@@ -80,7 +82,7 @@ def tried(
     found = _parted(run, draws)
     if not isinstance(found, Parts):
         return found, draws
-    if draws.own and (draws.asked or found.strategy is None):
+    if draws.own and draws.asked:
         raise Undrawn("some of a torch.Generator of the loss's own")
     if before is not None and draws.known is None and drawn_since(before, tensors):
         set_random_state(before)
@@ -136,6 +138,7 @@ class Answering(Untouched):
         try:
             return run(func, args, kwargs)
         except (Split, UnsupportedOp) as error:
+            self._draws.asked |= isinstance(error, Split)
             self._stopped = error
             raise
 
@@ -144,13 +147,13 @@ class Answering(Untouched):
         truth = self._truth
         if func not in QUESTIONS or truth is None:
             return NONE
-        found = answer(func, args, kwargs, truth.level)
+        found = answer(func, args, kwargs, truth)
         self._draws.asked |= found is not NONE
         return found
 
 
-def answer(func: Callable, args: tuple, kwargs: dict, level: int) -> Any:
-    """Return what all samples answer, which the vmap of a level maps over.
+def answer(func: Callable, args: tuple, kwargs: dict, truth: Truth) -> Any:
+    """Return what all samples answer, or all members: what a vmap maps over.
 
     Raises:
         Split: they have different answers.
@@ -160,14 +163,14 @@ def answer(func: Callable, args: tuple, kwargs: dict, level: int) -> Any:
         mapped = {
             id(each): values
             for each in among(args, kwargs)
-            if (values := physical(each, level)) is not None
+            if (values := physical(each, truth.level)) is not None
         }
         if not mapped:
             return NONE
         if are_collected():
             with looked_at():
                 answers = _answers(func, args, kwargs, mapped)
-            return _kept(func, mapped, answers)
+            return _kept(func, mapped, answers, truth.one)
     # A vmap around this one is asked in turn, by its own mode.
     answers = _answers(func, args, kwargs, mapped)
     parts: dict[str, list[int]] = {}
@@ -175,19 +178,19 @@ def answer(func: Callable, args: tuple, kwargs: dict, level: int) -> Any:
         parts.setdefault(repr(each), []).append(row)
     if len(parts) > 1:
         rows = [torch.tensor(each) for each in parts.values()]
-        raise Split(Parts(rows, where(sys._getframe(1))), level)
+        raise Split(Parts(rows, where(sys._getframe(1))), truth.level)
     return answers[0]
 
 
-def _kept(func: Callable, mapped: dict[int, Tensor], answers: list) -> Any:
+def _kept(func: Callable, mapped: dict[int, Tensor], answers: list, one: str) -> Any:
     """Bake an answer into a graph, which must see that it still is the same."""
     first = answers[0]
     if any(repr(each) != repr(first) for each in answers):
         place = where(sys._getframe(1))
-        raise Unrepeatable(f"samples take different branches at {place}")
-    (values,) = mapped.values()
+        raise Unrepeatable(f"{one}s take different branches at {place}")
     if func not in _COMPARED:
         raise Unrepeatable(f"{modes.op_name(func)} hands values to Python")
+    (values,) = mapped.values()
     dtype = _COMPARED[func]
     values = values if dtype is None else values.to(dtype)
     differs = values != first
