@@ -470,6 +470,9 @@ def test_gradients_that_never_arrive_are_not_taken_for_zero(loss):
             members(STACKED, {}, X, Y)
     oracle.assert_exact(by_samples(loss, "auto"), of_samples(loss), EXACT)
     oracle.assert_exact(by_members(loss, "loop"), of_members(loss), EXACT)
+    with pytest.warns(vgrad.FallbackWarning, match="one member .*hides its graph"):
+        found = by_members(loss, "auto")
+    oracle.assert_exact(found, of_members(loss), EXACT)
 
 
 @pytest.mark.parametrize(

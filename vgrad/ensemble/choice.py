@@ -148,7 +148,6 @@ class Runner:
         if strategy == "loop":
             results = self.loop(autocasting(function), call)
             return (call.stacked_with_buffers if with_buffers else stacked)(results)
-        bound = levels.inside_transform() or are_collected()
         run = Vmapped(
             function,
             self._randomness,
@@ -156,7 +155,7 @@ class Runner:
             with_buffers=with_buffers,
             told=told,
             parted=parted or partial(self._parted, call),
-            or_loop=self._strategy == "auto" and not bound,
+            or_loop=self.may_loop,
         )
         return run(call, draws or Draws())
 
@@ -165,10 +164,20 @@ class Runner:
         if parts.strategy is None:
             self._fallbacks.tell(parts, self._function, "member")
             return
-        self._known[_kind(call)] = "loop", _why(parts)
+        self.loops(call, _why(parts))
+
+    @property
+    def may_loop(self) -> bool:
+        """Whether members run one after the other where nothing else is possible."""
+        bound = levels.inside_transform() or are_collected()
+        return self._strategy == "auto" and not bound
+
+    def loops(self, call: Call, why: str) -> None:
+        """Remember that these members run one after the other, and warn once."""
+        self._known[_kind(call)] = "loop", why
         self._fallbacks.warn(
             f"{self._function}: runs one member after another. The numbers are right, "
-            f"but it may be slow: {_why(parts)}"
+            f"but it may be slow: {why}"
         )
 
     def loop(self, function: Callable, call: Call) -> list[Any]:

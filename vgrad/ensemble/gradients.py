@@ -23,6 +23,7 @@ from vgrad.generators import (
     drawn_since,
     kept_random_state,
     random_state,
+    set_random_state,
 )
 from vgrad.lowering.draws import Draws
 from vgrad.names import Patterns
@@ -117,7 +118,15 @@ class EnsembleGradFn:
 
         grads, (values, new), unreached = _gradient(total, call.args[0])
         if strategy != "loop":
-            self._check_unreached(call, frozenset(unreached), draws, before)
+            try:
+                self._check_unreached(call, frozenset(unreached), draws, before)
+            except UnsupportedOp as error:
+                if not self._runner.may_loop:
+                    raise
+                why = str(error)
+                set_random_state(before)
+                grads, values, new = self._by_members(call, loss_scale)
+                self._runner.loops(call, why)
         return grads, values, new
 
     def _check_unreached(

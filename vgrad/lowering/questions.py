@@ -20,6 +20,7 @@ from vgrad.conditions import Unrepeatable, are_collected, looked_at, unlikely
 from vgrad.functional.untouched import Promise, Untouched
 from vgrad.generators import drawn_since, random_state, set_random_state
 from vgrad.lowering.draws import Draws, Undrawn
+from vgrad.lowering.limits import in_place, raise_clearly
 from vgrad.lowering.truthful import Truth, UnsupportedOp, among
 from vgrad.torch_private import levels, modes
 from vgrad.tree import tree_map_only
@@ -136,11 +137,20 @@ class Answering(Untouched):
         if kwargs and kwargs.get("generator") is not None:
             self._draws.own = True
         try:
-            return run(func, args, kwargs)
+            return self._clearly(run, func, args, kwargs)
         except (Split, UnsupportedOp) as error:
             self._draws.asked |= isinstance(error, Split)
             self._stopped = error
             raise
+
+    def _clearly(self, run: Callable, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run one call; an error says what to do."""
+        try:
+            return run(func, args, kwargs)
+        except RuntimeError as error:
+            one = self._truth.one if self._truth else "sample"
+            writes = in_place(func, kwargs)
+            raise_clearly(error, modes.op_name(func), in_place=writes, one=one)
 
     def asked(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Answer a call that hands values to Python, if all samples have the same."""

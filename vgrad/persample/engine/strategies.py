@@ -20,9 +20,10 @@ from vgrad.generators import (
     random_state,
     set_random_state,
 )
+from vgrad.lowering.limits import raise_clearly
 from vgrad.lowering.truthful import Truth
 from vgrad.persample.engine.collectors import Collector
-from vgrad.persample.engine.guard import LossGuard, UnsupportedOp, raise_clearly
+from vgrad.persample.engine.guard import LossGuard, UnsupportedOp
 from vgrad.persample.engine.problem import Problem
 from vgrad.persample.engine.record import Recorder
 from vgrad.persample.factors.base import Dense, Factor
