@@ -88,7 +88,8 @@ class Call:
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors that were given."""
-        return tensors(self.args)
+        params, buffers, *batch = self.args
+        return [*params.values(), *buffers.values(), *tensors(batch)]
 
     def promise(self) -> Promise:
         """Promise that all of them stay as they are."""
@@ -152,7 +153,7 @@ class Call:
         return *named, *items
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Vmapped:
     """Runs a function once for all members; every result gains the axis 0.
 

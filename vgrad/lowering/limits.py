@@ -1,7 +1,7 @@
 """What torch's vmap cannot run, in words that say what to do instead."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import NoReturn
 
 import torch
 
@@ -11,7 +11,7 @@ from vgrad.torch_private import messages
 
 def raise_clearly(
     error: RuntimeError, op: str, *, in_place: bool = False, one: str = "sample"
-) -> Any:
+) -> NoReturn:
     """Raise an error of vmap again in words that say what to do; others as they are.
 
     `one` is what vmap maps over.

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from vgrad.functional.untouched import Promise
 from vgrad.lowering.draws import Draws
-from vgrad.lowering.questions import NONE, Answering
+from vgrad.lowering.questions import NONE, QUESTIONS, Answering, Split
 from vgrad.lowering.truthful import HOOKS, Truth, among
 from vgrad.lowering.vmapped import VMAPPED
 from vgrad.torch_private import levels, modes
@@ -55,11 +55,16 @@ class Members(Answering):
         """Run one call."""
         kwargs = kwargs or {}
         self.check(func, args, kwargs)
-        return self.stopping(self._run, func, args, kwargs)
+        if kwargs:
+            self.note(kwargs)
+        try:
+            return self._all(func, args, kwargs)
+        except (Split, RuntimeError) as error:
+            self.stop(error, func, kwargs)
 
-    def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def _all(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one call for all members at once."""
-        if (found := self.asked(func, args, kwargs)) is not NONE:
+        if func in QUESTIONS and (found := self.asked(func, args, kwargs)) is not NONE:
             return found
         truth, tensors = self._truth, among(args, kwargs)
         assert truth is not None
@@ -68,12 +73,12 @@ class Members(Answering):
             truth.before(func, tensors)
             if func in HOOKS and tensors and tensors[0].requires_grad:
                 raise truth.refusal(func)  # on what all members share, too
-        output = self._chosen(func, args, kwargs)
+        output = self._run(func, args, kwargs)
         with modes.without_modes():
             truth.after(func, tensors, output)
         return output
 
-    def _chosen(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one call in its best form."""
         if func in VMAPPED:
             return VMAPPED[func](*args, **kwargs)

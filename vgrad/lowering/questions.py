@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -132,34 +132,33 @@ class Answering(Untouched):
         if stopped is not None and stopped is not raised[1]:
             raise stopped
 
-    def stopping(self, run: Callable, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run one call by `run`, and remember if that stops the loss."""
-        if kwargs and kwargs.get("generator") is not None:
+    def note(self, kwargs: dict) -> None:
+        """Note whether a call draws from a generator of the loss's own."""
+        if kwargs.get("generator") is not None:
             self._draws.own = True
-        try:
-            return self._clearly(run, func, args, kwargs)
-        except (Split, UnsupportedOp) as error:
-            self._draws.asked |= isinstance(error, Split)
-            self._stopped = error
-            raise
 
-    def _clearly(self, run: Callable, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run one call; an error says what to do."""
+    def asked(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Answer one of the `QUESTIONS`, if all samples have the same answer."""
+        if self._truth is None:
+            return NONE
+        found = answer(func, args, kwargs, self._truth)
+        self._draws.asked |= found is not NONE
+        return found
+
+    def stop(
+        self, error: Split | RuntimeError, func: Callable, kwargs: dict
+    ) -> NoReturn:
+        """Raise what stops the loss, in words that say what to do, and remember it."""
         try:
-            return run(func, args, kwargs)
-        except RuntimeError as error:
+            if isinstance(error, Split):
+                self._draws.asked = True
+                raise error
             one = self._truth.one if self._truth else "sample"
             writes = in_place(func, kwargs)
             raise_clearly(error, modes.op_name(func), in_place=writes, one=one)
-
-    def asked(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Answer a call that hands values to Python, if all samples have the same."""
-        truth = self._truth
-        if func not in QUESTIONS or truth is None:
-            return NONE
-        found = answer(func, args, kwargs, truth)
-        self._draws.asked |= found is not NONE
-        return found
+        except (Split, UnsupportedOp) as stopped:
+            self._stopped = stopped
+            raise
 
 
 def answer(func: Callable, args: tuple, kwargs: dict, truth: Truth) -> Any:

@@ -16,7 +16,14 @@ from vgrad.functional.batch_norm import mended, refuse_batch_statistics
 from vgrad.functional.untouched import Promise
 from vgrad.generators import ALONE
 from vgrad.lowering.draws import Draws
-from vgrad.lowering.questions import NONE, Answering, Parts, physical
+from vgrad.lowering.questions import (
+    NONE,
+    QUESTIONS,
+    Answering,
+    Parts,
+    Split,
+    physical,
+)
 from vgrad.lowering.truthful import (
     REQUIRES_GRAD,
     Truth,
@@ -60,12 +67,17 @@ class LossGuard(Answering):
             self.check(func, args, kwargs)
         if self._truth is None:
             return mended(func, func(*args, **kwargs))
-        return self.stopping(self.run, func, args, kwargs)
+        if kwargs:
+            self.note(kwargs)
+        try:
+            return self.run(func, args, kwargs)
+        except (Split, RuntimeError) as error:
+            self.stop(error, func, kwargs)
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one call for all samples at once."""
         assert self._truth is not None  # else there is one sample
-        if (found := self.asked(func, args, kwargs)) is not NONE:
+        if func in QUESTIONS and (found := self.asked(func, args, kwargs)) is not NONE:
             return found
         tensors = among(args, kwargs)
         # A loss around this one, which has modes of its own, is not asked.
