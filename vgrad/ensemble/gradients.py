@@ -23,7 +23,6 @@ from vgrad.generators import (
     drawn_since,
     kept_random_state,
     random_state,
-    set_random_state,
 )
 from vgrad.lowering.draws import Draws
 from vgrad.names import Patterns
@@ -124,7 +123,6 @@ class EnsembleGradFn:
                 if not self._runner.may_loop:
                     raise
                 why = str(error)
-                set_random_state(before)
                 grads, values, new = self._by_members(call, loss_scale)
                 self._runner.loops(call, why)
         return grads, values, new
@@ -221,7 +219,7 @@ def ensemble_grad(
         TypeError: the loss is no function, or one of a single sample.
         ValueError: it returns something else than a scalar, sizes do not fit, or an
             option is none of those allowed.
-        UnsupportedOp: an op cannot run for all members at once; `strategy="loop"` can.
+        UnsupportedOp: an op cannot run for all members at once, as the strategy says.
 
     Example:
         >>> import vgrad
