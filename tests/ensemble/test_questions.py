@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn, optim
+from torch._C import _functorch as functorch
 from torch.nn import functional as F
 
 import vgrad
@@ -332,6 +333,21 @@ def test_a_layer_that_all_members_drop_is_not_taken_for_one_that_hides_its_graph
     assert len(seen) == 4
 
 
+def test_a_gradient_hidden_on_one_branch_is_not_taken_for_zero():
+    def loss(params, buffers, x):
+        out, b = x * params["a"], params["b"]
+        if params["a"].sum() > 0:
+            out = out + x * (b.detach() if functorch.is_batchedtensor(b) else b)
+        return out.sum()
+
+    params = {"a": torch.tensor([[-1.0], [1.0]]), "b": torch.ones(2, 1)}
+    with pytest.raises(vgrad.UnsupportedOp, match="hides its graph"):
+        ensemble_grad(loss, strategy="hybrid")(params, {}, torch.ones(1))
+    with pytest.warns(vgrad.FallbackWarning, match="hides its graph"):
+        found = ensemble_grad(loss)(params, {}, torch.ones(1))
+    assert found.grads["b"].tolist() == [[0], [1]]
+
+
 def test_numbers_of_an_own_generator_are_refused_where_members_split():
     generator = torch.Generator()
 
@@ -394,7 +410,7 @@ def test_auto_runs_alone_what_cannot_run_at_once(function):
     compute(params, buffers, X)  # without a second warning
     assert (told.strategy, told.why) == (after.strategy, after.why)
     assert told.strategy == "loop"
-    assert len(told.splits) == 1
+    assert (len(told.splits), after.splits) == (1, ())
 
 
 def test_numbers_seen_alone_are_those_drawn_at_once():
@@ -468,6 +484,8 @@ def test_explain_says_where_members_split():
         assert told.forms == (("linear", "baddbmm"),) * 6
         text = "7 members run in 3 groups. They take different branches at\n  "
         assert f"{text}{first[0]} (1 x)\n" in str(told)
+    _, seven, *given = build(Weighs)
+    assert vgrad.explain(ensemble_forward(seven))(*given, X).groups == MEMBERS
     alike = {**params, "first.bias": torch.full_like(params["first.bias"], -99)}
     told = vgrad.explain(ensemble_forward(fmodel))(alike, buffers, X)
     assert (told.groups, told.splits) == (1, ())
