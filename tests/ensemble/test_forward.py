@@ -370,22 +370,32 @@ def test_dictionaries_of_another_class_are_fine():
     assert_alone(found, models, X)
 
 
-def test_what_looks_at_values_runs_in_a_loop_only():
-    class Branching(nn.Module):
+def test_what_has_shapes_that_depend_on_values_runs_in_a_loop():
+    class Chosen(nn.Module):
         def __init__(self):
             super().__init__()
             self.layer = nn.Linear(4, 2, dtype=torch.float64)
 
         def forward(self, x):
             out = self.layer(x)
-            return out if out.sum().item() > 0 else -out
+            return out.clone().index_put((out > 0).nonzero(as_tuple=True), out.sum())
 
-    models, fmodel, params, buffers = build(Branching)
+    models, fmodel, params, buffers = build(Chosen)
     for strategy in ("vmap", "hybrid"):
         with pytest.raises(vgrad.UnsupportedOp, match='Use strategy="loop"'):
             ensemble_forward(fmodel, strategy=strategy)(params, buffers, X)
-    found = ensemble_forward(fmodel, strategy="loop")(params, buffers, X)
-    assert_alone(found, models, X)
+    assert_alone(
+        ensemble_forward(fmodel, strategy="loop")(params, buffers, X), models, X
+    )
+    forward = ensemble_forward(fmodel)
+    with pytest.warns(
+        vgrad.FallbackWarning, match=r"one member after another.*test_forward.py:\d+: "
+    ):
+        assert_alone(forward(params, buffers, X), models, X)
+    assert_alone(forward(params, buffers, X), models, X)  # and no warning
+    found = forward.explain(params, buffers, X)
+    assert found.strategy == "loop"
+    assert f"{__file__}:" in found.why
 
 
 def test_batch_statistics_of_a_chunk_are_refused():

@@ -3,9 +3,14 @@
 E members. Every entry is a tensor `[E, *shape]`, the shared ones are `[*shape]`.
 """
 
+from collections.abc import Sequence
+
 from vgrad import checks, names
 from vgrad.names import Patterns
-from vgrad.typing import Buffers, Params
+from vgrad.tree import tensors
+from vgrad.typing import Buffers, Params, Tree
+
+InDims = int | None | Sequence[int | None]
 
 
 def split(function: str, values: Params, shared: Patterns) -> tuple[Params, Params]:
@@ -76,3 +81,28 @@ def members(
             f"{first!r}."
         )
     return count
+
+
+def batch_dims(
+    function: str, in_dims: InDims, batch: tuple[Tree, ...], count: int
+) -> tuple[int | None, ...]:
+    """Return the member axis of each item of the batch, checked."""
+    if in_dims is None or isinstance(in_dims, int):
+        in_dims = (in_dims,) * len(batch)
+    if len(in_dims) != len(batch):
+        raise ValueError(
+            f"{function}(in_dims={tuple(in_dims)}): expected one axis for each of the "
+            f"{len(batch)} items of the batch. None stands for one that all members "
+            f"share."
+        )
+    for number, (dim, item) in enumerate(zip(in_dims, batch, strict=True)):
+        if dim is None:
+            continue
+        for leaf in tensors(item):
+            if not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] != count:
+                raise ValueError(
+                    f"{function}(in_dims={tuple(in_dims)}): expected {count} members "
+                    f"along axis {dim} of item {number} of the batch, got shape "
+                    f"{tuple(leaf.shape)}. in_dims=None gives all members the same."
+                )
+    return tuple(in_dims)

@@ -5,29 +5,35 @@ that keep the device busy gain nothing: on a CPU the data of all of them does no
 its caches, and convolutions have no batched kernel there.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from vgrad import checks, names
+from vgrad.conditions import are_collected
+from vgrad.ensemble.axes import InDims
 from vgrad.ensemble.execution import (
     STRATEGIES,
     Call,
-    InDims,
     Randomness,
     Strategy,
     Told,
+    Vmapped,
     autocasting,
     looped,
     stacked,
-    vmapped,
 )
 from vgrad.functional.untouched import untouched
 from vgrad.generators import kept_random_state
+from vgrad.lowering.draws import Draws
+from vgrad.lowering.questions import Parts
 from vgrad.names import Patterns
+from vgrad.persample.engine.guard import Fallbacks
 from vgrad.persample.explanation import aligned
 from vgrad.torch_private import levels
 from vgrad.typing import Buffers, Params
@@ -48,7 +54,11 @@ class EnsembleExplanation:
         strategy: the strategy.
         why: why it is that one.
         members: E.
-        forms: op and form, in order of execution, of the ops that have a choice.
+        forms: op and form, in order of execution, of the ops that have a choice; those
+            of one group of members after the other, if they take different branches.
+        groups: how many groups run apart.
+        splits: the lines that ask what members answer differently, and how often they
+            or one of their groups split there.
     """
 
     function: str
@@ -56,6 +66,8 @@ class EnsembleExplanation:
     why: str
     members: int
     forms: tuple[tuple[str, str], ...]
+    groups: int = 1
+    splits: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
         """Return a table in plain text."""
@@ -63,6 +75,12 @@ class EnsembleExplanation:
             f"{self.function} of {self.members} members, strategy {self.strategy}: "
             f"{self.why}"
         )
+        if self.splits:
+            lines = [f"  {where} ({times} x)" for where, times in self.splits]
+            title += (
+                f"\n\n{self.members} members run in {self.groups} groups. They take "
+                f"different branches at\n"
+            ) + "\n".join(lines)
         if not self.forms:
             return title
         return f"{title}\n\n{aligned([('op', 'form'), *self.forms])}"
@@ -92,6 +110,7 @@ class Runner:
         self._randomness: Randomness = randomness
         self._strategy: Strategy = strategy
         self._known: dict[Any, tuple[str, str]] = {}
+        self._fallbacks = Fallbacks()
 
     def call(self, params: Params, buffers: Buffers, batch: tuple) -> Call:
         """Check what was given."""
@@ -105,7 +124,7 @@ class Runner:
             return "hybrid", "inside a transform of torch.func"
         if call.members == 1:
             return "loop", "there is one member"
-        key = tuple((each.shape, each.dtype, each.device) for each in call.tensors())
+        key = _kind(call)
         if key not in self._known:
             self._known[key] = _by_work(function, call)
         return self._known[key]
@@ -118,18 +137,47 @@ class Runner:
         *,
         with_buffers: bool = False,
         told: Told = None,
+        parted: Callable[[Parts], None] | None = None,
+        draws: Draws | None = None,
     ) -> Any:
-        """Run a function for all members at once, or for one after the other."""
+        """Run a function for all members at once, or for one after the other.
+
+        `parted` is invoked where not all can run at once; else they are remembered.
+        What members ask is noted in `draws`.
+        """
         if strategy == "loop":
             results = self.loop(autocasting(function), call)
             return (call.stacked_with_buffers if with_buffers else stacked)(results)
-        return vmapped(
+        run = Vmapped(
             function,
-            call,
             self._randomness,
             hybrid=strategy == "hybrid",
             with_buffers=with_buffers,
             told=told,
+            parted=parted or partial(self._parted, call),
+            or_loop=self.may_loop,
+        )
+        return run(call, draws or Draws())
+
+    def _parted(self, call: Call, parts: Parts) -> None:
+        """Remember which members cannot run at once, and warn of what is slow."""
+        if parts.strategy is None:
+            self._fallbacks.tell(parts, self._function, "member")
+            return
+        self.loops(call, _why(parts))
+
+    @property
+    def may_loop(self) -> bool:
+        """Whether members run one after the other where nothing else is possible."""
+        bound = levels.inside_transform() or are_collected()
+        return self._strategy == "auto" and not bound
+
+    def loops(self, call: Call, why: str) -> None:
+        """Remember that these members run one after the other, and warn once."""
+        self._known[_kind(call)] = "loop", why
+        self._fallbacks.warn(
+            f"{self._function}: runs one member after another. The numbers are right, "
+            f"but it may be slow: {why}"
         )
 
     def loop(self, function: Callable, call: Call) -> list[Any]:
@@ -140,13 +188,39 @@ class Runner:
         """Run the forward pass once, and say what happened; generators are put back."""
         strategy, why = self.choose(function, call)
         forms: list[tuple[str, str]] = []
+        parts: list[Parts] = []
         if strategy != "loop":
             with kept_random_state(call.tensors()), torch.no_grad():
                 self.run(
-                    function, call, strategy, told=lambda *each: forms.append(each)
+                    function,
+                    call,
+                    strategy,
+                    told=lambda *each: forms.append(each),
+                    parted=parts.append,
                 )
-        found = tuple(forms)
-        return EnsembleExplanation(self._function, strategy, why, call.members, found)
+        splits = Counter(each.where for each in parts if each.strategy is None)
+        for each in parts:
+            if each.strategy is not None:
+                strategy, why = each.strategy, _why(each)
+        return EnsembleExplanation(
+            self._function,
+            strategy,
+            why,
+            call.members,
+            tuple(forms),
+            1 + sum(len(each.rows) - 1 for each in parts),
+            tuple(splits.items()),
+        )
+
+
+def _kind(call: Call) -> tuple:
+    """Return what the strategy depends on."""
+    return tuple((each.shape, each.dtype, each.device) for each in call.tensors())
+
+
+def _why(parts: Parts) -> str:
+    """Say why members run one after the other."""
+    return f"all at once they stopped at {parts.where}: {parts.why}"
 
 
 def _by_work(function: Callable, call: Call) -> tuple[str, str]:

@@ -6,6 +6,7 @@ The function takes parameters, buffers and a batch of one member. E members.
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -13,13 +14,16 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.ensemble.axes import members, split
+from vgrad.ensemble.axes import InDims, batch_dims, members, split
 from vgrad.functional.untouched import Promise, untouched
 from vgrad.generators import ALONE, drawn_since, random_state, set_random_state
+from vgrad.lowering.draws import Draws
+from vgrad.lowering.limits import raise_clearly
 from vgrad.lowering.members import Members, mapped_here
+from vgrad.lowering.questions import Parts, Split, tried
 from vgrad.lowering.truthful import Truth
 from vgrad.names import Patterns
-from vgrad.persample.engine.guard import raise_clearly
+from vgrad.persample.engine.ladder import FINAL, Stop
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.torch_private import levels, modes
 from vgrad.tree import map_tensors, tensors, tree_map
@@ -27,7 +31,6 @@ from vgrad.typing import Buffers, Params, Tree
 
 Strategy = Literal["auto", "vmap", "loop", "hybrid"]
 Randomness = Literal["error", "different", "same"]
-InDims = int | None | Sequence[int | None]
 Told = Callable[[str, str], None] | None
 
 STRATEGIES = ("auto", "vmap", "loop", "hybrid")
@@ -59,16 +62,12 @@ class Call:
         self.dims = (
             {name: None if name in whole else 0 for name in params},
             {name: None if name in whole else 0 for name in buffers},
-            *_batch_dims(function, in_dims, batch, self.members),
+            *batch_dims(function, in_dims, batch, self.members),
         )
 
     def of(self, member: int) -> tuple:
         """Return the arguments of one member."""
         return self._each(lambda value, dim: value.select(dim, member))
-
-    def instead(self, rows: Tensor) -> tuple:
-        """Return the arguments with member `rows[i]` in the place of member i."""
-        return self._each(lambda value, dim: value.index_select(dim, rows))
 
     def mapped(self, level: int) -> tuple:
         """Return the arguments as a vmap of that level sees them."""
@@ -80,9 +79,17 @@ class Call:
         other.args = (dict(params), *self.args[1:])
         return other
 
+    def rows(self, rows: Tensor) -> "Call":
+        """Return the call of these members, in this order."""
+        other = copy.copy(self)
+        other.members = len(rows)
+        other.args = self._each(lambda x, dim: x.index_select(dim, rows.to(x.device)))
+        return other
+
     def tensors(self) -> list[Tensor]:
         """Return all tensors that were given."""
-        return tensors(self.args)
+        params, buffers, *batch = self.args
+        return [*params.values(), *buffers.values(), *tensors(batch)]
 
     def promise(self) -> Promise:
         """Promise that all of them stay as they are."""
@@ -98,15 +105,37 @@ class Call:
             ValueError: they left different values in a buffer that they share.
         """
         values, buffers = zip(*pairs, strict=True)
+        return stacked(values), self._buffers(buffers, lambda *each: torch.stack(each))
+
+    def regrouped(
+        self, found: Sequence[Any], rows: Sequence[Tensor], *, with_buffers: bool
+    ) -> Any:
+        """Join what groups of members returned, whose `rows` these are.
+
+        Raises:
+            ValueError: they left different values in a buffer that they share.
+        """
+        places = torch.cat([*rows]).argsort()
+
+        def joined(*leaves: Tensor) -> Tensor:
+            return torch.cat(leaves).index_select(0, places.to(leaves[0].device))
+
+        if not with_buffers:
+            return _map_leaves(joined, *found)
+        values, buffers = zip(*found, strict=True)
+        return _map_leaves(joined, *values), self._buffers(buffers, joined)
+
+    def _buffers(self, left: Sequence[Buffers], join: Callable[..., Tensor]) -> Buffers:
+        """Join the buffers of members, but for those that they share."""
         joined, dims = {}, {**self.dims[0], **self.dims[1]}
-        for name, first in buffers[0].items():
+        for name, first in left[0].items():
             if dims.get(name, 0) is not None:
-                joined[name] = torch.stack([each[name] for each in buffers])
-            elif all(checks.same_values(each[name], first) for each in buffers):
+                joined[name] = join(*(each[name] for each in left))
+            elif all(checks.same_values(each[name], first) for each in left):
                 joined[name] = first
             else:
                 raise _changed(name)
-        return stacked(values), joined
+        return joined
 
     def _each(self, function: Callable[..., Tensor]) -> tuple:
         """Apply a function to what each member has its own of, in new containers."""
@@ -124,54 +153,112 @@ class Call:
         return *named, *items
 
 
-def vmapped(
-    function: Callable,
-    call: Call,
-    randomness: Randomness,
-    *,
-    hybrid: bool,
-    with_buffers: bool = False,
-    told: Told = None,
-) -> Any:
-    """Run the function once for all members; every result gains the axis 0.
+@dataclass(eq=False)
+class Vmapped:
+    """Runs a function once for all members; every result gains the axis 0.
 
-    With `with_buffers` the function returns a pair of its result and new buffers, in
-    which those that the members share gain no axis.
+    Members that answer a question about values differently run in groups.
+
+    Attributes:
+        with_buffers: the function returns a pair of its result and new buffers, in
+            which those that the members share gain no axis.
+        told: a callback, invoked with op and form.
+        parted: a callback, invoked for members that were run in groups.
+        or_loop: members that cannot run at once run one after the other.
     """
-    levels.load_decompositions()
-    alone = nullcontext() if randomness == "error" else ALONE
-    try:
-        # What torch.vmap does, but for its general treatment of trees, which costs as
-        # much as a small model.
-        with alone, levels.vmap_level(call.members, randomness) as level:
-            params, buffers, *batch = call.mapped(level)
-            truth = Truth(level, "member", 'strategy="loop"')
-            with modes.without_modes():  # modes around it are not asked
-                for each in tensors((params, buffers, batch)):
-                    truth.tell(each)
-            mode = Members(told, call.promise(), truth=truth, chosen=hybrid)
-            with mode, AutocastMode(params.values()), modes.unoptimized_scripts():
-                result = function(params, buffers, *batch)
-            truth.end(tensors(result))
 
-            def joined(value: Any) -> Tensor:
-                return levels.remove_batch_axis(_tensor(value), level, call.members, 0)
+    function: Callable
+    randomness: Randomness
+    hybrid: bool
+    with_buffers: bool
+    told: Told
+    parted: Callable[[Parts], None]
+    or_loop: bool
 
-            if not with_buffers:
-                return _map_leaves(joined, result)
-            value, buffers = result
-            dims = {**call.dims[0], **call.dims[1]}  # any entry may be a buffer
-            new = {}
-            for name, left in buffers.items():
-                if dims.get(name, 0) is not None:
-                    new[name] = joined(left)
-                elif mapped_here(left):
-                    raise _changed(name)
-                else:
-                    new[name] = left
-            return _map_leaves(joined, value), new
-    except RuntimeError as error:
-        raise_clearly(error, "ensemble", one="member")
+    def __call__(self, call: Call, draws: Draws) -> Any:
+        """Run all members; what they ask is noted in `draws`."""
+        differ, same = self.randomness == "different", self.randomness == "same"
+        with ALONE if differ or same else nullcontext():
+            state = random_state(call.tensors()) if same else None
+            once = partial(self._or_apart if self.or_loop else self._at_once, call)
+            found, draws = tried(once, draws, call.tensors(), differ=differ)
+            if not isinstance(found, Parts):
+                return found
+            groups = []
+            for rows in found.rows:
+                if state is not None:
+                    set_random_state(state)
+                run = self if found.strategy is None else self._alone
+                groups.append(run(call.rows(rows), draws.of(rows)))
+        joined = call.regrouped(groups, found.rows, with_buffers=self.with_buffers)
+        self.parted(found)
+        return joined
+
+    def _alone(self, call: Call, draws: Draws) -> Any:
+        """Run one member, which sees the numbers that it drew before."""
+        with draws.watched(1, alone=True):
+            found = looped(autocasting(self.function), call, self.randomness)
+        return (call.stacked_with_buffers if self.with_buffers else stacked)(found)
+
+    def _or_apart(self, call: Call, draws: Draws) -> Any:
+        """Run members at once; where that is not possible, each must run by itself."""
+        try:
+            return self._at_once(call, draws)
+        except FINAL:
+            raise
+        except Exception as error:
+            stopped = Stop.of(error)
+        rows = torch.arange(call.members).split(1)
+        raise Split(Parts(rows, stopped.where, "loop", stopped.why))
+
+    def _at_once(self, call: Call, draws: Draws) -> Any:
+        """Run members who answer questions alike."""
+        levels.load_decompositions()
+        forms: list[tuple[str, str]] = []
+        tell = None if self.told is None else lambda *form: forms.append(form)
+        try:
+            # What torch.vmap does, but for its general treatment of trees, which costs
+            # as much as a small model.
+            with levels.vmap_level(call.members, self.randomness) as level:
+                params, buffers, *batch = call.mapped(level)
+                truth = Truth(level, "member", 'strategy="loop"')
+                with modes.without_modes():  # modes around it are not asked
+                    for each in tensors((params, buffers, batch)):
+                        truth.tell(each)
+                promise, chosen = call.promise(), self.hybrid
+                mode = Members(tell, promise, truth=truth, draws=draws, chosen=chosen)
+                seen = draws.watched(call.members)
+                casts = AutocastMode(params.values())
+                with mode, seen, casts, modes.unoptimized_scripts():
+                    result = self.function(params, buffers, *batch)
+                truth.end(tensors(result))
+                found = self._unmapped(result, call, level)
+        except RuntimeError as error:
+            raise_clearly(error, "ensemble", one="member")
+        if self.told is not None:
+            for form in forms:
+                self.told(*form)
+        return found
+
+    def _unmapped(self, result: Any, call: Call, level: int) -> Any:
+        """Return what lies below the vmap of a level."""
+
+        def joined(value: Any) -> Tensor:
+            return levels.remove_batch_axis(_tensor(value), level, call.members, 0)
+
+        if not self.with_buffers:
+            return _map_leaves(joined, result)
+        value, buffers = result
+        dims = {**call.dims[0], **call.dims[1]}  # any entry may be a buffer
+        new = {}
+        for name, left in buffers.items():
+            if dims.get(name, 0) is not None:
+                new[name] = joined(left)
+            elif mapped_here(left):
+                raise _changed(name)
+            else:
+                new[name] = left
+        return _map_leaves(joined, value), new
 
 
 def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:
@@ -218,31 +305,6 @@ def _changed(name: str) -> ValueError:
         f"ensemble(shared=...): expected members that leave one value in the buffer "
         f"{name!r}, which they share, got one of each. Give each member its own."
     )
-
-
-def _batch_dims(
-    function: str, in_dims: InDims, batch: tuple[Tree, ...], count: int
-) -> tuple[int | None, ...]:
-    """Return the member axis of each item of the batch, checked."""
-    if in_dims is None or isinstance(in_dims, int):
-        in_dims = (in_dims,) * len(batch)
-    if len(in_dims) != len(batch):
-        raise ValueError(
-            f"{function}(in_dims={tuple(in_dims)}): expected one axis for each of the "
-            f"{len(batch)} items of the batch. None stands for one that all members "
-            f"share."
-        )
-    for number, (dim, item) in enumerate(zip(in_dims, batch, strict=True)):
-        if dim is None:
-            continue
-        for leaf in tensors(item):
-            if not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] != count:
-                raise ValueError(
-                    f"{function}(in_dims={tuple(in_dims)}): expected {count} members "
-                    f"along axis {dim} of item {number} of the batch, got shape "
-                    f"{tuple(leaf.shape)}. in_dims=None gives all members the same."
-                )
-    return tuple(in_dims)
 
 
 def _tensor(value: Any) -> Tensor:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
+from vgrad.ensemble.axes import InDims
 from vgrad.ensemble.choice import EnsembleExplanation, Runner
-from vgrad.ensemble.execution import Call, InDims, Randomness, Strategy
+from vgrad.ensemble.execution import Call, Randomness, Strategy
 from vgrad.functional.model import FunctionalModel
 from vgrad.names import Patterns
 from vgrad.persample.engine.guard import LossGuard
@@ -119,7 +120,9 @@ def ensemble_forward(
 
     `strategy="loop"` runs one member after the other, `"vmap"` all in one pass by
     torch's rules, `"hybrid"` all in one pass with each op in the form that suits the
-    device, and `"auto"` chooses by the model's work and the device. `chunk_size` says
+    device, and `"auto"` chooses by the model's work and the device, and takes the loop,
+    with a warning, where nothing else can run. Members that answer a question about
+    values differently (an `if` on a tensor, `.item()`) run in groups. `chunk_size` says
     how many samples are run at a time. With `randomness="different"`
     dropout draws for every member, with `"same"` all share one mask; masks are not the
     same for different strategies.
@@ -127,7 +130,7 @@ def ensemble_forward(
     Raises:
         ValueError: sizes do not fit, or an option is none of those allowed.
         TypeError: the model returns something else than tensors.
-        UnsupportedOp: an op cannot run for all members at once; `strategy="loop"` can.
+        UnsupportedOp: an op cannot run for all members at once, as the strategy says.
 
     Example:
         >>> import vgrad

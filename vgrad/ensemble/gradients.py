@@ -7,17 +7,24 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
+from vgrad.conditions import are_collected
 from vgrad.dtypes import no_autocast
+from vgrad.ensemble.axes import InDims
 from vgrad.ensemble.choice import EnsembleExplanation, Runner
 from vgrad.ensemble.execution import (
     Call,
-    InDims,
     Randomness,
     Strategy,
     autocasting,
 )
 from vgrad.functional.losses import SampleLoss
-from vgrad.generators import kept_random_state
+from vgrad.generators import (
+    RandomState,
+    drawn_since,
+    kept_random_state,
+    random_state,
+)
+from vgrad.lowering.draws import Draws
 from vgrad.names import Patterns
 from vgrad.persample.engine.guard import UnsupportedOp
 from vgrad.torch_private import levels
@@ -98,36 +105,53 @@ class EnsembleGradFn:
         self, call: Call, strategy: str, loss_scale: Tensor | float
     ) -> tuple[Params, Any, Buffers]:
         """Differentiate the sum of all losses: no member's depends on another's."""
+        draws, before = Draws(), random_state(call.tensors())
 
         def total(params: Params) -> tuple[Tensor, tuple[Any, Buffers]]:
             inner = call.with_params(params)
-            found = self._runner.run(self._run, inner, strategy, with_buffers=True)
+            found = self._runner.run(
+                self._run, inner, strategy, with_buffers=True, draws=draws
+            )
             losses, _ = self._parted(found[0])
             return (losses * loss_scale).sum(), found
 
         grads, (values, new), unreached = _gradient(total, call.args[0])
         if strategy != "loop":
-            self._check_unreached(call, frozenset(unreached))
+            try:
+                self._check_unreached(call, frozenset(unreached), draws, before)
+            except UnsupportedOp as error:
+                if not self._runner.may_loop:
+                    raise
+                why = str(error)
+                grads, values, new = self._by_members(call, loss_scale)
+                self._runner.loops(call, why)
         return grads, values, new
 
-    def _check_unreached(self, call: Call, names: frozenset[str]) -> None:
+    def _check_unreached(
+        self, call: Call, names: frozenset[str], draws: Draws, before: RandomState
+    ) -> None:
         """Refuse a missing gradient where one member on its own has one."""
-        if not names or names in self._unreached:
+        asked = draws.asked and not are_collected()  # else eager mode was here before
+        if not names or (names in self._unreached and not asked):
             return
-        params, *rest = call.of(0)
+        given = call.tensors()
+        if asked and drawn_since(before, given):
+            return  # other numbers may lead to other branches
+        for member in range(call.members if asked else 1):
+            params, *rest = call.of(member)
 
-        def of_params(params: Params) -> tuple[Tensor, tuple]:
-            value, _ = autocasting(self._run)(params, *rest)
-            return self._parted(value)[0], ()
+            def of_params(params: Params, rest: Any = rest) -> tuple[Tensor, tuple]:
+                value, _ = autocasting(self._run)(params, *rest)
+                return self._parted(value)[0], ()
 
-        with kept_random_state(call.tensors()):
-            *_, unreached = _gradient(of_params, params)
-        if reached := names - unreached:
-            raise UnsupportedOp(
-                f"ensemble_grad(loss): expected gradients of all members wherever one "
-                f"member has some, got none of {checks.listed(reached)}: an op hides "
-                f'its graph from vmap. Use strategy="loop".'
-            )
+            with kept_random_state(given):
+                *_, unreached = _gradient(of_params, params)
+            if reached := names - unreached:
+                raise UnsupportedOp(
+                    f"ensemble_grad(loss): expected gradients of all members wherever "
+                    f"one member has some, got none of {checks.listed(reached)}: an op "
+                    f'hides its graph from vmap. Use strategy="loop".'
+                )
         self._unreached.add(names)
 
     def _by_members(
@@ -195,7 +219,7 @@ def ensemble_grad(
         TypeError: the loss is no function, or one of a single sample.
         ValueError: it returns something else than a scalar, sizes do not fit, or an
             option is none of those allowed.
-        UnsupportedOp: an op cannot run for all members at once; `strategy="loop"` can.
+        UnsupportedOp: an op cannot run for all members at once, as the strategy says.
 
     Example:
         >>> import vgrad

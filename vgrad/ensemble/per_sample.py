@@ -12,7 +12,8 @@ from torch import Tensor
 from vgrad import checks, names
 from vgrad.batches import ChunkSize
 from vgrad.dp.noise import add_gaussian_noise
-from vgrad.ensemble.execution import Call, InDims, autocasting, looped, stacked
+from vgrad.ensemble.axes import InDims
+from vgrad.ensemble.execution import Call, autocasting, looped, stacked
 from vgrad.names import Patterns
 from vgrad.persample.clipped import Kind, clipped_grad
 from vgrad.persample.engine.problem import Randomness

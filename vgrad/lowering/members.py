@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vgrad.functional.untouched import Promise, Untouched
+from vgrad.functional.untouched import Promise
+from vgrad.lowering.draws import Draws
+from vgrad.lowering.questions import NONE, QUESTIONS, Answering, Split
 from vgrad.lowering.truthful import HOOKS, Truth, among
 from vgrad.lowering.vmapped import VMAPPED
 from vgrad.torch_private import levels, modes
@@ -24,13 +26,14 @@ Form = Callable[..., Tensor]
 """From E and tensors `[E, ...]` (`[...]` where all members share one) to `[E, ...]`."""
 
 
-class Members(Untouched):
+class Members(Answering):
     """Under `torch.vmap` over members, runs each op in its best form.
 
     `told` is an optional callback, invoked once per op that has several forms, with the
     names of the op and of the form. With `chosen=False` all ops run in torch's own way,
     except those that it runs member by member, wrongly or not at all. `truth` makes
-    tensors answer questions about themselves truthfully.
+    tensors answer questions about themselves truthfully; what is asked and drawn is
+    noted in `draws`.
     """
 
     def __init__(
@@ -38,12 +41,12 @@ class Members(Untouched):
         told: Callable[[str, str], None] | None = None,
         *promises: Promise,
         truth: Truth,
+        draws: Draws | None = None,
         chosen: bool = True,
     ) -> None:
         """Keep the callback, the promises, the truth and the forms."""
-        super().__init__(*promises)
+        super().__init__(*promises, truth=truth, draws=draws)
         self._told = told
-        self._truth = truth
         self._forms = FORMS if chosen else {}
 
     def __torch_function__(
@@ -52,15 +55,27 @@ class Members(Untouched):
         """Run one call."""
         kwargs = kwargs or {}
         self.check(func, args, kwargs)
-        tensors = among(args, kwargs)
+        if kwargs:
+            self.note(kwargs)
+        try:
+            return self._all(func, args, kwargs)
+        except (Split, RuntimeError) as error:
+            self.stop(error, func, kwargs)
+
+    def _all(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run one call for all members at once."""
+        if func in QUESTIONS and (found := self.asked(func, args, kwargs)) is not NONE:
+            return found
+        truth, tensors = self._truth, among(args, kwargs)
+        assert truth is not None
         # The modes of a surrounding loss must not see these questions.
         with modes.without_modes():
-            self._truth.before(func, tensors)
+            truth.before(func, tensors)
             if func in HOOKS and tensors and tensors[0].requires_grad:
-                raise self._truth.refusal(func)  # on what all members share, too
+                raise truth.refusal(func)  # on what all members share, too
         output = self._run(func, args, kwargs)
         with modes.without_modes():
-            self._truth.after(func, tensors, output)
+            truth.after(func, tensors, output)
         return output
 
     def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:

@@ -12,13 +12,17 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from vgrad.conditions import Unrepeatable, are_collected, looked_at, unlikely
-from vgrad.lowering.truthful import UnsupportedOp, among
+from vgrad.functional.untouched import Promise, Untouched
+from vgrad.generators import drawn_since, random_state, set_random_state
+from vgrad.lowering.draws import Draws, Undrawn
+from vgrad.lowering.limits import in_place, raise_clearly
+from vgrad.lowering.truthful import Truth, UnsupportedOp, among
 from vgrad.torch_private import levels, modes
 from vgrad.tree import tree_map_only
 
@@ -33,11 +37,13 @@ class Parts(NamedTuple):
         rows: those of the samples of each part.
         where: the line that asks.
         strategy: the one for the parts; None for the one that ran.
+        why: what stopped that one, if the strategy is another.
     """
 
     rows: Sequence[Tensor]
     where: str
     strategy: str | None = None
+    why: str = ""
 
 
 class Split(BaseException):
@@ -57,22 +63,107 @@ class Split(BaseException):
         self.level = level
 
 
-def parted(run: Callable[[], Any]) -> Any:
-    """Return what a function does, or the `Parts` into which its samples fall.
+def tried(
+    run: Callable[[Draws], Any],
+    draws: Draws,
+    tensors: Sequence[Tensor],
+    *,
+    differ: bool,
+    again: Callable[[Draws], Any] | None = None,
+) -> tuple[Any, Draws]:
+    """Run samples; return what that gives, or the `Parts` they fall into, and draws.
+
+    These have the random numbers that the samples of the parts must see once more. If
+    they `differ` from sample to sample and there were some, all samples run `again` for
+    that.
+
+    Raises:
+        Undrawn: they came from another generator, whose state is not known.
+    """
+    before = random_state(tensors) if differ else None
+    found = _parted(run, draws)
+    if not isinstance(found, Parts):
+        return found, draws
+    if draws.own and draws.asked:
+        raise Undrawn("some of a torch.Generator of the loss's own")
+    if before is not None and draws.known is None and drawn_since(before, tensors):
+        set_random_state(before)
+        draws = Draws(known=[])
+        found = _parted(again or run, draws)
+    return found, draws
+
+
+def _parted(run: Callable[[Draws], Any], draws: Draws) -> Any:
+    """Return what a function does, or the parts into which its samples fall.
 
     So nothing is left of the exception, which would keep all tensors.
     """
     around = levels.current_level() or 0
     try:
-        return run()
+        return run(draws)
     except Split as split:
         if split.level is not None and split.level <= around:
             raise  # a vmap around this call maps over these samples
         return split.parts
 
 
-def answer(func: Callable, args: tuple, kwargs: dict, level: int) -> Any:
-    """Return what all samples answer, which the vmap of a level maps over.
+class Answering(Untouched):
+    """The function mode that answers questions about values, with a `truth`.
+
+    That says what the vmap maps over. What a loss asks and draws is noted in `draws`.
+    """
+
+    def __init__(
+        self, *promises: Promise, truth: Truth | None, draws: Draws | None
+    ) -> None:
+        """Start where nothing was asked."""
+        super().__init__(*promises)
+        self._truth = truth
+        self._draws = draws or Draws()
+        self._stopped: BaseException | None = None
+
+    def __exit__(self, *raised: Any) -> None:
+        """Raise what stopped the loss, even if it went on all the same.
+
+        A single sample would not have been stopped, so what a loss does in answer is
+        not what it does with one.
+        """
+        super().__exit__(*raised)
+        stopped, self._stopped = self._stopped, None
+        if stopped is not None and stopped is not raised[1]:
+            raise stopped
+
+    def note(self, kwargs: dict) -> None:
+        """Note whether a call draws from a generator of the loss's own."""
+        if kwargs.get("generator") is not None:
+            self._draws.own = True
+
+    def asked(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Answer one of the `QUESTIONS`, if all samples have the same answer."""
+        if self._truth is None:
+            return NONE
+        found = answer(func, args, kwargs, self._truth)
+        self._draws.asked |= found is not NONE
+        return found
+
+    def stop(
+        self, error: Split | RuntimeError, func: Callable, kwargs: dict
+    ) -> NoReturn:
+        """Raise what stops the loss, in words that say what to do, and remember it."""
+        try:
+            if isinstance(error, Split):
+                self._draws.asked = True
+                raise error
+            one = self._truth.one if self._truth else "sample"
+            writes = in_place(func, kwargs)
+            raise_clearly(error, modes.op_name(func), in_place=writes, one=one)
+        except (Split, UnsupportedOp) as stopped:
+            self._stopped = stopped
+            raise
+
+
+def answer(func: Callable, args: tuple, kwargs: dict, truth: Truth) -> Any:
+    """Return what all samples answer, or all members: what a vmap maps over.
 
     Raises:
         Split: they have different answers.
@@ -82,14 +173,14 @@ def answer(func: Callable, args: tuple, kwargs: dict, level: int) -> Any:
         mapped = {
             id(each): values
             for each in among(args, kwargs)
-            if (values := physical(each, level)) is not None
+            if (values := physical(each, truth.level)) is not None
         }
         if not mapped:
             return NONE
         if are_collected():
             with looked_at():
                 answers = _answers(func, args, kwargs, mapped)
-            return _kept(func, mapped, answers)
+            return _kept(func, mapped, answers, truth.one)
     # A vmap around this one is asked in turn, by its own mode.
     answers = _answers(func, args, kwargs, mapped)
     parts: dict[str, list[int]] = {}
@@ -97,19 +188,19 @@ def answer(func: Callable, args: tuple, kwargs: dict, level: int) -> Any:
         parts.setdefault(repr(each), []).append(row)
     if len(parts) > 1:
         rows = [torch.tensor(each) for each in parts.values()]
-        raise Split(Parts(rows, where(sys._getframe(1))), level)
+        raise Split(Parts(rows, where(sys._getframe(1))), truth.level)
     return answers[0]
 
 
-def _kept(func: Callable, mapped: dict[int, Tensor], answers: list) -> Any:
+def _kept(func: Callable, mapped: dict[int, Tensor], answers: list, one: str) -> Any:
     """Bake an answer into a graph, which must see that it still is the same."""
     first = answers[0]
     if any(repr(each) != repr(first) for each in answers):
         place = where(sys._getframe(1))
-        raise Unrepeatable(f"samples take different branches at {place}")
-    (values,) = mapped.values()
+        raise Unrepeatable(f"{one}s take different branches at {place}")
     if func not in _COMPARED:
         raise Unrepeatable(f"{modes.op_name(func)} hands values to Python")
+    (values,) = mapped.values()
     dtype = _COMPARED[func]
     values = values if dtype is None else values.to(dtype)
     differs = values != first

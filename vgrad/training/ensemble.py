@@ -12,8 +12,8 @@ from torch import Tensor
 from vgrad import optim
 from vgrad.conditions import are_collected
 from vgrad.dtypes import widened
-from vgrad.ensemble.axes import members, split
-from vgrad.ensemble.execution import Call, InDims, Randomness, Strategy
+from vgrad.ensemble.axes import InDims, members, split
+from vgrad.ensemble.execution import Call, Randomness, Strategy
 from vgrad.ensemble.gradients import (
     EnsembleGradFn,
     EnsembleGrads,
@@ -273,9 +273,8 @@ class EnsembleStep:
         function, given = "ensemble_train_step", (state.params, state.buffers, batch)
         call = Call(function, *given, in_dims=self.in_dims, shared=self.shared)
         rows = torch.arange(call.members, device=state.active.device)
-        return call.instead(
-            torch.where(state.active, rows, state.active.int().argmax())
-        )
+        rows = torch.where(state.active, rows, state.active.int().argmax())
+        return call.rows(rows).args
 
 
 def keep(mask: Tensor, new: Tree, old: Tree) -> Tree:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from vgrad import batches
 from vgrad.conditions import are_collected
-from vgrad.generators import ALONE, drawn_since, random_state, set_random_state
-from vgrad.lowering.draws import Draws, Undrawn
-from vgrad.lowering.questions import Parts, parted
+from vgrad.generators import ALONE, random_state, set_random_state
+from vgrad.lowering.draws import Draws
+from vgrad.lowering.questions import Parts, tried
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.ladder import STRATEGIES
 from vgrad.persample.engine.problem import Problem
@@ -192,24 +192,23 @@ def _run(
     run: Callable[[Problem], Chunk],
     again: Callable[[Problem], Chunk],
 ) -> Chunk | list[tuple[Problem, Tensor]]:
-    """Run a chunk, or return the problems and the rows of the parts it falls into.
+    """Run a chunk, or return the problems and the rows of the parts it falls into."""
 
-    Their samples see the random numbers that they saw in the chunk, which runs `again`
-    for that if there were some.
-    """
-    tensors, draws = part.tensors, part.draws
-    before = random_state(tensors) if part.randomness == "different" else None
-    found = parted(lambda: run(part))
+    def with_draws(run: Callable[[Problem], Chunk]) -> Callable[[Draws], Chunk]:
+        return lambda draws: run(
+            part if draws is part.draws else replace(part, draws=draws)
+        )
+
+    found, draws = tried(
+        with_draws(run),
+        part.draws,
+        part.tensors,
+        differ=part.randomness == "different",
+        again=with_draws(again),
+    )
     if not isinstance(found, Parts):
         return found
-    if draws.own and (draws.asked or found.strategy is None):
-        raise Undrawn("some of a torch.Generator of the loss's own")
-    if before is not None and draws.known is None and drawn_since(before, tensors):
-        set_random_state(before)
-        part = replace(part, draws=Draws(known=[]))
-        found = parted(lambda: again(part))
-        if not isinstance(found, Parts):
-            return found
     if found.strategy is None:
         part.fallbacks.tell(found, part.function)
+    part = replace(part, draws=draws)
     return [(part.rows(rows, found.strategy), rows) for rows in found.rows]

@@ -11,20 +11,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vgrad.functional.batch_norm import mended, refuse_batch_statistics
-from vgrad.functional.untouched import Promise, Untouched
+from vgrad.functional.untouched import Promise
 from vgrad.generators import ALONE
 from vgrad.lowering.custom import for_samples
 from vgrad.lowering.draws import Draws
 from vgrad.lowering.questions import (
     NONE,
     QUESTIONS,
+    Answering,
     Parts,
     Split,
-    answer,
     physical,
     where,
 )
@@ -32,7 +31,6 @@ from vgrad.lowering.truthful import (
     REQUIRES_GRAD,
     Truth,
     among,
-    own_backward_pass,
 )
 from vgrad.lowering.truthful import UnsupportedOp as UnsupportedOp
 from vgrad.lowering.vmapped import VMAPPED
@@ -40,7 +38,7 @@ from vgrad.precision.autocasting import AutocastMode
 from vgrad.torch_private import levels, messages, modes, saving
 
 
-class LossGuard(Untouched):
+class LossGuard(Answering):
     """Refuses batch statistics at the op; with `truth`, what vmap lacks or misreports.
 
     A function mode sees every torch function that a loss calls, in a module or not.
@@ -60,11 +58,9 @@ class LossGuard(Untouched):
     ) -> None:
         """Take the answers of the vmap over samples, if the loss runs in one."""
         expected = "loss: expected one that changes nothing it is given"
-        super().__init__(Promise(given, expected, "Copy it first."))
-        self._truth = truth
-        self._draws = draws or Draws()
+        promise = Promise(given, expected, "Copy it first.")
+        super().__init__(promise, truth=truth, draws=draws)
         self._looped = {} if looped is None else looped
-        self._stopped: BaseException | None = None
         self._again = again
         self._watched: Callable[..., AbstractContextManager] = nullcontext
         self._casts: Callable[[], AbstractContextManager] = nullcontext
@@ -97,40 +93,20 @@ class LossGuard(Untouched):
             self.check(func, args, kwargs)
         if self._truth is None:
             return mended(func, func(*args, **kwargs))
-        if kwargs and kwargs.get("generator") is not None:
-            self._draws.own = True
-        try:
-            return self._run_clearly(func, args, kwargs)
-        except (Split, UnsupportedOp) as error:
-            self._stopped = error
-            raise
-
-    def __exit__(self, *raised: Any) -> None:
-        """Raise what stopped the loss, even if it went on all the same.
-
-        A single sample would not have been stopped, so what a loss does in answer is
-        not what it does with one.
-        """
-        super().__exit__(*raised)
-        stopped, self._stopped = self._stopped, None
-        if stopped is not None and stopped is not raised[1]:
-            raise stopped
-
-    def _run_clearly(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run one call; an error says what to do."""
+        if kwargs:
+            self.note(kwargs)
         if func is levels.custom_function_call and args[0] is saving.Reentrant:
             with self, self._casts():
                 return saving.run_once(*args[1:], **kwargs)
         try:
             return self.run(func, args, kwargs)
-        except RuntimeError as error:
-            in_place = _in_place(func, kwargs)
-            raise_clearly(error, modes.op_name(func), in_place=in_place)
+        except (Split, RuntimeError) as error:
+            self.stop(error, func, kwargs)
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one call for all samples at once."""
         assert self._truth is not None  # else there is one sample
-        if (found := self.asked(func, args, kwargs)) is not NONE:
+        if func in QUESTIONS and (found := self.asked(func, args, kwargs)) is not NONE:
             return found
         tensors = among(args, kwargs)
         # A loss around this one, which has modes of its own, is not asked.
@@ -156,15 +132,6 @@ class LossGuard(Untouched):
         with modes.without_modes():
             return physical(tensor, self._truth.level) is None
 
-    def asked(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Answer a call that hands values to Python, if all samples have the same."""
-        truth = self._truth
-        if func not in QUESTIONS or truth is None:
-            return NONE
-        found = answer(func, args, kwargs, truth.level)
-        self._draws.asked |= found is not NONE
-        return found
-
     def op(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one op in the form that it has under vmap."""
         if func is not levels.custom_function_call:
@@ -177,83 +144,6 @@ class LossGuard(Untouched):
     def knows(self, tensor: Tensor) -> bool:
         """Tell whether a tensor stands for a parameter."""
         return False
-
-
-def raise_clearly(
-    error: RuntimeError, op: str, *, in_place: bool = False, one: str = "sample"
-) -> Any:
-    """Raise an error of vmap again in words that say what to do; others as they are.
-
-    `one` is what vmap maps over.
-    """
-    if isinstance(error, torch.OutOfMemoryError | UnsupportedOp):
-        raise error
-    if messages.RANDOM in str(error):
-        raise RuntimeError(
-            f'{op}: expected a loss without random numbers, since randomness="error". '
-            f'Pass randomness="different" (each {one} draws its own) or "same".'
-        ) from error
-    if (limit := _limit(str(error), op, in_place=in_place, one=one)) is not None:
-        raise limit from error
-    error.add_note(
-        f"This happened in {op} while one {one} stood for all {one}s at once. If it "
-        f'works for a single {one}, strategy="loop" can run it.'
-    )
-    raise error
-
-
-def _limit(message: str, op: str, *, in_place: bool, one: str) -> UnsupportedOp | None:
-    """Say which limit of vmap an error is about, and what to do; None for others."""
-    differentiable = "expected ops that transforms of torch.func can differentiate, got"
-    if messages.RANDOM_OF_EACH in message:
-        limit = (
-            f"expected random numbers that all {one}s can share, since "
-            f'randomness="same", got some whose distribution depends on the {one}. '
-            f'Pass randomness="different", or use strategy="loop".'
-        )
-    elif any(each in message for each in messages.HOOKS_ON_SAVED):
-        limit = (
-            f"{differentiable} activation checkpointing (or other hooks on saved "
-            f'tensors). Use strategy="auto", which can run it.'
-        )
-    elif messages.NO_SETUP_CONTEXT in message:
-        limit = (
-            f"{differentiable} an autograd.Function without setup_context, as "
-            f"re-entrant activation checkpointing has one. Give your own one "
-            f"setup_context and a vmap rule, save memory with chunk_size instead of "
-            f'checkpointing, or use strategy="loop".'
-        )
-    elif op == "retain_grad":
-        limit = (
-            f"expected a loss that leaves the graph of its tensors alone, got one that "
-            f"asks a tensor to keep its gradient, where one tensor stands for all "
-            f'{one}s. Leave it out, or use strategy="loop".'
-        )
-    elif op in _AUTOGRAD or any(each in message for each in messages.OWN_BACKWARD):
-        return own_backward_pass(op)
-    elif (
-        in_place
-        or (op in _RECURRENT and messages.SHAPES in message)
-        or any(each in message for each in messages.NOT_MAPPED)
-    ):
-        shared = f"writes in place into a tensor that all {one}s share, or is too small"
-        values = "looks at values or has shapes that depend on them"
-        limit = (
-            f"expected ops that vmap can run for all {one}s at once, got one that "
-            f'{shared if in_place else values}. Use strategy="loop", which runs it '
-            f"{one} by {one}."
-        )
-    else:
-        return None
-    return UnsupportedOp(f"{op}: {limit}")
-
-
-_AUTOGRAD = {"grad", "backward", "requires_grad_", "requires_grad"}
-"""What a loss calls only if it differentiates on its own."""
-
-_RECURRENT = {"rnn_tanh", "rnn_relu", "lstm", "gru"}
-_RECURRENT |= {"rnn_tanh_cell", "rnn_relu_cell", "lstm_cell", "gru_cell"}
-"""What torch's vmap stumbles over with an error about shapes."""
 
 
 class FallbackWarning(UserWarning):
@@ -350,10 +240,3 @@ def _frames_here() -> int:
     ):
         frame, count = frame.f_back, count + 1
     return count
-
-
-def _in_place(func: Callable, kwargs: dict) -> bool:
-    """Tell whether a call writes into one of its arguments."""
-    name = getattr(func, "__name__", "")
-    ends = name.endswith("_") and not name.endswith("__")
-    return ends or name == "__setitem__" or kwargs.get("out") is not None

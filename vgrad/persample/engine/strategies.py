@@ -23,10 +23,11 @@ from vgrad.generators import (
     random_state,
     set_random_state,
 )
+from vgrad.lowering.limits import raise_clearly
 from vgrad.lowering.one_by_one import refused, undrawn
 from vgrad.lowering.truthful import Truth
 from vgrad.persample.engine.collectors import Collector
-from vgrad.persample.engine.guard import LossGuard, UnsupportedOp, raise_clearly
+from vgrad.persample.engine.guard import LossGuard, UnsupportedOp
 from vgrad.persample.engine.problem import Problem
 from vgrad.persample.engine.record import Recorder
 from vgrad.persample.factors.base import Dense, Factor
