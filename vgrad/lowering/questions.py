@@ -78,11 +78,7 @@ def answer(func: Callable, args: tuple, kwargs: dict, level: int) -> Any:
         UnsupportedOp: the question is about what a vmap of the loss's own maps over.
     """
     with modes.without_modes():
-        mapped = {
-            id(each): values
-            for each in among(args, kwargs)
-            if (values := physical(each, level)) is not None
-        }
+        mapped = _mapped(args, kwargs, level)
         if not mapped:
             return NONE
         if are_collected():
@@ -90,7 +86,22 @@ def answer(func: Callable, args: tuple, kwargs: dict, level: int) -> Any:
                 answers = _answers(func, args, kwargs, mapped)
             return _kept(func, mapped, answers)
     # A vmap around this one is asked in turn, by its own mode.
-    answers = _answers(func, args, kwargs, mapped)
+    return agreed(_answers(func, args, kwargs, mapped), level)
+
+
+def of_each(func: Callable, args: tuple, kwargs: dict, level: int) -> list | None:
+    """Return what a call returns for each sample by itself; None if all share it."""
+    with modes.without_modes():
+        mapped = _mapped(args, kwargs, level)
+    return _answers(func, args, kwargs, mapped) if mapped else None
+
+
+def agreed(answers: Sequence[Any], level: int) -> Any:
+    """Return the one answer of all samples.
+
+    Raises:
+        Split: they have different ones.
+    """
     parts: dict[str, list[int]] = {}
     for row, each in enumerate(answers):  # as text: nan is nan, and 0.0 is not -0.0
         parts.setdefault(repr(each), []).append(row)
@@ -98,6 +109,15 @@ def answer(func: Callable, args: tuple, kwargs: dict, level: int) -> Any:
         rows = [torch.tensor(each) for each in parts.values()]
         raise Split(Parts(rows, where(sys._getframe(1))), level)
     return answers[0]
+
+
+def _mapped(args: tuple, kwargs: dict, level: int) -> dict[int, Tensor]:
+    """Return the values of all samples, for each tensor that is not one of all."""
+    return {
+        id(each): values
+        for each in among(args, kwargs)
+        if (values := physical(each, level)) is not None
+    }
 
 
 def _kept(func: Callable, mapped: dict[int, Tensor], answers: list) -> Any:

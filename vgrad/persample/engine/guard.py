@@ -25,6 +25,7 @@ from vgrad.lowering.questions import (
     answer,
     physical,
 )
+from vgrad.lowering.selecting import SELECTING, form_of
 from vgrad.lowering.truthful import (
     REQUIRES_GRAD,
     Truth,
@@ -128,18 +129,28 @@ class LossGuard(Untouched):
             return physical(tensor, self._truth.level) is None
 
     def asked(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Answer a call that hands values to Python, if all samples have the same."""
+        """Run a call that has to know values, if they say the same of all samples."""
         truth = self._truth
-        if func not in QUESTIONS or truth is None:
+        if func not in _ASKING or truth is None:
             return NONE
-        found = answer(func, args, kwargs, truth.level)
-        self._draws.asked |= found is not NONE
-        return found
+        if func in QUESTIONS:
+            found = answer(func, args, kwargs, truth.level)
+            self._draws.asked |= found is not NONE
+            return found
+        if (form := form_of(func, args, kwargs, truth.level)) is None:
+            return NONE
+        self._draws.asked = True
+        with self:
+            return form()
 
     @staticmethod
     def op(func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one op in the form that it has under vmap."""
         return VMAPPED.get(func, func)(*args, **kwargs)
+
+
+_ASKING = QUESTIONS | SELECTING.keys()
+"""Calls that hand values to Python, or have shapes that depend on them."""
 
 
 def raise_clearly(

@@ -1,0 +1,166 @@
+"""Losses with shapes that depend on values: equal counts together, the others apart."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import vgrad
+from tests import cases, oracle
+from tests.cases import randn
+
+EXACT = 1e-12
+SIZE, T, D = 12, 5, 4
+PARAMS = {"w": randn(3, D), "v": randn(3, seed=1), "table": randn(T, D, seed=6)}
+X = randn(SIZE, T, D, seed=2)
+MASK = torch.arange(T) < torch.tensor([5, 3, 3, 0, 1, 5, 3, 2, 0, 3, 3, 5])[:, None]
+MASK = torch.stack([row[torch.randperm(T)] for row in MASK])
+WORDS = torch.randint(4, (SIZE, T), generator=torch.Generator().manual_seed(3))
+BATCH = (X, MASK, WORDS)
+
+
+def net(params, x):
+    """A number for the rows [..., D] that are there, and one if there are none."""
+    table = (params["table"] * 0.1).sum()
+    return ((x @ params["w"].t()).tanh() @ params["v"]).square().sum() + table
+
+
+def written(x, index, value):
+    x = x * 1
+    x[index] = value
+    return x
+
+
+def placed(params, x, mask):
+    h = (x @ params["w"].t()).tanh() * 1
+    h[mask] = h[mask] * 2 + params["v"]
+    h[mask] += 1
+    return h
+
+
+def in_groups(params, x, words):
+    names, group, counts = words.unique(return_inverse=True, return_counts=True)
+    h = x @ params["w"].t()
+    sums = torch.zeros(len(names), 3, dtype=x.dtype).index_add(0, group, h)
+    return (sums / counts[:, None]).tanh() @ params["v"]
+
+
+def experts(params, x, words):
+    h = torch.zeros_like(x)
+    for number in range(3):
+        (token,) = torch.where(words == number)
+        if token.numel():
+            h.index_add_(0, token, (x[token] * params["w"][number]).sin())
+    return h
+
+
+READS = {
+    "rows": lambda p, x, m, i: x[m],
+    "rows of what has a gradient": lambda p, x, m, i: (x @ p["w"].t())[m] @ p["w"],
+    "numbers": lambda p, x, m, i: x[(x > 0) & m[:, None]].sin()[:, None] * p["w"][0],
+    "a mask and a number": lambda p, x, m, i: x[m, 2][:, None] * p["w"][0],
+    "a mask and a slice": lambda p, x, m, i: F.pad(x[m, 1:], (0, 1)),
+    "a later axis": lambda p, x, m, i: x.t()[:, m].t(),
+    "an ellipsis": lambda p, x, m, i: x.t()[..., m].t(),
+    "a new axis": lambda p, x, m, i: x[None, m, None][0, :, 0],
+    "a number and a mask": lambda p, x, m, i: x.t()[1, m][:, None] * p["w"][0],
+    "an index and a mask": lambda p, x, m, i: (
+        x.t()[i[:1], m][:, None] * p["w"][0]
+    ),
+    "two masks": lambda p, x, m, i: (x @ x.t())[m, m][:, None] * p["w"][0],
+    "masks apart": lambda p, x, m, i: (x @ x.t())[:, None][m, :, m] * p["w"][0],
+    "bytes": lambda p, x, m, i: x[m.byte()],
+    "a flag": lambda p, x, m, i: x[m[0]].flatten(0, 1),
+    "integers": lambda p, x, m, i: i[m].to(x.dtype)[:, None] * p["w"][0],
+    "a mask that all share": lambda p, x, m, i: x[torch.arange(T) > 1],
+    "a parameter": lambda p, x, m, i: p["table"][m],
+    "a parameter twice": lambda p, x, m, i: p["table"][m] * x[m] + p["table"][i[m]],
+    "what is computed of a parameter": lambda p, x, m, i: p["table"].exp()[m],
+    "masked_select": lambda p, x, m, i: (
+        x.masked_select(m[:, None])[:, None] * p["w"][0]
+    ),
+    "masked_select of a row": lambda p, x, m, i: (
+        torch.masked_select(x[0], m[:, None])[:, None] * p["w"][0]
+    ),
+    "nonzero": lambda p, x, m, i: x[m.nonzero()[:, 0]],
+    "nonzero of two axes": lambda p, x, m, i: (x > 0).nonzero().to(x) @ p["w"][:2],
+    "nonzero as a tuple": lambda p, x, m, i: (
+        x[torch.nonzero(x > 0, as_tuple=True)][:, None] * p["w"][0]
+    ),
+    "nonzero as its method": lambda p, x, m, i: x[m.nonzero(as_tuple=True)],
+    "nonzero numbers": lambda p, x, m, i: x[i.nonzero().flatten()],
+    "argwhere": lambda p, x, m, i: x[torch.argwhere(m)[:, 0]] + x[m.argwhere()[:, 0]],
+    "where": lambda p, x, m, i: x[torch.where(m)],
+    "where by name": lambda p, x, m, i: x[torch.where(condition=m)],
+    "repeat_interleave": lambda p, x, m, i: torch.repeat_interleave(x, i, dim=0),
+    "repeat_interleave as its method": lambda p, x, m, i: (
+        (x @ p["w"].t()).repeat_interleave(i, 0) @ p["w"]
+    ),
+    "repeat_interleave of numbers": lambda p, x, m, i: (
+        x[:, 0].repeat_interleave(i)[:, None] * p["w"][0]
+    ),
+    "repeat_interleave by one number": lambda p, x, m, i: x.repeat_interleave(i[:1], 0),
+    "repeat_interleave of a parameter": lambda p, x, m, i: (
+        p["table"].repeat_interleave(i, 0)
+    ),
+    "repeat_interleave of places": lambda p, x, m, i: x[i.repeat_interleave(i)],
+    "places repeated": lambda p, x, m, i: x[torch.repeat_interleave(i)],
+    "one_hot": lambda p, x, m, i: F.one_hot(i).to(x).t() @ x,
+    "arange": lambda p, x, m, i: x[torch.arange(m.sum()) % i[:3].max().clamp(1)],
+    "bincount": lambda p, x, m, i: torch.bincount(i).to(x)[:, None] * x[:1],
+    "bincount of weights": lambda p, x, m, i: (
+        i.bincount(x[:, 0], minlength=2)[:, None] * p["w"][0]
+    ),
+    "unique": lambda p, x, m, i: in_groups(p, x, i)[:, None] * p["w"][0],
+    "unique_consecutive": lambda p, x, m, i: x[i.unique_consecutive()],
+    "index_put": lambda p, x, m, i: x.index_put((m,), x[m].sin()),
+    "index_put, added": lambda p, x, m, i: torch.index_put(
+        x, (m, i[m] % D), x[m, 0], accumulate=True
+    ),
+    "experts": lambda p, x, m, i: experts(p, x, i),
+    "written rows": lambda p, x, m, i: placed(p, x, m) @ p["w"],
+    "a written number": lambda p, x, m, i: written(x @ p["w"].t() @ p["w"], m, 0.5),
+    "a written parameter": lambda p, x, m, i: written(x, m, p["w"][1]),
+    "a written sum": lambda p, x, m, i: written(x, m, (x * p["w"][0]).sum()),
+    "a written row of each": lambda p, x, m, i: written(x, m, x[:1] * p["w"][0]),
+    "written later": lambda p, x, m, i: written(x.t(), (..., m), x[0, :, None]).t(),
+    "written at two axes": lambda p, x, m, i: written(x, x > p["w"][0], p["v"][0]),
+    "written in a column": lambda p, x, m, i: written(x, (m, 1), p["v"][0]),
+    "written by flag": lambda p, x, m, i: written(x, m[0], p["w"][0]),
+    "integers written": lambda p, x, m, i: (
+        written(i, m, 2.7).to(x)[:, None] * p["w"][0]
+    ),
+    "in a gradient of its own": lambda p, x, m, i: torch.func.grad(
+        lambda x: x[m].sin().square().sum()
+    )(x),
+}  # fmt: skip
+
+
+def loss_of(name):
+    def loss(params, buffers, x, mask, words):
+        return net(params, READS[name](params, x, mask, words))
+
+    return loss
+
+
+def plainly(name):
+    return oracle.loss_gradients(loss_of(name), PARAMS, {}, BATCH, SIZE)
+
+
+every_read = pytest.mark.parametrize("name", READS)
+
+
+@pytest.mark.filterwarnings("error:.*:vgrad.FallbackWarning")
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@every_read
+@pytest.mark.parametrize(("strategy", "chunk_size"), [("auto", 5), ("vmap", None)])
+def test_every_quantity_is_that_of_a_loop(name, strategy, chunk_size):
+    options = {"strategy": strategy, "chunk_size": chunk_size}
+    cases.assert_quantities(loss_of(name), PARAMS, BATCH, tolerance=EXACT, **options)
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@every_read
+def test_it_is_recorded(name):
+    told = vgrad.explain(vgrad.per_sample_norm(loss_of(name)))(PARAMS, {}, *BATCH)
+    assert told.strategy == "recorded"
+    assert sum(told.parts) == SIZE
