@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vgrad.conditions import Unrepeatable, are_collected, looked_at, unlikely
 from vgrad.lowering.truthful import UnsupportedOp, among
-from vgrad.torch_private import levels, modes
+from vgrad.torch_private import kernels, levels, modes
 from vgrad.tree import tree_map_only
 
 NONE = object()
@@ -220,5 +220,6 @@ QUESTIONS = {
     *_COMPARED,
     *(Tensor.__complex__, Tensor.tolist, Tensor.__contains__, Tensor.__format__),
     *(torch.equal, Tensor.equal, torch.allclose, Tensor.allclose),
+    kernels.is_left_aligned,
 }
 """Calls that hand values to Python."""

@@ -24,19 +24,12 @@ from vgrad.torch_private import levels, modes
 Form = Callable[[], Any]
 """What runs in the place of a call, as if the loss had written it."""
 
+FormOf = Callable[..., Form | None]
+"""From the level of the vmap over samples and a call's arguments to the call's form.
 
-def form_of(func: Callable, args: tuple, kwargs: dict, level: int) -> Form | None:
-    """Return the form of a call to one of `SELECTING`; None for torch's own way.
-
-    `level` is that of the vmap over the samples. What torch refuses for one sample has
-    no form, so that the error is torch's.
-
-    Raises:
-        Split: the samples have different counts.
-        Unrepeatable: a graph could not see that the counts are others.
-        UnsupportedOp: the loss calls this inside of a vmap of its own.
-    """
-    return SELECTING[func](level, *args, **kwargs)
+None is torch's own way, also for what torch refuses, so that the error is torch's.
+Raises `Split` where samples have different counts.
+"""
 
 
 class _Mask(NamedTuple):
@@ -103,7 +96,7 @@ def _for_all_hits(x: Tensor, mask: _Mask, value: Any) -> Form | None:
     return write
 
 
-def _index_put(func: Callable) -> Callable[..., Form | None]:
+def _index_put(func: Callable) -> FormOf:
     """Make the form of a function that writes by index."""
 
     def form(
@@ -215,7 +208,7 @@ def _arange(level: int, *args: Any, **options: Any) -> Form | None:
     return partial(torch.arange, *map(number, args), **options)
 
 
-def _by_each(func: Callable) -> Callable[..., Form | None]:
+def _by_each(func: Callable) -> FormOf:
     """Make the form of a function without a derivative: sample by sample."""
 
     def form(level: int, *args: Any, **kwargs: Any) -> Form | None:
@@ -306,7 +299,7 @@ _BY_EACH = (torch.bincount, Tensor.bincount, torch.unique, Tensor.unique)
 _BY_EACH += (torch.unique_consecutive, Tensor.unique_consecutive)
 _INDEX_PUT = (torch.index_put, torch.index_put_, Tensor.index_put, Tensor.index_put_)
 
-SELECTING: dict[Callable, Callable[..., Form | None]] = {
+SELECTING: dict[Callable, FormOf] = {
     Tensor.__getitem__: _getitem,
     Tensor.__setitem__: _setitem,
     **dict.fromkeys((torch.masked_select, Tensor.masked_select), _masked_select),

@@ -17,6 +17,7 @@ from vgrad.functional.batch_norm import mended, refuse_batch_statistics
 from vgrad.functional.untouched import Promise, Untouched
 from vgrad.generators import ALONE
 from vgrad.lowering.draws import Draws
+from vgrad.lowering.packed import PACKED
 from vgrad.lowering.questions import (
     NONE,
     QUESTIONS,
@@ -25,7 +26,7 @@ from vgrad.lowering.questions import (
     answer,
     physical,
 )
-from vgrad.lowering.selecting import SELECTING, form_of
+from vgrad.lowering.selecting import SELECTING
 from vgrad.lowering.truthful import (
     REQUIRES_GRAD,
     Truth,
@@ -137,7 +138,7 @@ class LossGuard(Untouched):
             found = answer(func, args, kwargs, truth.level)
             self._draws.asked |= found is not NONE
             return found
-        if (form := form_of(func, args, kwargs, truth.level)) is None:
+        if (form := _FORMS[func](truth.level, *args, **kwargs)) is None:
             return NONE
         self._draws.asked = True
         with self:
@@ -149,8 +150,11 @@ class LossGuard(Untouched):
         return VMAPPED.get(func, func)(*args, **kwargs)
 
 
-_ASKING = QUESTIONS | SELECTING.keys()
-"""Calls that hand values to Python, or have shapes that depend on them."""
+_FORMS = SELECTING | PACKED
+"""Calls whose results may have shapes that depend on values."""
+
+_ASKING = QUESTIONS | _FORMS.keys()
+"""Calls that have to know values."""
 
 
 def raise_clearly(
