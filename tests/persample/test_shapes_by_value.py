@@ -164,3 +164,118 @@ def test_it_is_recorded(name):
     told = vgrad.explain(vgrad.per_sample_norm(loss_of(name)))(PARAMS, {}, *BATCH)
     assert told.strategy == "recorded"
     assert sum(told.parts) == SIZE
+
+
+def test_samples_of_one_count_stay_together():
+    told = vgrad.explain(vgrad.per_sample_norm(loss_of("rows")))(PARAMS, {}, *BATCH)
+    assert sorted(told.parts) == [1, 1, 2, 3, 5]
+    ((line, times),) = told.splits
+    assert "test_shapes_by_value.py:" in line
+    assert times == 1
+
+
+@pytest.mark.parametrize("name", ["a written number", "written by flag"])
+def test_what_needs_no_count_splits_nothing(name):
+    told = vgrad.explain(vgrad.per_sample_norm(loss_of(name)))(PARAMS, {}, *BATCH)
+    assert told.parts == (SIZE,)
+
+
+def test_results_keep_the_order_of_the_samples():
+    def loss(params, buffers, x, mask, words):
+        rows = x[mask]
+        return net(params, rows), {"sum": rows.sum().detach(), "x": x}
+
+    clip = vgrad.clipped_grad(loss, max_norm=0.5, has_aux=True, chunk_size=7)
+    found, aux = clip(PARAMS, {}, *BATCH)
+    assert torch.equal(aux["x"], X)
+    sums = (X * MASK[:, :, None]).sum((1, 2))
+    torch.testing.assert_close(aux["sum"], sums, rtol=1e-12, atol=1e-14)
+    expected = plainly("rows")
+    oracle.assert_exact({"": found.norms}, {"": oracle.norms(expected)}, EXACT)
+    oracle.assert_exact(found.grads, oracle.clipped(expected, 0.5), EXACT)
+
+
+@pytest.mark.parametrize("strategy", ["recorded", "vmap"])
+def test_parts_see_the_numbers_that_the_chunk_drew(strategy):
+    def drawn(params, buffers, x, mask, words):
+        h = F.dropout(x @ params["w"].t(), 0.5)
+        kept = torch.rand(T) < 0.5
+        return (h[kept | mask] * params["v"]).square().sum(), (h != 0, kept)
+
+    def known(params, buffers, x, mask, drops, kept):
+        h = (x @ params["w"].t()) * drops * 2
+        return (h[kept | mask] * params["v"]).square().sum()
+
+    options = {"strategy": strategy, "randomness": "different", "has_aux": True}
+    torch.manual_seed(0)
+    found, aux = vgrad.per_sample_grad(drawn, **options)(PARAMS, {}, *BATCH)
+    assert len({tuple(row.tolist()) for row in aux[1]}) > 6
+    batch = (X, MASK, *aux)
+    expected = oracle.loss_gradients(known, PARAMS, {}, batch, SIZE)
+    oracle.assert_exact(found, expected, EXACT)
+
+
+@pytest.mark.parametrize(
+    ("read", "words"),
+    [
+        (lambda x, m: x[m[:3]], "shape of the mask"),
+        (lambda x, m: x[:, m], "shape of the mask"),
+        (lambda x, m: x[m, m, m], "too many indices"),
+        (lambda x, m: written(x, m, torch.ones(2).to(x)), "shape mismatch"),
+        (lambda x, m: written(x, m, torch.ones(D)), "dtypes match"),
+        (lambda x, m: x.masked_select(m), "must match"),
+        (lambda x, m: x.repeat_interleave(-m.long(), 0), "can not be negative"),
+        (lambda x, m: x.repeat_interleave(m[1:].long(), 0), "same size"),
+        (lambda x, m: F.one_hot(-1 - m.long()), "non-negative"),
+        (lambda x, m: x.unique(), "not implemented"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*:vgrad.FallbackWarning")
+def test_what_torch_refuses_is_refused_in_its_words(read, words):
+    def loss(params, buffers, x, mask):
+        return (read(x * params["w"][0], mask) * params["v"].sum()).sum()
+
+    mask = torch.tensor([True, True, False, True, False]).expand(4, T)
+    with pytest.raises((RuntimeError, IndexError), match=words):
+        vgrad.per_sample_grad(loss)(PARAMS, {}, X[:4], mask)
+
+
+def test_inside_of_a_vmap_of_its_own_it_is_refused():
+    def loss(params, buffers, x):
+        return torch.vmap(lambda row: row[row > 0].sum())(x @ params["w"].t()).sum()
+
+    for strategy in ("recorded", "vmap"):
+        compute = vgrad.per_sample_grad(loss, strategy=strategy)
+        with pytest.raises(vgrad.UnsupportedOp, match="outside of a vmap of its own"):
+            compute(PARAMS, {}, X)
+
+
+def test_a_warning_names_the_line_where_parts_are_small():
+    def loss(params, buffers, x):
+        return net(params, x[x > -0.5][:, None] * params["w"][0])
+
+    x = randn(16, 40, D)
+    text = r"samples take different branches at .*test_shapes_by_value.py:\d+; 16 of"
+    with pytest.warns(vgrad.FallbackWarning, match=text):
+        found = vgrad.per_sample_grad(loss)(PARAMS, {}, x)
+    expected = oracle.loss_gradients(loss, PARAMS, {}, (x,), 16)
+    oracle.assert_exact(found, expected, EXACT)
+
+
+SHAPED = ["rows", "numbers", "written rows", "where", "repeat_interleave", "one_hot"]
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("name", SHAPED)
+def test_a_graph_asks_again_and_gives_way(name):
+    eager = vgrad.clipped_grad(loss_of(name), max_norm=1.0)
+    found = vgrad.compile(vgrad.clipped_grad(loss_of(name), max_norm=1.0))
+    one = tuple(each[[1] * 4] for each in BATCH)
+    few = (one[0], one[1] & (torch.arange(T) < 2), one[2].clamp(max=1))
+    many = (one[0].abs(), one[1] | True, one[2] + 3)
+    for batch in (one, one, few, many, one):
+        oracle.assert_exact(
+            found(PARAMS, {}, *batch).grads, eager(PARAMS, {}, *batch).grads, 0
+        )
+    (report,) = found.reports()
+    assert (report.backend, report.calls, report.redos) == ("replay", 4, 2)
