@@ -105,7 +105,15 @@ READS = {
     "repeat_interleave of places": lambda p, x, m, i: x[i.repeat_interleave(i)],
     "places repeated": lambda p, x, m, i: x[torch.repeat_interleave(i)],
     "one_hot": lambda p, x, m, i: F.one_hot(i).to(x).t() @ x,
+    "a slice": lambda p, x, m, i: x[: i.max()],
+    "a slice of a later axis": lambda p, x, m, i: x.t()[:, i[0] : m.sum() : 2].t(),
     "arange": lambda p, x, m, i: x[torch.arange(m.sum()) % i[:3].max().clamp(1)],
+    "zeros": lambda p, x, m, i: torch.cat([torch.zeros(i[0], D).to(x), x]),
+    "new_full": lambda p, x, m, i: x.new_full((i[0], D), 2) * p["w"][0],
+    "views": lambda p, x, m, i: x[1:].reshape(i[0] % 2 + 1, -1, D).flatten(0, 1),
+    "split": lambda p, x, m, i: x.split([i[0], T - i[0]])[0],
+    "repeat": lambda p, x, m, i: x.repeat(i[1], 1) @ p["w"].t() @ p["w"],
+    "written to a slice": lambda p, x, m, i: written(x, slice(i[0]), p["v"][0]),
     "bincount": lambda p, x, m, i: torch.bincount(i).to(x)[:, None] * x[:1],
     "bincount of weights": lambda p, x, m, i: (
         i.bincount(x[:, 0], minlength=2)[:, None] * p["w"][0]

@@ -19,7 +19,7 @@ from torch import Tensor
 from vgrad.conditions import Unrepeatable, are_collected, looked_at, unlikely
 from vgrad.lowering.truthful import UnsupportedOp, among
 from vgrad.torch_private import kernels, levels, modes
-from vgrad.tree import tree_map_only
+from vgrad.tree import tree_map, tree_map_only
 
 NONE = object()
 """Returned in place of an answer where all samples share what is asked."""
@@ -87,6 +87,32 @@ def answer(func: Callable, args: tuple, kwargs: dict, level: int) -> Any:
             return _kept(func, mapped, answers)
     # A vmap around this one is asked in turn, by its own mode.
     return agreed(_answers(func, args, kwargs, mapped), level)
+
+
+def with_numbers(
+    func: Callable, args: tuple, kwargs: dict, level: int
+) -> tuple[tuple, dict] | None:
+    """Put the numbers that all samples have in the place of tensors `[]` of integers.
+
+    For a call that takes numbers of Python, as `x[:n]` and `torch.zeros(n)` do. None
+    if there are no such tensors.
+    """
+    found = False
+
+    def number(given: Any) -> Any:
+        nonlocal found
+        if isinstance(given, slice):
+            return slice(*map(number, (given.start, given.stop, given.step)))
+        if not isinstance(given, Tensor) or given.ndim or given.is_floating_point():
+            return given
+        value = NONE if given.is_complex() else answer(Tensor.item, (given,), {}, level)
+        found |= value is not NONE
+        return given if value is NONE else value
+
+    own = getattr(Tensor, getattr(func, "__name__", ""), None) is func
+    changed = *args[:own], *tree_map(number, args[own:])
+    named = tree_map(number, kwargs)
+    return (changed, named) if found else None
 
 
 def of_each(func: Callable, args: tuple, kwargs: dict, level: int) -> list | None:

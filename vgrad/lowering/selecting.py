@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vgrad.conditions import Unrepeatable, are_collected
-from vgrad.lowering.questions import NONE, agreed, answer, of_each, physical
+from vgrad.lowering.questions import agreed, answer, of_each, physical
 from vgrad.lowering.truthful import among
 from vgrad.torch_private import levels, modes
 
@@ -196,18 +196,6 @@ def _one_hot(level: int, tensor: Tensor, num_classes: int = -1) -> Form | None:
     return lambda: (tensor.unsqueeze(-1) == classes).long()
 
 
-def _arange(level: int, *args: Any, **options: Any) -> Form | None:
-    """Count from, to or by a number that a tensor has."""
-    if not any(isinstance(each, Tensor) for each in args):
-        return None
-
-    def number(given: Any) -> Any:
-        found = answer(Tensor.item, (given,), {}, level)
-        return given if found is NONE else found
-
-    return partial(torch.arange, *map(number, args), **options)
-
-
 def _by_each(func: Callable) -> FormOf:
     """Make the form of a function without a derivative: sample by sample."""
 
@@ -309,7 +297,6 @@ SELECTING: dict[Callable, FormOf] = {
     torch.repeat_interleave: _repeat_interleave,
     Tensor.repeat_interleave: _repeat_interleave,
     F.one_hot: _one_hot,
-    torch.arange: _arange,
     **{func: _index_put(func) for func in _INDEX_PUT},
     **{func: _by_each(func) for func in _BY_EACH},
 }

@@ -24,6 +24,9 @@ OWN_BACKWARD = (
 )
 """A backward pass inside a transform."""
 
+OF_A_NUMBER = "calling .item() on a Tensor"
+"""A call that takes a number of Python and got a tensor."""
+
 NOT_MAPPED = (
     "vmap:",
     "Batching rule not implemented",

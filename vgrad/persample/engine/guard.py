@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from vgrad.lowering.questions import (
     Split,
     answer,
     physical,
+    with_numbers,
 )
 from vgrad.lowering.selecting import SELECTING
 from vgrad.lowering.truthful import (
@@ -97,8 +98,14 @@ class LossGuard(Untouched):
         try:
             return self.run(func, args, kwargs)
         except RuntimeError as error:
-            in_place = _in_place(func, kwargs)
-            raise_clearly(error, modes.op_name(func), in_place=in_place)
+            given = None
+            if messages.OF_A_NUMBER in str(error) and self._truth is not None:
+                given = with_numbers(func, args, kwargs, self._truth.level)
+            if given is None:
+                in_place = _in_place(func, kwargs)
+                raise_clearly(error, modes.op_name(func), in_place=in_place)
+        self._draws.asked = True
+        return self._run_clearly(func, *given)
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one call for all samples at once."""
@@ -159,7 +166,7 @@ _ASKING = QUESTIONS | _FORMS.keys()
 
 def raise_clearly(
     error: RuntimeError, op: str, *, in_place: bool = False, one: str = "sample"
-) -> Any:
+) -> NoReturn:
     """Raise an error of vmap again in words that say what to do; others as they are.
 
     `one` is what vmap maps over.
