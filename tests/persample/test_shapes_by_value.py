@@ -258,6 +258,20 @@ def test_inside_of_a_vmap_of_its_own_it_is_refused():
             compute(PARAMS, {}, X)
 
 
+def test_a_transform_inside_of_a_transform_asks_in_turn():
+    def inner(params, buffers, row, mask):
+        return (row * params["v"][0])[mask].sin().sum()
+
+    def loss(params, buffers, x):
+        x = x * params["w"][0]
+        norms = vgrad.per_sample_norm(inner, strategy="vmap")
+        return norms(params, buffers, x, x.detach() > 0).sum()
+
+    expected = oracle.loss_gradients(loss, PARAMS, {}, (X,), SIZE)
+    found = vgrad.per_sample_grad(loss, strategy="vmap")(PARAMS, {}, X)
+    oracle.assert_exact(found, expected, EXACT)
+
+
 def test_a_warning_names_the_line_where_parts_are_small():
     def loss(params, buffers, x):
         return net(params, x[x > -0.5][:, None] * params["w"][0])

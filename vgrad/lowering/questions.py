@@ -175,7 +175,9 @@ def physical(tensor: Tensor, level: int) -> Tensor | None:
         tensor = levels.unwrapped(tensor)
     if levels.level_of(tensor) != level or not levels.is_batched(tensor):
         return None
-    return levels.unwrapped(tensor).movedim(levels.batch_axis(tensor), 0).detach()
+    axis = levels.batch_axis(tensor)
+    with levels.below(level):  # else the transforms inside wrap the result
+        return levels.unwrapped(tensor).movedim(axis, 0).detach()
 
 
 def _answers(
