@@ -14,7 +14,7 @@ import vgrad
 from tests import oracle
 from tests.examples import examples
 from tests.oracle import assert_exact
-from vgrad.lowering import cells, recurrent
+from vgrad.lowering.sequences import cells, recurrent
 from vgrad.testing import check_rule
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}

@@ -29,8 +29,7 @@ def sets_item(p, b, x):
 
 
 REFUSED = {
-    "mask": ("__getitem__", lambda p, b, x: (p["w"] * x)[x > 0].sum()),
-    "nonzero": ("nonzero", lambda p, b, x: (p["w"] * x)[x.nonzero()].sum()),
+    "numpy": ("numpy", lambda p, b, x: (p["w"] * x).sum() * x.numpy().item(0)),
     "add_": ("add_", lambda p, b, x: torch.zeros(3).add_(p["w"] * x).sum()),
     "an item is set": ("__setitem__", sets_item),
 }

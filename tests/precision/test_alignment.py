@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import vgrad
 from tests.oracle import assert_exact
-from vgrad.lowering import cells, steps
+from vgrad.lowering.sequences import cells, steps
 from vgrad.precision import alignment_report
 
 

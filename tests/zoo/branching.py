@@ -11,7 +11,6 @@ from tests.zoo.entries import (
     SIZE,
     SPLITS,
     D,
-    Exact,
     Net,
     Use,
     classes,
@@ -106,6 +105,18 @@ def cut_to_length() -> Use:
     def forward(self, x, length):
         x = x[:, : int(length.max())]
         return self.head(torch.relu(self.layer(x)).mean(1))
+
+    model = Net(forward, layer=nn.Linear(D, D), head=nn.Linear(D, 3))
+    return Use(model, (noise(5, D), LENGTHS, classes()))
+
+
+def cut_by_tensors() -> Use:
+    """Tensors stand where Python wants numbers: in slices, sizes and ranges."""
+
+    def forward(self, x, length):
+        last, count = length.max(), length.sum()
+        x = self.layer(x[:, :last]) + torch.arange(last)[:, None]
+        return self.head(torch.cat([x, x.new_zeros(1, count, D)], 1).sin().sum(1))
 
     model = Net(forward, layer=nn.Linear(D, D), head=nn.Linear(D, 3))
     return Use(model, (noise(5, D), LENGTHS, classes()))
@@ -377,8 +388,6 @@ def dates() -> Use:
     return Use(model, (noise(D), torch.tensor([0, 1, 2]), classes()))
 
 
-UNEQUAL = Exact("loop", "stack expects each tensor to be equal size")
-
 ENTRIES = [
     entry("early exit", early_exit, today=SPLITS),
     entry("adaptive computation time", adaptive_computation, today=SPLITS),
@@ -387,48 +396,45 @@ ENTRIES = [
     entry("modules chosen by tolist", routed_by_list, today=SPLITS),
     entry("depth of each sample", depth_of_each, today=SPLITS),
     entry("cut to the sample's length", cut_to_length, today=SPLITS),
-    entry("boolean index", boolean_index, today=looks("__getitem__")),
+    entry("sizes and slices by tensors", cut_by_tensors, today=SPLITS),
+    entry("boolean index", boolean_index, today=SPLITS),
     entry(
         "masked language model by boolean index",
         masked_language_model,
-        today=looks("__getitem__"),
+        today=SPLITS,
     ),
-    entry("masked_select and where", masked_select, today=looks("masked_select")),
-    entry("mixture of experts in a loop", experts_in_a_loop, today=looks("where")),
-    entry(
-        "mixture of experts that are hit", experts_that_are_hit, today=looks("nonzero")
-    ),
+    entry("masked_select and where", masked_select, today=SPLITS),
+    entry("mixture of experts in a loop", experts_in_a_loop, today=SPLITS),
+    entry("mixture of experts that are hit", experts_that_are_hit, today=SPLITS),
     entry(
         "length regulator by repeat_interleave",
         length_regulator,
-        today=UNEQUAL,
+        today=SPLITS,
     ),
-    entry("pooling by unique", pooled_by_unique, today=looks("unique")),
+    entry("pooling by unique", pooled_by_unique, today=SPLITS),
     entry(
         "packed LSTM",
         packed,
         nn.LSTM,
-        today=UNEQUAL,
+        today=SPLITS,
     ),
     entry(
         "packed GRU",
         packed,
         nn.GRU,
-        today=UNEQUAL,
+        today=SPLITS,
     ),
     entry("nn.Transformer, src_key_padding_mask", padded_transformer, train=True),
     entry(
         "nn.Transformer, evaluated",
         padded_transformer,
         train=False,
-        today=looks("_nested_tensor_from_mask_left_aligned"),
     ),
     entry("nn.TransformerEncoder, padding mask", padded_encoder, train=True),
     entry(
         "nn.TransformerEncoder, evaluated",
         padded_encoder,
         train=False,
-        today=looks("_nested_tensor_from_mask_left_aligned"),
     ),
     entry("a mask left out where it hides nothing", skips_a_mask, today=SPLITS),
     entry("LayerDrop by hand", dropped_layers, options=SAME),

@@ -17,10 +17,11 @@ from vgrad import checks
 from vgrad.ensemble.axes import InDims, batch_dims, members, split
 from vgrad.functional.untouched import Promise, untouched
 from vgrad.generators import ALONE, drawn_since, random_state, set_random_state
+from vgrad.lowering.answering import tried
 from vgrad.lowering.draws import Draws
 from vgrad.lowering.limits import raise_clearly
 from vgrad.lowering.members import Members, mapped_here
-from vgrad.lowering.questions import Parts, Split, tried
+from vgrad.lowering.questions import Parts, Split
 from vgrad.lowering.truthful import Truth
 from vgrad.names import Patterns
 from vgrad.persample.engine.ladder import FINAL, Stop

@@ -39,6 +39,11 @@ def index_add_(
     return input.copy_(index_add(input, dim, index, source, **options))
 
 
+def scatter_(input: Tensor, *args: Any, **options: Any) -> Tensor:
+    """Scatter in place; torch has a rule of vmap for `torch.scatter` alone."""
+    return input.copy_(torch.scatter(input, *args, **options))
+
+
 class _IndexAdd(Function):
     """The sum along an axis, which the samples of a vmap join."""
 

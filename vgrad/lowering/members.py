@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vgrad.functional.untouched import Promise
+from vgrad.lowering.answering import Answering
 from vgrad.lowering.draws import Draws
-from vgrad.lowering.questions import NONE, QUESTIONS, Answering, Split
+from vgrad.lowering.questions import NONE, QUESTIONS, Split
 from vgrad.lowering.truthful import HOOKS, Truth, among
 from vgrad.lowering.vmapped import VMAPPED
 from vgrad.torch_private import levels, modes

@@ -12,19 +12,15 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vgrad.conditions import Unrepeatable, are_collected, looked_at, unlikely
-from vgrad.functional.untouched import Promise, Untouched
-from vgrad.generators import drawn_since, random_state, set_random_state
-from vgrad.lowering.draws import Draws, Undrawn
-from vgrad.lowering.limits import in_place, raise_clearly
-from vgrad.lowering.truthful import Truth, UnsupportedOp, among
-from vgrad.torch_private import levels, modes
-from vgrad.tree import tree_map_only
+from vgrad.lowering.truthful import UnsupportedOp, among
+from vgrad.torch_private import kernels, levels, modes
+from vgrad.tree import tree_map, tree_map_only
 
 NONE = object()
 """Returned in place of an answer where all samples share what is asked."""
@@ -63,106 +59,9 @@ class Split(BaseException):
         self.level = level
 
 
-def tried(
-    run: Callable[[Draws], Any],
-    draws: Draws,
-    tensors: Sequence[Tensor],
-    *,
-    differ: bool,
-    again: Callable[[Draws], Any] | None = None,
-) -> tuple[Any, Draws]:
-    """Run samples; return what that gives, or the `Parts` they fall into, and draws.
-
-    These have the random numbers that the samples of the parts must see once more. If
-    they `differ` from sample to sample and there were some, all samples run `again` for
-    that.
-
-    Raises:
-        Undrawn: they came from another generator, whose state is not known.
-    """
-    before = random_state(tensors) if differ else None
-    found = _parted(run, draws)
-    if not isinstance(found, Parts):
-        return found, draws
-    if draws.own and draws.asked:
-        raise Undrawn("some of a torch.Generator of the loss's own")
-    if before is not None and draws.known is None and drawn_since(before, tensors):
-        set_random_state(before)
-        draws = Draws(known=[])
-        found = _parted(again or run, draws)
-    return found, draws
-
-
-def _parted(run: Callable[[Draws], Any], draws: Draws) -> Any:
-    """Return what a function does, or the parts into which its samples fall.
-
-    So nothing is left of the exception, which would keep all tensors.
-    """
-    around = levels.current_level() or 0
-    try:
-        return run(draws)
-    except Split as split:
-        if split.level is not None and split.level <= around:
-            raise  # a vmap around this call maps over these samples
-        return split.parts
-
-
-class Answering(Untouched):
-    """The function mode that answers questions about values, with a `truth`.
-
-    That says what the vmap maps over. What a loss asks and draws is noted in `draws`.
-    """
-
-    def __init__(
-        self, *promises: Promise, truth: Truth | None, draws: Draws | None
-    ) -> None:
-        """Start where nothing was asked."""
-        super().__init__(*promises)
-        self._truth = truth
-        self._draws = draws or Draws()
-        self._stopped: BaseException | None = None
-
-    def __exit__(self, *raised: Any) -> None:
-        """Raise what stopped the loss, even if it went on all the same.
-
-        A single sample would not have been stopped, so what a loss does in answer is
-        not what it does with one.
-        """
-        super().__exit__(*raised)
-        stopped, self._stopped = self._stopped, None
-        if stopped is not None and stopped is not raised[1]:
-            raise stopped
-
-    def note(self, kwargs: dict) -> None:
-        """Note whether a call draws from a generator of the loss's own."""
-        if kwargs.get("generator") is not None:
-            self._draws.own = True
-
-    def asked(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Answer one of the `QUESTIONS`, if all samples have the same answer."""
-        if self._truth is None:
-            return NONE
-        found = answer(func, args, kwargs, self._truth)
-        self._draws.asked |= found is not NONE
-        return found
-
-    def stop(
-        self, error: Split | RuntimeError, func: Callable, kwargs: dict
-    ) -> NoReturn:
-        """Raise what stops the loss, in words that say what to do, and remember it."""
-        try:
-            if isinstance(error, Split):
-                self._draws.asked = True
-                raise error
-            one = self._truth.one if self._truth else "sample"
-            writes = in_place(func, kwargs)
-            raise_clearly(error, modes.op_name(func), in_place=writes, one=one)
-        except (Split, UnsupportedOp) as stopped:
-            self._stopped = stopped
-            raise
-
-
-def answer(func: Callable, args: tuple, kwargs: dict, truth: Truth) -> Any:
+def answer(
+    func: Callable, args: tuple, kwargs: dict, level: int, one: str = "sample"
+) -> Any:
     """Return what all samples answer, or all members: what a vmap maps over.
 
     Raises:
@@ -170,26 +69,72 @@ def answer(func: Callable, args: tuple, kwargs: dict, truth: Truth) -> Any:
         UnsupportedOp: the question is about what a vmap of the loss's own maps over.
     """
     with modes.without_modes():
-        mapped = {
-            id(each): values
-            for each in among(args, kwargs)
-            if (values := physical(each, truth.level)) is not None
-        }
+        mapped = _mapped(args, kwargs, level)
         if not mapped:
             return NONE
         if are_collected():
             with looked_at():
                 answers = _answers(func, args, kwargs, mapped)
-            return _kept(func, mapped, answers, truth.one)
+            return _kept(func, mapped, answers, one)
     # A vmap around this one is asked in turn, by its own mode.
-    answers = _answers(func, args, kwargs, mapped)
+    return agreed(_answers(func, args, kwargs, mapped), level)
+
+
+def with_numbers(
+    func: Callable, args: tuple, kwargs: dict, level: int
+) -> tuple[tuple, dict] | None:
+    """Put the numbers that all samples have in the place of tensors `[]` of integers.
+
+    For a call that takes numbers of Python, as `x[:n]` and `torch.zeros(n)` do. None
+    if there are no such tensors.
+    """
+    found = False
+
+    def number(given: Any) -> Any:
+        nonlocal found
+        if isinstance(given, slice):
+            return slice(*map(number, (given.start, given.stop, given.step)))
+        if not isinstance(given, Tensor) or given.ndim or given.is_floating_point():
+            return given
+        value = NONE if given.is_complex() else answer(Tensor.item, (given,), {}, level)
+        found |= value is not NONE
+        return given if value is NONE else value
+
+    own = getattr(Tensor, getattr(func, "__name__", ""), None) is func
+    changed = *args[:own], *tree_map(number, args[own:])
+    named = tree_map(number, kwargs)
+    return (changed, named) if found else None
+
+
+def of_each(func: Callable, args: tuple, kwargs: dict, level: int) -> list | None:
+    """Return what a call returns for each sample by itself; None if all share it."""
+    with modes.without_modes():
+        mapped = _mapped(args, kwargs, level)
+    return _answers(func, args, kwargs, mapped) if mapped else None
+
+
+def agreed(answers: Sequence[Any], level: int) -> Any:
+    """Return the one answer of all samples.
+
+    Raises:
+        Split: they have different ones.
+    """
     parts: dict[str, list[int]] = {}
     for row, each in enumerate(answers):  # as text: nan is nan, and 0.0 is not -0.0
         parts.setdefault(repr(each), []).append(row)
     if len(parts) > 1:
         rows = [torch.tensor(each) for each in parts.values()]
-        raise Split(Parts(rows, where(sys._getframe(1))), truth.level)
+        raise Split(Parts(rows, where(sys._getframe(1))), level)
     return answers[0]
+
+
+def _mapped(args: tuple, kwargs: dict, level: int) -> dict[int, Tensor]:
+    """Return the values of all samples, for each tensor that is not one of all."""
+    return {
+        id(each): values
+        for each in among(args, kwargs)
+        if (values := physical(each, level)) is not None
+    }
 
 
 def _kept(func: Callable, mapped: dict[int, Tensor], answers: list, one: str) -> Any:
@@ -221,7 +166,9 @@ def physical(tensor: Tensor, level: int) -> Tensor | None:
         tensor = levels.unwrapped(tensor)
     if levels.level_of(tensor) != level or not levels.is_batched(tensor):
         return None
-    return levels.unwrapped(tensor).movedim(levels.batch_axis(tensor), 0).detach()
+    axis = levels.batch_axis(tensor)
+    with levels.below(level):  # else the transforms inside wrap the result
+        return levels.unwrapped(tensor).movedim(axis, 0).detach()
 
 
 def _answers(
@@ -302,5 +249,6 @@ QUESTIONS = {
     *_COMPARED,
     *(Tensor.__complex__, Tensor.tolist, Tensor.__contains__, Tensor.__format__),
     *(torch.equal, Tensor.equal, torch.allclose, Tensor.allclose),
+    kernels.is_left_aligned,
 }
 """Calls that hand values to Python."""

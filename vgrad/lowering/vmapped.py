@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vgrad.lowering import cells
 from vgrad.lowering.attention import scaled_dot_product_attention
 from vgrad.lowering.custom import custom_function
-from vgrad.lowering.indexing import index_add, index_add_
+from vgrad.lowering.indexing import index_add, index_add_, scatter_
+from vgrad.lowering.sequences import cells
 from vgrad.torch_private import levels
 
 
@@ -80,6 +80,7 @@ VMAPPED: dict[Callable, Callable] = {
     torch.index_add: index_add,
     Tensor.index_add: index_add,
     Tensor.index_add_: index_add_,
+    Tensor.scatter_: scatter_,
     levels.custom_function_call: custom_function,
 }
 """Here torch's own vmap loops over samples, gives wrong numbers, or refuses."""

@@ -21,6 +21,14 @@ tanh_backward = torch.ops.aten.tanh_backward
 """The derivatives that autograd calls (tools/autograd/derivatives.yaml), that of a
 convolution with a choice of input, weight and bias."""
 
+pack_padded_sequence = torch._VF._pack_padded_sequence
+pad_packed_sequence = torch._VF._pad_packed_sequence
+"""What the functions of these names call (torch/nn/utils/rnn.py)."""
+
+is_left_aligned = torch._nested_tensor_from_mask_left_aligned  # pyright: ignore[reportPrivateImportUsage]
+"""Tells whether a mask hides nothing but the end, for which a TransformerEncoder has a
+kernel of inference (torch/nn/modules/transformer.py)."""
+
 fp32_precision = torch._C._get_fp32_precision_getter
 """What torch's switch for a backend's op says: `torch.backends.cuda.matmul` and so on
 read it by this function, which costs a tenth of them (torch/backends/__init__.py)."""

@@ -31,7 +31,7 @@ for all of this in `torch.func` would end the need.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -63,6 +63,7 @@ from torch.autograd import forward_ad
 __all__ = [
     "add_batch_axis",
     "batch_axis",
+    "below",
     "current_level",
     "custom_function_call",
     "innermost",
@@ -99,12 +100,17 @@ def running() -> tuple[str, ...]:
 
 
 @contextmanager
-def outside() -> Iterator[None]:
-    """Leave all transforms in this block."""
+def below(level: int) -> Iterator[None]:
+    """Leave the transform of a level, and those inside of it, in this block."""
     with ExitStack() as stack:
-        while current_level() is not None:
+        while (current_level() or 0) >= level:
             stack.enter_context(without_innermost())
         yield
+
+
+def outside() -> AbstractContextManager[None]:
+    """Leave all transforms in a block; their levels count from 1."""
+    return below(1)
 
 
 def stored(tensor: Tensor) -> Tensor:

@@ -15,6 +15,9 @@ RANDOM_OF_EACH = "does not currently support same randomness"
 HOOKS_ON_SAVED = ("saved tensor hooks",)
 """Activation checkpointing, or another use of hooks on saved tensors."""
 
+REENTRANT = "When use_reentrant=True"
+"""A re-entrant checkpoint, in a backward pass that accumulates nothing."""
+
 NO_SETUP_CONTEXT = "setup_context"
 """An autograd.Function in the old style, which transforms cannot run."""
 
@@ -23,6 +26,9 @@ OWN_BACKWARD = (
     "attempting to call Tensor.requires_grad_()",
 )
 """A backward pass inside a transform."""
+
+OF_A_NUMBER = "calling .item() on a Tensor"
+"""A call that takes a number of Python and got a tensor."""
 
 NOT_MAPPED = (
     "vmap:",

@@ -11,8 +11,9 @@ from torch import Tensor
 from vgrad import batches
 from vgrad.conditions import are_collected
 from vgrad.generators import ALONE, random_state, set_random_state
+from vgrad.lowering.answering import tried
 from vgrad.lowering.draws import Draws
-from vgrad.lowering.questions import Parts, tried
+from vgrad.lowering.questions import Parts
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.ladder import STRATEGIES
 from vgrad.persample.engine.problem import Problem

@@ -5,28 +5,33 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from vgrad.functional.batch_norm import mended, refuse_batch_statistics
 from vgrad.functional.untouched import Promise
 from vgrad.generators import ALONE
+from vgrad.lowering.answering import Answering
 from vgrad.lowering.custom import for_samples
 from vgrad.lowering.draws import Draws
 from vgrad.lowering.questions import (
     NONE,
     QUESTIONS,
-    Answering,
     Parts,
     Split,
     physical,
     where,
+    with_numbers,
 )
+from vgrad.lowering.selecting import SELECTING
+from vgrad.lowering.sequences.packed import PACKED
 from vgrad.lowering.truthful import (
     REQUIRES_GRAD,
     Truth,
@@ -36,6 +41,7 @@ from vgrad.lowering.truthful import UnsupportedOp as UnsupportedOp
 from vgrad.lowering.vmapped import VMAPPED
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.torch_private import levels, messages, modes, saving
+from vgrad.torch_private.tensors import version_of
 
 
 class LossGuard(Answering):
@@ -91,22 +97,36 @@ class LossGuard(Answering):
         if getattr(func, "__name__", "") != "__get__":
             refuse_batch_statistics(func, args, kwargs, self._is_shared)
             self.check(func, args, kwargs)
+        if func is levels.custom_function_call and args[0] is saving.Reentrant:
+            with self, self._casts():
+                return saving.run_once(*args[1:], **kwargs)
         if self._truth is None:
             return mended(func, func(*args, **kwargs))
         if kwargs:
             self.note(kwargs)
-        if func is levels.custom_function_call and args[0] is saving.Reentrant:
-            with self, self._casts():
-                return saving.run_once(*args[1:], **kwargs)
         try:
-            return self.run(func, args, kwargs)
+            return self._run_with_numbers(func, args, kwargs)
         except (Split, RuntimeError) as error:
             self.stop(error, func, kwargs)
+
+    def _run_with_numbers(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run one call; where it needs a number for a tensor, that is a question."""
+        assert self._truth is not None
+        try:
+            return self.run(func, args, kwargs)
+        except RuntimeError as error:
+            if messages.OF_A_NUMBER not in str(error):
+                raise
+            given = with_numbers(func, args, kwargs, self._truth.level)
+            if given is None:
+                raise
+        self._draws.asked = True
+        return self._run_with_numbers(func, *given)
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one call for all samples at once."""
         assert self._truth is not None  # else there is one sample
-        if func in QUESTIONS and (found := self.asked(func, args, kwargs)) is not NONE:
+        if func in ASKING and (found := self.asked(func, args, kwargs)) is not NONE:
             return found
         tensors = among(args, kwargs)
         # A loss around this one, which has modes of its own, is not asked.
@@ -132,6 +152,18 @@ class LossGuard(Answering):
         with modes.without_modes():
             return physical(tensor, self._truth.level) is None
 
+    def asked(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run a call that has to know values, if they say the same of all samples."""
+        if (form_of := _FORMS.get(func)) is None:
+            return super().asked(func, args, kwargs)
+        if self._truth is None:
+            return NONE
+        if (form := form_of(self._truth.level, *args, **kwargs)) is None:
+            return NONE
+        self._draws.asked = True
+        with self:
+            return form()
+
     def op(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one op in the form that it has under vmap."""
         if func is not levels.custom_function_call:
@@ -144,6 +176,48 @@ class LossGuard(Answering):
     def knows(self, tensor: Tensor) -> bool:
         """Tell whether a tensor stands for a parameter."""
         return False
+
+
+_FORMS = SELECTING | PACKED
+"""Calls whose results may have shapes that depend on values."""
+
+ASKING = QUESTIONS | _FORMS.keys()
+"""Calls that have to know values."""
+
+
+@contextmanager
+def own_backward_passes(params: Collection[Tensor]) -> Iterator[None]:
+    """Say what an autograd.Function may lack in its backward pass, or may not do.
+
+    `params` are those of a caller who can differentiate.
+    """
+    before = _accumulated(params)
+    try:
+        yield
+    except Exception as error:
+        frames = walk_tb(error.__traceback__)
+        if any(frame.f_code is BackwardCFunction.apply.__code__ for frame, _ in frames):
+            error.add_note(
+                "This happened in the backward pass of an autograd.Function, which is "
+                "expected to need nothing but its context: after its call a functional "
+                "model has no parameters, and what its forward pass has set is undone. "
+                "Models whose layers run again in a backward pass, as reversible ones "
+                "do, need plain autograd."
+            )
+        raise
+    if before != _accumulated(params):
+        raise UnsupportedOp(
+            "loss: expected a graph that leads to the parameters, got an "
+            "autograd.Function that runs a backward pass of its own, which added to "
+            "the .grad of the caller's and has no derivative. Call under "
+            "torch.no_grad(), or with detached parameters."
+        )
+
+
+def _accumulated(params: Collection[Tensor]) -> list[tuple[int, int]]:
+    """Tell apart what parameters have in `.grad`."""
+    grads = [each.grad for each in params if each.is_leaf]
+    return [(id(each), version_of(each)) for each in grads if each is not None]
 
 
 class FallbackWarning(UserWarning):

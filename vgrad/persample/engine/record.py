@@ -15,11 +15,11 @@ from torch import Tensor
 
 from vgrad import tree
 from vgrad.lowering.one_by_one import once
-from vgrad.lowering.questions import NONE, QUESTIONS
+from vgrad.lowering.questions import NONE
 from vgrad.lowering.truthful import ASKED, Truth, among
 from vgrad.persample.engine import views
 from vgrad.persample.engine.captured import packed
-from vgrad.persample.engine.guard import LossGuard, UnsupportedOp
+from vgrad.persample.engine.guard import ASKING, LossGuard, UnsupportedOp
 from vgrad.persample.engine.plans import Plan, planned
 from vgrad.persample.engine.problem import Problem
 from vgrad.persample.engine.sites import Site, Sites, Take, Use, replaced
@@ -123,7 +123,7 @@ class Recorder(LossGuard):
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one call of a torch function."""
-        if func in QUESTIONS and (found := self.asked(func, args, kwargs)) is not NONE:
+        if func in ASKING and (found := self.asked(func, args, kwargs)) is not NONE:
             return found
         if self._repeats:
             args, kwargs = tree_map_only(Tensor, self._sites.original, (args, kwargs))

@@ -8,12 +8,10 @@ memory does not grow with the batch.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from traceback import walk_tb
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
 from vgrad import checks, tree
 from vgrad.dtypes import no_autocast
@@ -27,13 +25,16 @@ from vgrad.lowering.limits import raise_clearly
 from vgrad.lowering.one_by_one import refused, undrawn
 from vgrad.lowering.truthful import Truth
 from vgrad.persample.engine.collectors import Collector
-from vgrad.persample.engine.guard import LossGuard, UnsupportedOp
+from vgrad.persample.engine.guard import (
+    LossGuard,
+    UnsupportedOp,
+    own_backward_passes,
+)
 from vgrad.persample.engine.problem import Problem
 from vgrad.persample.engine.record import Recorder
 from vgrad.persample.factors.base import Dense, Factor
 from vgrad.persample.rules.table import RULES
-from vgrad.torch_private import levels, modes, old_style, saving
-from vgrad.torch_private.tensors import version_of
+from vgrad.torch_private import levels, messages, modes, old_style, saving
 from vgrad.tree import tree_map_only
 from vgrad.typing import Params, Tree
 
@@ -137,8 +138,19 @@ def alone(problem: Problem) -> tuple[Params, Tensor, Tree]:
     def of_params(params: Params) -> tuple[Tensor, Tree]:
         return problem.run_loss(params, tensors, _guard(problem), alone=True)
 
+    def shown(params: Params) -> tuple[Tensor, Tree]:
+        # Modes see a re-entrant checkpoint inside of a transform, of whatever.
+        with levels.vmap_level(1, "same"), old_style.shown():
+            return of_params(params)
+
     with _no_weight_cache():
-        found = gradient(of_params, problem)
+        try:
+            found = gradient(of_params, problem)
+        except RuntimeError as error:
+            if messages.REENTRANT not in str(error):
+                raise
+            set_random_state(before)
+            found = gradient(shown, problem)
     if problem.randomness == "error" and drawn_since(before, problem.tensors):
         set_random_state(before)
         raise RuntimeError(
@@ -230,12 +242,13 @@ def _leaves(problem: Problem) -> Params:
 def _plain_gradient(of_params: Callable, problem: Problem) -> tuple:
     """Differentiate by autograd."""
     leaves, create_graph = _leaves(problem), problem.differentiable
+    params = problem.params.values() if create_graph else ()
     with torch.enable_grad():
         value, aux = of_params(leaves)
         if not value.requires_grad:  # nothing that is differentiated has a part in it
             zeros = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
             return zeros, value, aux
-        with no_autocast(value.device), _backward_pass(problem):
+        with no_autocast(value.device), own_backward_passes(params):
             grads = torch.autograd.grad(
                 value,
                 list(leaves.values()),
@@ -253,39 +266,6 @@ def _plain_gradient(of_params: Callable, problem: Problem) -> tuple:
     if not create_graph:
         value, aux = tree_map_only(Tensor, torch.Tensor.detach, (value, aux))
     return dict(zip(leaves, grads, strict=True)), value, aux
-
-
-@contextmanager
-def _backward_pass(problem: Problem) -> Iterator[None]:
-    """Say what an autograd.Function may lack in its backward pass, or may not do."""
-    before = _accumulated(problem)
-    try:
-        yield
-    except Exception as error:
-        frames = walk_tb(error.__traceback__)
-        if any(frame.f_code is BackwardCFunction.apply.__code__ for frame, _ in frames):
-            error.add_note(
-                "This happened in the backward pass of an autograd.Function, which is "
-                "expected to need nothing but its context: after its call a functional "
-                "model has no parameters, and what its forward pass has set is undone. "
-                "Models whose layers run again in a backward pass, as reversible ones "
-                "do, need plain autograd."
-            )
-        raise
-    if before != _accumulated(problem):
-        raise UnsupportedOp(
-            "loss: expected a graph that leads to the parameters, got an "
-            "autograd.Function that runs a backward pass of its own, which added to "
-            "the .grad of the caller's and has no derivative. Call under "
-            "torch.no_grad(), or with detached parameters."
-        )
-
-
-def _accumulated(problem: Problem) -> list[tuple[int, int]]:
-    """Tell apart what the caller's parameters have in `.grad`."""
-    params = problem.params.values() if problem.differentiable else ()
-    grads = [each.grad for each in params if each.is_leaf]
-    return [(id(each), version_of(each)) for each in grads if each is not None]
 
 
 def _functional_gradient(of_params: Callable, problem: Problem) -> tuple:

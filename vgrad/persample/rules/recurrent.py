@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vgrad.lowering import cells, recurrent
+from vgrad.lowering.sequences import cells, recurrent
 from vgrad.persample.factors.base import Dense, Positions
 from vgrad.persample.factors.outer import Outer
 from vgrad.persample.rules.table import Recording, lowered

@@ -20,8 +20,8 @@ from torch.autograd import Function
 
 from vgrad import checks
 from vgrad.dtypes import no_autocast
-from vgrad.lowering.cells import Layout, State, over_layers
-from vgrad.lowering.through_time import BACKWARD, Run, lstm_forwards, shifted
+from vgrad.lowering.sequences.cells import Layout, State, over_layers
+from vgrad.lowering.sequences.through_time import BACKWARD, Run, lstm_forwards, shifted
 
 Report = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """Takes `d_ih, d_hh [T, N, G * H]`, `x [T, N, I]` and `h_prev [T, N, H]`."""

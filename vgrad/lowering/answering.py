@@ -1,0 +1,113 @@
+"""The function mode that answers questions about values, and runs that may split."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from vgrad.functional.untouched import Promise, Untouched
+from vgrad.generators import drawn_since, random_state, set_random_state
+from vgrad.lowering.draws import Draws, Undrawn
+from vgrad.lowering.limits import in_place, raise_clearly
+from vgrad.lowering.questions import NONE, Parts, Split, answer
+from vgrad.lowering.truthful import Truth, UnsupportedOp
+from vgrad.torch_private import levels, modes
+
+
+def tried(
+    run: Callable[[Draws], Any],
+    draws: Draws,
+    tensors: Sequence[Tensor],
+    *,
+    differ: bool,
+    again: Callable[[Draws], Any] | None = None,
+) -> tuple[Any, Draws]:
+    """Run samples; return what that gives, or the `Parts` they fall into, and draws.
+
+    These have the random numbers that the samples of the parts must see once more. If
+    they `differ` from sample to sample and there were some, all samples run `again` for
+    that.
+
+    Raises:
+        Undrawn: they came from another generator, whose state is not known.
+    """
+    before = random_state(tensors) if differ else None
+    found = _parted(run, draws)
+    if not isinstance(found, Parts):
+        return found, draws
+    if draws.own and draws.asked:
+        raise Undrawn("some of a torch.Generator of the loss's own")
+    if before is not None and draws.known is None and drawn_since(before, tensors):
+        set_random_state(before)
+        draws = Draws(known=[])
+        found = _parted(again or run, draws)
+    return found, draws
+
+
+def _parted(run: Callable[[Draws], Any], draws: Draws) -> Any:
+    """Return what a function does, or the parts into which its samples fall.
+
+    So nothing is left of the exception, which would keep all tensors.
+    """
+    around = levels.current_level() or 0
+    try:
+        return run(draws)
+    except Split as split:
+        if split.level is not None and split.level <= around:
+            raise  # a vmap around this call maps over these samples
+        return split.parts
+
+
+class Answering(Untouched):
+    """The function mode that answers questions about values, with a `truth`.
+
+    That says what the vmap maps over. What a loss asks and draws is noted in `draws`.
+    """
+
+    def __init__(
+        self, *promises: Promise, truth: Truth | None, draws: Draws | None
+    ) -> None:
+        """Start where nothing was asked."""
+        super().__init__(*promises)
+        self._truth = truth
+        self._draws = draws or Draws()
+        self._stopped: BaseException | None = None
+
+    def __exit__(self, *raised: Any) -> None:
+        """Raise what stopped the loss, even if it went on all the same.
+
+        A single sample would not have been stopped, so what a loss does in answer is
+        not what it does with one.
+        """
+        super().__exit__(*raised)
+        stopped, self._stopped = self._stopped, None
+        if stopped is not None and stopped is not raised[1]:
+            raise stopped
+
+    def note(self, kwargs: dict) -> None:
+        """Note whether a call draws from a generator of the loss's own."""
+        if kwargs.get("generator") is not None:
+            self._draws.own = True
+
+    def asked(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Answer one of the `QUESTIONS`, if all samples have the same answer."""
+        if self._truth is None:
+            return NONE
+        found = answer(func, args, kwargs, self._truth.level, self._truth.one)
+        self._draws.asked |= found is not NONE
+        return found
+
+    def stop(
+        self, error: Split | RuntimeError, func: Callable, kwargs: dict
+    ) -> NoReturn:
+        """Raise what stops the loss, in words that say what to do, and remember it."""
+        try:
+            if isinstance(error, Split):
+                self._draws.asked = True
+                raise error
+            one = self._truth.one if self._truth else "sample"
+            writes = in_place(func, kwargs)
+            raise_clearly(error, modes.op_name(func), in_place=writes, one=one)
+        except (Split, UnsupportedOp) as stopped:
+            self._stopped = stopped
+            raise

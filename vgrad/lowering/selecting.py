@@ -1,0 +1,307 @@
+"""Ops whose results have shapes that depend on values, for samples that run as one.
+
+How many results `x[mask]`, `nonzero` and the like have is a question, which samples
+must answer alike to run together. With one count n for all of them, each op has a form
+of known shape: the places that masks `[B, ...]` hit are indices `[B, n]`, and what the
+loss takes or writes by the masks it takes or writes by them.
+
+B samples, n hits of each, T items of an axis
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vgrad.conditions import Unrepeatable, are_collected
+from vgrad.lowering.questions import agreed, answer, of_each, physical
+from vgrad.lowering.truthful import among
+from vgrad.torch_private import levels, modes
+
+Form = Callable[[], Any]
+"""What runs in the place of a call, as if the loss had written it."""
+
+FormOf = Callable[..., Form | None]
+"""From the level of the vmap over samples and a call's arguments to the call's form.
+
+None is torch's own way, also for what torch refuses, so that the error is torch's.
+Raises `Split` where samples have different counts.
+"""
+
+
+class _Mask(NamedTuple):
+    """A mask of each sample's own in an index."""
+
+    place: int  # in the index
+    axis: int  # the first that it stands for
+    logical: Tensor
+    values: Tensor  # [B, ...], of all samples
+
+
+def _getitem(level: int, x: Tensor, index: Any) -> Form | None:
+    """Take entries by the places that masks hit."""
+    items = index if isinstance(index, tuple) else (index,)
+    if not (masks := _masks(level, x, items)):
+        return None
+    if len(items) == 1 and not masks[0].logical.ndim:  # all of x, or nothing
+        with levels.below(level):
+            counts = (masks[0].values != 0).long()
+        first = torch.zeros(_one(level, counts), dtype=torch.int64)
+        return lambda: x.unsqueeze(0)[first]
+    places = _by_places(level, items, masks)
+    return None if places is None else lambda: x[places]
+
+
+def _setitem(level: int, x: Tensor, index: Any, value: Any) -> Form | None:
+    """Write where masks hit; what is the same for all hits needs no count of them."""
+    items = index if isinstance(index, tuple) else (index,)
+    if not (masks := _masks(level, x, items)):
+        return None
+    rest = (each for n, each in enumerate(items) if n != masks[0].place)
+    if all(each is Ellipsis or _is_whole(each) for each in rest):
+        form = _for_all_hits(x, masks[0], value)
+        if form is not None:
+            return form
+    places = _by_places(level, items, masks)
+    return None if places is None else partial(Tensor.__setitem__, x, places, value)
+
+
+def _for_all_hits(x: Tensor, mask: _Mask, value: Any) -> Form | None:
+    """Write a value that has no axis of hits; None for others."""
+    after = x.ndim - mask.axis - mask.logical.ndim
+    shape: Sequence[int] = ()
+    if isinstance(value, Tensor):
+        shape, extra = value.shape, value.ndim - after - 1
+        if value.dtype != x.dtype and value.numel() > 1:
+            return None  # as torch, which casts single numbers alone
+        if extra >= 0:
+            if extra > mask.axis or shape[extra] != 1:
+                return None
+            ones = (1,) * mask.logical.ndim
+            shape = (*shape[:extra], *ones, *shape[extra + 1 :])
+    elif not isinstance(value, bool | int | float | complex):
+        return None
+
+    def write() -> None:
+        if isinstance(value, Tensor):
+            own = value.reshape(shape).to(x.dtype)
+        else:
+            own = torch.full((), value, dtype=x.dtype, device=x.device)
+        where = mask.logical.bool().reshape(*mask.logical.shape, *(1,) * after)
+        x.copy_(torch.where(where, own, x))
+
+    return write
+
+
+def _index_put(func: Callable) -> FormOf:
+    """Make the form of a function that writes by index."""
+
+    def form(
+        level: int, x: Tensor, indices: Any, values: Tensor, *more: Any, **options: Any
+    ) -> Form | None:
+        if any(each is None for each in indices):  # here a whole axis, there a new one
+            return None
+        places = _by_places(level, indices, _masks(level, x, indices))
+        if places is None:
+            return None
+        return partial(func, x, places, values, *more, **options)
+
+    return form
+
+
+def _masked_select(
+    level: int, input: Tensor, mask: Tensor, **options: Any
+) -> Form | None:
+    """Take entries of both, broadcast together, by the places that the mask hits."""
+    shape = torch.broadcast_shapes(input.shape, mask.shape)
+    values = physical(mask, level)
+    if options or values is None or not shape or mask.dtype != torch.bool:
+        return None
+    ones, size = (1,) * (len(shape) - mask.ndim), len(values)
+    with levels.below(level):
+        values = values.reshape(size, *ones, *mask.shape).expand(size, *shape)
+    places = _hits(level, values)
+    return lambda: input.expand(shape)[places]
+
+
+def _nonzero(
+    level: int, input: Tensor, *, as_tuple: bool = False, **options: Any
+) -> Form | None:
+    """List the places of what is not zero: `[n, d]`, or d times `[n]`."""
+    values = physical(input, level)
+    if options or values is None or not input.ndim:
+        return None
+    places = _hits(level, values)
+    return lambda: places if as_tuple else torch.stack(places, 1)
+
+
+def _where(level: int, condition: Tensor, *others: Any, **more: Any) -> Form | None:
+    """List places, where there is nothing to choose from."""
+    if others or more:
+        return None
+    return _nonzero(level, condition, as_tuple=True)
+
+
+def _repeat_interleave(
+    level: int,
+    input: Tensor,
+    repeats: Any = None,
+    dim: int | None = None,
+    *,
+    output_size: int | None = None,
+) -> Form | None:
+    """Take items by index, each as often as it says; of one argument, the index."""
+    alone = repeats is None
+    times = input if alone else repeats
+    values = physical(times, level) if isinstance(times, Tensor) else None
+    if values is None or (dim is not None and not input.ndim):
+        return None
+    items = input.numel() if dim is None else input.shape[dim]
+    if times.ndim > 1 or times.numel() not in (1, items) or times.is_floating_point():
+        return None
+    size = len(values)
+    with levels.below(level):
+        values = values.reshape(size, times.numel()).expand(size, items)
+        counts = values.sum(1).where((values >= 0).all(1), -1)
+    count = _one(level, counts)
+    if count < 0 or output_size not in (None, count):
+        return None
+    with levels.below(level):
+        steps = torch.arange(count, device=values.device).expand(size, count)
+        found = torch.searchsorted(values.cumsum(1), steps.contiguous(), right=True)
+        # A graph whose counts are others is dropped, but must not fail.
+        index = levels.add_batch_axis(found.clamp(max=items - 1), 0, level)
+    if alone:
+        return lambda: index
+    return lambda: (input.flatten() if dim is None else input).index_select(
+        dim or 0, index
+    )
+
+
+def _one_hot(level: int, tensor: Tensor, num_classes: int = -1) -> Form | None:
+    """Infer the number of classes."""
+    values = physical(tensor, level) if num_classes == -1 and tensor.numel() else None
+    if values is None or tensor.dtype != torch.int64:
+        return None
+    with levels.below(level):
+        values = values.reshape(len(values), tensor.numel())
+        largest = values.amax(1).where((values >= 0).all(1), -1)
+    largest = _one(level, largest)
+    if largest < 0:
+        return None
+    classes = torch.arange(largest + 1, device=tensor.device)
+    return lambda: (tensor.unsqueeze(-1) == classes).long()
+
+
+def _by_each(func: Callable) -> FormOf:
+    """Make the form of a function without a derivative: sample by sample."""
+
+    def form(level: int, *args: Any, **kwargs: Any) -> Form | None:
+        given = among(args, kwargs)
+        if any(each.requires_grad for each in given):
+            return None
+        if are_collected() and any(physical(x, level) is not None for x in given):
+            raise Unrepeatable(f"the shape of {modes.op_name(func)} depends on values")
+        if (found := of_each(func, args, kwargs, level)) is None:
+            return None
+        rows = [each if isinstance(each, tuple) else (each,) for each in found]
+        agreed([[each.shape for each in row] for row in rows], level)
+        columns = zip(*rows, strict=True)
+        with levels.below(level):
+            stacked = [torch.stack(each).to(given[0].device) for each in columns]
+        results = tuple(levels.add_batch_axis(each, 0, level) for each in stacked)
+        return lambda: results if isinstance(found[0], tuple) else results[0]
+
+    return form
+
+
+def _masks(level: int, x: Tensor, items: Sequence[Any]) -> list[_Mask]:
+    """Return the masks of each sample's own in an index; none if it is another one."""
+    if not any(map(_is_mask, items)):
+        return []
+    sizes = [*map(_axes, items)]
+    if -1 in sizes:
+        return []
+    axis, found = 0, []
+    for place, each in enumerate(items):
+        if each is Ellipsis:
+            axis = x.ndim - sum(sizes[place:])
+        if _is_mask(each):
+            if each.shape != x.shape[axis : axis + each.ndim]:
+                return []
+            if (values := physical(each, level)) is not None:
+                found.append(_Mask(place, axis, each, values))
+        axis += sizes[place]
+    return found
+
+
+def _is_mask(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)
+
+
+def _is_whole(item: Any) -> bool:
+    return isinstance(item, slice) and item == slice(None)
+
+
+def _axes(item: Any) -> int:
+    """Return for how many axes an item of an index stands; -1 if that is unclear."""
+    if item is None or item is Ellipsis:
+        return 0
+    if _is_mask(item):
+        return item.ndim
+    known = isinstance(item, Tensor | slice | int) and not isinstance(item, bool)
+    return 1 if known else -1
+
+
+def _by_places(level: int, items: Sequence[Any], masks: list[_Mask]) -> tuple | None:
+    """Return an index with the places that masks hit; None if that does not do."""
+    if not masks or not all(each.logical.ndim for each in masks):
+        return None
+    own = {each.place: _hits(level, each.values) for each in masks}
+    found: list[Any] = []
+    for place, each in enumerate(items):
+        found += own.get(place, (each,))
+    return tuple(found)
+
+
+def _hits(level: int, values: Tensor) -> tuple[Tensor, ...]:
+    """Return the places of what is not zero, along each axis: `[B, ...] -> d * [n]`."""
+    with levels.below(level):
+        hit = values != 0
+        counts = hit.flatten(1).sum(1)
+    count, size = _one(level, counts), len(values)
+    with levels.below(level):
+        if levels.is_wrapped(hit):  # by a vmap around, whose mode has a form for this
+            found = hit.nonzero()
+        else:
+            found = torch.nonzero_static(hit, size=size * count)
+        places = found[:, 1:].t().reshape(values.ndim - 1, size, count).unbind()
+    return tuple(levels.add_batch_axis(each, 0, level) for each in places)
+
+
+def _one(level: int, counts: Tensor) -> int:
+    """Return the whole number that all samples have in `[B]`."""
+    return answer(Tensor.item, (levels.add_batch_axis(counts, 0, level),), {}, level)
+
+
+_BY_EACH = (torch.bincount, Tensor.bincount, torch.unique, Tensor.unique)
+_BY_EACH += (torch.unique_consecutive, Tensor.unique_consecutive)
+_INDEX_PUT = (torch.index_put, torch.index_put_, Tensor.index_put, Tensor.index_put_)
+
+SELECTING: dict[Callable, FormOf] = {
+    Tensor.__getitem__: _getitem,
+    Tensor.__setitem__: _setitem,
+    **dict.fromkeys((torch.masked_select, Tensor.masked_select), _masked_select),
+    **dict.fromkeys((torch.nonzero, Tensor.nonzero), _nonzero),
+    **dict.fromkeys((torch.argwhere, Tensor.argwhere), _nonzero),
+    torch.where: _where,
+    torch.repeat_interleave: _repeat_interleave,
+    Tensor.repeat_interleave: _repeat_interleave,
+    F.one_hot: _one_hot,
+    **{func: _index_put(func) for func in _INDEX_PUT},
+    **{func: _by_each(func) for func in _BY_EACH},
+}
+"""Calls whose results may have shapes that depend on values."""
