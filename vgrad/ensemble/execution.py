@@ -228,9 +228,9 @@ class Vmapped:
                         truth.tell(each)
                 promise, chosen = call.promise(), self.hybrid
                 mode = Members(tell, promise, truth=truth, draws=draws, chosen=chosen)
-                seen = draws.watched(call.members)
-                casts = AutocastMode(params.values())
-                with mode, seen, casts, modes.unoptimized_scripts():
+                casts = partial(AutocastMode, [*params.values()])
+                inside = mode.inside(call.members, self.randomness, casts)
+                with inside, modes.unoptimized_scripts():
                     result = self.function(params, buffers, *batch)
                 truth.end(tensors(result))
                 found = self._unmapped(result, call, level)

@@ -1,6 +1,8 @@
 """The function mode that answers questions about values, and runs that may split."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -72,6 +74,44 @@ class Answering(Untouched):
         self._truth = truth
         self._draws = draws or Draws()
         self._stopped: BaseException | None = None
+        self._watched: Callable[..., AbstractContextManager] = nullcontext
+        self._casts: Callable[[], AbstractContextManager] = nullcontext
+        self._of: tuple[int, Any] = 1, "error"
+
+    @contextmanager
+    def inside(
+        self,
+        size: int,
+        randomness: str,
+        casts: Callable[[], AbstractContextManager],
+        *,
+        alone: bool = False,
+    ) -> Iterator[None]:
+        """Watch a loss of as many samples or members at once, or of one `alone`.
+
+        `casts` makes the mode for autocast.
+        """
+        self._of = size, randomness
+        self._watched = partial(self._draws.watched, size, alone=alone)
+        self._casts = casts
+        with self, self._watched(), self._casts():
+            yield
+
+    @contextmanager
+    def repeating(self, *args: Any) -> Iterator[None]:
+        """Be what the mode was when a checkpoint began, under a vmap like that one."""
+        truth, again = self._truth, self._watched(repeated=True)
+        with ExitStack() as stack:
+            if truth is not None:
+                level = stack.enter_context(levels.vmap_level(*self._of))
+                assert level == truth.level
+                self._truth = truth.afresh()
+            for block in (super().repeating(*args), again, self._casts()):
+                stack.enter_context(block)
+            try:
+                yield
+            finally:
+                self._truth = truth
 
     def __exit__(self, *raised: Any) -> None:
         """Raise what stopped the loss, even if it went on all the same.

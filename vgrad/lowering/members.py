@@ -55,6 +55,7 @@ class Members(Answering):
     ) -> Any:
         """Run one call."""
         kwargs = kwargs or {}
+        self.look_at_hooks()
         self.check(func, args, kwargs)
         if kwargs:
             self.note(kwargs)

@@ -7,7 +7,7 @@ to answer `requires_grad` as the one below would, and calls that ask for more ra
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -94,6 +94,10 @@ class Truth:
     one: str
     otherwise: str
     layouts: Layouts = field(default_factory=Layouts)
+
+    def afresh(self) -> "Truth":
+        """Return the same for another run, which knows of no tensors yet."""
+        return replace(self, layouts=Layouts())
 
     def before(self, func: Callable, tensors: Sequence[Tensor]) -> None:
         """Prepare the tensors among the arguments of a call, or refuse the call."""

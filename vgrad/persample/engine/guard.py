@@ -5,9 +5,8 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -39,7 +38,6 @@ from vgrad.lowering.truthful import (
 )
 from vgrad.lowering.truthful import UnsupportedOp as UnsupportedOp
 from vgrad.lowering.vmapped import VMAPPED
-from vgrad.precision.autocasting import AutocastMode
 from vgrad.torch_private import levels, messages, modes, saving
 from vgrad.torch_private.tensors import version_of
 
@@ -68,25 +66,6 @@ class LossGuard(Answering):
         super().__init__(promise, truth=truth, draws=draws)
         self._looped = {} if looped is None else looped
         self._again = again
-        self._watched: Callable[..., AbstractContextManager] = nullcontext
-        self._casts: Callable[[], AbstractContextManager] = nullcontext
-
-    @contextmanager
-    def inside(
-        self, weights: Iterable[Tensor], size: int, *, alone: bool = False
-    ) -> Iterator[None]:
-        """Watch a loss of these weights, for all samples at once or one `alone`."""
-        self._watched = partial(self._draws.watched, size, alone=alone)
-        self._casts = partial(AutocastMode, [*weights])
-        with self, self._watched(), self._casts():
-            yield
-
-    @contextmanager
-    def repeating(self, *args: Any) -> Iterator[None]:
-        """Be what the mode was when a checkpoint began."""
-        again = self._watched(repeated=True)
-        with super().repeating(*args), again, self._casts():
-            yield
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None

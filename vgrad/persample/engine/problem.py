@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -13,6 +14,7 @@ from vgrad.lowering.draws import Draws
 from vgrad.persample.engine.guard import Fallbacks, LossGuard
 from vgrad.persample.factors.base import Factor
 from vgrad.persample.factors.scaled import Scaled
+from vgrad.precision.autocasting import AutocastMode
 from vgrad.precision.loss_scale import LossScale
 from vgrad.tree import map_values, tree_leaves
 from vgrad.typing import Buffers, LossFn, Params, Tree
@@ -156,7 +158,8 @@ class Problem:
         It stands for all samples, or is `alone`.
         """
         sample = self.batch.sample(tuple(tensor.clone() for tensor in tensors))
-        with guard.inside(params.values(), self.batch.size, alone=alone):
+        casts, size = partial(AutocastMode, [*params.values()]), self.batch.size
+        with guard.inside(size, self.randomness, casts, alone=alone):
             # Dictionaries of its own, in which the loss may bind names anew.
             result = self.loss(dict(params), dict(self.buffers), *sample)
         if self.has_aux and not (isinstance(result, tuple) and len(result) == 2):

@@ -69,7 +69,7 @@ class Recorder(LossGuard):
     def inside(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         """Watch a loss that runs under vmap."""
         self._level = levels.current_level()
-        self._truth = self._true()
+        self._truth = Truth(self._level, "sample", 'strategy="vmap" or "loop"')
         with super().inside(*args, **kwargs):
             yield
 
@@ -91,23 +91,17 @@ class Recorder(LossGuard):
         What runs again is what the backward pass needs the values of. It is not
         differentiated, so no use of a parameter counts twice.
         """
-        truth = self._truth
-        with levels.vmap_level(self.size, self.randomness) as level:
-            assert level == self._level
-            self._truth, self._repeats = self._true(), True
-            try:
-                with super().repeating(*args):
-                    yield
-            finally:
-                self._truth, self._repeats = truth, False
+        self._repeats = True
+        try:
+            with super().repeating(*args):
+                yield
+        finally:
+            self._repeats = False
 
     def check_result(self, result: Tree) -> None:
         """Refuse results that are not those of one sample."""
         self._truth.end(tree.tensors(result))
-        self._truth = self._true()  # nor does it keep their memory
-
-    def _true(self) -> Truth:
-        return Truth(self._level, "sample", 'strategy="vmap" or "loop"')
+        self._truth = self._truth.afresh()  # nor does it keep their memory
 
     def backward(self, losses: Tensor, scales: Tensor, *, last: bool = True) -> None:
         """Run a backward pass, and hand on the factors of every parameter.
