@@ -47,7 +47,7 @@ def _limit(message: str, op: str, *, in_place: bool, one: str) -> UnsupportedOp 
             f"{differentiable} activation checkpointing (or other hooks on saved "
             f'tensors). Use strategy="auto" or "loop".'
         )
-    elif messages.NO_SETUP_CONTEXT in message:
+    elif messages.NO_SETUP_CONTEXT in message or messages.HIDDEN_FUNCTION in message:
         limit = (
             f"{differentiable} an autograd.Function without setup_context, as "
             f"re-entrant activation checkpointing has one: pass use_reentrant=False. "

@@ -21,6 +21,9 @@ REENTRANT = "When use_reentrant=True"
 NO_SETUP_CONTEXT = "setup_context"
 """An autograd.Function in the old style, which transforms cannot run."""
 
+HIDDEN_FUNCTION = "HigherOrderOperator custom_function_call"
+"""The same in a custom op of torch's own, where no function mode sees it."""
+
 OWN_BACKWARD = (
     "backward() called inside",
     "attempting to call Tensor.requires_grad_()",

@@ -248,6 +248,9 @@ def _plain_gradient(of_params: Callable, problem: Problem) -> tuple:
         if not value.requires_grad:  # nothing that is differentiated has a part in it
             zeros = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
             return zeros, value, aux
+        for leaf in leaves.values():
+            if leaf.is_leaf:
+                leaf.grad = None  # in which the loss has accumulated for itself
         with no_autocast(value.device), own_backward_passes(params):
             grads = torch.autograd.grad(
                 value,
