@@ -22,6 +22,7 @@ recorded_or_loop = pytest.mark.parametrize("strategy", ["recorded", "loop"])
 
 W = {"w": randn(4, 4), "v": randn(4, 4, seed=1), "s": randn(4, seed=2)}
 X = randn(6, 3, 4, seed=3)
+BUFFERS = {"scale": torch.tensor(0.5, dtype=torch.float64)}
 
 
 def linear(p, b, x):
@@ -114,12 +115,23 @@ def a_step_of_an_lstm(p, b, x):
     return checkpoint(region, x.tanh()).square().sum()
 
 
+def has_inputs_require_grad(p, b, x):
+    """As models do whose first layers are frozen."""
+    constant = b["scale"] * 2
+    for each in (x, constant):
+        assert not each.requires_grad
+        each.requires_grad_()
+        assert each.requires_grad
+    h = F.linear(x, p["w"]).requires_grad_(True)
+    return checkpoint(lambda x: F.linear(x * constant, p["v"]).tanh(), h).sum()
+
+
 LOSSES = {
     each.__name__: each
     for each in [
         *(linear, as_arguments, one_weight_everywhere, computed, without_a_rule),
         *(norms_and_attention, several_outputs, without_parameters, of_a_constant),
-        *(in_place, to_the_end, asks, a_step_of_an_lstm),
+        *(in_place, to_the_end, asks, a_step_of_an_lstm, has_inputs_require_grad),
     ]
 }
 
@@ -129,7 +141,7 @@ LOSSES = {
 @pytest.mark.parametrize("chunk_size", [None, 4])
 def test_every_quantity_is_that_of_a_loop(name, strategy, chunk_size):
     params = {n: W[n] for n in W if not (n == "v" and name == "without_a_rule")}
-    options = {"strategy": strategy, "chunk_size": chunk_size}
+    options = {"strategy": strategy, "chunk_size": chunk_size, "buffers": BUFFERS}
     cases.assert_quantities(LOSSES[name], params, (X,), tolerance=EXACT, **options)
 
 
@@ -139,7 +151,7 @@ def test_two_passes_repeat_it_twice(name):
     found = []
     for passes in (1, 2):
         clip = vgrad.clipped_grad(LOSSES[name], max_norm=1.0, passes=passes)
-        found.append(clip(params, {}, X))
+        found.append(clip(params, BUFFERS, X))
     one, two = found
     assert torch.equal(one.norms, two.norms)
     for each, grad in one.grads.items():

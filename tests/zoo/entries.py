@@ -101,8 +101,6 @@ def writes(op: str) -> Exact:
 
 SPLITS = Exact(splits=True)
 BACKWARD = "expected a loss that runs no backward pass of its own"
-CHECKPOINTED = Refused("Activation checkpointing recomputes after the call")
-REENTRANT = Unclear("torch.utils.checkpoint is incompatible with .grad()")
 
 
 @dataclass(frozen=True)

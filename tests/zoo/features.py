@@ -10,8 +10,6 @@ from torch.nn import functional as F
 from torch.utils import checkpoint as checkpointing
 
 from tests.zoo.entries import (
-    CHECKPOINTED,
-    REENTRANT,
     SAME,
     SIZE,
     D,
@@ -476,32 +474,24 @@ AVERAGE, MAXIMUM = nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d
 checkpoint_again = functools.partial(checkpointed, drop=0.5)
 
 ENTRIES = [
-    entry("checkpoint", checkpointed, reentrant=False, today=CHECKPOINTED),
-    entry("checkpoint, re-entrant", checkpointed, reentrant=True, today=REENTRANT),
+    entry("checkpoint", checkpointed, reentrant=False),
+    entry("checkpoint, re-entrant", checkpointed, reentrant=True),
     entry(
         "checkpoint with dropout",
         checkpoint_again,
         reentrant=False,
         options=SAME,
-        today=CHECKPOINTED,
     ),
     entry(
         "checkpoint with dropout, re-entrant",
         checkpoint_again,
         reentrant=True,
         options=SAME,
-        today=REENTRANT,
     ),
-    entry("checkpoint_sequential", checkpointed_in_parts, today=CHECKPOINTED),
-    entry("checkpoint inside a checkpoint", checkpointed_twice, today=CHECKPOINTED),
-    entry("selective checkpoint", selectively_checkpointed, today=CHECKPOINTED),
-    entry(
-        "save_on_cpu",
-        saved_elsewhere,
-        today=Exact(
-            "loop", "activation checkpointing (or other hooks on saved tensors)"
-        ),
-    ),
+    entry("checkpoint_sequential", checkpointed_in_parts),
+    entry("checkpoint inside a checkpoint", checkpointed_twice),
+    entry("selective checkpoint", selectively_checkpointed),
+    entry("save_on_cpu", saved_elsewhere),
     entry(
         "sparse CSR matrix in a buffer",
         sparse_matrix,

@@ -535,7 +535,7 @@ ENTRIES = [
     entry(
         "derivative in the loss, by torch.autograd",
         differentiates_itself,
-        today=Exact("loop", BACKWARD, "requires_grad_"),
+        today=Exact("loop", BACKWARD, "grad"),
     ),
     entry("derivative in the loss, by torch.func", differentiates_by_function),
     entry("torch.func.vmap in the loss", maps_by_function),

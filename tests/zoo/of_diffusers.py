@@ -6,7 +6,6 @@ import torch
 from torch.nn import functional as F
 
 from tests.zoo.entries import (
-    CHECKPOINTED,
     SIZE,
     Use,
     entry,
@@ -87,7 +86,6 @@ ENTRIES = [
         (3, 8, 8),
         checkpointing=True,
         **ATTENTION_UNET,
-        today=CHECKPOINTED,
     ),
     entry(
         "UNet2D with a condition",

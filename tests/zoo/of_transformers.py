@@ -8,9 +8,7 @@ import torch
 
 from tests.zoo.entries import (
     BACKWARD,
-    CHECKPOINTED,
     DIFFERENT,
-    REENTRANT,
     SAME,
     SIZE,
     SPLITS,
@@ -467,7 +465,6 @@ ENTRIES = [
         sentences,
         train=True,
         checkpointing={"use_reentrant": False},
-        today=CHECKPOINTED,
     ),
     entry(
         "BERT, re-entrant gradient checkpointing",
@@ -477,7 +474,6 @@ ENTRIES = [
         sentences,
         train=True,
         checkpointing={"use_reentrant": True},
-        today=REENTRANT,
     ),
     entry(
         "GPT-2, gradient checkpointing",
@@ -487,7 +483,6 @@ ENTRIES = [
         text,
         train=True,
         checkpointing={"use_reentrant": False},
-        today=CHECKPOINTED,
     ),
     entry(
         "Llama, gradient checkpointing, ragged mask",
@@ -497,7 +492,6 @@ ENTRIES = [
         padded(text),
         train=True,
         checkpointing={"use_reentrant": False},
-        today=CHECKPOINTED,
     ),
     entry(
         "ViT", model, "ViTForImageClassification", VIEWER, pictures(8), attention="sdpa"

@@ -204,7 +204,6 @@ def own_backward_pass(op: str) -> UnsupportedOp:
     """Return the error for a loss that calls autograd where it cannot."""
     return UnsupportedOp(
         f"{op}: expected a loss that runs no backward pass of its own, got one that "
-        f"calls torch.autograd (as gradient penalties do, and the checkpointing of "
-        f"transformers: save memory with chunk_size instead). Use torch.func.grad "
-        f'inside it, or strategy="loop".'
+        f"calls torch.autograd, as gradient penalties do. Use torch.func.grad inside "
+        f'it, or strategy="loop".'
     )

@@ -27,7 +27,7 @@ __all__ = [
     "Hooks",
     "Reentrant",
     "hooks",
-    "is_checkpoint",
+    "keeps_values",
     "plain",
     "repeats",
     "run_once",
@@ -42,6 +42,11 @@ def hooks() -> Hooks | None:
     return _top(False)
 
 
+# Dynamo, which cannot trace it, may take the answer for a constant; what
+# torch.compiler.assume_constant_result does, without an import of all of Dynamo.
+hooks._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
 def plain() -> AbstractContextManager:
     """Save tensors as they are in this block, whatever hooks are around it."""
     if hooks() is None:
@@ -53,12 +58,12 @@ def _unchanged(tensor: Tensor) -> Tensor:
     return tensor.detach()  # the tensor itself would make a cycle
 
 
-def is_checkpoint(pack: Callable) -> bool:
-    """Tell whether a hook is that of a checkpoint's first run, or of one again."""
-    return pack.__qualname__.startswith((_FIRST, _AGAIN))
+def keeps_values(pack: Callable) -> bool:
+    """Tell whether tensors come back as they were: from checkpoints, `save_on_cpu`."""
+    return getattr(pack, "__qualname__", "").startswith((_FIRST, *_OTHERS))
 
 
-_FIRST, _AGAIN = "_checkpoint_hook.", "_recomputation_hook."
+_FIRST, *_OTHERS = "_checkpoint_hook.", "_recomputation_hook.", "save_on_cpu."
 
 
 def repeats(pack: Callable, around: Callable[[], AbstractContextManager]) -> None:
@@ -66,7 +71,7 @@ def repeats(pack: Callable, around: Callable[[], AbstractContextManager]) -> Non
 
     Other hooks are left alone.
     """
-    if not pack.__qualname__.startswith(_FIRST):
+    if not getattr(pack, "__qualname__", "").startswith(_FIRST):
         return
     cells = zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True)
     frame = dict(cells)["frame"].cell_contents

@@ -80,6 +80,9 @@ class LossGuard(Answering):
             with self, self._casts():
                 return saving.run_once(*args[1:], **kwargs)
         if self._truth is None:
+            if func is Tensor.requires_grad_ and not levels.is_wrapped(args[0]):
+                with levels.outside():  # inside of transforms it raises
+                    return func(*args, **kwargs)
             return mended(func, func(*args, **kwargs))
         if kwargs:
             self.note(kwargs)

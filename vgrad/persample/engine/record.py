@@ -75,12 +75,11 @@ class Recorder(LossGuard):
 
     def saves(self, pack: Callable) -> None:
         """Have a checkpoint inside of the loss run again as it ran first."""
-        if not saving.is_checkpoint(pack):
+        if not saving.keeps_values(pack):
             raise UnsupportedOp(
                 "loss: expected tensors that are saved for the backward pass as they "
-                "are, or by an activation checkpoint, got other hooks on saved "
-                "tensors, which would see those of all samples. Use "
-                'strategy="loop".'
+                "are, by an activation checkpoint or by save_on_cpu, got other hooks "
+                'on saved tensors, which would see all samples. Use strategy="loop".'
             )
         super().saves(pack)
 
@@ -126,6 +125,9 @@ class Recorder(LossGuard):
             return func(*args, **kwargs)
         tensors = among(args, kwargs)
         sites, batched = self._seen(tensors)
+        if func is Tensor.requires_grad_ and all((*args[1:], *kwargs.values())):
+            if levels.current_level() == self._level:  # not a transform inside
+                return self._requiring_grad(args[0])
         self._truth.refuse(func, tensors)
         if reads:
             self._sites.check_read(func, sites)
@@ -186,6 +188,15 @@ class Recorder(LossGuard):
         op = args[0] if func is levels.custom_function_call else func
         copies = {id(site.handed): self.expanded(site, op) for site in sites}
         return self.op(func, *replaced((args, kwargs), copies))
+
+    def _requiring_grad(self, tensor: Tensor) -> Tensor:
+        """Do as a loss asks that has its inputs require grad, as for checkpoints."""
+        if not tensor.requires_grad:
+            with levels.outside():
+                stored = levels.stored(tensor).requires_grad_()
+            self._ends[id(stored)] = stored
+            self._truth.tell(tensor)
+        return tensor
 
     def _function(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Run an autograd.Function of parameters alone."""
