@@ -1,7 +1,7 @@
 """The step of private training: DP-SGD as a pure function of a state."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -33,6 +33,7 @@ def private_step(
     tx: GradientTransformation,
     plan: Plan,
     *,
+    passes: Literal[1, 2] = 1,
     strategy: str = "auto",
     chunk_size: ChunkSize = None,
     randomness: Randomness = "error",
@@ -45,8 +46,9 @@ def private_step(
 
     `(state, *batch) -> (state, metrics)`, where the batch is one logical batch as the
     plan's sampler draws it, empty ones included; `chunk_size` only says how much of it
-    is processed at a time. The clipped sum is divided by the expected batch size.
-    Buffers do not change: statistics of private data would be released without noise.
+    is processed at a time, `passes` how often (see `clipped_grad`). The clipped sum is
+    divided by the expected batch size. Buffers do not change: statistics of private
+    data would be released without noise.
 
     Noise follows from the state's key and step. A step repeated from the same state on
     the same batch is the same release, so a run may resume from a checkpoint; batches
@@ -82,6 +84,7 @@ def private_step(
         under(policy, loss),
         max_norm=plan.max_norm,
         normalize_by=plan.expected_batch_size,
+        passes=passes,
         strategy=strategy,
         chunk_size=chunk_size,
         randomness=randomness,
