@@ -66,7 +66,9 @@ def test_it_needs_a_file_to_write_to(monkeypatch, tmp_path, name):
 
 def test_an_unknown_suite_is_named(capsys):
     assert main(["bench", "clipped", "speed"]) == 2
-    assert "no suite speed; there are clipped," in capsys.readouterr().err
+    assert (
+        "no suite speed; there are checkpointing, clipped," in capsys.readouterr().err
+    )
 
 
 def test_memory_has_a_column_where_it_was_measured():

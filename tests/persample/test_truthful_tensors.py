@@ -576,7 +576,8 @@ EXPRESSIONS = {
     "RRR= ==== RRR=": "t.register_hook(hook) is None; get_gradient_edge(t).output_nr;"
     "t.register_post_accumulate_grad_hook(hook) is None",
     "RRRR R=R= RRRR": "setattr(t, 'requires_grad', True)",
-    "RRRR RRRR RRRR": "t.requires_grad_().is_leaf; t.sum().backward();"
+    "R=R= RRRR RRRR": "t.requires_grad_().is_leaf",
+    "RRRR RRRR RRRR": "t.sum().backward();"
     "torch.autograd.backward(t.sum()); setattr(t, 'data', t.detach() * 1)",
     "RRRR ==R= RRRR": "t.detach_().requires_grad",
     "R==R ===R RRRR": "torch.autograd.grad(t.sum(), t)[0].shape;"
