@@ -101,6 +101,24 @@ def test_other_results_of_compiled_code_are_refused():
         verification.close(lambda _: None, torch.sin, (EIGHT,), draws=False)
 
 
+@pytest.mark.parametrize(("off", "points"), [(0.0, 1), (1e-7, 1), (1e-3, 4)])
+def test_no_more_points_are_tried_than_are_needed(monkeypatch, off, points):
+    monkeypatch.setattr(verification, "_POINTS", 4)
+    tried = []
+
+    def compiled(x):
+        tried.append(x)
+        return [torch.sin(x) * (1 + off)]
+
+    arguments = [compiled, lambda x: [torch.sin(x)], (EIGHT,)]
+    if points == 1:
+        verification.close(*arguments, draws=False)
+    else:
+        with pytest.raises(Unrepeatable, match="is off by"):
+            verification.close(*arguments, draws=False)
+    assert len(tried) == points
+
+
 def test_a_function_that_does_not_run_in_float64_is_refused():
     def function(x):
         assert not torch.is_grad_enabled()
