@@ -551,3 +551,19 @@ def test_complex_parameters_have_the_gradients_of_their_parts(text):
     oracle.assert_exact(apart(grads), expected)
     torch.testing.assert_close(clipped.norms, norms, rtol=1e-10, atol=1e-12)
     oracle.assert_exact(apart(clipped.grads), oracle.clipped(expected, bound))
+
+
+def test_a_frozen_linear_layer_adds_its_bias_within_the_product():
+    frozen, bias = randn(3, 4), randn(3)
+
+    def loss(p, b, x):
+        return F.linear(F.linear(x, p["w"]).tanh(), frozen, bias).square().sum()
+
+    params, batch = {"w": randn(4, 4, seed=1)}, (randn(5, 2, 4, seed=2),)
+    cases.assert_quantities(loss, params, batch, strategy="recorded")
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as profiler:
+        vgrad.per_sample_norm(loss, strategy="recorded")(params, {}, *batch)
+    names = {event.name for event in profiler.events()}
+    assert "aten::addmm" in names

@@ -4,11 +4,18 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from vgrad import checks
 from vgrad.persample.engine.sites import Site
 from vgrad.persample.rules.table import Maker, Rule
 from vgrad.torch_private import levels, modes
+
+FUSED = {F.linear}
+"""Ops that run as their rule says though no weight is a parameter.
+
+vmap adds a bias in a pass of its own.
+"""
 
 
 class Plan(NamedTuple):
@@ -45,7 +52,9 @@ def planned(
         batched |= levels.is_batched(value)
         physical[name] = recorder.physical(value)
         follows |= physical[name].requires_grad
-    if not weights or (not batched and follows):
+    if not batched and follows:
+        return None
+    if not weights and not (batched and func in FUSED):
         return None
     for name, site in weights.items():
         # Only where no input leads on to other parameters does a weight have to

@@ -20,7 +20,7 @@ from vgrad.lowering.truthful import ASKED, Truth, among
 from vgrad.persample.engine import views
 from vgrad.persample.engine.captured import packed
 from vgrad.persample.engine.guard import ASKING, LossGuard, UnsupportedOp
-from vgrad.persample.engine.plans import Plan, planned
+from vgrad.persample.engine.plans import FUSED, Plan, planned
 from vgrad.persample.engine.problem import Problem
 from vgrad.persample.engine.sites import Site, Sites, Take, Use, replaced
 from vgrad.persample.engine.taps import Taps
@@ -170,7 +170,7 @@ class Recorder(LossGuard):
             if isinstance(entry, Lowering):
                 if batched:
                     output = self._lowered(entry, func, args, kwargs)
-            elif sites:
+            elif sites or (batched and func in FUSED):
                 output = self._by_rule(entry, func, args, kwargs)
             if output is not None:
                 return output
@@ -287,7 +287,7 @@ class Recorder(LossGuard):
             output = rule.run(*plan.arguments.values())
             if not plan.batched:  # the same for all samples: computed once
                 output = output.expand(self.size, *output.shape)
-            if output.requires_grad:  # not under no_grad
+            if output.requires_grad and plan.weights:  # not under no_grad
                 output = self._tapped(rule, func, plan, output)
             return self.logical(output)
 
