@@ -29,6 +29,7 @@ __all__ = [
     "hooks",
     "keeps_values",
     "plain",
+    "reenters",
     "repeats",
     "run_once",
 ]
@@ -82,6 +83,27 @@ def repeats(pack: Callable, around: Callable[[], AbstractContextManager]) -> Non
             return run(*args)
 
     frame.recompute_fn = again
+
+
+def reenters(loss: Tensor) -> bool:
+    """Tell whether a re-entrant checkpoint is a part of a graph.
+
+    It adds to the `.grad` of what it reaches: a backward pass that asks for other
+    gradients does not even come to it.
+    """
+    found: set[Any] = set()
+    nodes: list[Any] = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in found:
+            if isinstance(node, _OF_REENTRANT):
+                return True
+            found.add(node)
+            nodes += [each for each, _ in node.next_functions]
+    return False
+
+
+_OF_REENTRANT = Reentrant._backward_cls  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def run_once(run: Callable, preserve_rng_state: bool, *args: Any) -> Any:
