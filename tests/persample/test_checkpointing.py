@@ -510,3 +510,24 @@ def test_what_a_functional_model_leaves_is_freed_and_has_its_gradients():
     )
     fmodel(params, buffers, X.clone())
     assert [each.expired() for each in kept] == [True]
+
+
+def writes_inside(p, b, x):
+    region = checkpoint(lambda x: F.linear(x.mul_(2.0), p["v"]), F.linear(x, p["w"]))
+    return region.square().sum()
+
+
+def writes_after(p, b, x):
+    x = F.linear(x, p["w"])
+    region = checkpoint(lambda x: F.linear(x, p["v"]).tanh(), x)
+    x.mul_(2.0)
+    return region.square().sum()
+
+
+@pytest.mark.parametrize("loss", [writes_inside, writes_after])
+def test_arguments_of_a_region_must_stay_as_they_are(loss):
+    with pytest.raises(RuntimeError, match="arguments that stay as they are"):
+        vgrad.per_sample_norm(loss, strategy="recorded")(W, {}, X)
+    for strategy in ("auto", "loop"):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            vgrad.per_sample_norm(loss, strategy=strategy)(W, {}, X)
