@@ -109,3 +109,18 @@ def test_members_train_with_checkpoints():
             state, _ = step(state, X, Y)
         moved.append(state.params)
     oracle.assert_exact(moved[1], moved[0], 1e-12)
+
+
+class Nested(Net):
+    def forward(self, x):
+        def outer(x):
+            return checkpoint(self.region, x, use_reentrant=False).sin()
+
+        return self.head(checkpoint(outer, self.first(x), use_reentrant=False))
+
+
+def test_a_checkpoint_inside_of_another_is_refused():
+    fmodel, params, buffers = stack([Nested(recomputed=True) for _ in range(2)])
+    loss = vgrad.batch_loss(fmodel, F.mse_loss)
+    with pytest.raises(vgrad.UnsupportedOp, match='inside of another.*"loop"'):
+        ensemble_grad(loss, strategy="vmap")(params, buffers, X, Y)

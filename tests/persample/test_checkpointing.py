@@ -407,3 +407,127 @@ def test_selected_activations_are_kept():
 
     with contextlib.suppress(vgrad.FallbackWarning):
         cases.assert_quantities(run, W, (X,), strategy="auto")
+
+
+class Sine(torch.autograd.Function):
+    """No transform can run this."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        (x,) = ctx.saved_tensors
+        return grads[0] * x.cos()
+
+
+@pytest.mark.filterwarnings("ignore:.*Sine.apply")
+@every_strategy
+def test_a_reentrant_region_that_parameters_do_not_lead_to(strategy):
+    reenter = partial(checkpointing.checkpoint, use_reentrant=True)
+
+    def loss(p, b, x, run=reenter):
+        x = Sine.apply(x * 1.0).requires_grad_()
+        x = run(lambda x: Sine.apply(F.linear(x, p["w"])), x)
+        return run(lambda x: F.linear(x, p["v"]), x).square().sum()
+
+    params = {"w": W["w"], "v": W["v"]}
+    expected = oracle.loss_gradients(partial(loss, run=straight), params, {}, (X,), 6)
+    found = vgrad.per_sample_grad(loss, strategy=strategy)(params, {}, X)
+    oracle.assert_exact(found, expected, EXACT)
+
+
+def without_a_backward_pass(p, b, x, run):
+    run(x)
+    return F.linear(x, p["w"]).square().sum()
+
+
+def of_one_output_in_two(p, b, x, run):
+    return run(x)[0].square().sum()
+
+
+def that_fails(p, b, x, run):
+    run(x)
+    raise ValueError("failed")
+
+
+@pytest.mark.parametrize(
+    "loss", [without_a_backward_pass, of_one_output_in_two, that_fails]
+)
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_region_that_never_runs_again_is_freed(loss, passes):
+    kept = []
+
+    def whole(p, b, x):
+        def region(x):
+            return F.linear(x.sin(), p["v"]), F.linear(x.cos(), p["w"])
+
+        def run(x):
+            x = F.linear(x, p["w"]).tanh()
+            with modes.without_modes():
+                kept.append(StorageWeakRef(levels.stored(x).untyped_storage()))
+            return checkpoint(region, x)
+
+        return loss(p, b, x, run)
+
+    clip = vgrad.clipped_grad(
+        whole, max_norm=1.0, passes=passes, strategy="recorded", chunk_size=3
+    )
+    with contextlib.suppress(ValueError):
+        clip(W, {}, X)
+    assert kept
+    assert all(each.expired() for each in kept)
+
+
+class Keeps(nn.Module):
+    """Has an activation left when its forward pass ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.kept = None
+
+    def forward(self, x):
+        self.kept = self.first(x).tanh()
+        return checkpoint(lambda x: self.second(x).sin() * self.kept, self.kept)
+
+
+def test_what_a_functional_model_leaves_is_freed_and_has_its_gradients():
+    model = Keeps().double()
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    output = fmodel(params, buffers, X)
+    found = torch.autograd.grad(output.square().sum(), [*params.values()])
+    expected = torch.autograd.grad(model(X).square().sum(), [*model.parameters()])
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
+    kept = []
+    fmodel._skeleton.first.register_forward_hook(
+        lambda module, inputs, output: kept.append(
+            StorageWeakRef(inputs[0].untyped_storage())
+        )
+    )
+    fmodel(params, buffers, X.clone())
+    assert [each.expired() for each in kept] == [True]
+
+
+def writes_inside(p, b, x):
+    region = checkpoint(lambda x: F.linear(x.mul_(2.0), p["v"]), F.linear(x, p["w"]))
+    return region.square().sum()
+
+
+def writes_after(p, b, x):
+    x = F.linear(x, p["w"])
+    region = checkpoint(lambda x: F.linear(x, p["v"]).tanh(), x)
+    x.mul_(2.0)
+    return region.square().sum()
+
+
+@pytest.mark.parametrize("loss", [writes_inside, writes_after])
+def test_arguments_of_a_region_must_stay_as_they_are(loss):
+    with pytest.raises(RuntimeError, match="arguments that stay as they are"):
+        vgrad.per_sample_norm(loss, strategy="recorded")(W, {}, X)
+    for strategy in ("auto", "loop"):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            vgrad.per_sample_norm(loss, strategy=strategy)(W, {}, X)

@@ -5,8 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from torch import Tensor
+
 from vgrad.functional import slots
 from vgrad.functional.slots import Container
+from vgrad.torch_private import levels, modes
 
 State = list[tuple[Any, Any]]
 """Containers, and copies of what they held."""
@@ -41,6 +44,7 @@ class Held:
         """Make the containers what they were before the call."""
         if self._wanted:
             self._left = [(each, copy.copy(each)) for each, _ in self._pristine]
+            _without_graphs([values for _, values in self._left])
         _restore(self._pristine)
         if any(self._unhooked):  # asked first, since there are many
             for each in self._unhooked:
@@ -60,3 +64,25 @@ class Held:
 def _restore(state: State) -> None:
     for container, values in state:
         slots.restore(container, values)
+
+
+def _without_graphs(copies: Sequence[Container]) -> None:
+    """Put leaves in the place of results, whose graphs refer to the checkpoint.
+
+    A repetition is not differentiated. Python cannot see the cycle, which would stay
+    where no backward pass follows.
+    """
+    if levels.inside_transform():
+        return
+    leaves: dict[int, Tensor] = {}
+    results: list[Tensor] = []  # kept while they are known by their ids
+    with modes.without_modes():
+        for values in copies:
+            is_dict = isinstance(values, dict)
+            put: Any = dict.__setitem__ if is_dict else list.__setitem__
+            for key, value in [*values.items()] if is_dict else [*enumerate(values)]:
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    if id(value) not in leaves:
+                        results.append(value)
+                        leaves[id(value)] = value.detach().requires_grad_()
+                    put(values, key, leaves[id(value)])

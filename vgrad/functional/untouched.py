@@ -75,7 +75,13 @@ class Untouched(TorchFunctionMode):
         """Have a checkpoint run again under this mode, with the values of now."""
         promises = tuple(self._promises)
         blocks = [each.again() for each in promises if each.again is not None]
-        saving.repeats(pack, lambda: self.repeating(promises, blocks))
+        saving.repeats(pack, self.until_later(lambda: self.repeating(promises, blocks)))
+
+    def until_later(
+        self, around: Callable[[], AbstractContextManager]
+    ) -> Callable[[], AbstractContextManager]:
+        """Return what a checkpoint keeps until it runs again."""
+        return around
 
     @contextmanager
     def repeating(

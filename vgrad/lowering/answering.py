@@ -104,7 +104,12 @@ class Answering(Untouched):
         with ExitStack() as stack:
             if truth is not None:
                 level = stack.enter_context(levels.vmap_level(*self._of))
-                assert level == truth.level
+                if level != truth.level:
+                    raise UnsupportedOp(
+                        "checkpoint: expected a region that runs again by itself, got "
+                        "one inside of another or of a transform. Use "
+                        'strategy="loop".'
+                    )
                 self._truth = truth.afresh()
             for block in (super().repeating(*args), again, self._casts()):
                 stack.enter_context(block)

@@ -15,9 +15,6 @@ RANDOM_OF_EACH = "does not currently support same randomness"
 HOOKS_ON_SAVED = ("saved tensor hooks",)
 """Activation checkpointing, or another use of hooks on saved tensors."""
 
-REENTRANT = "When use_reentrant=True"
-"""A re-entrant checkpoint, in a backward pass that accumulates nothing."""
-
 NO_SETUP_CONTEXT = "setup_context"
 """An autograd.Function in the old style, which transforms cannot run."""
 

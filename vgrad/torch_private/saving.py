@@ -10,7 +10,7 @@ Rests on torch/utils/checkpoint.py: on the hooks of a `_CheckpointFrame`, whose
 set would end the need.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,12 +23,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction as Reentrant
 from torch.utils.checkpoint import checkpoint
 
+from vgrad.torch_private import levels
+from vgrad.torch_private.tensors import version_of
+
 __all__ = [
     "Hooks",
     "Reentrant",
     "hooks",
     "keeps_values",
     "plain",
+    "reenters",
     "repeats",
     "run_once",
 ]
@@ -76,12 +80,53 @@ def repeats(pack: Callable, around: Callable[[], AbstractContextManager]) -> Non
     cells = zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True)
     frame = dict(cells)["frame"].cell_contents
     run = frame.recompute_fn
+    versions = _versions(_inputs(frame))
 
     def again(*args: Any) -> Any:
+        if _versions(args) != versions:
+            raise RuntimeError(
+                "checkpoint: expected arguments that stay as they are until the "
+                "backward pass, but an op wrote into one in place. Copy it first."
+            )
         with around():
             return run(*args)
 
     frame.recompute_fn = again
+
+
+def _inputs(frame: Any) -> Sequence[Any]:
+    """Return what a checkpoint has saved of its arguments."""
+    if hasattr(frame, "get_inputs"):
+        return frame.get_inputs()
+    saver = frame.input_saver.grad_fn  # before torch 2.13
+    return saver.get_args(saver.saved_tensors)
+
+
+def _versions(args: Sequence[Any]) -> list[int]:
+    """Return how often tensors of transforms changed, of which autograd is not told."""
+    wrapped = [t for t in args if isinstance(t, Tensor) and levels.is_wrapped(t)]
+    return [version_of(levels.stored(each)) for each in wrapped]
+
+
+def reenters(loss: Tensor) -> bool:
+    """Tell whether a re-entrant checkpoint is a part of a graph.
+
+    It adds to the `.grad` of what it reaches: a backward pass that asks for other
+    gradients does not even come to it.
+    """
+    found: set[Any] = set()
+    nodes: list[Any] = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in found:
+            if isinstance(node, _OF_REENTRANT):
+                return True
+            found.add(node)
+            nodes += [each for each, _ in node.next_functions]
+    return False
+
+
+_OF_REENTRANT = Reentrant._backward_cls  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def run_once(run: Callable, preserve_rng_state: bool, *args: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 from vgrad import tree
 from vgrad.lowering.one_by_one import once
 from vgrad.lowering.questions import NONE
-from vgrad.lowering.truthful import ASKED, Truth, among
+from vgrad.lowering.truthful import ASKED, Truth, among, own_backward_pass
 from vgrad.persample.engine import views
 from vgrad.persample.engine.captured import packed
 from vgrad.persample.engine.guard import ASKING, LossGuard, UnsupportedOp
@@ -60,6 +60,7 @@ class Recorder(LossGuard):
         self._lowering: Callable | None = None
         self._level = 0
         self._repeats = False  # whether a checkpoint runs again
+        self._later: list[list[Callable[[], AbstractContextManager]]] = []
         self._taps = Taps(self._sites)
         self._ends: dict[int, Tensor] = {}
         self.params = self._sites.params
@@ -82,6 +83,26 @@ class Recorder(LossGuard):
                 'on saved tensors, which would see all samples. Use strategy="loop".'
             )
         super().saves(pack)
+
+    def until_later(
+        self, around: Callable[[], AbstractContextManager]
+    ) -> Callable[[], AbstractContextManager]:
+        """Return what a checkpoint keeps, which refers to nothing once this closes."""
+        later = [around]
+        self._later.append(later)
+
+        def again() -> AbstractContextManager:
+            if not later:
+                raise own_backward_pass("loss")
+            return later[0]()
+
+        return again
+
+    def close(self) -> None:
+        """Let go of checkpoints that never ran again, in cycles Python cannot see."""
+        self._taps.close()
+        for later in self._later:
+            later.clear()
 
     @contextmanager
     def repeating(self, *args: Any) -> Iterator[None]:

@@ -6,7 +6,7 @@ memory does not grow with the batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -34,7 +34,7 @@ from vgrad.persample.engine.problem import Problem
 from vgrad.persample.engine.record import Recorder
 from vgrad.persample.factors.base import Dense, Factor
 from vgrad.persample.rules.table import RULES
-from vgrad.torch_private import levels, messages, modes, old_style, saving
+from vgrad.torch_private import levels, modes, old_style, saving
 from vgrad.tree import tree_map_only
 from vgrad.typing import Params, Tree
 
@@ -80,7 +80,12 @@ def recorded(problem: Problem, collect: Collect) -> Chunk:
         for each in problem.batch.inputs
     )
     # A checkpoint around the call runs all of it again.
-    with _clear_errors(problem), torch.enable_grad(), saving.plain():
+    with (
+        closing(recorder),
+        _clear_errors(problem),
+        torch.enable_grad(),
+        saving.plain(),
+    ):
         mapped = torch.vmap(one, randomness=problem.randomness)
         losses, aux = mapped(tensors)
         with no_autocast(losses.device), _same_numbers(problem):
@@ -135,20 +140,19 @@ def alone(problem: Problem) -> tuple[Params, Tensor, Tree]:
     before = random_state(problem.tensors)
     tensors = problem.batch.one(0)
 
-    def of_params(params: Params) -> tuple[Tensor, Tree]:
-        return problem.run_loss(params, tensors, _guard(problem), alone=True)
+    def of_params(params: Params, *, shown: bool = False) -> tuple[Tensor, Tree]:
+        watch = _guard(problem, shown=shown)
+        return problem.run_loss(params, tensors, watch, alone=True)
 
     def shown(params: Params) -> tuple[Tensor, Tree]:
         # Modes see a re-entrant checkpoint inside of a transform, of whatever.
         with levels.vmap_level(1, "same"), old_style.shown():
-            return of_params(params)
+            return of_params(params, shown=True)
 
     with _no_weight_cache():
         try:
             found = gradient(of_params, problem)
-        except RuntimeError as error:
-            if messages.REENTRANT not in str(error):
-                raise
+        except _Reentrant:
             set_random_state(before)
             found = gradient(shown, problem)
     if problem.randomness == "error" and drawn_since(before, problem.tensors):
@@ -182,13 +186,11 @@ def _first(problem: Problem, params: Params, *, again: bool = False) -> Tensor:
     return problem.run_loss(params, tensors, watch, alone=True)[0]
 
 
-def _guard(
-    problem: Problem, truth: Truth | None = None, *, again: bool = False
-) -> LossGuard:
+def _guard(problem: Problem, truth: Truth | None = None, **options: bool) -> LossGuard:
     """Watch a loss that is handed the memory of the caller's tensors."""
     given = {**problem.params, **problem.buffers}
     draws, looped = problem.draws, problem.fallbacks.looped
-    return LossGuard(truth, given=given, draws=draws, looped=looped, again=again)
+    return LossGuard(truth, given=given, draws=draws, looped=looped, **options)
 
 
 def _check_unreached(problem: Problem, names: frozenset[str]) -> None:
@@ -225,6 +227,10 @@ def _collected(
     return Chunk(collected, losses, aux)
 
 
+class _Reentrant(Exception):
+    """A loss has a re-entrant checkpoint, whose backward pass is one of its own."""
+
+
 def _leaves(problem: Problem) -> Params:
     """Return what autograd differentiates: the parameters, or leaves of their values.
 
@@ -248,6 +254,8 @@ def _plain_gradient(of_params: Callable, problem: Problem) -> tuple:
         if not value.requires_grad:  # nothing that is differentiated has a part in it
             zeros = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
             return zeros, value, aux
+        if saving.reenters(value):
+            raise _Reentrant
         for leaf in leaves.values():
             if leaf.is_leaf:
                 leaf.grad = None  # in which the loss has accumulated for itself

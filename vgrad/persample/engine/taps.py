@@ -32,6 +32,11 @@ class Taps:
         finally:
             self._open = False
 
+    def close(self) -> None:
+        """Drop the makers of nodes to which no backward pass came."""
+        for left in self._waiting.values():
+            left.clear()
+
     def check_open(self) -> None:
         """Refuse what reaches a hook in another backward pass, one of the loss."""
         if not self._open:
