@@ -377,6 +377,31 @@ def test_a_functional_model_has_its_values_again_in_the_backward_pass():
         fmodel._skeleton.first(x)
 
 
+def test_buffers_of_a_call_stay_as_they_are_when_a_region_repeats():
+    norm = nn.BatchNorm1d(4).double()
+    model = Region(norm)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    x = randn(5, 4)
+    output, new = fmodel.call_and_update(params, buffers, x)
+    left = {name: each.clone() for name, each in new.items()}
+    grads = torch.autograd.grad(output.sin().sum(), [*params.values()])
+    for name, each in left.items():
+        assert torch.equal(each, new[name]), name
+    assert new["inner.num_batches_tracked"] == 1
+    expected = torch.autograd.grad(norm(x).sin().sum(), [*norm.parameters()])
+    for a, b in zip(grads, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-15)
+
+
+class Region(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return checkpoint(self.inner, x)
+
+
 def test_two_calls_of_a_functional_model_repeat_with_values_of_their_own():
     fmodel, params, buffers = vgrad.make_functional_with_buffers(Remembers().double())
     others = {name: each.detach() * 2 for name, each in params.items()}

@@ -27,8 +27,13 @@ class Held:
         pristine: State,
         unhooked: Sequence[Container],
         lock: AbstractContextManager,
+        written: Sequence[Tensor],
     ) -> None:
-        """Take what the containers hold outside of calls; some hold nothing."""
+        """Take what the containers hold outside of calls; some hold nothing.
+
+        `written` are the tensors of the call that its forward pass may write into.
+        """
+        self._written = written
         self._pristine = pristine
         self._unhooked = unhooked
         self._lock = lock
@@ -44,11 +49,26 @@ class Held:
         """Make the containers what they were before the call."""
         if self._wanted:
             self._left = [(each, copy.copy(each)) for each, _ in self._pristine]
-            _without_graphs([values for _, values in self._left])
+            with modes.without_modes():
+                _exchanged([values for _, values in self._left], self._kept)
         _restore(self._pristine)
         if any(self._unhooked):  # asked first, since there are many
             for each in self._unhooked:
                 each.clear()
+
+    def _kept(self, value: Tensor) -> Tensor:
+        """Return what a repetition finds in the place of a tensor.
+
+        It may write into buffers, of which the caller has those of the call. Results
+        are leaves, since it is not differentiated: their graphs refer to the
+        checkpoint, a cycle that Python cannot see and that would stay where no backward
+        pass follows.
+        """
+        if any(value is each for each in self._written):
+            return value.detach().clone()
+        if levels.inside_transform() or value.grad_fn is None:
+            return value
+        return value.detach().requires_grad_()
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
@@ -66,23 +86,16 @@ def _restore(state: State) -> None:
         slots.restore(container, values)
 
 
-def _without_graphs(copies: Sequence[Container]) -> None:
-    """Put leaves in the place of results, whose graphs refer to the checkpoint.
-
-    A repetition is not differentiated. Python cannot see the cycle, which would stay
-    where no backward pass follows.
-    """
-    if levels.inside_transform():
-        return
-    leaves: dict[int, Tensor] = {}
-    results: list[Tensor] = []  # kept while they are known by their ids
-    with modes.without_modes():
-        for values in copies:
-            is_dict = isinstance(values, dict)
-            put: Any = dict.__setitem__ if is_dict else list.__setitem__
-            for key, value in [*values.items()] if is_dict else [*enumerate(values)]:
-                if isinstance(value, Tensor) and value.grad_fn is not None:
-                    if id(value) not in leaves:
-                        results.append(value)
-                        leaves[id(value)] = value.detach().requires_grad_()
-                    put(values, key, leaves[id(value)])
+def _exchanged(copies: Sequence[Container], change: Callable[[Tensor], Tensor]) -> None:
+    """Put other tensors in the place of some, the same one wherever one is held."""
+    known: dict[int, tuple[Tensor, Tensor]] = {}  # the first is kept for its id
+    for values in copies:
+        is_dict = isinstance(values, dict)
+        put: Any = dict.__setitem__ if is_dict else list.__setitem__
+        for key, value in [*values.items()] if is_dict else [*enumerate(values)]:
+            if not isinstance(value, Tensor):
+                continue
+            if id(value) not in known:
+                known[id(value)] = value, change(value)
+            if (new := known[id(value)][1]) is not value:
+                put(values, key, new)

@@ -169,7 +169,8 @@ class FunctionalModel:
         }
         args, kwargs = copied((args, kwargs))
         versions = _versions(own, self._copied)
-        held = Held(self._pristine, self._unhooked, self._lock)
+        written = [own[name] for name in self._copied]
+        held = Held(self._pristine, self._unhooked, self._lock, written)
         again = None if self._only_torch else held.again
         promise = Promise({n: own[n] for n in self._watched}, _EXPECTED, _ADVICE, again)
         with self._lock:
