@@ -98,7 +98,7 @@ def _inputs(frame: Any) -> Sequence[Any]:
     """Return what a checkpoint has saved of its arguments."""
     if hasattr(frame, "get_inputs"):
         return frame.get_inputs()
-    saver = frame.input_saver.grad_fn  # before torch 2.13
+    saver = frame.input_saver.grad_fn  # in older versions of torch
     return saver.get_args(saver.saved_tensors)
 
 
