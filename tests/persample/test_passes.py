@@ -11,6 +11,7 @@ import vgrad
 from tests import cases, oracle
 from tests.cases import randn
 from vgrad.persample.engine import Twice
+from vgrad.training import TrainState, private_step
 
 PARAMS = {"w": randn(4, 3), "e": randn(5, 4, seed=1), "s": randn(4, seed=2)}
 TOKENS = torch.arange(24).reshape(8, 3) % 5
@@ -99,6 +100,25 @@ def test_nothing_is_kept_between_the_passes(monkeypatch):
     clip = vgrad.clipped_grad(tokens, max_norm=1.0, passes=2, strategy="recorded")
     clip(PARAMS, {}, TOKENS)
     assert seen == [(["e", "s", "w"], {})]
+
+
+def test_a_private_step_of_two_passes_is_that_of_one():
+    plan = vgrad.dp.Plan(
+        dataset_size=80,
+        sampling_rate=0.1,
+        noise_multiplier=1.0,
+        max_norm=1.0,
+        steps=9,
+        delta=1e-3,
+    )
+    tx = vgrad.optim.sgd(0.1)
+    states = []
+    for passes in (1, 2):
+        state = TrainState.create(tx, PARAMS, {}, seed=0)
+        step = private_step(tokens, tx, plan, passes=passes)
+        states.append(step(step(state, TOKENS)[0], TOKENS)[0])
+    for name, each in states[0].params.items():
+        assert torch.equal(each, states[1].params[name]), name
 
 
 def test_other_numbers_of_passes_are_refused():
