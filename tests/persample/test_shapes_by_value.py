@@ -13,7 +13,8 @@ SIZE, T, D = 12, 5, 4
 PARAMS = {"w": randn(3, D), "v": randn(3, seed=1), "table": randn(T, D, seed=6)}
 X = randn(SIZE, T, D, seed=2)
 MASK = torch.arange(T) < torch.tensor([5, 3, 3, 0, 1, 5, 3, 2, 0, 3, 3, 5])[:, None]
-MASK = torch.stack([row[torch.randperm(T)] for row in MASK])
+_ORDER = torch.Generator().manual_seed(0)
+MASK = torch.stack([row[torch.randperm(T, generator=_ORDER)] for row in MASK])
 WORDS = torch.randint(4, (SIZE, T), generator=torch.Generator().manual_seed(3))
 BATCH = (X, MASK, WORDS)
 
