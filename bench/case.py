@@ -188,10 +188,13 @@ def timed(
     kind: str,
     name: str,
     contender: Contender,
-    checked: dict[str, Any],
+    checked: dict[str, Any] | None,
     beside: Mapping[str, Callable[[], Any]] | None = None,
 ) -> None:
-    """Check a contender on the whole batch, time it there and say what it was."""
+    """Check a contender on the whole batch, time it there and say what it was.
+
+    `checked` is what its check on a few samples has found; None if there was none.
+    """
     problem = case.problem
     run, run_plain = contender.build(problem), plain(problem)
     run_plain(*problem.batch)
@@ -201,6 +204,7 @@ def timed(
     found = clip_and_sum(found) if kind == STORED else found
     close = case.close if contender.clips else case.mean
     difference = case.check_batch(kind, name, found, close)
+    checked = checked or {"error": difference, "checked_in": "float32"}
     interleaved(
         benchmark,
         partial(run, *problem.batch),

@@ -11,8 +11,10 @@ ones), peak memory in a process of its own, captures and redos. The cache of com
 code starts empty, but "auto" comes after "inductor", whose code it finds there.
 
 Contenders are checked as in `test_clipped.py`; steps are compared with three steps of a
-loop in float64, and vgrad's compiled ones in float32 with as many eager ones as are
-timed. With `--benchmark-disable` Inductor is left out.
+loop in float64. vgrad's compiled ones are checked on what is timed alone: sums with a
+loop over the whole batch, steps with as many eager ones. With `--benchmark-disable`
+they are built for a small model, and Inductor is left out, as it always is for nets
+with thousands of ops, which it needs five minutes for.
 """
 
 import time
@@ -28,7 +30,7 @@ from bench.case import CHECKED_SAMPLES, Case, memory_of, timed
 from bench.compiling import COMPILED, INDUCTOR, PLAIN, STEP, SUM, captures
 from bench.contenders import Grads
 from bench.measure import DEVICES, interleaved
-from bench.models import FULL_SIZE, SETTINGS
+from bench.models import FULL_SIZE, SETTINGS, STEP_BY_STEP
 from bench.steps import DRAWS, STEPS, Task
 
 # Peers hook into modules whose inputs need no gradient, vmap falls back to loops.
@@ -132,21 +134,31 @@ def case(request: pytest.FixtureRequest, device: str) -> Both:
     return Both(request.param, device)
 
 
-def skip_some(benchmark: Any, name: str) -> None:
+def skip_some(benchmark: Any, case: Both, kind: str, name: str) -> None:
     if benchmark.disabled and name in INDUCTOR:
         pytest.skip("takes minutes to compile, and is checked before it is timed")
+    if case.name in STEP_BY_STEP and name in INDUCTOR:
+        case.refuse(kind, name, "not run: thousands of ops, minutes to compile")
+
+
+def small_check(benchmark: Any, name: str) -> bool:
+    """Whether a contender runs on a small model first, and so may be built twice."""
+    return benchmark.disabled or not name.startswith("vgrad-")
 
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_clipped_sum(benchmark: Any, case: Both, name: str) -> None:
     benchmark.group = f"{SUM}, {case.name}, {case.device}"
-    skip_some(benchmark, name)
+    skip_some(benchmark, case, SUM, name)
     contender = COMPILED[name]
-    run = partial(case.run_small, contender.build)
-    checked = case.check(SUM, name, run, case.expected(contender))
+    checked = None
+    if small_check(benchmark, name):
+        run = partial(case.run_small, contender.build)
+        checked = case.check(SUM, name, run, case.expected(contender))
     if benchmark.disabled:
         return
-    beside = {} if name == PLAIN else case.beside
+    alone = name == PLAIN or case.name in STEP_BY_STEP
+    beside = {} if alone else case.beside
     timed(benchmark, case, SUM, name, contender, checked, beside)
     if memory.measurable(case.device):
         benchmark.extra_info.update(memory_of(case.peak(name), case.plain_peak))
@@ -155,9 +167,11 @@ def test_clipped_sum(benchmark: Any, case: Both, name: str) -> None:
 @pytest.mark.parametrize("name", STEPS)
 def test_private_step(benchmark: Any, case: Both, name: str) -> None:
     benchmark.group = f"{STEP}, {case.name}, {case.device}"
-    skip_some(benchmark, name)
-    run, expected = partial(case.small_steps, name), case.expected_steps(name)
-    checked = case.check(STEP, name, run, expected)
+    skip_some(benchmark, case, STEP, name)
+    checked = None
+    if small_check(benchmark, name):
+        run, expected = partial(case.small_steps, name), case.expected_steps(name)
+        checked = case.check(STEP, name, run, expected)
     if benchmark.disabled:
         return
     task = case.task
@@ -171,7 +185,9 @@ def test_private_step(benchmark: Any, case: Both, name: str) -> None:
     if name.startswith("vgrad"):
         found = steps.moved(task, stepper.params())
         difference = case.check_batch(STEP, name, found, case.moved)
+    checked = checked or {"error": difference, "checked_in": "float32"}
     draws = iter(batches)
+    alone = name == PLAIN or case.name in STEP_BY_STEP
     interleaved(
         benchmark,
         lambda: stepper.step(*next(draws)),
@@ -180,7 +196,7 @@ def test_private_step(benchmark: Any, case: Both, name: str) -> None:
         samples=case.setting.samples,
         error=checked["error"],
         rounds=DRAWS,
-        beside={} if name == PLAIN else case.step_beside,
+        beside={} if alone else case.step_beside,
     )
     benchmark.extra_info.update(
         **case.described(STEP, checked),

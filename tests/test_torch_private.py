@@ -27,6 +27,18 @@ from vgrad.tree import keystr, tree_flatten_with_path
 X = torch.arange(6.0).reshape(3, 2)
 
 
+class Old(torch.autograd.Function):
+    """In the old style, without setup_context."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2
+
+
 class Listing(TorchFunctionMode):
     """Lists the functions that it sees."""
 
@@ -136,16 +148,7 @@ class TestLevels:
         assert levels.custom_function_call in mode.seen
 
     def test_one_in_the_old_style_is_seen_in_a_block_and_raises_outside(self):
-        class Double(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                return x * 2
-
-            @staticmethod
-            def backward(ctx, g):
-                return g * 2
-
-        apply, seen = Double.apply, []
+        apply, seen = Old.apply, []
 
         class Answering(TorchFunctionMode):
             def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -163,7 +166,7 @@ class TestLevels:
                 assert torch.equal(torch.vmap(row)(X), X * 2)
             assert torch.equal(torch.vmap(row)(X), X * 2)
             assert torch.equal(apply(X), X * 2)
-        assert seen == [Double, Double]
+        assert seen == [Old, Old]
         with pytest.raises(RuntimeError, match=messages.NO_SETUP_CONTEXT):
             torch.vmap(row)(X)
 
@@ -375,18 +378,6 @@ class TestKernels:
         answers = [kernels.cpu_multiplies(d) for d in (torch.bfloat16, torch.float16)]
         assert {type(each) for each in answers} == {bool}
         assert kernels.cpu_multiplies(torch.float32)
-
-
-class Old(torch.autograd.Function):
-    """In the old style, without setup_context."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * 2
 
 
 def checkpointed(x):

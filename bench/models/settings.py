@@ -176,6 +176,9 @@ NEW = {
 }
 """Smaller steps, and layers that the seven do not have."""
 
+STEP_BY_STEP = {"lstm", "bilstm"}
+"""Nets of thousands of ops."""
+
 FULL_SIZE = {
     "gpt2-small": Setting(
         "GPT-2 small, T=128",

@@ -327,6 +327,29 @@ def test_a_checkpoint_inside_of_another_runs_in_a_loop():
         cases.assert_quantities(nested, params, (X,), strategy="auto")
 
 
+def test_regions_inside_of_others_run_as_often_as_in_plain_torch():
+    runs = []
+
+    def nested(p, b, x):
+        def inner(x):
+            runs.append("inner")
+            return F.linear(x, p["w"]).tanh()
+
+        def outer(x):
+            runs.append("outer")
+            return checkpoint(inner, x.sin()).exp()
+
+        return checkpoint(outer, F.linear(x, p["v"])).sum()
+
+    params = {name: each.clone().requires_grad_() for name, each in W.items()}
+    plain = nested(params, {}, X[0])
+    torch.autograd.grad(plain, [params["w"], params["v"]])
+    expected, runs = runs, []
+    used = {"w": W["w"], "v": W["v"]}
+    vgrad.per_sample_norm(nested, strategy="loop")(used, {}, X[:1])
+    assert runs == expected
+
+
 def test_a_transform_may_run_in_a_checkpoint_of_the_caller():
     leaf = W["w"].clone().requires_grad_()
     norms = vgrad.per_sample_norm(lambda p, b, x: F.linear(x, p["w"]).sin().sum())

@@ -63,24 +63,6 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Unclear:
-    """An error that does not say what to do, or says what does not work: to be mended.
-
-    `loop` is a part of the error under `strategy="loop"`, where the first advises it.
-    """
-
-    why: str
-    loop: str = ""
-
-
-@dataclass(frozen=True)
-class Wrong:
-    """Other numbers than those of plain autograd, and no error: to be mended."""
-
-    why: str
-
-
-@dataclass(frozen=True)
 class Impossible:
     """Plain autograd raises an error as well, of which `why` is a part."""
 
@@ -122,7 +104,7 @@ class Entry:
 
     name: str
     build: Callable[[], Use]
-    today: Exact | Refused | Impossible | Unclear | Wrong
+    today: Exact | Refused | Impossible
     tolerance: float
     options: Mapping[str, Any]
     through: Callable[[Any], Any]
@@ -134,7 +116,7 @@ def entry(
     name: str,
     build: Callable[..., Use],
     *arguments: Any,
-    today: Exact | Refused | Impossible | Unclear | Wrong = Exact(),
+    today: Exact | Refused | Impossible = Exact(),
     tolerance: float = 1e-9,
     options: Mapping[str, Any] = MappingProxyType({}),
     through: Callable[[Any], Any] = lambda transform: transform,

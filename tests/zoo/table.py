@@ -14,7 +14,7 @@ from tests.zoo import (
     of_timm,
     of_transformers,
 )
-from tests.zoo.entries import Entry, Exact, Impossible, Refused, Unclear, Wrong
+from tests.zoo.entries import Entry, Exact, Impossible, Refused
 
 SECTIONS: dict[str, tuple[str, list[Entry]]] = {
     "Architectures by hand": ("", handmade.ENTRIES),
@@ -30,7 +30,7 @@ SECTIONS: dict[str, tuple[str, list[Entry]]] = {
 """Titles, the library that each needs, and its entries."""
 
 KINDS = ["recorded", "recorded in parts", "vmap", "loop"]
-KINDS += ["refused", "fails", "wrong", "not by autograd either"]
+KINDS += ["refused", "not by autograd either"]
 """What may come of an entry; the first four are exact."""
 
 HEAD = """\
@@ -62,11 +62,6 @@ def told(entry: Entry) -> str:
             return f"refused: {why}"
         case Impossible(why):
             return f"not by plain autograd either: {why}"
-        case Unclear(why, loop):
-            cell = f"**fails**: {why}"
-            return cell + (f'; the advised `strategy="loop"`: {loop}' if loop else "")
-        case Wrong(why):
-            return f"**wrong**: {why}"
 
 
 def kind(entry: Entry) -> str:
@@ -75,7 +70,7 @@ def kind(entry: Entry) -> str:
         case Exact(strategy, splits=splits):
             return strategy + " in parts" * splits
         case other:
-            return KINDS[4 + [Refused, Unclear, Wrong, Impossible].index(type(other))]
+            return KINDS[4 + [Refused, Impossible].index(type(other))]
 
 
 def page() -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.zoo import libraries, table
-from tests.zoo.entries import Entry, Exact, Impossible, Refused, Unclear, Wrong
+from tests.zoo.entries import Entry, Exact, Impossible, Refused
 from tests.zoo.running import assert_exact, bound_of, found, reference
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of old forms in others' files
@@ -58,20 +58,6 @@ def test_it_is_exact_or_what_the_table_says(library: str, entry: Entry):
             assert why in error_of(entry)
             with pytest.raises(Exception, match=re.escape(why)):
                 reference(entry)
-        # What is to be mended fails as it is told: a mend fails here, and is told too.
-        case Unclear(why, loop):
-            error = error_of(entry)
-            assert why in error
-            if loop:
-                assert 'strategy="loop"' in error
-                assert loop in error_of(entry, strategy="loop")
-            pytest.xfail(f"unclear: {why}")
-        case Wrong(why):
-            expected = reference(entry)
-            result = found(entry, bound_of(expected))
-            with pytest.raises(AssertionError):
-                assert_exact(entry, result, expected)
-            pytest.xfail(f"wrong: {why}")
 
 
 def test_the_table_is_that_of_the_entries():

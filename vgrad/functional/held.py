@@ -33,7 +33,7 @@ class Held:
 
         `written` are the tensors of the call that its forward pass may write into.
         """
-        self._written = written
+        self._written = {id(each) for each in written}
         self._pristine = pristine
         self._unhooked = unhooked
         self._lock = lock
@@ -64,7 +64,7 @@ class Held:
         checkpoint, a cycle that Python cannot see and that would stay where no backward
         pass follows.
         """
-        if any(value is each for each in self._written):
+        if id(value) in self._written:
             return value.detach().clone()
         if levels.inside_transform() or value.grad_fn is None:
             return value

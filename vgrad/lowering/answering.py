@@ -76,7 +76,8 @@ class Answering(Untouched):
         self._stopped: BaseException | None = None
         self._watched: Callable[..., AbstractContextManager] = nullcontext
         self._casts: Callable[[], AbstractContextManager] = nullcontext
-        self._of: tuple[int, Any] = 1, "error"
+        self.size = 1
+        self.randomness = "error"
 
     @contextmanager
     def inside(
@@ -91,7 +92,7 @@ class Answering(Untouched):
 
         `casts` makes the mode for autocast.
         """
-        self._of = size, randomness
+        self.size, self.randomness = size, randomness
         self._watched = partial(self._draws.watched, size, alone=alone)
         self._casts = casts
         with self, self._watched(), self._casts():
@@ -103,7 +104,9 @@ class Answering(Untouched):
         truth, again = self._truth, self._watched(repeated=True)
         with ExitStack() as stack:
             if truth is not None:
-                level = stack.enter_context(levels.vmap_level(*self._of))
+                level = stack.enter_context(
+                    levels.vmap_level(self.size, self.randomness)
+                )
                 if level != truth.level:
                     raise UnsupportedOp(
                         "checkpoint: expected a region that runs again by itself, got "

@@ -92,9 +92,9 @@ def clipped_grad(
     the learning rate need not follow the bound.
 
     With `passes=2` a recorded backward pass keeps nothing but the norms, and a second
-    one sums with the weights that follow from them: 1.6 times the time, and no factors
-    in memory. That pays where the loss checkpoints its activations, which otherwise
-    take more. Samples near the ends of the dtype have their factors kept all the same.
+    one sums with the weights that follow from them: more time, and no factors in
+    memory. That pays where the loss checkpoints its activations, which otherwise take
+    more. Samples near the ends of the dtype have their factors kept all the same.
 
     Guarantee: no sample adds more than `max_norm (1 + 1e-6) / normalize_by` in L2 norm,
     or with `rescale` `(1 + 1e-6) / normalize_by`, in the arithmetic that ran, with

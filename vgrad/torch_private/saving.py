@@ -80,7 +80,9 @@ def repeats(pack: Callable, around: Callable[[], AbstractContextManager]) -> Non
     cells = zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True)
     frame = dict(cells)["frame"].cell_contents
     run = frame.recompute_fn
-    versions = _versions(_inputs(frame))
+    # Only where transforms run: the hooks of a region around this one see what is
+    # read here, and run it once more.
+    versions = _versions(_inputs(frame)) if levels.inside_transform() else []
 
     def again(*args: Any) -> Any:
         if _versions(args) != versions:

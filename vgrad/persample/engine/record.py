@@ -53,8 +53,6 @@ class Recorder(LossGuard):
         super().__init__(
             given=given, draws=problem.draws, looped=problem.fallbacks.looped
         )
-        self.size = size
-        self.randomness = problem.randomness
         self._rules = rules
         self._sites = Sites(problem.params, size, take, tell)
         self._lowering: Callable | None = None
