@@ -1,0 +1,45 @@
+"""Run experiments: `python -m bench.experiments NAME [NAME ...] --out DIR`."""
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+from bench.experiments.study import Place, Study, run
+
+NAMES = ("per-sample", "ensembles", "jmp", "mobilenet", "tensor-cores", "private")
+"""Each is a module of this folder; the most telling first."""
+
+
+def study(name: str) -> Study:
+    """Return an experiment."""
+    module = importlib.import_module(f"bench.experiments.{name.replace('-', '_')}")
+    return module.STUDY
+
+
+def main() -> None:
+    """Read the arguments and run what they name."""
+    parser = argparse.ArgumentParser(prog="python -m bench.experiments")
+    parser.add_argument("names", nargs="+", choices=[*NAMES, "all"], metavar="NAME")
+    parser.add_argument("--size", choices=["tiny", "small", "full"], default="small")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--data")
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    names = NAMES if "all" in given.names else given.names
+    failed = []
+    for name in names:
+        place = Place(given.size, given.device, given.out, given.data)
+        try:
+            seen = run(name, study(name), place)
+        except (AssertionError, ValueError, OSError) as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            failed.append(name)
+        else:
+            print(*(f"{name}: {line}" for line in seen), sep="\n")
+    if failed:
+        sys.exit(f"experiment: {', '.join(failed)} failed.")
+
+
+if __name__ == "__main__":
+    main()

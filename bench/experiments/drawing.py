@@ -1,0 +1,45 @@
+"""How figures look: colours that all can tell apart, titles, axes with units."""
+
+from matplotlib.axes import Axes
+
+COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+)
+"""Reference: Okabe and Ito, Color Universal Design, 2008."""
+
+MARKERS = "osD^vPX"
+MEBIBYTE = 2**20
+
+
+def line(axes: Axes, at: list, values: list, label: str, number: int, **more) -> None:
+    """Draw a line in the colour and with the marker of its number."""
+    axes.plot(
+        at,
+        values,
+        color=COLOURS[number % len(COLOURS)],
+        marker=MARKERS[number % len(MARKERS)],
+        markersize=4,
+        label=label,
+        **more,
+    )
+
+
+def by_powers(axes: Axes, at: list[int]) -> None:
+    """Put ticks at the powers of two that were measured, as plain numbers."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(at, [str(each) for each in at])
+    axes.minorticks_off()
+
+
+def finish(axes: Axes, title: str, x: str, y: str, *, legend: bool = True) -> None:
+    """Set title and labels; the legend goes where it covers least."""
+    axes.set(title=title, xlabel=x, ylabel=y)
+    axes.grid(alpha=0.3)
+    if legend:
+        axes.legend(fontsize="small", framealpha=0.8)
