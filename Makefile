@@ -1,7 +1,7 @@
 PYTHON ?= python3
 RUN := .venv/bin
 
-.PHONY: demo test quick compiled test-random zoo bench clean
+.PHONY: demo test quick compiled test-random zoo bench experiments clean
 
 # One thread for each of several processes: the ops of tests are too small for two.
 PYTEST := OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n auto --dist worksteal
@@ -31,6 +31,10 @@ zoo: .venv-zoo/installed
 
 bench: .venv/installed
 	$(RUN)/python -m pytest --benchmark-only
+
+# Those of a CPU; what was measured before is kept.
+experiments: .venv/installed
+	$(RUN)/python -m vgrad experiment all --out runs/experiments
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -64,18 +64,39 @@ LARGEST = {"cpu": {MODELS[name].title: 10 for name in LARGE}, "cuda": {}}
 
 
 class Problem:
-    """The members, and the batch that all of them get."""
+    """The members, and the batch that all of them get, or one for each.
+
+    Attributes:
+        in_dims: where the batch has its members, None where all get the same.
+    """
 
     def __init__(
-        self, name: str, members: int, device: str, dtype: torch.dtype, samples: int
+        self,
+        name: str,
+        members: int,
+        device: str,
+        dtype: torch.dtype,
+        samples: int,
+        *,
+        own: bool = False,
     ) -> None:
         make, batch, _ = SETTINGS[name]
         torch.manual_seed(0)
         self.members = members
         self.models = [make().to(device, dtype) for _ in range(members)]
-        x, y = batch(samples, torch.Generator().manual_seed(0))
+        self.in_dims = 0 if own else None
+        rows = samples * members if own else samples
+        x, y = batch(rows, torch.Generator().manual_seed(0))
+        if own:
+            x, y = (each.unflatten(0, (members, samples)) for each in (x, y))
         self.x = x.to(device, dtype if x.is_floating_point() else None)
         self.y = y.to(device)
+
+    def batch(self, member: int) -> tuple[Tensor, Tensor]:
+        """Return what a member gets."""
+        if self.in_dims is None:
+            return self.x, self.y
+        return self.x[member], self.y[member]
 
     def copies(self) -> list[nn.Module]:
         return copy.deepcopy(self.models)
@@ -98,7 +119,8 @@ def stacked(models: list[nn.Module]) -> Outcome:
 def loop_forward(problem: Problem) -> Contender:
     @torch.no_grad()
     def run() -> list[Tensor]:
-        return [model(problem.x) for model in problem.models]
+        each = enumerate(problem.models)
+        return [model(problem.batch(member)[0]) for member, model in each]
 
     return run, lambda: {"out": torch.stack(run())}
 
@@ -108,9 +130,10 @@ def loop_step(problem: Problem) -> Contender:
     optimizers = [optimizer(model.parameters()) for model in models]
 
     def run() -> None:
-        for model, own in zip(models, optimizers, strict=True):
+        for member, (model, own) in enumerate(zip(models, optimizers, strict=True)):
+            x, y = problem.batch(member)
             own.zero_grad()
-            F.cross_entropy(model(problem.x), problem.y).backward()
+            F.cross_entropy(model(x), y).backward()
             own.step()
 
     return run, lambda: stacked(models)
@@ -120,12 +143,14 @@ def vmap_forward(problem: Problem) -> Contender:
     params, buffers = torch.func.stack_module_state(problem.models)
     base = copy.deepcopy(problem.models[0]).to("meta")
 
-    def one(params: Outcome, buffers: Outcome) -> Tensor:
-        return torch.func.functional_call(base, (params, buffers), (problem.x,))
+    def one(params: Outcome, buffers: Outcome, x: Tensor) -> Tensor:
+        return torch.func.functional_call(base, (params, buffers), (x,))
+
+    mapped = torch.vmap(one, in_dims=(0, 0, problem.in_dims))
 
     @torch.no_grad()
     def run() -> Tensor:
-        return torch.vmap(one)(params, buffers)
+        return mapped(params, buffers, problem.x)
 
     return run, lambda: {"out": run()}
 
@@ -135,12 +160,15 @@ def vmap_step(problem: Problem) -> Contender:
     base = copy.deepcopy(problem.models[0]).to("meta")
     own = optimizer(params.values())
 
-    def one(params: Outcome, buffers: Outcome) -> Tensor:
-        out = torch.func.functional_call(base, (params, buffers), (problem.x,))
-        return F.cross_entropy(out, problem.y)
+    def one(params: Outcome, buffers: Outcome, x: Tensor, y: Tensor) -> Tensor:
+        out = torch.func.functional_call(base, (params, buffers), (x,))
+        return F.cross_entropy(out, y)
+
+    in_dims = (0, 0, problem.in_dims, problem.in_dims)
+    gradient = torch.vmap(torch.func.grad(one), in_dims)
 
     def run() -> None:
-        grads = torch.vmap(torch.func.grad(one))(params, buffers)
+        grads = gradient(params, buffers, problem.x, problem.y)
         for name, grad in grads.items():
             params[name].grad = grad
         own.step()
@@ -157,13 +185,15 @@ def tensordict_of(problem: Problem) -> tuple[Any, nn.Module]:
 def tensordict_forward(problem: Problem) -> Contender:
     params, base = tensordict_of(problem)
 
-    def one(params: Any) -> Tensor:
+    def one(params: Any, x: Tensor) -> Tensor:
         with params.to_module(base):
-            return base(problem.x)
+            return base(x)
+
+    mapped = torch.vmap(one, in_dims=(0, problem.in_dims))
 
     @torch.no_grad()
     def run() -> Tensor:
-        return torch.vmap(one)(params)
+        return mapped(params, problem.x)
 
     return run, lambda: {"out": run()}
 
@@ -172,13 +202,15 @@ def tensordict_step(problem: Problem) -> Contender:
     params, base = tensordict_of(problem)
     own = optimizer(params.parameters())
 
-    def one(params: Any) -> Tensor:
+    def one(params: Any, x: Tensor, y: Tensor) -> Tensor:
         with params.to_module(base):
-            return F.cross_entropy(base(problem.x), problem.y)
+            return F.cross_entropy(base(x), y)
+
+    mapped = torch.vmap(one, in_dims=(0, problem.in_dims, problem.in_dims))
 
     def run() -> None:
         own.zero_grad()
-        torch.vmap(one)(params).sum().backward()
+        mapped(params, problem.x, problem.y).sum().backward()
         own.step()
 
     def outcome() -> Outcome:
@@ -190,7 +222,7 @@ def tensordict_step(problem: Problem) -> Contender:
 
 def vgrad_forward(problem: Problem) -> Contender:
     fmodel, params, buffers = vgrad.stack(problem.models)
-    forward = vgrad.ensemble_forward(fmodel)
+    forward = vgrad.ensemble_forward(fmodel, in_dims=problem.in_dims)
 
     @torch.no_grad()
     def run() -> Tensor:
@@ -203,7 +235,9 @@ def vgrad_step(problem: Problem) -> Contender:
     fmodel, params, buffers = vgrad.stack(problem.models)
     loss = vgrad.batch_loss(fmodel, F.cross_entropy)
     tx = vgrad.for_members(vgrad.optim.sgd, lr=RATE, momentum=MOMENTUM)
-    step = vgrad.training.ensemble_train_step(loss, tx, donate=True)
+    step = vgrad.training.ensemble_train_step(
+        loss, tx, in_dims=problem.in_dims, donate=True
+    )
     state = EnsembleState.create(tx, params, buffers, seed=0)
 
     def run() -> None:
@@ -235,11 +269,13 @@ GROWTH = {
 """Members of a training step, to see how time and memory grow (`growth.py`)."""
 
 
-def checked(kind: str, name: str, setting: str, device: str) -> float:
+def checked(
+    kind: str, name: str, setting: str, device: str, *, own: bool = False
+) -> float:
     """Return the largest relative error against the loop, of few members in float64."""
     outcomes = []
     for each in (name, "loop"):
-        problem = Problem(setting, 2, device, torch.float64, 4)
+        problem = Problem(setting, 2, device, torch.float64, 4, own=own)
         run, outcome = CONTENDERS[kind][each](problem)
         for _ in range(STEPS):
             run()
@@ -252,10 +288,17 @@ def checked(kind: str, name: str, setting: str, device: str) -> float:
 
 
 def prepared(
-    kind: str, name: str, setting: str, members: int, device: str
+    kind: str,
+    name: str,
+    setting: str,
+    members: int,
+    device: str,
+    *,
+    own: bool = False,
 ) -> Callable[[], Any]:
     """Make what is timed, on a whole batch in float32, and run it once."""
-    problem = Problem(setting, members, device, torch.float32, SETTINGS[setting][2])
+    samples = SETTINGS[setting][2]
+    problem = Problem(setting, members, device, torch.float32, samples, own=own)
     run, _ = CONTENDERS[kind][name](problem)
     run()
     return run

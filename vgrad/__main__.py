@@ -1,4 +1,4 @@
-"""The command line: `python -m vgrad train`, `evaluate`, `bench` and `rules`."""
+"""The command line: `python -m vgrad` and a command."""
 
 import sys
 from argparse import ArgumentParser, Namespace
@@ -38,6 +38,12 @@ def _bench(given: Namespace) -> None:
     run(given.out, given.suites)
 
 
+def _experiment(given: Namespace) -> None:
+    from vgrad.cli.bench import experiment
+
+    experiment(given)
+
+
 def _rules(given: Namespace) -> None:
     from vgrad.cli.rules import run
 
@@ -64,6 +70,13 @@ COMMANDS = {
         "and the peers that are installed.",
         options.add_bench,
         _bench,
+    ),
+    "experiment": Command(
+        "Repeat experiments of articles: functorch, jmp, mixed precision, tensor cores "
+        "with cross-validation, and the price of privacy. Each ends with a check, a "
+        "table and a figure.",
+        options.add_experiment,
+        _experiment,
     ),
     "rules": Command(
         "Print the ops that have a rule for per-sample gradients. With --model also "

@@ -1,4 +1,7 @@
-"""How figures look: colours that all can tell apart, titles, axes with units."""
+"""How figures and tables look: colours that all can tell apart, axes with units."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 
@@ -43,3 +46,9 @@ def finish(axes: Axes, title: str, x: str, y: str, *, legend: bool = True) -> No
     axes.grid(alpha=0.3)
     if legend:
         axes.legend(fontsize="small", framealpha=0.8)
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return a table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

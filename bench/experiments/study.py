@@ -149,13 +149,19 @@ def run(name: str, study: Study, place: Place) -> list[str]:
             if piece.name not in kept.pieces:
                 kept.add(piece.name, piece.run(tell))
     results = {piece.name: kept.pieces[piece.name] for piece in pieces}
+    machine = place.machine
+    threads = (
+        "one thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
+    )
+    device = f"{machine['processor']}, {threads}"
+    if place.device != "cpu":
+        device = machine["device"]
     figure = Figure(figsize=study.figsize, layout="constrained")
     study.draw(results, figure)
+    figure.suptitle(f"{study.title} ({device})", fontsize="medium")
     figure.savefig(place.folder / f"{name}.png", dpi=110)
-    machine = place.machine
-    device = f"{machine['device']} ({machine['processor']}, {machine['threads']} "
-    device += f"threads), torch {machine['torch']}"
-    text = [f"# {study.title}", "", f"Measured on: {device}. Size: {place.size}.", ""]
+    text = [f"# {study.title}", ""]
+    text += [f"{device}, torch {machine['torch']}, size {place.size!r}.", ""]
     text += [study.table(results), "", f"![{study.title}]({name}.png)", ""]
     path = place.folder / f"{name}.md"
     files.replace(path, "\n".join(text).encode())

@@ -51,10 +51,41 @@ def test_the_table_is_printed_for_each_group(capsys, name):
         assert text in printed
 
 
-def test_it_needs_a_checkout(monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("command", [["bench"], ["experiment", "jmp"]])
+def test_it_needs_a_checkout(monkeypatch, tmp_path, capsys, command):
     monkeypatch.setattr(vgrad, "__file__", str(tmp_path / "vgrad" / "__init__.py"))
-    assert main(["bench"]) == 2
-    assert "expected a checkout" in capsys.readouterr().err
+    assert main(command) == 2
+    assert f"{command[0]}: expected a checkout" in capsys.readouterr().err
+
+
+def test_experiments_get_their_arguments_wherever_one_stands(monkeypatch, tmp_path):
+    ran = []
+
+    def record(command, *, cwd):
+        ran.append((command[1:], cwd))
+        return subprocess.CompletedProcess(command, 3 * (len(ran) == 2))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "run", record)
+    (tmp_path / "own.npz").touch()
+    arguments = ["experiment", "jmp", "private", "--full", "--data", "own.npz"]
+    assert main(arguments) == 0
+    out, data = str(tmp_path / "experiments"), str(tmp_path / "own.npz")
+    expected = ["-m", "bench.experiments", "jmp", "private", "--out", out]
+    expected += ["--device", "cpu", "--size", "full", "--data", data]
+    assert ran == [(expected, ROOT)]
+    with pytest.raises(SystemExit) as ended:
+        main(["experiment", "jmp", "--data", "digits", "--out", "mine"])
+    assert ended.value.code == 3
+    expected = ["--out", str(tmp_path / "mine"), "--device", "cpu"]
+    assert ran[1][0][2:] == ["jmp", *expected, "--data", "digits"]
+
+
+def test_experiments_are_refused_by_name(tmp_path):
+    command = [sys.executable, "-m", "vgrad", "experiment", "speed", "--out", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "invalid choice: 'speed' (choose from" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["", "missing/out.json", "."])

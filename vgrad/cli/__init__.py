@@ -1,4 +1,4 @@
-"""The commands of `python -m vgrad`: train, evaluate, bench and rules.
+"""The commands of `python -m vgrad`: train, evaluate, bench, experiment and rules.
 
 `options.py` declares what they can be told. A run of `train` reads its data
 (`data.py`), builds its model (`models.py`), prepares its trainers (`setup.py`, and

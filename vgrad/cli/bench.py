@@ -1,14 +1,16 @@
-"""Run the benchmarks of a checkout and print what they measured as a table."""
+"""Run the benchmarks and the experiments of a checkout."""
 
 import json
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import vgrad
+from vgrad.cli import options
 
 COLUMNS = ("contender", "median", "plain step", "ratio to plain", "samples/s", "error")
 MEMORY = "peak memory"
@@ -26,12 +28,7 @@ def run(out: Path | None, suites: Sequence[str] = ()) -> None:
         ValueError: there is no such suite.
         SystemExit: a benchmark failed; the status is 1.
     """
-    root = Path(vgrad.__file__).parent.parent
-    if not (root / "bench" / "measure.py").exists():
-        raise FileNotFoundError(
-            f"bench: expected a checkout of vgrad with its folder bench, got a package "
-            f"in {root}. Clone the repository and run it there."
-        )
+    root = checkout("bench")
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise FileNotFoundError(
             f"bench(--out {out}): expected the name of a file in an existing folder."
@@ -55,6 +52,42 @@ def run(out: Path | None, suites: Sequence[str] = ()) -> None:
         out.write_text(json.dumps(measured, indent=1) + "\n")
         out.with_suffix(".md").write_text(markdown(measured))
     _print(measured)
+
+
+def experiment(given: Namespace) -> None:
+    """Run experiments of `bench/experiments/`, and leave their files in a folder.
+
+    Raises:
+        OSError: the package does not lie in a checkout, or no folder can be made.
+        SystemExit: one failed, or there is none of such a name.
+    """
+    root = checkout("experiment")
+    out = options.folder("--out", given.out).absolute()
+    command = [sys.executable, "-m", "bench.experiments", *given.names]
+    command += ["--out", str(out), "--device", str(options.device(given.device))]
+    if given.full:
+        command += ["--size", "full"]
+    if given.data is not None:
+        here = Path(given.data)
+        command += ["--data", str(here.absolute()) if here.exists() else given.data]
+    done = subprocess.run(command, cwd=root)
+    if done.returncode != 0:
+        sys.exit(done.returncode)
+
+
+def checkout(command: str) -> Path:
+    """Return the folder in which the package lies beside `bench/`.
+
+    Raises:
+        FileNotFoundError: there is no such folder there.
+    """
+    root = Path(vgrad.__file__).parent.parent
+    if not (root / "bench" / "measure.py").exists():
+        raise FileNotFoundError(
+            f"{command}: expected a checkout of vgrad with its folder bench, got a "
+            f"package in {root}. Clone the repository and run it there."
+        )
+    return root
 
 
 def rows(report: dict[str, Any]) -> list[dict[str, Any]]:

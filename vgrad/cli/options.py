@@ -208,6 +208,36 @@ def add_bench(parser: ArgumentParser) -> None:
     )
 
 
+def add_experiment(parser: ArgumentParser) -> None:
+    """Declare the arguments of `experiment`."""
+    parser.add_argument(
+        "names",
+        metavar="NAME",
+        nargs="+",
+        help="per-sample, ensembles, jmp, mobilenet, tensor-cores, private, or all",
+    )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="the size of the articles, for a large GPU; otherwise one for minutes on "
+        "a CPU",
+    )
+    parser.add_argument(
+        "--data",
+        metavar="DATA",
+        help="images in the place of the experiment's own: a source or file as `train` "
+        "takes it, or a folder that has one of pictures for each class",
+    )
+    parser.add_argument(
+        "--out",
+        default="experiments",
+        metavar="DIR",
+        help="where to write results, tables and figures; what an interrupted run has "
+        "left there is gone on with (default: experiments)",
+    )
+    _declare(parser, ["device"])
+
+
 def add_rules(parser: ArgumentParser) -> None:
     """Declare the arguments of `rules`."""
     texts = {each.name: each.metadata["help"] for each in fields(Settings)}
