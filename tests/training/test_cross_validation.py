@@ -26,10 +26,15 @@ def mlp(fold=0):
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
 
 
+class Always(nn.Module):
+    """Draws in evaluation mode too."""
+
+    def forward(self, x):
+        return F.dropout(x, 0.5, training=True)
+
+
 def dropping(fold=0):
-    return nn.Sequential(
-        nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3)
-    ).double()
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), Always(), nn.Linear(6, 3)).double()
 
 
 def normed(fold=0):
@@ -170,7 +175,9 @@ def test_a_killed_run_goes_on_with_the_same_bits(name, killed, tmp_path):
     whole, told = uninterrupted(name), []
     with pytest.raises(Killed):
         run(factory, tell=kill_at(killed), **options)
+    before = torch.get_rng_state()
     assert_exact(run(factory, tell=told.append, **options), whole, 0)
+    assert torch.equal(torch.get_rng_state(), before)
     assert [each.epoch for each in told] == ([*range(EPOCHS)] * 2)[killed:]
     assert told[-1].folds == range(2, 3)
     assert torch.equal(told[-1].losses, whole.losses[2:, -1])
