@@ -15,7 +15,7 @@ from tests.oracle import assert_exact
 from vgrad import optim
 from vgrad.ensemble import fold_indices, member_seed
 from vgrad.generators import secret_key, torch_seed
-from vgrad.precision import DynamicLossScale
+from vgrad.precision import DynamicLossScale, Policy
 from vgrad.training import cross_validate
 
 K, EPOCHS, N = 3, 3, 26  # 26 = 3 * 8 + 2: two samples are in no fold
@@ -262,21 +262,33 @@ def test_what_does_not_fit_is_refused(change, message):
         run(**change)
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "float32"])
-def test_policies_train_and_judge(policy):
-    x, _ = samples(60)
-    data = (x.float(), (x[:, 0] > 0).long())
+@cache
+def under(policy):
+    dtype = Policy.parse(policy or "float32").compute_dtype
 
-    def outputs(output, target):
+    def share(output, target):
         assert output.dtype == torch.float32
+        assert torch.equal(output, output.to(dtype).float())
         return accuracy(output, target)
 
-    options = {"data": data, "metric": outputs, "tx": optim.adam(0.03)}
-    found = run(lambda fold: normed().float(), policy=policy, **options)
-    exact = run(lambda fold: normed().float(), **options)
+    x, _ = samples()
+    data = (x.float(), (x[:, 0] > 0).long())
+    options = {"data": data, "metric": share, "tx": optim.adam(0.03)}
+    return run(lambda fold: normed().float(), policy=policy, **options)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "float32"])
+def test_policies_train_and_judge(policy):
+    found, exact = under(policy), under(None)
     assert_exact(found.losses, exact.losses, 0.1)
-    assert found.scores.mean(0)[-1] > 0.7
+    same = found.train_losses == exact.train_losses
+    assert same.all() if policy == "float32" else not same.any()
     assert all(value.dtype == torch.float32 for value in found.params.values())
+
+
+def test_no_two_groups_draw_the_same():
+    found = run(at_once=1, metric=lambda output, target: torch.rand(()))
+    assert len(found.scores.unique()) == K * EPOCHS
 
 
 @pytest.mark.parametrize("scale", [None, DynamicLossScale(2.0**4, period=3)])

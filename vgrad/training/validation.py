@@ -72,7 +72,7 @@ class Validation:
 
         def noted(output: Any, target: Any) -> Tensor:
             given.append(output)
-            return self._criterion(output, target)  # pyright: ignore
+            return self._criterion(output, target)  # pyright: ignore[reportOptionalCall]
 
         criterion = self._criterion if self._metric is None else noted
         return batch_loss(self._fmodel, criterion)(params, buffers, *batch), given
