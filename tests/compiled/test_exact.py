@@ -510,3 +510,19 @@ def test_ensemble_train_step(name):
     ran(compiled, calls=4)
     _, metrics = run_steps(compiled, start(), batches)[3]
     assert float(metrics["skipped"][0]) == float(metrics["skipped"][2]) == 0
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_an_ensemble_of_active_members_is_captured(donate):
+    fmodel, params, buffers = members(make=problems.mlp)
+    step = ensemble_train_step(
+        vgrad.batch_loss(fmodel, F.cross_entropy), optim.adam(1e-2), donate=donate
+    )
+
+    def start():
+        own = ({n: x.clone() for n, x in each.items()} for each in (params, buffers))
+        return EnsembleState.create(optim.adam(1e-2), *own, seed=1)
+
+    draw = cases.vectors(5)
+    compiled = same_steps(lambda: step, start, [draw(6) for _ in range(3)])
+    ran(compiled, calls=2)

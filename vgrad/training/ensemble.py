@@ -4,7 +4,7 @@ E members.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,11 +20,12 @@ from vgrad.ensemble.gradients import (
     check_loss,
     ensemble_grad,
 )
-from vgrad.ensemble.optimizer import MembersState, of_members
+from vgrad.ensemble.optimizer import of_members
 from vgrad.generators import secret_key
 from vgrad.names import Patterns
 from vgrad.optim.base import GradientTransformation
 from vgrad.precision import DynamicLossScale, LossScale, NoOpLossScale, Policy
+from vgrad.training.members import finite_of_each, keep, of_each, put_back
 from vgrad.training.state import (
     Metrics,
     Run,
@@ -39,7 +40,6 @@ from vgrad.training.state import (
     under,
     without_key,
 )
-from vgrad.tree import map_tensors, tree_map
 from vgrad.typing import BatchLossFn, Buffers, LossFn, Params, Tree
 
 
@@ -99,7 +99,7 @@ class EnsembleState(NamedTuple):
         device = next(iter(params.values())).device
         return cls(
             *start[:-1],
-            _of_each(start.loss_scale, count),
+            of_each(start.loss_scale, count),
             torch.ones(count, dtype=torch.bool, device=device),
         )
 
@@ -195,24 +195,38 @@ class EnsembleStep:
         state = state._replace(active=active)
         scale = scale_of(state, self.first)
         scaled = not isinstance(scale, NoOpLossScale)
-        scale = _of_each(scale, len(active)) if scaled else scale
+        scale = of_each(scale, len(active)) if scaled else scale
         # Neither the key nor the count is for a function of tensors.
         given = state._replace(loss_scale=scale, key=active, step=active)
         with torch.no_grad(), own_randomness(state):
-            new, metrics = self.run(self._computed, given, batch)
+            if self.donate:  # a graph could not write into the state
+                found = self.run(self._gradient, given, batch)
+                new, metrics = self._moved(given, found)
+            else:
+                new, metrics = self.run(self._computed, given, batch)
         return new._replace(key=state.key, step=state.step + 1), metrics
 
     def _computed(
         self, state: EnsembleState, batch: tuple
     ) -> tuple[EnsembleState, Metrics]:
         """Return the state after the step, with the same key and count."""
+        return self._moved(state, self._gradient(state, batch))
+
+    def _whole(self, state: EnsembleState) -> Params:
+        """Return what all members share."""
+        entries = {**state.params, **state.buffers} if self.shared else {}
+        return split("ensemble_train_step", entries, self.shared)[1]
+
+    def _moved(
+        self, state: EnsembleState, found: tuple[EnsembleGrads, Tree]
+    ) -> tuple[EnsembleState, Metrics]:
+        """Return the state after the optimizer's step."""
         active, scale = state.active, state.loss_scale
         scaled = not isinstance(scale, NoOpLossScale)
-        entries = {**state.params, **state.buffers} if self.shared else {}
-        _, whole = split("ensemble_train_step", entries, self.shared)
+        whole = self._whole(state)
+        (grads, losses, buffers), aux = found
         with torch.no_grad():
-            (grads, losses, buffers), aux = self._gradient(state, scale, whole, batch)
-            finite = _finite([grads[n] for n in grads if n not in whole], active)
+            finite = finite_of_each([grads[n] for n in grads if n not in whole], active)
             trained = active & finite
             # Looking at values costs nothing on a CPU, and choosing a pass over all.
             looks = trained.is_cpu and not whole and not are_collected()
@@ -227,7 +241,7 @@ class EnsembleStep:
             buffers = kept_dtypes(buffers, state.buffers)
             new = state._replace(params=params, buffers=buffers, optimizer=optimizer)
             if not everyone:
-                new = _kept(new, state, trained, {n: grads.get(n) for n in whole})
+                new = put_back(new, state, trained, {n: grads.get(n) for n in whole})
             metrics = {
                 "loss": widened(losses),
                 "skipped": (active & ~finite).float(),
@@ -241,9 +255,10 @@ class EnsembleStep:
         return new._replace(loss_scale=scale), metrics
 
     def _gradient(
-        self, state: EnsembleState, scale: LossScale, whole: Params, batch: tuple
+        self, state: EnsembleState, batch: tuple
     ) -> tuple[EnsembleGrads, Tree]:
         """Return gradients without the scale, and aux."""
+        scale, whole = state.loss_scale, self._whole(state)
         scaled = not isinstance(scale, NoOpLossScale)
         shares = bool(whole.keys() & state.params.keys())
         if scaled and shares:
@@ -275,56 +290,3 @@ class EnsembleStep:
         rows = torch.arange(call.members, device=state.active.device)
         rows = torch.where(state.active, rows, state.active.int().argmax())
         return call.rows(rows).args
-
-
-def keep(mask: Tensor, new: Tree, old: Tree) -> Tree:
-    """Take `new` where a mask of members `[E]`, or one for all, is true, else `old`."""
-
-    def choose(new: Tensor, old: Tensor) -> Tensor:
-        aligned = mask.reshape((*mask.shape, *[1] * (new.ndim - mask.ndim)))
-        return torch.where(aligned, new, old)
-
-    return tree_map(choose, new, old)
-
-
-def _kept(
-    new: EnsembleState, old: EnsembleState, trained: Tensor, common: dict[str, Any]
-) -> EnsembleState:
-    """Put back what members keep that were not trained, and what they share.
-
-    `common` has the gradients of all that they share, None for buffers.
-    """
-    finite = [grad.isfinite().all() for grad in common.values() if grad is not None]
-    together = torch.stack([old.active.any(), *finite]).all()
-
-    def chosen(new: Params, old: Params) -> Params:
-        masks = {name: together if name in common else trained for name in new}
-        return {name: keep(masks[name], new[name], old[name]) for name in new}
-
-    optimizer = MembersState(
-        keep(trained, new.optimizer.members, old.optimizer.members),
-        keep(together, new.optimizer.shared, old.optimizer.shared),
-    )
-    return new._replace(
-        params=chosen(new.params, old.params),
-        buffers=chosen(new.buffers, old.buffers),
-        optimizer=optimizer,
-    )
-
-
-def _of_each(scale: LossScale, count: int) -> LossScale:
-    """Give every member a scale of its own."""
-    return map_tensors(lambda x: x if x.ndim else x.expand(count).contiguous(), scale)
-
-
-def _finite(grads: list[Tensor], like: Tensor) -> Tensor:
-    """Tell which members' gradients are finite, `[E]`, without a device sync."""
-    finite = torch.ones_like(like)
-    if like.device.type == "cpu" and not are_collected():
-        # A sum that is finite says so of all it is of, in a fraction of the time.
-        if all(bool(grad.sum().isfinite()) for grad in grads):
-            return finite
-    for grad in grads:
-        each = grad.isfinite().reshape(len(finite), grad[0].numel())
-        finite = finite & each.all(1)
-    return finite
