@@ -1,0 +1,206 @@
+"""Training under policies, as the experiments on mixed precision have it in common."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from torch import Tensor, nn
+
+from bench.experiments.data import Images
+from bench.experiments.drawing import COLOURS, MEBIBYTE, finish
+from bench.experiments.measuring import peak_bytes, side_by_side, tree_bytes
+from bench.measure import has_instructions
+from vgrad.precision import DynamicLossScale, LossScale, Policy
+from vgrad.training import TrainState
+
+LABELS = {
+    "float32": "float32",
+    "tf32": "TF32",
+    "mixed_bfloat16": "mixed_bfloat16",
+    "mixed_float16": "mixed_float16",
+    "float16": "half",
+}
+"""What figures call a policy; TF32 is float32 with another setting of torch."""
+
+PARTS = ("parameters", "optimizer", "activations")
+"""Into which memory is split; gradients and what ops need count as activations."""
+
+SLOW = (
+    "Left out: {}, which this device does not compute by itself, or torch does not "
+    "train convolutions in on it but by a path many times slower."
+)
+
+
+def built(build: Callable[[], nn.Module], seed: int, device: str) -> nn.Module:
+    """Build a model from a seed, and leave torch's generator as it is."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build().to(device)
+
+
+def batches(images: Images, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield batches without end, each epoch in an order of its own."""
+    source = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(len(images.x), generator=source).to(images.x.device)
+        for at in order.split(size):
+            if len(at) == size:
+                yield images.x[at], images.y[at]
+
+
+def on(images: Images, device: str) -> Images:
+    """Move images to a device."""
+    return images._replace(x=images.x.to(device), y=images.y.to(device))
+
+
+def fast(policy: str, device: str) -> bool:
+    """Whether a device trains under a policy at its own speed.
+
+    Torch has no quick gradient of a float16 convolution on any CPU, even where the
+    forward pass has instructions.
+    """
+    kind = device.partition(":")[0]
+    if policy == "tf32":
+        return kind == "cuda"
+    precision = str(Policy.parse(policy).compute_dtype).removeprefix("torch.")
+    if kind == "cpu" and precision == "float16":
+        return False
+    return has_instructions(kind, precision)
+
+
+@contextmanager
+def tf32(allowed: bool) -> Iterator[None]:
+    """Let float32 on CUDA be TF32 in here, or be float32, as torch's default is not."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        matmul, convolutions = before
+        torch.backends.cuda.matmul.allow_tf32 = matmul
+        torch.backends.cudnn.allow_tf32 = convolutions
+
+
+class Steps:
+    """One batch again and again; keeps the state.
+
+    Attributes:
+        state: after the steps so far.
+    """
+
+    def __init__(
+        self, start: tuple[Callable, TrainState], batch: tuple, *, tf32: bool = False
+    ) -> None:
+        self._step, self.state = start
+        self._batch, self._tf32 = batch, tf32
+
+    def __call__(self) -> None:
+        with tf32(self._tf32):
+            self.state, _ = self._step(self.state, *self._batch)
+
+
+def scale_for(policy: str) -> LossScale | None:
+    """Return the scale that a policy is timed with: float16 alone needs one."""
+    float16 = Policy.parse(policy).compute_dtype == torch.float16
+    return DynamicLossScale() if float16 else None
+
+
+def memory(steps: Steps, device: str) -> dict[str, int]:
+    """Measure the state in bytes, and what a step needs above it."""
+    steps()
+    state = steps.state
+    found = peak_bytes(steps, device)
+    return {
+        "parameters": tree_bytes(state.params),
+        "optimizer": tree_bytes(state.optimizer),
+        "activations": found["peak_bytes"],
+        "resident": found.get("resident_bytes", 0),
+    }
+
+
+def times(
+    start: Callable[[str], tuple[Callable, TrainState]],
+    policies: list[str],
+    batch: tuple,
+    device: str,
+    rounds: int,
+) -> dict[str, Any]:
+    """Measure a step under each policy that the device is made for, in turn."""
+    quick = [each for each in ("float32", "tf32", *policies[1:]) if fast(each, device)]
+    steps = {
+        each: Steps(
+            start("float32" if each == "tf32" else each), batch, tf32=each == "tf32"
+        )
+        for each in quick
+    }
+    found = side_by_side(steps, device, rounds=rounds)
+    left_out = [each for each in policies if each not in quick]
+    return {"steps": found, "left_out": left_out}
+
+
+def numbers(values: list[float | None]) -> np.ndarray:
+    """Return a curve, with NaN where it was not finite."""
+    return np.array([np.nan if each is None else each for each in values], float)
+
+
+def smoothed(values: list[float | None], window: int) -> np.ndarray:
+    """Return the mean over each window of steps."""
+    return np.convolve(numbers(values), np.ones(window) / window, mode="valid")
+
+
+def draw_memory(axes: Axes, policies: Mapping[str, Mapping], batch: str) -> None:
+    """Draw a bar for each policy, split into the `PARTS`."""
+    low = np.zeros(len(policies))
+    names = [LABELS[each] for each in policies]
+    for part, colour in zip(PARTS, COLOURS[4:], strict=False):
+        sizes = [each[part] / MEBIBYTE for each in policies.values()]
+        axes.bar(names, sizes, bottom=low, color=colour, label=part)
+        low += sizes
+    for at, height in enumerate(low):
+        text = f"{height:.3g}\n({height / low[0]:.2f})"
+        axes.text(at, height, text, ha="center", va="bottom", fontsize="small")
+    axes.set_ylim(0, 1.45 * low.max())
+    axes.tick_params(axis="x", labelsize="small")
+    finish(axes, f"Memory of a step, a batch of {batch}", "", "MiB (of float32's)")
+
+
+def draw_time(axes: Axes, timed: Mapping[str, Any], batch: str) -> None:
+    """Draw a bar for each policy that was timed."""
+    seconds = {name: each["seconds"] for name, each in timed["steps"].items()}
+    for at, (name, took) in enumerate(seconds.items()):
+        axes.bar(LABELS[name], 1e3 * took, 0.5, color=COLOURS[at])
+        text = f"{1e3 * took:.3g}\n({took / seconds['float32']:.2f})"
+        axes.text(at, 1e3 * took, text, ha="center", va="bottom", fontsize="small")
+    axes.set_ylim(0, 1.45e3 * max(seconds.values()))
+    axes.set_xlim(-0.7, max(len(seconds), 3) - 0.3)
+    axes.tick_params(axis="x", labelsize="small")
+    if timed["left_out"]:
+        names = ", ".join(LABELS[each] for each in timed["left_out"])
+        text = f"left out, slow by nature on\nthis device: {names}"
+        where = {"ha": "right", "va": "top", "transform": axes.transAxes}
+        axes.text(0.98, 0.97, text, fontsize="small", color="0.3", **where)
+    title = f"Time of a step, a batch of {batch}"
+    finish(axes, title, "", "ms (of float32's)", legend=False)
+
+
+def time_table(timed: Mapping[str, Any]) -> list[str]:
+    """Return the lines of a table of times, and what was left out."""
+    lines = [
+        f"Time of a step, {timed['what']}; the policies take turns.",
+        "",
+        "| policy | ms | of float32's | CPU ms |",
+        "|---|---|---|---|",
+    ]
+    whole = timed["steps"]["float32"]["seconds"]
+    for name, each in timed["steps"].items():
+        lines.append(
+            f"| {LABELS[name]} | {1e3 * each['seconds']:.1f} | "
+            f"{each['seconds'] / whole:.2f} | {1e3 * each['cpu_seconds']:.1f} |"
+        )
+    if timed["left_out"]:
+        names = ", ".join(LABELS[each] for each in timed["left_out"])
+        lines += ["", SLOW.format(names)]
+    return lines
