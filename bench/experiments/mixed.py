@@ -1,5 +1,6 @@
 """Training under policies, as the experiments on mixed precision have it in common."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,10 @@ LABELS = {
 
 PARTS = ("parameters", "optimizer", "activations")
 """Into which memory is split; gradients and what ops need count as activations."""
+
+CRITICAL = {2: 9.925, 3: 4.604}
+"""Student's t for two groups of so many seeds, which chance exceeds in one of 100."""
+
 
 SLOW = (
     "Left out: {}, which this device does not compute by itself, or torch does not "
@@ -111,11 +116,13 @@ def scale_for(policy: str) -> LossScale | None:
 def memory(steps: Steps, device: str) -> dict[str, int]:
     """Measure the state in bytes, and what a step needs above it."""
     steps()
-    state = steps.state
-    found = peak_bytes(steps, device)
+    held = {
+        "parameters": tree_bytes(steps.state.params),
+        "optimizer": tree_bytes(steps.state.optimizer),
+    }
+    found = peak_bytes(steps, device)  # which gives the state away
     return {
-        "parameters": tree_bytes(state.params),
-        "optimizer": tree_bytes(state.optimizer),
+        **held,
         "activations": found["peak_bytes"],
         "resident": found.get("resident_bytes", 0),
     }
@@ -151,6 +158,13 @@ def smoothed(values: list[float | None], window: int) -> np.ndarray:
     return np.convolve(numbers(values), np.ones(window) / window, mode="valid")
 
 
+def allowed(first: np.ndarray, second: np.ndarray, floor: float) -> float:
+    """Return how far the means of two groups may be from each other by chance."""
+    count = len(first)
+    pooled = math.sqrt((first.var(ddof=1) + second.var(ddof=1)) / 2)
+    return CRITICAL[count] * pooled * math.sqrt(2 / count) + floor
+
+
 def draw_memory(axes: Axes, policies: Mapping[str, Mapping], batch: str) -> None:
     """Draw a bar for each policy, split into the `PARTS`."""
     low = np.zeros(len(policies))
@@ -184,6 +198,35 @@ def draw_time(axes: Axes, timed: Mapping[str, Any], batch: str) -> None:
         axes.text(0.98, 0.97, text, fontsize="small", color="0.3", **where)
     title = f"Time of a step, a batch of {batch}"
     finish(axes, title, "", "ms (of float32's)", legend=False)
+
+
+def check_memory(policies: Mapping[str, Mapping], limit: float) -> list[str]:
+    """Assert that no step needs more than a share of what float32's does."""
+    seen = []
+    for policy, each in list(policies.items())[1:]:
+        share = each["activations"] / policies["float32"]["activations"]
+        text = f"A step under {LABELS[policy]} needs {share:.2f} of the memory above "
+        text += f"the state that one in float32 does, at most {limit}."
+        assert share <= limit, text
+        seen.append(text)
+    return seen
+
+
+def memory_table(policies: Mapping[str, Mapping]) -> list[str]:
+    """Return the lines of a table of memory."""
+    lines = [
+        "| policy | parameters (KiB) | optimizer (KiB) | activations (MiB) | of "
+        "float32's | resident (MiB) |",
+        "|---|---|---|---|---|---|",
+    ]
+    for policy, each in policies.items():
+        share = each["activations"] / policies["float32"]["activations"]
+        lines.append(
+            f"| {LABELS[policy]} | {each['parameters'] / 1024:.1f} | "
+            f"{each['optimizer'] / 1024:.1f} | {each['activations'] / MEBIBYTE:.1f} | "
+            f"{share:.2f} | {each['resident'] / MEBIBYTE:.1f} |"
+        )
+    return lines
 
 
 def time_table(timed: Mapping[str, Any]) -> list[str]:
