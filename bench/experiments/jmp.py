@@ -49,16 +49,16 @@ class Size(NamedTuple):
 
     def told(self, title: str) -> str:
         """Say in words what is trained on what."""
-        widths = ", ".join(str(self.width * 2**step) for step in range(3))
-        return f"CNN of {widths} channels, batches of {self.batch}, {title}"
+        widths = "-".join(str(self.width * 2**step) for step in range(3))
+        return f"CNN of {widths} channels, batch {self.batch}, {title}"
 
 
 def scale(kind: str, steps: int) -> LossScale:
-    """Return a loss scale; the dynamic one starts too high and rises ten times."""
+    """Return a loss scale; the dynamic one starts too high."""
     return {
         "NoOp": NoOpLossScale(),
         "Static": StaticLossScale(2.0**10),
-        "Dynamic": DynamicLossScale(HIGHEST, period=max(2, steps // 10)),
+        "Dynamic": DynamicLossScale(HIGHEST, period=max(4, steps // 10)),
     }[kind]
 
 
@@ -80,14 +80,14 @@ def start(
 def curve(
     place: Place, size: Size, steps: int, policy: str, kind: str, seed: int, tell: Tell
 ) -> Result:
-    """Train until so many steps were taken, or as many were skipped."""
+    """Train until so many steps were taken, or three times as many were skipped."""
     images = _images(place, size)
     batches = mixed.batches(images, size.batch, seed)
     step, state = start(policy, size, place.device, seed=seed, scale=scale(kind, steps))
     losses: list[float | None] = []
     scales, skipped = [], []
     batch = next(batches)
-    while len(losses) < steps and sum(skipped) < steps:
+    while len(losses) < steps and sum(skipped) < 3 * steps:
         with mixed.tf32(False):
             state, metrics = step(state, *batch)
         scales.append(float(metrics.get("loss_scale", 1.0)))
@@ -129,18 +129,18 @@ def time(place: Place, size: Size, rounds: int, tell: Tell) -> Result:
         return start(policy, size, place.device, scale=mixed.scale_for(policy))
 
     found = mixed.times(begin, POLICIES, batch, place.device, rounds)
-    device = place.machine["device"]
+    device = mixed.device_of(place)
     return {"what": size.told(images.title), "device": device, **found}
 
 
 def pieces(place: Place) -> list[Piece]:
     """Memory and time at one size, curves at another, where it has to be smaller."""
-    tiny, article = Size(16, 2, 4), Size(128, 32, 256)
+    tiny, article = Size(16, 4, 8), Size(128, 32, 256)
     remembered = place.pick(tiny=Size(32, 4, 8), small=Size(128, 16, 2), full=article)
     timed = place.pick(tiny=tiny, small=Size(128, 32, 8), full=article)
     trained = place.pick(tiny=tiny, small=Size(32, 4, 16), full=article)
     rounds = place.pick(tiny=1, small=9, full=30)
-    steps = place.pick(tiny=12, small=100, full=300)
+    steps = place.pick(tiny=16, small=100, full=300)
     runs = [("mixed_bfloat16", "NoOp", 0), ("mixed_float16", "Dynamic", 0)]
     runs += [("float32", "NoOp", seed) for seed in range(SEEDS)]
     low = [(policy, kind) for policy in ("mixed_float16", "float16") for kind in SCALES]
@@ -248,11 +248,9 @@ def draw(results: Results, figure: Figure) -> None:
     (losses, scales), (memory, time) = figure.subplots(2, 2)
     _draw_losses(results, losses)
     _draw_scales(results, scales)
-    found, timed = results["memory"], results["time"]
-    mixed.draw_memory(memory, found["policies"], _batch(found))
-    mixed.draw_time(time, timed, _batch(timed))
-    trained = results["float32, NoOp, seed 0"]["what"]
-    figure.suptitle(f"{trained}\non {timed['device']}", fontsize="medium")
+    mixed.draw_memory(memory, results["memory"])
+    mixed.draw_time(time, results["time"])
+    mixed.headed(figure, STUDY.title, results["time"]["device"])
 
 
 def _draw_losses(results: Results, axes: Axes) -> None:
@@ -268,13 +266,17 @@ def _draw_losses(results: Results, axes: Axes) -> None:
     shown = [("float32", "NoOp"), ("mixed_bfloat16", "NoOp")]
     shown += [("mixed_float16", "Dynamic"), ("float16", "Dynamic"), ("float16", "NoOp")]
     for place, (policy, kind) in enumerate(shown):
-        values = mixed.smoothed(results[_name(policy, kind, 0)]["losses"], window)
+        name = _name(policy, kind, 0)
+        values = mixed.smoothed(results[name]["losses"], window)
         label = f"{LABELS[policy]}, {kind}"
+        if policy != "float32":
+            label += f": {100 * apart(results, name):.2g} % off"
         style = ("-", "--", ":", "-.", (0, (1, 3)))[place]
         colour = COLOURS[POLICIES.index(policy)]
         at = np.arange(len(values)) + window
         axes.plot(at, values, color=colour, linestyle=style, label=label)
-    title = f"Losses, mean over {window} steps"
+    what = results["float32, NoOp, seed 0"]["what"]
+    title = f"Losses (mean of {window}) and their distance from float32's\n{what}"
     finish(axes, title, "steps that were taken", "cross entropy")
 
 
@@ -288,16 +290,12 @@ def _draw_scales(results: Results, axes: Axes) -> None:
         axes.plot(at[skipped], scales[skipped], "x", color=colour)
     axes.plot([], [], "x", color="0.4", label="skipped: not finite")
     axes.set_yscale("log", base=2)
-    finish(axes, "The dynamic loss scale", "steps", "scale")
-
-
-def _batch(found: Result) -> str:
-    return found["what"].partition(", batches of ")[2].replace(", ", " of ", 1)
+    finish(axes, f"The dynamic loss scale\n{found['what']}", "steps", "scale")
 
 
 def _ends(losses: list[Any]) -> tuple[float, float]:
-    """Return the mean loss over the first and the last tenth."""
-    values, window = mixed.numbers(losses), max(1, len(losses) // 10)
+    """Return the mean loss over the first and the last steps."""
+    values, window = mixed.numbers(losses), max(3, len(losses) // 10)
     if not len(values):
         return np.nan, np.nan
     return float(values[:window].mean()), float(values[-window:].mean())

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from bench.experiments.data import Images
 from bench.experiments.drawing import COLOURS, MEBIBYTE, finish
 from bench.experiments.measuring import peak_bytes, side_by_side, tree_bytes
+from bench.experiments.study import Place
 from bench.measure import has_instructions
 from vgrad.precision import DynamicLossScale, LossScale, Policy
 from vgrad.training import TrainState
@@ -34,8 +36,8 @@ CRITICAL = {2: 9.925, 3: 4.604}
 
 
 SLOW = (
-    "Left out: {}, which this device does not compute by itself, or torch does not "
-    "train convolutions in on it but by a path many times slower."
+    "Left out: {}, in which this device has no instructions, or torch no kernels that "
+    "use them for gradients of convolutions: times of emulation tell nothing."
 )
 
 
@@ -165,39 +167,67 @@ def allowed(first: np.ndarray, second: np.ndarray, floor: float) -> float:
     return CRITICAL[count] * pooled * math.sqrt(2 / count) + floor
 
 
-def draw_memory(axes: Axes, policies: Mapping[str, Mapping], batch: str) -> None:
+def draw_memory(axes: Axes, found: Mapping[str, Any]) -> None:
     """Draw a bar for each policy, split into the `PARTS`."""
+    policies = found["policies"]
     low = np.zeros(len(policies))
-    names = [LABELS[each] for each in policies]
-    for part, colour in zip(PARTS, COLOURS[4:], strict=False):
+    names = [
+        f"{LABELS[name]}\n{_kibibytes(each['parameters'])} + "
+        f"{_kibibytes(each['optimizer'])} KiB"
+        for name, each in policies.items()
+    ]
+    for part, colour in zip(PARTS, COLOURS[3:], strict=False):
         sizes = [each[part] / MEBIBYTE for each in policies.values()]
-        axes.bar(names, sizes, bottom=low, color=colour, label=part)
+        axes.bar(names, sizes, 0.6, bottom=low, color=colour, label=part)
         low += sizes
-    for at, height in enumerate(low):
-        text = f"{height:.3g}\n({height / low[0]:.2f})"
-        axes.text(at, height, text, ha="center", va="bottom", fontsize="small")
-    axes.set_ylim(0, 1.45 * low.max())
-    axes.tick_params(axis="x", labelsize="small")
-    finish(axes, f"Memory of a step, a batch of {batch}", "", "MiB (of float32's)")
+    _tell(axes, low)
+    title = f"Memory of a step\n{found['what']}"
+    finish(axes, title, "KiB: parameters + optimizer", "MiB (of float32's)")
+    axes.legend(fontsize="small", ncols=len(PARTS), loc="upper right")
 
 
-def draw_time(axes: Axes, timed: Mapping[str, Any], batch: str) -> None:
+def draw_time(axes: Axes, timed: Mapping[str, Any]) -> None:
     """Draw a bar for each policy that was timed."""
-    seconds = {name: each["seconds"] for name, each in timed["steps"].items()}
-    for at, (name, took) in enumerate(seconds.items()):
-        axes.bar(LABELS[name], 1e3 * took, 0.5, color=COLOURS[at])
-        text = f"{1e3 * took:.3g}\n({took / seconds['float32']:.2f})"
-        axes.text(at, 1e3 * took, text, ha="center", va="bottom", fontsize="small")
-    axes.set_ylim(0, 1.45e3 * max(seconds.values()))
-    axes.set_xlim(-0.7, max(len(seconds), 3) - 0.3)
-    axes.tick_params(axis="x", labelsize="small")
+    names = [LABELS[name] for name in timed["steps"]]
+    took = np.array([1e3 * each["seconds"] for each in timed["steps"].values()])
+    axes.bar(names, took, 0.5, color=COLOURS[: len(took)])
+    _tell(axes, took)
+    axes.set_xlim(-0.7, max(len(took), 3) - 0.3)
     if timed["left_out"]:
-        names = ", ".join(LABELS[each] for each in timed["left_out"])
-        text = f"left out, slow by nature on\nthis device: {names}"
+        left_out = ", ".join(LABELS[each] for each in timed["left_out"])
+        text = f"not timed, as no kernels here\nare made for it: {left_out}"
         where = {"ha": "right", "va": "top", "transform": axes.transAxes}
         axes.text(0.98, 0.97, text, fontsize="small", color="0.3", **where)
-    title = f"Time of a step, a batch of {batch}"
+    title = f"Time of a step\n{timed['what']}"
     finish(axes, title, "", "ms (of float32's)", legend=False)
+
+
+def headed(figure: Figure, study: str, device: str) -> None:
+    """Head a figure, and make room for two lines above each of its parts."""
+    figure.suptitle(f"{study}\n{device}")
+    for axes in figure.axes:
+        axes.title.set_fontsize("medium")
+
+
+def device_of(place: Place) -> str:
+    """Say what numbers were measured on."""
+    machine = place.machine
+    if machine["device"] != "CPU":
+        return str(machine["device"])
+    return f"CPU: {machine['processor']}, threads: {machine['threads']}"
+
+
+def _tell(axes: Axes, heights: np.ndarray) -> None:
+    """Write each bar's height above it, and what share of the first one's that is."""
+    for at, height in enumerate(heights):
+        text = f"{height:.3g}\n({height / heights[0]:.2f})"
+        axes.text(at, height, text, ha="center", va="bottom", fontsize="small")
+    axes.set_ylim(0, 1.45 * max(heights))
+    axes.tick_params(axis="x", labelsize="small")
+
+
+def _kibibytes(size: int) -> str:
+    return f"{size / 1024:,.0f}"
 
 
 def check_memory(policies: Mapping[str, Mapping], limit: float) -> list[str]:

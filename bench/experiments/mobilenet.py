@@ -44,10 +44,7 @@ class Size(NamedTuple):
 
     def told(self, images: data.Images) -> str:
         """Say in words what is trained on what."""
-        return (
-            f"MobileNetV2 of width {self.width}, batches of {self.batch}, "
-            f"{images.title}"
-        )
+        return f"MobileNetV2, width {self.width}, batch {self.batch}, {images.title}"
 
 
 class Net:
@@ -110,7 +107,6 @@ def training(
         accuracy = net.accuracy(policy, state, held_out)
     return {
         "what": size.told(train),
-        "device": place.machine["device"],
         "policy": policy,
         "seed": seed,
         "losses": [number(each) for each in losses],
@@ -134,7 +130,7 @@ def memory(place: Place, size: Size, tell: Tell) -> Result:
                 mixed.Steps(net.start(policy), batch), place.device
             )
         tell((done + 1) / len(chosen))
-    return {"what": size.told(train), "batch": size.batch, "policies": found}
+    return {"what": size.told(train), "policies": found}
 
 
 def time(place: Place, size: Size, rounds: int, tell: Tell) -> Result:
@@ -144,7 +140,7 @@ def time(place: Place, size: Size, rounds: int, tell: Tell) -> Result:
     batch = next(mixed.batches(train, size.batch, 0))
     chosen = policies(place.device)
     found = mixed.times(net.start, chosen, batch, place.device, rounds)
-    return {"what": size.told(train), "device": place.machine["device"], **found}
+    return {"what": size.told(train), "device": mixed.device_of(place), **found}
 
 
 def pieces(place: Place) -> list[Piece]:
@@ -253,11 +249,9 @@ def draw(results: Results, figure: Figure) -> None:
     (losses, accuracies), (memory, time) = figure.subplots(2, 2)
     _draw_losses(results, losses)
     _draw_accuracies(results, accuracies)
-    batch = results["memory"]["batch"]
-    mixed.draw_memory(memory, results["memory"]["policies"], batch)
-    mixed.draw_time(time, results["time"], batch)
-    timed = results["time"]
-    figure.suptitle(f"{timed['what']}\non {timed['device']}", fontsize="medium")
+    mixed.draw_memory(memory, results["memory"])
+    mixed.draw_time(time, results["time"])
+    mixed.headed(figure, STUDY.title, results["time"]["device"])
 
 
 def _draw_losses(results: Results, axes: Axes) -> None:
@@ -270,7 +264,8 @@ def _draw_losses(results: Results, axes: Axes) -> None:
         axes.plot(at, curves.mean(0), color=colour, linestyle=style, label=policy)
         low, high = curves.min(0), curves.max(0)
         axes.fill_between(at, low, high, color=colour, alpha=0.2, linewidth=0)
-    title = f"Training loss, mean over {window} steps; bands: {len(runs)} seeds"
+    title = f"Training losses (mean of {window}); bands: range of {len(runs)} seeds\n"
+    title += runs[0]["what"]
     finish(axes, title, "steps", "cross entropy")
 
 
@@ -284,12 +279,13 @@ def _draw_accuracies(results: Results, axes: Axes) -> None:
         places = place + np.linspace(-0.12, 0.12, len(values))
         axes.plot(places, values, "o", color="white", markeredgecolor="black")
         axes.text(place + 0.27, mean, f"{mean:.1f}", va="center", fontsize="small")
-    chance = 100 * _runs(results)["float32"][0]["chance"]
-    axes.axhline(chance, color="0.4", linestyle=":", label="chance")
+    run = _runs(results)["float32"][0]
+    axes.axhline(100 * run["chance"], color="0.4", linestyle=":", label="chance")
     axes.plot([], [], "o", color="white", markeredgecolor="black", label="a seed")
     axes.set_ylim(0, 100)
     axes.set_xlim(-0.7, place + 0.7)
-    title = "Accuracy on held-out images; bars: deviation"
+    title = f"Accuracy on {run['held_out']:,} held-out images; bars: deviation\n"
+    title += run["what"]
     finish(axes, title, "", "% right")
 
 
