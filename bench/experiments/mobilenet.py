@@ -60,9 +60,13 @@ class Net:
         self._loss = vgrad.batch_loss(train, F.cross_entropy)
         self._evaluated, _, _ = vgrad.make_functional_with_buffers(model.eval())
 
-    def start(self, policy: str) -> tuple[Callable, TrainState]:
-        """Return a step under a policy and its first state."""
-        tx, scale = vgrad.optim.adamw(RATE), mixed.scale_for(policy)
+    def start(self, policy: str, steps: int = 100) -> tuple[Callable, TrainState]:
+        """Return a step under a policy and its first state.
+
+        The rate falls to zero, or accuracies would depend on the last few batches.
+        """
+        rate = vgrad.optim.schedules.cosine(RATE, steps)
+        tx, scale = vgrad.optim.adamw(rate), mixed.scale_for(policy)
         step = train_step(self._loss, tx, policy=policy, loss_scale=scale, donate=True)
         # A step may write into its state, which is not to be this net's.
         params, buffers = (_copied(each) for each in (self._params, self._buffers))
@@ -95,7 +99,7 @@ def training(
     """Train from a seed; return losses and accuracy, and whether steps suffice."""
     train, held_out = _images(place, size)
     net = Net(size, train.classes, seed, place.device)
-    step, state = net.start(policy)
+    step, state = net.start(policy, steps)
     batches = mixed.batches(train, size.batch, seed)
     losses, skipped = [], []
     with mixed.tf32(False):
