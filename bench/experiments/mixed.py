@@ -223,7 +223,8 @@ def device_of(place: Place) -> str:
 def _tell(axes: Axes, heights: np.ndarray) -> None:
     """Write each bar's height above it, and what share of the first one's that is."""
     for at, height in enumerate(heights):
-        text = f"{height:.3g}\n({height / heights[0]:.2f})"
+        shown = f"{height:,.0f}" if height >= 100 else f"{height:.3g}"
+        text = f"{shown}\n({height / heights[0]:.2f})"
         axes.text(at, height, text, ha="center", va="bottom", fontsize="small")
     axes.set_ylim(0, 1.45 * max(heights))
     axes.tick_params(axis="x", labelsize="small")
