@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import vgrad
 from tests import oracle
@@ -48,6 +49,19 @@ def spies():
         a=Spy("a", x=Spy("a.x", deep=Spy("a.x.deep")), y=Spy("a.y")),
         b=Spy("b", x=Spy("b.x")),
     )
+
+
+class InputsOf(TorchDispatchMode):
+    """Notes the dtype of the first argument of each call of a kernel."""
+
+    def __init__(self, kernel):
+        super().__init__()
+        self.kernel, self.dtypes = kernel, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is self.kernel:
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
 
 
 def seen_under(model, policy):
@@ -345,7 +359,28 @@ def test_mixed_batch_norm_is_eager_autocast_bit_for_bit():
     oracle.assert_exact(new, dict(model.named_buffers()), 0)
 
 
-# Buffers.
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_gradient_keeps_the_low_input_of_a_batch_norm(policy, training):
+    """As eager autocast does; a float32 copy of it would double the memory."""
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    model.train(training)
+    dtype = Policy.parse(policy).compute_dtype
+    fmodel, params, buffers = split(model)
+    x = torch.randn(6, 2, 5, 5)
+    under = policy_for(fmodel, policy)
+
+    def loss(params):
+        return under(params, buffers, x).square().mean()
+
+    with InputsOf(torch.ops.aten.native_batch_norm) as seen:
+        found = torch.func.grad(loss)(params)
+    assert seen.dtypes == [dtype]
+    with torch.autocast("cpu", dtype=dtype):
+        output = model(x)
+    output.float().square().mean().backward()
+    expected = {name: each.grad for name, each in model.named_parameters()}
+    oracle.assert_exact(found, expected, 0)
 
 
 class Average(nn.Linear):

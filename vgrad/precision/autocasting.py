@@ -138,7 +138,7 @@ class AutocastMode(TorchFunctionMode):
                 dtypes = {each.dtype for each in _eligible(args, kwargs)}
                 to = torch.float32 if torch.float32 in dtypes else None
             case Kind.NORM:
-                to = torch.float32
+                to = None if _mixes(func, args, kwargs) else torch.float32
             case _:
                 raise RuntimeError(
                     f"{modes.op_name(func)}: expected an op that is safe to autocast. "
@@ -189,6 +189,18 @@ def _kind(device: str, name: str, args: tuple, kwargs: dict) -> Kind | None:
     if kind is Kind.PRODUCT:
         return None if _one_number(name, args, kwargs) else Kind.LOW
     return kind
+
+
+def _mixes(func: Callable, args: tuple, kwargs: dict) -> bool:
+    """Tell whether a batch norm reads a low input beside float32, as in eager mode.
+
+    The kernel computes in float32 all the same, but keeps no float32 copy of the input
+    for the backward pass. Under `torch.vmap` it wants one dtype.
+    """
+    if getattr(func, "__name__", "") != "batch_norm" or levels.running() != ("Grad",):
+        return False
+    _, *others = _eligible(args, kwargs)
+    return all(each.dtype == torch.float32 for each in others)
 
 
 def _one_number(name: str, args: tuple, kwargs: dict) -> bool:
