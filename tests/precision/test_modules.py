@@ -383,6 +383,23 @@ def test_a_gradient_keeps_the_low_input_of_a_batch_norm(policy, training):
     oracle.assert_exact(found, expected, 0)
 
 
+def test_a_batch_norm_in_float64_stays_as_it_is_inside_a_gradient():
+    model = nn.BatchNorm1d(3).double()
+    fmodel, params, buffers = split(model)
+    x = torch.randn(5, 3, dtype=torch.float64)
+
+    def loss(params):
+        with vgrad.autocast("cpu", dtype=torch.bfloat16):
+            return (fmodel(params, buffers, x) * x).exp().mean()
+
+    (model(x) * x).exp().mean().backward()
+    expected = {name: each.grad for name, each in model.named_parameters()}
+    oracle.assert_exact(torch.func.grad(loss)(params), expected)
+
+
+# Buffers.
+
+
 class Average(nn.Linear):
     """Binds a new buffer in the dtype of the input, and counts."""
 

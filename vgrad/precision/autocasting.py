@@ -199,7 +199,7 @@ def _mixes(func: Callable, args: tuple, kwargs: dict) -> bool:
     """
     if getattr(func, "__name__", "") != "batch_norm" or levels.running() != ("Grad",):
         return False
-    _, *others = _eligible(args, kwargs)
+    others = _eligible(args, kwargs)[1:]  # float64 is none of them
     return all(each.dtype == torch.float32 for each in others)
 
 

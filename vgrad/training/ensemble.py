@@ -25,7 +25,7 @@ from vgrad.generators import secret_key
 from vgrad.names import Patterns
 from vgrad.optim.base import GradientTransformation
 from vgrad.precision import DynamicLossScale, LossScale, NoOpLossScale, Policy
-from vgrad.training.members import finite_of_each, keep, of_each, put_back
+from vgrad.training.moving import finite_of_each, keep, of_each, put_back
 from vgrad.training.state import (
     Metrics,
     Run,
