@@ -182,6 +182,11 @@ def read_tensors(path: Path, kind: str) -> tuple[dict[str, Tensor], Description]
     return parts[""], description
 
 
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """Hash tensors by name, SHA-256 in hexadecimal; those on the CPU are not copied."""
+    return _seal("", {n: t.detach().cpu().contiguous() for n, t in tensors.items()})
+
+
 def _held(
     path: Path, parts: Iterable[str]
 ) -> tuple[dict[str, str], dict[str, dict[str, Tensor]]]:

@@ -104,19 +104,29 @@ def init_ensemble(
         True
     """
     checks.whole("init_ensemble", least=1, n=n)
-    checks.whole("init_ensemble", least=0, seed=seed)
+    return stack(made("init_ensemble", lambda i: factory(), range(n), seed=seed))
+
+
+def made(
+    function: str, factory: Callable[[int], nn.Module], which: range, *, seed: int
+) -> list[nn.Module]:
+    """Make models by `factory(i)`, each from the random numbers of member i.
+
+    Torch's generators are put back.
+    """
+    checks.whole(function, least=0, seed=seed)
     devices = range(torch.cuda.device_count())
     models = []
     with ALONE, torch.random.fork_rng(devices, device_type="cuda"):
-        for i in range(n):
+        for i in which:
             torch.manual_seed(member_seed(seed, i))
-            models.append(factory())
-    if len({id(model) for model in models}) < n:
+            models.append(factory(i))
+    if len({id(model) for model in models}) < len(which):
         raise ValueError(
-            "init_ensemble(factory): expected a new model from each call, got one of "
-            "them again. Build the model inside of the factory."
+            f"{function}(factory): expected a new model from each call, got one of "
+            f"them again. Build the model inside of the factory."
         )
-    return stack(models)
+    return models
 
 
 def member_seed(seed: int, i: int) -> int:

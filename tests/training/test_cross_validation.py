@@ -1,0 +1,275 @@
+"""Every fold is what a plain loop of torch makes of it, killed and resumed or not."""
+
+import itertools
+import stat
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.oracle import assert_exact
+from vgrad import optim
+from vgrad.ensemble import fold_indices, member_seed
+from vgrad.generators import secret_key, torch_seed
+from vgrad.precision import DynamicLossScale
+from vgrad.training import cross_validate
+
+K, EPOCHS, N = 3, 3, 26  # 26 = 3 * 8 + 2: two samples are in no fold
+LR, MOMENTUM, SEED = 0.05, 0.9, 4
+
+
+def mlp(fold=0):
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def dropping(fold=0):
+    return nn.Sequential(
+        nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3)
+    ).double()
+
+
+def normed(fold=0):
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 2, 2)),
+        nn.Conv2d(1, 4, 2, padding=1, bias=False),
+        nn.BatchNorm2d(4),
+        nn.Tanh(),
+        nn.Dropout(0.2),
+        nn.Flatten(),
+        nn.Linear(36, 3),
+    ).double()
+
+
+ONE = mlp()
+
+
+def samples(n=N):
+    source = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 4, dtype=torch.float64, generator=source)
+    return x, torch.randint(3, (n,), generator=source)
+
+
+def accuracy(output, target):
+    return (output.argmax(1) == target).double().mean()
+
+
+def run(factory=mlp, data=None, **options):
+    options = {
+        "folds": K,
+        "epochs": EPOCHS,
+        "batch_size": 5,
+        "seed": SEED,
+        **options,
+    }
+    tx = options.pop("tx", optim.sgd(LR, momentum=MOMENTUM))
+    criterion = options.pop("criterion", F.cross_entropy)
+    return cross_validate(factory, criterion, tx, *(data or samples()), **options)
+
+
+def by_torch(factory, x, y):
+    """The folds one by one in a plain loop: entries, training and validation losses."""
+    found = []
+    for fold, (train, held) in enumerate(
+        zip(*fold_indices(K, len(x), seed=SEED), strict=True)
+    ):
+        torch.manual_seed(member_seed(SEED, fold))
+        model = factory(fold)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+        figures = []
+        for epoch in range(EPOCHS):
+            seed = torch_seed(secret_key(seed=SEED, member=fold), "epoch", epoch)
+            source = torch.Generator().manual_seed(seed)
+            total = 0.0
+            order = torch.randperm(len(train), generator=source)
+            for rows in train[order].split(5):
+                loss = F.cross_entropy(model(x[rows]), y[rows])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                total += loss.item() * len(rows)
+            with torch.no_grad():
+                output = model.eval()(x[held])
+            model.train()
+            loss, score = F.cross_entropy(output, y[held]), accuracy(output, y[held])
+            figures.append([total / len(train), loss.item(), score.item()])
+        entries = {name: value.detach() for name, value in model.state_dict().items()}
+        found.append((entries, torch.tensor(figures, dtype=torch.float64)))
+    entries, figures = zip(*found, strict=True)
+    stacked = {name: torch.stack([e[name] for e in entries]) for name in entries[0]}
+    return stacked, torch.stack(figures).unbind(2)
+
+
+def undropped(fold):
+    model = normed()
+    model[4].p = 0.0
+    return model
+
+
+@pytest.mark.parametrize("at_once", [1, 2, None])
+@pytest.mark.parametrize("factory", [mlp, undropped])
+def test_folds_are_those_of_a_plain_loop(factory, at_once):
+    before = torch.get_rng_state()
+    found = run(factory, metric=accuracy, at_once=at_once)
+    assert torch.equal(torch.get_rng_state(), before)
+    entries, figures = by_torch(factory, *samples())
+    assert_exact({**found.params, **found.buffers}, entries)
+    assert_exact((found.train_losses, found.losses, found.scores), figures)
+    assert_exact(found.skipped, torch.zeros(K, EPOCHS), 0.1)
+    assert found.losses.dtype == torch.float64
+
+
+class Killed(Exception):
+    pass
+
+
+def kill_at(number):
+    """Make a `tell` that raises when it is called for the number-th time."""
+    calls = itertools.count(1)
+
+    def tell(epoch):
+        if next(calls) == number:
+            raise Killed
+
+    return tell
+
+
+RESUMED = {
+    "dropout": (dropping, {}),
+    "batch norm": (normed, {"metric": accuracy}),
+    "loss scale": (
+        dropping,
+        {"loss_scale": DynamicLossScale(2.0**4, period=3), "tx": optim.adam(0.01)},
+    ),
+}
+
+
+@pytest.mark.parametrize("killed", [1, 2, 4])
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_killed_run_goes_on_with_the_same_bits(name, killed, tmp_path):
+    factory, options = RESUMED[name]
+    whole = run(factory, at_once=2, **options)
+    options["folder"] = tmp_path / "cv"
+    with pytest.raises(Killed):
+        run(factory, at_once=2, tell=kill_at(killed), **options)
+    told = []
+    found = run(factory, at_once=2, tell=told.append, **options)
+    assert_exact(found, whole, 0)
+    assert len(told) == 2 * EPOCHS - killed
+    assert torch.equal(told[-1].losses, whole.losses[2:, -1])
+    assert (told[-1].folds, told[-1].epoch) == (range(2, 3), EPOCHS - 1)
+    again = run(factory, at_once=2, tell=kill_at(1), **options)
+    assert_exact(again, whole, 0)
+    for path in options["folder"].iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"folds": 2}, "saved with folds = 2, got one with 3"),
+        ({"epochs": 9}, "saved with epochs = 9, got one with 3"),
+        ({"batch_size": 6}, "saved with batch_size = 6, got one with 5"),
+        ({"seed": 5}, "saved with seed = 5, got one with 4"),
+        ({"at_once": 1}, "saved with at_once = 1, got one with 3"),
+        ({"strategy": "loop"}, "saved with strategy = 'loop', got one with 'auto'"),
+        ({"metric": accuracy}, "saved with metric = True, got one with False"),
+        ({"policy": "bfloat16"}, "saved with policy = 'params=bfloat16"),
+        ({"data": samples(27)}, r"data = .*\(27, 4\).* got one with .*\(26, 4\)"),
+        ({"data": (samples()[0].float(), samples()[1])}, "data = .'torch.float32"),
+        ({"data": (samples()[0] + 1, samples()[1])}, "saved with sha256 of data = "),
+        ({"factory": normed}, "expected the names of the model, got missing: "),
+        ({"tx": optim.adam(0.01)}, "expected the names of the model, got missing: "),
+        ({"loss_scale": DynamicLossScale()}, "names of the model, got missing: "),
+    ],
+)
+def test_a_run_of_another_call_is_refused(change, message, tmp_path):
+    with pytest.raises(Killed):
+        run(folder=tmp_path, tell=kill_at(2))
+    (path,) = tmp_path.iterdir()
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=message):
+        run(folder=tmp_path, **change)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [before]
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    run(folder=tmp_path)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    changed = whole[:-1] + bytes([whole[-1] ^ 1])
+    for content in (whole[:-100], whole[:20], b"", changed):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="got a damaged file"):
+            run(folder=tmp_path)
+        assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"folds": 1}, r"folds=1\): expected a whole number >= 2"),
+        ({"folds": 27}, "at least one sample a fold, got 26"),
+        ({"epochs": 0}, r"cross_validate\(epochs=0\): expected"),
+        ({"batch_size": 0}, r"cross_validate\(batch_size=0\): expected"),
+        ({"at_once": 0}, r"cross_validate\(at_once=0\): expected"),
+        ({"data": (torch.ones(4, 4), torch.ones(3))}, "one batch size, got sizes"),
+        ({"criterion": None, "metric": accuracy}, "expected a criterion, which takes"),
+        ({"metric": lambda o, y: o}, r"one number for all samples, got shape \(8, 3\)"),
+        ({"policy": "float8"}, r"Policy.parse\('float8'\): expected dtypes"),
+        ({"factory": lambda k: ONE}, r"cross_validate\(factory\): expected a n"),
+        ({"factory": lambda k: nn.Linear(4, 3 + k)}, "expected shape"),
+        (
+            {"factory": lambda k: nn.Linear(4, 3 + k).double(), "at_once": 1},
+            r"cross_validate\(factory\): expected shape",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        run(**change)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "float32"])
+def test_policies_train_and_judge(policy):
+    x, _ = samples(60)
+    data = (x.float(), (x[:, 0] > 0).long())
+
+    def outputs(output, target):
+        assert output.dtype == torch.float32
+        return accuracy(output, target)
+
+    options = {"data": data, "metric": outputs, "tx": optim.adam(0.03)}
+    found = run(lambda fold: normed().float(), policy=policy, **options)
+    exact = run(lambda fold: normed().float(), **options)
+    assert_exact(found.losses, exact.losses, 0.1)
+    assert found.scores.mean(0)[-1] > 0.7
+    assert all(value.dtype == torch.float32 for value in found.params.values())
+
+
+@pytest.mark.parametrize("scale", [None, DynamicLossScale(2.0**4, period=3)])
+def test_skipped_steps_are_counted(scale):
+    """The batch with the sample that is not finite, in folds that are trained on it."""
+    x, y = samples()
+    _, held = fold_indices(K, len(x), seed=SEED)
+    x[held[1, 0]] = torch.inf
+    found = run(data=(x, y), loss_scale=scale)
+    expected = torch.tensor([[1.0], [0.0], [1.0]]).expand(K, EPOCHS)
+    assert torch.equal(found.skipped, expected.double())
+    assert found.losses[[0, 2]].isfinite().all()
+
+
+def test_models_that_return_their_loss_and_dictionaries():
+    x, y = samples()
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, inputs, labels):
+            return {"loss": F.cross_entropy(self.inner(inputs), labels)}
+
+    data = ({"inputs": x, "labels": y},)
+    found = run(lambda fold: Own(), data=data, criterion=None)
+    assert_exact(found.losses, run().losses)

@@ -1,0 +1,80 @@
+"""A training state in a file of safetensors, with what a run must have in common."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vgrad import files, tree
+from vgrad.typing import Tree
+
+KIND = "training state in a file"
+
+
+def save_state(
+    path: Path | str, state: Tree, *, settings: Mapping[str, Any] | None = None
+) -> None:
+    """Write a state, or any other tree of tensors, to a file of its own.
+
+    At any moment the old file is there or the new one, and a kill leaves no part of
+    one. Only its owner can read it, since a state holds a secret key. `settings` are
+    what has to be the same when the run goes on, as JSON has it: see `load_state`.
+    Nothing is pickled. While writing, two more copies of the state are in memory.
+
+    Raises:
+        TypeError: a leaf is no tensor, or has a dtype that the format lacks.
+
+    Example:
+        >>> import tempfile
+        >>> state = {"w": torch.ones(2), "step": torch.tensor(7)}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_state(f"{folder}/state.safetensors", state, settings={"lr": 0.1})
+    """
+    description = {"kind": KIND, "settings": dict(settings or {})}
+    tensors = tree.state_dict(state)
+    files.write_tensors(Path(path), tensors, description, private=True)
+
+
+def load_state(
+    path: Path | str, like: Tree, *, settings: Mapping[str, Any] | None = None
+) -> Tree:
+    """Read what `save_state` wrote: the tree of `like`, with the tensors of the file.
+
+    `like` is a state as the run starts with, which stays as it is. Devices and layouts
+    in memory are its own, so that a run goes on with the same kernels and bits. Only
+    the settings given here are compared.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is damaged, its names, shapes or dtypes are not those of `like`,
+            or a setting was another one; the message says which.
+
+    Example:
+        >>> import tempfile
+        >>> state = {"w": torch.ones(2), "step": torch.tensor(7)}
+        >>> start = {"w": torch.zeros(2), "step": torch.tensor(0)}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = f"{folder}/state.safetensors"
+        ...     save_state(path, state, settings={"lr": 0.1})
+        ...     load_state(path, start, settings={"lr": 0.1})
+        {'w': tensor([1., 1.]), 'step': tensor(7)}
+    """
+    path = Path(path)
+    called = "a state as save_state writes it"
+    parts, description = files.read_parts(path, KIND, [""], called=called)
+    saved, now = description["settings"], json.loads(json.dumps(dict(settings or {})))
+    for name, value in now.items():
+        if name not in saved or saved[name] != value:
+            before = repr(saved[name]) if name in saved else "no such setting"
+            raise ValueError(
+                f"{path}: expected a state saved with {name} = {value!r}, got one with "
+                f"{before}. Its run would go on with other numbers: keep the setting, "
+                f"or save to another place."
+            )
+    tree.check_fit(str(path), tree.state_dict(like), parts[""])
+    loaded = tree.load_state_dict(like, parts[""])
+    return tree.tree_map(
+        lambda old, new: torch.empty_like(old).copy_(new), like, loaded
+    )
