@@ -5,8 +5,6 @@ same batch with weights and images in channels-last order, and on one sample les
 """
 
 import os
-import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import vgrad
-from bench.experiments import data, nets
+from bench.experiments import data, folds, nets
 from bench.experiments.measuring import side_by_side
 from bench.experiments.reports import tensor_cores as report
 from bench.experiments.reports.tensor_cores import FLOAT32, LAST, ODD, PLAIN
 from bench.experiments.study import Piece, Place, Result, Study, Tell
 from bench.measure import has_instructions
-from vgrad.training import TrainState, cross_validate, train_step
+from vgrad.training import TrainState, train_step
 
 TF32 = "TF32"
 POLICIES = {
@@ -33,7 +31,6 @@ POLICIES = {
     "bfloat16": "mixed_bfloat16",
 }
 CLASSES = data.CLASSES
-RATE, MOMENTUM = 0.05, 0.9
 
 
 class Timed(NamedTuple):
@@ -43,18 +40,6 @@ class Timed(NamedTuple):
     build: Callable[[int], nn.Module]
     side: int
     batch: int
-
-
-class Folded(NamedTuple):
-    """A net that is cross-validated.
-
-    Attributes:
-        at_once: how many folds are members of one ensemble.
-    """
-
-    name: str
-    build: Callable[[int], nn.Module]
-    at_once: int
 
 
 def timed(place: Place) -> list[Timed]:
@@ -83,23 +68,6 @@ SMALL += ("EfficientNet-B3",)
 ORDER = (*SMALL, *(name for name in nets.ARCHITECTURES if name not in SMALL))
 
 
-def folded(place: Place) -> list[Folded]:
-    """Return what is cross-validated: small nets at once, others one by one."""
-    folds = _folds(place)
-    if place.size == "tiny":
-        return [Folded("CNN", partial(nets.cnn, width=4), folds)]
-    cnn = Folded("CNN", partial(nets.cnn, width=16), folds)
-    if place.size == "small":
-        one, two = (partial(nets.mobile, version, width=0.5) for version in (1, 2))
-        return [
-            cnn,
-            Folded("MobileNet V1, width 0.5", one, 1),
-            Folded("MobileNet V2, width 0.5", two, 1),
-        ]
-    others = "MobileNet V2", "ResNet-50", "EfficientNet-B0"
-    return [cnn, *(Folded(name, nets.ARCHITECTURES[name][0], 1) for name in others)]
-
-
 def pieces(place: Place) -> list[Piece]:
     """Return times, the gain of padding, folds that were interrupted, and folds."""
     if place.device.startswith("cuda"):  # cuBLAS reads it when it is first used
@@ -108,12 +76,13 @@ def pieces(place: Place) -> list[Piece]:
         Piece(f"{each.name}: time", partial(measure, place, each))
         for each in timed(place)
     ]
-    folds = [
-        Piece(f"{each.name}: folds", partial(validate, place, each))
-        for each in folded(place)
+    validations = [
+        Piece(f"{each.name}: folds", partial(folds.validate, place, each))
+        for each in folds.folded(place)
     ]
     padding = Piece("padding", partial(pad, place))
-    return [*steps, padding, Piece("resumed", partial(resume, place)), *folds]
+    resumed = Piece("resumed", partial(folds.resume, place))
+    return [*steps, padding, resumed, *validations]
 
 
 def precisions(device: str) -> list[str]:
@@ -152,7 +121,7 @@ class Contender:
     ) -> None:
         fmodel, params, buffers = vgrad.make_functional_with_buffers(module)
         copied = {name: value.detach().clone() for name, value in params.items()}
-        tx = vgrad.optim.sgd(RATE, momentum=MOMENTUM)
+        tx = vgrad.optim.sgd(0.01, momentum=0.9)
         self._state = TrainState.create(tx, copied, buffers, seed=0)
         loss = vgrad.batch_loss(fmodel, F.cross_entropy)
         self._step = train_step(loss, tx, policy=POLICIES[precision], donate=True)
@@ -201,9 +170,9 @@ def _times(
     place: Place, contenders: dict[tuple[str, Any], Contender], batch: int
 ) -> list[Result]:
     """Return a row for each contender."""
-    rounds = place.pick(tiny=2, small=3, full=8)
-    runs = {str(key): run for key, run in contenders.items()}
-    times = side_by_side(runs, place.device, rounds=rounds)
+    warmup, rounds = place.pick(tiny=(0, 1), small=(0, 3), full=(1, 8))
+    runs = {str(key): run for key, run in contenders.items()}  # have run once
+    times = side_by_side(runs, place.device, rounds=rounds, warmup=warmup)
     return [
         {
             "precision": precision,
@@ -257,123 +226,6 @@ def _seeded(build: Callable[[int], nn.Module], classes: int) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return build(classes).train()
-
-
-def _folds(place: Place) -> int:
-    return place.pick(tiny=2, small=3, full=5)
-
-
-class Interrupted(Exception):
-    """Stands for the end of a process."""
-
-
-def resume(place: Place, tell: Tell) -> Result:
-    """Interrupt a cross-validation in a fold, go on, and compare with a whole one."""
-    folds, epochs = _folds(place), 2
-    images = _images(place)
-    folder = place.folder / "tensor-cores" / "resumed"
-    shutil.rmtree(folder, ignore_errors=True)
-
-    def stop(epoch: Any) -> None:
-        if epoch.folds.start == 1 and epoch.epoch == 0:
-            raise Interrupted
-
-    def run(**options: Any) -> Any:
-        net = Folded("CNN", partial(nets.cnn, width=8), 1)
-        return _cross_validated(place, net, images, epochs, **options)
-
-    with _deterministic(place.device):
-        whole = run()
-        tell(0.4)
-        try:
-            run(folder=folder, tell=stop)
-            raise AssertionError("expected an interruption, got none")
-        except Interrupted:
-            tell(0.6)
-        told: list[Any] = []
-        resumed = run(folder=folder, tell=told.append)
-    shutil.rmtree(folder)
-    pairs = zip(vgrad.tree.tensors(whole), vgrad.tree.tensors(resumed), strict=True)
-    return {
-        "resumed": all(torch.equal(*pair) for pair in pairs),
-        "epochs": epochs * folds,
-        "epochs_after": len(told),
-        "losses": whole.losses.tolist(),
-        "resumed_losses": resumed.losses.tolist(),
-    }
-
-
-def validate(place: Place, net: Folded, tell: Tell) -> Result:
-    """Cross-validate a net; a file of the folds is kept until it has ended."""
-    folds, epochs = _folds(place), place.pick(tiny=6, small=5, full=4)
-    images = _images(place)
-    folder = place.folder / "tensor-cores" / net.name.replace(" ", "-")
-
-    def so_far(epoch: Any) -> None:
-        done = epoch.folds.start * epochs + (epoch.epoch + 1) * len(epoch.folds)
-        tell(done / (folds * epochs))
-
-    start = time.perf_counter()
-    found = _cross_validated(place, net, images, epochs, folder=folder, tell=so_far)
-    seconds = time.perf_counter() - start
-    shutil.rmtree(folder)
-    assert found.scores is not None
-    return {
-        "net": net.name,
-        "data": images.title,
-        "device": place.machine["device"],
-        "classes": images.classes,
-        "samples": len(images.y),
-        "seconds": seconds,
-        "losses": found.losses.tolist(),
-        "scores": found.scores.tolist(),
-    }
-
-
-def _images(place: Place) -> data.Images:
-    """Return what is cross-validated on."""
-    count = place.pick(tiny=240, small=600, full=5_000)
-    source = place.data or place.pick(tiny="digits", small="digits", full=None)
-    return data.images(source, count, place.pick(tiny=8, small=32, full=32))
-
-
-def _cross_validated(
-    place: Place, net: Folded, images: data.Images, epochs: int, **options: Any
-) -> Any:
-    return cross_validate(
-        lambda _: net.build(images.classes).to(place.device),
-        F.cross_entropy,
-        vgrad.optim.sgd(RATE, momentum=MOMENTUM),
-        images.x,
-        images.y,
-        folds=_folds(place),
-        epochs=epochs,
-        batch_size=place.pick(tiny=16, small=16, full=64),
-        seed=0,
-        at_once=net.at_once,
-        metric=accuracy,
-        policy="mixed_float16" if place.device.startswith("cuda") else None,
-        **options,
-    )
-
-
-def accuracy(scores: Tensor, y: Tensor) -> Tensor:
-    """Return the share of samples whose highest score is that of their class."""
-    return (scores.argmax(1) == y).double().mean()
-
-
-@contextmanager
-def _deterministic(device: str) -> Iterator[None]:
-    """Use deterministic kernels in this block, where others are the default."""
-    if not device.startswith("cuda"):
-        yield
-        return
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 STUDY = Study(

@@ -48,9 +48,8 @@ def check(results: Results) -> list[str]:
     if "resumed" in results:
         found = results["resumed"]
         assert 0 < found["epochs_after"] < found["epochs"], "nothing was interrupted"
-        assert found["resumed"] and found["losses"] == found["resumed_losses"], (
-            "a cross-validation that went on differs from one that was not interrupted"
-        )
+        equal = found["resumed"] and found["losses"] == found["resumed_losses"]
+        assert equal, "a resumed cross-validation differs from one that ran to its end"
         seen.append(
             f"A cross-validation that was interrupted in its second fold, with "
             f"{found['epochs_after']} of {found['epochs']} epochs left, ended with all "
@@ -58,8 +57,9 @@ def check(results: Results) -> list[str]:
         )
     for net, found in folded.items():
         worst = min(_last(found))
-        assert worst > 2 / found["classes"], (
-            f"{net}: accuracy {worst:.1%} in a fold, chance is {1 / found['classes']:.1%}"
+        chance = 1 / found["classes"]
+        assert worst > 2 * chance, (
+            f"{net}: accuracy {worst:.1%} in a fold, chance is {chance:.1%}"
         )
         seen.append(
             f"{net}: accuracy {statistics.mean(_last(found)):.1%} as a mean over "
@@ -152,7 +152,10 @@ def draw(results: Results, figure: Figure) -> None:
             heights[label] = own
         _grouped(axes, [_tick(net, each) for net, each in timed.items()], heights)
     top.set_yscale("log")
-    finish(top, "Training time", "", f"minutes per epoch of {EPOCH:,} images")
+    top.set_ylim(top=4 * top.get_ylim()[1])
+    unit = f"minutes per epoch of {EPOCH:,} images"
+    finish(top, "Training time", "", unit, legend=False)
+    top.legend(fontsize="x-small", ncols=len(names), loc="upper left")
     gains.axhline(1, color="grey", linewidth=0.8)
     finish(gains, "Gain", "", "times as fast as float32", legend=False)
     left, middle, right = below.subplots(1, 3)
@@ -172,7 +175,6 @@ def _draw_odd(axes: Axes, timed: dict[str, Result], names: list[str]) -> None:
         axes,
         ticks,
         {name: [_odd(each, name) for each in timed.values()] for name in names},
-        every=2,
     )
     axes.axhline(1, color="grey", linewidth=0.8)
     finish(
@@ -224,7 +226,6 @@ def _grouped(
     heights: dict[str, list[float]],
     *,
     first: int = 0,
-    every: int = 1,
 ) -> None:
     """Draw a group of bars for each tick; pairs of labels share a colour."""
     width = 0.84 / len(heights)
@@ -257,10 +258,13 @@ def _odd(found: Result, precision: str) -> float:
     return odd / (found["batch"] - 1) / (full / found["batch"])
 
 
+def _losses(found: Result) -> dict[tuple[str, str], float]:
+    return {(row["precision"], row["variant"]): row["loss"] for row in found["rows"]}
+
+
 def _gap(found: Result) -> float:
     """Return the largest distance of a loss from float32's."""
-    losses = {(row["precision"], row["variant"]): row["loss"] for row in found["rows"]}
-    gaps = []
+    gaps, losses = [], _losses(found)
     for (_, variant), loss in losses.items():
         expected = losses[FLOAT32, ODD if variant == ODD else PLAIN]
         gaps.append(abs(loss - expected) / expected)
