@@ -36,12 +36,8 @@ def folded(place: Place) -> list[Folded]:
         return [Folded("CNN", partial(nets.cnn, width=4), folds)]
     cnn = Folded("CNN", partial(nets.cnn, width=16), folds)
     if place.size == "small":
-        one, two = (partial(nets.mobile, version, width=0.5) for version in (1, 2))
-        return [
-            cnn,
-            Folded("MobileNet V1, width 0.5", one, 1),
-            Folded("MobileNet V2, width 0.5", two, 1),
-        ]
+        half = partial(nets.mobile, 2, width=0.5)
+        return [cnn, Folded("MobileNet V2, width 0.5", half, 1)]
     others = "MobileNet V2", "ResNet-50", "EfficientNet-B0"
     return [cnn, *(Folded(name, nets.ARCHITECTURES[name][0], 1) for name in others)]
 
@@ -92,7 +88,7 @@ def resume(place: Place, tell: Tell) -> Result:
 
 def validate(place: Place, net: Folded, tell: Tell) -> Result:
     """Cross-validate a net; a file of the folds is kept until it has ended."""
-    folds, epochs = _folds(place), place.pick(tiny=6, small=5, full=4)
+    folds, epochs = _folds(place), place.pick(tiny=6, small=6, full=4)
     images = _images(place)
     folder = place.folder / "tensor-cores" / net.name.replace(" ", "-")
 
@@ -119,7 +115,7 @@ def validate(place: Place, net: Folded, tell: Tell) -> Result:
 
 def _images(place: Place) -> data.Images:
     """Return what is cross-validated on."""
-    count = place.pick(tiny=240, small=600, full=5_000)
+    count = place.pick(tiny=240, small=450, full=5_000)
     source = place.data or place.pick(tiny="digits", small="digits", full=None)
     return data.images(source, count, place.pick(tiny=8, small=32, full=32))
 
@@ -135,7 +131,7 @@ def _cross_validated(
         images.y,
         folds=_folds(place),
         epochs=epochs,
-        batch_size=place.pick(tiny=16, small=16, full=64),
+        batch_size=place.pick(tiny=16, small=32, full=64),
         seed=0,
         at_once=net.at_once,
         metric=accuracy,

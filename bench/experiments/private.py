@@ -230,7 +230,6 @@ def measure(place: Place, step: Step, tell: Tell) -> Result:
     x, y = images.x.to(place.device), images.y.to(place.device)
     module = _module(step.build, images.classes, 0).to(place.device)
     error = _error(module, x[:CHECKED_SAMPLES], y[:CHECKED_SAMPLES])
-    tell(0.1)
     contenders = _contenders(module, x, y, compiled=place.size != "tiny")
     for name, run in [*contenders.items()]:
         try:
@@ -242,7 +241,6 @@ def measure(place: Place, step: Step, tell: Tell) -> Result:
     tell(0.4)
     rounds = place.pick(tiny=3, small=5, full=30)
     times = side_by_side(contenders, place.device, rounds=rounds)
-    tell(0.8)
     memory = {
         name: peak_bytes(run, place.device)
         for name, run in contenders.items()

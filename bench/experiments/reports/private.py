@@ -131,7 +131,7 @@ def draw(results: Results, figure: Figure) -> None:
     )
     left.legend(fontsize="x-small", loc="lower right", framealpha=0.8)
     _bars(middle, timed, {net: _ratios(found[0]) for net, found in timed.items()})
-    finish(middle, "Time of a step", "", "times torch's plain step")
+    finish(middle, "Time of a step", "", "seconds, times torch's backward and SGD")
     memory = {}
     for net, (found,) in timed.items():
         base = found["memory"][TORCH]["peak_bytes"]
@@ -139,7 +139,7 @@ def draw(results: Results, figure: Figure) -> None:
             n: each["peak_bytes"] / base for n, each in found["memory"].items()
         }
     _bars(right, timed, memory)
-    finish(right, "Memory of a step", "", "times torch's plain step")
+    finish(right, "Memory of a step", "", "peak bytes, times torch's backward and SGD")
     run = next(iter(trained.values()))[0]
     sets = ", ".join(dict.fromkeys(runs[0]["data"] for runs in trained.values()))
     figure.suptitle(f"The price of privacy, DP-SGD: {sets}; {run['device']}")
@@ -147,11 +147,13 @@ def draw(results: Results, figure: Figure) -> None:
 
 def _bars(axes: Axes, timed: dict, ratios: dict[str, dict[str, float]]) -> None:
     """Draw a group of bars for each net."""
-    names = [n for n in next(iter(ratios.values())) if n != TORCH]
+    names = list(dict.fromkeys(n for each in ratios.values() for n in each))
+    names.remove(TORCH)
     width = 0.8 / len(names)
     for order, name in enumerate(names):
-        at = [place + (order + 0.5) * width - 0.4 for place in range(len(ratios))]
-        heights = [each[name] for each in ratios.values()]
+        there = [at for at, each in enumerate(ratios.values()) if name in each]
+        at = [place + (order + 0.5) * width - 0.4 for place in there]
+        heights = [each[name] for each in ratios.values() if name in each]
         colour = COLOURS[order + 1]
         drawn = axes.bar(at, heights, 0.92 * width, color=colour, label=name)
         axes.bar_label(drawn, fmt="%.2f", fontsize="x-small", padding=1)

@@ -14,8 +14,11 @@ PLAIN, LAST, ODD = "as it is", "channels last", "a sample less"
 EPOCH = 50_000
 """Images of an epoch, as many as CIFAR-10 has for training."""
 
-CLOSE = {FLOAT32: 0.001, "TF32": 0.01, "float16": 0.01, "bfloat16": 0.03}
-"""How far the loss of a batch may be from that in float32, relative to it."""
+CLOSE = {FLOAT32: 0.001, "TF32": 0.01, "float16": 0.01, "bfloat16": 0.05}
+"""How far the loss of a batch may be from that in float32, relative to it.
+
+After 50 layers with batch norm over few values, bfloat16's 8 bits leave 2 %.
+"""
 
 
 def compare(losses: Mapping[tuple[str, str], float]) -> None:
@@ -282,13 +285,10 @@ def _precisions(timed: dict[str, Result]) -> list[str]:
 
 
 def _missing(names: list[str]) -> list[str]:
-    """Say what the device does not compute in by itself."""
-    missing = [each for each in CLOSE if each not in names]
-    if not missing:
-        return []
-    return [
-        f"Not timed, as the device has no instructions for it: {', '.join(missing)}"
-    ]
+    """Say what was not timed."""
+    missing = ", ".join(each for each in CLOSE if each not in names)
+    reason = "this device has no instructions for it, or no kernels that use them"
+    return [f"Not timed: {missing} ({reason})"] if missing else []
 
 
 def _timed(results: Results) -> dict[str, Result]:
