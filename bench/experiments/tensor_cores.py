@@ -51,7 +51,7 @@ def timed(place: Place) -> list[Timed]:
             Timed("MobileNet V1, width 0.25", tiny, 32, 8),
         ]
     if place.size == "small":
-        chosen = {**dict.fromkeys(SMALL, 64), "VGG16": 32}
+        chosen = {n: 32 if n.startswith(("Eff", "VGG")) else 64 for n in SMALL}
         builds = {name: nets.ARCHITECTURES[name][0] for name in chosen}
         builds["VGG16"] = partial(nets.vgg_16, hidden=512)
         return [Timed(name, builds[name], side, 8) for name, side in chosen.items()]
