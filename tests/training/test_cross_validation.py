@@ -1,7 +1,10 @@
 """Every fold is what a plain loop of torch makes of it, killed and resumed or not."""
 
 import itertools
+import shutil
 import stat
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from tests.oracle import assert_exact
 from vgrad import optim
 from vgrad.ensemble import fold_indices, member_seed
 from vgrad.generators import secret_key, torch_seed
-from vgrad.precision import DynamicLossScale
+from vgrad.precision import DynamicLossScale, Policy
 from vgrad.training import cross_validate
 
 K, EPOCHS, N = 3, 3, 26  # 26 = 3 * 8 + 2: two samples are in no fold
@@ -23,10 +26,15 @@ def mlp(fold=0):
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
 
 
+class Always(nn.Module):
+    """Draws in evaluation mode too."""
+
+    def forward(self, x):
+        return F.dropout(x, 0.5, training=True)
+
+
 def dropping(fold=0):
-    return nn.Sequential(
-        nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3)
-    ).double()
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), Always(), nn.Linear(6, 3)).double()
 
 
 def normed(fold=0):
@@ -67,8 +75,10 @@ def run(factory=mlp, data=None, **options):
     return cross_validate(factory, criterion, tx, *(data or samples()), **options)
 
 
-def by_torch(factory, x, y):
+@cache
+def by_torch(factory):
     """The folds one by one in a plain loop: entries, training and validation losses."""
+    x, y = samples()
     found = []
     for fold, (train, held) in enumerate(
         zip(*fold_indices(K, len(x), seed=SEED), strict=True)
@@ -112,7 +122,7 @@ def test_folds_are_those_of_a_plain_loop(factory, at_once):
     before = torch.get_rng_state()
     found = run(factory, metric=accuracy, at_once=at_once)
     assert torch.equal(torch.get_rng_state(), before)
-    entries, figures = by_torch(factory, *samples())
+    entries, figures = by_torch(factory)
     assert_exact({**found.params, **found.buffers}, entries)
     assert_exact((found.train_losses, found.losses, found.scores), figures)
     assert_exact(found.skipped, torch.zeros(K, EPOCHS), 0.1)
@@ -134,7 +144,13 @@ def kill_at(number):
     return tell
 
 
+def channels_last(fold):
+    """In a layout of memory that a file does not have."""
+    return normed().float().to(memory_format=torch.channels_last)
+
+
 RESUMED = {
+    "layout": (channels_last, {"data": (samples()[0].float(), samples()[1])}),
     "dropout": (dropping, {}),
     "batch norm": (normed, {"metric": accuracy}),
     "loss scale": (
@@ -144,24 +160,42 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("killed", [1, 2, 4])
+@cache
+def uninterrupted(name):
+    factory, options = RESUMED[name]
+    return run(factory, at_once=2, **options)
+
+
+@pytest.mark.parametrize("killed", [2, 4])
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_killed_run_goes_on_with_the_same_bits(name, killed, tmp_path):
+    """Killed within the first two folds, or after the first epoch of the third."""
     factory, options = RESUMED[name]
-    whole = run(factory, at_once=2, **options)
-    options["folder"] = tmp_path / "cv"
+    options = {**options, "at_once": 2, "folder": tmp_path / "new" / "folder"}
+    whole, told = uninterrupted(name), []
     with pytest.raises(Killed):
-        run(factory, at_once=2, tell=kill_at(killed), **options)
-    told = []
-    found = run(factory, at_once=2, tell=told.append, **options)
-    assert_exact(found, whole, 0)
-    assert len(told) == 2 * EPOCHS - killed
+        run(factory, tell=kill_at(killed), **options)
+    before = torch.get_rng_state()
+    assert_exact(run(factory, tell=told.append, **options), whole, 0)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [each.epoch for each in told] == ([*range(EPOCHS)] * 2)[killed:]
+    assert told[-1].folds == range(2, 3)
     assert torch.equal(told[-1].losses, whole.losses[2:, -1])
-    assert (told[-1].folds, told[-1].epoch) == (range(2, 3), EPOCHS - 1)
-    again = run(factory, at_once=2, tell=kill_at(1), **options)
-    assert_exact(again, whole, 0)
-    for path in options["folder"].iterdir():
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert_exact(run(factory, tell=kill_at(1), **options), whole, 0)
+    paths = list(options["folder"].iterdir())
+    assert {path.name for path in paths} == {
+        "folds-0.safetensors",
+        "folds-2.safetensors",
+    }
+    assert {stat.S_IMODE(path.stat().st_mode) for path in paths} == {0o600}
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("begun")
+    with pytest.raises(Killed):
+        run(folder=folder, tell=kill_at(1))
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -183,19 +217,17 @@ def test_a_killed_run_goes_on_with_the_same_bits(name, killed, tmp_path):
         ({"loss_scale": DynamicLossScale()}, "names of the model, got missing: "),
     ],
 )
-def test_a_run_of_another_call_is_refused(change, message, tmp_path):
-    with pytest.raises(Killed):
-        run(folder=tmp_path, tell=kill_at(2))
-    (path,) = tmp_path.iterdir()
+def test_a_run_of_another_call_is_refused(change, message, begun):
+    (path,) = begun.iterdir()
     before = path.read_bytes()
     with pytest.raises(ValueError, match=message):
-        run(folder=tmp_path, **change)
-    assert [path.read_bytes() for path in tmp_path.iterdir()] == [before]
+        run(folder=begun, **change)
+    assert [path.read_bytes() for path in begun.iterdir()] == [before]
 
 
-def test_a_damaged_file_is_refused(tmp_path):
-    run(folder=tmp_path)
-    (path,) = tmp_path.iterdir()
+def test_a_damaged_file_is_refused(begun, tmp_path):
+    (path,) = begun.iterdir()
+    path = Path(shutil.copy(path, tmp_path))
     whole = path.read_bytes()
     changed = whole[:-1] + bytes([whole[-1] ^ 1])
     for content in (whole[:-100], whole[:20], b"", changed):
@@ -230,21 +262,33 @@ def test_what_does_not_fit_is_refused(change, message):
         run(**change)
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "float32"])
-def test_policies_train_and_judge(policy):
-    x, _ = samples(60)
-    data = (x.float(), (x[:, 0] > 0).long())
+@cache
+def under(policy):
+    dtype = Policy.parse(policy or "float32").compute_dtype
 
-    def outputs(output, target):
+    def share(output, target):
         assert output.dtype == torch.float32
+        assert torch.equal(output, output.to(dtype).float())
         return accuracy(output, target)
 
-    options = {"data": data, "metric": outputs, "tx": optim.adam(0.03)}
-    found = run(lambda fold: normed().float(), policy=policy, **options)
-    exact = run(lambda fold: normed().float(), **options)
+    x, _ = samples()
+    data = (x.float(), (x[:, 0] > 0).long())
+    options = {"data": data, "metric": share, "tx": optim.adam(0.03)}
+    return run(lambda fold: normed().float(), policy=policy, **options)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "float32"])
+def test_policies_train_and_judge(policy):
+    found, exact = under(policy), under(None)
     assert_exact(found.losses, exact.losses, 0.1)
-    assert found.scores.mean(0)[-1] > 0.7
+    same = found.train_losses == exact.train_losses
+    assert same.all() if policy == "float32" else not same.any()
     assert all(value.dtype == torch.float32 for value in found.params.values())
+
+
+def test_no_two_groups_draw_the_same():
+    found = run(at_once=1, metric=lambda output, target: torch.rand(()))
+    assert len(found.scores.unique()) == K * EPOCHS
 
 
 @pytest.mark.parametrize("scale", [None, DynamicLossScale(2.0**4, period=3)])

@@ -3,25 +3,26 @@
 K folds, E of them at once, n samples.
 """
 
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from vgrad import batches, checks, files, tree
+from vgrad import batches, checks, tree
 from vgrad.ensemble.execution import Randomness, Strategy
 from vgrad.ensemble.resampling import fold_indices
 from vgrad.ensemble.stacking import made, stack
 from vgrad.functional.losses import Criterion, batch_loss
 from vgrad.functional.model import FunctionalModel
-from vgrad.generators import secret_key, torch_seed
+from vgrad.generators import secret_key
 from vgrad.optim.base import GradientTransformation
 from vgrad.precision import DynamicLossScale, LossScale, Policy
 from vgrad.training.ensemble import EnsembleState, ensemble_train_step
+from vgrad.training.folds import Folds
 from vgrad.training.saved_states import load_state, save_state
 from vgrad.training.state import Step, device_of, first_scale
 from vgrad.training.validation import Figures, Metric, Validation
@@ -29,11 +30,11 @@ from vgrad.typing import Buffers, Params, Tree
 
 
 class FoldEpoch(NamedTuple):
-    """What an epoch of the folds in training came to, `[E]` each, as `CrossValidation`.
+    """What an epoch of some folds came to, `[E]`, in the terms of `CrossValidation`.
 
     Attributes:
-        folds: which folds these are.
-        epoch: the number of the epoch, from 0 on.
+        folds: which folds these are, those that are trained at once.
+        epoch: its number, from 0 on.
     """
 
     folds: range
@@ -105,8 +106,9 @@ def cross_validate(
     time, by default all: right for small models. Large ones run one after the other
     (`at_once=1`), each as fast as `train_step` runs it. Without random numbers in the
     model, all choices of `at_once` give the same result up to rounding; with them,
-    masks are others. `metric(output, target)` gets all samples of a fold, and returns a
-    number. The other options are those of `ensemble_train_step`.
+    masks are others. `metric(output, target)` gets all samples of a fold, the output in
+    the output dtype of the policy, and returns a number. The other options are those of
+    `ensemble_train_step`.
 
     A `folder` holds the state of the folds, written after each epoch, before `tell` is
     called with what the epoch came to. If this process ends, the same call goes on from
@@ -140,11 +142,9 @@ def cross_validate(
     """
     function = "cross_validate"
     size = batches.read(function, data).size
-    train, validation = fold_indices(folds, size, seed=seed)
-    at_once = folds if at_once is None else at_once
-    checks.whole(
-        function, least=1, epochs=epochs, batch_size=batch_size, at_once=at_once
-    )
+    checks.whole(function, least=1, epochs=epochs, batch_size=batch_size)
+    if at_once is not None:
+        checks.whole(function, least=1, at_once=at_once)
     if metric is not None and criterion is None:
         raise ValueError(
             f"{function}(criterion=None, metric): expected a criterion, which takes an "
@@ -153,22 +153,28 @@ def cross_validate(
         )
     policy = Policy.parse(policy) if isinstance(policy, str) else policy
     job = _Job(
-        *(factory, criterion, tx, data, train, validation, epochs, batch_size, seed),
-        options={"in_dims": 0, "randomness": randomness, "strategy": strategy},
+        factory=factory,
+        criterion=criterion,
+        tx=tx,
+        folds=Folds(data, *fold_indices(folds, size, seed=seed), batch_size, seed),
+        epochs=epochs,
+        at_once=at_once or folds,
         metric=metric,
+        options={"in_dims": 0, "randomness": randomness, "strategy": strategy},
         policy=policy,
         scale=first_scale(function, loss_scale, policy, DynamicLossScale()),
+        folder=None if folder is None else Path(folder),
+        tell=tell,
     )
-    settings = {} if folder is None else job.settings(at_once)
-    found: list[tuple[Params, Buffers, Figures]] = []
-    for start in range(0, folds, at_once):
-        group = range(folds)[start : start + at_once]
-        path = None if folder is None else Path(folder, f"folds-{start}.safetensors")
-        found.append(_trained(job, group, path, settings, tell))
-        first, last = ({n: p[0] for n, p in found[i][0].items()} for i in (0, -1))
-        tree.check_fit(f"{function}(factory)", first, last)
+    found: list[_Trained] = []
+    for start in range(0, folds, job.at_once):
+        found.append(_trained(job, range(folds)[start : start + job.at_once], found))
     params, buffers, figures = tree.tree_map(lambda *each: torch.cat(each), *found)
     return CrossValidation(params, buffers, **figures)
+
+
+_Trained = tuple[Params, Buffers, Figures]
+"""What became of some folds, on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -178,69 +184,47 @@ class _Job:
     factory: Callable[[int], nn.Module]
     criterion: Criterion
     tx: GradientTransformation
-    data: tuple[Tree, ...]
-    train: Tensor
-    validation: Tensor
+    folds: Folds
     epochs: int
-    batch_size: int
-    seed: int
-    options: dict[str, Any]
+    at_once: int
     metric: Metric | None
+    options: dict[str, Any]
     policy: Policy | None
     scale: LossScale | None
+    folder: Path | None
+    tell: Callable[[FoldEpoch], None] | None
 
-    def settings(self, at_once: int) -> dict[str, Any]:
-        """Return what has to be the same when the run goes on, as JSON has it."""
-        given = {str(i): each for i, each in enumerate(tree.tensors(self.data))}
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """What has to be the same when the run goes on, as JSON has it."""
         return {
-            "folds": len(self.train),
+            **self.folds.described(),
             "epochs": self.epochs,
-            "batch_size": self.batch_size,
-            "seed": self.seed,
-            "at_once": at_once,
-            **self.options,
+            "at_once": self.at_once,
             "metric": self.metric is not None,
             "policy": str(self.policy),
-            "data": [f"{each.dtype} {tuple(each.shape)}" for each in given.values()],
-            "sha256 of data": files.digest(given),
+            **self.options,
         }
 
-    def start(self, folds: range) -> tuple[FunctionalModel, EnsembleState]:
+    def start(self, which: range) -> tuple[FunctionalModel, EnsembleState]:
         """Make the models of some folds, and their state before the first step."""
-        models = made("cross_validate", self.factory, folds, seed=self.seed)
+        seed = self.folds.seed
+        models = made("cross_validate", self.factory, which, seed=seed)
         fmodel, *entries = stack(models)
-        state = EnsembleState.create(
-            self.tx, *entries, seed=self.seed, loss_scale=self.scale
-        )
-        key = secret_key(seed=self.seed, member=folds.start)
+        state = EnsembleState.create(self.tx, *entries, loss_scale=self.scale)
+        key = secret_key(seed=seed, member=which.start)
         return fmodel, state._replace(key=key)
 
-    def shuffled(self, folds: range, epoch: int) -> Tensor:
-        """Shuffle the samples that each of the folds is trained on: `[E, n_train]`."""
-        orders = []
-        for fold in folds:
-            key = secret_key(seed=self.seed, member=fold)
-            source = torch.Generator().manual_seed(torch_seed(key, "epoch", epoch))
-            orders.append(torch.randperm(self.train.shape[1], generator=source))
-        return self.train[folds.start : folds.stop].gather(1, torch.stack(orders))
 
-    def batches(self, rows: Tensor, device: torch.device) -> Iterator[tuple]:
-        """Yield the samples of indices `[E, ...]` in batches `[E, B, ...]`."""
-        for part in rows.split(self.batch_size, 1):
-            yield tree.map_tensors(
-                lambda x, part=part: x[part.to(x.device)].to(device), self.data
-            )
-
-
-def _trained(
-    job: _Job,
-    folds: range,
-    path: Path | None,
-    settings: dict[str, Any],
-    tell: Callable[[FoldEpoch], None] | None,
-) -> tuple[Params, Buffers, Figures]:
-    """Train the models of some folds to the end, and return all to the CPU."""
-    fmodel, state = job.start(folds)
+def _trained(job: _Job, which: range, before: Sequence[_Trained]) -> _Trained:
+    """Train the models of some folds, from where a file says they are."""
+    fmodel, state = job.start(which)
+    if before:
+        shapes, given = (
+            {name: each[0] for name, each in params.items()}
+            for params in (before[0][0], state.params)
+        )
+        tree.check_fit("cross_validate(factory)", shapes, given)
     device = device_of(state.params)
     step = ensemble_train_step(
         batch_loss(fmodel, job.criterion),
@@ -251,25 +235,25 @@ def _trained(
         **job.options,
     )
     judge = Validation(fmodel, job.criterion, job.metric, job.policy, job.options)
-    held_out = job.validation[folds.start : folds.stop]
     names = ["train_losses", "skipped", "losses"]
     names += [] if job.metric is None else ["scores"]
-    blank = torch.full((len(folds), job.epochs), torch.nan, dtype=torch.float64)
-    history = {name: blank.clone() for name in names}
+    blank = torch.full((len(which), job.epochs), torch.nan, dtype=torch.float64)
+    history, done = {name: blank.clone() for name in names}, torch.tensor(0)
+    path = job.folder and job.folder / f"folds-{which.start}.safetensors"
     if path is not None and path.exists():
-        state, history = load_state(path, (state, history), settings=settings)
-    done = int(state.step) // math.ceil(job.train.shape[1] / job.batch_size)
-    for epoch in range(done, job.epochs):
-        rows = job.shuffled(folds, epoch)
-        state, figures = _epoch(step, state, job.batches(rows, device))
-        figures |= judge(state, job.batches(held_out, device))
+        start = state, history, done
+        state, history, done = load_state(path, start, settings=job.settings)
+    for epoch in range(int(done), job.epochs):
+        state, figures = _epoch(step, state, job.folds.training(which, epoch, device))
+        figures |= judge(state, job.folds.held_out(which, device))
         for name, values in figures.items():
             history[name][:, epoch] = values
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_state(path, (state, history), settings=settings)
-        if tell is not None:
-            tell(FoldEpoch(folds, epoch, **figures))
+            reached = state, history, torch.tensor(epoch + 1)
+            save_state(path, reached, settings=job.settings)
+        if job.tell is not None:
+            job.tell(FoldEpoch(which, epoch, **figures))
     return tree.to_device((state.params, state.buffers, history), "cpu")
 
 

@@ -42,7 +42,7 @@ class Validation:
         self._metric = metric
         self._policy = policy
         self._judged = under(policy, self._loss_and_output)
-        self._runner = Runner("validation", shared=(), **options)
+        self._runner = Runner("cross_validate", shared=(), **options)
 
     def __call__(self, state: EnsembleState, batches: Iterable[tuple]) -> Figures:
         """Return the mean `losses` over batches `[E, B, ...]`, and `scores`; `[E]`.
@@ -72,7 +72,7 @@ class Validation:
 
         def noted(output: Any, target: Any) -> Tensor:
             given.append(output)
-            return self._criterion(output, target)  # pyright: ignore
+            return self._criterion(output, target)  # pyright: ignore[reportOptionalCall]
 
         criterion = self._criterion if self._metric is None else noted
         return batch_loss(self._fmodel, criterion)(params, buffers, *batch), given
