@@ -36,8 +36,8 @@ def folded(place: Place) -> list[Folded]:
         return [Folded("CNN", partial(nets.cnn, width=4), folds)]
     cnn = Folded("CNN", partial(nets.cnn, width=16), folds)
     if place.size == "small":
-        half = partial(nets.mobile, 2, width=0.5)
-        return [cnn, Folded("MobileNet V2, width 0.5", half, 1)]
+        half = partial(nets.mobile, 1, width=0.5)
+        return [cnn, Folded("MobileNet V1, width 0.5", half, 1)]
     others = "MobileNet V2", "ResNet-50", "EfficientNet-B0"
     return [cnn, *(Folded(name, nets.ARCHITECTURES[name][0], 1) for name in others)]
 
@@ -115,7 +115,7 @@ def validate(place: Place, net: Folded, tell: Tell) -> Result:
 
 def _images(place: Place) -> data.Images:
     """Return what is cross-validated on."""
-    count = place.pick(tiny=240, small=450, full=5_000)
+    count = place.pick(tiny=240, small=480, full=5_000)
     source = place.data or place.pick(tiny="digits", small="digits", full=None)
     return data.images(source, count, place.pick(tiny=8, small=32, full=32))
 
@@ -126,12 +126,12 @@ def _cross_validated(
     return cross_validate(
         lambda _: net.build(images.classes).to(place.device),
         F.cross_entropy,
-        vgrad.optim.sgd(0.05, momentum=0.9),
+        vgrad.optim.adam(2e-3),
         images.x,
         images.y,
         folds=_folds(place),
         epochs=epochs,
-        batch_size=place.pick(tiny=16, small=32, full=64),
+        batch_size=place.pick(tiny=16, small=16, full=50),
         seed=0,
         at_once=net.at_once,
         metric=accuracy,

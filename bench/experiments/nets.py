@@ -59,13 +59,17 @@ def mobile(version: int, classes: int, *, width: float = 1.0) -> nn.Module:
 
     Reference: Howard et al., arXiv 1704.04861; Sandler et al., arXiv 1801.04381.
     """
-    return _of_transformers(
+    model = _of_transformers(
         f"MobileNetV{version}",
         classes,
         depth_multiplier=width,
         tf_padding=False,
         classifier_dropout_prob=0.2,
     )
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = 0.1  # the library's 0.997 keeps the last batch alone
+    return model
 
 
 def resnet_50(classes: int) -> nn.Module:

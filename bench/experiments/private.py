@@ -77,14 +77,14 @@ def courses(place: Place) -> list[Course]:
         place.pick(tiny=200, small=360, full=360),
         place.pick(tiny=(8.0, 0.5), small=budgets, full=budgets),
         place.pick(tiny=2, small=3, full=3),
-        place.pick(tiny=25, small=80, full=300),
+        place.pick(tiny=25, small=80, full=200),
         place.pick(tiny=100, small=240, full=240),
     )
     if place.size != "full":
         return [grey]
     colour = Course(
-        "MobileNet V2, width 0.5",
-        partial(nets.mobile, 2, width=0.5),
+        "CNN, width 32",
+        partial(nets.cnn, width=32),
         place.data,
         32,
         3,
@@ -92,7 +92,7 @@ def courses(place: Place) -> list[Course]:
         2_000,
         (8.0, 2.0),
         3,
-        120,
+        200,
         1_000,
     )
     return [grey, colour]
