@@ -160,7 +160,7 @@ def draw(results: Results, figure: Figure) -> None:
     finish(top, "Training time", "", unit, legend=False)
     top.legend(fontsize="x-small", ncols=len(names), loc="upper left")
     gains.axhline(1, color="grey", linewidth=0.8)
-    finish(gains, "Gain", "", "times as fast as float32", legend=False)
+    finish(gains, "Gain", "", "times as fast as float32 as it is", legend=False)
     left, middle, right = below.subplots(1, 3)
     _draw_odd(left, timed, names)
     _draw_padding(middle, results)
