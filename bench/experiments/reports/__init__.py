@@ -1,0 +1,1 @@
+"""What experiments found: checks, tables and figures of larger ones."""

@@ -1,0 +1,242 @@
+"""Training with and without low precision across architectures, and in folds.
+
+B samples a step. An architecture is timed on a batch that is a multiple of 8, on the
+same batch with weights and images in channels-last order, and on one sample less.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import vgrad
+from bench.experiments import data, folds, nets
+from bench.experiments.measuring import side_by_side
+from bench.experiments.reports import tensor_cores as report
+from bench.experiments.reports.tensor_cores import FLOAT32, LAST, ODD, PLAIN
+from bench.experiments.study import Piece, Place, Result, Study, Tell
+from bench.measure import has_instructions
+from vgrad.training import TrainState, train_step
+
+TF32 = "TF32"
+POLICIES = {
+    FLOAT32: None,
+    TF32: None,
+    "float16": "mixed_float16",
+    "bfloat16": "mixed_bfloat16",
+}
+CLASSES = data.CLASSES
+
+
+class Timed(NamedTuple):
+    """A net whose training steps are timed."""
+
+    name: str
+    build: Callable[[int], nn.Module]
+    side: int
+    batch: int
+
+
+def timed(place: Place) -> list[Timed]:
+    """Return the architectures, the most telling first."""
+    if place.size == "tiny":
+        tiny = partial(nets.mobile, 1, width=0.25)
+        return [
+            Timed("CNN", partial(nets.cnn, width=4), 8, 8),
+            Timed("MobileNet V1, width 0.25", tiny, 32, 8),
+        ]
+    if place.size == "small":
+        chosen = {n: 32 if n.startswith(("Eff", "VGG")) else 64 for n in SMALL}
+        builds = {name: nets.ARCHITECTURES[name][0] for name in chosen}
+        builds["VGG16"] = partial(nets.vgg_16, hidden=512)
+        return [Timed(name, builds[name], side, 8) for name, side in chosen.items()]
+    return [
+        Timed(name, build, side, 64 if side <= 260 else 32)
+        for name, (build, side) in sorted(
+            nets.ARCHITECTURES.items(), key=lambda item: ORDER.index(item[0])
+        )
+    ]
+
+
+SMALL = ("MobileNet V2", "ResNet-50", "EfficientNet-B0", "VGG16", "MobileNet V1")
+SMALL += ("EfficientNet-B3",)
+ORDER = (*SMALL, *(name for name in nets.ARCHITECTURES if name not in SMALL))
+
+
+def pieces(place: Place) -> list[Piece]:
+    """Return times, the gain of padding, folds that were interrupted, and folds."""
+    if place.device.startswith("cuda"):  # cuBLAS reads it when it is first used
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    steps = [
+        Piece(f"{each.name}: time", partial(measure, place, each))
+        for each in timed(place)
+    ]
+    validations = [
+        Piece(f"{each.name}: folds", partial(folds.validate, place, each))
+        for each in folds.folded(place)
+    ]
+    padding = Piece("padding", partial(pad, place))
+    resumed = Piece("resumed", partial(folds.resume, place))
+    return [*steps, padding, resumed, *validations]
+
+
+def precisions(device: str) -> list[str]:
+    """Return what is timed on a device.
+
+    A CPU may have instructions for float16, but torch has no fast convolutions for the
+    backward pass there: a step takes 17 times as long as in float32.
+    """
+    if device.startswith("cuda"):
+        return [*POLICIES]
+    return [FLOAT32, *(["bfloat16"] if has_instructions("cpu", "bfloat16") else [])]
+
+
+@contextmanager
+def multiplying(device: str, precision: str) -> Iterator[None]:
+    """Multiply float32 in TF32 or not, in this block; let cuDNN choose by time."""
+    if not device.startswith("cuda"):
+        yield
+        return
+    cudnn = torch.backends.cudnn
+    before = torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.benchmark
+    torch.set_float32_matmul_precision("high" if precision == TF32 else "highest")
+    cudnn.allow_tf32, cudnn.benchmark = precision == TF32, True
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        cudnn.allow_tf32, cudnn.benchmark = before[1:]
+
+
+class Contender:
+    """A net in training, on one batch, from a state that goes on.
+
+    Attributes:
+        loss: of the first step.
+    """
+
+    def __init__(
+        self, place: Place, module: nn.Module, x: Tensor, y: Tensor, precision: str
+    ) -> None:
+        fmodel, params, buffers = vgrad.make_functional_with_buffers(module)
+        copied = {name: value.detach().clone() for name, value in params.items()}
+        tx = vgrad.optim.sgd(0.01, momentum=0.9)
+        self._state = TrainState.create(tx, copied, buffers, seed=0)
+        loss = vgrad.batch_loss(fmodel, F.cross_entropy)
+        self._step = train_step(loss, tx, policy=POLICIES[precision], donate=True)
+        self._inside = partial(multiplying, place.device, precision)
+        self._batch = x, y
+        self.loss = float(self()["loss"])
+
+    def __call__(self) -> dict[str, Tensor]:
+        with self._inside():
+            self._state, metrics = self._step(self._state, *self._batch)
+        return metrics
+
+
+def measure(place: Place, net: Timed, tell: Tell) -> Result:
+    """Time the training steps of a net in each precision, side by side."""
+    images = data.made(net.batch, net.side)
+    x, y = images.x.to(place.device), images.y.to(place.device)
+    module = _seeded(net.build, CLASSES).to(place.device)
+    last = _seeded(net.build, CLASSES).to(place.device)
+    last = last.to(memory_format=torch.channels_last)
+    x_last = x.contiguous(memory_format=torch.channels_last)
+    given = {
+        PLAIN: (module, x, y),
+        LAST: (last, x_last, y),
+        ODD: (module, x[:-1].contiguous(), y[:-1]),
+    }
+    found = {
+        (precision, variant): Contender(place, *each, precision)
+        for precision in precisions(place.device)
+        for variant, each in given.items()
+    }
+    report.compare({key: contender.loss for key, contender in found.items()})
+    tell(0.3)
+    return {
+        "net": net.name,
+        "side": net.side,
+        "batch": net.batch,
+        "device": place.machine["device"],
+        "parameters": sum(each.numel() for each in module.parameters()),
+        "rows": _times(place, found, net.batch),
+        "alignment": _alignment(module, x),
+    }
+
+
+def _times(
+    place: Place, contenders: dict[tuple[str, Any], Contender], batch: int
+) -> list[Result]:
+    """Return a row for each contender."""
+    warmup, rounds = place.pick(tiny=(0, 1), small=(0, 3), full=(1, 8))
+    runs = {str(key): run for key, run in contenders.items()}  # have run once
+    times = side_by_side(runs, place.device, rounds=rounds, warmup=warmup)
+    return [
+        {
+            "precision": precision,
+            "variant": variant,
+            "batch": batch - (variant == ODD),
+            "loss": contender.loss,
+            **times[str((precision, variant))],
+        }
+        for (precision, variant), contender in contenders.items()
+    ]
+
+
+def _alignment(module: nn.Module, x: Tensor) -> Result:
+    """Return what vgrad says of the sizes of a net's products."""
+    fmodel, *entries = vgrad.make_functional_with_buffers(module)
+    params, buffers = ({n: t.to("meta") for n, t in each.items()} for each in entries)
+    found = vgrad.precision.alignment_report(fmodel, params, buffers, x.to("meta"))
+    rows = sorted(found.rows, key=lambda row: -row.share)
+    advice = dict.fromkeys(text for row in rows for text in row.advice)
+    return {"misaligned": found.misaligned, "advice": list(advice)}
+
+
+def pad(place: Place, tell: Tell) -> Result:
+    """Time a CNN of odd widths beside one that is padded as the report says."""
+    odd, padded = place.pick(tiny=(3, 8), small=(29, 32), full=(61, 64))
+    side, batch = place.pick(tiny=(8, 8), small=(32, 16), full=(64, 256))
+    images = data.made(batch, side)
+    x, y = images.x.to(place.device), images.y.to(place.device)
+    modules = {
+        width: _seeded(partial(nets.cnn, width=width), classes).to(place.device)
+        for width, classes in ((odd, CLASSES), (padded, 16))
+    }
+    found = {
+        (precision, width): Contender(place, module, x, y, precision)
+        for precision in precisions(place.device)
+        for width, module in modules.items()
+    }
+    tell(0.3)
+    return {
+        "padding": True,
+        "side": side,
+        "batch": batch,
+        "device": place.machine["device"],
+        "widths": [odd, padded],
+        "rows": _times(place, found, batch),
+        "alignment": {str(w): _alignment(each, x) for w, each in modules.items()},
+    }
+
+
+def _seeded(build: Callable[[int], nn.Module], classes: int) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return build(classes).train()
+
+
+STUDY = Study(
+    "Training with and without tensor cores",
+    pieces,
+    report.check,
+    report.table,
+    report.draw,
+    figsize=(14, 9),
+)
