@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import vgrad
 from tests import cases, oracle
@@ -357,6 +358,25 @@ def test_running_statistics_stay_in_float32(policy):
     for name, buffer in model.named_buffers():
         assert state.buffers[name].dtype == buffer.dtype
     oracle.assert_exact(state.buffers, dict(model.named_buffers()), 0.01)
+
+
+def test_a_group_norm_has_the_backward_pass_of_its_kernel():
+    """Which takes half the time and memory of the formula that has derivatives."""
+    seen = []
+
+    class Kernels(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    model = nn.Sequential(nn.Linear(4, 6), nn.GroupNorm(2, 6), nn.Linear(6, 3))
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    tx = vgrad.optim.sgd(0.1)
+    step = train_step(vgrad.batch_loss(fmodel, F.cross_entropy), tx)
+    state = TrainState.create(tx, params, buffers)
+    with Kernels():
+        step(state, torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]))
+    assert torch.ops.aten.native_group_norm_backward in seen
 
 
 def test_small_updates_are_kept_by_master_weights():

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.conditions import are_collected
-from vgrad.dtypes import no_autocast
 from vgrad.ensemble.axes import InDims
 from vgrad.ensemble.choice import EnsembleExplanation, Runner
 from vgrad.ensemble.execution import (
@@ -17,6 +16,7 @@ from vgrad.ensemble.execution import (
     Strategy,
     autocasting,
 )
+from vgrad.functional.gradient import gradient
 from vgrad.functional.losses import SampleLoss
 from vgrad.generators import (
     RandomState,
@@ -28,7 +28,6 @@ from vgrad.lowering.draws import Draws
 from vgrad.names import Patterns
 from vgrad.persample.engine.guard import UnsupportedOp
 from vgrad.torch_private import levels
-from vgrad.tree import map_tensors
 from vgrad.typing import BatchLossFn, Buffers, LossFn, Params, Tree
 
 
@@ -115,7 +114,7 @@ class EnsembleGradFn:
             losses, _ = self._parted(found[0])
             return (losses * loss_scale).sum(), found
 
-        grads, (values, new), unreached = _gradient(total, call.args[0])
+        grads, (values, new), unreached = gradient(total, call.args[0])
         if strategy != "loop":
             try:
                 self._check_unreached(call, frozenset(unreached), draws, before)
@@ -145,7 +144,7 @@ class EnsembleGradFn:
                 return self._parted(value)[0], ()
 
             with kept_random_state(given):
-                *_, unreached = _gradient(of_params, params)
+                *_, unreached = gradient(of_params, params)
             if reached := names - unreached:
                 raise UnsupportedOp(
                     f"ensemble_grad(loss): expected gradients of all members wherever "
@@ -179,7 +178,7 @@ class EnsembleGradFn:
                 loss, _ = self._parted(found[0])
                 return loss * scales[member].to(loss.device, loss.dtype), found
 
-            own, found, _ = _gradient(scaled, params)
+            own, found, _ = gradient(scaled, params)
             for name, grad in own.items():
                 if dims[name] is None:
                     grads[name] += grad
@@ -278,27 +277,3 @@ def returning_buffers(function: str, loss: Any, *, has_aux: bool) -> Callable:
         return value, buffers
 
     return run
-
-
-def _gradient(function: Callable, params: Params) -> tuple[Params, Any, set[str]]:
-    """Differentiate `params -> (scalar, rest)`; return gradients and the rest.
-
-    Last come the names of parameters to which no graph leads, as far as that is known.
-    """
-    if levels.inside_transform():
-        grads, rest = torch.func.grad(function, has_aux=True)(params)
-        return grads, rest, set()
-    with torch.enable_grad():
-        leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
-        value, rest = function(leaves)
-    found = dict.fromkeys(leaves)
-    if value.requires_grad:
-        with no_autocast(value.device):
-            each = torch.autograd.grad(value, [*leaves.values()], allow_unused=True)
-        found = dict(zip(leaves, each, strict=True))
-    unreached = {name for name, grad in found.items() if grad is None}
-    grads = {
-        name: torch.zeros_like(params[name]) if grad is None else grad
-        for name, grad in found.items()
-    }
-    return grads, map_tensors(Tensor.detach, rest), unreached

@@ -95,7 +95,9 @@ class AutocastMode(TorchFunctionMode):
         if not modes.autocast_is_on():
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name == "__get__" or levels.current_level() is None:
+        if name == "__get__":
+            return func(*args, **kwargs)
+        if levels.current_level() is None and not _clashes(name, args, kwargs):
             return func(*args, **kwargs)
         if func is levels.custom_function_call:  # whose insides torch casts
             return func(*args, **kwargs)
@@ -189,6 +191,16 @@ def _kind(device: str, name: str, args: tuple, kwargs: dict) -> Kind | None:
     if kind is Kind.PRODUCT:
         return None if _one_number(name, args, kwargs) else Kind.LOW
     return kind
+
+
+def _clashes(name: str, args: tuple, kwargs: dict) -> bool:
+    """Tell whether a batch norm has low weights beside statistics in float32.
+
+    Torch refuses that, which policies with low parameters lead to.
+    """
+    if name != "batch_norm":
+        return False
+    return len({each.dtype for each in _eligible(args, kwargs)[1:]}) > 1
 
 
 def _mixes(func: Callable, args: tuple, kwargs: dict) -> bool:

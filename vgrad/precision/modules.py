@@ -80,8 +80,7 @@ def loss_under(policy: Policy | str, loss: Callable) -> Callable:
 
     The loss gets parameters in the dtype of the policy and runs under its autocast;
     a computation in float32 or float64 has its batch and buffers cast too. The result
-    is not cast. A loss knows no modules: under a policy with low parameters, models
-    with batch norm need `policy_for`.
+    is not cast.
 
     Example:
         >>> loss = lambda params, buffers, x: (x @ params["w"]).sum()

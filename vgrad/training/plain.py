@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vgrad.dtypes import widened
 from vgrad.ensemble.gradients import check_loss, returning_buffers
+from vgrad.functional.gradient import gradient
 from vgrad.optim.base import GradientTransformation
 from vgrad.precision import (
     DynamicLossScale,
@@ -151,8 +152,7 @@ class TrainStep:
             return scale.scale(value), (value, aux, new)
 
         with torch.no_grad():
-            grads, found = torch.func.grad(of_params, has_aux=True)(params)
-            value, aux, new = found
+            grads, (value, aux, new), _ = gradient(of_params, params)
             grads = scale.unscale(grads)
             scaled = not isinstance(scale, NoOpLossScale)
             finite = all_finite(grads) if scaled else torch.tensor(True)
