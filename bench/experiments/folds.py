@@ -104,7 +104,6 @@ def validate(place: Place, net: Folded, tell: Tell) -> Result:
     return {
         "net": net.name,
         "data": images.title,
-        "device": place.machine["device"],
         "classes": images.classes,
         "samples": len(images.y),
         "seconds": seconds,

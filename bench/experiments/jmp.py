@@ -72,7 +72,7 @@ def start(
 ) -> tuple[Callable, TrainState]:
     """Return a step and its first state; `float16` keeps parameters in it, too."""
     build = partial(nets.cnn, images.classes, width=width)
-    model = mixed.built(build, seed, images.x.device)
+    model = nets.seeded(build, seed).to(images.x.device)
     fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
     chosen = Policy.parse(policy)
     loss = vgrad.batch_loss(policy_for(fmodel, chosen), F.cross_entropy)
@@ -134,8 +134,7 @@ def time(place: Place, size: Size, rounds: int, tell: Tell) -> Result:
         return start(policy, size.width, images, scale=mixed.scale_for(policy))
 
     found = mixed.times(begin, POLICIES, batch, place.device, rounds)
-    device = mixed.device_of(place)
-    return {"what": size.told(images.title), "device": device, **found}
+    return {"what": size.told(images.title), **found}
 
 
 def pieces(place: Place) -> list[Piece]:
@@ -255,7 +254,7 @@ def draw(results: Results, figure: Figure) -> None:
     _draw_scales(results, scales)
     mixed.draw_memory(memory, results["memory"])
     mixed.draw_time(time, results["time"])
-    mixed.headed(figure, STUDY.title, results["time"]["device"])
+    mixed.narrowed(figure)
 
 
 def _draw_losses(results: Results, axes: Axes) -> None:

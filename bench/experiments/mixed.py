@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from torch import Tensor, nn
+from torch import Tensor
 
 from bench.experiments.data import Images
 from bench.experiments.drawing import COLOURS, MEBIBYTE, finish
 from bench.experiments.measuring import peak_bytes, side_by_side, tree_bytes
-from bench.experiments.study import Place
 from bench.measure import has_instructions
 from vgrad.precision import DynamicLossScale, LossScale, Policy
 from vgrad.training import TrainState
@@ -42,13 +41,6 @@ SLOW = (
     "Left out: {}, in which this device has no instructions, or torch no kernels that "
     "use them for gradients of convolutions: times of emulation tell nothing."
 )
-
-
-def built(build: Callable[[], nn.Module], seed: int, device: Any) -> nn.Module:
-    """Build a model from a seed, and leave torch's generator as it is."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return build().to(device)
 
 
 def batches(images: Images, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -205,19 +197,10 @@ def draw_time(axes: Axes, timed: Mapping[str, Any]) -> None:
     finish(axes, title, "", "ms (of float32's)", legend=False)
 
 
-def headed(figure: Figure, study: str, device: str) -> None:
-    """Head a figure, and make room for two lines above each of its parts."""
-    figure.suptitle(f"{study}\n{device}")
+def narrowed(figure: Figure) -> None:
+    """Make room for two lines above each part of a figure."""
     for axes in figure.axes:
         axes.title.set_fontsize("medium")
-
-
-def device_of(place: Place) -> str:
-    """Say what numbers were measured on."""
-    machine = place.machine
-    if machine["device"] != "CPU":
-        return str(machine["device"])
-    return f"CPU: {machine['processor']}, threads: {machine['threads']}"
 
 
 def _tell(axes: Axes, heights: np.ndarray) -> None:

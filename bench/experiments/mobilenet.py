@@ -52,7 +52,7 @@ class Net:
 
     def __init__(self, size: Size, classes: int, seed: int, device: str) -> None:
         build = partial(nets.mobile, 2, classes, width=size.width)
-        model = mixed.built(build, seed, device)
+        model = nets.seeded(build, seed).to(device)
         self._seed = seed
         train, self._params, self._buffers = vgrad.make_functional_with_buffers(
             model.train()
@@ -144,7 +144,7 @@ def time(place: Place, size: Size, rounds: int, tell: Tell) -> Result:
     batch = next(mixed.batches(train, size.batch, 0))
     chosen = policies(place.device)
     found = mixed.times(net.start, chosen, batch, place.device, rounds)
-    return {"what": size.told(train), "device": mixed.device_of(place), **found}
+    return {"what": size.told(train), **found}
 
 
 def pieces(place: Place) -> list[Piece]:
@@ -156,7 +156,7 @@ def pieces(place: Place) -> list[Piece]:
     )
     # Without instructions a step takes too long to learn by.
     fast = all(mixed.fast(each, place.device) for each in policies(place.device))
-    steps = place.pick(tiny=2, small=160 if fast else 10, full=400)
+    steps = place.pick(tiny=2, small=120 if fast else 10, full=400)
     seeds = place.pick(tiny=2, small=3, full=3)
     rounds = place.pick(tiny=1, small=9, full=30)
     train = partial(training, place, size, steps)
@@ -254,7 +254,7 @@ def draw(results: Results, figure: Figure) -> None:
     _draw_accuracies(results, accuracies)
     mixed.draw_memory(memory, results["memory"])
     mixed.draw_time(time, results["time"])
-    mixed.headed(figure, STUDY.title, results["time"]["device"])
+    mixed.narrowed(figure)
 
 
 def _draw_losses(results: Results, axes: Axes) -> None:

@@ -169,7 +169,6 @@ def train(place: Place, course: Course, budget: float | str, tell: Tell) -> Resu
     return {
         "net": course.net,
         "data": images.title,
-        "device": place.machine["device"],
         "batch_norm": kept,
         "epsilon": epsilon,
         "spent": None if epsilon is None else plan.epsilon(),
@@ -189,10 +188,8 @@ def _module(
     build: Callable[[int], nn.Module], classes: int, seed: int, *, kept: bool = False
 ) -> nn.Module:
     """Build a net from a seed, with GroupNorm unless its BatchNorm is kept."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        module = build(classes)
-    return (module if kept else vgrad.replace_batch_norm(module)).train()
+    module = nets.seeded(partial(build, classes), seed)
+    return module if kept else vgrad.replace_batch_norm(module)
 
 
 def _run(
@@ -249,7 +246,6 @@ def measure(place: Place, step: Step, tell: Tell) -> Result:
     return {
         "net": step.net,
         "data": images.title,
-        "device": place.machine["device"],
         "batch": step.batch,
         "parameters": sum(each.numel() for each in module.parameters()),
         "error": error,
@@ -326,7 +322,7 @@ def _contenders(
 
 
 STUDY = Study(
-    "The price of privacy",
+    "The price of privacy, DP-SGD",
     pieces,
     report.check,
     report.table,

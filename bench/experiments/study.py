@@ -78,7 +78,7 @@ class Study:
         check: raises an AssertionError where results are not as they must be, and
             returns what it has seen, a sentence each.
         table: the results in Markdown.
-        draw: fills a figure.
+        draw: fills a figure. Its title goes below that of the study.
         figsize: of the figure, in inches.
     """
 
@@ -158,7 +158,10 @@ def run(name: str, study: Study, place: Place) -> list[str]:
         device = machine["device"]
     figure = Figure(figsize=study.figsize, layout="constrained")
     study.draw(results, figure)
-    figure.suptitle(f"{study.title} ({device})", fontsize="medium")
+    title = "\n".join(
+        filter(None, [f"{study.title} ({device})", figure.get_suptitle()])
+    )
+    figure.suptitle(title, fontsize="medium")
     figure.savefig(place.folder / f"{name}.png", dpi=110)
     text = [f"# {study.title}", ""]
     text += [f"{device}, torch {machine['torch']}, size {place.size!r}.", ""]

@@ -4,9 +4,9 @@ B samples a step. An architecture is timed on a batch that is a multiple of 8, o
 same batch with weights and images in channels-last order, and on one sample less.
 """
 
+import copy
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import vgrad
-from bench.experiments import data, folds, nets
+from bench.experiments import data, folds, mixed, nets
 from bench.experiments.measuring import side_by_side
 from bench.experiments.reports import tensor_cores as report
 from bench.experiments.reports.tensor_cores import FLOAT32, LAST, ODD, PLAIN
@@ -96,23 +96,6 @@ def precisions(device: str) -> list[str]:
     return [FLOAT32, *(["bfloat16"] if has_instructions("cpu", "bfloat16") else [])]
 
 
-@contextmanager
-def multiplying(device: str, precision: str) -> Iterator[None]:
-    """Multiply float32 in TF32 or not, in this block; let cuDNN choose by time."""
-    if not device.startswith("cuda"):
-        yield
-        return
-    cudnn = torch.backends.cudnn
-    before = torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.benchmark
-    torch.set_float32_matmul_precision("high" if precision == TF32 else "highest")
-    cudnn.allow_tf32, cudnn.benchmark = precision == TF32, True
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        cudnn.allow_tf32, cudnn.benchmark = before[1:]
-
-
 class Contender:
     """A net in training, on one batch, from a state that goes on.
 
@@ -129,12 +112,12 @@ class Contender:
         self._state = TrainState.create(tx, copied, buffers, seed=0)
         loss = vgrad.batch_loss(fmodel, F.cross_entropy)
         self._step = train_step(loss, tx, policy=POLICIES[precision], donate=True)
-        self._inside = partial(multiplying, place.device, precision)
+        self._tf32 = precision == TF32
         self._batch = x, y
         self.loss = float(self()["loss"])
 
     def __call__(self) -> dict[str, Tensor]:
-        with self._inside():
+        with mixed.tf32(self._tf32):
             self._state, metrics = self._step(self._state, *self._batch)
         return metrics
 
@@ -143,9 +126,8 @@ def measure(place: Place, net: Timed, tell: Tell) -> Result:
     """Time the training steps of a net in each precision, side by side."""
     images = data.made(net.batch, net.side)
     x, y = images.x.to(place.device), images.y.to(place.device)
-    module = _seeded(net.build, CLASSES).to(place.device)
-    last = _seeded(net.build, CLASSES).to(place.device)
-    last = last.to(memory_format=torch.channels_last)
+    module = nets.seeded(partial(net.build, CLASSES)).to(place.device)
+    last = copy.deepcopy(module).to(memory_format=torch.channels_last)
     x_last = x.contiguous(memory_format=torch.channels_last)
     given = {
         PLAIN: (module, x, y),
@@ -163,7 +145,6 @@ def measure(place: Place, net: Timed, tell: Tell) -> Result:
         "net": net.name,
         "side": net.side,
         "batch": net.batch,
-        "device": place.machine["device"],
         "parameters": sum(each.numel() for each in module.parameters()),
         "rows": _times(place, found, net.batch),
         "alignment": _alignment(module, x),
@@ -206,7 +187,7 @@ def pad(place: Place, tell: Tell) -> Result:
     images = data.made(batch, side)
     x, y = images.x.to(place.device), images.y.to(place.device)
     modules = {
-        width: _seeded(partial(nets.cnn, width=width), classes).to(place.device)
+        width: nets.seeded(partial(nets.cnn, classes, width=width)).to(place.device)
         for width, classes in ((odd, CLASSES), (padded, 16))
     }
     found = {
@@ -219,21 +200,14 @@ def pad(place: Place, tell: Tell) -> Result:
         "padding": True,
         "side": side,
         "batch": batch,
-        "device": place.machine["device"],
         "widths": [odd, padded],
         "rows": _times(place, found, batch),
         "alignment": {str(w): _alignment(each, x) for w, each in modules.items()},
     }
 
 
-def _seeded(build: Callable[[int], nn.Module], classes: int) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return build(classes).train()
-
-
 STUDY = Study(
-    "Training with and without tensor cores",
+    "Training with and without low precision, made images",
     pieces,
     report.check,
     report.table,

@@ -49,7 +49,7 @@ def test_it_leaves_results_a_table_and_a_figure(place):
     kept = json.loads((place.folder / "it.json").read_text())
     assert kept["pieces"] == {"0": {"value": 1}, "1": {"value": 2}}
     text = (place.folder / "it.md").read_text()
-    for part in ("# A title", "| a table |", "(it.png)", "* a sum of 3", "threads"):
+    for part in ("# A title", "| a table |", "(it.png)", "* a sum of 3", " thread"):
         assert part in text
     assert (place.folder / "it.png").exists()
 

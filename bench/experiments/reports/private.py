@@ -140,9 +140,8 @@ def draw(results: Results, figure: Figure) -> None:
         }
     _bars(right, timed, memory)
     finish(right, "Memory of a step", "", "peak bytes, times torch's backward and SGD")
-    run = next(iter(trained.values()))[0]
-    sets = ", ".join(dict.fromkeys(runs[0]["data"] for runs in trained.values()))
-    figure.suptitle(f"The price of privacy, DP-SGD: {sets}; {run['device']}")
+    sets = dict.fromkeys(runs[0]["data"] for runs in trained.values())
+    figure.suptitle(", ".join(sets))
 
 
 def _bars(axes: Axes, timed: dict, ratios: dict[str, dict[str, float]]) -> None:

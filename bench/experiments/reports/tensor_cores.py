@@ -165,10 +165,7 @@ def draw(results: Results, figure: Figure) -> None:
     _draw_odd(left, timed, names)
     _draw_padding(middle, results)
     _draw_folds(right, folded)
-    device = next(iter(timed.values()))["device"]
-    missing = "; ".join(_missing(names)).replace("`", "")
-    title = f"Training with and without low precision: made images; {device}"
-    figure.suptitle(f"{title}\n{missing}" if missing else title)
+    figure.suptitle("; ".join(_missing(names)))
 
 
 def _draw_odd(axes: Axes, timed: dict[str, Result], names: list[str]) -> None:
