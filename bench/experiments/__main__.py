@@ -32,7 +32,10 @@ def main() -> None:
         place = Place(given.size, given.device, given.out, given.data)
         try:
             seen = run(name, study(name), place)
-        except (AssertionError, ValueError, OSError) as error:
+        except KeyboardInterrupt:
+            print(f"{name}: interrupted; the same command goes on.", file=sys.stderr)
+            sys.exit(130)
+        except (AssertionError, ValueError, OSError, ImportError) as error:
             print(f"{name}: {error}", file=sys.stderr)
             failed.append(name)
         else:

@@ -123,11 +123,12 @@ def draw(results: Results, figure: Figure) -> None:
                     label = f"{name}, {BATCHES[own]}"
                     drawing.line(axes, members, gains, label, number, linestyle=dashes)
             axes.axhline(1, color="black", linewidth=0.8)
-            axes.set_ylim(bottom=0)
             drawing.by_powers(axes, members)
             first = (net, kind) == CASES[0][:2]
             y = "times as fast as the loop"
             drawing.finish(axes, f"{net}, {kind}", "members", y, legend=first)
+
+        row[0].set_ylim(bottom=0)  # which ends the scaling of both
 
 
 STUDY = Study(

@@ -54,7 +54,7 @@ def resume(place: Place, tell: Tell) -> Result:
     """Interrupt a cross-validation in a fold, go on, and compare with a whole one."""
     folds, epochs = _folds(place), 2
     images = _images(place)
-    folder = place.folder / "tensor-cores" / "resumed"
+    folder = place.folder / "tensor-cores-resumed"
     shutil.rmtree(folder, ignore_errors=True)
 
     def stop(epoch: FoldEpoch) -> None:
@@ -90,7 +90,8 @@ def validate(place: Place, net: Folded, tell: Tell) -> Result:
     """Cross-validate a net; a file of the folds is kept until it has ended."""
     folds, epochs = _folds(place), place.pick(tiny=6, small=6, full=4)
     images = _images(place)
-    folder = place.folder / "tensor-cores" / net.name.replace(" ", "-")
+    name = net.name.replace(" ", "-")
+    folder = place.folder / f"tensor-cores-{name}"
 
     def so_far(epoch: FoldEpoch) -> None:
         done = epoch.folds.start * epochs + (epoch.epoch + 1) * len(epoch.folds)

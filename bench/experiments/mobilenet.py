@@ -156,7 +156,7 @@ def pieces(place: Place) -> list[Piece]:
     )
     # Without instructions a step takes too long to learn by.
     fast = all(mixed.fast(each, place.device) for each in policies(place.device))
-    steps = place.pick(tiny=2, small=120 if fast else 10, full=400)
+    steps = place.pick(tiny=2, small=300 if fast else 10, full=400)
     seeds = place.pick(tiny=2, small=3, full=3)
     rounds = place.pick(tiny=1, small=9, full=30)
     train = partial(training, place, size, steps)

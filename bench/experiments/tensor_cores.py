@@ -155,7 +155,7 @@ def _times(
     place: Place, contenders: dict[tuple[str, Any], Contender], batch: int
 ) -> list[Result]:
     """Return a row for each contender."""
-    warmup, rounds = place.pick(tiny=(0, 1), small=(0, 3), full=(1, 8))
+    warmup, rounds = place.pick(tiny=(0, 1), small=(1, 5), full=(1, 8))
     runs = {str(key): run for key, run in contenders.items()}  # have run once
     times = side_by_side(runs, place.device, rounds=rounds, warmup=warmup)
     return [

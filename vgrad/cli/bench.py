@@ -70,9 +70,12 @@ def experiment(given: Namespace) -> None:
     if given.data is not None:
         here = Path(given.data)
         command += ["--data", str(here.absolute()) if here.exists() else given.data]
-    done = subprocess.run(command, cwd=root)
-    if done.returncode != 0:
-        sys.exit(done.returncode)
+    try:
+        status = subprocess.run(command, cwd=root).returncode
+    except KeyboardInterrupt:  # which the other process has told of
+        status = 130
+    if status != 0:
+        sys.exit(status)
 
 
 def checkout(command: str) -> Path:
