@@ -526,3 +526,23 @@ def test_an_ensemble_of_active_members_is_captured(donate):
     draw = cases.vectors(5)
     compiled = same_steps(lambda: step, start, [draw(6) for _ in range(3)])
     ran(compiled, calls=2)
+
+
+def test_a_model_of_transformers_is_captured():
+    """Its classes hold objects that cannot be compared, which no forward pass uses."""
+    library = pytest.importorskip(
+        "transformers", reason="transformers is not installed"
+    )
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = library.BertConfig(vocab_size=20, intermediate_size=16, **sizes)
+    torch.manual_seed(0)
+    model = library.BertForSequenceClassification(config).eval()
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    criterion = lambda output, y: F.cross_entropy(output.logits, y)  # noqa: E731
+    eager = vgrad.clipped_grad(vgrad.sample_loss(fmodel, criterion), max_norm=0.5)
+    compiled = vgrad.compile(eager, fallback="error")
+    for seed in range(2):
+        x = torch.randint(20, (4, 6), generator=torch.Generator().manual_seed(seed))
+        given = params, buffers, x, torch.tensor([0, 1, 0, 1])
+        oracle.assert_exact(compiled(*given).grads, eager(*given).grads, 0)
+    ran(compiled, calls=1)

@@ -201,8 +201,9 @@ class Closed:
     def _follow_function(self, function: types.FunctionType, path: str) -> None:
         code, names = function.__code__, function.__globals__
         cells = function.__closure__ or ()
+        library = _LIBRARY if path.startswith(_LIBRARY) else ""
         for name, held in zip(code.co_freevars, contents(cells), strict=True):
-            self._add(held, f"{name!r} in {function.__name__}")
+            self._add(held, f"{library}{name!r} in {function.__name__}")
         if is_users(names.get("__name__", ""), file_of(code, names)):
             self.guards.note_cells(cells)  # which other code does not set
             kept = "__code__", "__defaults__", "__kwdefaults__"
