@@ -158,6 +158,22 @@ def test_a_call_changes_nothing_it_is_given(model, x):
     assert {n: value._version for n, value in given.items()} == versions
 
 
+def test_an_input_is_copied_only_for_modules_that_might_write_into_it():
+    class Writes(nn.Module):
+        def forward(self, x):
+            return x.add_(1)
+
+    x = torch.zeros(3)
+    for model, same in (
+        (nn.Sequential(nn.Identity()), True),
+        (nn.Sequential(nn.Identity(), nn.ReLU(inplace=True)), False),
+        (Writes(), False),
+    ):
+        fmodel, params, buffers = split(model)
+        assert (fmodel(params, buffers, x) is x) == same
+        assert not x.any()
+
+
 def test_call_and_update_returns_buffers_changed_in_place_and_bound_anew():
     fmodel, params, buffers = split(Counter())
     for _ in range(2):

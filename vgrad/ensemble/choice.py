@@ -7,6 +7,7 @@ its caches, and convolutions have no batched kernel there.
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -223,11 +224,18 @@ def _why(parts: Parts) -> str:
     return f"all at once they stopped at {parts.where}: {parts.why}"
 
 
+class _NoModules(nullcontext):
+    """In the place of what tells modules apart, whose hooks fail inside gradients."""
+
+    parents = frozenset({"Global"})
+
+
 def _by_work(function: Callable, call: Call) -> tuple[str, str]:
     """Count the work of one member, in a forward pass of its own."""
     if call.tensors()[0].device.type != "cpu":
         return "hybrid", "an accelerator has room for all members at once"
     counter = FlopCounterMode(display=False)
+    counter.mod_tracker = _NoModules()  # pyright: ignore[reportAttributeAccessIssue]
     with kept_random_state(call.tensors()), counter, untouched(call.promise()):
         autocasting(function)(*call.of(0))
     found = counter.get_flop_counts().get("Global", {})  # which is not there for none

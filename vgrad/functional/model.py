@@ -61,8 +61,11 @@ class FunctionalModel:
         self.names = tuple(self._entries.aliases)
         self.buffer_names = tuple(n for key, n in firsts.items() if key in own_buffers)
         self._copied = {name for key, name in firsts.items() if key in copied}
-        # Torch's own modules write into no parameter; watching them would only cost.
+        # Torch's own modules write into no parameter, and into an input only if they
+        # say so; watching and copying would only cost.
         self._only_torch = slots.only_of_torch(skeleton)
+        in_place = any(getattr(each, "inplace", False) for each in skeleton.modules())
+        self._writes = in_place or not self._only_torch
         self._watched = () if self._only_torch else set(self.names) - self._copied
 
     def __call__(
@@ -167,7 +170,8 @@ class FunctionalModel:
             name: value.clone() if name in self._copied else value
             for name, value in values.items()
         }
-        args, kwargs = copied((args, kwargs))
+        if self._writes:
+            args, kwargs = copied((args, kwargs))
         versions = _versions(own, self._copied)
         written = [own[name] for name in self._copied]
         held = Held(self._pristine, self._unhooked, self._lock, written)
