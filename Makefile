@@ -34,7 +34,7 @@ bench: .venv/installed
 
 # Those of a CPU; what was measured before is kept.
 experiments: .venv/installed
-	$(RUN)/python -m vgrad experiment all --out runs/experiments
+	$(RUN)/python -m vgrad experiment all
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -70,7 +70,7 @@ def test_experiments_get_their_arguments_wherever_one_stands(monkeypatch, tmp_pa
     (tmp_path / "own.npz").touch()
     arguments = ["experiment", "jmp", "private", "--full", "--data", "own.npz"]
     assert main(arguments) == 0
-    out, data = str(tmp_path / "experiments"), str(tmp_path / "own.npz")
+    out, data = str(tmp_path / "runs" / "experiments"), str(tmp_path / "own.npz")
     expected = ["-m", "bench.experiments", "jmp", "private", "--out", out]
     expected += ["--device", "cpu", "--size", "full", "--data", data]
     assert ran == [(expected, ROOT)]

@@ -230,10 +230,10 @@ def add_experiment(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--out",
-        default="experiments",
+        default="runs/experiments",
         metavar="DIR",
         help="where to write results, tables and figures; what an interrupted run has "
-        "left there is gone on with (default: experiments)",
+        "left there is gone on with (default: runs/experiments)",
     )
     _declare(parser, ["device"])
 
