@@ -1,6 +1,7 @@
 """A graph is left as soon as anything changes that eager mode would see."""
 
 import abc
+import array
 import collections
 import dataclasses
 import datetime
@@ -24,6 +25,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 import vgrad
 from tests import cases
@@ -690,6 +692,15 @@ def with_count(thing):
     return thing
 
 
+def held_by_torch(read):
+    """Put what reads a number into an object of a library."""
+    return DataLoader([0], collate_fn=read)
+
+
+def reader(beta):
+    return lambda: beta[0]
+
+
 def draws(generator):
     return generator.random()
 
@@ -725,6 +736,16 @@ REFUSED = {
     ),
     "a count in a module of torch": Case(
         lambda: with_count(nn.ReLU()), lambda made: next(made.count), why="count"
+    ),
+    "an array in a function that torch holds": Case(
+        lambda: held_by_torch(reader(array.array("d", [2.0]))),
+        lambda loader: loader.collate_fn(),
+        why="array",
+    ),
+    "an array in an object that torch holds": Case(
+        lambda: held_by_torch(Plain(array.array("d", [2.0]))),
+        lambda loader: loader.collate_fn.beta[0],
+        why="array",
     ),
     "a kind of partial": Case(
         held,

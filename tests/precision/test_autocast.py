@@ -1,5 +1,6 @@
 """Autocast under transforms of `torch.func` computes what it does without them."""
 
+import copy
 import threading
 from functools import partial
 
@@ -493,3 +494,30 @@ def test_a_gpu_computes_what_eager_autocast_does(name, low):
     if not isinstance(build(name)[0], Recurrent):  # for which torch.vmap has no rules
         check_torch_func(name, F.cross_entropy, low, "cuda")
     check_strategies(name, low, "cuda")
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "hybrid", "loop"])
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.InstanceNorm1d])
+def test_low_running_statistics_are_updated(norm, weights, strategy):
+    torch.manual_seed(0)
+    models = [norm(4, affine=True, track_running_stats=True) for _ in range(2)]
+    x = torch.randn(8, 4, 5).bfloat16()
+    exact = copy.deepcopy(models[0]).double()
+    exact(x.double())
+    for model in models:
+        low = {name: b.bfloat16() for name, b in model.named_buffers() if b.ndim}
+        model.to(weights)
+        for name, value in low.items():
+            setattr(model, name, value)
+    fmodel, params, buffers = vgrad.stack(models)
+    loss = vgrad.batch_loss(fmodel, lambda output, y: (output.float() - y).mean())
+    grad = vgrad.ensemble_grad(loss, strategy=strategy)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = grad(params, buffers, x, torch.zeros(8, 1, 1)).buffers
+    for name in ("running_mean", "running_var"):
+        new = found[name][0]
+        assert new.dtype == torch.bfloat16
+        torch.testing.assert_close(
+            new.double(), getattr(exact, name), rtol=0.01, atol=1e-3
+        )

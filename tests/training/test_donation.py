@@ -170,3 +170,16 @@ def test_parameters_without_members_and_gradients_are_named_or_passed_over():
         tx.init({"w": torch.tensor(1.0)})
     state = tx.init({"w": torch.ones(2)})
     assert tx.update({"w": None}, state)[0] == {"w": None}
+
+
+@pytest.mark.parametrize("members", [False, True])
+def test_metrics_that_are_parameters_stay_as_they_were(members):
+    kind = vgrad.training.EnsembleState if members else vgrad.training.TrainState
+    make = vgrad.training.ensemble_train_step if members else vgrad.training.train_step
+    tx = vgrad.optim.sgd(0.1)
+    loss = lambda p, b: (p["w"], {"w": p["w"]})  # noqa: E731
+    state = kind.create(tx, {"w": torch.full((2,) if members else (), 3.0)}, {})
+    before = state.params["w"].clone()
+    _, metrics = make(loss, tx, donate=True, has_aux=True)(state)
+    assert torch.equal(metrics["loss"], before)
+    assert torch.equal(metrics["aux"]["w"], before)

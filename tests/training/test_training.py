@@ -579,3 +579,26 @@ def test_what_is_no_scale_is_refused_by_steps():
         train_step(loss, tx, policy=torch.float16)
     with pytest.raises(ValueError, match="expected dtypes among"):
         private_step(loss, tx, plan(), policy="mixed_float8")
+
+
+@pytest.mark.parametrize("around", ["nothing", "the data", "a step", "all"])
+@pytest.mark.parametrize("members", [0, 2])
+def test_inference_mode_changes_no_number(around, members):
+    """Plain autograd records nothing there, and saves nothing that was made there."""
+
+    def trained(around):
+        torch.manual_seed(0)
+        with torch.inference_mode(around == "all"):
+            models = [nn.Linear(3, 2) for _ in range(max(members, 1))]
+            split = vgrad.make_functional_with_buffers
+            fmodel, *entries = vgrad.stack(models) if members else split(*models)
+            with torch.inference_mode(around in ("the data", "all")):
+                batch = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
+            loss, tx = vgrad.batch_loss(fmodel, F.cross_entropy), vgrad.optim.sgd(0.1)
+            kind = vgrad.training.EnsembleState if members else TrainState
+            step = vgrad.training.ensemble_train_step if members else train_step
+            state = kind.create(tx, *entries, seed=0)
+            with torch.inference_mode(around in ("a step", "all")):
+                return step(loss, tx)(state, *batch)[0].params
+
+    oracle.assert_exact(trained(around), trained("nothing"), 0)

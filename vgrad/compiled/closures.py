@@ -201,6 +201,7 @@ class Closed:
     def _follow_function(self, function: types.FunctionType, path: str) -> None:
         code, names = function.__code__, function.__globals__
         cells = function.__closure__ or ()
+        path = _left_library(path, names.get("__name__", ""), file_of(code, names))
         library = _LIBRARY if path.startswith(_LIBRARY) else ""
         for name, held in zip(code.co_freevars, contents(cells), strict=True):
             self._add(held, f"{library}{name!r} in {function.__name__}")
@@ -256,6 +257,8 @@ class Closed:
             return
         if kind.__module__.startswith("torch.") and not isinstance(value, nn.Module):
             path = _LIBRARY + path
+        file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+        path = _left_library(path, kind.__module__, file)
         if may_change(kind):
             self.guards.note_attributes(value, "__class__")
             self._follow_class(kind, path)
@@ -295,3 +298,9 @@ _LIBRARY = "in a library: "
 
 What cannot be compared there (a registry, a key of a cache) is taken to stay as it is.
 """
+
+
+def _left_library(path: str, module: str, file: str | None) -> str:
+    """Return the way to what is no library's, even if a library's object holds it."""
+    users = is_users(module, file) and "site-packages" not in str(file)
+    return path.rpartition(_LIBRARY)[2] if users else path

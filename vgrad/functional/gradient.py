@@ -21,7 +21,8 @@ def gradient(function: Callable, params: Params) -> tuple[Params, Any, set[str]]
 
     Last come the names of parameters to which no graph leads, as far as that is known.
     """
-    if levels.inside_transform():
+    inferred = torch.is_inference_mode_enabled()  # plain autograd records nothing there
+    if inferred or levels.inside_transform():
         grads, rest = torch.func.grad(function, has_aux=True)(params)
         return grads, rest, set()
     with torch.enable_grad():

@@ -15,7 +15,7 @@ from vgrad.functional.untouched import Promise, untouched
 from vgrad.functional.writing import write_values_
 from vgrad.torch_private import levels, modes
 from vgrad.torch_private.tensors import hooks, version_of
-from vgrad.tree import copied
+from vgrad.tree import copied, tensors
 from vgrad.typing import Buffers, Params
 
 
@@ -170,7 +170,10 @@ class FunctionalModel:
             name: value.clone() if name in self._copied else value
             for name, value in values.items()
         }
-        if self._writes:
+        # Autograd saves no tensor of inference mode, but copies of them.
+        with modes.without_modes():
+            inferred = any(each.is_inference() for each in tensors((args, kwargs)))
+        if self._writes or inferred:
             args, kwargs = copied((args, kwargs))
         versions = _versions(own, self._copied)
         written = [own[name] for name in self._copied]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from vgrad.lowering.vmapped import VMAPPED
@@ -148,9 +149,14 @@ class AutocastMode(TorchFunctionMode):
                     f"or torch.autocast(..., enabled=False) around it."
                 )
         dtypes = [each.dtype for each in _eligible(args, kwargs)]
+        statistics = _statistics(func, args, kwargs)
         if to is not None and any(dtype != to for dtype in dtypes):
             args, kwargs = self._cast((args, kwargs), to)
         output = func(*args, **kwargs)
+        updated = _statistics(func, args, kwargs)
+        for old, new in zip(statistics, updated, strict=True):
+            if new is not old:
+                old.copy_(new)
         return output.to(dtypes[0]) if kind is Kind.NORM and dtypes else output
 
     def _cast(self, tree: Any, dtype: torch.dtype) -> Any:
@@ -207,12 +213,36 @@ def _mixes(func: Callable, args: tuple, kwargs: dict) -> bool:
     """Tell whether a batch norm reads a low input beside float32, as in eager mode.
 
     The kernel computes in float32 all the same, but keeps no float32 copy of the input
-    for the backward pass. Under `torch.vmap` it wants one dtype.
+    for the backward pass. Under `torch.vmap` it wants one dtype. Where there is just
+    one, running statistics stay what the kernel updates in place.
     """
-    if getattr(func, "__name__", "") != "batch_norm" or levels.running() != ("Grad",):
+    if getattr(func, "__name__", "") != "batch_norm":
+        return False
+    if len({each.dtype for each in _eligible(args, kwargs)}) == 1:
+        return True
+    if levels.running() != ("Grad",):
         return False
     others = _eligible(args, kwargs)[1:]  # float64 is none of them
     return all(each.dtype == torch.float32 for each in others)
+
+
+def _statistics(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
+    """Return the running statistics that a norm updates in place."""
+    if func not in _FIRST_STATISTICS:
+        return []
+    by_default = func is F.instance_norm
+    own = kwargs.get("training", kwargs.get("use_input_stats", by_default))
+    if not (args[5] if len(args) > 5 else own):
+        return []
+    first = _FIRST_STATISTICS[func]
+    found = [kwargs.get("running_mean"), kwargs.get("running_var")]
+    found += args[first : first + 2]
+    return [each for each in found if isinstance(each, Tensor)]
+
+
+_FIRST_STATISTICS = {F.batch_norm: 1, F.instance_norm: 1}
+_FIRST_STATISTICS |= {torch.batch_norm: 3, torch.instance_norm: 3}
+"""The place of the first of two running statistics."""
 
 
 def _one_number(name: str, args: tuple, kwargs: dict) -> bool:

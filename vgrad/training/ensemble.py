@@ -40,6 +40,7 @@ from vgrad.training.state import (
     under,
     without_key,
 )
+from vgrad.tree import map_tensors
 from vgrad.typing import BatchLossFn, Buffers, LossFn, Params, Tree
 
 
@@ -272,6 +273,9 @@ class EnsembleStep:
             given, weights = self._of_active(state, batch), state.active
         found = self.gradient(*given, loss_scale=weights)
         result, aux = found if self.has_aux else (found, None)
+        if self.donate:  # they may be parameters, which the step writes into
+            losses = result.losses.clone()
+            result, aux = result._replace(losses=losses), map_tensors(Tensor.clone, aux)
         if scaled:
             unscaled = torch.vmap(lambda scale, grads: scale.unscale(grads))
             result = result._replace(grads=unscaled(scale, result.grads))

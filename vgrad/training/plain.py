@@ -156,6 +156,8 @@ class TrainStep:
             grads = scale.unscale(grads)
             scaled = not isinstance(scale, NoOpLossScale)
             finite = all_finite(grads) if scaled else torch.tensor(True)
-            aux = map_tensors(Tensor.detach, aux)
-            value = widened(value.detach())
+            # Either may be a parameter, which a donated step writes into.
+            kept = Tensor.clone if self.donate else Tensor.detach
+            aux, value = map_tensors(kept, (aux, value))
+            value = widened(value)
             return grads, value, aux, kept_dtypes(new, buffers), finite
