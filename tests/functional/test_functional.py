@@ -174,6 +174,17 @@ def test_an_input_is_copied_only_for_modules_that_might_write_into_it():
         assert not x.any()
 
 
+def test_a_function_that_a_module_of_torch_holds_may_write_into_inputs():
+    model = nn.TripletMarginWithDistanceLoss(
+        distance_function=lambda a, b: a.sub_(b).norm(dim=-1)
+    )
+    fmodel, params, buffers = split(model)
+    given = {name: torch.full((2, 3), float(ord(name))) for name in "abc"}
+    saved = bits(given)
+    fmodel(params, buffers, *given.values())
+    assert unchanged(given, saved)
+
+
 def test_call_and_update_returns_buffers_changed_in_place_and_bound_anew():
     fmodel, params, buffers = split(Counter())
     for _ in range(2):

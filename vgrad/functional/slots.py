@@ -102,8 +102,15 @@ def only_of_torch(model: nn.Module) -> bool:
         type(module).__module__.startswith("torch.nn.modules.")
         and "forward" not in vars(module)
         and not private.has_forward_hooks(module)
+        and not any(_is_others(each) for each in vars(module).values())
         for module in model.modules()
     )
+
+
+def _is_others(value: Any) -> bool:
+    """Tell whether a module holds a function that is not torch's, as an activation."""
+    written = callable(value) and not isinstance(value, type | nn.Module)
+    return written and not str(getattr(value, "__module__", "")).startswith("torch")
 
 
 def duplicate(model: nn.Module, placeholders: dict[int, Any]) -> nn.Module:
