@@ -170,10 +170,11 @@ class FunctionalModel:
             name: value.clone() if name in self._copied else value
             for name, value in values.items()
         }
-        # Autograd saves no tensor of inference mode, but copies of them.
-        with modes.without_modes():
-            inferred = any(each.is_inference() for each in tensors((args, kwargs)))
-        if self._writes or inferred:
+        copies = self._writes
+        if not copies:  # autograd saves no tensor of inference mode, but copies of them
+            with modes.without_modes():
+                copies = any(each.is_inference() for each in tensors((args, kwargs)))
+        if copies:
             args, kwargs = copied((args, kwargs))
         versions = _versions(own, self._copied)
         written = [own[name] for name in self._copied]
