@@ -25,6 +25,7 @@ LAYERS = [
     {"ensemble"},
     {"training"},
     {"compiled"},
+    {"distributed"},
     {"cli"},
     {"__main__"},
 ]

@@ -1,0 +1,101 @@
+"""Ranks for tests: processes on this machine that are kept from test to test.
+
+They are forked from a server that has imported what they need, and meet through a
+file, so that nothing waits for a port.
+"""
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["torch", "torch.distributed.tensor", "vgrad"])
+
+TIMEOUT = 30
+"""Seconds after which a rank that waits for another one gives up."""
+
+
+class Processes:
+    """Some ranks of one process group, gloo on the CPU, at one thread each."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._folder = tempfile.TemporaryDirectory()
+        path = str(Path(self._folder.name) / "store")
+        self._ends, self._ranks = [], []
+        for rank in range(size):
+            own, other = SERVER.Pipe()
+            given = (other, path, rank, size)
+            process = SERVER.Process(target=_serve, args=given, daemon=True)
+            process.start()
+            other.close()
+            self._ends.append(own)
+            self._ranks.append(process)
+
+    def run(self, function: Callable, *arguments: Any) -> list:
+        """Call a function of a module on every rank; what each one returned, in order.
+
+        An error of any rank is raised here, with all of their tracebacks.
+        """
+        results = self.outcomes(function, *arguments)
+        failed = [
+            f"rank {rank}:\n{found}"
+            for rank, (fine, found) in enumerate(results)
+            if not fine
+        ]
+        if failed:
+            raise AssertionError("\n".join(failed))
+        return [found for _, found in results]
+
+    def outcomes(self, function: Callable, *arguments: Any) -> list[tuple[bool, Any]]:
+        """Return whether each rank came through, and its result or its traceback."""
+        for end in self._ends:
+            end.send((function, arguments))
+        found = []
+        for rank, end in enumerate(self._ends):
+            if not end.poll(2 * TIMEOUT):
+                self.stop()
+                raise AssertionError(f"rank {rank} hangs")
+            try:
+                found.append(end.recv())
+            except EOFError:
+                found.append((False, "it has died"))
+        return found
+
+    def stop(self) -> None:
+        """End the processes."""
+        for process in self._ranks:
+            process.kill()
+            process.join()
+        for end in self._ends:
+            end.close()
+        self._folder.cleanup()
+
+
+def _serve(end: Any, path: str, rank: int, size: int) -> None:
+    """Do what comes through the pipe, as one rank."""
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo",
+        store=distributed.FileStore(path, size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=TIMEOUT),
+    )
+    while True:
+        try:
+            function, arguments = end.recv()
+        except EOFError:
+            return
+        torch.manual_seed(rank)
+        try:
+            end.send((True, function(*arguments)))
+        except Exception:
+            end.send((False, traceback.format_exc()))

@@ -1,0 +1,103 @@
+"""What ranks do together."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from vgrad.distributed import RankError, Ranks
+
+
+def here(size, axis="dp"):
+    return Ranks.of(
+        "test", init_device_mesh("cpu", (size,), mesh_dim_names=("dp",)), axis
+    )
+
+
+def _summed(size):
+    ranks = here(size)
+    own = torch.full((3,), 1.0 + ranks.rank)
+    parts = {
+        "a": own,
+        "b": own.double().view(3, 1),
+        "large": torch.full((2**21,), float(ranks.rank)),
+        "c": torch.tensor([1 + 2j * ranks.rank]),
+    }
+    found = ranks.summed(parts)
+    assert torch.equal(own, torch.full((3,), 1.0 + ranks.rank))
+    return {name: value[:1].flatten() for name, value in found.items()}
+
+
+def test_sums_are_those_of_all_ranks(some):
+    total = sum(range(some.size))
+    for found in some.run(_summed, some.size):
+        assert list(found) == ["a", "b", "large", "c"]
+        assert found["a"].item() == found["b"].item() == total + some.size
+        assert found["b"].dtype == torch.float64
+        assert found["large"].item() == total
+        assert found["c"].item() == complex(some.size, 2 * total)
+
+
+def _joined(size, dtype):
+    ranks = here(size)
+    sizes = [0, 3, 1, 2][:size]
+    own = torch.arange(2 * sizes[ranks.rank]).view(-1, 2).to(dtype) + 10 * ranks.rank
+    return ranks.joined(own, sizes), ranks.joined(own[:, 0], sizes)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.bool]
+)
+def test_lists_are_joined_in_the_order_of_ranks(some, dtype):
+    sizes = [0, 3, 1, 2][: some.size]
+    parts = [
+        torch.arange(2 * size).view(-1, 2).to(dtype) + 10 * rank
+        for rank, size in enumerate(sizes)
+    ]
+    for found, first in some.run(_joined, some.size, dtype):
+        assert torch.equal(found, torch.cat(parts))
+        assert torch.equal(first, torch.cat(parts)[:, 0])
+
+
+def _one_fails(size):
+    ranks = here(size)
+    try:
+        with ranks.together("the sum"):
+            if ranks.rank == 1:
+                raise ValueError("expected good data, got bad data" + 3000 * "!")
+    except (ValueError, RankError) as error:
+        return type(error).__name__, str(error)[:80]
+
+
+def test_an_error_of_one_rank_is_one_on_all(some):
+    for rank, (kind, text) in enumerate(some.run(_one_fails, some.size)):
+        if rank == 1:
+            assert (kind, text[:13]) == ("ValueError", "expected good")
+        else:
+            expected = "the sum: rank 1 stopped with ValueError: expected good data"
+            assert (kind, text[: len(expected)]) == ("RankError", expected)
+
+
+def _lost(size):
+    ranks = here(size)
+    with pytest.raises(RankError, match="rank 0 at noise, 1 at the sum"):
+        ranks.agree("noise" if ranks.rank == 0 else "the sum")
+    with pytest.raises(RankError, match=r"same key on all ranks, got \[0, 1"):
+        ranks.check_same("a step", plan="one", key=ranks.rank)
+    return [each["size"] for each in ranks.agree("sizes", size=ranks.rank)]
+
+
+def test_ranks_that_are_at_different_places_raise(some):
+    found = some.run(_lost, some.size)
+    assert found == some.size * [list(range(some.size))]
+
+
+def _refused():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    with pytest.raises(ValueError, match=r"names of the mesh's axes, \['dp'\]"):
+        Ranks.of("call", mesh, "tp")
+    with pytest.raises(TypeError, match="expected a DeviceMesh"):
+        Ranks.of("call", "cpu", "tp")
+
+
+def test_what_is_no_axis_is_refused(ranks):
+    ranks(2).run(_refused)

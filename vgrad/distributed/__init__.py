@@ -1,0 +1,4 @@
+"""Samples, parameters and members over the ranks of torch.distributed."""
+
+from vgrad.distributed.ranks import RankError as RankError
+from vgrad.distributed.ranks import Ranks as Ranks

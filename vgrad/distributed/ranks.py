@@ -1,0 +1,210 @@
+"""The ranks along one axis of a mesh, and what they do together.
+
+Every rank has to issue the same collectives in the same order. So each group of them
+begins with a call of `agree`, which says what it is for: where ranks are at different
+places, or one has failed, all of them raise, instead of adding up what has nothing to
+do with each other.
+
+W ranks.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import DeviceMesh
+
+from vgrad import checks
+from vgrad.typing import Params
+
+_NOTE = 1024
+"""Bytes of what a rank tells the others before collectives."""
+
+_BUCKET = 2**25
+"""Bytes of small tensors that are summed in one collective."""
+
+
+class RankError(RuntimeError):
+    """Another rank has failed, or ranks are at different places."""
+
+
+class Ranks(NamedTuple):
+    """The ranks along one axis of a mesh.
+
+    Attributes:
+        group: torch's process group.
+        rank: the number of this one.
+        size: how many there are.
+        device: where tensors are that take part in collectives.
+    """
+
+    group: distributed.ProcessGroup
+    rank: int
+    size: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, function: str, mesh: DeviceMesh, axis: str) -> "Ranks":
+        """Return those along an axis of a mesh, to which this rank belongs.
+
+        Raises:
+            TypeError: it is no mesh.
+            ValueError: it has no such axis, or this rank is not in it.
+        """
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(
+                f"{function}(mesh={mesh!r}): expected a DeviceMesh, as "
+                f"torch.distributed.init_device_mesh makes one, got a "
+                f"{type(mesh).__name__}."
+            )
+        names = mesh.mesh_dim_names or ()
+        if axis not in names:
+            raise ValueError(
+                f"{function}(mesh, {axis!r}): expected one of the names of the mesh's "
+                f"axes, {list(names)}. Pass mesh_dim_names to init_device_mesh."
+            )
+        if mesh.get_coordinate() is None:
+            raise ValueError(
+                f"{function}(mesh): expected a mesh that this rank belongs to, got "
+                f"one of the ranks {mesh.mesh.flatten().tolist()} on rank "
+                f"{distributed.get_rank()}."
+            )
+        device = torch.device(mesh.device_type)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        return cls(
+            mesh.get_group(axis),
+            mesh.get_local_rank(axis),
+            mesh.size(names.index(axis)),
+            device,
+        )
+
+    def agree(
+        self, what: str, *, error: BaseException | None = None, **facts: Any
+    ) -> list[dict[str, Any]]:
+        """Tell each other where this rank is and some facts; return those of all ranks.
+
+        Raises:
+            RankError: a rank has an error, or is somewhere else.
+        """
+        stopped = None if error is None else f"{type(error).__name__}: {error}"
+        notes = [{"what": what, "error": stopped, **facts}]
+        if self.size > 1:
+            notes = self._told(notes[0])
+        if error is not None:
+            return notes  # it is raised by the caller
+        for rank, note in enumerate(notes):
+            if note["error"] is not None:
+                raise RankError(f"{what}: rank {rank} stopped with {note['error']}")
+        if any(note["what"] != what for note in notes):
+            places = ", ".join(f"{n} at {each['what']}" for n, each in enumerate(notes))
+            raise RankError(
+                f"{what}: expected all ranks at the same place, got rank {places}. "
+                f"Call the same functions in the same order on every rank."
+            )
+        return notes
+
+    def check_same(self, what: str, **facts: Any) -> None:
+        """Refuse facts that differ between ranks.
+
+        Raises:
+            RankError: they do; or as `agree`.
+        """
+        found = self.agree(what, **facts)
+        for name in facts:
+            values = [note[name] for note in found]
+            if any(value != values[0] for value in values):
+                raise RankError(
+                    f"{what}: expected the same {name} on all ranks, got {values} on "
+                    f"ranks 0 to {self.size - 1}."
+                )
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Run a block without collectives; if it fails on a rank, all ranks raise."""
+        try:
+            yield
+        except BaseException as error:
+            self.agree(what, error=error)
+            raise
+        self.agree(what)
+
+    def summed(self, tensors: Params) -> Params:
+        """Sum over the ranks, which all get the same bits. {name: shape}.
+
+        Small tensors travel together, and a bucket while the next one is filled.
+        """
+        if self.size == 1 or not tensors:
+            return dict(tensors)
+        found, works = {}, []
+        for names in _buckets(tensors):
+            parts = [_as_real(tensors[name]) for name in names]
+            flat = torch.cat([part.reshape(-1) for part in parts])
+            work = distributed.all_reduce(flat, group=self.group, async_op=True)
+            works.append(work)
+            pieces = flat.split([part.numel() for part in parts])
+            for name, part, piece in zip(names, parts, pieces, strict=True):
+                piece = piece.view(part.shape)
+                whole = torch.view_as_complex if tensors[name].is_complex() else None
+                found[name] = piece if whole is None else whole(piece)
+        for work in works:
+            work.wait()
+        return {name: found[name] for name in tensors}
+
+    def joined(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Concatenate `[size of this rank, ...]` over the ranks, in their order."""
+        if self.size == 1:
+            return tensor
+        padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))
+        padded[: len(tensor)] = tensor.detach()
+        own = padded.view(-1).view(torch.uint8)  # collectives do not know all dtypes
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        bytes_of_parts = [part.view(-1).view(torch.uint8) for part in parts]
+        distributed.all_gather(bytes_of_parts, own, group=self.group)
+        pairs = zip(parts, sizes, strict=True)
+        return torch.cat([part[:size] for part, size in pairs])
+
+    def _told(self, note: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the notes of all ranks."""
+        text = _encoded(note)
+        own = torch.zeros(_NOTE, dtype=torch.uint8)
+        own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        own = own.to(self.device)
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        distributed.all_gather(found, own, group=self.group)
+        texts = [bytes(each.tolist()).rstrip(b"\0") for each in found]
+        return [json.loads(text) for text in texts]
+
+
+def _encoded(note: Mapping[str, Any]) -> bytes:
+    """Write a note as JSON; an error's message may be long, and is cut."""
+    text = json.dumps(note).encode()
+    if len(text) > _NOTE:
+        room = _NOTE - (len(text) - len(json.dumps(note["error"])))
+        checks.whole("agree", least=100, room=room)
+        note = {**note, "error": f"{note['error'][: room // 6 - 5]} ..."}
+        text = json.dumps(note).encode()
+    return text
+
+
+def _buckets(tensors: Params) -> Iterator[list[str]]:
+    """Yield the names of tensors of one dtype that travel together."""
+    names: list[str] = []
+    size, dtype = 0, None
+    for name, tensor in tensors.items():
+        own = tensor.numel() * tensor.element_size()
+        if names and (tensor.dtype != dtype or size + own > _BUCKET):
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size, dtype = size + own, tensor.dtype
+    yield names
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """Show a complex tensor as pairs of real numbers."""
+    tensor = tensor.detach()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
