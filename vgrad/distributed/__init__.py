@@ -4,6 +4,7 @@ The result does not depend on how many ranks there are.
 """
 
 from vgrad.distributed.data_parallel import data_parallel as data_parallel
+from vgrad.distributed.loading import LocalBatches as LocalBatches
 from vgrad.distributed.loading import local_batches as local_batches
 from vgrad.distributed.ranks import RankError as RankError
 from vgrad.distributed.ranks import Ranks as Ranks

@@ -108,7 +108,7 @@ class _Meeting:
 
     def summed(self, tensors: Params) -> Params:
         """Meet, and sum over the ranks."""
-        self.told()
+        self._met = True
         return self._ranks.summed(self.what, tensors)
 
 
