@@ -8,3 +8,4 @@ from vgrad.distributed.loading import LocalBatches as LocalBatches
 from vgrad.distributed.loading import local_batches as local_batches
 from vgrad.distributed.ranks import RankError as RankError
 from vgrad.distributed.ranks import Ranks as Ranks
+from vgrad.distributed.stepping import replicated as replicated

@@ -165,6 +165,15 @@ class Ranks(NamedTuple):
             work.wait()
         return {name: found[name] for name in given}
 
+    def of_first(self, tensor: Tensor) -> Tensor:
+        """Return what the first rank has, bit by bit; shapes must be the same."""
+        sent = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if self.size > 1:
+            flat = sent.view(-1).view(torch.uint8)
+            source = distributed.get_global_rank(self.group, 0)
+            distributed.broadcast(flat, source, group=self.group)
+        return sent
+
     def joined(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
         """Concatenate `[size of this rank, ...]` over the ranks, in their order."""
         if self.size == 1:

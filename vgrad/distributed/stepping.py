@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from vgrad import batches
 from vgrad.distributed.ranks import Ranks
@@ -21,7 +22,7 @@ from vgrad.precision import all_finite
 from vgrad.training.plain import TrainStep
 from vgrad.training.private import PrivateStep
 from vgrad.training.state import TrainState
-from vgrad.tree import map_values, tensors
+from vgrad.tree import map_tensors, map_values, tensors
 from vgrad.typing import Buffers, Tree
 
 
@@ -67,6 +68,32 @@ def parallel_step(step: TrainStep | PrivateStep, ranks: Ranks) -> ParallelStep:
     if isinstance(step, TrainStep):
         step = replace(step, over=partial(_averaged, ranks))
     return ParallelStep(step, ranks)
+
+
+def replicated(tree: Tree, mesh: DeviceMesh, *, data: str = "dp") -> Any:
+    """Return a tree of tensors as the first rank along an axis of a mesh has it.
+
+    A run starts from the same state on all ranks, its secret key included:
+    `replicated(TrainState.create(tx, params, buffers), mesh)`. The key is drawn once,
+    by the first rank, and reaches the others through the process group alone. The
+    tensors are copies that require no grad.
+
+    Raises:
+        TypeError, ValueError: as `data_parallel`.
+        RankError: names, shapes or dtypes are not the same on all ranks.
+
+    Example:
+        >>> from vgrad import optim
+        >>> def on_each_rank(mesh, params):
+        ...     state = TrainState.create(optim.sgd(0.1), params, {})
+        ...     return replicated(state, mesh)
+    """
+    ranks = Ranks.of("replicated", mesh, data)
+    what, found = "replicated(tree)", tensors(tree)
+    kinds = [(str(each.dtype), *each.shape) for each in found]
+    digest = hashlib.blake2b(repr(kinds).encode(), digest_size=16)
+    ranks.check_same(what, layout=digest.hexdigest())
+    return map_tensors(ranks.of_first, tree)
 
 
 def _averaged(ranks: Ranks, compute: Callable[[], tuple], state: TrainState) -> tuple:
