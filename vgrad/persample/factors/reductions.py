@@ -250,7 +250,11 @@ def _nothing(sides: tuple[Tensor, ...]) -> Tensor:
 
 def _largest(numbers: Tensor) -> Tensor:
     """Largest size among the numbers of each sample, [B, ...] -> [B]."""
-    return numbers.abs().amax([*range(1, numbers.ndim)])
+    axes = [*range(1, numbers.ndim)]
+    if numbers.is_complex():
+        return numbers.abs().amax(axes)
+    # Two readings, where sizes would be written first, as large as the numbers.
+    return torch.maximum(numbers.amax(axes), -numbers.amin(axes))
 
 
 def rounded(device: torch.device, op: Literal["conv", "matmul"]) -> bool:
