@@ -70,7 +70,7 @@ def _run(
         sizes = x.shape[1:3]
         output, *final = recurrent.recurrent_net(
             mode,
-            x.flatten(1, 2).contiguous(),
+            x.flatten(1, 2),
             tuple(each.transpose(0, 1).flatten(1, 2) for each in hidden),
             weights,
             report,
