@@ -115,7 +115,8 @@ def _lstm(run: Run) -> tuple[Tensor, ...]:
 
     d_h, d_c = run.last(), run.d_c.clone()
     d_c_each = d_c.unsqueeze(1)
-    rows = (d.flatten(2), d[:, :, :3], d[:, :, 3], outwards, f)
+    whole = d.view(*d.shape[:2], len(run.w_hh))
+    rows = (whole, d[:, :, :3], d[:, :, 3], outwards, f)
     steps = zip(*(run.backwards(each) for each in rows), run.arriving(), strict=True)
     for at_gates, at_ifg, at_o, outward, forget, arriving in steps:
         d_c.addcmul_(d_h, outward)
@@ -123,8 +124,7 @@ def _lstm(run: Run) -> tuple[Tensor, ...]:
         at_o.mul_(d_h)
         d_c.mul_(forget)
         torch.addmm(arriving, at_gates, run.w_hh, out=d_h)
-    d = d.flatten(2)
-    return d, d, d_h, d_c
+    return whole, whole, d_h, d_c
 
 
 def _again(run: Run) -> tuple[Tensor, ...]:
