@@ -38,6 +38,11 @@ class ParallelStep:
         self._ranks = ranks
         self._compared = False
 
+    @property
+    def plan(self) -> Any:
+        """The plan of a private step."""
+        return getattr(self._step, "plan", None)
+
     def __call__(self, state: Any, /, *batch: Tree) -> tuple[Any, Any]:
         """Take a step."""
         step = self._step
