@@ -135,6 +135,13 @@ def test_autocast_around_it_changes_nothing():
     assert torch.equal(result, expected)
 
 
+def test_a_default_device_around_it_changes_nothing():
+    sums = {"a": torch.ones(100)}
+    expected = noised(sums)
+    with torch.device("meta"):
+        oracle.assert_exact(noised(sums), expected, 0)
+
+
 def correlation(a, b):
     return float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1])
 

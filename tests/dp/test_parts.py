@@ -139,11 +139,13 @@ def test_equal_seeds_give_shards_equal_noise_in_torch_and_their_own_here():
     assert len(torch.cat(own).unique()) == 200
 
 
-def test_the_transpose_of_a_shard_is_one_of_another_memory_layout():
+def test_the_transpose_of_a_shard_gets_the_noise_of_its_shape():
     full = torch.randn(6, 4)
     total = placed(full, as_rank(1, (2,)), placements("0")).T
     noisy = noised({"a": total})["a"]
     assert noisy.placements == tuple(placements("1"))
+    assert noisy.stride() == (6, 1)
+    assert noisy.to_local().is_contiguous()
     assert torch.equal(noisy.to_local(), noised({"a": full.T})["a"][:, 3:])
 
 

@@ -49,7 +49,7 @@ def shares(part: Part, size: int) -> Iterator[Share]:
     first, last = (_places(part, own) // size for own in (0, held - 1))
     for number in range(first, last + 1):
         start, stop = number * size, min((number + 1) * size, total)
-        high = _before(part, stop) if number < last else held
+        high = _before(part, stop)
         if low < high:
             begin, end = _places(part, low), _places(part, high - 1) + 1
             places: slice | np.ndarray = slice(begin - start, end - start)
