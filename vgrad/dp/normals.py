@@ -52,7 +52,7 @@ def draw(stream: int, number: int, count: int, deviation: float) -> np.ndarray:
 def _refine(uniform: np.ndarray, source: np.random.Generator) -> None:
     """Draw small numbers again, until all are above zero and have bits that count."""
     below = _SMALL
-    small = np.flatnonzero(uniform < below)
+    small = (uniform < below).nonzero()[0]
     while len(small):
         uniform[small] = below * source.random(len(small))
         below *= _SMALL
