@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
-import vgrad
 from tests.distributed.processes import SERVER
 from vgrad import files, optim, tree
 from vgrad.distributed import (
@@ -102,9 +101,9 @@ def _load(folders, size):
             for a, b in zip(tree.tensors(found), tree.tensors(like), strict=True):
                 assert type(a) is type(b)
                 assert getattr(a, "placements", 0) == getattr(b, "placements", 0)
+                assert a.stride() == b.stride()
             whole = gathered(found, mesh)
             assert same(whole, made()), folder
-            assert whole["state"].params["turned"].stride() == (1, 3)
             assert same(gathered(like, mesh), zeros())
 
 
@@ -138,3 +137,317 @@ def test_what_ranks_share_is_written_once(ranks, tmp_path):
         assert sum(sizes) == total
         assert len(sizes) == size
         assert max(sizes) < 2 * total / size
+
+
+GRIDS = [
+    [Shard(0), Shard(1)],
+    [Shard(1), Shard(0)],
+    [Shard(0), Shard(0)],
+    [Replicate(), Shard(0)],
+    [Shard(0), Replicate()],
+]
+
+
+def _over_a_grid(folder):
+    mesh, line, weight = meshed(2, 2), meshed(4), made()["others"]["counts"]
+    for number, placements in enumerate(GRIDS):
+        state = {"w": distribute_tensor(weight, mesh, placements)}
+        # Replicated along the other axis of the mesh, though its own does not say so.
+        state["half"] = distribute_tensor(weight, mesh["tp"], [Shard(0)])
+        path = folder / str(number)
+        save_checkpoint(path, state, mesh)
+        assert sum(each.stat().st_size for each in path.iterdir()) < 9000
+        for like in (
+            {name: torch.zeros_like(weight) for name in state},
+            {name: distribute_tensor(-weight, line, [Shard(0)]) for name in state},
+            tree.map_tensors(torch.zeros_like, state),
+        ):
+            found = gathered(load_checkpoint(path, like, mesh), mesh)
+            assert same(found, {"w": weight, "half": weight})
+    part = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
+    if mesh.get_rank() < 2:
+        with pytest.raises(ValueError, match="one axis, or of all 4 ranks, got 2 axes"):
+            save_checkpoint(folder, state, part)
+
+
+def test_tensors_are_sharded_over_grids(ranks, tmp_path):
+    ranks(4).run(_over_a_grid, tmp_path)
+    for number in range(len(GRIDS)):
+        weight = made()["others"]["counts"]
+        like = {name: torch.zeros_like(weight) for name in ("w", "half")}
+        found = load_checkpoint(tmp_path / str(number), like, None)
+        assert same(found, {"w": weight, "half": weight})
+
+
+def counted(patch, call, stop):
+    """Call `stop` in the place of one of the calls by which files are written."""
+    left = [call]
+
+    def counting(own):
+        def counted(*arguments, **options):
+            left[0] -= 1
+            return stop() if left[0] == -1 else own(*arguments, **options)
+
+        return counted
+
+    for name in ("open", "fsync", "replace", "unlink"):
+        patch.setattr(os, name, counting(getattr(os, name)))
+
+
+def small(seed):
+    return {"w": torch.arange(5.0) + seed, "step": torch.tensor(seed)}
+
+
+def _full():
+    raise OSError("no space left")
+
+
+def _stopped(folder, bad, call):
+    """Stop a rank at one of its writes: did a save come through, is it the new one?"""
+    mesh = meshed(2)
+    old, new = (spread(small(seed), mesh, Shard(0)) for seed in (0, 1))
+    save_checkpoint(folder, old, mesh)
+    done = True
+    with pytest.MonkeyPatch.context() as patch:
+        if mesh.get_rank() == bad:
+            counted(patch, call, _full)
+        try:
+            save_checkpoint(folder, new, mesh)
+        except (OSError, RankError) as error:
+            done = "no space left" not in str(error)
+    found = gathered(load_checkpoint(folder, old, mesh), mesh)
+    assert same(found, small(0)) or same(found, small(1))
+    return done, same(found, small(1))
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_when_a_rank_stops_the_last_complete_one_is_good(ranks, bad, tmp_path):
+    seen = [(False, False)]
+    while not seen[-1][0]:
+        first, second = ranks(2).run(_stopped, tmp_path, bad, len(seen) - 1)
+        assert first == second
+        seen.append(first)
+    assert seen[-1] == (True, True)
+    assert seen == sorted(seen)
+    assert seen.count((False, False)) > 5
+    # After the index, rank 0 waits for its name to be on the disk, and tidies up.
+    assert ((False, True) in seen) == (bad == 0)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def _killed(folder, call):
+    """End the process at one of the calls by which it writes."""
+    counted(pytest.MonkeyPatch(), call, lambda: os._exit(9))
+    save_checkpoint(folder, small(1), None)
+
+
+def test_a_kill_leaves_the_last_complete_one_and_no_rest(tmp_path):
+    save_checkpoint(tmp_path, small(0), None)
+    code, seen = 9, []
+    while code == 9:
+        process = SERVER.Process(target=_killed, args=(tmp_path, len(seen)))
+        process.start()
+        process.join()
+        code = process.exitcode
+        found = load_checkpoint(tmp_path, small(2), None)
+        seen.append(same(found, small(1)))
+        assert seen[-1] or same(found, small(0))
+    assert code == 0
+    assert seen == sorted(seen)
+    assert seen.count(False) > 6
+    (tmp_path / f"pieces-{'0' * 16}-12.safetensors").touch()
+    (tmp_path / "notes.safetensors").touch()
+    save_checkpoint(tmp_path, small(1), None)
+    (piece,) = tmp_path.glob("*pieces-*")
+    names = {"index.safetensors", "notes.safetensors", piece.name}
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+def _under_an_open_mask(folder):
+    before = os.umask(0)
+    try:
+        _save(folder, [2], [Shard(0)])
+    finally:
+        os.umask(before)
+
+
+def test_only_the_owner_can_read(ranks, tmp_path):
+    folder = tmp_path / "run"
+    ranks(2).run(_under_an_open_mask, folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    found = {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    assert found == {0o600}
+
+
+def refused(folder, match, like=None, kind=ValueError, mesh=None, **settings):
+    like = zeros() if like is None else like
+    with pytest.raises(kind, match=match):
+        load_checkpoint(folder, like, mesh, settings=settings)
+
+
+def test_another_state_is_refused(tmp_path):
+    refused(tmp_path, "a checkpoint as save_checkpoint", kind=FileNotFoundError)
+    state = {"w": torch.ones(3), "step": torch.tensor(1)}
+    save_checkpoint(tmp_path, state, None, settings=SETTINGS)
+    path = str(tmp_path)
+    refused(path, f"{path}: expected a state saved with lr = 0.2, got .* 0.1", lr=0.2)
+    refused(path, r"sizes = \[3\], got one with \[3, 2\]", state, sizes=[3])
+    refused(path, "with more = None, got one with no such setting", state, more=None)
+    refused(path, r"got missing: .*\['state'\]")
+    refused(path, r"expected shape \(4,\) in ", {**state, "w": torch.ones(4)})
+    refused(path, "expected torch.int64 in ", {**state, "w": torch.ones(3).long()})
+    refused(path, "expected a tensor at .*'step'", {**state, "step": 3}, TypeError)
+
+
+def test_damage_is_refused(tmp_path):
+    state, good, path = {"w": torch.arange(4.0)}, tmp_path / "good", tmp_path / "bad"
+    save_checkpoint(good, state, None)
+    save_checkpoint(tmp_path / "other", state, None)
+    index, (piece,) = "index.safetensors", [p.name for p in good.glob("pieces-*")]
+    (other,) = (tmp_path / "other").glob("pieces-*")
+
+    def cut(name):
+        name.write_bytes(name.read_bytes()[:-1])
+
+    def flipped(name):
+        content = bytearray(name.read_bytes())
+        content[-1] ^= 1
+        name.write_bytes(content)
+
+    for name, change, match in [
+        (index, cut, "got a damaged file"),
+        (index, lambda name: name.write_bytes(b"{}"), "got a damaged file"),
+        (index, lambda name: save_state(name, state), "got a training state in a"),
+        (piece, cut, "got a damaged file"),
+        (piece, flipped, "its checksum does not match"),
+        (piece, Path.unlink, f"{piece}: expected a checkpoint .* got no file"),
+        (piece, lambda name: shutil.copy(other, name), "a file of another checkpoint"),
+        (piece, lambda name: shutil.copy(good / index, name), "got a index of a"),
+    ]:
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(good, path)
+        change(path / name)
+        refused(path, match, state)
+        # The next one takes its place.
+        save_checkpoint(path, state, None)
+        assert same(load_checkpoint(path, {"w": torch.zeros(4)}, None), state)
+
+
+GOOD = {"checkpoint": "0" * 16, "settings": {}}
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        {},
+        GOOD,
+        {**GOOD, "tensors": 3},
+        {**GOOD, "tensors": {"['w']": ["torch.load", [4], [[0, [[0], [4]]]]]}},
+        {**GOOD, "tensors": {"['w']": ["torch.float32", [-4], [[0, [[0], [4]]]]]}},
+        {**GOOD, "tensors": {"['w']": ["torch.float32", [4], [[0, [[0], [3]]]]]}},
+        {**GOOD, "tensors": {"['w']": ["torch.float32", [4], [[0, [[1], [3]]]]]}},
+        {**GOOD, "tensors": {"['w']": ["torch.float32", [4], []]}},
+        {**GOOD, "tensors": {"['w']": ["torch.float32", [2**80], []]}},
+        {**GOOD, "tensors": {}, "settings": []},
+        {**GOOD, "tensors": {}, "checkpoint": "../../../../etc"},
+    ],
+)
+def test_an_index_that_says_what_none_says_is_refused(description, tmp_path):
+    description = {"kind": "index of a checkpoint", **description}
+    files.write_tensors(tmp_path / "index.safetensors", {}, description)
+    refused(tmp_path, "index.safetensors: expected .* got a damaged file", zeros())
+
+
+def _one_is_refused(folder):
+    mesh = meshed(4)
+    rank, weight = mesh.get_rank(), torch.arange(7.0)
+    state = {"w": distribute_tensor(weight, mesh, [Shard(0)])}
+
+    def kept(match, kind=RankError, given=state, **settings):
+        with pytest.raises(kind, match=match):
+            save_checkpoint(folder, given, mesh, settings=settings)
+
+    save_checkpoint(folder, state, mesh, settings={"lr": 0.1})
+    refused(folder, "lr = 0.2, got one with 0.1", state, ValueError, mesh, lr=0.2)
+    kept("the same setting 'lr' on all ranks, got 0 on rank 0 and 1 on rank 1", lr=rank)
+    kept("same setting 'more' .* got none on rank 0", **({"more": 1} if rank else {}))
+    refused(folder, "the same setting 'lr'", state, RankError, mesh, lr=rank)
+    more = {"more": weight} if rank == 2 else {}
+    kept(r"same tensor .*more.* got none on rank 0 .* rank 2", given={**state, **more})
+    kept(
+        r"same values in .*'v'.* rank 3 that rank 0 has not",
+        given={"v": weight + (rank == 3)},
+    )
+    kept(
+        "the same tensor .*int64.* on rank 1",
+        given={"w": weight if rank else weight.long()},
+    )
+    kept("NaN|float values", (ValueError, RankError), lr=float("nan"))
+    partial = state["w"].from_local(weight, mesh, [Partial()])
+    kept(r"or replicas in .*'w'.*partial sum", ValueError, {"w": partial})
+    kept("complex128", (TypeError, RankError), {"w": weight.to(torch.complex128)})
+    kept(
+        "expected a tensor at",
+        (TypeError, RankError),
+        {"w": 3 if rank == 3 else weight},
+    )
+    with pytest.raises(RankError, match="same tensor"):
+        gathered({**state, **more}, mesh)
+    with pytest.raises(
+        ValueError, match=r"all pieces of .*'w'.* got shapes \[\[[12]\]\] of"
+    ):
+        save_checkpoint(folder / "alone", state, None)
+    with pytest.raises(TypeError, match="expected a DeviceMesh"):
+        save_checkpoint(folder, state, "dp")
+    torch.distributed.barrier()
+    assert same(gathered(load_checkpoint(folder, state, mesh), mesh), {"w": weight})
+    if rank == 0:
+        (path,) = folder.glob("pieces-*-2.safetensors")
+        path.write_bytes(path.read_bytes()[:-1])
+    torch.distributed.barrier()
+    match = (
+        "got a damaged file"
+        if rank == 2
+        else "rank 2 stopped with ValueError: .*damaged"
+    )
+    refused(folder, match, state, ValueError, mesh)
+    if rank == 0:
+        path.unlink()
+    torch.distributed.barrier()
+    refused(folder, "got no file", state, ValueError, mesh)
+
+
+def test_what_one_rank_refuses_all_refuse(ranks, tmp_path):
+    ranks(4).run(_one_is_refused, tmp_path)
+
+
+def _elsewhere(folders):
+    mesh = meshed(2)
+    state = {"w": distribute_tensor(torch.ones(4), mesh, [Shard(0)])}
+    match = "expected a folder that all ranks share, got none of 'pieces-"
+    with pytest.raises((FileNotFoundError, RankError), match=match):
+        save_checkpoint(folders[mesh.get_rank()], state, mesh)
+
+
+def test_a_folder_of_one_rank_alone_is_refused(ranks, tmp_path):
+    folders = [tmp_path / "0", tmp_path / "1"]
+    folders[1].mkdir()
+    ranks(2).run(_elsewhere, folders)
+    assert not (folders[0] / "index.safetensors").exists()
+
+
+def _released(path):
+    mesh = meshed(4)
+    state = spread(made(), mesh, Shard(0))
+    params = gathered(state["state"].params, mesh)
+    if mesh.get_rank() == 0:
+        save_state(path, params)
+
+
+def test_parameters_are_released_for_a_process_without_ranks(ranks, tmp_path):
+    path = tmp_path / "params.safetensors"
+    ranks(4).run(_released, path)
+    assert not torch.distributed.is_initialized()
+    params = made()["state"].params
+    like = tree.map_tensors(torch.zeros_like, params)
+    assert same(load_state(path, like), params)
