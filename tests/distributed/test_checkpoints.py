@@ -321,7 +321,7 @@ def test_damage_is_refused(tmp_path):
         (piece, cut, "got a damaged file"),
         (piece, flipped, "its checksum does not match"),
         (piece, Path.unlink, f"{piece}: expected a checkpoint .* got no file"),
-        (piece, lambda name: shutil.copy(other, name), "a file of another checkpoint"),
+        (piece, lambda name: shutil.copy(other, name), "or one of another checkpoint"),
         (piece, lambda name: shutil.copy(good / index, name), "got a index of a"),
     ]:
         shutil.rmtree(path, ignore_errors=True)
@@ -382,7 +382,7 @@ def _one_is_refused(folder):
         "the same tensor .*int64.* on rank 1",
         given={"w": weight if rank else weight.long()},
     )
-    kept("NaN|float values", (ValueError, RankError), lr=float("nan"))
+    kept(r"\(settings\): expected what JSON can hold, got", ValueError, lr=float("nan"))
     partial = state["w"].from_local(weight, mesh, [Partial()])
     kept(r"or replicas in .*'w'.*partial sum", ValueError, {"w": partial})
     kept("complex128", (TypeError, RankError), {"w": weight.to(torch.complex128)})
@@ -419,6 +419,49 @@ def _one_is_refused(folder):
 
 def test_what_one_rank_refuses_all_refuse(ranks, tmp_path):
     ranks(4).run(_one_is_refused, tmp_path)
+
+
+def _halves(folder):
+    mesh = meshed(2)
+    state = {"w": distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])}
+    save_checkpoint(folder, state, mesh)
+
+
+def test_files_in_the_place_of_each_other_are_refused(ranks, tmp_path):
+    ranks(2).run(_halves, tmp_path)
+    one, other = tmp_path.glob("pieces-*")
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+    refused(tmp_path, "got another of its files, or one of", {"w": torch.zeros(4)})
+
+
+def test_files_are_on_the_disk_in_the_order_that_keeps_them(tmp_path, monkeypatch):
+    """A file, then the names in its folder, and all of that before the index."""
+    folder, seen, names = tmp_path / "run", [], {}
+
+    def opened(path, *arguments, own=os.open, **options):
+        found = own(path, *arguments, **options)
+        names[found] = Path(path).name
+        return found
+
+    def synced(descriptor, own=os.fsync):
+        seen.append(("synced", names[descriptor].strip(".").split("-")[0]))
+        own(descriptor)
+
+    def replaced(path, target, own=os.replace):
+        seen.append(("replaced", Path(target).name.split("-")[0]))
+        own(path, target)
+
+    for name, call in {"open": opened, "fsync": synced, "replace": replaced}.items():
+        monkeypatch.setattr(os, name, call)
+    save_checkpoint(folder, small(0), None)
+    index = "index.safetensors"
+    assert seen == [
+        ("synced", tmp_path.name.split("-")[0]),
+        *[("synced", "pieces"), ("replaced", "pieces"), ("synced", "run")],
+        *[("synced", f"{index}.partial"), ("replaced", index), ("synced", "run")],
+    ]
 
 
 def _elsewhere(folders):

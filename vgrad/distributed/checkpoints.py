@@ -41,15 +41,16 @@ def save_checkpoint(
 
     Called on every rank of the mesh; `None` is a process alone. Each rank writes its
     shards of DTensors. Plain tensors are the same on all ranks, which is checked, and
-    are written once. At any moment the old checkpoint is there or the new one, and what
-    a kill leaves is removed by the next call. Only the owner can read the files, since
-    a state holds a secret key. `settings` and the rest are as for
-    `vgrad.training.save_state`. While writing, a rank holds two more copies of what it
-    writes.
+    are written once, each by one of them. At any moment the old checkpoint is there or
+    the new one, and what a kill leaves is removed by the next call. The folder belongs
+    to one run at a time. Only the owner can read the files, since a state holds a
+    secret key. `settings` are as for `vgrad.training.save_state`. While writing, a rank
+    holds two more copies of what it writes.
 
     Raises:
         TypeError: a leaf is no tensor, or has a dtype that the format lacks.
-        ValueError: a DTensor is a partial sum, or the mesh lacks some of its shards.
+        ValueError: a DTensor is a partial sum, the mesh lacks some of its shards, or
+            JSON has no such settings.
         RankError: settings, names, shapes, dtypes or plain tensors differ between
             ranks, or another rank has failed.
 
@@ -146,7 +147,9 @@ def gathered(state: Tree, mesh: DeviceMesh | None) -> Tree:
         {'w': tensor([1., 1.])}
     """
     ranks = _everyone("gathered", mesh)
-    _told("gathered", ranks, None, tree.state_dict(state), {})
+    with ranks.together("gathered"):
+        tensors = tree.state_dict(state)
+    _told("gathered", ranks, None, tensors, {})
     with torch.no_grad():
         return tree.map_tensors(
             lambda each: each.full_tensor() if isinstance(each, DTensor) else each,
@@ -222,7 +225,13 @@ def _told(
                 for name, (box, local) in held.items()
             },
         }
-        text = bytearray(json.dumps(own, allow_nan=False).encode())
+        try:
+            text = bytearray(json.dumps(own, allow_nan=False).encode())
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{function}(settings): expected what JSON can hold, got another "
+                f"value ({error})."
+            ) from error
     sent = torch.frombuffer(text, dtype=torch.uint8).to(ranks.device)
     sizes = [note["size"] for note in ranks.agree(function, size=len(sent))]
     texts = ranks.joined(sent, sizes).cpu().split(sizes)

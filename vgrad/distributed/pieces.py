@@ -131,9 +131,8 @@ def prepare(folder: Path) -> None:
 
 def write(folder: Path, index: Index, number: int, own: Mapping[str, Tensor]) -> None:
     """Write one of the files of a checkpoint."""
-    description = {"kind": PIECES, "checkpoint": index.checkpoint}
     path = folder / index.file(number)
-    files.write_tensors(path, own, description, private=True)
+    files.write_tensors(path, own, {"kind": PIECES, "name": path.name}, private=True)
 
 
 def complete(folder: Path, index: Index, description: Mapping[str, Any]) -> None:
@@ -171,12 +170,13 @@ def fill(folder: Path, index: Index, targets: Mapping[str, tuple[Box, Tensor]]) 
             target, local = targets[name]
             piece = parts[""].get(name)
             if (
-                found.get("checkpoint") != index.checkpoint
+                found.get("name") != path.name
                 or piece is None
                 or (tuple(piece.shape), piece.dtype) != (box.sizes, local.dtype)
             ):
                 raise ValueError(
-                    f"{path}: expected {CALLED}, got a file of another checkpoint."
+                    f"{path}: expected {CALLED}, got another of its files, "
+                    f"or one of another checkpoint."
                 )
             local[target.slices(common)].copy_(piece[box.slices(common)])
 
