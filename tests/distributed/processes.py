@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 SERVER = multiprocessing.get_context("forkserver")
-PRELOADED = ["torch", "torch._dynamo", "torch.distributed.tensor", "vgrad"]
+PRELOADED = ["pytest", "torch._dynamo", "torch.distributed.tensor", "vgrad.distributed"]
 SERVER.set_forkserver_preload(PRELOADED)
 
 TIMEOUT = 30

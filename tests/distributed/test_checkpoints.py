@@ -385,6 +385,10 @@ def _one_is_refused(folder):
     kept(r"\(settings\): expected what JSON can hold, got", ValueError, lr=float("nan"))
     partial = state["w"].from_local(weight, mesh, [Partial()])
     kept(r"or replicas in .*'w'.*partial sum", ValueError, {"w": partial})
+    uneven = {"shape": weight.shape, "stride": (1,)}
+    shards = {"w": state["w"].from_local(weight[:2], mesh, [Shard(0)], **uneven)}
+    match = r"shape \(1,\) of this rank's shard of .*'w'.*, got \(2,\)"
+    kept(match, ValueError if rank == 3 else RankError, shards)
     kept("complex128", (TypeError, RankError), {"w": weight.to(torch.complex128)})
     kept(
         "expected a tensor at",
@@ -397,6 +401,10 @@ def _one_is_refused(folder):
         ValueError, match=r"all pieces of .*'w'.* got shapes \[\[[12]\]\] of"
     ):
         save_checkpoint(folder / "alone", state, None)
+    with pytest.raises(
+        ValueError, match=r"load_checkpoint\(mesh\): expected all piece"
+    ):
+        load_checkpoint(folder, state, None)
     with pytest.raises(TypeError, match="expected a DeviceMesh"):
         save_checkpoint(folder, state, "dp")
     torch.distributed.barrier()

@@ -65,7 +65,7 @@ def save_checkpoint(
     with ranks.together(what):
         tensors = tree.state_dict(state)
         held = _held(what, tensors)
-    plans = _told(what, ranks, settings, tensors, held)
+    plans = _told(what, ranks, settings, tensors, held, sealed=True)
     description = {
         "checkpoint": ranks.agree(what, name=secrets.token_hex(8))[0]["name"],
         "settings": plans[0]["setting"],
@@ -120,11 +120,14 @@ def load_checkpoint(
     """
     what, folder = "load_checkpoint", Path(folder)
     ranks = _everyone(what, mesh)
-    _told(what, ranks, settings, {}, {})
+    with ranks.together(what):
+        tensors = tree.state_dict(like)
+        held = _held(what, tensors)
+    _holders(what, _told(what, ranks, settings, tensors, held))
     with _all_refuse(what, ranks):
         index = pieces.read_index(folder)
         check_settings(folder, index.settings, settings)
-        tree.check_fit(str(folder), tree.state_dict(like), index.tensors)
+        tree.check_fit(str(folder), tensors, index.tensors)
     ranks.check_same(what, checkpoint=index.checkpoint)
     with _all_refuse(what, ranks), torch.no_grad():
         loaded = tree.tree_map(torch.empty_like, like)
@@ -199,6 +202,12 @@ def _held(function: str, tensors: Mapping[str, Tensor]) -> Held:
             local = tensor.to_local().detach()
             (chunk,) = tensor.__create_chunk_list__()
             box = Box.of(chunk.offsets, chunk.sizes)
+            if local.numel() and tuple(local.shape) != box.sizes:
+                raise ValueError(
+                    f"{function}: expected shape {box.sizes} of this rank's shard of "
+                    f"{name!r}, got {tuple(local.shape)}. Shards are as torch.chunk "
+                    f"cuts the whole."
+                )
         if local.numel():
             held[name] = box, local
     return held
@@ -210,8 +219,12 @@ def _told(
     settings: Mapping[str, Any] | None,
     tensors: Mapping[str, Tensor],
     held: Held,
+    *,
+    sealed: bool = False,
 ) -> list[dict[str, Any]]:
     """Tell each other what ranks have; return that of all of them.
+
+    What several of them hold is `sealed` by a hash.
 
     Raises:
         RankError: settings, names, shapes or dtypes differ between ranks.
@@ -221,7 +234,7 @@ def _told(
             "setting": dict(settings or {}),
             "tensor": {n: [str(t.dtype), list(t.shape)] for n, t in tensors.items()},
             "pieces": {
-                name: [box, _seal(name, tensors[name], local, ranks.size)]
+                name: [box, _seal(name, tensors[name], local, ranks) if sealed else ""]
                 for name, (box, local) in held.items()
             },
         }
@@ -251,14 +264,38 @@ def _told(
     return plans
 
 
-def _seal(name: str, tensor: Tensor, local: Tensor, size: int) -> str | None:
-    """Hash what other ranks hold too; None if no other one of so many ranks does."""
-    if size == 1:
-        return None
-    if isinstance(tensor, DTensor) and tensor.device_mesh.size() == size:
+def _seal(name: str, tensor: Tensor, local: Tensor, ranks: Ranks) -> str:
+    """Hash what other ranks hold too; empty if no other one does."""
+    if ranks.size == 1:
+        return ""
+    if isinstance(tensor, DTensor) and tensor.device_mesh.size() == ranks.size:
         if not any(each.is_replicate() for each in tensor.placements):
-            return None
+            return ""
     return files.digest({name: local})
+
+
+def _holders(
+    function: str, plans: Sequence[Mapping[str, Any]]
+) -> dict[str, dict[Box, dict[int, str]]]:
+    """Return which ranks hold each piece of each tensor, and their seals.
+
+    Raises:
+        ValueError: pieces do not make up a tensor.
+    """
+    found: dict[str, dict[Box, dict[int, str]]] = {}
+    for name, (_, shape) in plans[0]["tensor"].items():
+        found[name] = defaultdict(dict)
+        for rank, plan in enumerate(plans):
+            if name in plan["pieces"]:
+                box, seal = plan["pieces"][name]
+                found[name][Box.of(*box)][rank] = seal
+        if not pieces.is_whole(shape, found[name]):
+            raise ValueError(
+                f"{function}(mesh): expected all pieces of {name!r}, got shapes "
+                f"{[list(box.sizes) for box in found[name]]} of {shape}. Pass the mesh "
+                f"that the state is sharded over."
+            )
+    return found
 
 
 def _shared_out(
@@ -269,18 +306,8 @@ def _shared_out(
     Of the ranks that hold a piece it is one that has the least to write so far.
     """
     shared_out, loads = {}, [0] * len(plans)
-    for name, (dtype, shape) in plans[0]["tensor"].items():
-        holders: dict[Box, dict[int, str | None]] = defaultdict(dict)
-        for rank, plan in enumerate(plans):
-            if name in plan["pieces"]:
-                box, seal = plan["pieces"][name]
-                holders[Box.of(*box)][rank] = seal
-        if not pieces.is_whole(shape, holders):
-            raise ValueError(
-                f"{function}(mesh): expected all pieces of {name!r}, got shapes "
-                f"{[list(box.sizes) for box in holders]} of {shape}. Pass the mesh "
-                f"that the state is sharded over."
-            )
+    for name, holders in _holders(function, plans).items():
+        dtype, shape = plans[0]["tensor"][name]
         boxes = []
         for box, seals in holders.items():
             first, *others = seals
