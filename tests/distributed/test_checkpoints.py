@@ -263,6 +263,23 @@ def test_a_kill_leaves_the_last_complete_one_and_no_rest(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_rests_are_removed_before_writing_where_it_is_known_what_they_are(
+    damaged, tmp_path, monkeypatch
+):
+    save_checkpoint(tmp_path, small(0), None)
+    rest = tmp_path / f".pieces-{'0' * 16}-1.safetensors.partial"
+    rest.touch()
+    if damaged:
+        (tmp_path / "index.safetensors").write_bytes(b"{}")
+    before = {path.name for path in tmp_path.iterdir()}
+    monkeypatch.setattr(os, "replace", lambda *_: _full())
+    with pytest.raises(OSError, match="no space left"):
+        save_checkpoint(tmp_path, small(1), None)
+    after = {path.name for path in tmp_path.iterdir()}
+    assert after == (before if damaged else before - {rest.name})
+
+
 def _under_an_open_mask(folder):
     before = os.umask(0)
     try:
@@ -334,6 +351,8 @@ def test_damage_is_refused(tmp_path):
 
 
 GOOD = {"checkpoint": "0" * 16, "settings": {}}
+EMPTY_TOO = [[0, [[0], [0]]], [0, [[0], [4]]]]
+DIAGONAL = [[0, [[0, 0], [1, 1]]], [0, [[1, 1], [1, 1]]]]
 
 
 @pytest.mark.parametrize(
@@ -347,6 +366,8 @@ GOOD = {"checkpoint": "0" * 16, "settings": {}}
         {**GOOD, "tensors": {"['w']": ["torch.float32", [4], [[0, [[0], [3]]]]]}},
         {**GOOD, "tensors": {"['w']": ["torch.float32", [4], [[0, [[1], [3]]]]]}},
         {**GOOD, "tensors": {"['w']": ["torch.float32", [4], []]}},
+        {**GOOD, "tensors": {"['w']": ["torch.float32", [4], EMPTY_TOO]}},
+        {**GOOD, "tensors": {"['w']": ["torch.float32", [2, 2], DIAGONAL]}},
         {**GOOD, "tensors": {"['w']": ["torch.float32", [2**80], []]}},
         {**GOOD, "tensors": {}, "settings": []},
         {**GOOD, "tensors": {}, "checkpoint": "../../../../etc"},
