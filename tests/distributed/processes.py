@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(
-    ["torch.distributed.tensor", "vgrad.distributed", "vgrad.cli.run", "dp_accounting"]
-)
+PRELOADED = ["pytest", "torch._dynamo", "torch.distributed.tensor"]
+PRELOADED += ["vgrad.distributed", "vgrad.cli.run", "dp_accounting"]
+SERVER.set_forkserver_preload(PRELOADED)
 
 TIMEOUT = 30
 """Seconds after which a rank that waits for another one gives up."""

@@ -3,6 +3,9 @@
 The result does not depend on how many ranks there are.
 """
 
+from vgrad.distributed.checkpoints import gathered as gathered
+from vgrad.distributed.checkpoints import load_checkpoint as load_checkpoint
+from vgrad.distributed.checkpoints import save_checkpoint as save_checkpoint
 from vgrad.distributed.data_parallel import data_parallel as data_parallel
 from vgrad.distributed.loading import LocalBatches as LocalBatches
 from vgrad.distributed.loading import local_batches as local_batches

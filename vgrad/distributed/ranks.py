@@ -36,13 +36,13 @@ class Ranks(NamedTuple):
     """The ranks along one axis of a mesh.
 
     Attributes:
-        group: torch's process group.
+        group: torch's process group; None for a process alone.
         rank: the number of this one.
         size: how many there are.
         device: where tensors are that take part in collectives.
     """
 
-    group: distributed.ProcessGroup
+    group: distributed.ProcessGroup | None
     rank: int
     size: int
     device: torch.device
