@@ -1,4 +1,8 @@
 """Samples, parameters and members over the ranks of torch.distributed."""
 
+from vgrad.distributed.alone import alone as alone
+from vgrad.distributed.own_members import all_members as all_members
+from vgrad.distributed.own_members import member_range as member_range
+from vgrad.distributed.own_members import own_members as own_members
 from vgrad.distributed.ranks import RankError as RankError
 from vgrad.distributed.ranks import Ranks as Ranks
