@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["torch", "torch.distributed.tensor", "vgrad"])
+SERVER.set_forkserver_preload(
+    ["torch", "torch.distributed.tensor", "torch._dynamo", "vgrad"]
+)
 
 TIMEOUT = 30
 """Seconds after which a rank that waits for another one gives up."""

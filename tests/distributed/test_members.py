@@ -1,12 +1,17 @@
 """Ensembles whose members are cut among ranks: as if all were in one place."""
 
+import re
+
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import vgrad
+from vgrad import distributed
 from vgrad.distributed import (
+    RankError,
     all_members,
     alone,
     member_parallel,
@@ -21,10 +26,13 @@ from vgrad.ensemble import (
     share,
 )
 from vgrad.training import (
+    EarlyStopping,
     EnsembleState,
     ensemble_train_step,
+    load_state,
+    save_state,
 )
-from vgrad.tree import state_dict
+from vgrad.tree import map_tensors, state_dict
 
 E, B = 5, 6
 
@@ -172,3 +180,234 @@ def test_functions_are_those_of_one_process(some):
     for rank, found in enumerate(some.run(_called, some.size)):
         same(found[:2], expected[:2])
         assert rank or torch.equal(found[2], expected[2])
+
+
+def _predicted(mesh, dtype, chunk_size):
+    fmodel, params, buffers = ensemble()
+    inputs = batch()[0].flatten(0, 1).to(dtype)
+    whole = map_tensors(
+        lambda x: x.to(dtype) if x.is_floating_point() else x, (params, buffers)
+    )
+    options = {"chunk_size": chunk_size, "strategy": "vmap"}
+    levels = {"quantiles": [0.0, 0.3, 1.0]}
+    if mesh is None:
+        classes, values = vgrad.ensemble.predict, vgrad.ensemble.predict_values
+        given = whole
+    else:
+        classes, values = distributed.predict, distributed.predict_values
+        given, options["mesh"] = own_members(whole, mesh), mesh
+    one_nan = inputs.index_fill(0, torch.tensor([2]), torch.nan)
+    found = [classes(fmodel, *given, x, **options) for x in (inputs, one_nan)]
+    numbers = values(fmodel, *given, inputs, **options, **levels)
+    alike = map_tensors(lambda x: x[:1].expand(x.shape).contiguous(), whole)
+    given = own_members(alike, mesh) if mesh else alike
+    agreeing = classes(fmodel, *given, inputs, **options)
+    return found, numbers, values(fmodel, *given, inputs, **options), agreeing
+
+
+def _predictions(size, dtype, chunk_size):
+    return _predicted(mesh_of(size), dtype, chunk_size)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "chunk_size", "tolerance"),
+    [(torch.float64, None, 1e-12), (torch.float32, 7, 1e-6)],
+)
+def test_predictions_are_those_of_one_process(some, dtype, chunk_size, tolerance):
+    expected = _predicted(None, dtype, chunk_size)
+    for found in some.run(_predictions, some.size, dtype, chunk_size):
+        same(found, expected, tolerance)
+        _, _, agreeing, classes = found
+        assert not agreeing.variance.any()
+        assert not classes.variance.any()
+        assert not classes.disagreement.any()
+
+
+def _half(size, path):
+    """Train, save on one rank, and go on with what the file says."""
+    mesh = mesh_of(size)
+    step, own, whole, data = plain_run(mesh)
+    state = own(whole)
+    for _ in range(2):
+        state, _ = step(state, *data)
+    gathered = all_members(state, mesh)
+    if mesh.get_local_rank() == 0:
+        save_state(path, gathered)
+    torch.distributed.barrier()
+    return own(load_state(path, whole)), state
+
+
+def _rest(size, path):
+    mesh = mesh_of(size)
+    step, own, whole, data = plain_run(mesh)
+    state = own(load_state(path, whole))
+    for _ in range(2):
+        state, _ = step(state, *data)
+    return all_members(state, mesh)
+
+
+def plain_run(mesh):
+    """Return a step with loss scales, what cuts, what all start from, and data."""
+    fmodel, params, buffers = ensemble(0.5)
+    tx, scale = vgrad.optim.adam(0.1), vgrad.precision.DynamicLossScale()
+    whole = EnsembleState.create(tx, params, buffers, seed=2, loss_scale=scale)
+    loss = vgrad.batch_loss(fmodel, F.mse_loss)
+    step = member_parallel(
+        ensemble_train_step(loss, tx, strategy="hybrid"), mesh, members=E
+    )
+    x, y = batch()
+    return step, lambda state: own_members(state, mesh), whole, (x[0], y)
+
+
+def test_another_number_of_ranks_goes_on(ranks, tmp_path):
+    path = tmp_path / "state.safetensors"
+    for own, state in ranks(2).run(_half, 2, path):
+        same(own, state, 0)
+    after = ranks(4).run(_rest, 4, path)
+    with alone("members") as mesh:
+        step, _, state, data = plain_run(mesh)
+        for _ in range(4):
+            state, _ = step(state, *data)
+    for found in after:
+        same(found, state)
+
+
+def _stopped(size):
+    """Members stop one by one, until those of a rank are all stopped and not finite."""
+    mesh = mesh_of(size)
+    fmodel, params, buffers = ensemble(shared=SHARED)
+    tx = vgrad.optim.sgd(0.1)
+    state = EnsembleState.create(tx, params, buffers, shared=SHARED, seed=2)
+    stopping = EarlyStopping.create(E, patience=1)
+    worse = torch.tensor([2.0, 1.0, 1.0, 1.0, 2.0])
+    for values in (torch.ones(E), worse - 0.5):
+        stopping = stopping.update(values)
+    stopping, state = (
+        own_members(stopping, mesh),
+        own_members(state._replace(active=stopping.active), mesh, shared=SHARED),
+    )
+    assert torch.equal(stopping.active, state.active)
+    loss = vgrad.batch_loss(fmodel, F.mse_loss)
+    step = ensemble_train_step(loss, tx, in_dims=(0, None), shared=SHARED)
+    step = member_parallel(step, mesh, members=E)
+    x, y = batch()
+    x[~all_members(state.active, mesh)] = torch.nan
+    first, _ = step(state, own_members(x, mesh), y)
+    x[1] = torch.inf
+    second, metrics = step(first, own_members(x, mesh), y)
+    assert "0.weight" in SHARED
+    moved = [
+        bool((a.params["0.weight"] != b.params["0.weight"]).any())
+        for a, b in ((state, first), (first, second))
+    ]
+    everyone = all_members((first.active, metrics["skipped"]), mesh)
+    return moved, everyone, bool(first.params["0.weight"].isfinite().all())
+
+
+def test_members_that_stopped_move_nothing_that_is_shared(some):
+    active = torch.tensor([False, True, True, True, False])
+    for moved, everyone, finite in some.run(_stopped, some.size):
+        assert (moved, finite) == ([True, False], True)
+        assert everyone[0].tolist() == active.tolist()
+        assert everyone[1].tolist() == [0, 1, 0, 0, 0]
+
+
+def _compiled(size):
+    options = {"randomness": "different", "strategy": "hybrid"}
+    mesh = mesh_of(size)
+    plain = trained(mesh, 0.0, SHARED, options, steps=3)
+    graph = trained(mesh, 0.0, SHARED, options, steps=3, compiled=True)
+    same(graph, plain)
+    drawn = trained(mesh, 0.5, (), options, steps=1, compiled=True)
+    return drawn["loss"]
+
+
+def test_compiled_steps_are_those_of_eager_mode(ranks):
+    first, second = ranks(2).run(_compiled, 2)
+    assert torch.equal(first, second)
+
+
+def raised(function, *arguments, **options):
+    """Return the error of a call, which fails on every rank."""
+    with pytest.raises((ValueError, RankError)) as found:
+        function(*arguments, **options)
+    return f"{type(found.value).__name__}: {found.value}"
+
+
+def _refused(size):
+    mesh = mesh_of(size)
+    rank = mesh.get_local_rank()
+    fmodel, params, buffers = ensemble(shared=SHARED)
+    tx = vgrad.optim.sgd(0.1)
+    state = EnsembleState.create(tx, params, buffers, shared=SHARED, seed=2)
+    state = own_members(state, mesh, shared=SHARED)
+    x, y = batch()
+    bad = x[:, :, : 3 - rank]  # that of the first rank fits
+    calls = {
+        "few": lambda: own_members(torch.ones(size - 1), mesh),
+        "range": lambda: member_range(size - 1, mesh),
+        "others": lambda: own_members(torch.ones(size + rank), mesh),
+        "sizes": lambda: own_members([torch.ones(5), torch.ones(5 + rank)], mesh),
+        "scalar": lambda: own_members(torch.tensor(1.0), mesh),
+        "none": lambda: own_members({}, mesh),
+        "pattern": lambda: own_members(params, mesh, shared=["9.weight"]),
+        "differs": lambda: all_members(
+            {"a": torch.ones(2), "b": torch.tensor(rank)}, mesh, shared=["b"]
+        ),
+        "kinds": lambda: all_members(torch.ones(2, 1 + rank), mesh),
+        "samples": lambda: distributed.predict(
+            fmodel, state.params, state.buffers, x[0, rank:], mesh=mesh, shared=SHARED
+        ),
+        "model": lambda: distributed.predict(
+            fmodel, state.params, state.buffers, bad[0], mesh=mesh, shared=SHARED
+        ),
+    }
+    loss = vgrad.batch_loss(fmodel, F.mse_loss)
+    common = (*SHARED, "1.running_mean")
+    for name, shared, given in (("step", SHARED, bad), ("buffer", common, x)):
+        start = state
+        if name == "buffer":  # each member of a rank leaves the same, those of two not
+            values = share(*ensemble()[1:], common)
+            start = EnsembleState.create(tx, *values, shared=common, seed=2)
+            start = own_members(start, mesh, shared=common)
+            given = (x[:1] + rank).expand(E, B, 3)
+        step = ensemble_train_step(loss, tx, in_dims=(0, None), shared=shared)
+        step = member_parallel(step, mesh, members=E)
+        own = own_members(torch.zeros_like(given).copy_(given), mesh)
+        calls[name] = lambda step=step, start=start, own=own: step(start, own, y)
+    ahead = state._replace(step=torch.tensor(rank))
+    own = own_members(x, mesh)
+    step = ensemble_train_step(loss, tx, in_dims=(0, None), shared=SHARED)
+    step = member_parallel(step, mesh, members=E)
+    calls["behind"] = lambda: step(ahead, own, y)
+    with pytest.raises(TypeError, match="expected what ensemble_train_step, ensemble"):
+        member_parallel(fmodel, mesh, members=E)
+    plain = member_parallel(ensemble_train_step(loss, tx), mesh, members=2 * size)
+    calls["count"] = lambda: plain(
+        EnsembleState.create(tx, *ensemble()[1:], seed=1), x[0], y
+    )
+    return {name: raised(call) for name, call in calls.items()}
+
+
+def test_what_does_not_fit_is_refused_on_all_ranks(ranks):
+    first, second = ranks(2).run(_refused, 2)
+    expected = {
+        "few": "ValueError: .*a member or more for each of the 2 ranks, got 1",
+        "range": "ValueError: .*a member or more for each of the 2 ranks, got 1",
+        "others": r"RankError: .*the same members on all ranks, got \[2, 3\]",
+        "sizes": r"RankError: .*rank 1 stopped with ValueError.*'\(5,\)', '\(6,\)'",
+        "scalar": "ValueError: own_members.*in the first axis of every tensor",
+        "none": "ValueError: .*expected a tensor with a member axis, got none",
+        "pattern": "ValueError: .*a pattern that matches a parameter or buffer",
+        "differs": "RankError: .*expected the same shared on all ranks",
+        "kinds": "RankError: .*expected the same tensors on all ranks",
+        "samples": r"RankError: .*same samples on all ranks.*6, 2\], .*5, 2\]",
+        "model": "RankError: predict: rank 1 stopped with",
+        "step": "RankError: ensemble_train_step: rank 1 stopped with",
+        "buffer": "RankError: .*expected the same buffers on all ranks",
+        "behind": r"RankError: .*the same step on all ranks, got \[0, 1\]",
+        "count": "ValueError: member_parallel: expected the 2 members of rank 0, got 5",
+    }
+    assert first.keys() == second.keys() == expected.keys()
+    for name, pattern in expected.items():
+        assert re.match(pattern, first[name], re.DOTALL), (name, first[name])

@@ -196,11 +196,11 @@ class ParallelFunction:
         with others.told(what) if meets else nullcontext({}) as facts:
             count = members(params, buffers, function.shared, function=what)
             others.check(count)
-            found = self._drawn(method, key, params, buffers, batch, options)
+            found: Any = self._drawn(method, key, params, buffers, batch, options)
             whole = split(what, {**params, **buffers}, function.shared)[1]
             if meets:
-                result = found if isinstance(found, EnsembleGrads) else found[0]
-                left = result.buffers if sums else found[1]
+                result: Any = found if isinstance(found, EnsembleGrads) else found[0]
+                left: Any = result.buffers if sums else found[1]
                 facts["buffers"] = _seen(left, [*whole])
         if not sums or not meets:
             return found
