@@ -5,8 +5,8 @@ place in two things: what a member draws follows from its number among all membe
 gradients of what the members share are sums over all of them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vgrad import files
-from vgrad.distributed.own_members import part
+from vgrad.distributed.own_members import part, telling
 from vgrad.distributed.ranks import Ranks
 from vgrad.dtypes import widened
 from vgrad.ensemble.axes import members, split
@@ -124,7 +124,7 @@ class OtherRanks:
         self, compute: Callable[[], Found], state: EnsembleState, shared: Sequence[str]
     ) -> tuple[Found, Tensor]:
         """Sum gradients of what is shared, and say whether any member is active."""
-        with self.told("ensemble_train_step") as facts:
+        with telling("ensemble_train_step", self.ranks) as facts:
             self.check(len(state.active))
             result, aux = compute()
             facts["step"] = int(state.step)
@@ -152,17 +152,6 @@ class OtherRanks:
         found = self.ranks.summed(given)
         sums = {name: found[f"grad {name}"].to(x.dtype) for name, x in grads.items()}
         return sums, (found["ranks"] > 0).to(anyone.device)
-
-    @contextmanager
-    def told(self, what: str) -> Iterator[dict[str, Any]]:
-        """Run a block; raise on all ranks if it fails, or its facts differ."""
-        facts: dict[str, Any] = {}
-        try:
-            yield facts
-        except BaseException as error:
-            self.ranks.agree(what, error=error)
-            raise
-        self.ranks.check_same(what, **facts)
 
 
 class ParallelFunction:
@@ -193,7 +182,7 @@ class ParallelFunction:
         drawing = function.randomness != "error"
         key = others.key(what) if drawing else None
         meets = function.shared and (sums or method == "with_buffers")
-        with others.told(what) if meets else nullcontext({}) as facts:
+        with telling(what, others.ranks) if meets else nullcontext({}) as facts:
             count = members(params, buffers, function.shared, function=what)
             others.check(count)
             found: Any = self._drawn(method, key, params, buffers, batch, options)

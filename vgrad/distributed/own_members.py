@@ -5,9 +5,11 @@ the order of their numbers, and the first `E % W` of them one more.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,6 +22,9 @@ from vgrad.tree import map_tensors, tree_flatten, tree_unflatten
 from vgrad.typing import Tree
 
 Change = Callable[[Tensor], Any]
+
+_BUCKET = 2**25
+"""Bytes of small tensors that are gathered in one collective."""
 
 
 def part(count: int, rank: int, size: int) -> range:
@@ -92,10 +97,9 @@ def own_members(
     """
     function = "own_members"
     ranks = Ranks.of(function, mesh, axis)
-    with ranks.together(function):
-        count = _count(function, tree, shared)
+    with telling(function, ranks) as facts:
+        facts["members"] = count = _count(function, tree, shared)
         which = part(count, ranks.rank, ranks.size)
-    ranks.check_same(function, members=count)
 
     def own(value: Tensor) -> Tensor:
         mine = value.detach()[which.start : which.stop].clone()
@@ -131,22 +135,48 @@ def all_members(
     """
     function = "all_members"
     ranks = Ranks.of(function, mesh, axis)
-    with ranks.together(function):
+    with telling(function, ranks) as facts:
         count = _count(function, tree, shared)
-        common: list[Tensor] = []
-        _mapped(tree, shared, _itself, common.append)
-        seen = files.digest({str(n): value for n, value in enumerate(common)})
-        kinds = str([(x.dtype, x.shape[1:]) for x in _stacked(tree, shared)])
-        kinds = hashlib.sha256(kinds.encode()).hexdigest()
-    ranks.check_same(function, tensors=kinds, shared=seen)
+        own, common = _parted(tree, shared)
+        kinds = str([(value.dtype, value.shape[1:]) for value in own])
+        facts["tensors"] = hashlib.sha256(kinds.encode()).hexdigest()
+        facts["shared"] = files.digest({str(n): x for n, x in enumerate(common)})
     sizes = [note["members"] for note in ranks.agree(function, members=count)]
+    whole = _joined(ranks, own, sizes)
+    return _mapped(tree, shared, lambda value: next(whole), _itself)
 
-    def joined(value: Tensor) -> Tensor:
-        there = value.detach().to(ranks.device).contiguous()
-        whole = ranks.joined(there, sizes).to(value.device)
-        return whole.requires_grad_(value.requires_grad)
 
-    return _mapped(tree, shared, joined, _itself)
+@contextmanager
+def telling(what: str, ranks: Ranks) -> Iterator[dict[str, Any]]:
+    """Run a block; raise on all ranks if it fails, or the facts it fills in differ."""
+    facts: dict[str, Any] = {}
+    try:
+        yield facts
+    except BaseException as error:
+        ranks.agree(what, error=error)
+        raise
+    ranks.check_same(what, **facts)
+
+
+def _joined(
+    ranks: Ranks, tensors: Sequence[Tensor], sizes: Sequence[int]
+) -> Iterator[Tensor]:
+    """Yield tensors of all ranks; small ones travel together."""
+    left = list(tensors)
+    while left:
+        bucket, rows = [], 0
+        while left and (not bucket or rows * max(sizes) < _BUCKET):
+            bucket.append(left.pop(0))
+            rows += bucket[-1][0].numel() * bucket[-1].element_size()
+        flat = [x.detach().reshape(len(x), x[0].numel()) for x in bucket]
+        flat = [x.to(ranks.device).contiguous().view(torch.uint8) for x in flat]
+        found = ranks.joined(torch.cat(flat, 1), sizes)
+        pieces = found.split([x.shape[1] for x in flat], 1)
+        for value, piece in zip(bucket, pieces, strict=True):
+            # Copied, since a part of other bytes may begin anywhere.
+            whole = piece.clone(memory_format=torch.contiguous_format)
+            whole = whole.view(value.dtype).view(len(found), *value.shape[1:])
+            yield whole.to(value.device).requires_grad_(value.requires_grad)
 
 
 def _mapped(tree: Tree, shared: Patterns, own: Change, common: Change) -> Tree:
@@ -188,11 +218,12 @@ def _itself(value: Tensor) -> Tensor:
     return value
 
 
-def _stacked(tree: Tree, shared: Patterns) -> list[Tensor]:
-    """List the tensors that have a member axis."""
-    found: list[Tensor] = []
-    _mapped(tree, shared, lambda value: found.append(value) or value, _itself)
-    return found
+def _parted(tree: Tree, shared: Patterns) -> tuple[list[Tensor], list[Tensor]]:
+    """List the tensors that have a member axis, and all others."""
+    own: list[Tensor] = []
+    common: list[Tensor] = []
+    _mapped(tree, shared, own.append, common.append)
+    return own, common
 
 
 def _count(function: str, tree: Tree, shared: Patterns) -> int:
@@ -200,7 +231,7 @@ def _count(function: str, tree: Tree, shared: Patterns) -> int:
     names.check(function, shared=shared)
     kind = "parameter or buffer"
     names.all_matched(function, _names(tree), shared, kind=kind)
-    found = _stacked(tree, shared)
+    found, _ = _parted(tree, shared)
     if not found:
         raise ValueError(
             f"{function}(tree): expected a tensor with a member axis, got none."

@@ -4,7 +4,7 @@ E members.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -216,6 +216,11 @@ class EnsembleStep:
                 new, metrics = self.run(step._computed, given, batch)
         return new._replace(key=state.key, step=state.step + 1), metrics
 
+    @cached_property
+    def _alone(self) -> "EnsembleStep":
+        """The step that knows of no others, whom a capture cannot compare."""
+        return replace(self, others=None)
+
     def _among_others(self, state: EnsembleState) -> tuple["EnsembleStep", tuple]:
         """Return the step that draws what others do not, or a place for that."""
         if self.others is None:
@@ -224,7 +229,7 @@ class EnsembleStep:
             self.others.check(len(state.active))
         numbers = self.others.numbers
         if self.run is not at_once:  # a graph draws for all members at once
-            return self, others.place(self.gradient, numbers)
+            return self._alone, others.place(self.gradient, numbers)
         return replace(self, gradient=others.keyed(self.gradient, state, numbers)), ()
 
     def _computed(
