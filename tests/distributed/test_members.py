@@ -438,3 +438,48 @@ def test_what_does_not_fit_is_refused_on_all_ranks(ranks):
     assert first.keys() == second.keys() == expected.keys()
     for name, pattern in expected.items():
         assert re.match(pattern, first[name], re.DOTALL), (name, first[name])
+
+
+class Drawing(nn.Module):
+    """Draws in many ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.cells = nn.LSTM(3, 4, num_layers=2, dropout=0.5)
+
+    def forward(self, x):
+        h, _ = self.cells(F.dropout(x, 0.3))
+        h = h + torch.randn(4) + torch.rand_like(h) + torch.normal(h, 1.0)
+        chosen = torch.multinomial(h[0].softmax(-1), 2).sum() + torch.randint(5, (4,))
+        return h + torch.bernoulli(h.sigmoid()) + chosen
+
+
+def test_draws_follow_from_a_members_own_seed():
+    count, seeds = 4, [100, 101, 102, 103]  # as many as samples, steps and features
+    fmodel, params, _ = vgrad.init_ensemble(lambda: Drawing().double(), count, seed=0)
+    x, found = torch.randn(4, 4, 3, dtype=torch.float64), {}
+    for strategy in ("loop", "vmap", "hybrid"):
+        forward = ensemble_forward(fmodel, strategy=strategy)
+        found[strategy] = forward.keyed(seeds)(params, {}, x)
+        for rows in (slice(0, 1), slice(1, 4)):
+            own = {name: value[rows] for name, value in params.items()}
+            part = forward.keyed(seeds[rows])(own, {}, x)
+            same(part, found[strategy][rows])
+        same(found[strategy], found["loop"])
+        with pytest.raises(ValueError, match="expected 3 members, those of this rank"):
+            forward.keyed(seeds[1:])(params, {}, x)
+
+
+def test_random_ops_without_an_axis_of_members_are_refused():
+    fmodel, params, _ = vgrad.init_ensemble(lambda: Shuffling().double(), 2, seed=0)
+    forward = ensemble_forward(fmodel, strategy="vmap").keyed([1, 2])
+    with pytest.raises(NotImplementedError, match='own part, got randperm.*"loop"'):
+        forward(params, {}, torch.ones(4, 3, dtype=torch.float64))
+
+
+class Shuffling(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 2)
+
+    def forward(self, x):
+        return super().forward(x[torch.randperm(4)])

@@ -175,7 +175,8 @@ def _joined(
         for value, piece in zip(bucket, pieces, strict=True):
             # Copied, since a part of other bytes may begin anywhere.
             whole = piece.clone(memory_format=torch.contiguous_format)
-            whole = whole.view(value.dtype).view(len(found), *value.shape[1:])
+            whole = whole.view(-1).view(value.dtype)
+            whole = whole.view(len(found), *value.shape[1:])
             yield whole.to(value.device).requires_grad_(value.requires_grad)
 
 
