@@ -175,6 +175,16 @@ def set_random_state(state: RandomState) -> None:
         torch.cuda.set_rng_state(of_device, index)
 
 
+def set_seed(seed: int, tensors: Iterable[Tensor]) -> None:
+    """Start the generators that computing with `tensors` may use from a seed."""
+    if conditions.are_collected():
+        raise conditions.Unrepeatable("it seeds torch's generators")
+    torch.default_generator.manual_seed(seed)
+    for device in {each.device for each in tensors if each.is_cuda}:
+        own = torch.Generator(device).manual_seed(seed)
+        torch.cuda.set_rng_state(own.get_state(), device)
+
+
 @contextmanager
 def kept_random_state(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Put the generators back after a block that computes with `tensors`."""

@@ -170,8 +170,7 @@ class Ranks(NamedTuple):
         sent = tensor.detach().clone(memory_format=torch.contiguous_format)
         if self.size > 1:
             flat = sent.view(-1).view(torch.uint8)
-            source = distributed.get_global_rank(self.group, 0)
-            distributed.broadcast(flat, source, group=self.group)
+            distributed.broadcast(flat, group=self.group, group_src=0)
         return sent
 
     def joined(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:

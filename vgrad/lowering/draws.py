@@ -8,7 +8,7 @@ takes its rows of that. From there on each part draws numbers of its own.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +16,13 @@ import torch
 from torch import Tensor
 
 from vgrad.generators import drawn_since, random_state
+from vgrad.lowering.member_draws import MemberDraws
 from vgrad.lowering.truthful import among
 from vgrad.torch_private.tensors import written
 from vgrad.torch_private.tracing import DispatchMode
+
+Seeds = Sequence[int] | None
+"""That of each sample's or member's own stream; None if all draw from one."""
 
 
 class Undrawn(RuntimeError):
@@ -64,18 +68,22 @@ class Draws:
         asked: whether a question about values was answered.
         own: whether they came from a `torch.Generator`, too.
         known: what random ops returned, in order; None if nobody takes notes.
+        seeds: that of each sample's own stream; None if all draw from one.
     """
 
     asked: bool = False
     own: bool = False
     known: list[_Drawn] | None = None
+    seeds: Seeds = None
 
     def of(self, rows: Tensor) -> "Draws":
         """Return the same for some of the samples."""
-        if self.known is None:
-            return Draws()
-        known = [replace(each, rows=each.rows[rows]) for each in self.known]
-        return Draws(known=known)
+        known, seeds = self.known, self.seeds
+        if known is not None:
+            known = [replace(each, rows=each.rows[rows]) for each in known]
+        if seeds is not None:
+            seeds = [seeds[row] for row in rows.tolist()]
+        return Draws(known=known, seeds=seeds)
 
     def watched(
         self, size: int, *, alone: bool = False, repeated: bool = False
@@ -85,9 +93,19 @@ class Draws:
         `alone` is a sample without a batch dimension; its numbers are not noted. Those
         that a part of a loss draws when it is `repeated` have no place in the order.
         """
+        streams: AbstractContextManager = nullcontext()
+        if self.seeds is not None and not alone:
+            streams = MemberDraws(self.seeds, _SHOWN, repeated=repeated)
         if self.known is None:
-            return nullcontext()
-        return _Watch(self.known, size, alone=alone, repeated=repeated)
+            return streams
+        watch = _Watch(self.known, size, alone=alone, repeated=repeated)
+        return _both(streams, watch)
+
+
+@contextmanager
+def _both(outer: AbstractContextManager, inner: AbstractContextManager) -> Iterator:
+    with outer, inner:
+        yield
 
 
 class _Watch(DispatchMode):
