@@ -149,7 +149,7 @@ class OtherRanks:
         """Sum gradients and count ranks, float32 or wider."""
         given = {f"grad {name}": widened(grad) for name, grad in grads.items()}
         given["ranks"] = anyone.to(self.ranks.device, torch.float32)
-        found = self.ranks.summed(given)
+        found = self.ranks.summed("ensemble_train_step", given)
         sums = {name: found[f"grad {name}"].to(x.dtype) for name, x in grads.items()}
         return sums, (found["ranks"] > 0).to(anyone.device)
 

@@ -152,7 +152,7 @@ class _OverRanks(Here):
 
     def _summed(self, values: Sequence[Tensor]) -> list[Tensor]:
         named = {str(number): value for number, value in enumerate(values)}
-        return [*self._ranks.summed(named).values()]
+        return [*self._ranks.summed("predict", named).values()]
 
 
 def _over_ranks(
