@@ -2,3 +2,5 @@
 
 from vgrad.distributed.ranks import RankError as RankError
 from vgrad.distributed.ranks import Ranks as Ranks
+from vgrad.distributed.sharding import gather as gather
+from vgrad.distributed.sharding import shard as shard
