@@ -6,7 +6,7 @@ how `torch.distributed.fsdp.fully_shard` cuts parameters, whose dictionaries the
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, distributed
@@ -67,7 +67,7 @@ def gather(params: Mapping[str, Tensor]) -> Params:
         return dict(params)
     ranks.check_same("gather", tensors=layout(params))
     return {
-        name: whole(ranks, value) if isinstance(value, DTensor) else value
+        name: _gathered(ranks, value) if isinstance(value, DTensor) else value
         for name, value in params.items()
     }
 
@@ -115,19 +115,17 @@ def layout(params: Mapping[str, Tensor]) -> str:
     return found.hexdigest()
 
 
-def whole(ranks: Ranks, value: DTensor) -> Tensor:
-    """Gather a tensor, of which no rank keeps it."""
-    local = value.to_local().detach()
-    if not is_cut(value) or ranks.size == 1:
+def whole(ranks: Ranks, local: Tensor, size: int) -> Tensor:
+    """Put a tensor of so many rows together, of which this rank has its part."""
+    if ranks.size == 1:
         return local.clone()
-    shape = value.shape
-    rows = _rows(shape, ranks.size)
+    rows = _rows(size, ranks.size)
     own = _padded(local, rows).view(-1).view(torch.uint8)  # of any dtype
-    gathered = local.new_empty((rows * ranks.size, *shape[1:]))
+    gathered = local.new_empty((rows * ranks.size, *local.shape[1:]))
     parts = gathered.view(-1).view(torch.uint8).split(max(1, own.numel()))
     if own.numel():
         distributed.all_gather(list(parts), own, group=ranks.group)
-    return gathered[: shape[0]]
+    return gathered[:size]
 
 
 def reduced(ranks: Ranks, value: Tensor, like: DTensor) -> Tensor:
@@ -140,12 +138,12 @@ def reduced(ranks: Ranks, value: Tensor, like: DTensor) -> Tensor:
         found = numbers.clone()
         distributed.all_reduce(found, group=ranks.group)
     else:
-        rows = _rows(value.shape, ranks.size)
-        padded = _padded(numbers, rows * ranks.size)
-        found = numbers.new_empty((rows, *numbers.shape[1:]))
-        parts = list(padded.split(rows))
+        rows = _rows(len(value), ranks.size)
+        starts = range(0, rows * ranks.size, rows)
+        parts = [_padded(numbers[start : start + rows], rows) for start in starts]
+        found = torch.empty_like(parts[0])
         distributed.reduce_scatter(found, parts, group=ranks.group)
-        found = found[: len(like.to_local())].clone()  # without the memory of the rest
+        found = found[: len(like.to_local())]
     return torch.view_as_complex(found) if value.is_complex() else found
 
 
@@ -159,12 +157,17 @@ def is_cut(value: DTensor) -> bool:
     return value.placements[0].is_shard()
 
 
+def _gathered(ranks: Ranks, value: DTensor) -> Tensor:
+    local = value.to_local().detach()
+    return whole(ranks, local, len(value)) if is_cut(value) else local.clone()
+
+
 def _cut(ranks: Ranks, mesh: DeviceMesh, value: Tensor) -> DTensor:
     """Keep the part of a rank."""
     value = value.detach().to(ranks.device)
     if not value.ndim:
         return _placed(value.clone(), mesh, Replicate(), value.shape)
-    rows = _rows(value.shape, ranks.size)
+    rows = _rows(len(value), ranks.size)
     own = value[rows * ranks.rank : rows * (ranks.rank + 1)]
     own = own.clone(memory_format=torch.contiguous_format)
     return _placed(own, mesh, Shard(0), value.shape)
@@ -179,9 +182,9 @@ def _placed(
     )
 
 
-def _rows(shape: Iterable[int], size: int) -> int:
+def _rows(rows: int, size: int) -> int:
     """Return how many rows a part has, but for the last ones."""
-    return -(-next(iter(shape)) // size)
+    return -(-rows // size)
 
 
 def _padded(value: Tensor, rows: int) -> Tensor:
