@@ -70,7 +70,11 @@ class Gathering:
         return found
 
     def summed(self, name: str, value: Tensor) -> Tensor:
-        """Add up the sums of all ranks, and return the part of this one."""
+        """Add up the sums of all ranks, and return the part of this one.
+
+        No parameter is held beside a sum.
+        """
+        self._held.clear()
         self._meet(f"sum of {name}")
         like = self._like[name]
         return reduced(self._ranks, cast(value, wide(like.dtype)), like)

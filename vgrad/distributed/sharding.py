@@ -129,22 +129,22 @@ def whole(ranks: Ranks, local: Tensor, size: int) -> Tensor:
 
 
 def reduced(ranks: Ranks, value: Tensor, like: DTensor) -> Tensor:
-    """Sum over the ranks, and keep what this one holds of a tensor cut as `like`."""
+    """Sum over the ranks, and keep what this one holds of a tensor cut as `like`.
+
+    Writes into `value`: no more memory is needed than that of the part.
+    """
     value = value.detach().contiguous()
     numbers = torch.view_as_real(value) if value.is_complex() else value
-    if ranks.size == 1 or not value.numel():
-        found = numbers
-    elif not is_cut(like):
-        found = numbers.clone()
-        distributed.all_reduce(found, group=ranks.group)
-    else:
-        rows = _rows(len(value), ranks.size)
-        starts = range(0, rows * ranks.size, rows)
-        parts = [_padded(numbers[start : start + rows], rows) for start in starts]
-        found = torch.empty_like(parts[0])
-        distributed.reduce_scatter(found, parts, group=ranks.group)
-        found = found[: len(like.to_local())]
-    return torch.view_as_complex(found) if value.is_complex() else found
+    if not is_cut(like):
+        if ranks.size > 1:
+            distributed.all_reduce(numbers, group=ranks.group)
+        return value
+    rows = _rows(len(value), ranks.size)
+    for rank in range(ranks.size if value.numel() else 0):
+        part = numbers[rows * rank : rows * (rank + 1)]
+        if ranks.size > 1 and part.numel():
+            distributed.reduce(part, group=ranks.group, group_dst=rank)
+    return value[rows * ranks.rank : rows * (ranks.rank + 1)].clone()
 
 
 def laid(local: Tensor, like: DTensor) -> DTensor:

@@ -32,7 +32,7 @@ class Lazy(Tensor):
     """
 
     _compute: Callable[[], Tensor]
-    root: "Lazy"  # of which it is a view or a cast, or itself
+    _of: "Lazy | None" = None  # what it is a view of
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
@@ -47,6 +47,11 @@ class Lazy(Tensor):
         """Make one that requires no grad."""
         like = torch.empty(shape, dtype=dtype, device="meta")
         return _made(compute, like, device)
+
+    @property
+    def root(self) -> "Lazy":
+        """The one that it is a view of, or itself."""
+        return self if self._of is None else self._of
 
     def value(self) -> Tensor:
         """Return the values, an ordinary tensor."""
@@ -86,7 +91,7 @@ def _made(compute: Callable[[], Tensor], like: Tensor, device: torch.device) -> 
         dtype=like.dtype,
         device=device,
     )
-    made._compute, made.root = compute, made
+    made._compute = compute
     return made
 
 
@@ -122,7 +127,7 @@ def _put_off(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     ]
     for each in parts:
         if func is not _CAST:
-            each.root = source.root
+            each._of = source.root
     return pytree.tree_unflatten(parts, structure)
 
 
