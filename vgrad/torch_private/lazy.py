@@ -57,6 +57,17 @@ class Lazy(Tensor):
         """Return the values, an ordinary tensor."""
         return self._compute()
 
+    def data_ptr(self) -> int:
+        """Refuse: there is no memory."""
+        raise RuntimeError(
+            "data_ptr: expected a tensor with memory, got a parameter of which this "
+            "process has a part. Use a copy of it."
+        )
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: there is no memory."""
+        self.data_ptr()
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         """Show what is known without the values."""
         return f"Lazy(shape={tuple(self.shape)}, dtype={self.dtype})"
