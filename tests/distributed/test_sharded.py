@@ -107,10 +107,11 @@ def _odd(size):
     buffers = {name: value.float() for name, value in buffers.items()}
     batch = batch[0].float(), batch[1]
     check(size, loss, params, buffers, batch, tolerance=1e-6, strategy="recorded")
-    linear = {"w": torch.randn(5, 4), "b": torch.zeros(5)}
+    linear = {"w": torch.randn(5, 4), "b": torch.zeros(5), "v": torch.randn(3, 5)}
 
     def product(params, buffers, x):
-        return F.linear(x, params["w"], params["b"]).square().sum()
+        x = F.linear(x, params["w"], params["b"])
+        return F.linear(x, params["v"]).sum()
 
     x = torch.randn(7, 4) * torch.tensor([1, 1, 1e17, 1, 1, 1e-20, 1])[:, None]
     for passes in (1, 2):
@@ -200,7 +201,12 @@ def _failing(size):
             found.register_hook(lambda g: 1 / 0)
         return found
 
-    for each in (fails, late):
+    def full(params, buffers, x, y):
+        if ranks.rank == 1:
+            raise torch.OutOfMemoryError("no memory: expected good data")
+        return loss(params, buffers, x, y)
+
+    for each in (fails, late, full):
         for strategy in ("recorded", "auto", "loop"):
             clipped = vgrad.clipped_grad(each, max_norm=1.0, strategy=strategy)
             if ranks.rank == 1:
