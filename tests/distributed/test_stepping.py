@@ -51,6 +51,24 @@ def private(size, name, dtype, steps, compiled=None, rate=0.2, noise=0.8):
     return state, metrics
 
 
+def sharded(size, name, dtype, steps):
+    """Take private steps on a state of which each rank holds a part."""
+    mesh = mesh_of(size)
+    loss, params, buffers, data = problem(name, dtype, SAMPLES)
+    plan, tx = plan_of(steps), optim.sgd(0.2, momentum=0.9)
+    step = data_parallel(private_step(loss, tx, plan, donate=True), mesh)
+    params = distributed.shard(params, mesh)
+    state = TrainState.create(tx, params, buffers, seed=5)
+    metrics = {}
+    for indices in distributed.local_batches(plan.sampler(state), mesh):
+        state, metrics = step(state, *(each[indices] for each in data))
+    held = sum(each.to_local().numel() for each in state.params.values())
+    assert held < sum(each.numel() for each in params.values())
+    return state._replace(
+        params=distributed.gather(state.params), optimizer=()
+    ), metrics
+
+
 def alone(name, dtype, steps):
     loss, params, buffers, data = problem(name, dtype, SAMPLES)
     plan, tx = plan_of(steps), optim.sgd(0.2, momentum=0.9)
@@ -81,6 +99,16 @@ def test_private_steps_are_those_of_one_process(some, name, dtype):
     assert distance(first[0], expected) < (2e-6 if dtype == torch.float32 else 1e-12)
     assert all(equal(first[0], state) for state, _ in others)
     for _, metrics in [first, *others]:
+        assert metrics["samples"] == told["samples"]
+        assert metrics["clipped"] == told["clipped"]
+        torch.testing.assert_close(metrics["loss"], told["loss"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_private_steps_on_shards_are_those_of_one_process(some, name):
+    expected, told = alone(name, torch.float64, 6)
+    for state, metrics in some.run(sharded, some.size, name, torch.float64, 6):
+        assert distance(state, expected) < 1e-12
         assert metrics["samples"] == told["samples"]
         assert metrics["clipped"] == told["clipped"]
         torch.testing.assert_close(metrics["loss"], told["loss"])

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from vgrad import batches
 from vgrad.compiled import CompiledTransform
 from vgrad.distributed.ranks import Ranks
+from vgrad.distributed.sharded import sharded_call
 from vgrad.generators import ALONE, kept_random_state
 from vgrad.persample.engine import Call, Transform, constant
 from vgrad.persample.weighted import WeightedGradFn
@@ -64,10 +66,8 @@ class ParallelTransform:
             arguments = (*arguments[:given], *map_tensors(_one, arguments[given:]))
             mask = torch.zeros(1, dtype=torch.bool, device=read.tensors[0].device)
         with meeting.until(), torch.no_grad():
-            calls = partial(Call, reduce=meeting.summed)
-            run = self._transform.over(calls, self._ranks.size)
             with _seeded(notes[0]["seed"], read.tensors):
-                found = run(*arguments, mask=mask)
+                found = self._run(meeting, arguments, mask)
         meeting.told()
         joined = partial(self._ranks.joined, sizes=sizes)
         found = _plain(self._transform).mapped(joined, found)
@@ -75,6 +75,24 @@ class ParallelTransform:
             params = arguments[given - 2].values()
             found = constant(meeting.what, found, [*params, *read.tensors])
         return found
+
+    def _run(self, meeting: "_Meeting", arguments: tuple, mask: Tensor | None) -> Any:
+        """Return sums over all ranks, and lists of this rank's samples."""
+        *weights, params, buffers = arguments[: 3 if self._takes_weights else 2]
+        if not any(isinstance(each, DTensor) for each in params.values()):
+            calls = partial(Call, reduce=meeting.summed)
+            run = self._transform.over(calls, self._ranks.size)
+            return run(*arguments, mask=mask)
+        transform, batch = self._transform, arguments[len(weights) + 2 :]
+        if not isinstance(transform, Transform):
+            raise TypeError(
+                f"{meeting.what}(params): expected ordinary tensors for a compiled "
+                f"function, got DTensors, which are gathered while it runs. Leave "
+                f"vgrad.compile out, or pass gather(params)."
+            )
+        meeting.told()
+        given = params, buffers, batch, mask, *weights
+        return sharded_call(transform, self._ranks, *given)
 
 
 class _Meeting:
