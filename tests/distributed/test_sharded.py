@@ -41,7 +41,7 @@ def check(size, loss, params, buffers, batch, *, tolerance=1e-12, **options):
         assert value.to_local().shape == parts[0][name].to_local().shape
     assert found.clipped == exact.clipped
     assert found.nonfinite == exact.nonfinite
-    oracle.assert_exact(gather(found.grads), exact.grads, tolerance)
+    oracle.assert_exact(gather(found.grads, mesh), exact.grads, tolerance)
     oracle.assert_exact(found.norms, own(ranks, exact.norms), tolerance)
     oracle.assert_exact(found.losses, own(ranks, exact.losses), tolerance)
     return clipped
@@ -138,7 +138,7 @@ def _quantities(size):
         total = vgrad.weighted_grad(loss, strategy=strategy)
         found = sharded_call(total, ranks, *given, own(ranks, weights))
         exact = total(weights, params, {}, *batch, mask=mask)
-        oracle.assert_exact(gather(found), exact, 1e-12)
+        oracle.assert_exact(gather(found, mesh), exact, 1e-12)
         assert found["2.bias"].placements == (Replicate(),)
         norms = vgrad.per_sample_norm(loss, strategy=strategy)
         exact = norms(params, {}, *batch)
@@ -147,7 +147,9 @@ def _quantities(size):
         )
     none = [each[:0] for each in batch]
     found = sharded_call(vgrad.clipped_grad(loss, max_norm=1.0), ranks, parts, {}, none)
-    oracle.assert_exact(gather(found.grads), {n: 0 * p for n, p in params.items()})
+    oracle.assert_exact(
+        gather(found.grads, mesh), {n: 0 * p for n, p in params.items()}
+    )
     with pytest.raises(TypeError, match="expected a sum over samples or a list"):
         sharded_call(vgrad.gradient_moments(loss), ranks, parts, {}, batch)
     with pytest.raises(TypeError, match="expected a DTensor in '0.weight', got a Ten"):
@@ -175,9 +177,9 @@ def _routed(size, strategy):
             sharded_call(clipped, *given)
         return
     with pytest.warns(vgrad.FallbackWarning, match="all parameters are gathered"):
-        found = gather(sharded_call(clipped, *given).grads)
+        found = gather(sharded_call(clipped, *given).grads, mesh)
     exact = clipped(params, {}, own(ranks, x)).grads
-    oracle.assert_exact(found, ranks.summed(exact), 1e-6)
+    oracle.assert_exact(found, ranks.summed("test", exact), 1e-6)
 
 
 @pytest.mark.parametrize("strategy", ["recorded", "auto"])

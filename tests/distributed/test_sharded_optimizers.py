@@ -59,7 +59,8 @@ def _whole(tree):
     placed = {t.placements for t in found}
     assert placed <= {(Shard(0),), (Replicate(),)}, placed
     leaves = tensors(tree)
-    return gather({str(number): each for number, each in enumerate(leaves)})
+    named = {str(number): each for number, each in enumerate(leaves)}
+    return gather(named, found[0].device_mesh) if found else named
 
 
 def _trained(size, name):
@@ -84,7 +85,7 @@ def _trained(size, name):
             parts, state_of_parts = optim.step(
                 tx, grads, state_of_parts, parts, donate=donate
             )
-    oracle.assert_exact(gather(parts), whole, 1e-6)
+    oracle.assert_exact(gather(parts, mesh), whole, 1e-6)
     found = _whole(state_of_parts)
     exact = {str(number): each for number, each in enumerate(tensors(state))}
     oracle.assert_exact(found, exact, 1e-6)

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import vgrad
 from tests import oracle
-from vgrad.distributed import RankError, gather, shard
+from vgrad.distributed import RankError, Ranks, gather, shard, sharded_call
 
 
 def a_mesh(size):
@@ -37,10 +37,10 @@ def _there_and_back(size):
     for name, part in parts.items():
         assert part.shape == plain[name].shape
         assert torch.equal(part.full_tensor(), plain[name])
-    back = gather(parts)
+    back = gather(parts, mesh)
     oracle.assert_exact(back, plain, 0)
     two = init_device_mesh("cpu", (1, size), mesh_dim_names=("tp", "dp"))
-    oracle.assert_exact(gather(shard(plain, two)), plain, 0)
+    oracle.assert_exact(gather(shard(plain, two), mesh), plain, 0)
     return held
 
 
@@ -58,14 +58,17 @@ def _refused(size):
         shard(plain, mesh, data="tp")
     with pytest.raises(TypeError, match="ordinary tensors, got a DTensor in 'even'"):
         shard(shard(plain, mesh), mesh)
+    norms = vgrad.per_sample_norm(lambda params, buffers, x: x.sum())
+    ranks, x = Ranks.of("test", mesh, "dp"), [torch.ones(2)]
     columns = shard(plain, mesh)["even"].redistribute(placements=[Shard(1)])
     with pytest.raises(ValueError, match=r"cut along their first .* got 'even'"):
-        gather({"even": columns})
+        sharded_call(norms, ranks, {"even": columns}, {}, x)
     two = init_device_mesh("cpu", (1, size), mesh_dim_names=("tp", "dp"))
     other = DTensor.from_local(plain["even"], two, [Replicate(), Replicate()])
+    params = {"a": shard(plain, mesh)["even"], "b": other}
     with pytest.raises(ValueError, match="one mesh with one axis, got 'b'"):
-        gather({"a": shard(plain, mesh)["even"], "b": other})
-    assert gather(plain) == plain
+        sharded_call(norms, ranks, params, {}, x)
+    assert gather(plain, mesh) == plain
 
 
 def test_what_is_cut_in_another_way_is_refused(ranks):
@@ -83,12 +86,12 @@ def _fully_sharded(size):
     fully_shard(model, mesh=mesh)
     theirs = {name: value.detach() for name, value in model.named_parameters()}
     assert theirs.keys() == own.keys() == model.state_dict().keys()
-    oracle.assert_exact(gather(theirs), plain, 0)
+    oracle.assert_exact(gather(theirs, mesh), plain, 0)
     for name, value in own.items():
         assert torch.equal(value.to_local(), theirs[name].to_local())
     model.load_state_dict({name: 2 * value for name, value in own.items()})
     oracle.assert_exact(
-        gather({name: value.detach() for name, value in model.named_parameters()}),
+        gather(dict(model.named_parameters()), mesh),
         {name: 2 * value for name, value in plain.items()},
         0,
     )

@@ -65,7 +65,7 @@ def sharded(size, name, dtype, steps):
     held = sum(each.to_local().numel() for each in state.params.values())
     assert held < sum(each.numel() for each in params.values())
     return state._replace(
-        params=distributed.gather(state.params), optimizer=()
+        params=distributed.gather(state.params, mesh), optimizer=()
     ), metrics
 
 

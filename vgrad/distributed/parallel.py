@@ -88,7 +88,7 @@ class ParallelTransform:
             raise TypeError(
                 f"{meeting.what}(params): expected ordinary tensors for a compiled "
                 f"function, got DTensors, which are gathered while it runs. Leave "
-                f"vgrad.compile out, or pass gather(params)."
+                f"vgrad.compile out, or pass gather(params, mesh)."
             )
         meeting.told()
         given = params, buffers, batch, mask, *weights

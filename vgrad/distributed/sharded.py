@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from vgrad import batches
 from vgrad.distributed.gathering import Gathering
 from vgrad.distributed.ranks import Ranks
-from vgrad.distributed.sharding import gather, laid, layout, ranks_of, reduced
+from vgrad.distributed.sharding import laid, layout, ranks_of, reduced, wholes
 from vgrad.persample.clipped import ClippedGradFn
 from vgrad.persample.engine import FINAL, Call, Transform, at_a_time
 from vgrad.persample.weighted import WeightedGradFn
@@ -96,7 +96,7 @@ def _check(
     if type(transform) not in (Transform, ClippedGradFn, WeightedGradFn):
         raise TypeError(
             f"{what}: expected a sum over samples or a "
-            f"list of them, got another quantity. Call it with gather(params)."
+            f"list of them, got another quantity. Call it with gather(params, mesh)."
         )
 
 
@@ -162,7 +162,7 @@ def _before(
 ) -> Any:
     """Gather all parameters, and run on them."""
     params, buffers, batch, mask, more = given
-    parameters, fixed = gather(params), gather(buffers)
+    parameters, fixed = wholes(params), wholes(buffers)
     with ranks.together(f"sharded({transform.options.function}), run"):
         found = transform.on_all(parameters, fixed, batch, mask, more, loss_scale)
         if mask is not None:

@@ -52,20 +52,17 @@ def shard(params: Params, mesh: DeviceMesh, *, data: str = "dp") -> Params:
     return {name: _cut(ranks, mesh, value) for name, value in params.items()}
 
 
-def gather(params: Mapping[str, Tensor]) -> Params:
-    """Return whole tensors, ordinary ones, on every rank: `{name: tensor}`.
-
-    All ranks have to call it with the parts of the same tensors. Ordinary tensors
-    stay as they are.
+def wholes(params: Mapping[str, Tensor]) -> Params:
+    """Put what `shard` has cut together again, on every rank.
 
     Raises:
         ValueError: a tensor lies in another way than `shard` lays it.
         RankError: the tensors of another rank are others.
     """
-    ranks = ranks_of("gather", params)
+    ranks = ranks_of("sharded", params)
     if ranks is None:
         return dict(params)
-    ranks.check_same("gather", tensors=layout(params))
+    ranks.check_same("sharded", tensors=layout(params))
     return {
         name: _gathered(ranks, value) if isinstance(value, DTensor) else value
         for name, value in params.items()

@@ -133,7 +133,7 @@ def _check_plain(sizes: list[int], state: TrainState) -> None:
         raise TypeError(
             "data_parallel(train_step(loss))(state): expected ordinary tensors in "
             "state.params, got DTensors, which only private steps gather as they go. "
-            "Take gather(state.params), or torch's fully_shard for training as usual."
+            "Take gather(state.params, mesh), or torch's fully_shard without vgrad."
         )
     if len(set(sizes)) > 1:
         raise ValueError(
