@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import vgrad
 from tests.distributed.nets import MODELS, problem
 from vgrad import distributed
-from vgrad.distributed import RankError, data_parallel
+from vgrad.distributed import RankError, Ranks, data_parallel
 from vgrad.tree import tree_leaves
 
 CUTS = {2: [(3, 4), (0, 7), (7, 0), (0, 0)], 4: [(2, 1, 0, 4), (0, 0, 7, 0)]}
@@ -198,6 +198,84 @@ def test_what_fails_on_one_rank_fails_on_all(ranks):
     assert "rank 1 stopped with ValueError: clipped_grad(params" in sizes[1]
     assert "rank 1 stopped with ArithmeticError: no such luck" in luck[1]
     assert "expected all ranks at the same place" in place[1]
+
+
+def _of_kinds(size):
+    mesh = mesh_of(size)
+    rank = mesh.get_local_rank("dp")
+    loss, params, buffers, (x, y) = problem("mlp", torch.bfloat16)
+
+    def with_aux(params, buffers, x, y):
+        return loss(params, buffers, x, y), {"x": x, "labels": (y, y > 1)}
+
+    worst = []
+    clipped = vgrad.clipped_grad(loss, max_norm=0.5)
+    weighted = vgrad.weighted_grad(with_aux, has_aux=True)
+    weights = torch.arange(7.0) - 2
+    for sizes in CUTS[size]:
+        part, total = own(mesh, sizes), sum(sizes)
+        given, whole = (params, buffers, x[part], y[part]), slice(0, total)
+        found = data_parallel(clipped, mesh)(*given)
+        worst.append(errors(found, clipped(params, buffers, x[whole], y[whole])))
+        found, aux = data_parallel(weighted, mesh)(weights[part], *given)
+        expected = weighted(weights[whole], params, buffers, x[whole], y[whole])
+        worst.append(errors(found, expected[0]))
+        assert total == 0 or torch.equal(aux["labels"][1], expected[1]["labels"][1])
+    traced = data_parallel(vgrad.clipped_grad(with_aux, max_norm=1, has_aux=True), mesh)
+    few = 3 * min(rank, 1)
+    none = torch.zeros(few, dtype=torch.bool)
+    _, aux = traced(params, buffers, x[:few], y[:few], mask=none)
+    assert aux["x"].shape == (0, 4)
+
+    def reading(params, buffers, x):
+        return params["w"] * x.sum(), x
+
+    norms = vgrad.per_sample_norm(reading, strategy="vmap", has_aux=True)
+    one = {"w": torch.tensor(2.0)}
+    with pytest.raises(RankError, match="of the same dtypes and trailing shapes"):
+        data_parallel(norms, mesh)(one, {}, torch.ones(2, 3 + rank))
+    parallel = data_parallel(norms, mesh)
+    with pytest.raises(RuntimeError, match="call outside of torch.func's transforms"):
+        torch.func.jvp(lambda p: parallel(p, {}, torch.ones(2, 3))[0], (one,), (one,))
+    return worst
+
+
+def test_a_rank_without_samples_has_lists_of_the_others_kinds(some):
+    for worst in some.run(_of_kinds, some.size):
+        assert max(worst) < 0.02, worst
+
+
+def _late(size):
+    mesh = mesh_of(size)
+    rank = mesh.get_local_rank("dp")
+    loss, params, buffers, (x, y) = problem("mlp")
+    moments, summed = data_parallel(vgrad.gradient_moments(loss), mesh), Ranks.summed
+    told = []
+    for last in (1, 3):  # between two sums, and after all of them
+        calls = []
+
+        def failing(self, what, tensors, calls=calls, last=last):
+            found = summed(self, what, tensors)
+            calls.append(found)
+            if rank and len(calls) == last:
+                return {}  # in which sums are missing
+            return found
+
+        Ranks.summed = failing
+        try:
+            moments(params, buffers, x, y)
+        except Exception as error:
+            told.append((type(error), str(error)))
+        finally:
+            Ranks.summed = summed
+    return told
+
+
+def test_what_fails_after_sums_fails_on_all(ranks):
+    first, second = ranks(2).run(_late, 2)
+    assert [kind for kind, _ in second] == [KeyError, KeyError]
+    assert [kind for kind, _ in first] == [RankError, RankError]
+    assert all("rank 1 stopped with KeyError" in text for _, text in first)
 
 
 def _refused():
