@@ -8,6 +8,7 @@ import vgrad
 from tests.distributed.nets import MODELS, problem
 from vgrad import distributed
 from vgrad.distributed import RankError, Ranks, data_parallel
+from vgrad.dp import PoissonBatchSampler, secret_key
 from vgrad.tree import tree_leaves
 
 CUTS = {2: [(3, 4), (0, 7), (7, 0), (0, 0)], 4: [(2, 1, 0, 4), (0, 0, 7, 0)]}
@@ -287,6 +288,36 @@ def _refused():
         data_parallel(loss, mesh)
     with pytest.raises(ValueError, match="expected the range of indices"):
         distributed.local_batches([[0]], mesh, own=range(0, 4, 2))
+
+
+def _samplers():
+    mesh = mesh_of(2)
+    rank = mesh.get_local_rank("dp")
+    for seeds, steps, name in [((0, 1), (3, 3), "draws"), ((0, 0), (3, 4), "batches")]:
+        key = secret_key(seed=seeds[rank])
+        sampler = PoissonBatchSampler(10, 0.5, steps=steps[rank], key=key)
+        with pytest.raises(RankError, match=f"the same {name} on all ranks"):
+            distributed.local_batches(sampler, mesh)
+    sampler = PoissonBatchSampler(10, 0.5, steps=3, key=secret_key(seed=0))
+    for ranges in [
+        (range(6), range(5, 10)),
+        (range(4), range(5, 10)),
+        (range(4), range(4, 9)),
+        (range(1, 4), range(4, 10)),
+        (range(10), None),
+    ]:
+        with pytest.raises(ValueError, match=r"make up range\(0, 10\), each"):
+            distributed.local_batches(sampler, mesh, own=ranges[rank])
+    for ranges in [(range(10), range(10, 10)), (range(5, 10), range(5))]:
+        distributed.local_batches(sampler, mesh, own=ranges[rank])
+    own = range(0, 10, 2) if rank else range(10)
+    expected = (ValueError, "range of indices that") if rank else (RankError, "rank 1")
+    with pytest.raises(expected[0], match=expected[1]):
+        distributed.local_batches(sampler, mesh, own=own)
+
+
+def test_samplers_that_would_count_a_sample_twice_are_refused(ranks):
+    ranks(2).run(_samplers)
 
 
 def test_what_is_no_transform_is_refused(ranks):
