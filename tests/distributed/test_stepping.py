@@ -220,6 +220,9 @@ def _refused(size):
     changed = {name: value + rank for name, value in params.items()}
     with pytest.raises(RankError, match="expected the same state on all ranks"):
         step(state._replace(params=changed), x, y)
+    step(state, x[:3], y[:3])
+    with pytest.raises(RankError, match="expected the same state on all ranks"):
+        step(state._replace(params=changed), x[:3], y[:3])
     own = data_parallel(private_step(loss, tx, plan_of(2 + rank)), mesh)
     with pytest.raises(RankError, match="expected the same plan on all ranks"):
         own(state, x, y)
