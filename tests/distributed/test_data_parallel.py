@@ -7,7 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import vgrad
 from tests.distributed.nets import MODELS, problem
 from vgrad import distributed
-from vgrad.distributed import RankError, data_parallel
+from vgrad.distributed import RankError, Ranks, data_parallel
+from vgrad.dp import PoissonBatchSampler, secret_key
 from vgrad.tree import tree_leaves
 
 CUTS = {2: [(3, 4), (0, 7), (7, 0), (0, 0)], 4: [(2, 1, 0, 4), (0, 0, 7, 0)]}
@@ -200,6 +201,84 @@ def test_what_fails_on_one_rank_fails_on_all(ranks):
     assert "expected all ranks at the same place" in place[1]
 
 
+def _of_kinds(size):
+    mesh = mesh_of(size)
+    rank = mesh.get_local_rank("dp")
+    loss, params, buffers, (x, y) = problem("mlp", torch.bfloat16)
+
+    def with_aux(params, buffers, x, y):
+        return loss(params, buffers, x, y), {"x": x, "labels": (y, y > 1)}
+
+    worst = []
+    clipped = vgrad.clipped_grad(loss, max_norm=0.5)
+    weighted = vgrad.weighted_grad(with_aux, has_aux=True)
+    weights = torch.arange(7.0) - 2
+    for sizes in CUTS[size]:
+        part, total = own(mesh, sizes), sum(sizes)
+        given, whole = (params, buffers, x[part], y[part]), slice(0, total)
+        found = data_parallel(clipped, mesh)(*given)
+        worst.append(errors(found, clipped(params, buffers, x[whole], y[whole])))
+        found, aux = data_parallel(weighted, mesh)(weights[part], *given)
+        expected = weighted(weights[whole], params, buffers, x[whole], y[whole])
+        worst.append(errors(found, expected[0]))
+        assert total == 0 or torch.equal(aux["labels"][1], expected[1]["labels"][1])
+    traced = data_parallel(vgrad.clipped_grad(with_aux, max_norm=1, has_aux=True), mesh)
+    few = 3 * min(rank, 1)
+    none = torch.zeros(few, dtype=torch.bool)
+    _, aux = traced(params, buffers, x[:few], y[:few], mask=none)
+    assert aux["x"].shape == (0, 4)
+
+    def reading(params, buffers, x):
+        return params["w"] * x.sum(), x
+
+    norms = vgrad.per_sample_norm(reading, strategy="vmap", has_aux=True)
+    one = {"w": torch.tensor(2.0)}
+    with pytest.raises(RankError, match="of the same dtypes and trailing shapes"):
+        data_parallel(norms, mesh)(one, {}, torch.ones(2, 3 + rank))
+    parallel = data_parallel(norms, mesh)
+    with pytest.raises(RuntimeError, match="call outside of torch.func's transforms"):
+        torch.func.jvp(lambda p: parallel(p, {}, torch.ones(2, 3))[0], (one,), (one,))
+    return worst
+
+
+def test_a_rank_without_samples_has_lists_of_the_others_kinds(some):
+    for worst in some.run(_of_kinds, some.size):
+        assert max(worst) < 0.02, worst
+
+
+def _late(size):
+    mesh = mesh_of(size)
+    rank = mesh.get_local_rank("dp")
+    loss, params, buffers, (x, y) = problem("mlp")
+    moments, summed = data_parallel(vgrad.gradient_moments(loss), mesh), Ranks.summed
+    told = []
+    for last in (1, 3):  # between two sums, and after all of them
+        calls = []
+
+        def failing(self, what, tensors, calls=calls, last=last):
+            found = summed(self, what, tensors)
+            calls.append(found)
+            if rank and len(calls) == last:
+                return {}  # in which sums are missing
+            return found
+
+        Ranks.summed = failing
+        try:
+            moments(params, buffers, x, y)
+        except Exception as error:
+            told.append((type(error), str(error)))
+        finally:
+            Ranks.summed = summed
+    return told
+
+
+def test_what_fails_after_sums_fails_on_all(ranks):
+    first, second = ranks(2).run(_late, 2)
+    assert [kind for kind, _ in second] == [KeyError, KeyError]
+    assert [kind for kind, _ in first] == [RankError, RankError]
+    assert all("rank 1 stopped with KeyError" in text for _, text in first)
+
+
 def _refused():
     mesh = mesh_of(2)
     loss, *_ = problem("mlp")
@@ -209,6 +288,36 @@ def _refused():
         data_parallel(loss, mesh)
     with pytest.raises(ValueError, match="expected the range of indices"):
         distributed.local_batches([[0]], mesh, own=range(0, 4, 2))
+
+
+def _samplers():
+    mesh = mesh_of(2)
+    rank = mesh.get_local_rank("dp")
+    for seeds, steps, name in [((0, 1), (3, 3), "draws"), ((0, 0), (3, 4), "batches")]:
+        key = secret_key(seed=seeds[rank])
+        sampler = PoissonBatchSampler(10, 0.5, steps=steps[rank], key=key)
+        with pytest.raises(RankError, match=f"the same {name} on all ranks"):
+            distributed.local_batches(sampler, mesh)
+    sampler = PoissonBatchSampler(10, 0.5, steps=3, key=secret_key(seed=0))
+    for ranges in [
+        (range(6), range(5, 10)),
+        (range(4), range(5, 10)),
+        (range(4), range(4, 9)),
+        (range(1, 4), range(4, 10)),
+        (range(10), None),
+    ]:
+        with pytest.raises(ValueError, match=r"make up range\(0, 10\), each"):
+            distributed.local_batches(sampler, mesh, own=ranges[rank])
+    for ranges in [(range(10), range(10, 10)), (range(5, 10), range(5))]:
+        distributed.local_batches(sampler, mesh, own=ranges[rank])
+    own = range(0, 10, 2) if rank else range(10)
+    expected = (ValueError, "range of indices that") if rank else (RankError, "rank 1")
+    with pytest.raises(expected[0], match=expected[1]):
+        distributed.local_batches(sampler, mesh, own=own)
+
+
+def test_samplers_that_would_count_a_sample_twice_are_refused(ranks):
+    ranks(2).run(_samplers)
 
 
 def test_what_is_no_transform_is_refused(ranks):

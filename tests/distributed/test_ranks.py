@@ -59,18 +59,19 @@ def test_lists_are_joined_in_the_order_of_ranks(some, dtype):
         assert torch.equal(first, torch.cat(parts)[:, 0])
 
 
-def _one_fails(size):
+def _one_fails(size, mark):
     ranks = here(size)
     try:
         with ranks.together("the sum"):
             if ranks.rank == 1:
-                raise ValueError("expected good data, got bad data" + 3000 * "!")
+                raise ValueError("expected good data, got bad data" + 3000 * mark)
     except (ValueError, RankError) as error:
         return type(error).__name__, str(error)[:80]
 
 
-def test_an_error_of_one_rank_is_one_on_all(some):
-    for rank, (kind, text) in enumerate(some.run(_one_fails, some.size)):
+@pytest.mark.parametrize("mark", ["!", "\0", "\N{GRINNING FACE}"])
+def test_an_error_of_one_rank_is_one_on_all(some, mark):
+    for rank, (kind, text) in enumerate(some.run(_one_fails, some.size, mark)):
         if rank == 1:
             assert (kind, text[:13]) == ("ValueError", "expected good")
         else:

@@ -1,5 +1,7 @@
 """Steps of all ranks move parameters as one process does on the whole batch."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -215,7 +217,9 @@ def _trained(size, compiled):
     state = expected = TrainState.create(tx, params, buffers, seed=1)
     own = slice(16 // size * rank, 16 // size * (rank + 1))
     for _ in range(5):
-        state, metrics = step(state, x[own], y[own])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", vgrad.CompileWarning)
+            state, metrics = step(state, x[own], y[own])
         expected, told = plain(expected, x, y)
     torch.testing.assert_close(metrics["loss"], told["loss"])
     with pytest.raises(ValueError, match=r"as many samples on every rank.*\[8, 7"):
@@ -244,6 +248,9 @@ def _refused(size):
     changed = {name: value + rank for name, value in params.items()}
     with pytest.raises(RankError, match="expected the same state on all ranks"):
         step(state._replace(params=changed), x, y)
+    step(state, x[:3], y[:3])
+    with pytest.raises(RankError, match="expected the same state on all ranks"):
+        step(state._replace(params=changed), x[:3], y[:3])
     own = data_parallel(private_step(loss, tx, plan_of(2 + rank)), mesh)
     with pytest.raises(RankError, match="expected the same plan on all ranks"):
         own(state, x, y)

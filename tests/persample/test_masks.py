@@ -212,3 +212,17 @@ def test_dropout_draws_what_it_draws_for_the_whole_batch(randomness, name, strat
     assert torch.equal(after, torch.get_rng_state())
     grads = {n: grad[kept] for n, grad in whole.items()}
     oracle.assert_exact(compared(name, found), expected(name, grads, None))
+
+
+def test_counts_are_of_the_samples_that_count_in_whatever_order_they_ran():
+    def branching(params, buffers, x):
+        loss = (params["w"] * x).sum()
+        return 2 * loss if x[0] > 0 else loss
+
+    x = torch.tensor([[-1.0, 1.0], [1.0, torch.nan], [-1.0, 2.0]])
+    mask = torch.tensor([True, True, False])
+    clipped = vgrad.clipped_grad(branching, max_norm=0.5)
+    found = clipped({"w": torch.ones(2)}, {}, x.flip(0), mask=mask.flip(0))
+    other = clipped({"w": torch.ones(2)}, {}, x, mask=mask)
+    for each in (found, other):
+        assert (int(each.nonfinite), int(each.clipped)) == (1, 1)

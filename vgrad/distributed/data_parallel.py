@@ -45,10 +45,11 @@ def data_parallel(transform: Any, mesh: DeviceMesh, *, data: str = "dp") -> Any:
     plans or keys differ, raise too. Compiled functions run their graphs on each rank,
     with collectives between them, and the optimizer by replay, so that no rank rounds
     otherwise; `batch_sizes` are those of whole batches, of which each rank takes its
-    share. Results are constants: to differentiate them again raises.
+    share. Results are constants: to differentiate them again raises, and so does a call
+    within a transform of `torch.func`.
 
-    Cost: two small exchanges of notes, one reduction of all sums, one exchange for each
-    list. On a ring a rank sends `2 (W - 1) / W` times the bytes of the sums.
+    Cost: two or three small exchanges of notes, one reduction of all sums, one exchange
+    for each list. On a ring a rank sends `2 (W - 1) / W` times the bytes of the sums.
 
     Raises:
         TypeError: `transform` is none of these, or `mesh` is no mesh.

@@ -40,7 +40,9 @@ def local_batches(
     start of the range.
 
     Raises:
-        TypeError, ValueError: as `data_parallel`, or `own` is no range of step one.
+        TypeError, ValueError: as `data_parallel`, or `own` is no range of step one, or
+            the ranges overlap or leave gaps.
+        RankError: the samplers differ.
 
     Example:
         >>> from vgrad.dp import PoissonBatchSampler, secret_key
@@ -49,12 +51,39 @@ def local_batches(
         ...     return local_batches(sampler, mesh)
     """
     ranks = Ranks.of("local_batches", mesh, data)
-    if own is not None and (not isinstance(own, range) or own.step != 1):
-        raise ValueError(
-            f"local_batches(own={own!r}): expected the range of indices that this rank "
-            f"has, such as range(0, 1000)."
-        )
+    with ranks.together("local_batches"):
+        if own is not None and (not isinstance(own, range) or own.step != 1):
+            raise ValueError(
+                f"local_batches(own={own!r}): expected the range of indices that this "
+                f"rank has, such as range(0, 1000)."
+            )
+    held = None if own is None else [own.start, own.stop]
+    same = {"batches": len(sampler), "draws": getattr(sampler, "digest", None)}
+    notes = ranks.check_same("local_batches", {"own": held}, **same)
+    _check_ranges([note["own"] for note in notes], sampler)
     return LocalBatches(sampler, ranks.rank, ranks.size, own)
+
+
+def _check_ranges(ranges: list[list[int] | None], sampler: BatchSampler) -> None:
+    """Refuse ranges in which a sample would count twice, or never, on all ranks."""
+    if all(each is None for each in ranges):
+        return
+    size, place = getattr(sampler, "dataset_size", None), 0
+    for start, stop in sorted(each or [-1, 0] for each in ranges):
+        if start >= 0 and start == stop:
+            continue  # a rank without samples
+        if start != place:
+            break
+        place = stop
+    else:
+        if size in (None, place):
+            return
+    whole = "all samples" if size is None else f"range(0, {size})"
+    raise ValueError(
+        f"local_batches(own): expected ranges of all ranks that make up {whole}, each "
+        f"index once, got {ranges}. A sample on two ranks would count twice, and its "
+        f"noise would not hide it."
+    )
 
 
 class LocalBatches:

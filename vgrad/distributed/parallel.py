@@ -3,6 +3,8 @@
 W ranks, each with its own part of a batch, which may be empty. B samples altogether.
 """
 
+import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,12 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from vgrad import batches
 from vgrad.compiled import CompiledTransform
-from vgrad.distributed.ranks import Ranks
+from vgrad.distributed.ranks import RankError, Ranks
 from vgrad.distributed.sharded import sharded_call
 from vgrad.generators import ALONE, kept_random_state
 from vgrad.persample.engine import Call, Transform, constant
 from vgrad.persample.weighted import WeightedGradFn
 from vgrad.precision.loss_scale import LossScale
+from vgrad.torch_private import levels
 from vgrad.tree import map_tensors
 from vgrad.typing import Params
 
@@ -53,24 +56,31 @@ class ParallelTransform:
         function, given = options.function, 3 if self._takes_weights else 2
         meeting = _Meeting(self._ranks, f"data_parallel({function})")
         draws = options.randomness != "error"
+        if levels.inside_transform():
+            raise RuntimeError(
+                f"{meeting.what}: expected a call outside of torch.func's transforms, "
+                f"which do not reach other ranks. Differentiate or map within the "
+                f"loss, or transform what one process computes."
+            )
         with meeting.until():
             read = batches.read(function, arguments[given:])
             if mask is not None:
                 batches.check_mask(function, mask, read.size)
             counted = read.size if mask is None else int(mask.sum())
             seed = int(torch.randint(2**62, ())) if draws else None
-        notes = meeting.told(samples=counted, seed=seed)
+        notes = meeting.told(samples=counted, given=read.size, seed=seed)
         sizes = [note["samples"] for note in notes]
-        if options.has_aux and not read.size and sum(sizes):
+        if options.has_aux and not read.size and any(each["given"] for each in notes):
             # What aux looks like is known from a sample alone.
-            arguments = (*arguments[:given], *map_tensors(_one, arguments[given:]))
+            first = given - 2  # weights, if any, are of samples too
+            fixed, samples = arguments[first:given], arguments[given:]
+            weights, batch = map_tensors(_one, (arguments[:first], samples))
+            arguments = (*weights, *fixed, *batch)
             mask = torch.zeros(1, dtype=torch.bool, device=read.tensors[0].device)
         with meeting.until(), torch.no_grad():
             with _seeded(notes[0]["seed"], read.tensors):
                 found = self._run(meeting, arguments, mask)
-        meeting.told()
-        joined = partial(self._ranks.joined, sizes=sizes)
-        found = _plain(self._transform).mapped(joined, found)
+        found = self._joined(meeting, found, sizes, [note["given"] for note in notes])
         if torch.is_grad_enabled():
             params = arguments[given - 2].values()
             found = constant(meeting.what, found, [*params, *read.tensors])
@@ -93,6 +103,43 @@ class ParallelTransform:
         meeting.told()
         given = params, buffers, batch, mask, *weights
         return sharded_call(transform, self._ranks, *given)
+
+    def _joined(
+        self, meeting: "_Meeting", found: Any, sizes: list[int], given: list[int]
+    ) -> Any:
+        """Join the lists of samples in a result over the ranks."""
+        ranks, mapped = self._ranks, _plain(self._transform).mapped
+        lists: list[Tensor] = []
+        with meeting.until():
+            mapped(lambda leaf: lists.append(leaf) or leaf, found)
+            kinds = [(str(leaf.dtype)[6:], *leaf.shape[1:]) for leaf in lists]
+            text = json.dumps(kinds).encode()
+            digest = hashlib.blake2b(text, digest_size=16).hexdigest()
+        notes = meeting.told(kinds=digest, length=len(text))
+        filled = [rank for rank, size in enumerate(given) if size] or [0]
+        first = notes[filled[0]]
+        if any(notes[rank]["kinds"] != first["kinds"] for rank in filled):
+            raise RankError(
+                f"{meeting.what}: expected lists of samples of the same dtypes and "
+                f"trailing shapes on all ranks, got others. Pad samples to the same "
+                f"shape on every rank."
+            )
+        if any(note["kinds"] != first["kinds"] for note in notes):
+            # Without samples a rank does not know the dtypes that the others have.
+            sent = torch.zeros(first["length"], dtype=torch.uint8)
+            if ranks.rank == filled[0]:
+                sent = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            sent = ranks.of_first(sent.to(ranks.device), filled[0])
+            kinds = json.loads(bytes(sent.tolist()))
+        known = iter(kinds)
+
+        def joined(leaf: Tensor) -> Tensor:
+            dtype, *shape = next(known)
+            if not sizes[ranks.rank]:
+                leaf = leaf.new_empty((0, *shape), dtype=getattr(torch, dtype))
+            return ranks.joined(leaf, sizes)
+
+        return mapped(joined, found)
 
 
 class _Meeting:
@@ -117,9 +164,7 @@ class _Meeting:
             raise
 
     def told(self, **facts: Any) -> list[dict[str, Any]]:
-        """Meet, if the ranks have not since the block began."""
-        if self._met:
-            return []
+        """Meet."""
         self._met = True
         self._place += 1
         return self._ranks.agree(f"{self.what}, {self._place}", **facts)
@@ -127,7 +172,9 @@ class _Meeting:
     def summed(self, tensors: Params) -> Params:
         """Meet, and sum over the ranks."""
         self._met = True
-        return self._ranks.summed(self.what, tensors)
+        found = self._ranks.summed(self.what, tensors)
+        self._met = False  # what fails from here on is not known to the others
+        return found
 
 
 def _plain(transform: Transform | CompiledTransform) -> Transform:

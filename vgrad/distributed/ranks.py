@@ -170,12 +170,12 @@ class Ranks(NamedTuple):
             work.wait()
         return {name: found[name] for name in given}
 
-    def of_first(self, tensor: Tensor) -> Tensor:
+    def of_first(self, tensor: Tensor, first: int = 0) -> Tensor:
         """Return what the first rank has, bit by bit; shapes must be the same."""
         sent = tensor.detach().clone(memory_format=torch.contiguous_format)
         if self.size > 1:
             flat = sent.view(-1).view(torch.uint8)
-            distributed.broadcast(flat, group=self.group, group_src=0)
+            distributed.broadcast(flat, group=self.group, group_src=first)
         return sent
 
     def joined(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -206,11 +206,11 @@ class Ranks(NamedTuple):
 def _encoded(note: Mapping[str, Any]) -> bytes:
     """Write a note as JSON; an error's message may be long, and is cut."""
     text = json.dumps(note).encode()
-    if len(text) > _NOTE:
-        room = _NOTE - (len(text) - len(json.dumps(note["error"])))
-        checks.whole("agree", least=100, room=room)
-        note = {**note, "error": f"{note['error'][: room // 6 - 5]} ..."}
-        text = json.dumps(note).encode()
+    error, room = note["error"], _NOTE
+    while len(text) > _NOTE and error is not None and room:
+        room = room * 7 // 8  # characters, of which one may take twelve bytes
+        text = json.dumps({**note, "error": f"{error[:room]} ..."}).encode()
+    checks.whole("agree", least=0, room=_NOTE - len(text))
     return text
 
 

@@ -101,6 +101,12 @@ class PoissonBatchSampler:
         """Return the number of batches, empty ones included."""
         return self.steps - self.start
 
+    @property
+    def digest(self) -> str:
+        """Tell samplers of different batches apart, and nothing of the key."""
+        place = ("sampler", self.dataset_size, repr(self.sampling_rate))
+        return f"{generators.stream(self._key, *place, self.start, self.steps):032x}"
+
     def __iter__(self) -> Iterator[list[int]]:
         """Draw the batches one by one."""
         # Checked when the first batch is drawn: a DataLoader with workers makes two

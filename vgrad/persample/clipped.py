@@ -231,11 +231,11 @@ class ClippedGradFn(Transform):
         if not found:
             self._clip.parts(call.params)  # which may not be as the bounds say
         norms = joined(reductions.no_norms(call.params, torch.float64), found)
-        nonfinite, mask = ~norms.isfinite(), call.problem.mask
+        nonfinite, mask, places = ~norms.isfinite(), call.problem.mask, call.places
+        if mask is not None:  # in the order of the batch
+            nonfinite = (nonfinite if places is None else nonfinite[places]) & mask
         clipped, nonfinite = call.summed(
-            sums,
-            joined(norms > 0, above).sum(),
-            (nonfinite if mask is None else nonfinite & mask).sum(),
+            sums, joined(norms > 0, above).sum(), nonfinite.sum()
         )
         sums.divide(self._normalize_by)
         return ClippedGrad(

@@ -157,7 +157,8 @@ class _Running:
 
     def merge(self, params: Params, reduce: Reduce) -> None:
         """Merge with those of others, by sums over all of them."""
-        own = torch.as_tensor(self._size, dtype=torch.float64)
+        device = next(iter(params.values())).device
+        own = torch.as_tensor(self._size, dtype=torch.float64, device=device)
         means = self._means or map_values(torch.zeros_like, _nothing(params))
         squares = self._squares or map_values(_squared, means)
         size = reduce({"": own})[""]

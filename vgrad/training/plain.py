@@ -1,7 +1,7 @@
 """The ordinary training step: `step(state, *batch) -> (new state, metrics)`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -116,8 +116,9 @@ class TrainStep:
         """Return the state after the step, and what the step found."""
         scale = scale_of(state, self.first)
         scaled = not isinstance(scale, NoOpLossScale)
+        own = self if self.over is None else replace(self, over=None)  # for graphs
         with torch.no_grad(), own_randomness(state):
-            given = (self._gradients, state.params, state.buffers, batch, scale)
+            given = (own._gradients, state.params, state.buffers, batch, scale)
             compute = partial(self.run, *given)
             found = compute() if self.over is None else self.over(compute, state)
             grads, value, aux, buffers, finite = found
