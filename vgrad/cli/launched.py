@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from vgrad.distributed import RankError, Ranks, data_parallel, replicated
 
-_PATIENCE = timedelta(seconds=30)
+_PATIENCE = timedelta(seconds=45)
 """How long a rank waits for another one before it takes it for dead."""
 
 
@@ -95,7 +95,8 @@ def _joined() -> Iterator[None]:
             raise OSError(f"rank {os.environ['RANK']}: {error}") from error
         except (distributed.DistError, RuntimeError) as error:
             raise _lost(error) from error
-    distributed.destroy_process_group()
+        finally:
+            distributed.destroy_process_group()  # a group left at exit may abort
 
 
 def _lost(error: Exception) -> Exception:
