@@ -5,10 +5,12 @@ question that split it, each sample has to see the numbers that it saw before: o
 went the other way for having drawn others would spoil their distribution. So the chunk
 runs once more up to the question, what its random ops return is noted, and every part
 takes its rows of that. From there on each part draws numbers of its own.
+
+Samples with keys need none of this: their numbers follow from the keys.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +18,8 @@ import torch
 from torch import Tensor
 
 from vgrad.generators import drawn_since, random_state
+from vgrad.lowering.keyed import SHOWN, Keyed, may_draw, op_name, shown_results
 from vgrad.lowering.truthful import among
-from vgrad.torch_private.tensors import written
 from vgrad.torch_private.tracing import DispatchMode
 
 
@@ -64,14 +66,26 @@ class Draws:
         asked: whether a question about values was answered.
         own: whether they came from a `torch.Generator`, too.
         known: what random ops returned, in order; None if nobody takes notes.
+        keys: those from which the random numbers follow, int64 `[B]`.
+        place: how many random ops of the loss ran before, where there are keys.
+        axis: where what they draw has its samples; None if nobody knows.
+        drew: whether there were random ops, where there are keys.
+        idle: whether nobody looks for them.
     """
 
     asked: bool = False
     own: bool = False
     known: list[_Drawn] | None = None
+    keys: Tensor | None = None
+    place: int = 0
+    axis: int | None = 0
+    drew: bool = False
+    idle: bool = False
 
     def of(self, rows: Tensor) -> "Draws":
         """Return the same for some of the samples."""
+        if self.keys is not None:
+            return Draws(keys=self.keys[rows])
         if self.known is None:
             return Draws()
         known = [replace(each, rows=each.rows[rows]) for each in self.known]
@@ -85,9 +99,35 @@ class Draws:
         `alone` is a sample without a batch dimension; its numbers are not noted. Those
         that a part of a loss draws when it is `repeated` have no place in the order.
         """
+        if self.keys is not None:
+            self.place = self.place if repeated else 0
+            return nullcontext() if self.idle else Keyed(self, alone=alone)
         if self.known is None:
             return nullcontext()
         return _Watch(self.known, size, alone=alone, repeated=repeated)
+
+    @contextmanager
+    def samples_at(self, axis: int | None) -> Iterator[None]:
+        """Say where random ops have the samples in this block; None for nowhere."""
+        before, self.axis = self.axis, axis
+        try:
+            yield
+        finally:
+            self.axis = before
+
+    def again(self) -> Callable[[], AbstractContextManager]:
+        """Return what puts the place of now in place once more, for a repetition."""
+        place = self.place
+
+        @contextmanager
+        def at() -> Iterator[None]:
+            before, self.place = self.place, place
+            try:
+                yield
+            finally:
+                self.place = before
+
+        return at
 
 
 class _Watch(DispatchMode):
@@ -109,10 +149,10 @@ class _Watch(DispatchMode):
     ) -> Any:
         """Run one op, and put the numbers in place that are known."""
         kwargs = kwargs or {}
-        name = getattr(func, "overloadpacket", func).__name__.rstrip("_")
-        shown = name in _SHOWN
+        name = op_name(func)
+        shown = name in SHOWN
         if not shown:
-            if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+            if not may_draw(func):
                 return func(*args, **kwargs)
             tensors = among(args, kwargs)
             before = random_state(tensors)
@@ -123,8 +163,7 @@ class _Watch(DispatchMode):
             return found
         if self._repeated:
             raise Undrawn(f"{name} in an activation checkpoint")
-        given = [*_written(func, args, kwargs), *among((found,), {})]
-        results = [*{id(each): each for each in given}.values()]
+        results = shown_results(func, args, kwargs, found)
         if self._place < len(self._known):
             self._known[self._place].put(name, results, alone=self._alone)
         elif not self._alone:
@@ -133,15 +172,6 @@ class _Watch(DispatchMode):
             self._known.append(_Drawn(name, kept, self._size, rows))
         self._place += 1
         return found
-
-
-def _written(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
-    """Yield the tensors that an op writes into."""
-    for place, name, by_keyword in written(func):
-        if not by_keyword and place < len(args):
-            yield args[place]
-        elif isinstance(kwargs.get(name), Tensor):
-            yield kwargs[name]
 
 
 def _own(drawn: _Drawn, known: Tensor, like: Tensor) -> Tensor | None:
@@ -178,13 +208,3 @@ def _alone(drawn: _Drawn, known: Tensor, like: Tensor) -> Tensor | None:
             if size == drawn.size and own.squeeze(axis).shape == like.shape:
                 return own.squeeze(axis)
     return None
-
-
-_SHOWN = {
-    *("bernoulli", "binomial", "cauchy", "exponential", "geometric", "log_normal"),
-    *("multinomial", "native_dropout", "normal", "normal_functional", "poisson"),
-    *("rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random"),
-    *("randperm", "rrelu_with_noise", "rrelu_with_noise_functional", "uniform"),
-    *("_fused_dropout", "_sample_dirichlet", "_standard_gamma"),
-}
-"""Random ops whose results, or what they write, show all the numbers they drew."""
