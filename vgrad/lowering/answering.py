@@ -33,6 +33,8 @@ def tried(
     Raises:
         Undrawn: they came from another generator, whose state is not known.
     """
+    if draws.keys is not None:
+        return _parted(run, draws), draws
     before = random_state(tensors) if differ else None
     found = _parted(run, draws)
     if not isinstance(found, Parts):

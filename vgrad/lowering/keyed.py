@@ -1,7 +1,7 @@
 """Random numbers of a loss that follow from a key of each sample.
 
-What a random op draws for a sample is a function of the sample's key, of how many random
-ops ran before in the loss, and of the place of each number in the sample's own tensor.
+What a random op draws for a sample is a function of the sample's key, of how many
+random ops ran before in the loss, and of each number's place in the sample's tensor.
 So a sample sees the same numbers in any chunk, part, strategy or process. The ops of
 dropout, and those that draw uniform and normal numbers, take them from a hash for all
 samples at once. For the others torch's generators are seeded sample by sample.
@@ -255,7 +255,7 @@ class Keyed(DispatchMode):
         tensors = among(args, kwargs)
         if self._alone:
             device = tensors[0].device if tensors else torch.device("cpu")
-            _seed(device, self._streams(torch.device("cpu")).item())
+            _seed(device, *self._streams(torch.device("cpu")).tolist())
         before = random_state(tensors)
         found = func(*args, **kwargs)
         if drawn_since(before, tensors):
@@ -291,10 +291,9 @@ def _seed(device: torch.device, seed: int) -> None:
     """Seed the generator that ops on a device draw from."""
     if device.type not in ("cpu", "cuda"):
         raise Unkeyed(f"some on the device {device.type}")
-    cpu = device.type == "cpu"
-    own = (
-        torch.default_generator if cpu else torch.cuda.default_generators[device.index]
-    )
+    own = torch.default_generator
+    if device.type == "cuda":
+        own = torch.cuda.default_generators[device.index]
     own.manual_seed(seed)
 
 

@@ -79,18 +79,20 @@ class Transform:
         mask: Tensor | None = None,
         more: Any = None,
         loss_scale: LossScale | None = None,
+        keys: Tensor | None = None,
     ) -> Any:
         """Compute the quantity, with entries for the samples that do not count too.
 
         In inference mode, where autograd does not work, compute outside of it. `more`
-        is what some transforms are given beside a batch, and `loss_scale` takes the
-        place of that of the options.
+        is what some transforms are given beside a batch, `loss_scale` takes the place
+        of that of the options, and `keys` are those of `Problem.on`.
         """
+        given = params, buffers, batch, mask
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
-                return self.on_all(params, buffers, batch, mask, more, loss_scale)
+                return self.on_all(*given, more, loss_scale, keys)
         weights = more if self.joins else None
-        problem = self.options.on(params, buffers, batch, mask, weights, loss_scale)
+        problem = self.options.on(*given, weights, loss_scale, keys)
         return self.called(Call(problem), more)
 
     def called(self, call: Call, more: Any) -> Any:
