@@ -108,8 +108,12 @@ class Draws:
 
     @contextmanager
     def samples_at(self, axis: int | None) -> Iterator[None]:
-        """Say where random ops have the samples in this block; None for nowhere."""
-        before, self.axis = self.axis, axis
+        """Say where random ops have the samples in this block; None for nowhere.
+
+        What a block says holds in all blocks inside of it, if it is that.
+        """
+        before = self.axis
+        self.axis = None if before is None else axis
         try:
             yield
         finally:

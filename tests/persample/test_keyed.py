@@ -1,0 +1,241 @@
+"""Random numbers of a loss that follow from keys of samples."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
+
+import vgrad
+from vgrad.generators import sample_keys
+from vgrad.persample.engine import UnsupportedOp
+
+B = 6
+X = torch.rand(B, 4, 5) + 0.1
+KEYS = sample_keys(11, 3, B)
+
+
+def in_place(name, *args):
+    return lambda x: getattr(x.clone(), name)(*args)
+
+
+OPS = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "dropout in place": lambda x: F.dropout(x.clone(), 0.3, inplace=True),
+    "no dropout": lambda x: F.dropout(F.dropout(F.dropout(x, 0.0), 1.0) + x, 0.5),
+    "dropout of a transpose": lambda x: F.dropout(x.T, 0.5).T,
+    "dropout of an odd size": lambda x: F.dropout(x.flatten()[:7], 0.5).sum() + x,
+    "dropout of nothing": lambda x: F.dropout(x, 0.5) + F.dropout(x[:0], 0.5).sum(),
+    "dropout of one number": lambda x: x + F.dropout(x.sum(), 0.5),
+    "dropout of what all share": lambda x: x + F.dropout(torch.ones(5), 0.5),
+    "dropout1d": lambda x: F.dropout1d(x, 0.5),
+    "dropout2d": lambda x: F.dropout2d(x[None, None], 0.5)[0, 0],
+    "dropout3d": lambda x: F.dropout3d(x.view(2, 2, 5, 1)).view(4, 5),
+    "alpha": lambda x: F.alpha_dropout(x, 0.5, training=True),
+    "feature alpha": lambda x: F.feature_alpha_dropout(x, 0.5, training=True),
+    "native": lambda x: torch.native_dropout(x, 0.5, True)[0],
+    "native, off": lambda x: F.dropout(torch.native_dropout(x, 0.5, False)[0]),
+    "bernoulli": lambda x: torch.bernoulli(x.clamp(0, 1)),
+    "bernoulli with p": lambda x: torch.bernoulli(x.detach(), 0.3),
+    "bernoulli_ with p": in_place("bernoulli_", 0.3),
+    "bernoulli_ of itself": lambda x: (y := x.clamp(0, 1)).bernoulli_(y),
+    "bernoulli_ with p of all": in_place("bernoulli_", torch.full((5,), 0.4)),
+    "rand": lambda x: torch.rand(4, 5) + x,
+    "rand of half": lambda x: torch.rand(4, 5, dtype=torch.bfloat16) + x,
+    "rand_like": torch.rand_like,
+    "uniform_": in_place("uniform_", -1.0, 3.0),
+    "randn": lambda x: torch.randn(4, 5) + x,
+    "complex randn": lambda x: torch.randn(4, 5, dtype=torch.complex64).abs() + x,
+    "randn_like": lambda x: torch.randn_like(x) * torch.randn_like(x[0]),
+    "normal_": in_place("normal_", 1.0, 2.0),
+    "normal of means": lambda x: torch.normal(x, 1.0),
+    "normal of deviations": lambda x: torch.normal(1.0, x),
+    "normal of both": lambda x: torch.normal(x, x),
+    "normal of a size": lambda x: torch.normal(0.0, 1.0, (4, 5)) + x,
+    "normal of a mean of all": lambda x: torch.normal(torch.arange(5.0), x),
+    "randint": lambda x: torch.randint(0, 9, (4, 5)) + x,
+    "randint_like": lambda x: torch.randint_like(x, 9),
+    "random_": in_place("random_", 0, 9),
+    "exponential_": in_place("exponential_"),
+    "cauchy_": in_place("cauchy_"),
+    "log_normal_": in_place("log_normal_"),
+    "geometric_": in_place("geometric_", 0.3),
+    "poisson": lambda x: torch.poisson(x * 5),
+    "binomial": lambda x: torch.binomial(
+        (x.detach() * 9).round(), x.detach().clamp(0, 1)
+    ),
+    "gamma": torch._standard_gamma,
+    "dirichlet": lambda x: torch._sample_dirichlet(x.detach()),
+    "multinomial": lambda x: torch.multinomial(x, 3).sum() + x,
+    "multinomial, replacing": lambda x: (
+        torch.multinomial(x, 9, True).sum(1)[:, None] + x
+    ),
+    "multinomial of a vector": lambda x: torch.multinomial(x[0], 3).float() @ x[:3],
+    "multinomial of what all share": lambda x: (
+        torch.multinomial(torch.ones(5), 3).sum() + x
+    ),
+    "gumbel": F.gumbel_softmax,
+    "hard gumbel": lambda x: F.gumbel_softmax(x, hard=True),
+    "fractional pooling": lambda x: F.fractional_max_pool2d(x[None], 2, (2, 2)).sum(),
+    "categorical": lambda x: torch.distributions.Categorical(x).sample()[:, None] + x,
+    "of a vmap": lambda x: torch.vmap(F.dropout, randomness="different")(x),
+    "of a vmap that shares": lambda x: torch.vmap(F.dropout, randomness="same")(x),
+    "checkpoint": lambda x: F.dropout(
+        checkpoint(two, F.dropout(x), use_reentrant=False)
+    ),
+    "re-entrant": lambda x: F.dropout(
+        checkpoint(two, x.requires_grad_(), use_reentrant=True)
+    ),
+    "an if": lambda x: F.dropout(x) * (2 if torch.rand(()) < 0.5 else torch.rand(4, 5)),
+    "attention": lambda x: F.scaled_dot_product_attention(
+        x[None], x[None], x[None], dropout_p=0.5
+    ),
+}
+ALONE = {
+    "randperm": lambda x: x[torch.randperm(4)],
+    "rrelu": lambda x: F.rrelu(x - 0.5, training=True),
+    "rrelu in place": lambda x: F.rrelu(x - 0.5, training=True, inplace=True),
+    "out": lambda x: torch.rand(4, 5, out=torch.empty(4, 5)) + x,
+    "bernoulli, out": lambda x: torch.bernoulli(
+        x.detach().clamp(0, 1), out=torch.empty(4, 5)
+    ),
+    "normal, out": lambda x: torch.normal(x.detach(), 1.0, out=torch.empty(4, 5)),
+    "empty": lambda x: torch.empty(4, 5).uniform_() + x,
+    "rsample": lambda x: torch.distributions.Normal(x, 1.0).rsample(),
+    "a function's own": lambda x: Dropping.apply(x),
+    "a function without a rule": lambda x: Plain.apply(x),
+}
+"""Ops that run one sample after another, whatever the strategy, or not at all."""
+
+
+def two(x):
+    return F.dropout(F.dropout(x.sin()).exp())
+
+
+class Dropping(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return F.dropout(x, 0.5)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Plain(Dropping):
+    generate_vmap_rule = False
+
+
+def of(op):
+    """Make a loss whose gradient shows what an op drew, and what one after it did."""
+
+    def loss(params, buffers, x):
+        first = op(x * params["b"])
+        return (first * params["w"]).sum() + (F.dropout(x) * params["v"]).sum()
+
+    ones = {"w": torch.ones(4, 5), "v": torch.ones(4, 5), "b": torch.tensor(1.0)}
+    return loss, ones, {}, (X,)
+
+
+def recurrent(kind, **options):
+    torch.manual_seed(3)
+    net = kind(5, 3, num_layers=3, dropout=0.5, **options)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(net)
+
+    def loss(params, buffers, x):
+        return fmodel(params, buffers, x)[0].square().sum()
+
+    return loss, params, buffers, (X,)
+
+
+def packed():
+    torch.manual_seed(3)
+    net = nn.GRU(5, 3, num_layers=2, dropout=0.5, batch_first=True)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(net)
+
+    def loss(params, buffers, x, lengths):
+        pair = torch.stack([x, x * 2])
+        rows = pack_padded_sequence(pair, lengths, batch_first=True)
+        found, _ = fmodel(params, buffers, rows)
+        return pad_packed_sequence(found, batch_first=True)[0].square().sum()
+
+    lengths = torch.tensor([[4, 2], [3, 3], [4, 2], [4, 4], [3, 1], [4, 2]])
+    return loss, params, buffers, (X, lengths)
+
+
+def transformer():
+    torch.manual_seed(3)
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.4, batch_first=True)
+    model = nn.Sequential(nn.Linear(5, 4), nn.TransformerEncoder(layer, 2))
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+
+    def loss(params, buffers, x):
+        return fmodel(params, buffers, x[None]).square().sum()
+
+    return loss, params, buffers, (X,)
+
+
+CASES = {name: lambda op=op: of(op) for name, op in (OPS | ALONE).items()}
+CASES |= {
+    "LSTM": lambda: recurrent(nn.LSTM),
+    "GRU, both ways, batch first": lambda: recurrent(
+        nn.GRU, bidirectional=True, batch_first=True
+    ),
+    "LSTM with projections": lambda: recurrent(nn.LSTM, proj_size=2),
+    "packed": packed,
+    "transformer": transformer,
+}
+CLOSE = {"LSTM", "GRU, both ways, batch first", "LSTM with projections", "packed"}
+CLOSE |= {"transformer", "attention"}
+"""What other kernels round in another way; a number drawn otherwise is far off."""
+
+
+def same(found, expected, name):
+    for key, value in expected.items():
+        if name in CLOSE:
+            torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)
+        else:
+            assert torch.equal(found[key], value), (name, key)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CASES)
+def test_a_sample_draws_the_same_in_every_part_and_strategy(name):
+    loss, params, buffers, batch = CASES[name]()
+
+    def grads(rows=slice(None), **options):
+        grad = vgrad.per_sample_grad(loss, randomness="different", **options)
+        own = tuple(each[rows] for each in batch)
+        return grad.on_all(params, buffers, own, keys=KEYS[rows])
+
+    state = torch.get_rng_state()
+    whole = grads()
+    assert torch.equal(torch.get_rng_state(), state)
+    parts = [grads(slice(*each)) for each in ((0, 1), (1, 4), (4, 6))]
+    same({key: torch.cat([each[key] for each in parts]) for key in whole}, whole, name)
+    same(grads(chunk_size=2), whole, name)
+    same(grads(strategy="loop"), whole, name)
+    order = torch.tensor([4, 2, 0, 5, 1, 3])
+    moved = grads(order)
+    same(moved, {key: value[order] for key, value in whole.items()}, name)
+    for strategy in ("recorded", "vmap"):
+        try:
+            found = grads(strategy=strategy)
+        except (UnsupportedOp, RuntimeError):
+            assert name in {*ALONE, "re-entrant", "checkpoint"}, strategy
+        else:
+            same(found, whole, name)
+    assert torch.equal(torch.get_rng_state(), state)
+    again = vgrad.per_sample_grad(loss, randomness="different").on_all(
+        params, buffers, batch, keys=KEYS + 1
+    )
+    assert any(not torch.allclose(again[key], whole[key]) for key in whole)
+    shown = next(iter(whole.values()))
+    assert len({repr(row.tolist()) for row in shown}) == B or "an if" in name
