@@ -8,6 +8,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import vgrad
+from vgrad import conditions
 from vgrad.generators import sample_keys
 from vgrad.persample.engine import UnsupportedOp
 
@@ -71,7 +72,7 @@ OPS = {
     "multinomial, replacing": lambda x: (
         torch.multinomial(x, 9, True).sum(1)[:, None] + x
     ),
-    "multinomial of a vector": lambda x: torch.multinomial(x[0], 3).float() @ x[:3],
+    "multinomial of a vector": lambda x: torch.multinomial(x[0], 3).sum() + x,
     "multinomial of what all share": lambda x: (
         torch.multinomial(torch.ones(5), 3).sum() + x
     ),
@@ -239,3 +240,191 @@ def test_a_sample_draws_the_same_in_every_part_and_strategy(name):
     assert any(not torch.allclose(again[key], whole[key]) for key in whole)
     shown = next(iter(whole.values()))
     assert len({repr(row.tolist()) for row in shown}) == B or "an if" in name
+
+
+def drawn(op, keys, size=(200, 50), **options):
+    """Return what each sample draws, by way of the gradient."""
+
+    def loss(p, b, x):
+        return (op(x) * p["w"]).sum()
+
+    grad = vgrad.per_sample_grad(loss, randomness="different", **options)
+    params = {"w": torch.ones(size)}
+    return grad.on_all(params, {}, (torch.ones(len(keys), *size),), keys=keys)["w"]
+
+
+@pytest.mark.parametrize(
+    ("op", "mean", "deviation"),
+    [
+        (lambda x: F.dropout(x, 0.3), 1, (0.3 / 0.7) ** 0.5),
+        (lambda x: torch.native_dropout(x, 0.3, True)[0], 1, (0.3 / 0.7) ** 0.5),
+        (lambda x: torch.bernoulli(x * 0.7), 0.7, 0.21**0.5),
+        (torch.rand_like, 0.5, 12**-0.5),
+        (torch.randn_like, 0, 1),
+        (lambda x: torch.normal(x * 3, 2.0), 3, 2),
+        (lambda x: x.clone().exponential_(), 1, 1),
+        (lambda x: x.clone().random_(0, 3), 1, (2 / 3) ** 0.5),
+    ],
+)
+def test_what_is_drawn_has_its_distribution_and_is_independent(op, mean, deviation):
+    keys = sample_keys(5, 0, 8)
+    found = (torch.stack([drawn(op, keys), second(op, keys)]) - mean) / deviation
+    rows = found.flatten(2).double()  # places, samples, numbers
+    count = rows.shape[-1]
+    assert rows.mean(-1).abs().max() < 5 * count**-0.5
+    assert (rows.square().mean(-1) - 1).abs().max() < 15 * count**-0.5
+    every = rows.flatten(0, 1)
+    between = every @ every.T / count - torch.eye(len(every))
+    between.fill_diagonal_(0)
+    assert between.abs().max() < 5 * count**-0.5
+    for lag in (1, 2, 50):
+        follows = (every[:, lag:] * every[:, :-lag]).mean(-1)
+        assert follows.abs().max() < 5 * count**-0.5
+
+
+def second(op, keys):
+    """Return what the second random op draws."""
+
+    def later(x):
+        op(x)
+        return op(x)
+
+    return drawn(later, keys)
+
+
+def test_uniform_numbers_fill_their_interval():
+    found = drawn(torch.rand_like, sample_keys(1, 0, 20)).flatten()
+    counts = torch.histc(found, 100, 0, 1)
+    chi = ((counts - 2000).square() / 2000).sum()
+    assert 55 < chi < 155
+    assert found.min() >= 0
+    assert found.max() < 1
+    half = drawn(lambda x: torch.rand_like(x, dtype=torch.half), sample_keys(1, 0, 20))
+    assert half.max() < 1
+
+
+def test_normal_numbers_have_the_tails_of_a_normal_distribution():
+    found = drawn(torch.randn_like, sample_keys(2, 0, 20)).flatten()
+    for bound, share in ((1, 0.31731), (2, 0.0455), (3, 0.0027)):
+        room = 5 * (share / len(found)) ** 0.5
+        assert abs((found.abs() > bound).double().mean() - share) < room
+
+
+def test_keys_follow_from_the_place_in_the_whole_batch_alone():
+    whole = sample_keys(2**64 - 1, 0, 10_000)
+    assert torch.equal(whole[17:40], sample_keys(-1, 17, 23))
+    assert len(whole.unique()) == 10_000
+    assert not set(whole.tolist()) & set(sample_keys(0, 0, 10_000).tolist())
+    assert sample_keys(3, 5, 0).shape == (0,)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("strategy", ["auto", "recorded", "vmap", "loop"])
+def test_a_generator_of_the_loss_is_refused(strategy):
+    own = torch.Generator()
+
+    def loss(p, b, x):
+        return (torch.rand(3, generator=own) * p["w"] * x).sum()
+
+    grad = vgrad.per_sample_grad(loss, strategy=strategy, randomness="different")
+    with pytest.raises(RuntimeError, match="torch.Generator of the loss's own in rand"):
+        grad.on_all({"w": torch.ones(3)}, {}, (torch.ones(2, 3),), keys=KEYS[:2])
+
+
+class Noisy(Dropping):
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad + torch.rand_like(grad)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("strategy", ["auto", "vmap", "loop"])
+def test_random_numbers_of_a_backward_pass_are_refused(strategy):
+    def loss(p, b, x):
+        return (Noisy.apply(x * p["w"])).sum()
+
+    grad = vgrad.per_sample_grad(loss, strategy=strategy, randomness="different")
+    state = torch.get_rng_state()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="some that a backward pass"):
+            grad.on_all({"w": torch.ones(3)}, {}, (torch.ones(2, 3),), keys=KEYS[:2])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_loss_that_draws_only_now_and_then_is_seen():
+    def loss(p, b, x):
+        return (p["w"] * (F.dropout(x) if x[0] > 0 else x)).sum()
+
+    grad = vgrad.per_sample_grad(loss, randomness="different")
+    params, x = {"w": torch.ones(30)}, torch.rand(6, 30) + 1
+    quiet = grad.on_all(params, {}, (-x,), keys=KEYS)
+    assert torch.equal(quiet["w"], -x)
+    found = grad.on_all(params, {}, (x,), keys=KEYS)
+    other = vgrad.per_sample_grad(loss, strategy="loop", randomness="different")
+    assert torch.equal(found["w"], other.on_all(params, {}, (x,), keys=KEYS)["w"])
+    assert (found["w"] == 0).any()
+
+
+def test_other_quantities_draw_the_same():
+    loss, params, buffers, batch = CASES["transformer"]()
+    grads = vgrad.per_sample_grad(loss, randomness="different")
+    whole = grads.on_all(params, buffers, batch, keys=KEYS)
+    rows = torch.cat([value.flatten(1) for value in whole.values()], 1)
+    options = {"randomness": "different", "chunk_size": 4}
+    norms = vgrad.per_sample_norm(loss, **options)
+    found = norms.on_all(params, buffers, batch, keys=KEYS)
+    torch.testing.assert_close(found, rows.norm(dim=1))
+    clipped = vgrad.clipped_grad(loss, max_norm=0.5, **options)
+    total = clipped.on_all(params, buffers, batch, keys=KEYS)
+    expected = rows * (0.5 / rows.norm(dim=1, keepdim=True)).clamp(max=1)
+    flat = torch.cat([value.flatten() for value in total.grads.values()])
+    torch.testing.assert_close(flat, expected.sum(0), rtol=1e-4, atol=1e-5)
+    gram = vgrad.per_sample_gram(loss, **options)
+    found = gram.on_all(params, buffers, batch, keys=KEYS)
+    torch.testing.assert_close(found, rows @ rows.T)
+    with pytest.raises(ValueError, match=r"per_sample_gram\(cross, keys\)"):
+        gram.on_all(params, buffers, batch, None, batch, keys=KEYS)
+
+
+def test_keys_that_fit_no_batch_are_refused():
+    loss, params, buffers, batch = of(F.dropout)
+    grad = vgrad.per_sample_grad(loss, randomness="different")
+    for keys in (KEYS[:5], KEYS.int(), KEYS[None]):
+        with pytest.raises(ValueError, match=r"per_sample_grad\(keys\): expected one"):
+            grad.on_all(params, buffers, batch, keys=keys)
+
+    def inside(x):
+        return grad.on_all(params, buffers, (x,), keys=KEYS)
+
+    with pytest.raises(ValueError, match="outside of transforms"):
+        torch.vmap(inside, randomness="different")(X[None])
+
+
+def test_without_randomness_that_differs_keys_change_nothing():
+    loss, params, buffers, batch = of(F.dropout)
+    for kind in ("same", "error"):
+        grad = vgrad.per_sample_grad(loss, randomness=kind)
+        if kind == "error":
+            with pytest.raises(RuntimeError, match="without random numbers"):
+                grad.on_all(params, buffers, batch, keys=KEYS)
+            continue
+        torch.manual_seed(1)
+        found = grad.on_all(params, buffers, batch, keys=KEYS)["w"]
+        torch.manual_seed(1)
+        assert torch.equal(found, grad(params, buffers, *batch)["w"])
+
+
+def test_a_capture_cannot_repeat_such_numbers():
+    loss, params, buffers, batch = of(F.dropout)
+    grad = vgrad.per_sample_grad(loss, randomness="different")
+
+    def call(params, buffers, *batch):
+        return grad.on_all(params, buffers, batch, keys=KEYS)
+
+    grad.on_all(params, buffers, batch, keys=KEYS)
+    with conditions.collected(), pytest.raises(conditions.Unrepeatable, match="keys"):
+        call(params, buffers, *batch)

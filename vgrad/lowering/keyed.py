@@ -9,7 +9,7 @@ samples at once. For the others torch's generators are seeded sample by sample.
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol
 
@@ -28,7 +28,14 @@ from vgrad.generators import (
 )
 from vgrad.lowering.questions import Parts, Split, where
 from vgrad.lowering.truthful import among
-from vgrad.torch_private.tensors import named, written
+from vgrad.torch_private.random_ops import (
+    SHOWN,
+    may_draw,
+    named,
+    op_name,
+    shown_results,
+    writes,
+)
 from vgrad.torch_private.tracing import DispatchMode
 from vgrad.tree import tree_map_only
 
@@ -71,6 +78,7 @@ class Keyed(DispatchMode):
         self._keys = at.keys[:1] if alone else at.keys
         self._size = len(self._keys)
         self._alone = alone
+        self._plain: set[Any] = set()  # ops that draw nothing
         self._before: RandomState | None = None
         self._kernels: AbstractContextManager = nullcontext()
 
@@ -93,9 +101,10 @@ class Keyed(DispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         """Run one op."""
+        if func in self._plain or not may_draw(func):
+            self._plain.add(func)  # the answer takes longer than most ops
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
-        if not may_draw(func):
-            return func(*args, **kwargs)
         name, given = op_name(func), named(func, args, kwargs)
         if _does_not(name, given):
             return func(*args, **kwargs)
@@ -112,10 +121,9 @@ class Keyed(DispatchMode):
         self._at.drew = True
         if not self._alone and (name in _ALONE or self._at.axis is None):
             raise _apart(self._size)
-        writes = next(written(func), None) is not None
-        found = self._bernoulli(name, given, writes=writes)
+        found = self._bernoulli(name, func, given)
         if found is None:
-            found = self._others(name, func, args, kwargs, writes=writes)
+            found = self._others(name, func, args, kwargs)
         self._at.place += 1
         return found
 
@@ -138,7 +146,7 @@ class Keyed(DispatchMode):
         count = like[0].numel()
         return words(self._streams(like.device), count).view(like.shape)
 
-    def _bernoulli(self, name: str, given: dict[str, Any], *, writes: bool) -> Any:
+    def _bernoulli(self, name: str, func: Any, given: dict[str, Any]) -> Any:
         """Draw what is true with one probability; None for other ops.
 
         Dropout does so. Nothing is left to torch, which takes longer than the hash.
@@ -150,7 +158,7 @@ class Keyed(DispatchMode):
             keep, target = given["p"], given["self"]
             if "out" in given or not 0 <= keep <= 1:
                 return None  # torch knows what to do
-            target = target if writes else torch.empty_like(target)
+            target = target if writes(func) else torch.empty_like(target)
         else:
             return None
         samples = self._samples(target)
@@ -169,13 +177,11 @@ class Keyed(DispatchMode):
             kept /= keep
         return given["input"] * kept, target
 
-    def _others(
-        self, name: str, func: Any, args: tuple, kwargs: dict, *, writes: bool
-    ) -> Any:
+    def _others(self, name: str, func: Any, args: tuple, kwargs: dict) -> Any:
         """Let torch make the result, and write other numbers over its own."""
         self._keep(args, kwargs)
         sources = args, kwargs
-        if writes:  # what is read may be what is written
+        if writes(func):  # what is read may be what is written
             copied = {id(each): each.clone() for each in among(args, kwargs)}
             sources = _replaced(args, kwargs, lambda each: copied[id(each)])
         found = func(*args, **kwargs)
@@ -310,40 +316,6 @@ def _replaced(
     """Put others in the place of the tensors of a call."""
     return tree_map_only(Tensor, by, (args, kwargs))
 
-
-def op_name(func: Any) -> str:
-    """Return the name of an op, the same for its form in place."""
-    return getattr(func, "overloadpacket", func).__name__.rstrip("_")
-
-
-def may_draw(func: Any) -> bool:
-    """Tell whether an op may draw random numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-
-
-def shown_results(func: Any, args: tuple, kwargs: dict, found: Any) -> list[Tensor]:
-    """Return what an op returned and what it wrote into, each tensor once."""
-    given = [*_written(func, args, kwargs), *among((found,), {})]
-    return [*{id(each): each for each in given}.values()]
-
-
-def _written(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
-    """Yield the tensors that an op writes into."""
-    for place, name, by_keyword in written(func):
-        if not by_keyword and place < len(args):
-            yield args[place]
-        elif isinstance(kwargs.get(name), Tensor):
-            yield kwargs[name]
-
-
-SHOWN = {
-    *("bernoulli", "binomial", "cauchy", "exponential", "geometric", "log_normal"),
-    *("multinomial", "native_dropout", "normal", "normal_functional", "poisson"),
-    *("rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random"),
-    *("randperm", "rrelu_with_noise", "rrelu_with_noise_functional", "uniform"),
-    *("_fused_dropout", "_sample_dirichlet", "_standard_gamma"),
-}
-"""Random ops whose results, or what they write, show all the numbers they drew."""
 
 _UNIFORM = {"uniform", "rand", "rand_like"}
 _NORMAL = {"normal", "normal_functional", "randn", "randn_like"}

@@ -134,14 +134,6 @@ def makes_memory(op: Any) -> bool:
     return bool(returns) and all(each.alias_info is None for each in returns)
 
 
-def named(op: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """Return all arguments of a call of an op by their names, defaults included."""
-    known = op._schema.arguments
-    defaults = {each.name: each.default_value for each in known}
-    names = (each.name for each in known)
-    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-
-
 def written(op: Any) -> Iterator[tuple[int, str, bool]]:
     """Yield place, name and whether by keyword only of what an op writes into."""
     packet = isinstance(op, torch._ops.OpOverloadPacket)

@@ -64,8 +64,7 @@ class LossGuard(Answering):
     ) -> None:
         """Take the answers of the vmap over samples, if the loss runs in one."""
         expected = "loss: expected one that changes nothing it is given"
-        keyed = draws is not None and draws.keys is not None
-        place = draws.again if keyed else None
+        place = draws.again if draws and draws.keys is not None else None
         promise = Promise(given, expected, "Copy it first.", place)
         super().__init__(promise, truth=truth, draws=draws)
         self._looped = {} if looped is None else looped
