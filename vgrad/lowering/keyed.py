@@ -79,11 +79,12 @@ class Keyed(DispatchMode):
         self._size = len(self._keys)
         self._alone = alone
         self._plain: set[Any] = set()  # ops that draw nothing
-        self._before: RandomState | None = None
+        self._before: RandomState
         self._kernels: AbstractContextManager = nullcontext()
 
     def __enter__(self) -> "Keyed":
         """Begin; fused attention would keep its random numbers to itself."""
+        self._before = random_state(())
         if torch.cuda.is_initialized():
             self._kernels = sdpa_kernel(SDPBackend.MATH)
         self._kernels.__enter__()
@@ -94,7 +95,7 @@ class Keyed(DispatchMode):
         with ExitStack() as stack:
             stack.push(self._kernels)
             super().__exit__(*raised)
-            if self._before is not None:
+            if not are_collected():  # where nothing is drawn
                 set_random_state(self._before)
 
     def __torch_dispatch__(
@@ -272,13 +273,10 @@ class Keyed(DispatchMode):
         return found
 
     def _keep(self, args: tuple, kwargs: dict) -> None:
-        """Note the state of generators before the first number is drawn from them."""
+        """Note the state of a device's generator before a number is drawn from it."""
         where = kwargs.get("device") or "cpu"
         state = random_state([*among(args, kwargs), torch.empty(0, device=where)])
-        if self._before is None:
-            self._before = state
-        else:
-            self._before = self._before[0], {**state[1], **self._before[1]}
+        self._before = self._before[0], {**state[1], **self._before[1]}
 
 
 def _does_not(name: str, given: dict[str, Any]) -> bool:

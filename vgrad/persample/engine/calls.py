@@ -215,7 +215,7 @@ def _keyed(
         if not drawn_since(before, tensors):
             return found, draws
         set_random_state(before)
-        run = again
+        fallbacks.draws, run = True, again
     found, _ = tried(run, draws, tensors, differ=differ)
     if drawn_since(before, tensors):
         set_random_state(before)
