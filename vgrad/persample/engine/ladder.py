@@ -109,9 +109,6 @@ def _back(problem: Problem, state: RandomState | None) -> None:
     draws = problem.draws
     if state is None or draws.known is not None:
         return  # what was drawn is known, and seen again
-    if draws.keys is not None:
-        set_random_state(state)  # the numbers follow from the keys
-        return
     if not drawn_since(state, problem.tensors):
         return
     if draws.asked and problem.randomness == "different":
