@@ -207,6 +207,8 @@ def _keyed(
     Raises:
         Unkeyed: numbers were drawn elsewhere than in the loss.
     """
+    if are_collected():  # whoever captures this must not miss a random op
+        return tried(run, draws, tensors, differ=differ)
     before = random_state(tensors)
     if fallbacks.draws is False:
         draws.idle = True
