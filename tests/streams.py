@@ -38,13 +38,28 @@ def filled(count, draw, key, *place):
     return np.concatenate([np.zeros(0), *parts])
 
 
+def normal(source, count):
+    """Draw one block of normal numbers: Box and Muller, cosines before sines.
+
+    Small numbers under the logarithm are drawn again, finer by ten bits.
+    """
+    pairs = (count + 1) // 2
+    under, turns = source.random(pairs), source.random(pairs)
+    fine, again = 2.0**-10, under < 2.0**-10
+    while again.any():
+        under[again] = fine * source.random(int(again.sum()))
+        fine *= 2.0**-10
+        again = under < fine
+    radii, angles = np.sqrt(-2 * np.log(under)), 2 * np.pi * turns
+    return np.concatenate([radii * np.cos(angles), radii * np.sin(angles)])[:count]
+
+
 def noise(key, step, name, shape, *, multiplier, sensitivity, member=0):
     """Return the noise of one entry in float64, before it is rounded."""
     own = digest(key, ["noise", step, float(multiplier), multiplier * sensitivity], 32)
     count = math.prod(shape)
-    drawn = filled(
-        count, lambda source, n: source.standard_normal(n), own, member, name, *shape
-    )
+
+    drawn = filled(count, normal, own, member, name, *shape)
     return torch.from_numpy(multiplier * sensitivity * drawn).reshape(shape)
 
 

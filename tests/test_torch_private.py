@@ -20,6 +20,7 @@ from vgrad.torch_private import (
     modes,
     old_style,
     random_ops,
+    shards,
     tensors,
     tracing,
 )
@@ -540,3 +541,30 @@ def test_random_ops_are_tagged_and_their_calls_can_be_read():
     )
     assert len(shown) == 2
     assert shown[0] is noise
+
+
+def test_shards_know_their_place():
+    dist = pytest.importorskip("torch.distributed.tensor")
+    from torch.distributed import destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    assert not shards.is_distributed(X)
+    init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        placements = [dist.Shard(1)]
+        whole = dist.DTensor.from_local(
+            X[:, :1], mesh, placements, run_check=False, shape=(3, 2), stride=(2, 1)
+        )
+        assert shards.is_distributed(whole)
+        assert shards.offsets(whole) == (0, 1)
+        assert torch.equal(shards.local(whole), X[:, :1])
+        assert not shards.strange(whole)
+        again = shards.like(whole, X[:, 1:])
+        assert again.placements == whole.placements
+        assert (again.shape, again.stride()) == ((3, 2), (2, 1))
+        terms = dist.DTensor.from_local(X, mesh, [dist.Partial()], run_check=False)
+        assert shards.strange(terms) == [dist.Partial()]
+    finally:
+        destroy_process_group()

@@ -18,9 +18,11 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.random.bit_generator import ISeedSequence
 from torch import Tensor
 
 from vgrad import checks, conditions
@@ -86,7 +88,20 @@ def block(stream: int, number: int) -> np.random.Generator:
     The number of the block is the highest word of the counter, which the draws of a
     block never reach. Neighbours in the lowest word would share most of their numbers.
     """
-    return np.random.Generator(np.random.Philox(key=stream, counter=number << 192))
+    counter = np.array([0, 0, 0, number], dtype=np.uint64)
+    # numpy documents seeds of any class, and annotates one.
+    seed: Any = _Key(stream)
+    return np.random.Generator(np.random.Philox(seed, counter=counter))
+
+
+class _Key(ISeedSequence):
+    """A key in the form of a seed: beside a `key` numpy asks the system for a seed."""
+
+    def __init__(self, stream: int) -> None:
+        self._words = np.array([stream % 2**64, stream >> 64], dtype=np.uint64)
+
+    def generate_state(self, n_words: int, dtype: object = np.uint32) -> np.ndarray:
+        return self._words
 
 
 def drawn(draw: Callable[..., object], stream: int, count: int) -> np.ndarray:
@@ -215,6 +230,16 @@ def set_random_state(state: RandomState) -> None:
     torch.set_rng_state(state[0])
     for index, of_device in state[1].items():
         torch.cuda.set_rng_state(of_device, index)
+
+
+def set_seed(seed: int, tensors: Iterable[Tensor]) -> None:
+    """Start the generators that computing with `tensors` may use from a seed."""
+    if conditions.are_collected():
+        raise conditions.Unrepeatable("it seeds torch's generators")
+    torch.default_generator.manual_seed(seed)
+    for device in {each.device for each in tensors if each.is_cuda}:
+        own = torch.Generator(device).manual_seed(seed)
+        torch.cuda.set_rng_state(own.get_state(), device)
 
 
 @contextmanager

@@ -13,23 +13,25 @@ from pathlib import Path
 from typing import Any
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["torch", "torch.distributed.tensor", "vgrad"])
+PRELOADED = ["pytest", "torch._dynamo", "torch.distributed.tensor"]
+PRELOADED += ["vgrad.distributed", "vgrad.cli.run", "dp_accounting"]
+SERVER.set_forkserver_preload(PRELOADED)
 
 TIMEOUT = 30
 """Seconds after which a rank that waits for another one gives up."""
 
 
 class Processes:
-    """Some ranks of one process group, gloo on the CPU, at one thread each."""
+    """Some ranks of one process group, gloo on the CPU."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, threads: int = 1) -> None:
         self.size = size
         self._folder = tempfile.TemporaryDirectory()
         path = str(Path(self._folder.name) / "store")
         self._ends, self._ranks = [], []
         for rank in range(size):
             own, other = SERVER.Pipe()
-            given = (other, path, rank, size)
+            given = (other, path, rank, size, threads)
             process = SERVER.Process(target=_serve, args=given, daemon=True)
             process.start()
             other.close()
@@ -76,12 +78,12 @@ class Processes:
         self._folder.cleanup()
 
 
-def _serve(end: Any, path: str, rank: int, size: int) -> None:
+def _serve(end: Any, path: str, rank: int, size: int, threads: int) -> None:
     """Do what comes through the pipe, as one rank."""
     import torch
     from torch import distributed
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     distributed.init_process_group(
         "gloo",
         store=distributed.FileStore(path, size),

@@ -22,7 +22,9 @@ def _summed(size):
         "large": torch.full((2**21,), float(ranks.rank)),
         "c": torch.tensor([1 + 2j * ranks.rank]),
     }
-    found = ranks.summed(parts)
+    if ranks.rank:  # the order of names is that of each rank
+        parts = dict(reversed(parts.items()))
+    found = ranks.summed("test", parts)
     assert torch.equal(own, torch.full((3,), 1.0 + ranks.rank))
     return {name: value[:1].flatten() for name, value in found.items()}
 
@@ -30,7 +32,6 @@ def _summed(size):
 def test_sums_are_those_of_all_ranks(some):
     total = sum(range(some.size))
     for found in some.run(_summed, some.size):
-        assert list(found) == ["a", "b", "large", "c"]
         assert found["a"].item() == found["b"].item() == total + some.size
         assert found["b"].dtype == torch.float64
         assert found["large"].item() == total
@@ -83,6 +84,8 @@ def _lost(size):
         ranks.agree("noise" if ranks.rank == 0 else "the sum")
     with pytest.raises(RankError, match=r"same key on all ranks, got \[0, 1"):
         ranks.check_same("a step", plan="one", key=ranks.rank)
+    with pytest.raises(RankError, match="expected the same layout"):
+        ranks.summed("test", {"w": torch.ones(2 + ranks.rank)})
     return [each["size"] for each in ranks.agree("sizes", size=ranks.rank)]
 
 

@@ -10,7 +10,7 @@ from scipy import stats
 
 from tests import oracle, streams
 from vgrad import Sensitivity
-from vgrad.dp import add_gaussian_noise, secret_key
+from vgrad.dp import add_gaussian_noise, parts, secret_key
 from vgrad.dp import noise as gaussian
 
 BLOCK = gaussian._CUDA_BLOCK
@@ -52,11 +52,17 @@ def test_the_variance_is_within_three_sigma_for_a_million_draws():
 
 @pytest.mark.slow
 def test_the_tails_are_those_of_a_normal_number():
-    noise = noised({"a": torch.zeros(4_000_000)})["a"].abs() / SIGMA
-    for deviations in (3.0, 4.0, 4.5):
-        mean = 4_000_000 * 2 * stats.norm.sf(deviations)
-        low, high = stats.poisson(mean).interval(1 - 1e-6)
-        assert low <= int((noise > deviations).sum()) <= high
+    count, found = 4_000_000, dict.fromkeys([3.0, 3.5, 4.0, 4.5, 5.0], 0)
+    for step in range(10):
+        noise = noised({"a": torch.zeros(count)}, step=step)["a"] / SIGMA
+        for deviations in found:
+            found[deviations] += int((noise > deviations).sum())
+            found[deviations] += int((noise < -deviations).sum())
+    for deviations, seen in found.items():
+        low, high = stats.poisson(20 * count * stats.norm.sf(deviations)).interval(
+            1 - 1e-6
+        )
+        assert low <= seen <= high
 
 
 SHIFTS = [0.0, 1e-30, 0.3, -7.7, 1e4, math.pi * 1e-9]
@@ -127,6 +133,13 @@ def test_autocast_around_it_changes_nothing():
         result = noised(sums)["a"]
     assert result.dtype == torch.float32
     assert torch.equal(result, expected)
+
+
+def test_a_default_device_around_it_changes_nothing():
+    sums = {"a": torch.ones(100)}
+    expected = noised(sums)
+    with torch.device("meta"):
+        oracle.assert_exact(noised(sums), expected, 0)
 
 
 def correlation(a, b):
@@ -261,9 +274,9 @@ def test_places_in_the_stream_of_a_device_are_apart(members):
     key = secret_key(seed=0)
     taken = []
     for member in range(members):
-        normals = gaussian._Normals(key, sums, member)
+        source = gaussian._Normals(key, sums, member, 1.0)
         for name, size in sizes.items():
-            start = normals._starts[name]
+            start = source._starts[name]
             taken += range(start, start + math.ceil(size / BLOCK))
     assert sorted(taken) == list(range(members * 6))
 
@@ -281,11 +294,16 @@ def test_noise_on_a_gpu_has_its_standard_deviation_and_repeats():
     assert all(torch.equal(result[name], again[name]) for name in sums)
     assert not torch.equal(result["a"], noised(sums, member=1)["a"])
     # Blocks that overlapped would repeat numbers of one another.
-    parts = result["b"][: 3 * BLOCK].view(3, -1)
+    blocks = result["b"][: 3 * BLOCK].view(3, -1)
     for first, second in ((0, 1), (1, 2), (0, 2)):
-        assert abs(correlation(parts[first], parts[second])) < 5 / BLOCK**0.5
-    drawn = gaussian._Normals(secret_key(seed=0), sums, 0).of("b", sums["b"])
-    assert len(drawn.unique()) > 0.999 * len(drawn)
+        assert abs(correlation(blocks[first], blocks[second])) < 5 / BLOCK**0.5
+    source = gaussian._Normals(secret_key(seed=0), sums, 0, 1.0)
+    size = len(sums["b"])
+    whole = source.of("b", sums["b"], parts.Part((size,), (0,), (size,)))
+    assert len(whole.unique()) > 0.999 * len(whole)
+    part = parts.Part((size,), (BLOCK - 5,), (2 * BLOCK,))
+    found = source.of("b", sums["b"][: 2 * BLOCK], part)
+    assert torch.equal(found, whole[BLOCK - 5 :][: 2 * BLOCK])
 
 
 KEY_BYTES = bytes(range(32))

@@ -352,6 +352,22 @@ def test_an_lstm_on_a_cpu_keeps_its_gates_and_cells(dtype, monkeypatch):
     assert seen[0][0].dtype == x.grad.dtype == hidden[0].grad.dtype == dtype
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_an_lstm_on_a_cpu_keeps_the_order_of_its_input_in_memory(batch_first, reverse):
+    x, hidden, weights, _ = problem("lstm")
+    x = x.transpose(0, 1).contiguous().transpose(0, 1) if batch_first else x
+    x.requires_grad_()
+    anchor, found = torch.zeros((), requires_grad=True), []
+    states = tuple(each[0] for each in hidden)
+    given = "lstm", x, states, weights, lambda *each: found.extend(each)
+    options = {"anchor": anchor, "reverse": reverse}
+    output, _ = recurrent.recurrent_layer(*given, **options)
+    output.sin().sum().backward()
+    for each in (output, x.grad, *found):
+        assert each.transpose(0, int(batch_first)).is_contiguous()
+
+
 def kernel_calls(monkeypatch, mode):
     """Return a list that grows with every call of the kernel."""
     calls, kernel = [], getattr(torch, mode)

@@ -16,7 +16,7 @@ import os
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,19 @@ from typing import Any
 import torch
 
 from vgrad import files
-from vgrad.cli import checkpoint, ensembles, metrics, models, options, report, setup
+from vgrad.cli import (
+    checkpoint,
+    ensembles,
+    launched,
+    metrics,
+    models,
+    options,
+    report,
+    setup,
+)
 from vgrad.cli.ensembles import PrivateMembers
 from vgrad.cli.evaluate import judge
+from vgrad.cli.launched import World
 from vgrad.cli.metrics import FIGURES, Record
 from vgrad.cli.options import Settings
 from vgrad.cli.setup import Job, Pair, Trainer
@@ -44,22 +54,27 @@ def train(given: Namespace) -> None:
     Raises:
         OSError, ValueError: an argument or file does not fit; nothing was overwritten.
     """
-    if given.resume is None:
-        _begin(options.started(given), options.folder("--out", given.out))
-    else:
-        _resume(options.folder("--resume", given.resume), given)
+    with launched.ranks() as world:
+        if given.resume is None:
+            _begin(options.started(given), options.folder("--out", given.out), world)
+        else:
+            _resume(options.folder("--resume", given.resume), given, world)
 
 
-def _begin(settings: Settings, folder: Path) -> None:
+def _begin(settings: Settings, folder: Path, world: World) -> None:
     """Start a run in a folder that holds none."""
-    _refuse_taken(folder)  # now, and not after the minutes that a plan may take
-    job = _prepare(settings)
-    folder.mkdir(parents=True, exist_ok=True)
-    files.sync_folder(folder.parent)
-    with _alone(folder):
-        _refuse_taken(folder)
+    with ExitStack() as held:
+        with world.together("train, its start"):
+            _refuse_taken(folder)  # now, and not after the minutes a plan may take
+            job = _prepare(settings)
+        with world.together("train, its folder"):
+            if world.is_first:
+                folder.mkdir(parents=True, exist_ok=True)
+                files.sync_folder(folder.parent)
+                held.enter_context(_alone(folder))
+                _refuse_taken(folder)
         lengths = dict.fromkeys(metrics.names(job.trainers), 0)
-        _run(job, folder, job.start, lengths)
+        _run(job, folder, world.of_first(job.start), lengths, world)
 
 
 def _refuse_taken(folder: Path) -> None:
@@ -78,35 +93,47 @@ def _prepare(settings: Settings) -> Job:
     return setup.prepare(settings) if one else ensembles.prepare(settings)
 
 
-def _resume(folder: Path, given: Namespace) -> None:
+def _resume(folder: Path, given: Namespace, world: World) -> None:
     """Go on with the run in a folder."""
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"--resume {folder}: expected the folder of a run, got none there."
-        )
-    with _alone(folder):
-        tensors, before = checkpoint.read_state(folder)
-        checkpoint.check_said(before)
-        settings = options.recorded(before["arguments"], options.given(given))
-        checkpoint.check_members(tensors, settings.members)
-        job = _prepare(settings)
-        checkpoint.refuse_differences(before, job.description)
-        states = checkpoint.restored(job.start, tensors)
-        checkpoint.refuse_progress(
-            folder,
-            before,
-            taken=_steps_taken(states),
-            ends=job.ends,
-            names=metrics.names(job.trainers),
-        )
+    with ExitStack() as held:
+        with world.together("train, its state"):
+            if not folder.is_dir():
+                raise FileNotFoundError(
+                    f"--resume {folder}: expected the folder of a run, got none there."
+                )
+            if world.is_first:
+                held.enter_context(_alone(folder))
+        with world.together("train, its checks"):
+            checked = _checked(folder, given)
+        job, states, before = checked
         lengths = before["lengths"]
-        # Nothing is written or cut before all of it has been checked.
         if before["step"] == job.ends[-1] and (folder / report.CURVES).exists():
             report.say(f"The run in {folder} is finished; nothing was changed.")
             return
-        for name, length in lengths.items():
-            metrics.cut(folder / name, length)
-        _run(job, folder, states, lengths)
+        # Nothing is written or cut before all of it has been checked.
+        if world.is_first:
+            for name, length in lengths.items():
+                metrics.cut(folder / name, length)
+        _run(job, folder, states, lengths, world)
+
+
+def _checked(folder: Path, given: Namespace) -> tuple[Job, Pair, files.Description]:
+    """Read the state of a run, and check all that it says."""
+    tensors, before = checkpoint.read_state(folder)
+    checkpoint.check_said(before)
+    settings = options.recorded(before["arguments"], options.given(given))
+    checkpoint.check_members(tensors, settings.members)
+    job = _prepare(settings)
+    checkpoint.refuse_differences(before, job.description)
+    states = checkpoint.restored(job.start, tensors)
+    checkpoint.refuse_progress(
+        folder,
+        before,
+        taken=_steps_taken(states),
+        ends=job.ends,
+        names=metrics.names(job.trainers),
+    )
+    return job, states, before
 
 
 def _steps_taken(states: Pair) -> set[int]:
@@ -119,12 +146,15 @@ def _steps_taken(states: Pair) -> set[int]:
     }
 
 
-def _run(job: Job, folder: Path, states: Pair, lengths: dict[str, int]) -> None:
+def _run(
+    job: Job, folder: Path, states: Pair, lengths: dict[str, int], world: World
+) -> None:
     """Train from the states given to the end, and draw the curves."""
-    _announce(job)
+    _announce(job, world)
     models.warn_if_slow(job.settings.precision, job.settings.device)
     # After a kill the files that follow from the state may be one epoch behind it.
-    _save(job, folder, states, lengths)
+    if world.is_first:
+        _save(job, folder, states, lengths)
     with report.display(job.ends[-1], len(job.ends)) as shown:
         for number, end in enumerate(job.ends, start=1):
             if end <= int(states.plain.step):
@@ -138,13 +168,22 @@ def _run(job: Job, folder: Path, states: Pair, lengths: dict[str, int]) -> None:
                 for each, state in zip(job.trainers, states, strict=True)
             ]
             states, figures = (Pair(*each) for each in zip(*results, strict=True))
-            lengths = {
-                name: metrics.append(folder / name, record)
-                for name, record in zip(FIGURES, figures, strict=True)
-                if record
-            }
-            _save(job, folder, states, lengths)
+            with world.together("train, its files"):
+                if world.is_first:
+                    lengths = {
+                        name: metrics.append(folder / name, record)
+                        for name, record in zip(FIGURES, figures, strict=True)
+                        if record
+                    }
+                    _save(job, folder, states, lengths)
             shown.epoch(number, *figures)
+    with world.together("train, its pictures"):
+        if world.is_first:
+            _finish(job, folder, states, lengths)
+
+
+def _finish(job: Job, folder: Path, states: Pair, lengths: dict[str, int]) -> None:
+    """Draw the curves, and say what the run has come to."""
     records = [
         metrics.read(folder / name, lengths[name]) if trainer else []
         for name, trainer in zip(FIGURES, job.trainers, strict=True)
@@ -229,7 +268,7 @@ def _draw(job: Job, folder: Path, states: Pair) -> None:
     report.write_uncertain(folder, next(iter(scores.values())), images, labels)
 
 
-def _announce(job: Job) -> None:
+def _announce(job: Job, world: World) -> None:
     settings, plan = job.settings, job.plan
     sizes = f"{len(job.data.y_train)} training and {len(job.data.y_test)} held-out"
     count = settings.members
@@ -245,6 +284,8 @@ def _announce(job: Job) -> None:
             f"at sampling rate {plan.sampling_rate:.4g} and noise multiplier "
             f"{plan.noise_multiplier:.4g}. In brackets: without privacy."
         )
+    if world.size > 1:
+        steps += f" on {world.size} ranks"
     report.say(f"{settings.data}: {sizes} samples. {model}. {steps} {noise}")
     if plan and count > 1:
         report.say(

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from vgrad import dp, optim
 from vgrad.cli import data, models
 from vgrad.cli.data import Dataset
+from vgrad.cli.launched import World
 from vgrad.cli.options import Settings
 from vgrad.compiled import compile
 from vgrad.files import Description
@@ -110,7 +111,7 @@ def prepare(settings: Settings) -> Job:
         policy=models.POLICIES[settings.precision],
     )
     plain = Trainer(
-        plain_advance(settings, found, compiled(settings, step)),
+        plain_advance(settings, found, *_on_ranks(settings, model, step)),
         lambda state, images: run(state.params, state.buffers, images),
         lambda step: None,
     )
@@ -197,7 +198,8 @@ def private_advance(settings: Settings, model: Model, plan: dp.Plan) -> Callable
     def draw(state: TrainState) -> Tensor:
         return plan.sample(key=state.key, step=int(state.step))
 
-    return _advance(compiled(settings, step), draw)
+    world = World()
+    return _advance(world.parallel(compiled(settings, step)), draw, world.part)
 
 
 def compiled(settings: Settings, step: Callable) -> Callable:
@@ -208,7 +210,20 @@ def compiled(settings: Settings, step: Callable) -> Callable:
     return compile(step, backend=backend)
 
 
-def plain_advance(settings: Settings, found: Dataset, step: Callable) -> Callable:
+def _on_ranks(settings: Settings, model: Model, step: Callable) -> tuple:
+    """Return a plain step of all ranks, and which part of a batch each one takes."""
+    step, world = compiled(settings, step), World()
+    if model.buffers or settings.batch_size % world.size:
+        return step, torch.detach  # all of it, on every rank
+    return world.parallel(step), world.part
+
+
+def plain_advance(
+    settings: Settings,
+    found: Dataset,
+    step: Callable,
+    part: Callable[[Tensor], Tensor] = torch.detach,
+) -> Callable:
     """Train on batches of fixed size, one for each member of an ensemble."""
     size, members = len(found.y_train), settings.members
 
@@ -219,18 +234,20 @@ def plain_advance(settings: Settings, found: Dataset, step: Callable) -> Callabl
         index = torch.stack([order[: settings.batch_size] for order in orders])
         return index if members > 1 else index[0]
 
-    return _advance(step, draw)
+    return _advance(step, draw, part)
 
 
 def _advance(
     step: Callable[..., tuple[Any, dict[str, Tensor]]],
     draw: Callable[[Any], Tensor],
+    part: Callable[[Tensor], Tensor],
 ) -> Callable[[Any, Dataset], tuple[Any, Taken]]:
-    """Draw the batch that follows on a state, and take a step on it."""
+    """Draw the batch that follows on a state, and take a step on this rank's part."""
 
     def run(state: Any, data: Dataset) -> tuple[Any, Taken]:
         index = draw(state)
-        state, figures = step(state, data.x_train[index], data.y_train[index])
+        own = part(index)
+        state, figures = step(state, data.x_train[own], data.y_train[own])
         samples, loss = index.numel(), torch.zeros(())
         if samples:  # the mean over no samples is no number
             loss = figures["loss"].double().mean() * samples

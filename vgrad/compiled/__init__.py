@@ -15,8 +15,9 @@ from vgrad.compiled.captures import Captures as Captures
 from vgrad.compiled.captures import CompileWarning as CompileWarning
 from vgrad.compiled.captures import Fallback as Fallback
 from vgrad.compiled.captures import Report as Report
-from vgrad.compiled.functions import CompiledFunction, CompiledStep
-from vgrad.compiled.quantities import CompiledTransform
+from vgrad.compiled.functions import CompiledFunction
+from vgrad.compiled.functions import CompiledStep as CompiledStep
+from vgrad.compiled.quantities import CompiledTransform as CompiledTransform
 from vgrad.ensemble.forward import EnsembleForward
 from vgrad.ensemble.gradients import EnsembleGradFn
 from vgrad.persample.engine import Transform

@@ -53,6 +53,11 @@ class CompiledStep:
         """Return what is known of every capture."""
         return self._captures.reports()
 
+    @property
+    def plain(self) -> Any:
+        """The step, which runs what it computes as graphs."""
+        return self._step
+
     def __call__(self, *arguments: Any) -> Any:
         """Take a step."""
         return self._step(*arguments)

@@ -1,6 +1,7 @@
 """Per-sample transforms that run as graphs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +35,7 @@ class CompiledTransform:
         self._captures = captures
         self._buckets = batch_sizes
         self._scale = transform.options.loss_scale if loss_scale is None else loss_scale
+        self._calls: Callable[[Problem], Call] | None = None
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the transform."""
@@ -45,10 +47,30 @@ class CompiledTransform:
         """Return what is known of every capture."""
         return self._captures.reports()
 
+    @property
+    def plain(self) -> Transform:
+        """What was compiled."""
+        return self._transform
+
     def with_loss_scale(self, loss_scale: LossScale | None) -> "CompiledTransform":
         """Return the same function with another loss scale, an input of the graph."""
-        given = self._transform, self._captures, self._buckets
-        return CompiledTransform(*given, loss_scale)
+        same = copy(self)
+        same._scale = loss_scale
+        return same
+
+    def over(
+        self, calls: Callable[[Problem], Call], parts: int = 1
+    ) -> "CompiledTransform":
+        """Return the same function, in whose calls others take part.
+
+        A graph holds what a chunk needs, and others are asked outside of it. Batches
+        are one of so many `parts`.
+        """
+        same = copy(self)
+        same._calls = calls
+        if self._buckets is not None:
+            same._buckets = tuple(sorted({-(-size // parts) for size in self._buckets}))
+        return same
 
     def __call__(
         self,
@@ -72,7 +94,8 @@ class CompiledTransform:
         transform = self._transform
         function, options = transform.on_all, transform.options
         whole = options.chunk_size is None and options.strategy != "loop"
-        if self._buckets is None and whole and mask is None and len(batch):
+        plain = self._buckets is None and mask is None and self._calls is None
+        if plain and whole and len(batch):
             if _first_size(batch):
                 given = (params, buffers, batch, None, more, self._scale)
                 return self._captures(function, *given)
@@ -82,6 +105,8 @@ class CompiledTransform:
         if not size or options.strategy == "loop":
             if size:
                 self._captures.refuse(function, 'strategy="loop" runs any Python')
+            if self._calls is not None:
+                function = transform.over(self._calls).on_all
             found = function(params, buffers, batch, mask, more, self._scale)
             return found if mask is None else transform.selected(found, mask, more)
         return self._padded(params, buffers, batch, mask, more, size)
@@ -117,14 +142,15 @@ class CompiledTransform:
             limit = min(limit, at_a_time(problem) or limit)
         if sizes is not None:
             limit = min(limit, sizes[-1])
-        if total <= limit or not transform.joins:
+        alone = self._calls is None
+        if alone and (total <= limit or not transform.joins):
             found = self._captures(
                 transform.on_all, params, buffers, batch, mask, more, self._scale
             )
         else:
             options = replace(transform.options, chunk_size=limit)
             problem = options.on(params, buffers, batch, mask, more, self._scale)
-            found = transform.of(Call(problem), self._part)
+            found = transform.of((self._calls or Call)(problem), self._part)
         return found if mask is None else transform.selected(found, rows, more)
 
     def _part(self, part: Problem) -> Chunk:

@@ -8,6 +8,7 @@ do with each other.
 W ranks.
 """
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,13 +36,13 @@ class Ranks(NamedTuple):
     """The ranks along one axis of a mesh.
 
     Attributes:
-        group: torch's process group.
+        group: torch's process group; None for a process alone.
         rank: the number of this one.
         size: how many there are.
         device: where tensors are that take part in collectives.
     """
 
-    group: distributed.ProcessGroup
+    group: distributed.ProcessGroup | None
     rank: int
     size: int
     device: torch.device
@@ -107,13 +108,15 @@ class Ranks(NamedTuple):
             )
         return notes
 
-    def check_same(self, what: str, **facts: Any) -> None:
-        """Refuse facts that differ between ranks.
+    def check_same(
+        self, what: str, own: Mapping[str, Any] | None = None, **facts: Any
+    ) -> list[dict[str, Any]]:
+        """Refuse facts that differ between ranks; return them with the `own` of each.
 
         Raises:
             RankError: they do; or as `agree`.
         """
-        found = self.agree(what, **facts)
+        found = self.agree(what, **(own or {}), **facts)
         for name in facts:
             values = [note[name] for note in found]
             if any(value != values[0] for value in values):
@@ -121,6 +124,7 @@ class Ranks(NamedTuple):
                     f"{what}: expected the same {name} on all ranks, got {values} on "
                     f"ranks 0 to {self.size - 1}."
                 )
+        return found
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -132,13 +136,20 @@ class Ranks(NamedTuple):
             raise
         self.agree(what)
 
-    def summed(self, tensors: Params) -> Params:
+    def summed(self, what: str, tensors: Params) -> Params:
         """Sum over the ranks, which all get the same bits. {name: shape}.
 
         Small tensors travel together, and a bucket while the next one is filled.
+
+        Raises:
+            RankError: names, shapes or dtypes are not the same; or as `agree`.
         """
-        if self.size == 1 or not tensors:
+        if self.size == 1:
             return dict(tensors)
+        given, tensors = tensors, dict(sorted(tensors.items()))
+        layout = [(n, str(t.dtype), *t.shape) for n, t in tensors.items()]
+        digest = hashlib.blake2b(repr(layout).encode(), digest_size=16)
+        self.check_same(f"{what}, sums", layout=digest.hexdigest())
         found, works = {}, []
         for names in _buckets(tensors):
             parts = [_as_real(tensors[name]) for name in names]
@@ -152,7 +163,15 @@ class Ranks(NamedTuple):
                 found[name] = piece if whole is None else whole(piece)
         for work in works:
             work.wait()
-        return {name: found[name] for name in tensors}
+        return {name: found[name] for name in given}
+
+    def of_first(self, tensor: Tensor) -> Tensor:
+        """Return what the first rank has, bit by bit; shapes must be the same."""
+        sent = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if self.size > 1:
+            flat = sent.view(-1).view(torch.uint8)
+            distributed.broadcast(flat, group=self.group, group_src=0)
+        return sent
 
     def joined(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
         """Concatenate `[size of this rank, ...]` over the ranks, in their order."""

@@ -4,16 +4,23 @@ What the noise protects against, and what it does not. The accountant's guarante
 about real numbers and a perfect source of randomness. This file comes close to them:
 
 * Noise is drawn and added in float64. The sum is then rounded to a grid of 2^-17 to
-  2^-16 of the noise's standard deviation, and to its dtype last of all. Numpy's normal
-  numbers (a ziggurat) are at most 2^-50 apart for all but the largest, so at least 2^33
-  of them lead to each point of the grid: a point that some data set can release,
-  every neighbouring one can, with a probability that is right to about one part in
-  2^32, as long as the sum is within sixteen deviations of zero (in general to
-  2^-36 of the sum in deviations). In float32 some values are impossible without a
-  given sample: with a million parameters and a thousand steps one of them shows with a
-  probability of about 2e-4, twenty times a delta of 1e-5.
+  2^-16 of the noise's standard deviation, and to its dtype last of all. Normal numbers
+  come in pairs, from two uniform ones of 53 bits (Box and Muller): 2^53 on every circle
+  of radius r around zero, 2^-50.3 r apart. The number under the logarithm is drawn with
+  43 significant bits or more, however small it is, so circles are at most 2^-43 / r
+  apart. (With steps of 2^-53 alone they would be farther apart than the grid beyond
+  seven deviations, which one pair in 10^11 reaches.) Every square of the grid then
+  holds at least 2^59 pairs: what some data set can release, every neighbouring one can,
+  both numbers of a pair together. The edges of a square cut circles and steps on them,
+  and the last bits of logarithm, root and tangent move a number by about 2^-51
+  deviations. The probability is right to about one part in 2^32, in the mean over
+  releases, as long as the sum is within sixteen deviations of zero (in general to
+  2^-36 of the sum in deviations). No number is too large to be drawn. In float32 some
+  values are impossible without a given sample: with a million parameters and a thousand
+  steps one of them shows with a probability of about 2e-4, twenty times a delta of
+  1e-5.
 * The 2^-32 remain. Over the 10^9 numbers of the example they add about 1e-5 to epsilon
-  if they err independently, and 0.5 if all err in one direction. A discrete Gaussian on
+  if they err independently, and 0.2 if all err in one direction. A discrete Gaussian on
   the same grid, sampled with integers alone, would replace this estimate by a proof, at
   a multiple of the cost. Nor does anything here hide how long a step takes.
 * The sum adds float32 gradients that are computed for the batch as a whole. An added
@@ -32,9 +39,10 @@ about real numbers and a perfect source of randomness. This file comes close to 
   much noise the sum gets. Do not publish them.
 
 One draw, one release. The noise of a step is a function of the key, the step, the
-member, the parameter's name and shape, and of what the plan says. A step that is
-repeated from a checkpoint on the same batch is therefore the same release, not a second
-one. That holds as long as threads, processor, device, torch and numpy are the same: if
+member, the parameter's name and shape, and of what the plan says; its shards and
+the number of threads that draw it change none of it. A step that is repeated from a
+checkpoint on the same batch is therefore the same release, not a second one. That holds
+as long as threads, processor, device, torch and numpy are the same: if
 they are not, only what follows from one of the two attempts may be released. Two runs
 that go on from copies of one state with other data, another loss or another optimizer
 would add the same noise to different sums, whose difference then shows everything:
@@ -45,7 +53,7 @@ and do not look into its memory.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -54,8 +62,10 @@ import torch
 from torch import Tensor
 
 from vgrad import checks, generators
+from vgrad.dp.normals import draw
+from vgrad.dp.parts import Part, Share, shares
 from vgrad.sensitivity import Sensitivity
-from vgrad.torch_private import levels
+from vgrad.torch_private import levels, shards
 from vgrad.tree import map_values
 from vgrad.typing import Params
 
@@ -87,13 +97,19 @@ def add_gaussian_noise(
     independent noise. Never use a key and a step for two different sums.
 
     Noise is drawn and added in float64 and rounded to `promote_types(dtype, float32)`:
-    sums of half precision come back as float32. On CPU tensors it costs 10 to 20 ns a
-    number and thread. No argument is changed, and entries that are not finite stay as
+    sums of half precision come back as float32. On CPU tensors it costs 10 to 15 ns
+    a number and thread. No argument is changed, and entries that are not finite stay as
     they are. A noise multiplier of zero adds nothing, and the accountant then answers
     with an infinite epsilon.
 
+    A sum may be a DTensor with placements `Shard` and `Replicate`. Each rank adds to
+    its part the noise that the whole tensor would get there, bit for bit, without any
+    communication: all ranks need the same key, and one type of machine. A rank draws
+    every block of 2^16 numbers (2^20 on CUDA devices) of which it holds any.
+
     Raises:
-        TypeError: `sensitivity` is a number, `key` no key, or a sum not of real floats.
+        TypeError: `sensitivity` is a number, `key` no key, a sum not of real floats, or
+            a DTensor with another placement, such as `Partial`.
         ValueError: the sensitivity is infinite, the noise multiplier negative or not
             finite, their product too small for float64, or `step` or `member` is not a
             whole number of zero or more.
@@ -118,49 +134,72 @@ def add_gaussian_noise(
     if noise_multiplier == 0:
         return map_values(_released, sums, sums)
     own = generators.subkey(key, "noise", step, float(noise_multiplier), deviation)
-    normals = _Normals(own, sums, member)
+    normals = _Normals(own, sums, member, deviation)
     # Adding and subtracting this number rounds a float64 to the grid.
     rounding = 1.5 * 2.0 ** (52 + math.floor(math.log2(deviation * _GRID)))
 
     found, works = {}, []
     for name, total in sums.items():
-        if _is_plain(total):
-            noise = _Noise(normals.stream(name, total), deviation, rounding)
-            found[name], parts = noise.added_to(total)
-            works += parts
-            continue
-        noise = normals.of(name, total).mul_(deviation)
-        noisy = noise.add_(total.to(noise.device)).add_(rounding).sub_(rounding)
-        found[name] = _released(noisy, total)
+        local, part = _held(total)
+        if _is_plain(local):
+            dtype = torch.promote_types(total.dtype, torch.float32)
+            noisy = torch.empty(local.shape, dtype=dtype, device="cpu")
+            plain = local.detach().to(dtype).reshape(-1)
+            use = _Sum(plain.numpy(), noisy.view(-1).numpy(), rounding).add
+            works += normals.works(name, part, use)
+        else:
+            noise = normals.of(name, local, part)
+            noise.add_(local.to(noise.device)).add_(rounding).sub_(rounding)
+            noisy = _released(noise, local)
+        if shards.is_distributed(total):
+            noisy = shards.like(total, noisy)
+        found[name] = noisy
     generators.on_threads(works)
     return found
 
 
 class _Normals:
-    """Standard normal numbers, float64, of a step's own key."""
+    """Normal numbers, float64, of a step's own key."""
 
-    def __init__(self, key: Tensor, sums: Params, member: int) -> None:
+    def __init__(
+        self, key: Tensor, sums: Params, member: int, deviation: float
+    ) -> None:
         self._key = key
         self._member = member
+        self._deviation = deviation
         layout = [f"{name} {tuple(total.shape)}" for name, total in sums.items()]
         self._seed = generators.torch_seed(key, *layout)
         counts = [math.ceil(total.numel() / _CUDA_BLOCK) for total in sums.values()]
         starts = np.cumsum([member * sum(counts), *counts]).tolist()
         self._starts = dict(zip(sums, starts, strict=False))
 
-    def of(self, name: str, like: Tensor) -> Tensor:
-        """Draw as many as a tensor has, in its shape, on its CUDA device or the CPU."""
+    def of(self, name: str, like: Tensor, part: Part) -> Tensor:
+        """Draw those of a part, in its shape, on its CUDA device or the CPU."""
         if like.device.type == "cuda":
-            return self._on_cuda(self._starts[name], like)
-        stream = self.stream(name, like)
-        found = generators.drawn(_draw, stream, like.numel())
+            return self._on_cuda(self._starts[name], like, part)
+        found = np.empty(like.numel())
+
+        def keep(share: Share, normals: np.ndarray) -> None:
+            found[share.own] = normals[share.places]
+
+        generators.on_threads(self.works(name, part, keep))
         return torch.from_numpy(found).view(like.shape)
 
-    def stream(self, name: str, like: Tensor) -> int:
-        """Return the stream of a tensor that is not on a CUDA device."""
-        return generators.stream(self._key, self._member, name, *like.shape)
+    def works(
+        self, name: str, part: Part, use: Callable[[Share, np.ndarray], None]
+    ) -> Iterator[Callable[[], None]]:
+        """Yield the pieces of work that use what a part has that is not on CUDA."""
+        stream = generators.stream(self._key, self._member, name, *part.shape)
+        for share in shares(part, generators.BLOCK):
+            yield partial(self._work, stream, share, use)
 
-    def _on_cuda(self, start: int, like: Tensor) -> Tensor:
+    def _work(
+        self, stream: int, share: Share, use: Callable[[Share, np.ndarray], None]
+    ) -> None:
+        with np.errstate(all="ignore"):  # as torch does: what overflows is infinite
+            use(share, draw(stream, share.number, share.count, self._deviation))
+
+    def _on_cuda(self, start: int, like: Tensor, part: Part) -> Tensor:
         """Draw blocks at places of one stream that are farther apart than they reach.
 
         A generator has one seed for a step: seeds of 64 bits for every block of every
@@ -168,45 +207,40 @@ class _Normals:
         """
         source = torch.Generator(like.device).manual_seed(self._seed)
         found = torch.empty(like.numel(), dtype=torch.float64, device=like.device)
-        for number, part in enumerate(found.split(_CUDA_BLOCK)):
+        for share in shares(part, _CUDA_BLOCK):
             # A thread takes at most four words for each number that it draws.
-            source.set_offset(4 * _CUDA_BLOCK * (start + number))
-            part.normal_(generator=source)
-        return found.view(like.shape)
+            source.set_offset(4 * _CUDA_BLOCK * (start + share.number))
+            normals = found.new_empty(share.count).normal_(generator=source)
+            places = share.places
+            if not isinstance(places, slice):
+                places = torch.from_numpy(places).to(like.device)
+            found[share.own] = normals[places]
+        return found.mul_(self._deviation).view(like.shape)
 
 
-_draw = np.random.Generator.standard_normal
+class _Sum(NamedTuple):
+    """A tensor on the CPU, and what it is released as, as rows of numbers."""
 
-
-class _Noise(NamedTuple):
-    """What is added to a tensor on the CPU, block by block: each stays in a cache."""
-
-    stream: int
-    deviation: float
+    plain: np.ndarray
+    noisy: np.ndarray
     rounding: float
 
-    def added_to(self, total: Tensor) -> tuple[Tensor, list[Callable[[], None]]]:
-        """Return what a sum is released as, and the pieces of work that fill it."""
-        dtype = torch.promote_types(total.dtype, torch.float32)
-        found = torch.empty(total.shape, dtype=dtype)
-        plain, noisy = (
-            total.detach().to(dtype).reshape(-1).numpy(),
-            found.view(-1).numpy(),
-        )
-        parts = generators.blocks(total.numel())
-        return found, [partial(self._add, plain, noisy, *each) for each in parts]
+    def add(self, share: Share, normals: np.ndarray) -> None:
+        """Release a share of the sum with its noise."""
+        noise = normals[share.places]
+        noise += self.plain[share.own]
+        noise += self.rounding
+        noise -= self.rounding
+        self.noisy[share.own] = noise
 
-    def _add(
-        self, plain: np.ndarray, noisy: np.ndarray, number: int, part: slice
-    ) -> None:
-        noise = np.empty(len(noisy[part]))
-        _draw(generators.block(self.stream, number), out=noise)
-        with np.errstate(all="ignore"):  # as torch does: what overflows is infinite
-            noise *= self.deviation
-            noise += plain[part]
-            noise += self.rounding
-            noise -= self.rounding
-            noisy[part] = noise
+
+def _held(total: Tensor) -> tuple[Tensor, Part]:
+    """Return what this process holds of a sum, and which part of it that is."""
+    shape = tuple(total.shape)
+    if not shards.is_distributed(total):
+        return total, Part(shape, (0,) * len(shape), shape)
+    local = shards.local(total)
+    return local, Part(shape, shards.offsets(total), tuple(local.shape))
 
 
 def _is_plain(total: Tensor) -> bool:
@@ -259,4 +293,10 @@ def _check_sum(function: str, name: str, total: Tensor) -> None:
         raise TypeError(
             f"{function}(sums[{name!r}]): expected a tensor of real floating-point "
             f"numbers, got {total.dtype}. Noise is for sums of gradients."
+        )
+    if shards.is_distributed(total) and shards.strange(total):
+        raise TypeError(
+            f"{function}(sums[{name!r}]): expected a DTensor of Shard and Replicate "
+            f"alone, got {shards.strange(total)}. Noise comes after the reduction: "
+            "redistribute the sum first."
         )

@@ -5,6 +5,9 @@ E members. Every entry is a tensor `[E, *shape]`, the shared ones are `[*shape]`
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
 from vgrad import checks, names
 from vgrad.names import Patterns
 from vgrad.tree import tensors
@@ -106,3 +109,34 @@ def batch_dims(
                     f"{tuple(leaf.shape)}. in_dims=None gives all members the same."
                 )
     return tuple(in_dims)
+
+
+class Here:
+    """Members that are all in one place; each function takes tensors `[E, ...]`."""
+
+    def firsts(self, *each: Tensor) -> list[Tensor]:
+        """Return the values of the first member."""
+        return [value[0] for value in each]
+
+    def means(self, *each: Tensor) -> list[Tensor]:
+        """Return the means over all members."""
+        return [value.mean(0) for value in each]
+
+    def gathered(self, each: Tensor) -> Tensor:
+        """Return the values of all members."""
+        return each
+
+
+def means(members: Here, *each: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Means over members `[E, ...]`, and how far these are from them.
+
+    Differences from the first member are exactly zero where all say the same, so that
+    no rounding of a sum makes members disagree with their own mean.
+    """
+    firsts = members.firsts(*each)
+    apart = [value - first for value, first in zip(each, firsts, strict=True)]
+    found = members.means(*apart, *each)
+    shifts, plain = found[: len(each)], found[len(each) :]
+    triples = zip(shifts, firsts, plain, strict=True)
+    centres = [torch.where(s.isfinite(), first + s, mean) for s, first, mean in triples]
+    return centres, [x - shift for x, shift in zip(apart, shifts, strict=True)]

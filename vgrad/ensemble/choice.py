@@ -31,7 +31,7 @@ from vgrad.ensemble.execution import (
 )
 from vgrad.functional.untouched import untouched
 from vgrad.generators import kept_random_state
-from vgrad.lowering.draws import Draws
+from vgrad.lowering.draws import Draws, Seeds
 from vgrad.lowering.questions import Parts
 from vgrad.names import Patterns
 from vgrad.persample.engine.guard import Fallbacks
@@ -146,8 +146,9 @@ class Runner:
         `parted` is invoked where not all can run at once; else they are remembered.
         What members ask is noted in `draws`.
         """
+        draws = draws or Draws()
         if strategy == "loop":
-            results = self.loop(autocasting(function), call)
+            results = self.loop(autocasting(function), call, draws.seeds)
             return (call.stacked_with_buffers if with_buffers else stacked)(results)
         run = Vmapped(
             function,
@@ -158,7 +159,7 @@ class Runner:
             parted=parted or partial(self._parted, call),
             or_loop=self.may_loop,
         )
-        return run(call, draws or Draws())
+        return run(call, draws)
 
     def _parted(self, call: Call, parts: Parts) -> None:
         """Remember which members cannot run at once, and warn of what is slow."""
@@ -166,6 +167,16 @@ class Runner:
             self._fallbacks.tell(parts, self._function, "member")
             return
         self.loops(call, _why(parts))
+
+    @property
+    def randomness(self) -> Randomness:
+        """Whether members draw random numbers, and whether each its own."""
+        return self._randomness
+
+    @property
+    def shared(self) -> Patterns:
+        """Patterns of the entries without a member axis."""
+        return self._options["shared"]
 
     @property
     def may_loop(self) -> bool:
@@ -181,9 +192,20 @@ class Runner:
             f"but it may be slow: {why}"
         )
 
-    def loop(self, function: Callable, call: Call) -> list[Any]:
+    def loop(self, function: Callable, call: Call, seeds: Seeds = None) -> list[Any]:
         """Run a function for one member after the other; return their results."""
-        return looped(function, call, self._randomness)
+        return looped(function, call, self._randomness, seeds)
+
+    def draws(self, call: Call, seeds: Seeds) -> Draws:
+        """Return what members draw, from streams of their own if there are `seeds`."""
+        if seeds is None or self._randomness != "different":
+            return Draws()
+        if len(seeds) != call.members:
+            raise ValueError(
+                f"{self._function}(params): expected {len(seeds)} members, those of "
+                f"this rank, got {call.members}."
+            )
+        return Draws(seeds=seeds)
 
     def explain(self, function: Callable, call: Call) -> EnsembleExplanation:
         """Run the forward pass once, and say what happened; generators are put back."""

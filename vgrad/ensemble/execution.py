@@ -13,12 +13,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vgrad import checks
+from vgrad import checks, generators
 from vgrad.ensemble.axes import InDims, batch_dims, members, split
 from vgrad.functional.untouched import Promise, untouched
 from vgrad.generators import ALONE, drawn_since, random_state, set_random_state
 from vgrad.lowering.answering import tried
-from vgrad.lowering.draws import Draws
+from vgrad.lowering.draws import Draws, Seeds
 from vgrad.lowering.limits import raise_clearly
 from vgrad.lowering.members import Members, mapped_here
 from vgrad.lowering.questions import Parts, Split
@@ -198,7 +198,8 @@ class Vmapped:
     def _alone(self, call: Call, draws: Draws) -> Any:
         """Run one member, which sees the numbers that it drew before."""
         with draws.watched(1, alone=True):
-            found = looped(autocasting(self.function), call, self.randomness)
+            run = autocasting(self.function)
+            found = looped(run, call, self.randomness, draws.seeds)
         return (call.stacked_with_buffers if self.with_buffers else stacked)(found)
 
     def _or_apart(self, call: Call, draws: Draws) -> Any:
@@ -262,7 +263,9 @@ class Vmapped:
         return _map_leaves(joined, value), new
 
 
-def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:
+def looped(
+    function: Callable, call: Call, randomness: Randomness, seeds: Seeds = None
+) -> list[Any]:
     """Run the function for one member after the other; return their results.
 
     Under autocast weights are cast in a function made by `autocasting` alone.
@@ -275,6 +278,8 @@ def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:
         for member in range(call.members):
             if randomness == "same":
                 set_random_state(before)
+            if seeds is not None:
+                generators.set_seed(seeds[member], call.tensors())
             results.append(function(*call.of(member)))
             if randomness == "error" and drawn_since(before, given):
                 set_random_state(before)

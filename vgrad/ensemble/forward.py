@@ -1,6 +1,7 @@
 """The outputs of all members: `[E, B, ...]` from stacked parameters."""
 
 from collections.abc import Callable
+from copy import copy
 from itertools import repeat
 from typing import Any
 
@@ -12,6 +13,7 @@ from vgrad.ensemble.axes import InDims
 from vgrad.ensemble.choice import EnsembleExplanation, Runner
 from vgrad.ensemble.execution import Call, Randomness, Strategy
 from vgrad.functional.model import FunctionalModel
+from vgrad.lowering.draws import Seeds
 from vgrad.names import Patterns
 from vgrad.persample.engine.guard import LossGuard
 from vgrad.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -28,6 +30,23 @@ class EnsembleForward:
         self._fmodel = fmodel
         self._runner = runner
         self._chunk_size = chunk_size
+        self._seeds: Seeds = None
+
+    def keyed(self, seeds: Seeds) -> "EnsembleForward":
+        """Return the same, with a stream of its own for what each member draws."""
+        other = copy(self)
+        other._seeds = seeds
+        return other
+
+    @property
+    def randomness(self) -> Randomness:
+        """Whether members draw random numbers, and whether each its own."""
+        return self._runner.randomness
+
+    @property
+    def shared(self) -> Patterns:
+        """Patterns of the entries without a member axis."""
+        return self._runner.shared
 
     def __call__(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Tree:
         """Return the outputs, each tensor with the member axis in front."""
@@ -70,7 +89,9 @@ class EnsembleForward:
 
     def _of(self, function: Callable, call: Call, *, with_buffers: bool = False) -> Any:
         strategy, _ = self._runner.choose(function, call)
-        return self._runner.run(function, call, strategy, with_buffers=with_buffers)
+        draws = self._runner.draws(call, self._seeds)
+        run = self._runner.run
+        return run(function, call, strategy, with_buffers=with_buffers, draws=draws)
 
     def _chunks(self, call: Call, batch: tuple) -> list[tuple]:
         """Split the batch along the axis after the members'."""

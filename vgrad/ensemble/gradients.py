@@ -1,6 +1,7 @@
 """The gradient of every member's loss, from one backward pass or one for each."""
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from vgrad.generators import (
     kept_random_state,
     random_state,
 )
-from vgrad.lowering.draws import Draws
+from vgrad.lowering.draws import Draws, Seeds
 from vgrad.names import Patterns
 from vgrad.persample.engine.guard import UnsupportedOp
 from vgrad.torch_private import levels
@@ -58,6 +59,23 @@ class EnsembleGradFn:
         self._runner = runner
         self._has_aux = has_aux
         self._unreached: set[frozenset[str]] = set()
+        self._seeds: Seeds = None
+
+    def keyed(self, seeds: Seeds) -> "EnsembleGradFn":
+        """Return the same, with a stream of its own for what each member draws."""
+        other = copy(self)
+        other._seeds = seeds
+        return other
+
+    @property
+    def randomness(self) -> Randomness:
+        """Whether members draw random numbers, and whether each its own."""
+        return self._runner.randomness
+
+    @property
+    def shared(self) -> Patterns:
+        """Patterns of the entries without a member axis."""
+        return self._runner.shared
 
     def __call__(
         self,
@@ -104,7 +122,8 @@ class EnsembleGradFn:
         self, call: Call, strategy: str, loss_scale: Tensor | float
     ) -> tuple[Params, Any, Buffers]:
         """Differentiate the sum of all losses: no member's depends on another's."""
-        draws, before = Draws(), random_state(call.tensors())
+        draws = self._runner.draws(call, self._seeds)
+        before = random_state(call.tensors())
 
         def total(params: Params) -> tuple[Tensor, tuple[Any, Buffers]]:
             inner = call.with_params(params)
@@ -186,7 +205,8 @@ class EnsembleGradFn:
                     grads[name][member].copy_(grad)
             return found
 
-        pairs = self._runner.loop(one, call)
+        seeds = self._runner.draws(call, self._seeds).seeds
+        pairs = self._runner.loop(one, call, seeds)
         return grads, *call.stacked_with_buffers(pairs)
 
 

@@ -5,7 +5,8 @@ fill the device, and its gradients need not be stored. E members, B samples
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from copy import copy
+from typing import Any, Literal, Self
 
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from vgrad.batches import ChunkSize
 from vgrad.dp.noise import add_gaussian_noise
 from vgrad.ensemble.axes import InDims
 from vgrad.ensemble.execution import Call, autocasting, looped, stacked
+from vgrad.lowering.draws import Seeds
 from vgrad.names import Patterns
 from vgrad.persample.clipped import Kind, clipped_grad
 from vgrad.persample.engine.problem import Randomness
@@ -39,6 +41,24 @@ class EnsemblePerSampleFn:
         self._function = function
         self._transforms: tuple[Any, ...] = tuple(transforms)
         self._options: dict[str, Any] = {"in_dims": in_dims, "shared": tuple(shared)}
+        self._seeds: Seeds = None
+
+    def keyed(self, seeds: Seeds) -> Self:
+        """Return the same, with a stream of its own for what each member draws."""
+        other = copy(self)
+        other._seeds = seeds
+        return other
+
+    @property
+    def randomness(self) -> Literal["error", "different"]:
+        """Whether members draw random numbers, then each its own."""
+        drawing = any(each.options.randomness != "error" for each in self._transforms)
+        return "different" if drawing else "error"
+
+    @property
+    def shared(self) -> Patterns:
+        """Patterns of the entries without a member axis."""
+        return self._options["shared"]
 
     def __call__(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
         """Return the result of every member, stacked along a new first axis."""
@@ -51,7 +71,7 @@ class EnsemblePerSampleFn:
             )
         turns = iter(own * call.members if len(own) == 1 else own)
         one = autocasting(lambda *args: next(turns)(*args))
-        return stacked(looped(one, call, "different"))
+        return stacked(looped(one, call, "different", self._seeds))
 
 
 class EnsembleClippedGradFn(EnsemblePerSampleFn):
@@ -69,20 +89,23 @@ class EnsembleClippedGradFn(EnsemblePerSampleFn):
         noise_multiplier: float | Sequence[float],
         key: Tensor,
         step: int,
+        first: int = 0,
     ) -> Params:
         """Add Gaussian noise to the sums `[E, ...]`, independent for every member.
 
         The standard deviation is the member's noise multiplier times its sensitivity.
         The noise follows from `key`, `step` and the member's number, as that of
-        `dp.add_gaussian_noise`: never use a key and a step for two sums, as for two
-        groups of members, whose numbers both start at zero. Members trained on the same
-        data are composed: E of them cost E times the steps of one.
+        `dp.add_gaussian_noise`: never use a key and a step for two sums. A group of
+        members among more of them, as on one of several ranks, says by `first` which
+        number its first one has; else the noise would be that of another group. Members
+        trained on the same data are composed: E of them cost E times the steps of one.
 
         Raises:
             ValueError: sums, noise multipliers and clip norms are not equally many;
                 else as `dp.add_gaussian_noise`.
         """
         checks.dictionaries("add_noise", grads=grads)
+        checks.whole("add_noise", least=0, first=first)
         sizes = {len(value) for value in grads.values()}
         count = max(sizes, default=0)
         one = isinstance(noise_multiplier, int | float)
@@ -104,7 +127,7 @@ class EnsembleClippedGradFn(EnsemblePerSampleFn):
                     noise_multiplier=multipliers[member],
                     key=key,
                     step=step,
-                    member=member,
+                    member=first + member,
                 )
                 for member in range(count)
             ]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vgrad import batches, checks
 from vgrad.dtypes import wide
+from vgrad.ensemble.axes import Here, means
 from vgrad.ensemble.execution import Strategy
 from vgrad.ensemble.forward import EnsembleForward, ensemble_forward
 from vgrad.functional.model import FunctionalModel
@@ -116,7 +117,7 @@ def predict(
         (tensor([0.6931, 0.0012]), tensor([0.0000, 0.6919]))
     """
     forward = ensemble_forward(fmodel.eval(), strategy=strategy, shared=shared)
-    chunks = _outputs("predict", forward, params, buffers, inputs, chunk_size)
+    chunks = outputs_of("predict", forward, params, buffers, inputs, chunk_size)
     parts = [class_prediction(logits) for logits in chunks]
     return EnsemblePrediction(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
@@ -160,11 +161,11 @@ def predict_values(
     function = "predict_values"
     _check_quantiles(function, quantiles)
     forward = ensemble_forward(fmodel.eval(), strategy=strategy, shared=shared)
-    chunks = _outputs(function, forward, params, buffers, inputs, chunk_size)
+    chunks = outputs_of(function, forward, params, buffers, inputs, chunk_size)
     parts = [value_prediction(outputs, quantiles=quantiles) for outputs in chunks]
-    means, variances, found = zip(*parts, strict=True)
+    each, variances, found = zip(*parts, strict=True)
     return ValuePrediction(
-        torch.cat(means), torch.cat(variances), torch.cat(found, dim=1)
+        torch.cat(each), torch.cat(variances), torch.cat(found, dim=1)
     )
 
 
@@ -180,6 +181,11 @@ def class_prediction(logits: Tensor) -> EnsemblePrediction:
         >>> class_prediction(logits).disagreement
         tensor([0.3333])
     """
+    return summarised(logits, Here())
+
+
+def summarised(logits: Tensor, members: "Here") -> EnsemblePrediction:
+    """Summarise logits of the members here, `[E, N, C]`, with those elsewhere."""
     _check("class_prediction", logits)
     if logits.ndim != 3 or logits.shape[2] < 2:
         raise ValueError(
@@ -188,9 +194,9 @@ def class_prediction(logits: Tensor) -> EnsemblePrediction:
             f"logit needs a second one of zero beside it."
         )
     each = logits.detach().double().softmax(2)
-    mean, variance = _moments(each)
-    predictive, (expected, _) = _entropy(mean), _moments(_entropy(each))
-    differs = (each.argmax(2) != mean.argmax(1)).double().mean(0)
+    (mean, expected), (apart, _) = means(members, each, _entropy(each))
+    predictive, differs = _entropy(mean), (each.argmax(2) != mean.argmax(1)).double()
+    variance, differs = members.means(apart.square(), differs)
     found = EnsemblePrediction(
         mean=mean,
         variance=variance,
@@ -219,15 +225,25 @@ def value_prediction(
         >>> mean, variance, found
         (tensor([2.]), tensor([1.]), tensor([[1.5000]]))
     """
+    return summarised_values(outputs, quantiles, Here())
+
+
+def summarised_values(
+    outputs: Tensor, quantiles: Sequence[float], members: "Here"
+) -> ValuePrediction:
+    """Summarise outputs of the members here, `[E, N, ...]`, with those elsewhere."""
     _check("value_prediction", outputs)
     _check_quantiles("value_prediction", quantiles)
     each = outputs.detach().double()
-    found = ValuePrediction(*_moments(each), _quantiles(each, quantiles))
+    (mean,), (apart,) = means(members, each)
+    (variance,) = members.means(apart.square())
+    everyone = members.gathered(each) if quantiles else each
+    found = ValuePrediction(mean, variance, _quantiles(everyone, quantiles))
     dtype = wide(outputs.dtype)
     return ValuePrediction(*(value.to(dtype) for value in found))
 
 
-def _outputs(
+def outputs_of(
     function: str,
     forward: EnsembleForward,
     params: Params,
@@ -281,18 +297,6 @@ def _check_quantiles(function: str, quantiles: Sequence[float]) -> None:
                 f"{function}(quantiles={list(quantiles)}): expected numbers from 0 to "
                 f"1, got {quantile}."
             )
-
-
-def _moments(each: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance over members `[E, ...]`.
-
-    Differences from the first member are exactly zero where all say the same, so that
-    no rounding of a sum makes members disagree with their own mean.
-    """
-    deviations = each - each[0]
-    shift = deviations.mean(0)
-    mean = torch.where(shift.isfinite(), each[0] + shift, each.mean(0))
-    return mean, (deviations - shift).square().mean(0)
 
 
 def _entropy(probabilities: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def tried(
         raise Undrawn("some of a torch.Generator of the loss's own")
     if before is not None and draws.known is None and drawn_since(before, tensors):
         set_random_state(before)
-        draws = Draws(known=[])
+        draws = Draws(known=[], seeds=draws.seeds)
         found = _parted(again or run, draws)
     return found, draws
 

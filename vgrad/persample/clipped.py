@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -172,11 +172,16 @@ class ClippedGradFn(Transform):
     def with_loss_scale(self, loss_scale: LossScale | None) -> "ClippedGradFn":
         """Return the same function with another loss scale."""
         options = replace(self.options, loss_scale=loss_scale)
-        return ClippedGradFn(options, self._clip, self._normalize_by, self._passes)
+        same = ClippedGradFn(options, self._clip, self._normalize_by, self._passes)
+        same.calls = self.calls
+        return same
 
-    def of_samples(self, value: ClippedGrad, rows: Any) -> ClippedGrad:
-        """Keep the norms and losses of some samples."""
-        return value._replace(norms=value.norms[rows], losses=value.losses[rows])
+    def of_samples(
+        self, function: Callable[[Tensor], Tensor], value: ClippedGrad
+    ) -> ClippedGrad:
+        """Apply a function to norms and losses."""
+        norms, losses = function(value.norms), function(value.losses)
+        return value._replace(norms=norms, losses=losses)
 
     def _collect(self, part: Problem) -> Settled:
         if self._passes == 1:
@@ -224,14 +229,19 @@ class ClippedGradFn(Transform):
         if not found:
             self._clip.parts(call.params)  # which may not be as the bounds say
         norms = joined(reductions.no_norms(call.params, torch.float64), found)
-        sums.divide(self._normalize_by)
         nonfinite, mask = ~norms.isfinite(), call.problem.mask
+        clipped, nonfinite = call.summed(
+            sums,
+            joined(norms > 0, above).sum(),
+            (nonfinite if mask is None else nonfinite & mask).sum(),
+        )
+        sums.divide(self._normalize_by)
         return ClippedGrad(
             grads=sums.rounded(call.params),
             norms=norms.to(call.dtype),
             losses=call.losses,
-            clipped=joined(norms > 0, above).sum(),
-            nonfinite=(nonfinite if mask is None else nonfinite & mask).sum(),
+            clipped=clipped,
+            nonfinite=nonfinite,
         )
 
     def _careful(

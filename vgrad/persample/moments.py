@@ -17,9 +17,11 @@ from vgrad.persample.engine import (
     Problem,
     Quantity,
     Randomness,
+    Reduce,
     Transform,
 )
 from vgrad.precision.loss_scale import LossScale
+from vgrad.tree import map_values
 from vgrad.typing import LossFn, Params
 
 
@@ -117,15 +119,17 @@ def _joined(parts: Iterator[tuple], call: Call) -> GradientMoments:
     running = _Running()
     for part in parts:
         running.add(*part)
+    if call.reduce is not None:
+        running.merge(call.params, call.reduce)
     return running.result(call)
 
 
 class _MomentsFn(Transform):
     """What `gradient_moments` returns."""
 
-    def of_samples(self, value: GradientMoments, rows: Any) -> GradientMoments:
-        """Keep the losses of some samples."""
-        return value._replace(losses=value.losses[rows])
+    def of_samples(self, function: Any, value: GradientMoments) -> GradientMoments:
+        """Apply a function to the losses."""
+        return value._replace(losses=function(value.losses))
 
 
 class _Running:
@@ -151,13 +155,24 @@ class _Running:
             self._means[name] = self._means[name] + shift * (size / some)
         self._size = total
 
+    def merge(self, params: Params, reduce: Reduce) -> None:
+        """Merge with those of others, by sums over all of them."""
+        own = torch.as_tensor(self._size, dtype=torch.float64)
+        means = self._means or map_values(torch.zeros_like, _nothing(params))
+        squares = self._squares or map_values(_squared, means)
+        size = reduce({"": own})[""]
+        self._size = size
+        self._means = reduce(map_values(lambda mean: mean * (own / size), means))
+        shifts = map_values(torch.sub, means, self._means)
+        between = map_values(lambda shift: own * _squared(shift), shifts)
+        self._squares = reduce(map_values(torch.add, squares, between))
+
     def result(self, call: Call) -> GradientMoments:
         """Return the moments; 0 / 0 makes NaN of what too few samples leave open."""
         size, params, losses = self._size, call.params, call.losses
         if not self._means:
-            nothing = {name: _undefined(value) for name, value in params.items()}
-            self._means = nothing
-            self._squares = {name: value.real for name, value in nothing.items()}
+            self._means = _nothing(params)
+            self._squares = map_values(_squared, self._means)
         rest = torch.as_tensor(size - 1, dtype=torch.float64).clamp(min=0)
         trace = square = losses.new_zeros((), dtype=torch.float64)
         found = GradientMoments({}, {}, {}, trace, {}, losses)
@@ -181,7 +196,11 @@ def _squared(tensor: Tensor) -> Tensor:
     return (tensor * tensor.conj()).real
 
 
-def _undefined(value: Tensor) -> Tensor:
-    """NaN in float64 for every number of a parameter."""
-    dtype = torch.promote_types(value.dtype, torch.float64)
-    return torch.full_like(value, torch.nan, dtype=dtype, requires_grad=False)
+def _nothing(params: Params) -> Params:
+    """NaN in float64 for every number of the parameters."""
+
+    def undefined(value: Tensor) -> Tensor:
+        dtype = torch.promote_types(value.dtype, torch.float64)
+        return torch.full_like(value, torch.nan, dtype=dtype, requires_grad=False)
+
+    return map_values(undefined, params)

@@ -35,7 +35,7 @@ class WeightedGradFn(Transform):
         found = self.on_all(params, buffers, batch, mask, weights)
         return found if mask is None else self.selected(found, mask)
 
-    def of_samples(self, value: Params, rows: Any) -> Params:
+    def of_samples(self, function: Any, value: Params) -> Params:
         """Return the sums, which have no entry for a sample."""
         return value
 
@@ -91,6 +91,7 @@ def _joined(parts: Iterator[Params], call: Call) -> Params:
     sums = Sums()
     for part in parts:
         sums.add(part)
+    call.summed(sums)
     return sums.rounded(call.params)
 
 

@@ -3,7 +3,8 @@
 E members.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -16,7 +17,6 @@ from vgrad.ensemble.axes import InDims, members, split
 from vgrad.ensemble.execution import Call, Randomness, Strategy
 from vgrad.ensemble.gradients import (
     EnsembleGradFn,
-    EnsembleGrads,
     check_loss,
     ensemble_grad,
 )
@@ -25,7 +25,9 @@ from vgrad.generators import secret_key
 from vgrad.names import Patterns
 from vgrad.optim.base import GradientTransformation
 from vgrad.precision import DynamicLossScale, LossScale, NoOpLossScale, Policy
+from vgrad.training import others
 from vgrad.training.moving import finite_of_each, keep, of_each, put_back
+from vgrad.training.others import Found, Others
 from vgrad.training.state import (
     Metrics,
     Run,
@@ -175,6 +177,7 @@ class EnsembleStep:
 
     Attributes:
         run: how all but the random numbers of a step is computed.
+        others: the members that are trained elsewhere, if there are any.
     """
 
     gradient: EnsembleGradFn
@@ -185,6 +188,7 @@ class EnsembleStep:
     donate: bool
     has_aux: bool
     run: Run = at_once
+    others: Others | None = None
     name: ClassVar = "ensemble_train_step"
 
     def __call__(
@@ -199,13 +203,34 @@ class EnsembleStep:
         scale = of_each(scale, len(active)) if scaled else scale
         # Neither the key nor the count is for a function of tensors.
         given = state._replace(loss_scale=scale, key=active, step=active)
-        with torch.no_grad(), own_randomness(state):
-            if self.donate:  # a graph could not write into the state
-                found = self.run(self._gradient, given, batch)
+        step, place = self._among_others(state)
+        with torch.no_grad(), own_randomness(state, *place):
+            if self.others is not None and (whole := [*self._whole(state)]):
+                compute = partial(self.run, step._gradient, given, batch)
+                found, anyone = self.others.joined(compute, state, whole)
+                new, metrics = self._moved(given, found, anyone)
+            elif self.donate:  # a graph could not write into the state
+                found = self.run(step._gradient, given, batch)
                 new, metrics = self._moved(given, found)
             else:
-                new, metrics = self.run(self._computed, given, batch)
+                new, metrics = self.run(step._computed, given, batch)
         return new._replace(key=state.key, step=state.step + 1), metrics
+
+    @cached_property
+    def _alone(self) -> "EnsembleStep":
+        """The step that knows of no others, whom a capture cannot compare."""
+        return replace(self, others=None)
+
+    def _among_others(self, state: EnsembleState) -> tuple["EnsembleStep", tuple]:
+        """Return the step that draws what others do not, or a place for that."""
+        if self.others is None:
+            return self, ()
+        if not self._whole(state):  # else all processes check together
+            self.others.check(len(state.active))
+        numbers = self.others.numbers
+        if self.run is not at_once:  # a graph draws for all members at once
+            return self._alone, others.place(self.gradient, numbers)
+        return replace(self, gradient=others.keyed(self.gradient, state, numbers)), ()
 
     def _computed(
         self, state: EnsembleState, batch: tuple
@@ -219,7 +244,7 @@ class EnsembleStep:
         return split("ensemble_train_step", entries, self.shared)[1]
 
     def _moved(
-        self, state: EnsembleState, found: tuple[EnsembleGrads, Tree]
+        self, state: EnsembleState, found: Found, anyone: Tensor | None = None
     ) -> tuple[EnsembleState, Metrics]:
         """Return the state after the optimizer's step."""
         active, scale = state.active, state.loss_scale
@@ -242,7 +267,9 @@ class EnsembleStep:
             buffers = kept_dtypes(buffers, state.buffers)
             new = state._replace(params=params, buffers=buffers, optimizer=optimizer)
             if not everyone:
-                new = put_back(new, state, trained, {n: grads.get(n) for n in whole})
+                anyone = active.any() if anyone is None else anyone
+                common = {name: grads.get(name) for name in whole}
+                new = put_back(new, state, trained, common, anyone)
             metrics = {
                 "loss": widened(losses),
                 "skipped": (active & ~finite).float(),
@@ -255,9 +282,7 @@ class EnsembleStep:
                 scale = keep(active, adjusted, scale)
         return new._replace(loss_scale=scale), metrics
 
-    def _gradient(
-        self, state: EnsembleState, batch: tuple
-    ) -> tuple[EnsembleGrads, Tree]:
+    def _gradient(self, state: EnsembleState, batch: tuple) -> Found:
         """Return gradients without the scale, and aux."""
         scale, whole = state.loss_scale, self._whole(state)
         scaled = not isinstance(scale, NoOpLossScale)

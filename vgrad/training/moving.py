@@ -25,14 +25,16 @@ def keep(mask: Tensor, new: Tree, old: Tree) -> Tree:
     return tree_map(choose, new, old)
 
 
-def put_back(new: Any, old: Any, trained: Tensor, common: dict[str, Any]) -> Any:
+def put_back(
+    new: Any, old: Any, trained: Tensor, common: dict[str, Any], anyone: Tensor
+) -> Any:
     """Put back what members keep that were not trained, and what they share.
 
     `new` and `old` are states of an ensemble; `common` has the gradients of all that
-    its members share, None for buffers.
+    its members share, None for buffers. `anyone` says whether any of them is active.
     """
     finite = [grad.isfinite().all() for grad in common.values() if grad is not None]
-    together = torch.stack([old.active.any(), *finite]).all()
+    together = torch.stack([anyone, *finite]).all()
 
     def chosen(new: Params, old: Params) -> Params:
         masks = {name: together if name in common else trained for name in new}

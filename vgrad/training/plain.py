@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -96,6 +97,8 @@ class TrainStep:
     Attributes:
         loss: what returns a loss, with aux if there is one, and new buffers.
         run: how gradients are computed, and the optimizer run.
+        over: what makes gradients and loss those of all that take part in the step,
+            given what computes them here and the state.
     """
 
     loss: Callable[..., tuple[Any, Buffers]]
@@ -104,6 +107,7 @@ class TrainStep:
     donate: bool
     has_aux: bool
     run: Run = at_once
+    over: Callable[[Callable[[], tuple], TrainState], tuple] | None = None
     name: ClassVar = "train_step"
 
     def __call__(
@@ -113,9 +117,10 @@ class TrainStep:
         scale = scale_of(state, self.first)
         scaled = not isinstance(scale, NoOpLossScale)
         with torch.no_grad(), own_randomness(state):
-            grads, value, aux, buffers, finite = self.run(
-                self._gradients, state.params, state.buffers, batch, scale
-            )
+            given = (self._gradients, state.params, state.buffers, batch, scale)
+            compute = partial(self.run, *given)
+            found = compute() if self.over is None else self.over(compute, state)
+            grads, value, aux, buffers, finite = found
             # What is skipped needs the old state; to look is free on a CPU alone.
             taken = not scaled or (self.donate and finite.is_cpu and bool(finite))
             params, optimizer = updated(

@@ -64,8 +64,19 @@ def load_state(
     path = Path(path)
     called = "a state as save_state writes it"
     parts, description = files.read_parts(path, KIND, [""], called=called)
-    saved, now = description["settings"], json.loads(json.dumps(dict(settings or {})))
-    for name, value in now.items():
+    check_settings(path, description["settings"], settings)
+    tree.check_fit(str(path), tree.state_dict(like), parts[""])
+    loaded = tree.load_state_dict(like, parts[""])
+    return tree.tree_map(
+        lambda old, new: torch.empty_like(old).copy_(new), like, loaded
+    )
+
+
+def check_settings(
+    path: Path, saved: Mapping[str, Any], given: Mapping[str, Any] | None
+) -> None:
+    """Refuse settings that are not those saved; only the ones given are compared."""
+    for name, value in json.loads(json.dumps(dict(given or {}))).items():
         if name not in saved or saved[name] != value:
             before = repr(saved[name]) if name in saved else "no such setting"
             raise ValueError(
@@ -73,8 +84,3 @@ def load_state(
                 f"{before}. Its run would go on with other numbers: keep the setting, "
                 f"or save to another place."
             )
-    tree.check_fit(str(path), tree.state_dict(like), parts[""])
-    loaded = tree.load_state_dict(like, parts[""])
-    return tree.tree_map(
-        lambda old, new: torch.empty_like(old).copy_(new), like, loaded
-    )

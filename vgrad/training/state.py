@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vgrad import optim
-from vgrad.generators import ALONE, secret_key, torch_seed
+from vgrad.generators import ALONE, Place, secret_key, set_seed, torch_seed
 from vgrad.optim.base import GradientTransformation
 from vgrad.precision import LossScale, NoOpLossScale, Policy
 from vgrad.precision.modules import loss_under
@@ -177,8 +177,10 @@ def kept_dtypes(buffers: Buffers, old: Buffers) -> Buffers:
 
 
 @contextmanager
-def own_randomness(state: Any) -> Iterator[None]:
+def own_randomness(state: Any, *place: Place) -> Iterator[None]:
     """Let torch's own generators draw what follows from the state's key and step.
+
+    `place` tells apart what several processes draw at one step of one key.
 
     They are left as they were. All threads share them, so steps in several threads
     wait for each other, and a thread that draws from them meanwhile changes the numbers
@@ -186,12 +188,9 @@ def own_randomness(state: Any) -> Iterator[None]:
     """
     device = device_of(state.params)
     on_cuda = device.type == "cuda"
-    seed = torch_seed(state.key, "loss", int(state.step))
+    seed = torch_seed(state.key, "loss", int(state.step), *place)
     with ALONE, torch.random.fork_rng([device] if on_cuda else []):
-        torch.default_generator.manual_seed(seed)
-        if on_cuda:
-            own = torch.Generator(device).manual_seed(seed)
-            torch.cuda.set_rng_state(own.get_state(), device)
+        set_seed(seed, state.params.values())
         yield
 
 

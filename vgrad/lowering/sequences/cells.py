@@ -175,7 +175,7 @@ def over_layers(
             finals.append(final)
         x = torch.cat(outputs, -1) if bidirectional else outputs[0]
         if training and dropout and number + 1 < num_layers:
-            x = F.dropout(x, dropout)
+            x = F.dropout(x.contiguous(), dropout)  # which draws in order of memory
     output = x.transpose(0, 1) if batch_first else x
     return output, *(torch.stack(each) for each in zip(*finals, strict=True))
 

@@ -21,7 +21,13 @@ from torch.autograd import Function
 from vgrad import checks
 from vgrad.dtypes import no_autocast
 from vgrad.lowering.sequences.cells import Layout, State, over_layers
-from vgrad.lowering.sequences.through_time import BACKWARD, Run, lstm_forwards, shifted
+from vgrad.lowering.sequences.through_time import (
+    BACKWARD,
+    Run,
+    linear,
+    lstm_forwards,
+    shifted,
+)
 
 Report = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """Takes `d_ih, d_hh [T, N, G * H]`, `x [T, N, I]` and `h_prev [T, N, H]`."""
@@ -215,6 +221,7 @@ class _Gradient(Function):
         for each in (output, x, h, weights[0]):
             dtype = torch.promote_types(dtype, each.dtype)
         before = shifted(h, output, reverse)
+        x = x if gates is not None else x.contiguous()  # as the gates will be
         zero = output.new_zeros(()).expand(output.shape)
         given = (
             zero if d_output is None else d_output,
@@ -227,7 +234,7 @@ class _Gradient(Function):
             run = Run(reverse, *wide)
             d_ih, d_hh, *d_state = BACKWARD[mode](run)
             report(d_ih, d_hh, x.detach(), before)  # which may be kept, not the graph
-            d_x = d_ih @ run.w_ih if needs_x else None
+            d_x = linear(d_ih, run.w_ih.T) if needs_x else None
         own = zip((d_x, *d_state, None), (x, h, c), strict=False)
         return tuple(None if d is None or e is None else d.to(e.dtype) for d, e in own)
 

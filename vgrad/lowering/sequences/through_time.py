@@ -80,31 +80,33 @@ def lstm_forwards(
     """
     w_ih, w_hh, b_ih, b_hh = weights
     size = w_hh.shape[1]
-    sums = F.linear(x, w_ih, None if b_ih is None else b_ih + b_hh)
-    output, cells = (sums.new_empty((*x.shape[:2], size)) for _ in range(2))
-    order = slice(None, None, -1 if reverse else 1)
+    sums = linear(x, w_ih, None if b_ih is None else b_ih + b_hh)
+    gates = sums.unflatten(2, (4, size))
+    output, cells = (torch.empty_like(gates[:, :, 0]) for _ in range(2))
     recurrent = w_hh.T.contiguous()  # one copy for all steps
-    for step in range(len(x))[order]:
-        at_gates = sums[step].addmm_(h, recurrent)
-        input_forget, g, o = at_gates.split((2 * size, size, size), 1)
-        i, f = input_forget.sigmoid_().split(size, 1)
+    every = (sums, gates[:, :, :2], gates[:, :, 3], *gates.unbind(2)[:3], cells, output)
+    steps = list(zip(*(each.unbind(0) for each in every), strict=True))
+    for at_gates, i_f, o, i, f, g, cell, state in steps[:: -1 if reverse else 1]:
+        at_gates.addmm_(h, recurrent)
+        i_f.sigmoid_()
         g.tanh_()
         o.sigmoid_()
-        c = torch.mul(f, c, out=cells[step]).addcmul_(i, g)
-        h = torch.tanh(c, out=output[step]).mul_(o)
-    return output, h.clone(), c.clone(), sums.unflatten(2, (4, size)), cells
+        c = torch.mul(f, c, out=cell).addcmul_(i, g)
+        h = torch.tanh(c, out=state).mul_(o)
+    return output, h.clone(), c.clone(), gates, cells
 
 
 def _lstm(run: Run) -> tuple[Tensor, ...]:
     """From gates and cells, the gradients at c and h, backwards through time."""
     if run.gates is None:
         i, f, g, o, cells = _again(run)
+        d = g.new_empty((*g.shape[:2], 4, g.shape[2]))
     else:
         (i, f, g, o), cells = run.gates.unbind(2), run.cells
+        d = torch.empty_like(run.gates)
     squashed = cells.tanh()
 
     # Each gate's gradient is that of c, or of h for the last gate, times one of these.
-    d = g.new_empty((*g.shape[:2], 4, g.shape[2]))
     _through_sigmoid(g, i, grad_input=d[:, :, 0])
     _through_sigmoid(shifted(run.c, cells, run.reverse), f, grad_input=d[:, :, 1])
     _through_tanh(i, g, grad_input=d[:, :, 2])
@@ -113,7 +115,8 @@ def _lstm(run: Run) -> tuple[Tensor, ...]:
 
     d_h, d_c = run.last(), run.d_c.clone()
     d_c_each = d_c.unsqueeze(1)
-    rows = (d.flatten(2), d[:, :, :3], d[:, :, 3], outwards, f)
+    whole = d.view(*d.shape[:2], len(run.w_hh))
+    rows = (whole, d[:, :, :3], d[:, :, 3], outwards, f)
     steps = zip(*(run.backwards(each) for each in rows), run.arriving(), strict=True)
     for at_gates, at_ifg, at_o, outward, forget, arriving in steps:
         d_c.addcmul_(d_h, outward)
@@ -121,8 +124,7 @@ def _lstm(run: Run) -> tuple[Tensor, ...]:
         at_o.mul_(d_h)
         d_c.mul_(forget)
         torch.addmm(arriving, at_gates, run.w_hh, out=d_h)
-    d = d.flatten(2)
-    return d, d, d_h, d_c
+    return whole, whole, d_h, d_c
 
 
 def _again(run: Run) -> tuple[Tensor, ...]:
@@ -196,6 +198,22 @@ _through_tanh = kernels.tanh_backward
 
 def shifted(first: Tensor, states: Tensor, reverse: bool) -> Tensor:
     """Return the state before each step, from the first one and those after it."""
-    if reverse:
-        return torch.cat([states[1:], first.unsqueeze(0)])
-    return torch.cat([first.unsqueeze(0), states[:-1]])
+    time = _time(states)
+    states, first = states.transpose(0, time), first.unsqueeze(time)
+    kept = states.narrow(time, 1 if reverse else 0, states.shape[time] - 1)
+    found = torch.cat([kept, first] if reverse else [first, kept], time)
+    return found.transpose(0, time)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Apply a linear map to `x [T, N, I]`; the result lies in memory as `x` does.
+
+    In another order than that of memory torch would make it of many small products.
+    """
+    time = _time(x)
+    return F.linear(x.transpose(0, time), weight, bias).transpose(0, time)
+
+
+def _time(x: Tensor) -> int:
+    """Return which axis of `[T, N, ...]` is time in the order of memory."""
+    return int(x.stride(0) < x.stride(1))

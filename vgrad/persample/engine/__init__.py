@@ -1,6 +1,7 @@
 """How a loss is run so that every use of a parameter leaves a factor."""
 
 from vgrad.persample.engine.calls import Call as Call
+from vgrad.persample.engine.calls import Reduce as Reduce
 from vgrad.persample.engine.calls import at_a_time as at_a_time
 from vgrad.persample.engine.calls import constant as constant
 from vgrad.persample.engine.calls import joined as joined

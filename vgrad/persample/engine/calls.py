@@ -21,20 +21,26 @@ from vgrad.persample.engine.guard import Fallbacks
 from vgrad.persample.engine.ladder import STRATEGIES
 from vgrad.persample.engine.problem import Problem
 from vgrad.persample.engine.strategies import Chunk, saved_bytes
-from vgrad.persample.factors import reductions
+from vgrad.persample.factors import Sums, reductions
 from vgrad.torch_private import levels
 from vgrad.torch_private.tensors import version_of
 from vgrad.tree import tree_map, tree_map_only
+from vgrad.typing import Params
+
+Reduce = Callable[[Params], Params]
 
 
 class Call:
     """One call of a transform: its problem, and what its chunks have in common.
 
-    `dtype` is that of norms over all parameters, `done` how many samples were run.
+    `dtype` is that of norms over all parameters, `done` how many samples were run. With
+    `reduce` others take part in the call, each with samples of its own: it returns the
+    sums of what all of them give it.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, reduce: Reduce | None = None) -> None:
         """Start before the first chunk."""
+        self.reduce = reduce
         self.problem = problem
         self.params = problem.params
         self.dtype = reductions.norm_dtype(problem.params)
@@ -105,6 +111,16 @@ class Call:
             return STRATEGIES[part.strategy](part, collect)
 
         return self.parts(execute, problem)
+
+    def summed(self, sums: Sums, *others: Tensor) -> list[Tensor]:
+        """Make sums those of all that take part in the call, and return `others` so."""
+        if self.reduce is None:
+            return list(others)
+        totals = sums.rounded(self.params)  # one dtype for all of them
+        numbered = {str(number): each for number, each in enumerate(others)}
+        found = self.reduce({**{f"/{n}": t for n, t in totals.items()}, **numbered})
+        sums.totals = {name: found[f"/{name}"] for name in totals}
+        return [found[name] for name in numbered]
 
     @property
     def places(self) -> Tensor | None:

@@ -1,6 +1,7 @@
 """What a per-sample transform returns."""
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,7 +41,10 @@ class Transform:
 
     Attributes:
         options: what the transform was given.
+        calls: what makes a call of a problem.
     """
+
+    calls: Callable[[Problem], Call] = Call
 
     def __init__(self, options: Problem, quantity: Quantity | None = None) -> None:
         """Check the options; without a quantity a subclass has its own `called`."""
@@ -58,6 +62,12 @@ class Transform:
     def joins(self) -> bool:
         """Whether the quantity of a batch follows from those of its chunks."""
         return self._quantity is not None
+
+    def over(self, calls: Callable[[Problem], Call], parts: int = 1) -> "Transform":
+        """Return the same function, in whose calls others take part, `parts` in all."""
+        same = copy(self)
+        same.calls = calls
+        return same
 
     def __call__(
         self,
@@ -93,7 +103,7 @@ class Transform:
                 return self.on_all(*given, more, loss_scale, keys)
         weights = more if self.joins else None
         problem = self.options.on(*given, weights, loss_scale, keys)
-        return self.called(Call(problem), more)
+        return self.called(self.calls(problem), more)
 
     def called(self, call: Call, more: Any) -> Any:
         """Compute the quantity; `more` are the call's weights, if any."""
@@ -125,15 +135,19 @@ class Transform:
 
     def selected(self, found: Any, rows: Any, more: Any = None) -> Any:
         """Keep the entries of some samples in a result; `more` is that of `on_all`."""
-        if not self.options.has_aux:
-            return self.of_samples(found, rows)
-        value, aux = found
-        kept = None if aux is None else tree_map(lambda leaf: leaf[rows], aux)
-        return self.of_samples(value, rows), kept
+        return self.mapped(lambda leaf: leaf[rows], found)
 
-    def of_samples(self, value: Any, rows: Any) -> Any:
-        """Keep the entries of some samples in the quantity."""
-        return tree_map(lambda leaf: leaf[rows], value)
+    def mapped(self, function: Callable[[Tensor], Tensor], found: Any) -> Any:
+        """Apply a function to all tensors of a result `[B, ...]`."""
+        if not self.options.has_aux:
+            return self.of_samples(function, found)
+        value, aux = found
+        own = None if aux is None else tree_map(function, aux)
+        return self.of_samples(function, value), own
+
+    def of_samples(self, function: Callable[[Tensor], Tensor], value: Any) -> Any:
+        """Apply a function to what the quantity has of single samples, `[B, ...]`."""
+        return tree_map(function, value)
 
 
 def _measured(quantity: Quantity, problem: Problem) -> Chunk:

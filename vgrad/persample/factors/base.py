@@ -102,6 +102,11 @@ class Positions:
         """Inner products between the positions of a sample, [B * G, T, T]."""
         return reductions.self_products(self.tensor.flatten(0, 1))
 
+    @cached_property
+    def zeros(self) -> Tensor:
+        """Whether a sample has nothing but zeros, [B]."""
+        return reductions.zeros(self.tensor)
+
 
 @dataclass(frozen=True)
 class Dense(Factor):

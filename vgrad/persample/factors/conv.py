@@ -62,9 +62,10 @@ class Conv(Pair):
         return reductions.gram_norm(
             self._patch_products(),
             reductions.self_products(self._split(self.outputs).flatten(2).mT),
-            self.sides,
+            self.size,
             max(math.prod(self.shape[1:]), self.shape[0]),
             lambda rows: self.take(rows).double().grad(),
+            lambda: reductions.zeros(self.inputs) | reductions.zeros(self.outputs),
         )
 
     def weighted(self, weights: Tensor) -> Tensor:

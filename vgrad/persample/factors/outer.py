@@ -61,9 +61,10 @@ class Outer(Pair):
             return reductions.gram_norm(
                 reductions.self_products(self.inputs.flatten(0, 1)),
                 outputs.products,
-                self.sides,
+                self.size,
                 max(self.inputs.shape[3], self.outputs.shape[3]),
                 lambda rows: self.take(rows).double().grad(),
+                lambda: reductions.zeros(self.inputs) | outputs.zeros,
             )
         return super().norm()
 

@@ -143,19 +143,20 @@ def self_products(rows: Tensor) -> Tensor:
 def gram_norm(
     a: Tensor,
     b: Tensor,
-    sides: tuple[Tensor, Tensor],
+    size: int,
     length: int,
     direct: Callable[[Tensor], Tensor],
+    nothing: Callable[[], Tensor],
 ) -> Norm:
     """Norms of `sum_t b_t x a_t` from products a, b [B * G, T, T] of the positions.
 
-    Those are sums of up to `length` products of the numbers in `sides`, [B, ...] each.
+    Those are sums of up to `length` products of numbers of B = `size` samples, and
+    `nothing()` tells which samples have but zeros for one of the factors, [B].
 
     The square of a norm is `<a, b>`. Where its terms cancel, rounding is large against
     it: such samples are computed from their gradients, `direct(rows)`, and for the
     others the upper bound allows for what was lost.
     """
-    size = len(sides[0])
     squares = torch.linalg.vecdot(a.reshape(size, -1), b.reshape(size, -1)).double()
     a_sizes, b_sizes = (each.diagonal(0, 1, 2).double() for each in (a, b))
     terms = (a_sizes * b_sizes).sqrt_().sum(1)
@@ -170,7 +171,6 @@ def gram_norm(
     edge = torch.finfo(a.dtype).tiny * length * positions * sizes
     squares = torch.where(edge < eps * squares, squares, 0.0)
     lost = eps * largest.sqrt()
-    nothing = partial(_nothing, sides)
     return _checked(squares, slack, largest, lost, sizes.sqrt(), direct, nothing)
 
 
@@ -241,16 +241,20 @@ def _over_groups(found: Tensor, size: int) -> Tensor:
     return found if len(found) == size else found.view(size, -1).sum(1)
 
 
-def _nothing(sides: tuple[Tensor, ...]) -> Tensor:
-    """Tell for which samples a side is nothing but zeros, so that products are, [B]."""
-    if not all(each.numel() for each in sides):
-        return torch.ones(len(sides[0]), dtype=torch.bool, device=sides[0].device)
-    return torch.stack([_largest(each) for each in sides]).amin(0) == 0
+def zeros(numbers: Tensor) -> Tensor:
+    """Tell which samples have nothing but zeros, [B, ...] -> [B]."""
+    if not numbers.numel():
+        return torch.ones(len(numbers), dtype=torch.bool, device=numbers.device)
+    return _largest(numbers) == 0
 
 
 def _largest(numbers: Tensor) -> Tensor:
     """Largest size among the numbers of each sample, [B, ...] -> [B]."""
-    return numbers.abs().amax([*range(1, numbers.ndim)])
+    axes = [*range(1, numbers.ndim)]
+    if numbers.is_complex():
+        return numbers.abs().amax(axes)
+    # Two readings, where sizes would be written first, as large as the numbers.
+    return torch.maximum(numbers.amax(axes), -numbers.amin(axes))
 
 
 def rounded(device: torch.device, op: Literal["conv", "matmul"]) -> bool:

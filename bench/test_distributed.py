@@ -1,0 +1,151 @@
+"""A private step on several ranks, against one process that has as many threads.
+
+Both take the whole step: clipped sum, reduction, noise and optimizer, on batches of the
+mean size. `two` are two ranks with one thread each, beside one process with two
+threads: `throughput` is what is left of the latter's samples per second. `four` are
+four such ranks, for the cost model of docs/distributed.md, beside the same process.
+
+`sent_bytes` is what a rank has written to the loopback device in a step, by the count
+of the operating system, and `ring_bytes` what a reduction along a ring takes for the
+sums alone, `2 (W - 1) / W` times their bytes. The parameters after three steps are
+compared with those of one process before anything is timed.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import vgrad
+from bench.contenders import STRATEGY, functional
+from bench.measure import interleaved
+from bench.models import SETTINGS
+from bench.steps import MOMENTUM, RATE, Task
+from tests.distributed.processes import Processes
+from vgrad.distributed import data_parallel
+from vgrad.training import TrainState, private_step
+
+NAMES = ("transformer", "wrn-16-2")
+SIZES = {"two": 2, "four": 4}
+CHECKED = 3
+SECONDS = 60
+
+_DEVICE = Path("/proc/net/dev")
+_KEPT: dict[str, Any] = {}
+"""In a rank, what it takes steps with."""
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Processes]:
+    """One process with two threads."""
+    found = Processes(1, threads=2)
+    yield found
+    found.stop()
+
+
+def prepare(name: str, size: int, *, small: bool) -> dict[str, torch.Tensor]:
+    """Build a model on this rank, take steps, and return the parameters."""
+    setting = SETTINGS[name]
+    samples = 8 if small else setting.samples
+    dtype = torch.float64 if small else torch.float32
+    task = Task.of(setting, "cpu", dtype, samples, small=small)
+    loss, params, buffers = functional(task.problem)
+    tx = vgrad.optim.sgd(RATE, momentum=MOMENTUM)
+    step = private_step(loss, tx, task.plan, strategy=STRATEGY, donate=True)
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
+    params = {name: each.detach().clone() for name, each in params.items()}
+    state = TrainState.create(tx, params, buffers, seed=task.seed)
+    rank, count = mesh.get_local_rank("dp"), len(task.fixed[1])
+    own = slice(count * rank // size, count * (rank + 1) // size)
+    _KEPT.update(
+        step=data_parallel(step, mesh), state=state, batch=[x[own] for x in task.fixed]
+    )
+    for _ in range(CHECKED):
+        take()
+    return {name: each.clone() for name, each in _KEPT["state"].params.items()}
+
+
+def take() -> None:
+    """Take a step on this rank."""
+    _KEPT["state"], _ = _KEPT["step"](_KEPT["state"], *_KEPT["batch"])
+
+
+def parts() -> dict[str, float]:
+    """Return the seconds of a step on this rank, and of its noise alone."""
+    found: dict[str, list[float]] = {"step": [], "noise": []}
+    plan, state = _KEPT["step"].plan, _KEPT["state"]
+    bound = vgrad.Sensitivity(plan.max_norm / plan.expected_batch_size)
+    for _ in range(7):
+        started = time.perf_counter()
+        take()
+        found["step"].append(time.perf_counter() - started)
+        started = time.perf_counter()
+        plan.add_noise(state.params, bound, key=state.key, step=0)
+        found["noise"].append(time.perf_counter() - started)
+    return {name: statistics.median(each) for name, each in found.items()}
+
+
+def written() -> int:
+    """Return the bytes that processes of this machine have sent to each other."""
+    (line,) = [x for x in _DEVICE.read_text().splitlines() if x.strip()[:3] == "lo:"]
+    return int(line.split(":")[1].split()[8])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("ranks", SIZES)
+def test_private_step(benchmark: Any, alone: Processes, name: str, ranks: str) -> None:
+    benchmark.group = f"private step on ranks, {name}"
+    size = SIZES[ranks]
+    processes = Processes(size)
+    try:
+        (expected,) = alone.run(_small, name, 1)
+        difference = max(
+            ((found[n] - expected[n]).norm() / expected[n].norm()).item()
+            for found in processes.run(_small, name, size)
+            for n in expected
+        )
+        assert difference < 1e-10
+        if benchmark.disabled:
+            return
+        alone.run(_large, name, 1)
+        params = processes.run(_large, name, size)[0]
+        before, steps = written(), 5
+        for _ in range(steps):
+            processes.run(take)
+        sent = (written() - before) / steps / size
+        interleaved(
+            benchmark,
+            lambda: processes.run(take),
+            lambda: alone.run(take),
+            device="cpu",
+            samples=SETTINGS[name].samples,
+            error=difference,
+            seconds=SECONDS,
+        )
+        count = sum(each.numel() * each.element_size() for each in params.values())
+        benchmark.extra_info.update(
+            setting=name,
+            contender=f"{size} ranks of one thread",
+            throughput=1 / benchmark.extra_info["ratio_to_plain"],
+            sent_bytes=sent,
+            ring_bytes=2 * (size - 1) / size * count,
+            seconds_of_parts=processes.run(parts)[0],
+            alone_seconds_of_parts=alone.run(parts)[0],
+        )
+    finally:
+        processes.stop()
+
+
+def _small(name: str, size: int) -> dict[str, torch.Tensor]:
+    return prepare(name, size, small=True)
+
+
+def _large(name: str, size: int) -> dict[str, torch.Tensor]:
+    return prepare(name, size, small=False)

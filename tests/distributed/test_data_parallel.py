@@ -1,0 +1,239 @@
+"""Transforms of all ranks give what one process does for the whole batch."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import vgrad
+from tests.distributed.nets import MODELS, problem
+from vgrad import distributed
+from vgrad.distributed import RankError, data_parallel
+from vgrad.tree import tree_leaves
+
+CUTS = {2: [(3, 4), (0, 7), (7, 0), (0, 0)], 4: [(2, 1, 0, 4), (0, 0, 7, 0)]}
+"""How many samples each rank has."""
+
+TRANSFORMS = {
+    "clipped": lambda loss: vgrad.clipped_grad(loss, max_norm=0.5, normalize_by=3.0),
+    "layers": lambda loss: vgrad.clipped_grad(
+        loss, max_norm=0.5, clipping="per_layer", chunk_size=2
+    ),
+    "twice": lambda loss: vgrad.clipped_grad(loss, max_norm=0.5, passes=2),
+    "norms": vgrad.per_sample_norm,
+    "grads": lambda loss: vgrad.per_sample_grad(loss, strategy="vmap"),
+    "projection": lambda loss: vgrad.per_sample_projection(loss, dim=8, seed=1),
+    "moments": lambda loss: vgrad.gradient_moments(loss, chunk_size=3),
+}
+
+
+def mesh_of(size):
+    return init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
+
+
+def own(mesh, sizes):
+    """Return the part of the whole batch that this rank has."""
+    rank = mesh.get_local_rank("dp")
+    return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+
+
+def errors(found, expected):
+    """Return the largest error in units of the largest number, for each tensor."""
+    pairs = zip(tree_leaves(found), tree_leaves(expected), strict=True)
+    worst = 0.0
+    for one, other in pairs:
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        if one.numel() and not torch.equal(one.isnan(), other.isnan()):
+            return float("inf")
+        one, other = one.nan_to_num(), other.nan_to_num()
+        if one.numel():
+            scale = other.abs().max().clamp(min=1e-30)
+            worst = max(worst, ((one - other).abs().max() / scale).item())
+    return worst
+
+
+def _of_all(size, name, dtype, kinds):
+    mesh = mesh_of(size)
+    loss, params, buffers, (x, y) = problem(name, dtype)
+    worst = {}
+    for kind in kinds:
+        transform = TRANSFORMS[kind](loss)
+        for sizes in CUTS[size]:
+            part, total = own(mesh, sizes), sum(sizes)
+            found = data_parallel(transform, mesh)(params, buffers, x[part], y[part])
+            expected = transform(params, buffers, x[:total], y[:total])
+            worst[kind, sizes] = errors(found, expected)
+    return worst
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_transform_is_that_of_the_whole_batch(some, name, dtype):
+    kinds = list(TRANSFORMS) if name == "mlp" else ["clipped", "moments"]
+    limit = 2e-6 if dtype == torch.float32 else 1e-12
+    for found in some.run(_of_all, some.size, name, dtype, kinds):
+        assert {key: error for key, error in found.items() if not error < limit} == {}
+
+
+def _bits(size):
+    mesh = mesh_of(size)
+    loss, params, buffers, (x, y) = problem("cnn")
+    part = own(mesh, CUTS[size][0])
+    clipped = data_parallel(vgrad.clipped_grad(loss, max_norm=0.5), mesh)
+    return clipped(params, buffers, x[part], y[part]).grads
+
+
+def test_all_ranks_get_the_same_bits(some):
+    first, *others = some.run(_bits, some.size)
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+def _masked(size):
+    mesh = mesh_of(size)
+    loss, params, buffers, (x, y) = problem("mlp")
+    mask = torch.arange(7) % 3 != 1
+    part = own(mesh, CUTS[size][0])
+
+    def with_aux(params, buffers, x, y):
+        return loss(params, buffers, x, y), {"twice": 2 * x}
+
+    clipped = vgrad.clipped_grad(with_aux, max_norm=0.5, has_aux=True)
+    one = clipped(params, buffers, x, y, mask=mask)
+    given = (params, buffers, x[part], y[part])
+    found = data_parallel(clipped, mesh)(*given, mask=mask[part])
+    worst = [errors(found, one)]
+    weights = torch.arange(7.0) - 2
+    weighted = vgrad.weighted_grad(loss)
+    found = data_parallel(weighted, mesh)(weights[part], *given)
+    worst.append(errors(found, weighted(weights, params, buffers, x, y)))
+    scaled = data_parallel(weighted, mesh).options.function
+    assert scaled == "weighted_grad"
+    clipped = vgrad.clipped_grad(loss, max_norm=0.5)
+    assert data_parallel(clipped, mesh).sensitivity == clipped.sensitivity
+    scale = vgrad.precision.StaticLossScale(8.0)
+    found = data_parallel(clipped, mesh).with_loss_scale(scale)(*given)
+    worst.append(errors(found, clipped(params, buffers, x, y)))
+    return worst
+
+
+def test_masks_aux_weights_and_scales(some):
+    for worst in some.run(_masked, some.size):
+        assert max(worst) < 2e-6, worst
+
+
+def _compiled(size):
+    mesh = mesh_of(size)
+    loss, params, buffers, (x, y) = problem("mlp")
+    clipped = vgrad.clipped_grad(loss, max_norm=0.5)
+    compiled = vgrad.compile(clipped, batch_sizes=[4 * size])
+    worst = []
+    for sizes in CUTS[size]:
+        part, total = own(mesh, sizes), sum(sizes)
+        for _ in range(2):
+            found = data_parallel(compiled, mesh)(params, buffers, x[part], y[part])
+            worst.append(errors(found, clipped(params, buffers, x[:total], y[:total])))
+    (report,) = data_parallel(compiled, mesh).reports() or [None]
+    return worst, report and report.calls
+
+
+@pytest.mark.compiled
+def test_graphs_run_between_collectives(some):
+    results = some.run(_compiled, some.size)
+    for worst, _ in results:
+        assert max(worst) < 2e-6, worst
+    assert max(calls or 0 for _, calls in results) > 2
+
+
+def _constants(size):
+    mesh = mesh_of(size)
+    loss, params, buffers, (x, y) = problem("mlp")
+    params = {name: value.requires_grad_() for name, value in params.items()}
+    part = own(mesh, CUTS[size][0])
+    for strategy in ("recorded", "vmap"):
+        norms = vgrad.per_sample_norm(loss, strategy=strategy)
+        found = data_parallel(norms, mesh)(params, buffers, x[part], y[part])
+        with pytest.raises(RuntimeError, match="expected a result that is not diff"):
+            found.sum().backward()
+
+
+def test_results_are_constants_that_say_so(ranks):
+    ranks(2).run(_constants, 2)
+
+
+def _one_is_wrong(size):
+    mesh = mesh_of(size)
+    loss, params, buffers, (x, y) = problem("mlp")
+    clipped = data_parallel(vgrad.clipped_grad(loss, max_norm=0.5), mesh)
+    told = []
+
+    def failing(params, buffers, x, y):
+        if mesh.get_local_rank("dp") == 1:
+            raise ArithmeticError("no such luck")
+        return loss(params, buffers, x, y)
+
+    wrong = data_parallel(vgrad.clipped_grad(failing, max_norm=0.5), mesh)
+    calls = [
+        lambda rank: clipped(params, buffers, x[: 3 + rank], y[:3]),
+        lambda rank: wrong(params, buffers, x, y),
+        lambda rank: (
+            clipped if rank else data_parallel(vgrad.per_sample_norm(loss), mesh)
+        )(params, buffers, x, y),
+    ]
+    for call in calls:
+        try:
+            call(mesh.get_local_rank("dp"))
+        except Exception as error:
+            told.append((type(error), str(error)))
+    # They go on together.
+    fine = clipped(params, buffers, x, y)
+    return told, errors(fine.losses[:7], fine.losses[-7:])
+
+
+def test_what_fails_on_one_rank_fails_on_all(ranks):
+    first, second = ranks(2).run(_one_is_wrong, 2)
+    assert first[1] == second[1] == 0
+    (sizes, luck, place), (sizes_1, luck_1, place_1) = first[0], second[0]
+    assert sizes[0] is luck[0] is place[0] is place_1[0] is RankError
+    assert [sizes_1[0], luck_1[0]] == [ValueError, ArithmeticError]
+    assert "rank 1 stopped with ValueError: clipped_grad(params" in sizes[1]
+    assert "rank 1 stopped with ArithmeticError: no such luck" in luck[1]
+    assert "expected all ranks at the same place" in place[1]
+
+
+def _refused():
+    mesh = mesh_of(2)
+    loss, *_ = problem("mlp")
+    with pytest.raises(TypeError, match="got products of pairs"):
+        data_parallel(vgrad.per_sample_gram(loss), mesh)
+    with pytest.raises(TypeError, match="expected what a per-sample transform"):
+        data_parallel(loss, mesh)
+    with pytest.raises(ValueError, match="expected the range of indices"):
+        distributed.local_batches([[0]], mesh, own=range(0, 4, 2))
+
+
+def test_what_is_no_transform_is_refused(ranks):
+    ranks(2).run(_refused)
+
+
+def _parts(size, batches):
+    mesh = mesh_of(size)
+    rank = mesh.get_local_rank("dp")
+    cut = distributed.local_batches(batches, mesh)
+    held = range(5 * rank, 5 * rank + 5) if rank < size - 1 else range(5 * rank, 99)
+    streamed = distributed.local_batches(batches, mesh, own=held)
+    assert len(cut) == len(streamed) == len(batches)
+    return list(cut), [[held.start + each for each in part] for part in streamed]
+
+
+def test_batches_are_cut_without_rest_and_without_overlap(some):
+    batches = [[], [3], [0, 2, 4, 5, 9, 11, 40], list(range(50)), [98]]
+    results = some.run(_parts, some.size, batches)
+    for kind in range(2):
+        joined = [
+            [index for result in results for index in result[kind][place]]
+            for place in range(len(batches))
+        ]
+        assert joined == batches
+    for place, batch in enumerate(batches):
+        sizes = [len(result[0][place]) for result in results]
+        assert max(sizes) - min(sizes) <= 1, batch

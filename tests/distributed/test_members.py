@@ -1,0 +1,485 @@
+"""Ensembles whose members are cut among ranks: as if all were in one place."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+import vgrad
+from vgrad import distributed
+from vgrad.distributed import (
+    all_members,
+    alone,
+    member_parallel,
+    member_range,
+    own_members,
+)
+from vgrad.ensemble import (
+    ensemble_clipped_grad,
+    ensemble_forward,
+    ensemble_grad,
+    for_members,
+    share,
+)
+from vgrad.training import (
+    EarlyStopping,
+    EnsembleState,
+    ensemble_train_step,
+    load_state,
+    save_state,
+)
+from vgrad.tree import map_tensors, state_dict
+
+E, B = 5, 6
+
+
+def mesh_of(size):
+    return init_device_mesh("cpu", (size,), mesh_dim_names=("members",))
+
+
+def net(drop=0.0):
+    norm = nn.BatchNorm1d(4)
+    # A bias would have gradients that are rounding alone, which Adam makes large.
+    first = nn.Linear(3, 4, bias=False)
+    return nn.Sequential(first, norm, nn.Dropout(drop), nn.Linear(4, 2))
+
+
+def ensemble(drop=0.0, shared=()):
+    """Return a function of one member, and all of them in float64."""
+    made = vgrad.init_ensemble(lambda: net(drop).double(), E, seed=1)
+    return made[0], *(share(*made[1:], shared) if shared else made[1:])
+
+
+def batch():
+    source = torch.Generator().manual_seed(3)
+    x = torch.randn(E, B, 3, generator=source, dtype=torch.float64)
+    return x, torch.randn(B, 2, generator=source, dtype=torch.float64)
+
+
+def same(found, expected, tolerance=1e-12):
+    found, expected = state_dict(found), state_dict(expected)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        torch.testing.assert_close(
+            found[name], value, rtol=tolerance, atol=tolerance, equal_nan=True
+        )
+
+
+def _there_and_back(size):
+    mesh = mesh_of(size)
+    source = torch.Generator().manual_seed(0)
+    for count in {size, 5}:
+        tree = {
+            "flags": torch.rand(count, generator=source) < 0.5,
+            "half": torch.randn(count, 3, generator=source).bfloat16(),
+            "none": torch.ones(count, 0, 2),
+            "turned": torch.randn(2, count, generator=source).T.requires_grad_(),
+            "pair": (torch.randn(count, dtype=torch.complex128, generator=source),),
+        }
+        own = own_members(tree, mesh)
+        which = member_range(count, mesh)
+        assert own["half"].equal(tree["half"][which.start : which.stop])
+        assert own["turned"].is_leaf
+        same(all_members(own, mesh), tree, 0)
+        assert all_members(own, mesh)["turned"].requires_grad
+    return which
+
+
+def test_trees_are_cut_and_gathered(some):
+    found = some.run(_there_and_back, some.size)
+    assert [number for which in found for number in which] == list(range(5))
+    with alone("members"):
+        assert _there_and_back(1) == range(5)
+
+
+def trained(mesh, drop, shared, options, *, steps=5, compiled=False):
+    """Take steps on a mesh; without one, in one place by the plain step."""
+    fmodel, params, buffers = ensemble(drop, shared)
+    own = (lambda x: own_members(x, mesh)) if mesh else lambda x: x
+    rates = own(torch.linspace(0.01, 0.2, E, dtype=torch.float64))
+    common = vgrad.optim.sgd(0.1, momentum=0.5) if shared else None
+    tx = for_members(vgrad.optim.adam, lr=rates, shared=shared, shared_tx=common)
+    loss = vgrad.batch_loss(fmodel, F.mse_loss)
+    step = ensemble_train_step(loss, tx, in_dims=(0, None), shared=shared, **options)
+    # The state of the optimizer needs the rates of all members to begin with.
+    whole = for_members(
+        vgrad.optim.adam,
+        lr=torch.linspace(0.01, 0.2, E, dtype=torch.float64),
+        shared=shared,
+        shared_tx=common,
+    )
+    state = EnsembleState.create(whole, params, buffers, shared=shared, seed=7)
+    active = torch.tensor([True, True, False, True, True])
+    state = state._replace(active=active)
+    x, y = batch()
+    x = own(x)
+    if mesh:
+        state = own_members(state, mesh, shared=shared)
+        step = member_parallel(step, mesh, members=E)
+    step = vgrad.compile(step, fallback="error") if compiled else step
+    losses = []
+    for turn in range(steps):
+        state, metrics = step(state, x + turn, y)
+        losses.append(metrics["loss"])
+    found = {"state": state, "loss": torch.stack(losses, 1)}
+    return all_members(found, mesh, shared=shared) if mesh else found
+
+
+SHARED = ("0.weight", "1.bias")
+CASES = {
+    "members alone": ((0.0, (), {}), None),
+    "donated": ((0.0, (), {"donate": True}), None),
+    "a part shared": ((0.0, SHARED, {}), None),
+    "one mask": ((0.5, (), {"randomness": "same", "strategy": "hybrid"}), None),
+    "masks": ((0.5, (), {}), "alone"),
+    "masks in a loop": ((0.5, SHARED, {"strategy": "loop"}), "alone"),
+}
+
+
+def _trained(size, cases):
+    return {name: trained(mesh_of(size), *case) for name, (case, _) in cases.items()}
+
+
+def test_steps_are_those_of_one_process(some):
+    results = some.run(_trained, some.size, CASES)
+    for name, (case, place) in CASES.items():
+        if place == "alone":
+            with alone("members") as mesh:
+                expected = trained(mesh, *case)
+        else:
+            expected = trained(None, *case)
+        for found in results:
+            same(found[name], expected)
+    masks = results[0]["masks"]["state"].params, trained(None, 0.5, (), {})["state"]
+    assert not torch.equal(masks[0]["0.weight"], masks[1].params["0.weight"])
+
+
+def _functions(mesh, drop):
+    """Call each function in training mode, with masks."""
+    fmodel, params, buffers = ensemble(drop, SHARED)
+    which = own_members((params, buffers), mesh, shared=SHARED)
+    x, y = batch()
+    own = own_members(x, mesh)
+    torch.manual_seed(11)  # that of the first rank counts
+    options = {"in_dims": 0, "shared": SHARED, "randomness": "different"}
+    forward = ensemble_forward(fmodel, **options)
+    forward = member_parallel(forward, mesh, members=E)
+    output = forward(*which, own), forward(*which, own)
+    left = forward.with_buffers(*which, own)
+    loss = vgrad.batch_loss(fmodel, F.mse_loss)
+    options["in_dims"] = (0, None)
+    gradient = member_parallel(ensemble_grad(loss, **options), mesh, members=E)
+    grads = gradient(*which, own, y)
+    drawn = torch.rand(3) if mesh.get_local_rank() == 0 else torch.zeros(3)
+    plain = vgrad.sample_loss(lambda p, b, x: F.dropout(x @ p["w"], drop), F.mse_loss)
+    clipped = ensemble_clipped_grad(
+        plain, max_norm=1.0, in_dims=(0, None), randomness="different"
+    )
+    w = own_members(torch.ones(E, 3, 2, dtype=torch.float64), mesh)
+    sums = member_parallel(clipped, mesh, members=E)({"w": w}, {}, own, y)
+    start = member_range(E, mesh).start
+    key = torch.arange(32, dtype=torch.uint8)
+    noised = clipped.add_noise(
+        sums.grads, noise_multiplier=1.0, key=key, step=0, first=start
+    )
+    lists = output, left[0], grads.losses, sums.norms, noised
+    names = [name for name in {**params, **buffers} if name in SHARED]
+    entries = [grads.grads, grads.buffers, left[1]]
+    mine = [{n: x for n, x in each.items() if n not in names} for each in entries]
+    common = {name: grads.grads[name] for name in names}
+    return all_members((lists, mine), mesh), common, drawn
+
+
+def _called(size):
+    return _functions(mesh_of(size), 0.5)
+
+
+def test_functions_are_those_of_one_process(some):
+    with alone("members") as mesh:
+        expected = _functions(mesh, 0.5)
+    (first, second), *_ = expected[0][0]
+    assert not torch.equal(first, second)
+    assert not torch.equal(first[0], first[1])
+    for rank, found in enumerate(some.run(_called, some.size)):
+        same(found[:2], expected[:2])
+        assert rank or torch.equal(found[2], expected[2])
+
+
+def _predicted(mesh, dtype, chunk_size):
+    fmodel, params, buffers = ensemble()
+    inputs = batch()[0].flatten(0, 1).to(dtype)
+    whole = map_tensors(
+        lambda x: x.to(dtype) if x.is_floating_point() else x, (params, buffers)
+    )
+    options = {"chunk_size": chunk_size, "strategy": "vmap"}
+    levels = {"quantiles": [0.0, 0.3, 1.0]}
+    if mesh is None:
+        classes, values = vgrad.ensemble.predict, vgrad.ensemble.predict_values
+        given = whole
+    else:
+        classes, values = distributed.predict, distributed.predict_values
+        given, options["mesh"] = own_members(whole, mesh), mesh
+    one_nan = inputs.index_fill(0, torch.tensor([2]), torch.nan)
+    found = [classes(fmodel, *given, x, **options) for x in (inputs, one_nan)]
+    numbers = values(fmodel, *given, inputs, **options, **levels)
+    alike = map_tensors(lambda x: x[:1].expand(x.shape).contiguous(), whole)
+    given = own_members(alike, mesh) if mesh else alike
+    agreeing = classes(fmodel, *given, inputs, **options)
+    return found, numbers, values(fmodel, *given, inputs, **options), agreeing
+
+
+def _predictions(size, dtype, chunk_size):
+    return _predicted(mesh_of(size), dtype, chunk_size)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "chunk_size", "tolerance"),
+    [(torch.float64, None, 1e-12), (torch.float32, 7, 1e-6)],
+)
+def test_predictions_are_those_of_one_process(some, dtype, chunk_size, tolerance):
+    expected = _predicted(None, dtype, chunk_size)
+    for found in some.run(_predictions, some.size, dtype, chunk_size):
+        same(found, expected, tolerance)
+        _, _, agreeing, classes = found
+        assert not agreeing.variance.any()
+        assert not classes.variance.any()
+        assert not classes.disagreement.any()
+
+
+def _half(size, path):
+    """Train, save on one rank, and go on with what the file says."""
+    mesh = mesh_of(size)
+    step, own, whole, data = plain_run(mesh)
+    state = own(whole)
+    for _ in range(2):
+        state, _ = step(state, *data)
+    gathered = all_members(state, mesh)
+    if mesh.get_local_rank() == 0:
+        save_state(path, gathered)
+    torch.distributed.barrier()
+    return own(load_state(path, whole)), state
+
+
+def _rest(size, path):
+    mesh = mesh_of(size)
+    step, own, whole, data = plain_run(mesh)
+    state = own(load_state(path, whole))
+    for _ in range(2):
+        state, _ = step(state, *data)
+    return all_members(state, mesh)
+
+
+def plain_run(mesh):
+    """Return a step with loss scales, what cuts, what all start from, and data."""
+    fmodel, params, buffers = ensemble(0.5)
+    tx, scale = vgrad.optim.adam(0.1), vgrad.precision.DynamicLossScale()
+    whole = EnsembleState.create(tx, params, buffers, seed=2, loss_scale=scale)
+    loss = vgrad.batch_loss(fmodel, F.mse_loss)
+    step = member_parallel(
+        ensemble_train_step(loss, tx, strategy="hybrid"), mesh, members=E
+    )
+    x, y = batch()
+    return step, lambda state: own_members(state, mesh), whole, (x[0], y)
+
+
+def test_another_number_of_ranks_goes_on(ranks, tmp_path):
+    path = tmp_path / "state.safetensors"
+    for own, state in ranks(2).run(_half, 2, path):
+        same(own, state, 0)
+    after = ranks(4).run(_rest, 4, path)
+    with alone("members") as mesh:
+        step, _, state, data = plain_run(mesh)
+        for _ in range(4):
+            state, _ = step(state, *data)
+    for found in after:
+        same(found, state)
+
+
+def _stopped(size):
+    """Members stop one by one, until those of a rank are all stopped and not finite."""
+    mesh = mesh_of(size)
+    fmodel, params, buffers = ensemble(shared=SHARED)
+    tx = vgrad.optim.sgd(0.1)
+    state = EnsembleState.create(tx, params, buffers, shared=SHARED, seed=2)
+    stopping = EarlyStopping.create(E, patience=1)
+    worse = torch.tensor([2.0, 1.0, 1.0, 1.0, 2.0])
+    for values in (torch.ones(E), worse - 0.5):
+        stopping = stopping.update(values)
+    stopping, state = (
+        own_members(stopping, mesh),
+        own_members(state._replace(active=stopping.active), mesh, shared=SHARED),
+    )
+    assert torch.equal(stopping.active, state.active)
+    loss = vgrad.batch_loss(fmodel, F.mse_loss)
+    step = ensemble_train_step(loss, tx, in_dims=(0, None), shared=SHARED)
+    step = member_parallel(step, mesh, members=E)
+    x, y = batch()
+    x[~all_members(state.active, mesh)] = torch.nan
+    first, _ = step(state, own_members(x, mesh), y)
+    x[1] = torch.inf
+    second, metrics = step(first, own_members(x, mesh), y)
+    assert "0.weight" in SHARED
+    moved = [
+        bool((a.params["0.weight"] != b.params["0.weight"]).any())
+        for a, b in ((state, first), (first, second))
+    ]
+    everyone = all_members((first.active, metrics["skipped"]), mesh)
+    return moved, everyone, bool(first.params["0.weight"].isfinite().all())
+
+
+def test_members_that_stopped_move_nothing_that_is_shared(some):
+    active = torch.tensor([False, True, True, True, False])
+    for moved, everyone, finite in some.run(_stopped, some.size):
+        assert (moved, finite) == ([True, False], True)
+        assert everyone[0].tolist() == active.tolist()
+        assert everyone[1].tolist() == [0, 1, 0, 0, 0]
+
+
+def _compiled(size):
+    options = {"randomness": "different", "strategy": "hybrid"}
+    mesh = mesh_of(size)
+    plain = trained(mesh, 0.0, SHARED, options, steps=3)
+    graph = trained(mesh, 0.0, SHARED, options, steps=3, compiled=True)
+    same(graph, plain)
+    drawn = trained(mesh, 0.5, (), options, steps=1, compiled=True)
+    return drawn["loss"]
+
+
+def test_compiled_steps_are_those_of_eager_mode(ranks):
+    first, second = ranks(2).run(_compiled, 2)
+    assert torch.equal(first, second)
+
+
+def raised(function, *arguments, **options):
+    """Return the error of a call, which fails on every rank."""
+    with pytest.raises((ValueError, RuntimeError)) as found:
+        function(*arguments, **options)
+    return f"{type(found.value).__name__}: {found.value}"
+
+
+def _refused(size):
+    mesh = mesh_of(size)
+    rank = mesh.get_local_rank()
+    fmodel, params, buffers = ensemble(shared=SHARED)
+    tx = vgrad.optim.sgd(0.1)
+    state = EnsembleState.create(tx, params, buffers, shared=SHARED, seed=2)
+    state = own_members(state, mesh, shared=SHARED)
+    x, y = batch()
+    bad = x[:, :, : 3 - rank]  # that of the first rank fits
+    calls = {
+        "few": lambda: own_members(torch.ones(size - 1), mesh),
+        "range": lambda: member_range(size - 1, mesh),
+        "others": lambda: own_members(torch.ones(size + rank), mesh),
+        "sizes": lambda: own_members([torch.ones(5), torch.ones(5 + rank)], mesh),
+        "scalar": lambda: own_members(torch.tensor(1.0), mesh),
+        "none": lambda: own_members({}, mesh),
+        "pattern": lambda: own_members(params, mesh, shared=["9.weight"]),
+        "differs": lambda: all_members(
+            {"a": torch.ones(2), "b": torch.tensor(rank)}, mesh, shared=["b"]
+        ),
+        "kinds": lambda: all_members(torch.ones(2, 1 + rank), mesh),
+        "samples": lambda: distributed.predict(
+            fmodel, state.params, state.buffers, x[0, rank:], mesh=mesh, shared=SHARED
+        ),
+        "model": lambda: distributed.predict(
+            fmodel, state.params, state.buffers, bad[0], mesh=mesh, shared=SHARED
+        ),
+    }
+    loss = vgrad.batch_loss(fmodel, F.mse_loss)
+    common = (*SHARED, "1.running_mean")
+    for name, shared, given in (("step", SHARED, bad), ("buffer", common, x)):
+        start = state
+        if name == "buffer":  # each member of a rank leaves the same, those of two not
+            values = share(*ensemble()[1:], common)
+            start = EnsembleState.create(tx, *values, shared=common, seed=2)
+            start = own_members(start, mesh, shared=common)
+            given = (x[:1] + rank).expand(E, B, 3)
+        step = ensemble_train_step(loss, tx, in_dims=(0, None), shared=shared)
+        step = member_parallel(step, mesh, members=E)
+        own = own_members(torch.zeros_like(given).copy_(given), mesh)
+        calls[name] = lambda step=step, start=start, own=own: step(start, own, y)
+    ahead = state._replace(step=torch.tensor(rank))
+    own = own_members(x, mesh)
+    step = ensemble_train_step(loss, tx, in_dims=(0, None), shared=SHARED)
+    step = member_parallel(step, mesh, members=E)
+    calls["behind"] = lambda: step(ahead, own, y)
+    with pytest.raises(TypeError, match="expected what ensemble_train_step, ensemble"):
+        member_parallel(fmodel, mesh, members=E)
+    plain = member_parallel(ensemble_train_step(loss, tx), mesh, members=2 * size)
+    calls["count"] = lambda: plain(
+        EnsembleState.create(tx, *ensemble()[1:], seed=1), x[0], y
+    )
+    return {name: raised(call) for name, call in calls.items()}
+
+
+def test_what_does_not_fit_is_refused_on_all_ranks(ranks):
+    first, second = ranks(2).run(_refused, 2)
+    expected = {
+        "few": "ValueError: .*a member or more for each of the 2 ranks, got 1",
+        "range": "ValueError: .*a member or more for each of the 2 ranks, got 1",
+        "others": r"RankError: .*the same members on all ranks, got \[2, 3\]",
+        "sizes": r"RankError: .*rank 1 stopped with ValueError.*'\(5,\)', '\(6,\)'",
+        "scalar": "ValueError: own_members.*in the first axis of every tensor",
+        "none": "ValueError: .*expected a tensor with a member axis, got none",
+        "pattern": "ValueError: .*a pattern that matches a parameter or buffer",
+        "differs": "RankError: .*expected the same shared on all ranks",
+        "kinds": "RankError: .*expected the same tensors on all ranks",
+        "samples": r"RankError: .*same samples on all ranks.*6, 2\], .*5, 2\]",
+        "model": "RankError: predict: rank 1 stopped with",
+        "step": "RankError: ensemble_train_step: rank 1 stopped with",
+        "buffer": "RankError: .*expected the same buffers on all ranks",
+        "behind": r"RankError: .*the same step on all ranks, got \[0, 1\]",
+        "count": "ValueError: member_parallel: expected the 2 members of rank 0, got 5",
+    }
+    assert first.keys() == second.keys() == expected.keys()
+    for name, pattern in expected.items():
+        assert re.match(pattern, first[name], re.DOTALL), (name, first[name])
+
+
+class Drawing(nn.Module):
+    """Draws in many ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.cells = nn.LSTM(3, 4, num_layers=2, dropout=0.5)
+
+    def forward(self, x):
+        h, _ = self.cells(F.dropout(x, 0.3))
+        h = h + torch.randn(4) + torch.rand_like(h) + torch.normal(h, 1.0)
+        chosen = torch.multinomial(h[0].softmax(-1), 2).sum() + torch.randint(5, (4,))
+        return h + torch.bernoulli(h.sigmoid()) + chosen
+
+
+def test_draws_follow_from_a_members_own_seed():
+    count, seeds = 4, [100, 101, 102, 103]  # as many as samples, steps and features
+    fmodel, params, _ = vgrad.init_ensemble(lambda: Drawing().double(), count, seed=0)
+    x, found = torch.randn(4, 4, 3, dtype=torch.float64), {}
+    for strategy in ("loop", "vmap", "hybrid"):
+        forward = ensemble_forward(fmodel, strategy=strategy)
+        found[strategy] = forward.keyed(seeds)(params, {}, x)
+        for rows in (slice(0, 1), slice(1, 4)):
+            own = {name: value[rows] for name, value in params.items()}
+            part = forward.keyed(seeds[rows])(own, {}, x)
+            same(part, found[strategy][rows])
+        same(found[strategy], found["loop"])
+        with pytest.raises(ValueError, match="expected 3 members, those of this rank"):
+            forward.keyed(seeds[1:])(params, {}, x)
+
+
+def test_random_ops_without_an_axis_of_members_are_refused():
+    fmodel, params, _ = vgrad.init_ensemble(lambda: Shuffling().double(), 2, seed=0)
+    forward = ensemble_forward(fmodel, strategy="vmap").keyed([1, 2])
+    with pytest.raises(NotImplementedError, match='own part, got randperm.*"loop"'):
+        forward(params, {}, torch.ones(4, 3, dtype=torch.float64))
+
+
+class Shuffling(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 2)
+
+    def forward(self, x):
+        return super().forward(x[torch.randperm(4)])

@@ -1,0 +1,254 @@
+"""Steps of all ranks move parameters as one process does on the whole batch."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import vgrad
+from tests.distributed.nets import MODELS, problem
+from vgrad import distributed, optim
+from vgrad.distributed import RankError, Ranks, data_parallel
+from vgrad.dp import Plan, collate
+from vgrad.training import TrainState, private_step, train_step
+
+SAMPLES = 40
+
+
+def mesh_of(size):
+    return init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
+
+
+def plan_of(steps, rate=0.2, noise=0.8):
+    return Plan(
+        dataset_size=SAMPLES,
+        sampling_rate=rate,
+        noise_multiplier=noise,
+        max_norm=0.5,
+        steps=steps,
+        delta=1e-5,
+    )
+
+
+def private(size, name, dtype, steps, compiled=None, rate=0.2, noise=0.8):
+    """Take private steps on all ranks, and return this rank's state and metrics."""
+    mesh = mesh_of(size)
+    loss, params, buffers, data = problem(name, dtype, SAMPLES)
+    plan, tx = plan_of(steps, rate, noise), optim.sgd(0.2, momentum=0.9)
+    step = private_step(loss, tx, plan)
+    if compiled:
+        step = vgrad.compile(step, backend=compiled)
+    step = data_parallel(step, mesh)
+    state = TrainState.create(tx, params, buffers, seed=5)
+    dataset = TensorDataset(*data)
+    sampler = distributed.local_batches(plan.sampler(state), mesh)
+    loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate(dataset))
+    metrics = {}
+    for batch in loader:
+        state, metrics = step(state, *batch)
+    return state, metrics
+
+
+def alone(name, dtype, steps):
+    loss, params, buffers, data = problem(name, dtype, SAMPLES)
+    plan, tx = plan_of(steps), optim.sgd(0.2, momentum=0.9)
+    step = private_step(loss, tx, plan)
+    state = TrainState.create(tx, params, buffers, seed=5)
+    metrics = {}
+    for indices in plan.sampler(state):
+        state, metrics = step(state, *(each[indices] for each in data))
+    return state, metrics
+
+
+def distance(state, other):
+    return max(
+        ((state.params[name] - each).abs().max() / each.abs().max()).item()
+        for name, each in other.params.items()
+    )
+
+
+def equal(state, other):
+    return all(torch.equal(state.params[n], other.params[n]) for n in other.params)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_private_steps_are_those_of_one_process(some, name, dtype):
+    expected, told = alone(name, dtype, 6)
+    first, *others = some.run(private, some.size, name, dtype, 6)
+    assert distance(first[0], expected) < (2e-6 if dtype == torch.float32 else 1e-12)
+    assert all(equal(first[0], state) for state, _ in others)
+    for _, metrics in [first, *others]:
+        assert metrics["samples"] == told["samples"]
+        assert metrics["clipped"] == told["clipped"]
+        torch.testing.assert_close(metrics["loss"], told["loss"])
+
+
+@pytest.mark.compiled
+def test_compiled_steps_keep_parameters_alike(ranks):
+    expected, _ = alone("mlp", torch.float32, 12)
+    results = ranks(2).run(private, 2, "mlp", torch.float32, 12, "replay")
+    assert all(equal(results[0][0], state) for state, _ in results)
+    assert distance(results[0][0], expected) < 2e-6
+
+
+def test_a_thousand_steps_most_of_them_on_nothing(ranks):
+    results = ranks(2).run(private, 2, "mlp", torch.float32, 1000, None, 0.01)
+    assert equal(results[0][0], results[1][0])
+    assert results[0][0].step == 1000
+
+
+def _planted(size, fault):
+    """Plant a fault, and return how far it takes the parameters."""
+    saved = (Ranks.summed, Plan.add_noise, distributed.LocalBatches.__iter__)
+    summed, add_noise, _ = saved
+    rank = mesh_of(size).get_local_rank("dp")
+
+    def own_noise(self, sums, sensitivity, *, key, step, member=0):
+        return add_noise(self, sums, sensitivity, key=key, step=step, member=rank)
+
+    def noise_before(self, what, tensors):
+        return summed(self, what, {n: t + rank for n, t in tensors.items()})
+
+    def noise_on_one(self, sums, sensitivity, **given):
+        return add_noise(self, sums, sensitivity, **given) if rank else sums
+
+    def summed_twice(self, what, tensors):
+        return summed(self, what, summed(self, what, tensors))
+
+    def not_summed(self, what, tensors):
+        return tensors
+
+    def same_part(self):
+        for batch in self._sampler:
+            yield batch[: len(batch) // size]
+
+    try:
+        if fault in ("own_noise", "noise_on_one"):
+            Plan.add_noise = locals()[fault]
+        elif fault == "same_part":
+            distributed.LocalBatches.__iter__ = same_part
+        elif fault is not None:
+            Ranks.summed = locals()[fault]
+        state, _ = private(size, "mlp", torch.float32, 3)
+        return state
+    finally:
+        Ranks.summed, Plan.add_noise = saved[:2]
+        distributed.LocalBatches.__iter__ = saved[2]
+
+
+FAULTS = ["own_noise", "noise_on_one", "noise_before", "summed_twice", "not_summed"]
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS, "same_part"])
+def test_planted_faults_show(ranks, fault):
+    expected, _ = alone("mlp", torch.float32, 3)
+    states = ranks(2).run(_planted, 2, fault)
+    seen = max(distance(state, expected) for state in states)
+    assert seen > 1e-3 if fault else seen < 1e-6
+
+
+def test_the_variance_of_noise_is_that_of_the_plan(some):
+    """One draw of the planned size, however many ranks add it."""
+    plan = plan_of(1, 0.05, 2.0)
+    _, params, *_ = problem("language", torch.float64)
+    (found, *_) = some.run(_one_step, some.size, plan)
+    moved = torch.cat([(found[n] - params[n]).flatten() for n in params])
+    planned = 2.0 * plan.max_norm / plan.expected_batch_size
+    assert abs(moved.std().item() / planned - 1) < 0.1
+
+
+def _one_step(size, plan):
+    mesh, tx = mesh_of(size), optim.sgd(1.0)
+    loss, params, buffers, (x, y) = problem("language", torch.float64)
+    step = data_parallel(private_step(loss, tx, plan), mesh)
+    state = TrainState.create(tx, params, buffers, seed=1)
+    return step(state, x[:0], y[:0])[0].params
+
+
+def _trained(size, compiled):
+    mesh = mesh_of(size)
+    rank = mesh.get_local_rank("dp")
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    loss = vgrad.batch_loss(fmodel, F.cross_entropy)
+    x, y = torch.randn(16, 4), torch.randint(3, (16,))
+    tx = optim.adam(0.01)
+    step = plain = train_step(loss, tx)
+    if compiled:
+        step = vgrad.compile(step)
+    step = data_parallel(step, mesh)
+    state = expected = TrainState.create(tx, params, buffers, seed=1)
+    own = slice(16 // size * rank, 16 // size * (rank + 1))
+    for _ in range(5):
+        state, metrics = step(state, x[own], y[own])
+        expected, told = plain(expected, x, y)
+    torch.testing.assert_close(metrics["loss"], told["loss"])
+    with pytest.raises(ValueError, match=r"as many samples on every rank.*\[8, 7"):
+        step(state, x[: 8 - rank], y[: 8 - rank])
+    return state.params, distance(state, expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_plain_steps_take_the_mean_over_ranks(some, compiled):
+    results = some.run(_trained, some.size, compiled)
+    for params, error in results:
+        assert error < 1e-6
+        assert all(torch.equal(params[name], results[0][0][name]) for name in params)
+
+
+def _refused(size):
+    mesh = mesh_of(size)
+    rank = mesh.get_local_rank("dp")
+    loss, params, buffers, (x, y) = problem("mlp", samples=SAMPLES)
+    tx, plan = optim.sgd(0.1), plan_of(2)
+    step = data_parallel(private_step(loss, tx, plan), mesh)
+    other = TrainState.create(tx, params, buffers, seed=rank)
+    with pytest.raises(RankError, match="expected the same key on all ranks"):
+        step(other, x, y)
+    state = TrainState.create(tx, params, buffers, seed=1)
+    changed = {name: value + rank for name, value in params.items()}
+    with pytest.raises(RankError, match="expected the same state on all ranks"):
+        step(state._replace(params=changed), x, y)
+    own = data_parallel(private_step(loss, tx, plan_of(2 + rank)), mesh)
+    with pytest.raises(RankError, match="expected the same plan on all ranks"):
+        own(state, x, y)
+    with pytest.raises(ValueError, match="at most the 40 samples of the plan's data"):
+        step(state, x, y)
+    late = state._replace(step=torch.tensor(2))
+    with pytest.raises(RuntimeError, match="fewer than the 2 steps that the plan"):
+        step(late, x[:3], y[:3])
+    wrong = (x, y[:3]) if rank else (x, y)
+    expected = (ValueError, "tensors of one batch") if rank else (RankError, "rank 1 s")
+    with pytest.raises(expected[0], match=expected[1]):
+        step(state, *wrong)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    loss = vgrad.batch_loss(fmodel, F.cross_entropy)
+    state = TrainState.create(tx, params, buffers, seed=1)
+    state = state._replace(params={n: torch.ones_like(p) for n, p in params.items()})
+    with pytest.raises(ValueError, match="that leaves buffers as they are, got one"):
+        data_parallel(train_step(loss, tx), mesh)(state, x, y)
+
+
+def test_what_would_part_the_ranks_is_refused(ranks):
+    ranks(2).run(_refused, 2)
+
+
+def test_the_whole_batch_is_the_plan_s_own_draw(some):
+    plan = plan_of(9)
+    for part in some.run(_drawn, some.size):
+        assert len(part) == 9
+    parts = some.run(_drawn, some.size)
+    for step in range(9):
+        whole = sorted(index for part in parts for index in part[step])
+        state = TrainState.create(optim.sgd(0.1), {"w": torch.ones(1)}, {}, seed=5)
+        assert whole == plan.sample(key=state.key, step=step).tolist()
+
+
+def _drawn(size):
+    state = TrainState.create(optim.sgd(0.1), {"w": torch.ones(1)}, {}, seed=5)
+    return list(distributed.local_batches(plan_of(9).sampler(state), mesh_of(size)))

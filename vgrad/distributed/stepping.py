@@ -1,0 +1,156 @@
+"""Training steps on batches whose samples are cut among ranks.
+
+Each rank computes on its own samples and with its own threads. What moves parameters
+is the same on all ranks, bit by bit: sums after their reduction, noise that follows
+from the state, and the optimizer in eager mode's arithmetic.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from vgrad import batches
+from vgrad.distributed.ranks import Ranks
+from vgrad.dtypes import wide
+from vgrad.precision import all_finite
+from vgrad.training.plain import TrainStep
+from vgrad.training.private import PrivateStep
+from vgrad.training.state import TrainState
+from vgrad.tree import map_tensors, map_values, tensors
+from vgrad.typing import Buffers, Tree
+
+
+class ParallelStep:
+    """What `data_parallel` returns for a step: `(state, *batch) -> (state, metrics)`.
+
+    The batch is this rank's part; state and metrics are the same on all ranks.
+    """
+
+    def __init__(self, step: TrainStep | PrivateStep, ranks: Ranks) -> None:
+        """Keep a step that asks other ranks for what is theirs."""
+        self._step = step
+        self._ranks = ranks
+        self._compared = False
+
+    @property
+    def plan(self) -> Any:
+        """The plan of a private step."""
+        return getattr(self._step, "plan", None)
+
+    def __call__(self, state: Any, /, *batch: Tree) -> tuple[Any, Any]:
+        """Take a step."""
+        step = self._step
+        name = "private_step" if isinstance(step, PrivateStep) else "train_step"
+        what = f"data_parallel({name})"
+        try:
+            size = batches.read(name, batch).size
+        except BaseException as error:
+            self._ranks.agree(what, error=error)
+            raise
+        facts = {"step": int(state.step), "key": _digest([state.key])}
+        if isinstance(step, PrivateStep):
+            facts["plan"] = repr(step.plan)
+        if not self._compared:
+            facts["state"] = _digest(tensors(state))
+        notes = self._ranks.check_same(what, {"samples": size}, **facts)
+        self._compared = True
+        sizes = [note["samples"] for note in notes]
+        if isinstance(step, PrivateStep):
+            _check_total(step, sizes)
+        else:
+            _check_even(sizes)
+        return step(state, *batch)
+
+
+def parallel_step(step: TrainStep | PrivateStep, ranks: Ranks) -> ParallelStep:
+    """Return a step of all ranks; `clipped` of a private one is theirs already."""
+    if isinstance(step, TrainStep):
+        step = replace(step, over=partial(_averaged, ranks))
+    return ParallelStep(step, ranks)
+
+
+def replicated(tree: Tree, mesh: DeviceMesh, *, data: str = "dp") -> Any:
+    """Return a tree of tensors as the first rank along an axis of a mesh has it.
+
+    A run starts from the same state on all ranks, its secret key included:
+    `replicated(TrainState.create(tx, params, buffers), mesh)`. The key is drawn once,
+    by the first rank, and reaches the others through the process group alone. The
+    tensors are copies that require no grad.
+
+    Raises:
+        TypeError, ValueError: as `data_parallel`.
+        RankError: names, shapes or dtypes are not the same on all ranks.
+
+    Example:
+        >>> from vgrad import optim
+        >>> def on_each_rank(mesh, params):
+        ...     state = TrainState.create(optim.sgd(0.1), params, {})
+        ...     return replicated(state, mesh)
+    """
+    ranks = Ranks.of("replicated", mesh, data)
+    what, found = "replicated(tree)", tensors(tree)
+    kinds = [(str(each.dtype), *each.shape) for each in found]
+    digest = hashlib.blake2b(repr(kinds).encode(), digest_size=16)
+    ranks.check_same(what, layout=digest.hexdigest())
+    return map_tensors(ranks.of_first, tree)
+
+
+def _averaged(ranks: Ranks, compute: Callable[[], tuple], state: TrainState) -> tuple:
+    """Compute gradients and loss on every rank, and return their means."""
+    what = "data_parallel(train_step), gradients"
+    with ranks.together(what):
+        grads, value, aux, buffers, _ = compute()
+        _check_buffers(state.buffers, buffers)
+    given = {f"/{name}": each.to(wide(each.dtype)) for name, each in grads.items()}
+    found = ranks.summed(what, {**given, "loss": value})
+    means = map_values(lambda total: total / ranks.size, found)
+    grads = {name: means[f"/{name}"].to(each.dtype) for name, each in grads.items()}
+    return grads, means["loss"], aux, buffers, all_finite(grads)
+
+
+def _check_total(step: PrivateStep, sizes: list[int]) -> None:
+    """Refuse more samples than the plan's data set has, on all ranks."""
+    if sum(sizes) > step.plan.dataset_size:
+        raise ValueError(
+            f"data_parallel(private_step(plan))(state, *batch): expected at most the "
+            f"{step.plan.dataset_size} samples of the plan's data set on all ranks "
+            f"together, got {sizes}. Give each rank its part of a batch, as "
+            f"local_batches(plan.sampler(state), mesh) does."
+        )
+
+
+def _check_even(sizes: list[int]) -> None:
+    """Refuse parts of unlike size, whose mean losses do not count alike."""
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"data_parallel(train_step(loss))(state, *batch): expected as many samples "
+            f"on every rank, since the loss of a batch is taken for a mean over it, "
+            f"got {sizes}. Leave out the samples that are over."
+        )
+
+
+def _check_buffers(old: Buffers, new: Buffers) -> None:
+    """Refuse statistics of a batch, of which each rank sees a part."""
+    changed = [name for name in old if not torch.equal(old[name], new[name])]
+    if changed:
+        raise ValueError(
+            f"data_parallel(train_step(loss)): expected a loss that leaves buffers as "
+            f"they are, got one that changes {changed}. Each rank would have its own: "
+            f"replace_batch_norm(model) puts layers without them in place."
+        )
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    """Tell tensors apart, on ranks that hold the same ones."""
+    found = hashlib.blake2b(digest_size=16)
+    for each in tensors:
+        found.update(f"{each.dtype} {tuple(each.shape)}".encode())
+        flat = each.detach().cpu().contiguous().view(-1)
+        found.update(bytes(flat.view(torch.uint8).numpy()))
+    return found.hexdigest()

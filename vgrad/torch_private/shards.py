@@ -1,0 +1,61 @@
+"""The part of a DTensor that this rank holds, and where it stands in the whole.
+
+From torch/distributed/tensor/_utils.py:
+
+    compute_local_shape_and_global_offset  sizes and offsets of this rank's part
+
+A method of DTensor that says so would end the need. Nothing is imported before there
+is a DTensor: torch may be built without `torch.distributed`, and needs most of a second
+for this part of it.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MODULE = "torch.distributed.tensor"
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a DTensor."""
+    kind = getattr(sys.modules.get(_MODULE), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
+
+
+def strange(tensor: Any) -> list[Any]:
+    """Return the placements of a DTensor whose ranks do not hold a part of its entries.
+
+    That is, Partial: its ranks hold terms of them. What torch does not document counts.
+    """
+    module: Any = sys.modules[_MODULE]
+    known = (module.Shard, module.Replicate)
+    return [each for each in tensor.placements if type(each) not in known]
+
+
+def local(tensor: Any) -> Tensor:
+    """Return the part of this rank."""
+    return tensor.to_local()
+
+
+def offsets(tensor: Any) -> tuple[int, ...]:
+    """Return where the part of this rank begins."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, found = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tuple(found)
+
+
+def like(tensor: Any, part: Tensor) -> Tensor:
+    """Make a DTensor of the parts of all ranks, placed like another one."""
+    return type(tensor).from_local(
+        part,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=torch.empty(tensor.shape, device="meta").stride(),
+    )
