@@ -32,12 +32,16 @@ def plan_of(steps, rate=0.2, noise=0.8):
     )
 
 
-def private(size, name, dtype, steps, compiled=None, rate=0.2, noise=0.8):
+def private(size, name, dtype, steps, compiled=None, rate=0.2, noise=0.8, drop=0):
     """Take private steps on all ranks, and return this rank's state and metrics."""
     mesh = mesh_of(size)
     loss, params, buffers, data = problem(name, dtype, SAMPLES)
     plan, tx = plan_of(steps, rate, noise), optim.sgd(0.2, momentum=0.9)
-    step = private_step(loss, tx, plan)
+
+    def dropping(params, buffers, x, y):
+        return loss(params, buffers, F.dropout(x, drop) if drop else x, y)
+
+    step = private_step(dropping, tx, plan, randomness="different")
     if compiled:
         step = vgrad.compile(step, backend=compiled)
     step = data_parallel(step, mesh)
@@ -84,6 +88,16 @@ def test_private_steps_are_those_of_one_process(some, name, dtype):
         assert metrics["samples"] == told["samples"]
         assert metrics["clipped"] == told["clipped"]
         torch.testing.assert_close(metrics["loss"], told["loss"])
+
+
+@pytest.mark.filterwarnings("ignore:.*runs in eager mode")
+@pytest.mark.parametrize("compiled", [None, "replay"])
+def test_private_steps_with_dropout_are_those_of_one_rank(some, compiled):
+    given = "mlp", torch.float64, 4, compiled, 0.2, 0.8, 0.5
+    with distributed.alone("dp"):
+        expected, _ = private(1, *given)
+    for state, _ in some.run(private, some.size, *given):
+        assert distance(state, expected) < 1e-12
 
 
 @pytest.mark.compiled

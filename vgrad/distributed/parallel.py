@@ -14,7 +14,7 @@ from torch import Tensor
 from vgrad import batches
 from vgrad.compiled import CompiledTransform
 from vgrad.distributed.ranks import Ranks
-from vgrad.generators import ALONE, kept_random_state
+from vgrad.generators import ALONE, kept_random_state, sample_keys
 from vgrad.persample.engine import Call, Transform, constant
 from vgrad.persample.weighted import WeightedGradFn
 from vgrad.precision.loss_scale import LossScale
@@ -57,16 +57,23 @@ class ParallelTransform:
                 batches.check_mask(function, mask, read.size)
             counted = read.size if mask is None else int(mask.sum())
             seed = int(torch.randint(2**62, ())) if draws else None
-        notes = meeting.told(samples=counted, seed=seed)
+        notes = meeting.told(samples=counted, size=read.size, seed=seed)
         sizes = [note["samples"] for note in notes]
+        seed, size = notes[0]["seed"], read.size
         if options.has_aux and not read.size and sum(sizes):
             # What aux looks like is known from a sample alone.
-            arguments = (*arguments[:given], *map_tensors(_one, arguments[given:]))
+            own = arguments[: given - 2], arguments[given:]
+            weights, batch = map_tensors(_one, own)
+            arguments = (*weights, *arguments[given - 2 : given], *batch)
             mask = torch.zeros(1, dtype=torch.bool, device=read.tensors[0].device)
+            size = 1
         with meeting.until(), torch.no_grad():
             calls = partial(Call, reduce=meeting.summed)
             run = self._transform.over(calls, self._ranks.size)
-            with _seeded(notes[0]["seed"], read.tensors):
+            if options.randomness == "different":
+                start = sum(note["size"] for note in notes[: self._ranks.rank])
+                run, seed = run.keyed(sample_keys(seed, start, size)), None
+            with _seeded(seed, read.tensors):
                 found = run(*arguments, mask=mask)
         meeting.told()
         joined = partial(self._ranks.joined, sizes=sizes)
@@ -124,7 +131,7 @@ def _one(empty: Tensor) -> Tensor:
 
 @contextmanager
 def _seeded(seed: int | None, tensors: list[Tensor]) -> Iterator[None]:
-    """Draw from a seed that all ranks know, if a loss draws at all."""
+    """Draw from a seed that all ranks know, if all samples draw the same."""
     if seed is None:
         yield
         return
