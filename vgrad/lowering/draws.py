@@ -6,7 +6,8 @@ went the other way for having drawn others would spoil their distribution. So th
 runs once more up to the question, what its random ops return is noted, and every part
 takes its rows of that. From there on each part draws numbers of its own.
 
-Samples with keys need none of this: their numbers follow from the keys.
+Samples with keys need none of this: their numbers follow from the keys. Here and in
+`keyed.py` a sample may be a member of an ensemble as well.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,13 +20,9 @@ from torch import Tensor
 
 from vgrad.generators import drawn_since, random_state
 from vgrad.lowering.keyed import Keyed
-from vgrad.lowering.member_draws import MemberDraws
 from vgrad.lowering.truthful import among
 from vgrad.torch_private.random_ops import SHOWN, may_draw, op_name, shown_results
 from vgrad.torch_private.tracing import DispatchMode
-
-Seeds = Sequence[int] | None
-"""That of each sample's or member's own stream; None if all draw from one."""
 
 
 class Undrawn(RuntimeError):
@@ -76,7 +73,6 @@ class Draws:
         axis: where what they draw has its samples; None if nobody knows.
         drew: whether there were random ops, where there are keys.
         idle: whether nobody looks for them.
-        seeds: that of each sample's own stream; None if all draw from one.
     """
 
     asked: bool = False
@@ -87,18 +83,20 @@ class Draws:
     axis: int | None = 0
     drew: bool = False
     idle: bool = False
-    seeds: Seeds = None
 
     def of(self, rows: Tensor) -> "Draws":
         """Return the same for some of the samples."""
         if self.keys is not None:
             return Draws(keys=self.keys[rows])
-        known, seeds = self.known, self.seeds
-        if known is not None:
-            known = [replace(each, rows=each.rows[rows]) for each in known]
-        if seeds is not None:
-            seeds = [seeds[row] for row in rows.tolist()]
-        return Draws(known=known, seeds=seeds)
+        if self.known is None:
+            return Draws()
+        known = [replace(each, rows=each.rows[rows]) for each in self.known]
+        return Draws(known=known)
+
+    def each(self) -> Iterator["Draws"]:
+        """Yield those of one sample after another, where there are keys."""
+        for row in range(0 if self.keys is None else len(self.keys)):
+            yield self.of(torch.tensor([row]))
 
     def watched(
         self, size: int, *, alone: bool = False, repeated: bool = False
@@ -111,13 +109,9 @@ class Draws:
         if self.keys is not None:
             self.place = self.place if repeated else 0
             return nullcontext() if self.idle else Keyed(self, alone=alone)
-        streams: AbstractContextManager = nullcontext()
-        if self.seeds is not None and not alone:
-            streams = MemberDraws(self.seeds, SHOWN, repeated=repeated)
         if self.known is None:
-            return streams
-        watch = _Watch(self.known, size, alone=alone, repeated=repeated)
-        return _both(streams, watch)
+            return nullcontext()
+        return _Watch(self.known, size, alone=alone, repeated=repeated)
 
     @contextmanager
     def samples_at(self, axis: int | None) -> Iterator[None]:
@@ -145,12 +139,6 @@ class Draws:
                 self.place = before
 
         return at
-
-
-@contextmanager
-def _both(outer: AbstractContextManager, inner: AbstractContextManager) -> Iterator:
-    with outer, inner:
-        yield
 
 
 class _Watch(DispatchMode):

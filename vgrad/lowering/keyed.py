@@ -9,7 +9,7 @@ samples at once. For the others torch's generators are seeded sample by sample.
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol
 
@@ -49,6 +49,18 @@ class Unkeyed(RuntimeError):
             f"random numbers: expected those of torch's default generators in the "
             f"forward pass, for which keys of samples can stand, got {got}."
         )
+
+
+def check_drawn(before: RandomState, tensors: Iterable[Tensor]) -> None:
+    """Refuse numbers that were drawn elsewhere than in the loss; put them back.
+
+    Raises:
+        Unkeyed: there were some.
+    """
+    tensors = [*tensors]
+    if drawn_since(before, tensors):
+        set_random_state(before)
+        raise Unkeyed("some that a backward pass or another thread draws")
 
 
 class Place(Protocol):
@@ -304,7 +316,7 @@ def _seed(device: torch.device, seed: int) -> None:
 def _apart(size: int) -> Split:
     """Have the samples run alone: it is not clear which numbers are whose."""
     rows = torch.arange(size).split(1)
-    why = "a random op that draws for all samples in an order of its own"
+    why = "a random op that draws for all at once in an order of its own"
     return Split(Parts(rows, where(sys._getframe(1)), "loop", why))
 
 

@@ -14,7 +14,7 @@ from vgrad.conditions import are_collected
 from vgrad.generators import ALONE, drawn_since, random_state, set_random_state
 from vgrad.lowering.answering import tried
 from vgrad.lowering.draws import Draws
-from vgrad.lowering.keyed import Unkeyed
+from vgrad.lowering.keyed import check_drawn
 from vgrad.lowering.questions import Parts
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.guard import Fallbacks
@@ -235,9 +235,7 @@ def _keyed(
         set_random_state(before)
         fallbacks.draws, run = True, again
     found, _ = tried(run, draws, tensors, differ=differ)
-    if drawn_since(before, tensors):
-        set_random_state(before)
-        raise Unkeyed("some that a backward pass or another thread draws")
+    check_drawn(before, tensors)
     fallbacks.draws = draws.drew or bool(fallbacks.draws)
     return found, draws
 

@@ -64,8 +64,7 @@ class LossGuard(Answering):
     ) -> None:
         """Take the answers of the vmap over samples, if the loss runs in one."""
         expected = "loss: expected one that changes nothing it is given"
-        place = draws.again if draws and draws.keys is not None else None
-        promise = Promise(given, expected, "Copy it first.", place)
+        promise = Promise(given, expected, "Copy it first.")
         super().__init__(promise, truth=truth, draws=draws)
         self._looped = {} if looped is None else looped
         self._again = again
