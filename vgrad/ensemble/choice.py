@@ -27,7 +27,6 @@ from vgrad.ensemble.execution import (
     Told,
     Vmapped,
     autocasting,
-    check_keys,
     looped,
     stacked,
 )
@@ -231,6 +230,20 @@ class Runner:
             tuple(forms),
             1 + sum(len(each.rows) - 1 for each in parts),
             tuple(splits.items()),
+        )
+
+
+def check_keys(function: str, keys: Tensor, members: int) -> None:
+    """Refuse keys of other members, or where members cannot be told apart."""
+    if len(keys) != members:
+        raise ValueError(
+            f"{function}(params): expected {len(keys)} members, those of this rank, "
+            f"got {members}."
+        )
+    if levels.inside_transform():
+        raise ValueError(
+            f"{function}(params): expected a call outside of transforms of torch.func, "
+            f"where members have keys, got one inside."
         )
 
 

@@ -17,17 +17,16 @@ from vgrad import checks
 from vgrad.ensemble.axes import InDims, batch_dims, members, split
 from vgrad.functional.untouched import Promise, untouched
 from vgrad.generators import ALONE, drawn_since, random_state, set_random_state
-from vgrad.lowering.answering import Answering, tried
+from vgrad.lowering.answering import tried
 from vgrad.lowering.draws import Draws
-from vgrad.lowering.keyed import Unkeyed
 from vgrad.lowering.limits import raise_clearly
-from vgrad.lowering.members import Members, mapped_here
+from vgrad.lowering.members import Members, by_itself, mapped_here
 from vgrad.lowering.questions import Parts, Split
 from vgrad.lowering.truthful import Truth, UnsupportedOp
 from vgrad.names import Patterns
 from vgrad.persample.engine.ladder import FINAL, Stop
 from vgrad.precision.autocasting import AutocastMode
-from vgrad.torch_private import levels, modes, saving
+from vgrad.torch_private import levels, modes
 from vgrad.tree import map_tensors, tensors, tree_map
 from vgrad.typing import Buffers, Params, Tree
 
@@ -203,10 +202,7 @@ class Vmapped:
 
     def _alone(self, call: Call, draws: Draws) -> Any:
         """Run one member, which sees the numbers that it drew before."""
-        keyed = draws.keys is not None
-        with nullcontext() if keyed else draws.watched(1, alone=True):
-            run = autocasting(self.function, [draws])
-            found = looped(run, call, self.randomness)
+        found = looped(autocasting(self.function, [draws]), call, self.randomness)
         return (call.stacked_with_buffers if self.with_buffers else stacked)(found)
 
     def _or_apart(self, call: Call, draws: Draws) -> Any:
@@ -299,43 +295,15 @@ def stacked(results: Sequence[Tree]) -> Tree:
 
 
 def autocasting(function: Callable, draws: Iterable[Draws] = ()) -> Callable:
-    """Run a member's function under the mode that casts each weight once.
-
-    Members come in the order of their `draws`; where these have a key, what a member
-    draws follows from it.
-    """
+    """Cast each weight of a member once; members come in the order of their `draws`."""
     turns = iter(draws)
 
     def run(params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
-        own, casts = next(turns, None), partial(AutocastMode, [*params.values()])
-        if own is None or own.keys is None:
-            with casts():
-                return function(params, buffers, *batch)
-        watch = Answering(truth=None, draws=own)
-        with watch.inside(1, "different", casts, alone=True):
-            found = function(params, buffers, *batch)
-        if own.drew and any(map(saving.reenters, tensors(found))):
-            raise Unkeyed(
-                "those of a re-entrant checkpoint, which draws them again by itself. "
-                "Pass use_reentrant=False"
-            )
-        return found
+        casts = partial(AutocastMode, [*params.values()])
+        one = partial(function, params, buffers, *batch)
+        return by_itself(one, casts, next(turns, None))
 
     return run
-
-
-def check_keys(function: str, keys: Tensor, members: int) -> None:
-    """Refuse keys of other members, or where members cannot be told apart."""
-    if len(keys) != members:
-        raise ValueError(
-            f"{function}(params): expected {len(keys)} members, those of this rank, "
-            f"got {members}."
-        )
-    if levels.inside_transform():
-        raise ValueError(
-            f"{function}(params): expected a call outside of transforms of torch.func, "
-            f"where members have keys, got one inside."
-        )
 
 
 def _changed(name: str) -> ValueError:

@@ -15,10 +15,10 @@ from vgrad import batches, checks, names
 from vgrad.batches import ChunkSize
 from vgrad.dp.noise import add_gaussian_noise
 from vgrad.ensemble.axes import InDims
+from vgrad.ensemble.choice import check_keys
 from vgrad.ensemble.execution import (
     Call,
     autocasting,
-    check_keys,
     looped,
     stacked,
 )
