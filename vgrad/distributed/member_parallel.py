@@ -61,7 +61,8 @@ def member_parallel(
 
     Cost: without `shared` nothing is sent in a step. With it two messages and a sum of
     those gradients; what buffers that are shared are left with is compared by a hash.
-    Members that draw random numbers together pay for one call of each random op for
+    Of members that draw random numbers together, most ops draw for all in one pass;
+    those that follow neither uniform nor normal laws nor that of dropout run once for
     each member.
 
     Raises:
