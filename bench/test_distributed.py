@@ -2,8 +2,8 @@
 
 Both take the whole step: clipped sum, reduction, noise and optimizer, on batches of the
 mean size. `two` are two ranks with one thread each, beside one process with two
-threads: `throughput` is what is left of the latter's samples per second. `four` are
-four such ranks, for the cost model of docs/distributed.md, beside the same process.
+threads: `throughput` is what is left of the latter's samples per second. `one` and
+`four` are such ranks for the cost model of `bench.planning`, beside the same process.
 
 `sent_bytes` is what a rank has written to the loopback device in a step, by the count
 of the operating system, and `ring_bytes` what a reduction along a ring takes for the
@@ -27,11 +27,11 @@ from bench.measure import interleaved
 from bench.models import SETTINGS
 from bench.steps import MOMENTUM, RATE, Task
 from tests.distributed.processes import Processes
-from vgrad.distributed import data_parallel
+from vgrad.distributed import Ranks, data_parallel
 from vgrad.training import TrainState, private_step
 
 NAMES = ("transformer", "wrn-16-2")
-SIZES = {"two": 2, "four": 4}
+SIZES = {"one": 1, "two": 2, "four": 4}
 CHECKED = 3
 SECONDS = 60
 
@@ -65,7 +65,10 @@ def prepare(name: str, size: int, *, small: bool) -> dict[str, torch.Tensor]:
     rank, count = mesh.get_local_rank("dp"), len(task.fixed[1])
     own = slice(count * rank // size, count * (rank + 1) // size)
     _KEPT.update(
-        step=data_parallel(step, mesh), state=state, batch=[x[own] for x in task.fixed]
+        step=data_parallel(step, mesh),
+        state=state,
+        batch=[x[own] for x in task.fixed],
+        mesh=mesh,
     )
     for _ in range(CHECKED):
         take()
@@ -78,17 +81,22 @@ def take() -> None:
 
 
 def parts() -> dict[str, float]:
-    """Return the seconds of a step on this rank, and of its noise alone."""
-    found: dict[str, list[float]] = {"step": [], "noise": []}
+    """Return the seconds of a step on this rank, of its noise and of its reduction."""
     plan, state = _KEPT["step"].plan, _KEPT["state"]
     bound = vgrad.Sensitivity(plan.max_norm / plan.expected_batch_size)
+    ranks = Ranks.of("bench", _KEPT["mesh"], "dp")
+    works = {
+        "step": take,
+        "noise": lambda: plan.add_noise(state.params, bound, key=state.key, step=0),
+        "reduction": lambda: ranks.summed("bench", state.params),
+    }
+    found: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(7):
-        started = time.perf_counter()
-        take()
-        found["step"].append(time.perf_counter() - started)
-        started = time.perf_counter()
-        plan.add_noise(state.params, bound, key=state.key, step=0)
-        found["noise"].append(time.perf_counter() - started)
+        for name, work in works.items():
+            ranks.agree(name)  # start together
+            started = time.perf_counter()
+            work()
+            found[name].append(time.perf_counter() - started)
     return {name: statistics.median(each) for name, each in found.items()}
 
 
@@ -133,11 +141,12 @@ def test_private_step(benchmark: Any, alone: Processes, name: str, ranks: str) -
         benchmark.extra_info.update(
             setting=name,
             contender=f"{size} ranks of one thread",
+            ranks=size,
+            parameter_bytes=count,
             throughput=1 / benchmark.extra_info["ratio_to_plain"],
             sent_bytes=sent,
             ring_bytes=2 * (size - 1) / size * count,
             seconds_of_parts=processes.run(parts)[0],
-            alone_seconds_of_parts=alone.run(parts)[0],
         )
     finally:
         processes.stop()

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from vgrad.torch_private import (
     kernels,
+    lazy,
     levels,
     messages,
     modes,
@@ -568,3 +569,38 @@ def test_shards_know_their_place():
         assert shards.strange(terms) == [dist.Partial()]
     finally:
         destroy_process_group()
+
+
+def test_lazy_tensors_are_computed_where_an_op_reads_them():
+    torch.manual_seed(0)
+    weight, x = torch.randn(4, 3), torch.randn(2, 3)
+    asked = []
+
+    def compute():
+        asked.append(weight)
+        return weight
+
+    made = lazy.Lazy(compute, weight.shape, weight.dtype, weight.device)
+    given = made.detach().requires_grad_()
+    first, *rest = given.t()[:, 1:].double().chunk(2, dim=1)
+    assert first.shape == (3, 2)
+    assert len(rest) == 1
+    assert given.new_zeros(2).shape == (2,)
+    assert not asked
+
+    inputs = x.clone().requires_grad_()
+    F.linear(inputs, given).sum().backward()
+    assert torch.equal(inputs.grad, weight.sum(0).expand(2, 3))
+    assert len(asked) == 2  # in the forward and in the backward pass
+    assert torch.equal(first.detach() + 0, weight.t()[:, 1:3].double())
+    assert "Lazy(shape=(4, 3)" in repr(made)
+
+    with pytest.raises(RuntimeError, match="only read, got one that is written to"):
+        made.mul_(2)
+    with pytest.raises(RuntimeError, match="only read"):
+        torch.add(weight, 1, out=made)
+    for read in (made.data_ptr, made.__dlpack__):
+        with pytest.raises(RuntimeError, match="expected a tensor with memory"):
+            read()
+    with pytest.raises(RuntimeError, match="not supported for tensor subclasses"):
+        made.tolist()

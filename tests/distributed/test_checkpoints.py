@@ -15,7 +15,7 @@ from tests.distributed.processes import SERVER
 from vgrad import files, optim, tree
 from vgrad.distributed import (
     RankError,
-    gathered,
+    gather,
     load_checkpoint,
     save_checkpoint,
 )
@@ -102,9 +102,9 @@ def _load(folders, size):
                 assert type(a) is type(b)
                 assert getattr(a, "placements", 0) == getattr(b, "placements", 0)
                 assert a.stride() == b.stride()
-            whole = gathered(found, mesh)
+            whole = gather(found, mesh)
             assert same(whole, made()), folder
-            assert same(gathered(like, mesh), zeros())
+            assert same(gather(like, mesh), zeros())
 
 
 def test_any_ranks_resume_what_any_ranks_saved(ranks, tmp_path):
@@ -162,7 +162,7 @@ def _over_a_grid(folder):
             {name: distribute_tensor(-weight, line, [Shard(0)]) for name in state},
             tree.map_tensors(torch.zeros_like, state),
         ):
-            found = gathered(load_checkpoint(path, like, mesh), mesh)
+            found = gather(load_checkpoint(path, like, mesh), mesh)
             assert same(found, {"w": weight, "half": weight})
     part = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
     if mesh.get_rank() < 2:
@@ -215,7 +215,7 @@ def _stopped(folder, bad, call):
             save_checkpoint(folder, new, mesh)
         except (OSError, RankError) as error:
             done = "no space left" not in str(error)
-    found = gathered(load_checkpoint(folder, old, mesh), mesh)
+    found = gather(load_checkpoint(folder, old, mesh), mesh)
     assert same(found, small(0)) or same(found, small(1))
     return done, same(found, small(1))
 
@@ -417,7 +417,7 @@ def _one_is_refused(folder):
         {"w": 3 if rank == 3 else weight},
     )
     with pytest.raises(RankError, match="same tensor"):
-        gathered({**state, **more}, mesh)
+        gather({**state, **more}, mesh)
     with pytest.raises(
         ValueError, match=r"all pieces of .*'w'.* got shapes \[\[[12]\]\] of"
     ):
@@ -429,7 +429,7 @@ def _one_is_refused(folder):
     with pytest.raises(TypeError, match="expected a DeviceMesh"):
         save_checkpoint(folder, state, "dp")
     torch.distributed.barrier()
-    assert same(gathered(load_checkpoint(folder, state, mesh), mesh), {"w": weight})
+    assert same(gather(load_checkpoint(folder, state, mesh), mesh), {"w": weight})
     if rank == 0:
         (path,) = folder.glob("pieces-*-2.safetensors")
         path.write_bytes(path.read_bytes()[:-1])
@@ -511,7 +511,7 @@ def test_a_folder_of_one_rank_alone_is_refused(ranks, tmp_path):
 def _released(path):
     mesh = meshed(4)
     state = spread(made(), mesh, Shard(0))
-    params = gathered(state["state"].params, mesh)
+    params = gather(state["state"].params, mesh)
     if mesh.get_rank() == 0:
         save_state(path, params)
 

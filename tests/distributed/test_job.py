@@ -37,7 +37,11 @@ def given(tmp_path, out, *more, epochs=2):
 
 
 def distance(one, other):
-    return max((one[name] - other[name]).abs().max().item() for name in other)
+    """Return the largest difference in units of the largest number of a tensor."""
+    return max(
+        ((one[name] - each).abs().max() / each.abs().max()).item()
+        for name, each in other.items()
+    )
 
 
 def figures(folder, name="metrics.jsonl"):
@@ -56,7 +60,7 @@ def test_a_run_on_two_ranks_and_on_four_is_that_of_one(tmp_path, ranks):
         safetensors.torch.load_file(folder / "model.safetensors")
         for folder in folders.values()
     ]
-    assert max(distance(other, one) for other in others) < 1e-6
+    assert max(distance(other, one) for other in others) < 5e-6
     for name in ("metrics.jsonl", "plain.jsonl"):
         first, *rest = [figures(folder, name) for folder in folders.values()]
         for each in rest:
@@ -81,7 +85,7 @@ def test_a_run_goes_on_with_fewer_ranks(tmp_path, ranks):
     assert [status for status, _ in found] == [0, 0], found
     names = [folder / "model.safetensors" for folder in (whole, broken)]
     one, other = (safetensors.torch.load_file(name) for name in names)
-    assert distance(one, other) < 1e-6
+    assert distance(one, other) < 5e-6
     assert len(figures(broken)) == 2
 
 

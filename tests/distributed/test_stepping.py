@@ -32,16 +32,23 @@ def plan_of(steps, rate=0.2, noise=0.8):
     )
 
 
+def step_of(loss, tx, plan, drop, **options):
+    """Return a private step, with a loss that drops a part of its input."""
+
+    def dropping(params, buffers, x, y):
+        return loss(params, buffers, F.dropout(x, drop), y)
+
+    if drop:
+        return private_step(dropping, tx, plan, randomness="different", **options)
+    return private_step(loss, tx, plan, **options)
+
+
 def private(size, name, dtype, steps, compiled=None, rate=0.2, noise=0.8, drop=0):
     """Take private steps on all ranks, and return this rank's state and metrics."""
     mesh = mesh_of(size)
     loss, params, buffers, data = problem(name, dtype, SAMPLES)
     plan, tx = plan_of(steps, rate, noise), optim.sgd(0.2, momentum=0.9)
-
-    def dropping(params, buffers, x, y):
-        return loss(params, buffers, F.dropout(x, drop) if drop else x, y)
-
-    step = private_step(dropping, tx, plan, randomness="different")
+    step = step_of(loss, tx, plan, drop)
     if compiled:
         step = vgrad.compile(step, backend=compiled)
     step = data_parallel(step, mesh)
@@ -53,6 +60,24 @@ def private(size, name, dtype, steps, compiled=None, rate=0.2, noise=0.8, drop=0
     for batch in loader:
         state, metrics = step(state, *batch)
     return state, metrics
+
+
+def sharded(size, name, dtype, steps, drop=0):
+    """Take private steps on a state of which each rank holds a part."""
+    mesh = mesh_of(size)
+    loss, params, buffers, data = problem(name, dtype, SAMPLES)
+    plan, tx = plan_of(steps), optim.sgd(0.2, momentum=0.9)
+    step = data_parallel(step_of(loss, tx, plan, drop, donate=True), mesh)
+    params = distributed.shard(params, mesh)
+    state = TrainState.create(tx, params, buffers, seed=5)
+    metrics = {}
+    for indices in distributed.local_batches(plan.sampler(state), mesh):
+        state, metrics = step(state, *(each[indices] for each in data))
+    held = sum(each.to_local().numel() for each in state.params.values())
+    assert held < sum(each.numel() for each in params.values())
+    return state._replace(
+        params=distributed.gather(state.params, mesh), optimizer=()
+    ), metrics
 
 
 def alone(name, dtype, steps):
@@ -96,8 +121,21 @@ def test_private_steps_with_dropout_are_those_of_one_rank(some, compiled):
     given = "mlp", torch.float64, 4, compiled, 0.2, 0.8, 0.5
     with distributed.alone("dp"):
         expected, _ = private(1, *given)
-    for state, _ in some.run(private, some.size, *given):
+    found = some.run(private, some.size, *given)
+    if not compiled:
+        found += some.run(sharded, some.size, *given[:3], 0.5)
+    for state, _ in found:
         assert distance(state, expected) < 1e-12
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_private_steps_on_shards_are_those_of_one_process(some, name):
+    expected, told = alone(name, torch.float64, 6)
+    for state, metrics in some.run(sharded, some.size, name, torch.float64, 6):
+        assert distance(state, expected) < 1e-12
+        assert metrics["samples"] == told["samples"]
+        assert metrics["clipped"] == told["clipped"]
+        torch.testing.assert_close(metrics["loss"], told["loss"])
 
 
 @pytest.mark.compiled
@@ -164,12 +202,15 @@ def test_planted_faults_show(ranks, fault):
     assert seen > 1e-3 if fault else seen < 1e-6
 
 
-def test_the_variance_of_noise_is_that_of_the_plan(some):
-    """One draw of the planned size, however many ranks add it."""
-    plan = plan_of(1, 0.05, 2.0)
-    _, params, *_ = problem("language", torch.float64)
-    (found, *_) = some.run(_one_step, some.size, plan)
-    moved = torch.cat([(found[n] - params[n]).flatten() for n in params])
+def test_noise_is_one_draw_of_the_planned_size(some):
+    """The same bits, however many ranks add it."""
+    plan, tx = plan_of(1, 0.05, 2.0), optim.sgd(1.0)
+    loss, params, buffers, (x, y) = problem("language", torch.float64)
+    state = TrainState.create(tx, params, buffers, seed=1)
+    alone = private_step(loss, tx, plan)(state, x[:0], y[:0])[0].params
+    for found in some.run(_one_step, some.size, plan):
+        assert all(torch.equal(found[name], alone[name]) for name in alone)
+    moved = torch.cat([(alone[n] - params[n]).flatten() for n in params])
     planned = 2.0 * plan.max_norm / plan.expected_batch_size
     assert abs(moved.std().item() / planned - 1) < 0.1
 

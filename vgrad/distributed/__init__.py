@@ -4,7 +4,7 @@ The result does not depend on how many ranks there are.
 """
 
 from vgrad.distributed.alone import alone as alone
-from vgrad.distributed.checkpoints import gathered as gathered
+from vgrad.distributed.checkpoints import gather as gather
 from vgrad.distributed.checkpoints import load_checkpoint as load_checkpoint
 from vgrad.distributed.checkpoints import save_checkpoint as save_checkpoint
 from vgrad.distributed.data_parallel import data_parallel as data_parallel
@@ -18,4 +18,6 @@ from vgrad.distributed.predictions import predict as predict
 from vgrad.distributed.predictions import predict_values as predict_values
 from vgrad.distributed.ranks import RankError as RankError
 from vgrad.distributed.ranks import Ranks as Ranks
+from vgrad.distributed.sharded import sharded_call as sharded_call
+from vgrad.distributed.sharding import shard as shard
 from vgrad.distributed.stepping import replicated as replicated

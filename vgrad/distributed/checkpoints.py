@@ -135,7 +135,7 @@ def load_checkpoint(
     return loaded
 
 
-def gathered(state: Tree, mesh: DeviceMesh | None) -> Tree:
+def gather(state: Tree, mesh: DeviceMesh | None) -> Tree:
     """Return a tree with plain tensors in the place of DTensors, on every rank.
 
     Called on every rank of the mesh. One of them can write the result, or a part such
@@ -146,13 +146,13 @@ def gathered(state: Tree, mesh: DeviceMesh | None) -> Tree:
         RankError: names, shapes or dtypes differ between ranks.
 
     Example:
-        >>> gathered({"w": torch.ones(2)}, None)
+        >>> gather({"w": torch.ones(2)}, None)
         {'w': tensor([1., 1.])}
     """
-    ranks = _everyone("gathered", mesh)
-    with ranks.together("gathered"):
+    ranks = _everyone("gather", mesh)
+    with ranks.together("gather"):
         tensors = tree.state_dict(state)
-    _told("gathered", ranks, None, tensors, {})
+    _told("gather", ranks, None, tensors, {})
     with torch.no_grad():
         return tree.map_tensors(
             lambda each: each.full_tensor() if isinstance(each, DTensor) else each,

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from vgrad import batches
 from vgrad.compiled import CompiledTransform
 from vgrad.distributed.ranks import Ranks
+from vgrad.distributed.sharded import sharded_call
 from vgrad.generators import ALONE, kept_random_state, sample_keys
 from vgrad.persample.engine import Call, Transform, constant
 from vgrad.persample.weighted import WeightedGradFn
@@ -68,13 +70,13 @@ class ParallelTransform:
             mask = torch.zeros(1, dtype=torch.bool, device=read.tensors[0].device)
             size = 1
         with meeting.until(), torch.no_grad():
-            calls = partial(Call, reduce=meeting.summed)
-            run = self._transform.over(calls, self._ranks.size)
+            transform = self._transform
             if options.randomness == "different":
                 start = sum(note["size"] for note in notes[: self._ranks.rank])
-                run, seed = run.keyed(sample_keys(seed, start, size)), None
+                transform = transform.keyed(sample_keys(seed, start, size))
+                seed = None
             with _seeded(seed, read.tensors):
-                found = run(*arguments, mask=mask)
+                found = self._run(transform, meeting, arguments, mask)
         meeting.told()
         joined = partial(self._ranks.joined, sizes=sizes)
         found = _plain(self._transform).mapped(joined, found)
@@ -82,6 +84,30 @@ class ParallelTransform:
             params = arguments[given - 2].values()
             found = constant(meeting.what, found, [*params, *read.tensors])
         return found
+
+    def _run(
+        self,
+        transform: Transform | CompiledTransform,
+        meeting: "_Meeting",
+        arguments: tuple,
+        mask: Tensor | None,
+    ) -> Any:
+        """Return sums over all ranks, and lists of this rank's samples."""
+        *weights, params, buffers = arguments[: 3 if self._takes_weights else 2]
+        if not any(isinstance(each, DTensor) for each in params.values()):
+            calls = partial(Call, reduce=meeting.summed)
+            run = transform.over(calls, self._ranks.size)
+            return run(*arguments, mask=mask)
+        batch = arguments[len(weights) + 2 :]
+        if not isinstance(transform, Transform):
+            raise TypeError(
+                f"{meeting.what}(params): expected ordinary tensors for a compiled "
+                f"function, got DTensors, which are gathered while it runs. Leave "
+                f"vgrad.compile out, or pass gather(params, mesh)."
+            )
+        meeting.told()
+        given = params, buffers, batch, mask, *weights
+        return sharded_call(transform, self._ranks, *given)
 
 
 class _Meeting:

@@ -83,6 +83,11 @@ class Ranks(NamedTuple):
             device,
         )
 
+    @property
+    def members(self) -> list[int]:
+        """Their numbers among all processes."""
+        return distributed.get_process_group_ranks(self.group)
+
     def agree(
         self, what: str, *, error: BaseException | None = None, **facts: Any
     ) -> list[dict[str, Any]]:

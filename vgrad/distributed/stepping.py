@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from vgrad import batches
 from vgrad.distributed.ranks import Ranks
@@ -57,14 +58,15 @@ class ParallelStep:
         if isinstance(step, PrivateStep):
             facts["plan"] = repr(step.plan)
         if not self._compared:
-            facts["state"] = _digest(tensors(state))
+            held = [x for x in tensors(state) if not isinstance(x, DTensor)]
+            facts["state"] = _digest(held)
         notes = self._ranks.check_same(what, {"samples": size}, **facts)
         self._compared = True
         sizes = [note["samples"] for note in notes]
         if isinstance(step, PrivateStep):
             _check_total(step, sizes)
         else:
-            _check_even(sizes)
+            _check_plain(sizes, state)
         return step(state, *batch)
 
 
@@ -125,8 +127,14 @@ def _check_total(step: PrivateStep, sizes: list[int]) -> None:
         )
 
 
-def _check_even(sizes: list[int]) -> None:
+def _check_plain(sizes: list[int], state: TrainState) -> None:
     """Refuse parts of unlike size, whose mean losses do not count alike."""
+    if any(isinstance(each, DTensor) for each in state.params.values()):
+        raise TypeError(
+            "data_parallel(train_step(loss))(state): expected ordinary tensors in "
+            "state.params, got DTensors, which only private steps gather as they go. "
+            "Take gather(state.params, mesh), or torch's fully_shard without vgrad."
+        )
     if len(set(sizes)) > 1:
         raise ValueError(
             f"data_parallel(train_step(loss))(state, *batch): expected as many samples "

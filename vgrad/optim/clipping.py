@@ -215,7 +215,8 @@ def zero_nans() -> GradientTransformation:
         return torch.where(grad.isnan(), 0.0, grad)
 
     def move(grads: Grads, state: ZeroNansState) -> tuple[Updates, ZeroNansState]:
-        found = advance(lambda _, grad: grad.isnan().any(), state.found, grads)
+        # Of a DTensor, a count is compared once its parts are added up; `any` is not.
+        found = advance(lambda _, grad: grad.isnan().sum() > 0, state.found, grads)
         return map_grads(replace, grads), ZeroNansState(found)
 
     return of_history("zero_nans", start, move, real=False)

@@ -159,6 +159,11 @@ def _groups(
     if levels.inside_transform() or torch.compiler.is_compiling():
         return None
     checks.same_names("step(grads)", params, grads)
+    if any(hasattr(param, "to_local") for param in params.values()):
+        parts = _parts([params, grads, *moments])
+        if parts is None:
+            return None
+        params, grads, *moments = parts
     places = [param.data_ptr() for param in params.values()]
     if len(set(places)) < len(places) and _share_memory(params):
         return None
@@ -185,6 +190,19 @@ def _groups(
     if any(dtype not in (torch.float32, torch.float64) for _, dtype in groups):
         return None
     return [tuple(map(list, zip(*rows, strict=True))) for rows in groups.values()]
+
+
+def _parts(trees: list[Any]) -> list[Any] | None:
+    """Return what this process holds of DTensors; None if they are not cut alike."""
+    cuts = {name: getattr(each, "placements", None) for name, each in trees[0].items()}
+    found = []
+    for tree in trees:
+        given = {name: each for name, each in tree.items() if each is not None}
+        if any(getattr(t, "placements", None) != cuts[n] for n, t in given.items()):
+            return None
+        parts = {n: t.to_local() if cuts[n] else t for n, t in given.items()}
+        found.append({name: parts.get(name) for name in tree})
+    return found
 
 
 def _share_memory(params: Params) -> bool:

@@ -190,9 +190,9 @@ class ClippedGradFn(Transform):
         def weights(found: Twice) -> Mapping[str, Tensor] | None:
             decision = self._decide(part)(found.norms)
             doubtful = unlikely(torch.cat([~decision.plain, *found.doubts]))
-            return None if doubtful else decision.weights
+            return None if part.anywhere(doubtful) else decision.weights
 
-        return Twice(part.mask, decide=weights)
+        return Twice(part.mask, decide=weights, summed=part.summed)
 
     def _decide(self, part: Problem) -> Callable[[Mapping[str, Norm]], Decision]:
         """Return what says from the norms what becomes of the samples of a chunk."""
@@ -211,12 +211,14 @@ class ClippedGradFn(Transform):
             elif levels.inside_transform():
                 sums.add(found.weighted(decision.weights, decision.keep))
             elif not unlikely(torch.cat([~decision.plain, *found.doubts])):
-                sums.add(found.weighted(decision.weights, None))
+                sums.add(found.weighted(decision.weights, None, part.summed))
             else:
                 found.mend()
                 decision = decide(found.norms)
                 for some in self._careful(found, decision, parts):
                     sums.add(some)
+                for name, value in sums.totals.items():
+                    sums.totals[name] = part.summed(name, value)
         return sums.totals, decision.norms, decision.above
 
     def _joined(self, parts: Iterator[tuple], call: Call) -> ClippedGrad:

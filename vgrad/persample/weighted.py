@@ -77,7 +77,7 @@ def _collect(part: Problem) -> Weighted:
     """Sum with the weights of a chunk."""
     check_weights(part.weights, part.batch.size)
     assert part.weights is not None
-    return Weighted(part.weights, part.mask)
+    return Weighted(part.weights, part.mask, summed=part.summed)
 
 
 def _measure(found: Weighted, part: Problem) -> Params:

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 
+from vgrad.torch_private.lazy import Lazy
 from vgrad.torch_private.levels import outside
 
 __all__ = ["GRAPH", "HOOKS", "IS_VIEW", "MEMORY", "OPS", "BatchNorm", "NormBase"]
@@ -75,6 +76,8 @@ def leaf(value: Tensor) -> Tensor:
 
 def memory(tensor: Tensor) -> int | None:
     """Return an address that tells memory apart; None without ordinary storage."""
+    if isinstance(tensor, Lazy):
+        tensor = tensor.root
     if not torch._C._has_storage(tensor):
         return None
     return tensor.untyped_storage()._cdata

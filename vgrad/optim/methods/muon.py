@@ -6,7 +6,7 @@ Parameters of many members go through `torch.vmap`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +79,8 @@ def orthogonalize(
         return ()
 
     def iterate(grad: Tensor) -> Tensor:
+        if hasattr(grad, "full_tensor"):
+            return _on_whole(iterate, grad)
         tall = grad.shape[0] > grad.shape[1]
         x = grad.to(dtype).mT if tall else grad.to(dtype)
         with no_autocast(x.device):
@@ -95,6 +97,19 @@ def orthogonalize(
         return map_grads(iterate, grads), state
 
     return GradientTransformation(init, update)
+
+
+def _on_whole(function: Callable[[Tensor], Tensor], value: Any) -> Tensor:
+    """Apply a function to a whole DTensor on every rank, and keep this rank's part.
+
+    Sums of parts would round in another way, in bfloat16 from the third digit on.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = value.device_mesh
+    found = function(value.full_tensor())
+    found = DTensor.from_local(found, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return found.redistribute(placements=value.placements)
 
 
 def muon(

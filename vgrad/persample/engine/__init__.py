@@ -21,6 +21,7 @@ from vgrad.persample.engine.guard import Fallbacks as Fallbacks
 from vgrad.persample.engine.guard import FallbackWarning as FallbackWarning
 from vgrad.persample.engine.guard import LossGuard as LossGuard
 from vgrad.persample.engine.guard import UnsupportedOp as UnsupportedOp
+from vgrad.persample.engine.ladder import FINAL as FINAL
 from vgrad.persample.engine.ladder import STRATEGIES as STRATEGIES
 from vgrad.persample.engine.problem import Problem as Problem
 from vgrad.persample.engine.problem import Randomness as Randomness

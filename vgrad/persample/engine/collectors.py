@@ -27,6 +27,14 @@ _AT_ONCE = 2**18
 _FORMED = 2**24
 """Numbers of gradients formed at once where a sum of products cannot be trusted."""
 
+Summed = Callable[[str, Tensor], Tensor]
+"""Takes the sum of a parameter as soon as it is formed, and returns what is kept."""
+
+
+def whole(name: str, value: Tensor) -> Tensor:
+    """Keep all of a sum."""
+    return value
+
 
 class Collector(Protocol):
     """What a strategy hands the factors to.
@@ -77,26 +85,28 @@ class Weighted(Collector):
     weights: Tensor
     mask: Tensor | None = None
     sums: Params = field(default_factory=dict)
+    summed: Summed = whole
 
     def take(self, name: str, factor: Factor) -> None:
         """Sum the gradients of one parameter."""
+        self.sums[name] = self.summed(name, self._sum(factor))
+
+    def _sum(self, factor: Factor) -> Tensor:
         weights, counts = self.weights, self.mask
         if counts is not None:
             weights = torch.where(counts, weights, 0)
         if not factor.sides:
-            whole = factor if counts is None else masked(factor, counts)
-            self.sums[name] = whole.weighted(weights)
-            return
+            counted = factor if counts is None else masked(factor, counts)
+            return counted.weighted(weights)
         fine = ordinary(reach(factor.sides), weights)
         if not unlikely(~fine):
-            self.sums[name] = factor.weighted(weights)
-            return
+            return factor.weighted(weights)
         counts = torch.ones_like(fine) if counts is None else counts
         rows = (fine & counts).nonzero().flatten()
         parts = [factor.take(rows).weighted(weights[rows])]
         for rows in _slices(~fine & counts, factor.shape):
             parts.append(_gradients(factor, rows).weighted(weights[rows]))
-        self.sums[name] = total(parts)
+        return total(parts)
 
 
 @dataclass
@@ -199,7 +209,12 @@ class Settled(Collector):
                 some.take(name, _gradients(factor, rows))
             yield some
 
-    def weighted(self, weights: Mapping[str, Tensor], keep: Tensor | None) -> Params:
+    def weighted(
+        self,
+        weights: Mapping[str, Tensor],
+        keep: Tensor | None,
+        summed: Summed = whole,
+    ) -> Params:
         """Sum over the samples to keep, with weights [B] for every parameter.
 
         The others add exactly zero, whatever their gradients hold.
@@ -215,7 +230,7 @@ class Settled(Collector):
             factor, weight = self.factors.pop(name), weights[name]
             if rows is not None:
                 factor, weight = factor.take(rows), weight[rows]
-            sums[name] = factor.weighted(weight)
+            sums[name] = summed(name, factor.weighted(weight))
         return sums
 
 
@@ -228,6 +243,7 @@ class Twice(Settled):
     """
 
     decide: Callable[["Twice"], Mapping[str, Tensor] | None] | None = None
+    summed: Summed = whole
     sums: Params = field(default_factory=dict)
     _weights: Mapping[str, Tensor] | None = None
     _kept: dict[str, bool] = field(default_factory=dict)
@@ -236,7 +252,7 @@ class Twice(Settled):
         """Compute the norms of one parameter, or sum its gradients."""
         if self._weights is not None:
             form = factor if self._kept[name] else factor.settled()[0]
-            self.sums[name] = form.weighted(self._weights[name])
+            self.sums[name] = self.summed(name, form.weighted(self._weights[name]))
             return
         super().take(name, factor)
         self._kept[name] = self.factors[name] is factor

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,18 @@ from vgrad.typing import Buffers, LossFn, Params, Tree
 Randomness = Literal["error", "different", "same"]
 
 
+class Others(Protocol):
+    """Those who take part in a call, each with as many chunks of its own samples."""
+
+    def summed(self, name: str, value: Tensor) -> Tensor:
+        """Return what is kept of a parameter's sum, once a chunk has it."""
+        ...
+
+    def anywhere(self, condition: bool) -> bool:
+        """Tell whether a condition holds for any of them."""
+        ...
+
+
 @dataclass(frozen=True)
 class Problem:
     """What a transform was given, and what it learns as it runs; `on` adds a call.
@@ -36,6 +48,7 @@ class Problem:
         mask: the samples of the batch that count, `[B]`; None for all.
         weights: of the samples, `[B]`, where the caller gives them.
         draws: what is known of their random numbers.
+        others: who takes part in the call, if anyone does.
     """
 
     function: str
@@ -53,6 +66,7 @@ class Problem:
     mask: Tensor | None = None
     weights: Tensor | None = None
     draws: Draws = field(default_factory=Draws)
+    others: Others | None = None
 
     def on(
         self,
@@ -116,6 +130,14 @@ class Problem:
             draws=self.draws.of(rows),
             strategy=strategy or self.strategy,
         )
+
+    def summed(self, name: str, value: Tensor) -> Tensor:
+        """Return what is kept of a parameter's sum over a chunk."""
+        return value if self.others is None else self.others.summed(name, value)
+
+    def anywhere(self, condition: bool) -> bool:
+        """Tell whether a condition holds, here or for others."""
+        return condition if self.others is None else self.others.anywhere(condition)
 
     @property
     def tensors(self) -> list[Tensor]:

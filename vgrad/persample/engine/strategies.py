@@ -35,6 +35,7 @@ from vgrad.persample.engine.record import Recorder
 from vgrad.persample.factors.base import Dense, Factor
 from vgrad.persample.rules.table import RULES
 from vgrad.torch_private import levels, modes, old_style, saving
+from vgrad.torch_private.lazy import Lazy
 from vgrad.tree import tree_map_only
 from vgrad.typing import Params, Tree
 
@@ -170,8 +171,9 @@ def saved_bytes(problem: Problem) -> int:
     seen: dict[int, int] = {}
 
     def count(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        seen[storage.data_ptr()] = storage.nbytes()
+        if not isinstance(tensor, Lazy):
+            storage = tensor.untyped_storage()
+            seen[storage.data_ptr()] = storage.nbytes()
         return tensor.detach()  # the tensor itself would make a cycle
 
     hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)

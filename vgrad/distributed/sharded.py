@@ -1,0 +1,213 @@
+"""Per-sample transforms of parameters that are cut among ranks.
+
+W ranks, each with its own part of a batch, which may be empty.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from vgrad import batches
+from vgrad.distributed.gathering import Gathering
+from vgrad.distributed.ranks import Ranks
+from vgrad.distributed.sharding import laid, layout, ranks_of, reduced, wholes
+from vgrad.persample.clipped import ClippedGradFn
+from vgrad.persample.engine import FINAL, Call, Transform, at_a_time
+from vgrad.persample.weighted import WeightedGradFn
+from vgrad.precision.loss_scale import LossScale
+from vgrad.tree import map_tensors, tensors
+from vgrad.typing import Buffers, Params, Tree
+
+
+def sharded_call(
+    transform: Transform,
+    ranks: Ranks,
+    params: Params,
+    buffers: Buffers,
+    batch: Tree,
+    mask: Tensor | None = None,
+    more: Any = None,
+    loss_scale: LossScale | None = None,
+) -> Any:
+    """Call a transform with this rank's part of the parameters and of a batch.
+
+    Sums and counts are those of the samples of all ranks, sums cut as the parameters
+    are. What there is for each sample is that of this rank's samples. `more` and
+    `loss_scale` are those of `Transform.on_all`. Results are constants.
+
+    A loss that is recorded gathers a parameter where an op uses it, forward and
+    backward, and frees it after. Each sum is scattered before the next one is formed.
+    For other strategies all parameters are gathered before the call; so they are if the
+    strategy is `"auto"` and a rank cannot record, or ranks use other parameters.
+
+    Raises:
+        TypeError: the quantity is neither a sum nor a list over samples.
+        RankError: another rank has failed, or does something else.
+    """
+    options = transform.options
+    what, given = f"sharded({options.function})", (params, buffers, batch, mask, more)
+    with ranks.together(what), torch.inference_mode(False), torch.no_grad():
+        _check(transform, ranks, params, buffers)
+        size = batches.read(options.function, batch).size
+    facts = {"strategy": options.strategy, "layout": layout({**params, **buffers})}
+    own = {"size": size, "mapped": options.fallbacks.mapped}
+    notes = ranks.check_same(what, own, **facts)
+    sizes = [note["size"] for note in notes]
+    with torch.inference_mode(False), torch.no_grad():
+        recorded = options.strategy == "recorded"
+        if not any(note["mapped"] for note in notes):
+            recorded |= options.strategy == "auto"
+        if recorded and any(sizes):
+            gathering = Gathering(what, ranks)
+            try:
+                with gathering.together():
+                    found = _where_used(
+                        transform, gathering, size, max(sizes), given, loss_scale
+                    )
+            except Exception as error:
+                _may_go_on(transform, ranks, error)
+            else:
+                return _of_all(transform, ranks, found, partial(_laid, params))
+        return _before(transform, ranks, given, loss_scale)
+
+
+def _check(
+    transform: Transform, ranks: Ranks, params: Params, buffers: Buffers
+) -> None:
+    """Refuse what has parts that no rank knows, and what these ranks do not hold."""
+    what = f"sharded({transform.options.function})"
+    for name, value in params.items():
+        if not isinstance(value, DTensor):
+            raise TypeError(
+                f"{what}(params): expected a DTensor in {name!r}, got a "
+                f"{type(value).__name__}. Make all of them by shard(params, mesh)."
+            )
+    held = ranks_of(what, {**params, **buffers})
+    if held is not None and held.members != ranks.members:
+        raise ValueError(
+            f"{what}(params): expected parameters cut among the ranks that share the "
+            f"batch, {ranks.members}, got {held.members}."
+        )
+    if type(transform) not in (Transform, ClippedGradFn, WeightedGradFn):
+        raise TypeError(
+            f"{what}: expected a sum over samples or a "
+            f"list of them, got another quantity. Call it with gather(params, mesh)."
+        )
+
+
+def _may_go_on(transform: Transform, ranks: Ranks, error: Exception) -> None:
+    """Raise what ended a recorded call, unless all ranks may gather everything."""
+    options = transform.options
+    if options.strategy == "recorded":
+        raise error
+    final = isinstance(error, FINAL)
+    notes = ranks.agree(f"sharded({options.function}), stopped", final=final)
+    if any(note["final"] for note in notes):
+        raise error
+    why = str(error).partition("\n")[0]
+    options.fallbacks.warn(
+        f"{options.function}: all parameters are gathered before the loss runs, which "
+        f"takes their memory on every rank, since they cannot be where they are used. "
+        f"{type(error).__name__}: {why}"
+    )
+
+
+def _where_used(
+    transform: Transform,
+    gathering: Gathering,
+    own: int,
+    size: int,
+    given: tuple[Params, Buffers, Tree, Tensor | None, Any],
+    loss_scale: LossScale | None,
+) -> Any:
+    """Record, and gather each parameter where it is used.
+
+    There are `own` samples here. Which ops run may depend on sizes. So all ranks run
+    chunks of the same sizes, filled up with samples that do not count.
+    """
+    params, buffers, batch, mask, more = given
+    weights = more if isinstance(transform, WeightedGradFn) else None
+    keys = transform.keys
+    if size > own:
+        if mask is None:
+            mask = torch.ones(own, dtype=torch.bool, device=tensors(batch)[0].device)
+        mask = _filled(mask, size, again=False)
+        batch = map_tensors(lambda each: _filled(each, size), batch)
+        if weights is not None:
+            weights = _filled(weights, size, again=False)
+        keys = None if keys is None else _filled(keys, size)
+    parameters, fixed = gathering.lazy(params), gathering.lazy(buffers)
+    problem = transform.options.on(
+        parameters, fixed, batch, mask, weights, loss_scale, keys
+    )
+    chunk = gathering.least(at_a_time(problem) or size)
+    problem = replace(problem, chunk_size=chunk, strategy="recorded", others=gathering)
+    found = transform.called(Call(problem), weights)
+    return found if mask is None else transform.selected(found, mask)
+
+
+def _laid(params: Params, name: str, local: Tensor) -> Tensor:
+    """Make a part of a sum a part of a whole."""
+    like = params[name]
+    assert isinstance(like, DTensor)
+    return laid(local, like)
+
+
+def _before(
+    transform: Transform,
+    ranks: Ranks,
+    given: tuple[Params, Buffers, Tree, Tensor | None, Any],
+    loss_scale: LossScale | None,
+) -> Any:
+    """Gather all parameters, and run on them."""
+    params, buffers, batch, mask, more = given
+    parameters, fixed = wholes(params), wholes(buffers)
+    with ranks.together(f"sharded({transform.options.function}), run"):
+        found = transform.on_all(parameters, fixed, batch, mask, more, loss_scale)
+        if mask is not None:
+            found = transform.selected(found, mask)
+
+    def scattered(name: str, value: Tensor) -> Tensor:
+        like = params[name]
+        assert isinstance(like, DTensor)
+        return laid(reduced(ranks, value, like), like)
+
+    return _of_all(transform, ranks, found, scattered)
+
+
+def _of_all(
+    transform: Transform,
+    ranks: Ranks,
+    found: Any,
+    summed: Callable[[str, Tensor], Tensor],
+) -> Any:
+    """Make the sums and counts of a result those of all ranks."""
+    value, *aux = found if transform.options.has_aux else (found,)
+    if isinstance(transform, ClippedGradFn):
+        counts = {"clipped": value.clipped, "nonfinite": value.nonfinite}
+        grads = _each(value.grads, summed)
+        whole = ranks.summed(transform.options.function, counts)
+        value = value._replace(grads=grads, **whole)
+    elif isinstance(transform, WeightedGradFn):
+        value = _each(value, summed)
+    return (value, *aux) if aux else value
+
+
+def _each(sums: Params, summed: Callable[[str, Tensor], Tensor]) -> Params:
+    """Replace sums one by one, so that the whole ones are freed."""
+    return {name: summed(name, sums.pop(name)) for name in list(sums)}
+
+
+def _filled(tensor: Tensor, size: int, *, again: bool = True) -> Tensor:
+    """Fill a batch up, with its last sample if there is one and `again`; else zeros."""
+    more = size - len(tensor)
+    if again and len(tensor):
+        rest = tensor[-1:].expand(more, *tensor.shape[1:])
+    else:
+        rest = tensor.new_zeros((more, *tensor.shape[1:]))
+    return torch.cat([tensor.detach(), rest])
