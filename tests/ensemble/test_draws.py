@@ -35,6 +35,14 @@ class Dropping(torch.autograd.Function):
         return grad
 
 
+class Turned(Dropping):
+    generate_vmap_rule = False
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return F.dropout(x.movedim(in_dims[0], -1), 0.5), x.ndim - 1
+
+
 class Noisy(Dropping):
     @staticmethod
     def forward(x):
@@ -58,9 +66,10 @@ OPS = {
     ),
     "branches": lambda x: F.dropout(x) * (2 if torch.rand(()) < 0.5 else torch.rand(4)),
     "a function": Dropping.apply,
+    "a function with a rule": Turned.apply,
     "an order of its own": lambda x: x[torch.randperm(4)],
 }
-ALONE = {"a function", "an order of its own"}
+ALONE = {"a function", "a function with a rule", "an order of its own"}
 """What runs member by member, whatever the strategy."""
 
 
@@ -104,6 +113,19 @@ def test_a_member_draws_the_same_in_every_group_and_strategy(name):
     assert len({*shown}) == E
     other = ensemble_grad(loss, in_dims=0).keyed(KEYS + 1)(params, {}, x).grads
     assert not torch.allclose(other["v"], found["loop"]["v"])
+
+
+@pytest.mark.parametrize("strategy", ["loop", "vmap", "hybrid"])
+def test_a_checkpoint_sees_the_same_numbers_again(strategy):
+    def again(x):
+        return checkpoint(twice, x, use_reentrant=False)
+
+    found = []
+    for run in (twice, again):
+        loss, params, x = problem(lambda x, run=run: run(F.dropout(run(x))))
+        gradient = ensemble_grad(loss, in_dims=0, strategy=strategy)
+        found.append(gradient.keyed(KEYS)(params, {}, x).grads)
+    torch.testing.assert_close(found[0], found[1])
 
 
 OWN = torch.Generator()
@@ -155,7 +177,7 @@ def test_chunks_draw_other_numbers(strategy):
 @pytest.mark.parametrize("make", [ensemble_per_sample_grad, ensemble_clipped_grad])
 def test_samples_of_a_member_draw_what_follows_from_its_key(make, randomness):
     def loss(params, buffers, x):
-        return (F.dropout(x) * params["w"]).sum()
+        return (F.dropout(F.dropout(x, 0.1)) * params["w"]).sum()
 
     options = {} if make is ensemble_per_sample_grad else {"max_norm": 1.0}
     x, found = torch.ones(5, 30), {}
