@@ -96,3 +96,20 @@ def test_a_key_is_refused_by_what_it_is():
         stream(torch.zeros(32), "a")
     with pytest.raises(TypeError, match="got a int"):
         subkey(5, "a")
+
+
+def test_keys_of_samples_are_those_of_splitmix():
+    # The first numbers of https://prng.di.unimi.it/splitmix64.c from the seed 0.
+    known = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    found = generators.sample_keys(0, 0, 3).tolist()
+    assert [each % 2**64 for each in found] == known
+
+
+def test_streams_of_samples_differ_by_sample_and_place():
+    keys = generators.sample_keys(0, 0, 100)
+    found = torch.stack([generators.streams(keys, place) for place in range(50)])
+    assert len(found.unique()) == 5000
+    numbers = generators.words(found[0], 1000)
+    assert len(numbers.unique()) == 100_000
+    assert torch.equal(generators.words(found[0, 3:5], 70), numbers[3:5, :70])
+    assert torch.equal(keys, generators.sample_keys(0, 0, 100))  # left as they were

@@ -20,6 +20,7 @@ from vgrad.torch_private import (
     messages,
     modes,
     old_style,
+    random_ops,
     shards,
     tensors,
     tracing,
@@ -517,6 +518,30 @@ def test_ops_tell_whether_they_return_memory_of_their_own():
     assert not tensors.makes_memory(aten.view.default)
     assert not tensors.makes_memory(aten.add_.Tensor)
     assert not tensors.makes_memory(len)
+
+
+def test_random_ops_are_tagged_and_their_calls_can_be_read():
+    aten = torch.ops.aten
+    for name in random_ops.SHOWN & set(dir(aten)):
+        packet = getattr(aten, name)
+        for each in [getattr(packet, overload) for overload in packet.overloads()]:
+            assert random_ops.may_draw(each), each
+            assert random_ops.op_name(each) == name
+    assert not random_ops.may_draw(aten.add.Tensor)
+    assert not random_ops.may_draw(len)
+    x, op = torch.ones(3), aten.bernoulli_.float
+    assert random_ops.named(op, (x,), {}) == {"self": x, "p": 0.5, "generator": None}
+    assert random_ops.writes(op)
+    assert not random_ops.writes(aten.bernoulli.p)
+    assert [*map(id, random_ops.shown_results(op, (x,), {}, x))] == [id(x)]
+    out = aten.rand.out
+    assert random_ops.shown_results(out, ([3],), {"out": x}, x)[0] is x
+    noise = torch.empty(3)
+    shown = random_ops.shown_results(
+        aten.rrelu_with_noise.default, (x, noise, 0.1, 0.3, True), {}, x.clone()
+    )
+    assert len(shown) == 2
+    assert shown[0] is noise
 
 
 def test_shards_know_their_place():

@@ -145,6 +145,63 @@ def torch_seed(key: Tensor, *place: Place) -> int:
     return stream(key, *place) % 2**64
 
 
+def sample_keys(seed: int, start: int, size: int) -> Tensor:
+    """Return keys of the samples `start` to `start + size` of a batch, int64 `[size]`.
+
+    They follow from `seed`, a number of 64 bits that all parts of the batch share, and
+    from each sample's place in the whole batch, so that it does not matter how the
+    batch is cut. Members of an ensemble have such keys, too.
+
+    Example:
+        >>> whole = sample_keys(7, 0, 5)
+        >>> torch.equal(whole[2:4], sample_keys(7, 2, 2))
+        True
+    """
+    places = torch.arange(start + 1, start + size + 1)
+    return mixed(places * _STRIDE + _signed(seed))
+
+
+def streams(keys: Tensor, place: int) -> Tensor:
+    """Derive the key of one stream for each sample, int64 like `keys`."""
+    return mixed(keys + _signed((place + 1) * _TO_PLACE))
+
+
+def words(streams: Tensor, count: int) -> Tensor:
+    """Return the first 64-bit numbers of streams `[B]`, int64 `[B, count]`.
+
+    Each is a hash of its stream and its place in it, on any device the same.
+    """
+    places = torch.arange(1, count + 1, device=streams.device)
+    return mixed(places * _STRIDE + streams.unsqueeze(-1))
+
+
+def mixed(numbers: Tensor) -> Tensor:
+    """Hash each number of 64 bits in place, one to one.
+
+    This is the last step of SplitMix64, with the constants of its variant 13.
+
+    Reference: Steele, Lea and Flood, Fast splittable pseudorandom number generators,
+    https://doi.org/10.1145/2660193.2660195.
+    """
+    for shift, factor in _MIXING:
+        shifted = numbers >> shift
+        shifted &= 2 ** (64 - shift) - 1  # no copies of the sign
+        numbers ^= shifted
+        numbers *= factor
+    return numbers
+
+
+def _signed(number: int) -> int:
+    """Wrap a number into the range of int64."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+_STRIDE = _signed(0x9E3779B97F4A7C15)
+_TO_PLACE = 0xD1342543DE82EF95
+_MIXING = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)))
+_MIXING += ((31, 1),)
+
+
 def check_key(function: str, key: Tensor) -> None:
     """Refuse what is not a key, with a TypeError."""
     # What was passed may be a secret in another form: no message shows it.

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
 
 import vgrad
 from tests.distributed.nets import MODELS, problem
 from vgrad import distributed
-from vgrad.distributed import RankError, Ranks, data_parallel
+from vgrad.distributed import RankError, Ranks, alone, data_parallel
 from vgrad.dp import PoissonBatchSampler, secret_key
 from vgrad.tree import tree_leaves
 
@@ -143,6 +144,56 @@ def test_graphs_run_between_collectives(some):
     for worst, _ in results:
         assert max(worst) < 2e-6, worst
     assert max(calls or 0 for _, calls in results) > 2
+
+
+DRAWING = {
+    "clipped": {"chunk_size": 2},
+    "loop": {"strategy": "loop"},
+    "twice": {"passes": 2, "chunk_size": 3},
+    "compiled": {},
+    "same": {"randomness": "same"},
+}
+
+
+def _drawn(mesh, sizes):
+    """Return clipped sums of a net with dropout, weighted ones, and the masks."""
+    loss, params, buffers, (x, y) = problem("mlp")
+
+    def masked(params, buffers, x, y):
+        mask = F.dropout(torch.ones(64), 0.5)
+        return loss(params, buffers, x * mask[:4] + torch.randn(4), y), mask
+
+    torch.manual_seed(5 + mesh.get_local_rank("dp"))  # that of the first rank counts
+    part, found = own(mesh, sizes), {}
+    given = params, buffers, x[part], y[part]
+    for name, options in DRAWING.items():
+        options = {"randomness": "different", "has_aux": True, **options}
+        transform = vgrad.clipped_grad(masked, max_norm=0.5, **options)
+        if name == "compiled":
+            transform = vgrad.compile(transform, batch_sizes=[4 * mesh.size()])
+        found[name] = data_parallel(transform, mesh)(*given)
+    weighted = vgrad.weighted_grad(masked, randomness="different", has_aux=True)
+    weights = torch.arange(7.0)[part]
+    found["weighted"] = data_parallel(weighted, mesh)(weights, *given)
+    return found
+
+
+def _of_seeds(size):
+    return [_drawn(mesh_of(size), sizes) for sizes in CUTS[size]]
+
+
+@pytest.mark.filterwarnings("ignore:.*runs in eager mode")
+def test_a_sample_draws_the_same_on_any_rank(some):
+    with alone("dp") as mesh:
+        expected = {total: _drawn(mesh, (total,)) for total in (7, 0)}
+    for result in some.run(_of_seeds, some.size):
+        for sizes, found in zip(CUTS[some.size], result, strict=True):
+            for name, (value, masks) in found.items():
+                one, known = expected[sum(sizes)][name]
+                assert (masks is None and known is None) or torch.equal(masks, known)
+                assert errors(value, one) < 1e-6, (name, sizes)
+                differ = 1 if name == "same" else sum(sizes)
+                assert masks is None or len(masks.unique(dim=0)) == differ, name
 
 
 def _constants(size):

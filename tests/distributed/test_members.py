@@ -24,6 +24,7 @@ from vgrad.ensemble import (
     for_members,
     share,
 )
+from vgrad.generators import sample_keys
 from vgrad.training import (
     EarlyStopping,
     EnsembleState,
@@ -455,25 +456,26 @@ class Drawing(nn.Module):
 
 
 def test_draws_follow_from_a_members_own_seed():
-    count, seeds = 4, [100, 101, 102, 103]  # as many as samples, steps and features
+    count = 4  # as many as samples, steps and features
+    keys = sample_keys(100, 0, count)
     fmodel, params, _ = vgrad.init_ensemble(lambda: Drawing().double(), count, seed=0)
     x, found = torch.randn(4, 4, 3, dtype=torch.float64), {}
     for strategy in ("loop", "vmap", "hybrid"):
         forward = ensemble_forward(fmodel, strategy=strategy)
-        found[strategy] = forward.keyed(seeds)(params, {}, x)
+        found[strategy] = forward.keyed(keys)(params, {}, x)
         for rows in (slice(0, 1), slice(1, 4)):
             own = {name: value[rows] for name, value in params.items()}
-            part = forward.keyed(seeds[rows])(own, {}, x)
+            part = forward.keyed(keys[rows])(own, {}, x)
             same(part, found[strategy][rows])
         same(found[strategy], found["loop"])
         with pytest.raises(ValueError, match="expected 3 members, those of this rank"):
-            forward.keyed(seeds[1:])(params, {}, x)
+            forward.keyed(keys[1:])(params, {}, x)
 
 
 def test_random_ops_without_an_axis_of_members_are_refused():
     fmodel, params, _ = vgrad.init_ensemble(lambda: Shuffling().double(), 2, seed=0)
-    forward = ensemble_forward(fmodel, strategy="vmap").keyed([1, 2])
-    with pytest.raises(NotImplementedError, match='own part, got randperm.*"loop"'):
+    forward = ensemble_forward(fmodel, strategy="vmap").keyed(sample_keys(1, 0, 2))
+    with pytest.raises(NotImplementedError, match='at once, got a random op.*"loop"'):
         forward(params, {}, torch.ones(4, 3, dtype=torch.float64))
 
 

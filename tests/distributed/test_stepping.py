@@ -34,12 +34,23 @@ def plan_of(steps, rate=0.2, noise=0.8):
     )
 
 
-def private(size, name, dtype, steps, compiled=None, rate=0.2, noise=0.8):
+def step_of(loss, tx, plan, drop, **options):
+    """Return a private step, with a loss that drops a part of its input."""
+
+    def dropping(params, buffers, x, y):
+        return loss(params, buffers, F.dropout(x, drop), y)
+
+    if drop:
+        return private_step(dropping, tx, plan, randomness="different", **options)
+    return private_step(loss, tx, plan, **options)
+
+
+def private(size, name, dtype, steps, compiled=None, rate=0.2, noise=0.8, drop=0):
     """Take private steps on all ranks, and return this rank's state and metrics."""
     mesh = mesh_of(size)
     loss, params, buffers, data = problem(name, dtype, SAMPLES)
     plan, tx = plan_of(steps, rate, noise), optim.sgd(0.2, momentum=0.9)
-    step = private_step(loss, tx, plan)
+    step = step_of(loss, tx, plan, drop)
     if compiled:
         step = vgrad.compile(step, backend=compiled)
     step = data_parallel(step, mesh)
@@ -53,12 +64,12 @@ def private(size, name, dtype, steps, compiled=None, rate=0.2, noise=0.8):
     return state, metrics
 
 
-def sharded(size, name, dtype, steps):
+def sharded(size, name, dtype, steps, drop=0):
     """Take private steps on a state of which each rank holds a part."""
     mesh = mesh_of(size)
     loss, params, buffers, data = problem(name, dtype, SAMPLES)
     plan, tx = plan_of(steps), optim.sgd(0.2, momentum=0.9)
-    step = data_parallel(private_step(loss, tx, plan, donate=True), mesh)
+    step = data_parallel(step_of(loss, tx, plan, drop, donate=True), mesh)
     params = distributed.shard(params, mesh)
     state = TrainState.create(tx, params, buffers, seed=5)
     metrics = {}
@@ -104,6 +115,19 @@ def test_private_steps_are_those_of_one_process(some, name, dtype):
         assert metrics["samples"] == told["samples"]
         assert metrics["clipped"] == told["clipped"]
         torch.testing.assert_close(metrics["loss"], told["loss"])
+
+
+@pytest.mark.filterwarnings("ignore:.*runs in eager mode")
+@pytest.mark.parametrize("compiled", [None, "replay"])
+def test_private_steps_with_dropout_are_those_of_one_rank(some, compiled):
+    given = "mlp", torch.float64, 4, compiled, 0.2, 0.8, 0.5
+    with distributed.alone("dp"):
+        expected, _ = private(1, *given)
+    found = some.run(private, some.size, *given)
+    if not compiled:
+        found += some.run(sharded, some.size, *given[:3], 0.5)
+    for state, _ in found:
+        assert distance(state, expected) < 1e-12
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -290,3 +314,20 @@ def test_the_whole_batch_is_the_plan_s_own_draw(some):
 def _drawn(size):
     state = TrainState.create(optim.sgd(0.1), {"w": torch.ones(1)}, {}, seed=5)
     return list(distributed.local_batches(plan_of(9).sampler(state), mesh_of(size)))
+
+
+def _masks(size):
+    mesh = mesh_of(size)
+    tx = optim.sgd(0.1)
+
+    def loss(params, buffers, x):
+        return (params["w"] * x).sum(), torch.rand(3)
+
+    state = TrainState.create(tx, {"w": torch.ones(1)}, {}, seed=4)
+    step = data_parallel(train_step(loss, tx, has_aux=True), mesh)
+    return step(state, torch.ones(2))[1]["aux"]
+
+
+def test_plain_steps_draw_other_numbers_on_other_ranks(ranks):
+    first, second = ranks(2).run(_masks, 2)
+    assert not torch.equal(first, second)

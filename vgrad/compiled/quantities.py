@@ -36,6 +36,7 @@ class CompiledTransform:
         self._buckets = batch_sizes
         self._scale = transform.options.loss_scale if loss_scale is None else loss_scale
         self._calls: Callable[[Problem], Call] | None = None
+        self._keys: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the transform."""
@@ -72,6 +73,15 @@ class CompiledTransform:
             same._buckets = tuple(sorted({-(-size // parts) for size in self._buckets}))
         return same
 
+    def keyed(self, keys: Tensor | None) -> "CompiledTransform":
+        """Return the same function of one batch, with keys of its samples.
+
+        No graph repeats what follows from them: a loss that draws runs in eager mode.
+        """
+        same = copy(self)
+        same._keys = keys
+        return same
+
     def __call__(
         self,
         *arguments: Any,
@@ -98,7 +108,7 @@ class CompiledTransform:
         if plain and whole and len(batch):
             if _first_size(batch):
                 given = (params, buffers, batch, None, more, self._scale)
-                return self._captures(function, *given)
+                return self._captures(function, *given, self._keys)
         size = batches.read(options.function, batch).size
         if mask is not None:
             batches.check_mask(options.function, mask, size)
@@ -107,7 +117,8 @@ class CompiledTransform:
                 self._captures.refuse(function, 'strategy="loop" runs any Python')
             if self._calls is not None:
                 function = transform.over(self._calls).on_all
-            found = function(params, buffers, batch, mask, more, self._scale)
+            given = (params, buffers, batch, mask, more, self._scale)
+            found = function(*given, self._keys)
             return found if mask is None else transform.selected(found, mask, more)
         return self._padded(params, buffers, batch, mask, more, size)
 
@@ -121,7 +132,7 @@ class CompiledTransform:
         size: int,
     ) -> Any:
         """Fill up a batch and run it, in parts where it is large."""
-        transform, sizes = self._transform, self._buckets
+        transform, sizes, keys = self._transform, self._buckets, self._keys
         rows: Any = slice(0, size) if mask is None else mask
         if sizes is not None:
             total = buckets.padded_size(size, sizes)
@@ -134,6 +145,7 @@ class CompiledTransform:
             if isinstance(transform, WeightedGradFn):
                 check_weights(more, size)
                 more = buckets.filled(more, size, total)
+            keys = None if keys is None else buckets.filled(keys, size, total)
         else:
             total = size
         limit = total
@@ -143,13 +155,12 @@ class CompiledTransform:
         if sizes is not None:
             limit = min(limit, sizes[-1])
         alone = self._calls is None
+        given = (params, buffers, batch, mask, more, self._scale, keys)
         if alone and (total <= limit or not transform.joins):
-            found = self._captures(
-                transform.on_all, params, buffers, batch, mask, more, self._scale
-            )
+            found = self._captures(transform.on_all, *given)
         else:
             options = replace(transform.options, chunk_size=limit)
-            problem = options.on(params, buffers, batch, mask, more, self._scale)
+            problem = options.on(*given)
             found = transform.of((self._calls or Call)(problem), self._part)
         return found if mask is None else transform.selected(found, rows, more)
 
@@ -164,6 +175,7 @@ class CompiledTransform:
             part.mask,
             part.weights,
             self._scale,
+            part.draws.keys,
         )
 
 

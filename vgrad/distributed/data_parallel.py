@@ -33,6 +33,12 @@ def data_parallel(transform: Any, mesh: DeviceMesh, *, data: str = "dp") -> Any:
       whole batch, `[B, ...]`, B the sum of all `B_r`. Of `per_sample_grad` each rank
       gets B gradients.
 
+    With `randomness="different"` what a loss draws for a sample follows from a seed,
+    which is the first rank's, and from the sample's place in the whole batch. So no two
+    samples share a mask, on two ranks neither, and any number of ranks draws the same.
+    No graph repeats such numbers: a compiled function whose loss draws runs in eager
+    mode.
+
     A private step is one release by one mechanism: the plan speaks of the whole batch,
     and each rank adds the same noise to the same sum, so that its state stays that of
     the others. Take batches from `local_batches(plan.sampler(state), mesh)`.

@@ -22,7 +22,13 @@ from vgrad.ensemble.axes import members, split
 from vgrad.ensemble.forward import EnsembleForward
 from vgrad.ensemble.gradients import EnsembleGradFn, EnsembleGrads
 from vgrad.ensemble.per_sample import EnsemblePerSampleFn
-from vgrad.generators import kept_random_state, secret_key, set_seed, torch_seed
+from vgrad.generators import (
+    kept_random_state,
+    sample_keys,
+    secret_key,
+    set_seed,
+    torch_seed,
+)
 from vgrad.training.ensemble import EnsembleState, EnsembleStep
 from vgrad.training.others import Found
 from vgrad.tree import tensors
@@ -55,7 +61,8 @@ def member_parallel(
 
     Cost: without `shared` nothing is sent in a step. With it two messages and a sum of
     those gradients; what buffers that are shared are left with is compared by a hash.
-    Members that draw random numbers together pay for one call of each random op for
+    Of members that draw random numbers together, most ops draw for all in one pass;
+    those that follow neither uniform nor normal laws nor that of dropout run once for
     each member.
 
     Raises:
@@ -213,7 +220,9 @@ class ParallelFunction:
             return getattr(function, method)(params, buffers, *batch, **options)
         if function.randomness == "different":
             numbers = self._others.numbers
-            function = function.keyed([torch_seed(key, "member", n) for n in numbers])
+            seed = torch_seed(key, "members")
+            keys = sample_keys(seed, numbers.start, len(numbers))
+            function = function.keyed(keys)
         with kept_random_state(given):
             set_seed(torch_seed(key, "all"), given)
             return getattr(function, method)(params, buffers, *batch, **options)

@@ -18,7 +18,7 @@ from vgrad import batches
 from vgrad.compiled import CompiledTransform
 from vgrad.distributed.ranks import RankError, Ranks
 from vgrad.distributed.sharded import sharded_call
-from vgrad.generators import ALONE, kept_random_state
+from vgrad.generators import ALONE, kept_random_state, sample_keys
 from vgrad.persample.engine import Call, Transform, constant
 from vgrad.persample.weighted import WeightedGradFn
 from vgrad.precision.loss_scale import LossScale
@@ -70,30 +70,44 @@ class ParallelTransform:
             seed = int(torch.randint(2**62, ())) if draws else None
         notes = meeting.told(samples=counted, given=read.size, seed=seed)
         sizes = [note["samples"] for note in notes]
-        if options.has_aux and not read.size and any(each["given"] for each in notes):
+        held = [note["given"] for note in notes]
+        seed, size = notes[0]["seed"], read.size
+        if options.has_aux and not read.size and any(held):
             # What aux looks like is known from a sample alone.
             first = given - 2  # weights, if any, are of samples too
             fixed, samples = arguments[first:given], arguments[given:]
             weights, batch = map_tensors(_one, (arguments[:first], samples))
             arguments = (*weights, *fixed, *batch)
             mask = torch.zeros(1, dtype=torch.bool, device=read.tensors[0].device)
+            size = 1
         with meeting.until(), torch.no_grad():
-            with _seeded(notes[0]["seed"], read.tensors):
-                found = self._run(meeting, arguments, mask)
-        found = self._joined(meeting, found, sizes, [note["given"] for note in notes])
+            transform = self._transform
+            if options.randomness == "different":
+                start = sum(held[: self._ranks.rank])
+                transform = transform.keyed(sample_keys(seed, start, size))
+                seed = None
+            with _seeded(seed, read.tensors):
+                found = self._run(transform, meeting, arguments, mask)
+        found = self._joined(meeting, found, sizes, held)
         if torch.is_grad_enabled():
             params = arguments[given - 2].values()
             found = constant(meeting.what, found, [*params, *read.tensors])
         return found
 
-    def _run(self, meeting: "_Meeting", arguments: tuple, mask: Tensor | None) -> Any:
+    def _run(
+        self,
+        transform: Transform | CompiledTransform,
+        meeting: "_Meeting",
+        arguments: tuple,
+        mask: Tensor | None,
+    ) -> Any:
         """Return sums over all ranks, and lists of this rank's samples."""
         *weights, params, buffers = arguments[: 3 if self._takes_weights else 2]
         if not any(isinstance(each, DTensor) for each in params.values()):
             calls = partial(Call, reduce=meeting.summed)
-            run = self._transform.over(calls, self._ranks.size)
+            run = transform.over(calls, self._ranks.size)
             return run(*arguments, mask=mask)
-        transform, batch = self._transform, arguments[len(weights) + 2 :]
+        batch = arguments[len(weights) + 2 :]
         if not isinstance(transform, Transform):
             raise TypeError(
                 f"{meeting.what}(params): expected ordinary tensors for a compiled "
@@ -189,7 +203,7 @@ def _one(empty: Tensor) -> Tensor:
 
 @contextmanager
 def _seeded(seed: int | None, tensors: list[Tensor]) -> Iterator[None]:
-    """Draw from a seed that all ranks know, if a loss draws at all."""
+    """Draw from a seed that all ranks know, if all samples draw the same."""
     if seed is None:
         yield
         return

@@ -132,6 +132,7 @@ def _where_used(
     """
     params, buffers, batch, mask, more = given
     weights = more if isinstance(transform, WeightedGradFn) else None
+    keys = transform.keys
     if size > own:
         if mask is None:
             mask = torch.ones(own, dtype=torch.bool, device=tensors(batch)[0].device)
@@ -139,8 +140,11 @@ def _where_used(
         batch = map_tensors(lambda each: _filled(each, size), batch)
         if weights is not None:
             weights = _filled(weights, size, again=False)
+        keys = None if keys is None else _filled(keys, size)
     parameters, fixed = gathering.lazy(params), gathering.lazy(buffers)
-    problem = transform.options.on(parameters, fixed, batch, mask, weights, loss_scale)
+    problem = transform.options.on(
+        parameters, fixed, batch, mask, weights, loss_scale, keys
+    )
     chunk = gathering.least(at_a_time(problem) or size)
     problem = replace(problem, chunk_size=chunk, strategy="recorded", others=gathering)
     found = transform.called(Call(problem), weights)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from vgrad import batches
 from vgrad.distributed.ranks import Ranks
 from vgrad.dtypes import wide
+from vgrad.generators import torch_seed
 from vgrad.precision import all_finite
 from vgrad.training.plain import TrainStep
 from vgrad.training.private import PrivateStep
@@ -110,6 +111,9 @@ def _averaged(ranks: Ranks, compute: Callable[[], tuple], state: TrainState) -> 
     """Compute gradients and loss on every rank, and return their means."""
     what = "data_parallel(train_step), gradients"
     with ranks.together(what):
+        # The step has seeded all ranks alike, whose samples differ.
+        place = ("rank", ranks.rank) if ranks.rank else ()
+        torch.manual_seed(torch_seed(state.key, "loss", int(state.step), *place))
         grads, value, aux, buffers, _ = compute()
         _check_buffers(state.buffers, buffers)
     given = {f"/{name}": each.to(wide(each.dtype)) for name, each in grads.items()}

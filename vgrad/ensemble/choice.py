@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from vgrad import checks, names
@@ -31,7 +32,7 @@ from vgrad.ensemble.execution import (
 )
 from vgrad.functional.untouched import untouched
 from vgrad.generators import kept_random_state
-from vgrad.lowering.draws import Draws, Seeds
+from vgrad.lowering.draws import Draws
 from vgrad.lowering.questions import Parts
 from vgrad.names import Patterns
 from vgrad.persample.engine.guard import Fallbacks
@@ -148,7 +149,7 @@ class Runner:
         """
         draws = draws or Draws()
         if strategy == "loop":
-            results = self.loop(autocasting(function), call, draws.seeds)
+            results = self.loop(autocasting(function, draws.each()), call)
             return (call.stacked_with_buffers if with_buffers else stacked)(results)
         run = Vmapped(
             function,
@@ -192,20 +193,16 @@ class Runner:
             f"but it may be slow: {why}"
         )
 
-    def loop(self, function: Callable, call: Call, seeds: Seeds = None) -> list[Any]:
+    def loop(self, function: Callable, call: Call) -> list[Any]:
         """Run a function for one member after the other; return their results."""
-        return looped(function, call, self._randomness, seeds)
+        return looped(function, call, self._randomness)
 
-    def draws(self, call: Call, seeds: Seeds) -> Draws:
-        """Return what members draw, from streams of their own if there are `seeds`."""
-        if seeds is None or self._randomness != "different":
+    def draws(self, call: Call, keys: Tensor | None) -> Draws:
+        """Return what members draw, which follows from their `keys` if there are."""
+        if keys is None or self._randomness != "different":
             return Draws()
-        if len(seeds) != call.members:
-            raise ValueError(
-                f"{self._function}(params): expected {len(seeds)} members, those of "
-                f"this rank, got {call.members}."
-            )
-        return Draws(seeds=seeds)
+        check_keys(self._function, keys, call.members)
+        return Draws(keys=keys)
 
     def explain(self, function: Callable, call: Call) -> EnsembleExplanation:
         """Run the forward pass once, and say what happened; generators are put back."""
@@ -233,6 +230,20 @@ class Runner:
             tuple(forms),
             1 + sum(len(each.rows) - 1 for each in parts),
             tuple(splits.items()),
+        )
+
+
+def check_keys(function: str, keys: Tensor, members: int) -> None:
+    """Refuse keys of other members, or where members cannot be told apart."""
+    if len(keys) != members:
+        raise ValueError(
+            f"{function}(params): expected {len(keys)} members, those of this rank, "
+            f"got {members}."
+        )
+    if levels.inside_transform():
+        raise ValueError(
+            f"{function}(params): expected a call outside of transforms of torch.func, "
+            f"where members have keys, got one inside."
         )
 
 

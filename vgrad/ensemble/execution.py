@@ -4,7 +4,7 @@ The function takes parameters, buffers and a batch of one member. E members.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -13,16 +13,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vgrad import checks, generators
+from vgrad import checks
 from vgrad.ensemble.axes import InDims, batch_dims, members, split
 from vgrad.functional.untouched import Promise, untouched
 from vgrad.generators import ALONE, drawn_since, random_state, set_random_state
 from vgrad.lowering.answering import tried
-from vgrad.lowering.draws import Draws, Seeds
+from vgrad.lowering.draws import Draws
 from vgrad.lowering.limits import raise_clearly
-from vgrad.lowering.members import Members, mapped_here
+from vgrad.lowering.members import Members, by_itself, mapped_here
 from vgrad.lowering.questions import Parts, Split
-from vgrad.lowering.truthful import Truth
+from vgrad.lowering.truthful import Truth, UnsupportedOp
 from vgrad.names import Patterns
 from vgrad.persample.engine.ladder import FINAL, Stop
 from vgrad.precision.autocasting import AutocastMode
@@ -185,6 +185,11 @@ class Vmapped:
             found, draws = tried(once, draws, call.tensors(), differ=differ)
             if not isinstance(found, Parts):
                 return found
+            if found.strategy is not None and not self.or_loop:
+                raise UnsupportedOp(
+                    f"ensemble: expected ops that run for all members at once, got "
+                    f'{found.why}, at {found.where}. Use strategy="loop".'
+                )
             groups = []
             for rows in found.rows:
                 if state is not None:
@@ -197,9 +202,7 @@ class Vmapped:
 
     def _alone(self, call: Call, draws: Draws) -> Any:
         """Run one member, which sees the numbers that it drew before."""
-        with draws.watched(1, alone=True):
-            run = autocasting(self.function)
-            found = looped(run, call, self.randomness, draws.seeds)
+        found = looped(autocasting(self.function, [draws]), call, self.randomness)
         return (call.stacked_with_buffers if self.with_buffers else stacked)(found)
 
     def _or_apart(self, call: Call, draws: Draws) -> Any:
@@ -263,9 +266,7 @@ class Vmapped:
         return _map_leaves(joined, value), new
 
 
-def looped(
-    function: Callable, call: Call, randomness: Randomness, seeds: Seeds = None
-) -> list[Any]:
+def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:
     """Run the function for one member after the other; return their results.
 
     Under autocast weights are cast in a function made by `autocasting` alone.
@@ -278,8 +279,6 @@ def looped(
         for member in range(call.members):
             if randomness == "same":
                 set_random_state(before)
-            if seeds is not None:
-                generators.set_seed(seeds[member], call.tensors())
             results.append(function(*call.of(member)))
             if randomness == "error" and drawn_since(before, given):
                 set_random_state(before)
@@ -295,12 +294,14 @@ def stacked(results: Sequence[Tree]) -> Tree:
     return _map_leaves(lambda *leaves: torch.stack([*map(_tensor, leaves)]), *results)
 
 
-def autocasting(function: Callable) -> Callable:
-    """Run a member's function under the mode that casts each weight once."""
+def autocasting(function: Callable, draws: Iterable[Draws] = ()) -> Callable:
+    """Cast each weight of a member once; members come in the order of their `draws`."""
+    turns = iter(draws)
 
     def run(params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
-        with AutocastMode(params.values()):
-            return function(params, buffers, *batch)
+        casts = partial(AutocastMode, [*params.values()])
+        one = partial(function, params, buffers, *batch)
+        return by_itself(one, casts, next(turns, None))
 
     return run
 

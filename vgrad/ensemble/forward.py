@@ -13,7 +13,7 @@ from vgrad.ensemble.axes import InDims
 from vgrad.ensemble.choice import EnsembleExplanation, Runner
 from vgrad.ensemble.execution import Call, Randomness, Strategy
 from vgrad.functional.model import FunctionalModel
-from vgrad.lowering.draws import Seeds
+from vgrad.generators import streams
 from vgrad.names import Patterns
 from vgrad.persample.engine.guard import LossGuard
 from vgrad.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -30,12 +30,15 @@ class EnsembleForward:
         self._fmodel = fmodel
         self._runner = runner
         self._chunk_size = chunk_size
-        self._seeds: Seeds = None
+        self._keys: Tensor | None = None
 
-    def keyed(self, seeds: Seeds) -> "EnsembleForward":
-        """Return the same, with a stream of its own for what each member draws."""
+    def keyed(self, keys: Tensor | None) -> "EnsembleForward":
+        """Return the same, where what a member draws follows from its key.
+
+        The keys are int64 `[E]`, as `sample_keys` makes them.
+        """
         other = copy(self)
-        other._seeds = seeds
+        other._keys = keys
         return other
 
     @property
@@ -55,8 +58,10 @@ class EnsembleForward:
             return self._of(self._fmodel, call)
         with LossGuard(given={}):  # statistics of a chunk are not the batch's
             parts = [
-                self._of(self._fmodel, self._runner.call(params, buffers, rows))
-                for rows in self._chunks(call, batch)
+                self._chunk(number)._of(
+                    self._fmodel, self._runner.call(params, buffers, rows)
+                )
+                for number, rows in enumerate(self._chunks(call, batch))
             ]
         return tree_map(lambda *leaves: torch.cat(leaves, 1), *parts)
 
@@ -87,9 +92,13 @@ class EnsembleForward:
             call = self._runner.call(params, buffers, rows)
         return self._runner.explain(self._fmodel, call)
 
+    def _chunk(self, number: int) -> "EnsembleForward":
+        """Return the same for one chunk: members draw other numbers in each."""
+        return self.keyed(None if self._keys is None else streams(self._keys, number))
+
     def _of(self, function: Callable, call: Call, *, with_buffers: bool = False) -> Any:
         strategy, _ = self._runner.choose(function, call)
-        draws = self._runner.draws(call, self._seeds)
+        draws = self._runner.draws(call, self._keys)
         run = self._runner.run
         return run(function, call, strategy, with_buffers=with_buffers, draws=draws)
 

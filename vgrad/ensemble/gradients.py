@@ -25,7 +25,8 @@ from vgrad.generators import (
     kept_random_state,
     random_state,
 )
-from vgrad.lowering.draws import Draws, Seeds
+from vgrad.lowering.draws import Draws
+from vgrad.lowering.keyed import check_drawn
 from vgrad.names import Patterns
 from vgrad.persample.engine.guard import UnsupportedOp
 from vgrad.torch_private import levels
@@ -59,12 +60,15 @@ class EnsembleGradFn:
         self._runner = runner
         self._has_aux = has_aux
         self._unreached: set[frozenset[str]] = set()
-        self._seeds: Seeds = None
+        self._keys: Tensor | None = None
 
-    def keyed(self, seeds: Seeds) -> "EnsembleGradFn":
-        """Return the same, with a stream of its own for what each member draws."""
+    def keyed(self, keys: Tensor | None) -> "EnsembleGradFn":
+        """Return the same, where what a member draws follows from its key.
+
+        The keys are int64 `[E]`, as `sample_keys` makes them.
+        """
         other = copy(self)
-        other._seeds = seeds
+        other._keys = keys
         return other
 
     @property
@@ -122,7 +126,7 @@ class EnsembleGradFn:
         self, call: Call, strategy: str, loss_scale: Tensor | float
     ) -> tuple[Params, Any, Buffers]:
         """Differentiate the sum of all losses: no member's depends on another's."""
-        draws = self._runner.draws(call, self._seeds)
+        draws = self._runner.draws(call, self._keys)
         before = random_state(call.tensors())
 
         def total(params: Params) -> tuple[Tensor, tuple[Any, Buffers]]:
@@ -134,6 +138,8 @@ class EnsembleGradFn:
             return (losses * loss_scale).sum(), found
 
         grads, (values, new), unreached = gradient(total, call.args[0])
+        if draws.keys is not None:
+            check_drawn(before, call.tensors())
         if strategy != "loop":
             try:
                 self._check_unreached(call, frozenset(unreached), draws, before)
@@ -157,9 +163,12 @@ class EnsembleGradFn:
             return  # other numbers may lead to other branches
         for member in range(call.members if asked else 1):
             params, *rest = call.of(member)
+            own = [draws.of(torch.tensor([member]))]
 
-            def of_params(params: Params, rest: Any = rest) -> tuple[Tensor, tuple]:
-                value, _ = autocasting(self._run)(params, *rest)
+            def of_params(
+                params: Params, rest: Any = rest, own: Any = own
+            ) -> tuple[Tensor, tuple]:
+                value, _ = autocasting(self._run, own)(params, *rest)
                 return self._parted(value)[0], ()
 
             with kept_random_state(given):
@@ -187,7 +196,9 @@ class EnsembleGradFn:
             for name, value in given.items()
         }
         numbers = iter(range(call.members))
-        run = autocasting(self._run)
+        draws = self._runner.draws(call, self._keys)
+        run = autocasting(self._run, draws.each())
+        before = random_state(call.tensors())
 
         def one(params: Params, buffers: Buffers, /, *batch: Tree) -> tuple:
             member = next(numbers)
@@ -205,8 +216,9 @@ class EnsembleGradFn:
                     grads[name][member].copy_(grad)
             return found
 
-        seeds = self._runner.draws(call, self._seeds).seeds
-        pairs = self._runner.loop(one, call, seeds)
+        pairs = self._runner.loop(one, call)
+        if draws.keys is not None:
+            check_drawn(before, call.tensors())
         return grads, *call.stacked_with_buffers(pairs)
 
 

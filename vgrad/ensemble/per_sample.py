@@ -4,18 +4,25 @@ Members run one after the other, each through the recorded engine: the samples o
 fill the device, and its gradients need not be stored. E members, B samples
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from functools import partial
 from typing import Any, Literal, Self
 
 from torch import Tensor
 
-from vgrad import checks, names
+from vgrad import batches, checks, names
 from vgrad.batches import ChunkSize
 from vgrad.dp.noise import add_gaussian_noise
 from vgrad.ensemble.axes import InDims
-from vgrad.ensemble.execution import Call, autocasting, looped, stacked
-from vgrad.lowering.draws import Seeds
+from vgrad.ensemble.choice import check_keys
+from vgrad.ensemble.execution import (
+    Call,
+    autocasting,
+    looped,
+    stacked,
+)
+from vgrad.generators import sample_keys, set_seed
 from vgrad.names import Patterns
 from vgrad.persample.clipped import Kind, clipped_grad
 from vgrad.persample.engine.problem import Randomness
@@ -41,12 +48,15 @@ class EnsemblePerSampleFn:
         self._function = function
         self._transforms: tuple[Any, ...] = tuple(transforms)
         self._options: dict[str, Any] = {"in_dims": in_dims, "shared": tuple(shared)}
-        self._seeds: Seeds = None
+        self._keys: Tensor | None = None
 
-    def keyed(self, seeds: Seeds) -> Self:
-        """Return the same, with a stream of its own for what each member draws."""
+    def keyed(self, keys: Tensor | None) -> Self:
+        """Return the same, where what a member draws follows from its key.
+
+        The keys are int64 `[E]`, as `sample_keys` makes them.
+        """
         other = copy(self)
-        other._seeds = seeds
+        other._keys = keys
         return other
 
     @property
@@ -69,9 +79,24 @@ class EnsemblePerSampleFn:
                 f"ensemble_clipped_grad(max_norm of {len(own)} members): expected one "
                 f"number or one for each of the {call.members} members."
             )
-        turns = iter(own * call.members if len(own) == 1 else own)
+        turns = own * call.members if len(own) == 1 else own
+        if self._keys is not None:
+            check_keys(self._function, self._keys, call.members)
+            turns = map(partial(self._keyed, call), turns, self._keys.tolist())
+        turns = iter(turns)
         one = autocasting(lambda *args: next(turns)(*args))
-        return stacked(looped(one, call, "different", self._seeds))
+        return stacked(looped(one, call, "different"))
+
+    def _keyed(self, call: Call, transform: Any, key: int) -> Callable:
+        """Return what one member computes, whose draws follow from its key."""
+
+        def run(params: Params, buffers: Buffers, *batch: Tree) -> Any:
+            size = batches.read(self._function, batch).size
+            set_seed(key, call.tensors())  # where all samples draw the same
+            keys = sample_keys(key, 0, size)
+            return transform.keyed(keys)(params, buffers, *batch)
+
+        return run
 
 
 class EnsembleClippedGradFn(EnsemblePerSampleFn):

@@ -33,6 +33,8 @@ def tried(
     Raises:
         Undrawn: they came from another generator, whose state is not known.
     """
+    if draws.keys is not None:
+        return _parted(run, draws), draws
     before = random_state(tensors) if differ else None
     found = _parted(run, draws)
     if not isinstance(found, Parts):
@@ -41,7 +43,7 @@ def tried(
         raise Undrawn("some of a torch.Generator of the loss's own")
     if before is not None and draws.known is None and drawn_since(before, tensors):
         set_random_state(before)
-        draws = Draws(known=[], seeds=draws.seeds)
+        draws = Draws(known=[])
         found = _parted(again or run, draws)
     return found, draws
 
@@ -70,9 +72,11 @@ class Answering(Untouched):
         self, *promises: Promise, truth: Truth | None, draws: Draws | None
     ) -> None:
         """Start where nothing was asked."""
+        self._draws = draws = draws or Draws()
+        if draws.keys is not None:  # a checkpoint draws what follows from its place
+            promises += (Promise({}, "", "", draws.again),)
         super().__init__(*promises)
         self._truth = truth
-        self._draws = draws or Draws()
         self._stopped: BaseException | None = None
         self._watched: Callable[..., AbstractContextManager] = nullcontext
         self._casts: Callable[[], AbstractContextManager] = nullcontext

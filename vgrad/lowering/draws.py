@@ -5,9 +5,12 @@ question that split it, each sample has to see the numbers that it saw before: o
 went the other way for having drawn others would spoil their distribution. So the chunk
 runs once more up to the question, what its random ops return is noted, and every part
 takes its rows of that. From there on each part draws numbers of its own.
+
+Samples with keys need none of this: their numbers follow from the keys. Here and in
+`keyed.py` a sample may be a member of an ensemble as well.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,13 +19,10 @@ import torch
 from torch import Tensor
 
 from vgrad.generators import drawn_since, random_state
-from vgrad.lowering.member_draws import MemberDraws
+from vgrad.lowering.keyed import Keyed
 from vgrad.lowering.truthful import among
-from vgrad.torch_private.tensors import written
+from vgrad.torch_private.random_ops import SHOWN, may_draw, op_name, shown_results
 from vgrad.torch_private.tracing import DispatchMode
-
-Seeds = Sequence[int] | None
-"""That of each sample's or member's own stream; None if all draw from one."""
 
 
 class Undrawn(RuntimeError):
@@ -68,22 +68,35 @@ class Draws:
         asked: whether a question about values was answered.
         own: whether they came from a `torch.Generator`, too.
         known: what random ops returned, in order; None if nobody takes notes.
-        seeds: that of each sample's own stream; None if all draw from one.
+        keys: those from which the random numbers follow, int64 `[B]`.
+        place: how many random ops of the loss ran before, where there are keys.
+        axis: where what they draw has its samples; None if nobody knows.
+        drew: whether there were random ops, where there are keys.
+        idle: whether nobody looks for them.
     """
 
     asked: bool = False
     own: bool = False
     known: list[_Drawn] | None = None
-    seeds: Seeds = None
+    keys: Tensor | None = None
+    place: int = 0
+    axis: int | None = 0
+    drew: bool = False
+    idle: bool = False
 
     def of(self, rows: Tensor) -> "Draws":
         """Return the same for some of the samples."""
-        known, seeds = self.known, self.seeds
-        if known is not None:
-            known = [replace(each, rows=each.rows[rows]) for each in known]
-        if seeds is not None:
-            seeds = [seeds[row] for row in rows.tolist()]
-        return Draws(known=known, seeds=seeds)
+        if self.keys is not None:
+            return Draws(keys=self.keys[rows])
+        if self.known is None:
+            return Draws()
+        known = [replace(each, rows=each.rows[rows]) for each in self.known]
+        return Draws(known=known)
+
+    def each(self) -> Iterator["Draws"]:
+        """Yield those of one sample after another, where there are keys."""
+        for row in range(0 if self.keys is None else len(self.keys)):
+            yield self.of(torch.tensor([row]))
 
     def watched(
         self, size: int, *, alone: bool = False, repeated: bool = False
@@ -93,19 +106,39 @@ class Draws:
         `alone` is a sample without a batch dimension; its numbers are not noted. Those
         that a part of a loss draws when it is `repeated` have no place in the order.
         """
-        streams: AbstractContextManager = nullcontext()
-        if self.seeds is not None and not alone:
-            streams = MemberDraws(self.seeds, _SHOWN, repeated=repeated)
+        if self.keys is not None:
+            self.place = self.place if repeated else 0
+            return nullcontext() if self.idle else Keyed(self, alone=alone)
         if self.known is None:
-            return streams
-        watch = _Watch(self.known, size, alone=alone, repeated=repeated)
-        return _both(streams, watch)
+            return nullcontext()
+        return _Watch(self.known, size, alone=alone, repeated=repeated)
 
+    @contextmanager
+    def samples_at(self, axis: int | None) -> Iterator[None]:
+        """Say where random ops have the samples in this block; None for nowhere.
 
-@contextmanager
-def _both(outer: AbstractContextManager, inner: AbstractContextManager) -> Iterator:
-    with outer, inner:
-        yield
+        What a block says holds in all blocks inside of it, if it is that.
+        """
+        before = self.axis
+        self.axis = None if before is None else axis
+        try:
+            yield
+        finally:
+            self.axis = before
+
+    def again(self) -> Callable[[], AbstractContextManager]:
+        """Return what puts the place of now in place once more, for a repetition."""
+        place = self.place
+
+        @contextmanager
+        def at() -> Iterator[None]:
+            before, self.place = self.place, place
+            try:
+                yield
+            finally:
+                self.place = before
+
+        return at
 
 
 class _Watch(DispatchMode):
@@ -127,10 +160,10 @@ class _Watch(DispatchMode):
     ) -> Any:
         """Run one op, and put the numbers in place that are known."""
         kwargs = kwargs or {}
-        name = getattr(func, "overloadpacket", func).__name__.rstrip("_")
-        shown = name in _SHOWN
+        name = op_name(func)
+        shown = name in SHOWN
         if not shown:
-            if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+            if not may_draw(func):
                 return func(*args, **kwargs)
             tensors = among(args, kwargs)
             before = random_state(tensors)
@@ -141,8 +174,7 @@ class _Watch(DispatchMode):
             return found
         if self._repeated:
             raise Undrawn(f"{name} in an activation checkpoint")
-        given = [*_written(func, args, kwargs), *among((found,), {})]
-        results = [*{id(each): each for each in given}.values()]
+        results = shown_results(func, args, kwargs, found)
         if self._place < len(self._known):
             self._known[self._place].put(name, results, alone=self._alone)
         elif not self._alone:
@@ -151,15 +183,6 @@ class _Watch(DispatchMode):
             self._known.append(_Drawn(name, kept, self._size, rows))
         self._place += 1
         return found
-
-
-def _written(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
-    """Yield the tensors that an op writes into."""
-    for place, name, by_keyword in written(func):
-        if not by_keyword and place < len(args):
-            yield args[place]
-        elif isinstance(kwargs.get(name), Tensor):
-            yield kwargs[name]
 
 
 def _own(drawn: _Drawn, known: Tensor, like: Tensor) -> Tensor | None:
@@ -196,13 +219,3 @@ def _alone(drawn: _Drawn, known: Tensor, like: Tensor) -> Tensor | None:
             if size == drawn.size and own.squeeze(axis).shape == like.shape:
                 return own.squeeze(axis)
     return None
-
-
-_SHOWN = {
-    *("bernoulli", "binomial", "cauchy", "exponential", "geometric", "log_normal"),
-    *("multinomial", "native_dropout", "normal", "normal_functional", "poisson"),
-    *("rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random"),
-    *("randperm", "rrelu_with_noise", "rrelu_with_noise_functional", "uniform"),
-    *("_fused_dropout", "_sample_dirichlet", "_standard_gamma"),
-}
-"""Random ops whose results, or what they write, show all the numbers they drew."""

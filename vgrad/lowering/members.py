@@ -9,6 +9,7 @@ E members, B rows, I inputs, O outputs
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ from torch.nn import functional as F
 from vgrad.functional.untouched import Promise
 from vgrad.lowering.answering import Answering
 from vgrad.lowering.draws import Draws
+from vgrad.lowering.keyed import Unkeyed
 from vgrad.lowering.questions import NONE, QUESTIONS, Split
 from vgrad.lowering.truthful import HOOKS, Truth, among
 from vgrad.lowering.vmapped import VMAPPED
-from vgrad.torch_private import levels, modes
+from vgrad.torch_private import levels, modes, saving
+from vgrad.tree import tensors
 
 Form = Callable[..., Tensor]
 """From E and tensors `[E, ...]` (`[...]` where all members share one) to `[E, ...]`."""
@@ -87,12 +90,42 @@ class Members(Answering):
         if modes.is_python(func):
             with self:
                 return modes.opened(func)(*args, **kwargs)
+        if func is levels.custom_function_call:
+            with self._draws.samples_at(None):  # what it draws in is its own affair
+                return func(*args, **kwargs)
         if func not in self._forms:
             return func(*args, **kwargs)
         form, name = self._forms[func](*args, **kwargs)
         if self._told is not None:
             self._told(modes.op_name(func), name)
         return func(*args, **kwargs) if form is None else form()
+
+
+def by_itself(
+    run: Callable[[], Any],
+    casts: Callable[[], AbstractContextManager],
+    draws: Draws | None,
+) -> Any:
+    """Run one member, which draws what `draws` says.
+
+    `casts` makes the mode for autocast.
+
+    Raises:
+        Unkeyed: a backward pass would draw other numbers.
+    """
+    if draws is None or draws.keys is None:
+        known = nullcontext() if draws is None else draws.watched(1, alone=True)
+        with known, casts():
+            return run()
+    mode = Answering(truth=None, draws=draws)
+    with mode.inside(1, "different", casts, alone=True):
+        found = run()
+    if draws.drew and any(map(saving.reenters, tensors(found))):
+        raise Unkeyed(
+            "those of a re-entrant checkpoint, which draws them again by itself. Pass "
+            "use_reentrant=False"
+        )
+    return found
 
 
 Chosen = tuple[Callable[[], Tensor] | None, str]

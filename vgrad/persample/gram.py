@@ -133,6 +133,11 @@ def _within(call: Call, parts: _Parts) -> dict[str, Tensor]:
 def _between(call: Call, parts: _Parts, cross: tuple) -> dict[str, Tensor]:
     """Inner products with the gradients of a second batch for every group, [B, B']."""
     problem = call.problem
+    if problem.draws.keys is not None:
+        raise ValueError(
+            "per_sample_gram(cross, keys): expected keys of one batch, got those of a "
+            "batch beside a second one, whose samples have none. Leave the keys out."
+        )
     other = batches.read(problem.function, cross)
     if not (problem.batch.size and other.size):
         return _zeros(call, parts, problem.batch.size, other.size)

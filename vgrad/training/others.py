@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from vgrad.ensemble.gradients import EnsembleGradFn, EnsembleGrads
-from vgrad.generators import Place, torch_seed
+from vgrad.generators import Place, sample_keys, torch_seed
 from vgrad.typing import Tree
 
 Found = tuple[EnsembleGrads, Tree]
@@ -34,9 +34,8 @@ class Others(Protocol):
 
 def keyed(gradient: EnsembleGradFn, state: Any, numbers: range) -> EnsembleGradFn:
     """Let what each member draws follow from its number and the state."""
-    place = "loss", int(state.step), "member"
-    seeds = [torch_seed(state.key, *place, number) for number in numbers]
-    return gradient.keyed(seeds)
+    seed = torch_seed(state.key, "loss", int(state.step), "members")
+    return gradient.keyed(sample_keys(seed, numbers.start, len(numbers)))
 
 
 def place(gradient: EnsembleGradFn, numbers: range) -> tuple[Place, ...]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,11 +11,13 @@ from torch import Tensor
 
 from vgrad import batches
 from vgrad.conditions import are_collected
-from vgrad.generators import ALONE, random_state, set_random_state
+from vgrad.generators import ALONE, drawn_since, random_state, set_random_state
 from vgrad.lowering.answering import tried
 from vgrad.lowering.draws import Draws
+from vgrad.lowering.keyed import check_drawn
 from vgrad.lowering.questions import Parts
 from vgrad.persample.engine.collectors import Collector
+from vgrad.persample.engine.guard import Fallbacks
 from vgrad.persample.engine.ladder import STRATEGIES
 from vgrad.persample.engine.problem import Problem
 from vgrad.persample.engine.strategies import Chunk, saved_bytes
@@ -204,6 +207,39 @@ def at_a_time(problem: Problem) -> int | None:
     return batches.fitting(problem.params, saved_bytes(problem), problem.device)
 
 
+def _keyed(
+    fallbacks: Fallbacks,
+    run: Callable[[Draws], Any],
+    draws: Draws,
+    tensors: Sequence[Tensor],
+    *,
+    differ: bool,
+    again: Callable[[Draws], Any],
+) -> tuple[Any, Draws]:
+    """Run samples that have keys.
+
+    Nobody looks for random ops in a loss that had none so far, unless it draws now.
+
+    Raises:
+        Unkeyed: numbers were drawn elsewhere than in the loss.
+    """
+    if are_collected():  # whoever captures this must not miss a random op
+        return tried(run, draws, tensors, differ=differ)
+    before = random_state(tensors)
+    if fallbacks.draws is False:
+        draws.idle = True
+        found, _ = tried(run, draws, tensors, differ=differ)
+        draws.idle = False
+        if not drawn_since(before, tensors):
+            return found, draws
+        set_random_state(before)
+        fallbacks.draws, run = True, again
+    found, _ = tried(run, draws, tensors, differ=differ)
+    check_drawn(before, tensors)
+    fallbacks.draws = draws.drew or bool(fallbacks.draws)
+    return found, draws
+
+
 def _run(
     part: Problem,
     run: Callable[[Problem], Chunk],
@@ -216,7 +252,8 @@ def _run(
             part if draws is part.draws else replace(part, draws=draws)
         )
 
-    found, draws = tried(
+    try_ = tried if part.draws.keys is None else partial(_keyed, part.fallbacks)
+    found, draws = try_(
         with_draws(run),
         part.draws,
         part.tensors,
@@ -227,5 +264,10 @@ def _run(
         return found
     if found.strategy is None:
         part.fallbacks.tell(found, part.function)
+    elif found.why:
+        part.fallbacks.warn(
+            f"{part.function}: runs samples one after another because of {found.why}, "
+            f"at {found.where}. The numbers are right, but slow."
+        )
     part = replace(part, draws=draws)
     return [(part.rows(rows, found.strategy), rows) for rows in found.rows]

@@ -149,14 +149,17 @@ class LossGuard(Answering):
         if (form := form_of(self._truth.level, *args, **kwargs)) is None:
             return NONE
         self._draws.asked = True
-        with self:
+        # What is packed draws in another order than for one sample.
+        axis = None if func in PACKED else self._draws.axis
+        with self, self._draws.samples_at(axis):
             return form()
 
     def op(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one op in the form that it has under vmap."""
         if func is not levels.custom_function_call:
             return VMAPPED.get(func, func)(*args, **kwargs)
-        output, looped = for_samples(args[0], args[1:], kwargs, self.knows)
+        with self._draws.samples_at(None):  # what it draws in is its own affair
+            output, looped = for_samples(args[0], args[1:], kwargs, self.knows)
         if looped:
             self._looped.setdefault(args[0].__name__, where(sys._getframe()))
         return output
@@ -229,6 +232,7 @@ class Fallbacks:
         self._known: set[str] | None = None
         self._told: set[str] = set()
         self.mapped = False  # whether the last loss could not be recorded
+        self.draws: bool | None = None  # whether a loss with keys has drawn so far
         self.splits: Counter[str] = Counter()  # chunks that fell into parts, by line
         self.looped: dict[str, str] = {}  # functions that no vmap ran, and their lines
 

@@ -16,6 +16,7 @@ from vgrad.persample.factors.base import Factor
 from vgrad.persample.factors.scaled import Scaled
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.precision.loss_scale import LossScale
+from vgrad.torch_private import levels
 from vgrad.tree import map_values, tree_leaves
 from vgrad.typing import Buffers, LossFn, Params, Tree
 
@@ -75,10 +76,13 @@ class Problem:
         mask: Tensor | None = None,
         weights: Tensor | None = None,
         loss_scale: LossScale | None = None,
+        keys: Tensor | None = None,
     ) -> "Problem":
         """Check what a call is given, and return its problem.
 
-        A loss scale takes the place of that of the options.
+        A loss scale takes the place of that of the options. With `keys` of the samples,
+        int64 `[B]`, random numbers that differ from sample to sample follow from them;
+        others draw as they do without keys.
         """
         checks.dictionaries(self.function, params=params, buffers=buffers)
         _check_tensors(self.function, params, buffers)
@@ -86,6 +90,9 @@ class Problem:
         _check_values(self.function, params, read.tensors)
         if mask is not None:
             batches.check_mask(self.function, mask, read.size)
+        if keys is not None:
+            _check_keys(self.function, keys, read.size)
+            keys = keys if self.randomness == "different" else None
         return replace(
             self,
             params=map_values(_ordinary, params),
@@ -94,7 +101,7 @@ class Problem:
             mask=mask,
             weights=weights,
             loss_scale=self.loss_scale if loss_scale is None else loss_scale,
-            draws=Draws(),
+            draws=Draws(keys=keys),
         )
 
     def part(self, start: int, stop: int) -> "Problem":
@@ -106,6 +113,7 @@ class Problem:
             batch=self.batch.part(start, stop),
             mask=None if self.mask is None else self.mask[start:stop],
             weights=None if self.weights is None else self.weights[start:stop],
+            draws=self.draws.of(torch.arange(start, stop)),
         )
 
     def rows(self, rows: Tensor, strategy: str | None = None) -> "Problem":
@@ -216,6 +224,21 @@ def _constant(value: Tensor) -> Tensor:
     """Return a tensor that requires no grad unless the caller can differentiate."""
     wanted = torch.is_grad_enabled() or not value.requires_grad
     return value if wanted else value.detach()
+
+
+def _check_keys(function: str, keys: Tensor, size: int) -> None:
+    """Refuse what are not keys of as many samples, or cannot be told apart."""
+    if keys.dtype != torch.int64 or keys.shape != (size,) or keys.device.type != "cpu":
+        raise ValueError(
+            f"{function}(keys): expected one key a sample, int64 [{size}] on the CPU "
+            f"as sample_keys makes them, got {keys.dtype} {tuple(keys.shape)} on "
+            f"{keys.device}."
+        )
+    if levels.inside_transform():
+        raise ValueError(
+            f"{function}(keys): expected a call outside of transforms of torch.func, "
+            f"got one inside, where other samples draw as well. Leave the keys out."
+        )
 
 
 def _check_values(function: str, params: Params, inputs: Iterable[Tensor]) -> None:

@@ -237,6 +237,10 @@ class Recorder(LossGuard):
         """Compute with physical tensors."""
         return levels.without_innermost()
 
+    def drawing(self, axis: int) -> AbstractContextManager:
+        """Say which axis of what is drawn below has the samples."""
+        return self._draws.samples_at(axis)
+
     def watching(self) -> AbstractContextManager:
         """Run ops as if the loss had called them, each by its own rule."""
         return self

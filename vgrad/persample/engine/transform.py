@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from copy import copy
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -42,9 +42,11 @@ class Transform:
     Attributes:
         options: what the transform was given.
         calls: what makes a call of a problem.
+        keys: those of the samples, from which their random numbers follow.
     """
 
     calls: Callable[[Problem], Call] = Call
+    keys: Tensor | None = None
 
     def __init__(self, options: Problem, quantity: Quantity | None = None) -> None:
         """Check the options; without a quantity a subclass has its own `called`."""
@@ -63,10 +65,19 @@ class Transform:
         """Whether the quantity of a batch follows from those of its chunks."""
         return self._quantity is not None
 
-    def over(self, calls: Callable[[Problem], Call], parts: int = 1) -> "Transform":
+    def over(self, calls: Callable[[Problem], Call], parts: int = 1) -> Self:
         """Return the same function, in whose calls others take part, `parts` in all."""
         same = copy(self)
         same.calls = calls
+        return same
+
+    def keyed(self, keys: Tensor | None) -> Self:
+        """Return the same function of one batch, with keys of its samples.
+
+        They are those of `Problem.on`.
+        """
+        same = copy(self)
+        same.keys = keys
         return same
 
     def __call__(
@@ -89,18 +100,21 @@ class Transform:
         mask: Tensor | None = None,
         more: Any = None,
         loss_scale: LossScale | None = None,
+        keys: Tensor | None = None,
     ) -> Any:
         """Compute the quantity, with entries for the samples that do not count too.
 
         In inference mode, where autograd does not work, compute outside of it. `more`
-        is what some transforms are given beside a batch, and `loss_scale` takes the
-        place of that of the options.
+        is what some transforms are given beside a batch, `loss_scale` takes the place
+        of that of the options, and `keys` of those of `keyed`.
         """
+        keys = self.keys if keys is None else keys
+        given = params, buffers, batch, mask
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
-                return self.on_all(params, buffers, batch, mask, more, loss_scale)
+                return self.on_all(*given, more, loss_scale, keys)
         weights = more if self.joins else None
-        problem = self.options.on(params, buffers, batch, mask, weights, loss_scale)
+        problem = self.options.on(*given, weights, loss_scale, keys)
         return self.called(self.calls(problem), more)
 
     def called(self, call: Call, more: Any) -> Any:
@@ -126,9 +140,11 @@ class Transform:
         mask: Tensor | None = None,
         weights: Tensor | None = None,
         loss_scale: LossScale | None = None,
+        keys: Tensor | None = None,
     ) -> Chunk:
         """Compute what there is to know of one chunk."""
-        problem = self.options.on(params, buffers, batch, mask, weights, loss_scale)
+        given = params, buffers, batch, mask, weights, loss_scale, keys
+        problem = self.options.on(*given)
         return _measured(self.quantity, problem)
 
     def selected(self, found: Any, rows: Any, more: Any = None) -> Any:

@@ -64,7 +64,7 @@ def _run(
     weights = [record.plain(weight) for weight in params]
     report = _reported(record, params, has_biases)
     x, *hidden = (record.copies(tensor) for tensor in (input, *hidden))
-    with record.below():
+    with record.below(), record.drawing(1):
         time = 2 if batch_first else 1
         x = x.movedim(time, 0)  # [T, B, n, I]
         sizes = x.shape[1:3]

@@ -58,6 +58,10 @@ class Recording(Protocol):
         """Compute with physical tensors."""
         ...
 
+    def drawing(self, axis: int) -> AbstractContextManager:
+        """Say which axis of what is drawn below has the samples, if not the first."""
+        ...
+
     def watching(self) -> AbstractContextManager:
         """Run ops as if the loss had called them, each by its own rule."""
         ...

@@ -1,0 +1,487 @@
+"""Random numbers of a loss that follow from keys of samples."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
+
+import vgrad
+from vgrad import conditions
+from vgrad.generators import sample_keys
+from vgrad.persample.engine import FallbackWarning, UnsupportedOp
+
+B = 6
+X = torch.rand(B, 4, 5) + 0.1
+KEYS = sample_keys(11, 3, B)
+
+
+def in_place(name, *args):
+    return lambda x: getattr(x.clone(), name)(*args)
+
+
+OPS = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "dropout in place": lambda x: F.dropout(x.clone(), 0.3, inplace=True),
+    "no dropout": lambda x: F.dropout(F.dropout(F.dropout(x, 0.0), 1.0) + x, 0.5),
+    "dropout of a transpose": lambda x: F.dropout(x.T, 0.5).T,
+    "dropout of an odd size": lambda x: F.dropout(x.flatten()[:7], 0.5).sum() + x,
+    "dropout of nothing": lambda x: F.dropout(x, 0.5) + F.dropout(x[:0], 0.5).sum(),
+    "dropout of one number": lambda x: x + F.dropout(x.sum(), 0.5),
+    "dropout of what all share": lambda x: x + F.dropout(torch.ones(5), 0.5),
+    "dropout1d": lambda x: F.dropout1d(x, 0.5),
+    "dropout2d": lambda x: F.dropout2d(x[None, None], 0.5)[0, 0],
+    "dropout3d": lambda x: F.dropout3d(x.view(2, 2, 5, 1)).view(4, 5),
+    "alpha": lambda x: F.alpha_dropout(x, 0.5, training=True),
+    "feature alpha": lambda x: F.feature_alpha_dropout(x, 0.5, training=True),
+    "native": lambda x: torch.native_dropout(x, 0.5, True)[0],
+    "native, off": lambda x: F.dropout(torch.native_dropout(x, 0.5, False)[0]),
+    "bernoulli": lambda x: torch.bernoulli(x.clamp(0, 1)),
+    "bernoulli with p": lambda x: torch.bernoulli(x.detach(), 0.3),
+    "bernoulli_ with p": in_place("bernoulli_", 0.3),
+    "bernoulli_ of itself": lambda x: (y := x.clamp(0, 1)).bernoulli_(y),
+    "bernoulli_ with p of all": in_place("bernoulli_", torch.full((5,), 0.4)),
+    "rand": lambda x: torch.rand(4, 5) + x,
+    "rand of half": lambda x: torch.rand(4, 5, dtype=torch.bfloat16) + x,
+    "rand_like": torch.rand_like,
+    "uniform_": in_place("uniform_", -1.0, 3.0),
+    "randn": lambda x: torch.randn(4, 5) + x,
+    "complex randn": lambda x: torch.randn(4, 5, dtype=torch.complex64).abs() + x,
+    "randn_like": lambda x: torch.randn_like(x) * torch.randn_like(x[0]),
+    "normal_": in_place("normal_", 1.0, 2.0),
+    "normal of means": lambda x: torch.normal(x, 1.0),
+    "normal of deviations": lambda x: torch.normal(1.0, x),
+    "normal of both": lambda x: torch.normal(x, x),
+    "normal of a size": lambda x: torch.normal(0.0, 1.0, (4, 5)) + x,
+    "normal of a mean of all": lambda x: torch.normal(torch.arange(5.0), x),
+    "randint": lambda x: torch.randint(0, 9, (4, 5)) + x,
+    "randint_like": lambda x: torch.randint_like(x, 9),
+    "random_": in_place("random_", 0, 9),
+    "exponential_": in_place("exponential_"),
+    "cauchy_": in_place("cauchy_"),
+    "log_normal_": in_place("log_normal_"),
+    "geometric_": in_place("geometric_", 0.3),
+    "poisson": lambda x: torch.poisson(x * 5),
+    "binomial": lambda x: torch.binomial(
+        (x.detach() * 9).round(), x.detach().clamp(0, 1)
+    ),
+    "gamma": torch._standard_gamma,
+    "dirichlet": lambda x: torch._sample_dirichlet(x.detach()),
+    "multinomial": lambda x: torch.multinomial(x, 3).sum() + x,
+    "multinomial, replacing": lambda x: (
+        torch.multinomial(x, 9, True).sum(1)[:, None] + x
+    ),
+    "multinomial of a vector": lambda x: torch.multinomial(x[0], 3).sum() + x,
+    "multinomial of what all share": lambda x: (
+        torch.multinomial(torch.ones(5), 3).sum() + x
+    ),
+    "gumbel": F.gumbel_softmax,
+    "hard gumbel": lambda x: F.gumbel_softmax(x, hard=True),
+    "fractional pooling": lambda x: F.fractional_max_pool2d(x[None], 2, (2, 2)).sum(),
+    "categorical": lambda x: torch.distributions.Categorical(x).sample()[:, None] + x,
+    "of a vmap": lambda x: torch.vmap(F.dropout, randomness="different")(x),
+    "of a vmap that shares": lambda x: torch.vmap(F.dropout, randomness="same")(x),
+    "checkpoint": lambda x: F.dropout(
+        checkpoint(two, F.dropout(x), use_reentrant=False)
+    ),
+    "re-entrant": lambda x: F.dropout(
+        checkpoint(two, x.requires_grad_(), use_reentrant=True)
+    ),
+    "an if": lambda x: F.dropout(x) * (2 if torch.rand(()) < 0.5 else torch.rand(4, 5)),
+    "of a vmap over columns": lambda x: torch.vmap(
+        lambda r: F.dropout(r) * torch.rand(4) + torch.poisson(torch.ones(4)),
+        in_dims=1,
+        out_dims=1,
+        randomness="different",
+    )(x),
+    "of a choice of values": lambda x: F.dropout(x[x > 0.6].sum() * x),
+    "of an expanded mean": lambda x: torch.normal(x[:, :1].expand(4, 5), x),
+    "a slice": lambda x: (y := x.clone(), y[:, 1:3].normal_(), y[1:].cauchy_(), y)[3],
+    "channels last": lambda x: torch.poisson(torch.ones(2, 3, 4, 5).mT * x.T).sum() * x,
+    "a seed of its own": lambda x: (torch.manual_seed(0), torch.randn(4, 5) + x)[1],
+    "integers": lambda x: x + torch.zeros_like(x, dtype=torch.int).random_(0, 7),
+    "multi-head attention": lambda x: F.multi_head_attention_forward(
+        *[x[:, None]] * 3,
+        5,
+        1,
+        torch.ones(15, 5) / 9,
+        *[None] * 3,
+        False,
+        0.5,
+        torch.eye(5),
+        None,
+    )[0][:, 0],
+    "attention": lambda x: F.scaled_dot_product_attention(
+        x[None], x[None], x[None], dropout_p=0.5
+    ),
+}
+ALONE = {
+    "randperm": lambda x: x[torch.randperm(4)],
+    "rrelu": lambda x: F.rrelu(x - 0.5, training=True),
+    "rrelu in place": lambda x: F.rrelu(x - 0.5, training=True, inplace=True),
+    "out": lambda x: torch.rand(4, 5, out=torch.empty(4, 5)) + x,
+    "bernoulli, out": lambda x: torch.bernoulli(
+        x.detach().clamp(0, 1), out=torch.empty(4, 5)
+    ),
+    "normal, out": lambda x: torch.normal(x.detach(), 1.0, out=torch.empty(4, 5)),
+    "empty": lambda x: torch.empty(4, 5).uniform_() + x,
+    "rsample": lambda x: torch.distributions.Normal(x, 1.0).rsample(),
+    "a function's own": lambda x: Dropping.apply(x),
+    "a function without a rule": lambda x: Plain.apply(x),
+}
+"""Ops that run one sample after another, whatever the strategy, or not at all."""
+
+
+def two(x):
+    return F.dropout(F.dropout(x.sin()).exp())
+
+
+class Dropping(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return F.dropout(x, 0.5)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Plain(Dropping):
+    generate_vmap_rule = False
+
+
+def of(op):
+    """Make a loss whose gradient shows what an op drew, and what one after it did."""
+
+    def loss(params, buffers, x):
+        first = op(x * params["b"])
+        return (first * params["w"]).sum() + (F.dropout(x) * params["v"]).sum()
+
+    ones = {"w": torch.ones(4, 5), "v": torch.ones(4, 5), "b": torch.tensor(1.0)}
+    return loss, ones, {}, (X,)
+
+
+def recurrent(kind, **options):
+    torch.manual_seed(3)
+    net = kind(5, 3, num_layers=3, dropout=0.5, **options)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(net)
+
+    def loss(params, buffers, x):
+        return fmodel(params, buffers, x)[0].square().sum()
+
+    return loss, params, buffers, (X,)
+
+
+def packed():
+    torch.manual_seed(3)
+    net = nn.GRU(5, 3, num_layers=2, dropout=0.5, batch_first=True)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(net)
+
+    def loss(params, buffers, x, lengths):
+        pair = torch.stack([x, x * 2])
+        rows = pack_padded_sequence(pair, lengths, batch_first=True)
+        found, _ = fmodel(params, buffers, rows)
+        return pad_packed_sequence(found, batch_first=True)[0].square().sum()
+
+    lengths = torch.tensor([[4, 2], [3, 3], [4, 2], [4, 4], [3, 1], [4, 2]])
+    return loss, params, buffers, (X, lengths)
+
+
+def transformer():
+    torch.manual_seed(3)
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.4, batch_first=True)
+    model = nn.Sequential(nn.Linear(5, 4), nn.TransformerEncoder(layer, 2))
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+
+    def loss(params, buffers, x):
+        return fmodel(params, buffers, x[None]).square().sum()
+
+    return loss, params, buffers, (X,)
+
+
+CASES = {name: lambda op=op: of(op) for name, op in (OPS | ALONE).items()}
+CASES |= {
+    "LSTM": lambda: recurrent(nn.LSTM),
+    "GRU, both ways, batch first": lambda: recurrent(
+        nn.GRU, bidirectional=True, batch_first=True
+    ),
+    "LSTM with projections": lambda: recurrent(nn.LSTM, proj_size=2),
+    "packed": packed,
+    "transformer": transformer,
+}
+CLOSE = {"LSTM", "GRU, both ways, batch first", "LSTM with projections", "packed"}
+CLOSE |= {"transformer", "attention", "multi-head attention"}
+"""What other kernels round in another way; a number drawn otherwise is far off."""
+
+
+def same(found, expected, name):
+    for key, value in expected.items():
+        if name in CLOSE:
+            torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)
+        else:
+            assert torch.equal(found[key], value), (name, key)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CASES)
+def test_a_sample_draws_the_same_in_every_part_and_strategy(name):
+    loss, params, buffers, batch = CASES[name]()
+
+    def grads(rows=slice(None), **options):
+        grad = vgrad.per_sample_grad(loss, randomness="different", **options)
+        own = tuple(each[rows] for each in batch)
+        return grad.on_all(params, buffers, own, keys=KEYS[rows])
+
+    state = torch.get_rng_state()
+    whole = grads()
+    assert torch.equal(torch.get_rng_state(), state)
+    parts = [grads(slice(*each)) for each in ((0, 1), (1, 4), (4, 6))]
+    same({key: torch.cat([each[key] for each in parts]) for key in whole}, whole, name)
+    same(grads(chunk_size=2), whole, name)
+    same(grads(strategy="loop"), whole, name)
+    order = torch.tensor([4, 2, 0, 5, 1, 3])
+    moved = grads(order)
+    same(moved, {key: value[order] for key, value in whole.items()}, name)
+    for strategy in ("recorded", "vmap"):
+        try:
+            found = grads(strategy=strategy)
+        except (UnsupportedOp, RuntimeError):
+            repeated = name in {"re-entrant", "checkpoint"} and strategy == "vmap"
+            assert repeated or name in ALONE, strategy
+        else:
+            same(found, whole, name)
+    assert torch.equal(torch.get_rng_state(), state)
+    again = vgrad.per_sample_grad(loss, randomness="different").on_all(
+        params, buffers, batch, keys=KEYS + 1
+    )
+    assert any(not torch.allclose(again[key], whole[key]) for key in whole)
+    shown = next(iter(whole.values()))
+    assert len({repr(row.tolist()) for row in shown}) == B or "an if" in name
+
+
+def drawn(op, keys, size=(200, 50), **options):
+    """Return what each sample draws, by way of the gradient."""
+
+    def loss(p, b, x):
+        return (op(x) * p["w"]).sum()
+
+    grad = vgrad.per_sample_grad(loss, randomness="different", **options)
+    params = {"w": torch.ones(size)}
+    return grad.on_all(params, {}, (torch.ones(len(keys), *size),), keys=keys)["w"]
+
+
+@pytest.mark.parametrize(
+    ("op", "mean", "deviation"),
+    [
+        (lambda x: F.dropout(x, 0.3), 1, (0.3 / 0.7) ** 0.5),
+        (lambda x: torch.native_dropout(x, 0.3, True)[0], 1, (0.3 / 0.7) ** 0.5),
+        (lambda x: torch.bernoulli(x * 0.7), 0.7, 0.21**0.5),
+        (torch.rand_like, 0.5, 12**-0.5),
+        (torch.randn_like, 0, 1),
+        (lambda x: torch.normal(x * 3, 2.0), 3, 2),
+        (lambda x: x.clone().exponential_(), 1, 1),
+        (lambda x: x.clone().random_(0, 3), 1, (2 / 3) ** 0.5),
+    ],
+)
+def test_what_is_drawn_has_its_distribution_and_is_independent(op, mean, deviation):
+    keys = sample_keys(5, 0, 8)
+    found = (torch.stack([drawn(op, keys), second(op, keys)]) - mean) / deviation
+    rows = found.flatten(2).double()  # places, samples, numbers
+    count = rows.shape[-1]
+    assert rows.mean(-1).abs().max() < 5 * count**-0.5
+    assert (rows.square().mean(-1) - 1).abs().max() < 15 * count**-0.5
+    every = rows.flatten(0, 1)
+    between = every @ every.T / count - torch.eye(len(every))
+    between.fill_diagonal_(0)
+    assert between.abs().max() < 5 * count**-0.5
+    for lag in (1, 2, 50):
+        follows = (every[:, lag:] * every[:, :-lag]).mean(-1)
+        assert follows.abs().max() < 5 * count**-0.5
+
+
+def second(op, keys):
+    """Return what the second random op draws."""
+
+    def later(x):
+        op(x)
+        return op(x)
+
+    return drawn(later, keys)
+
+
+def test_uniform_numbers_fill_their_interval():
+    found = drawn(torch.rand_like, sample_keys(1, 0, 20)).flatten()
+    counts = torch.histc(found, 100, 0, 1)
+    chi = ((counts - 2000).square() / 2000).sum()
+    assert 55 < chi < 155
+    assert found.min() >= 0
+    assert found.max() < 1
+    half = drawn(lambda x: torch.rand_like(x, dtype=torch.half), sample_keys(1, 0, 20))
+    assert half.max() < 1
+
+
+def test_normal_numbers_have_the_tails_of_a_normal_distribution():
+    found = drawn(torch.randn_like, sample_keys(2, 0, 20)).flatten()
+    for bound, share in ((1, 0.31731), (2, 0.0455), (3, 0.0027)):
+        room = 5 * (share / len(found)) ** 0.5
+        assert abs((found.abs() > bound).double().mean() - share) < room
+
+
+def test_keys_follow_from_the_place_in_the_whole_batch_alone():
+    whole = sample_keys(2**64 - 1, 0, 10_000)
+    assert torch.equal(whole[17:40], sample_keys(-1, 17, 23))
+    assert len(whole.unique()) == 10_000
+    assert not set(whole.tolist()) & set(sample_keys(0, 0, 10_000).tolist())
+    assert sample_keys(3, 5, 0).shape == (0,)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("strategy", ["auto", "recorded", "vmap", "loop"])
+def test_a_generator_of_the_loss_is_refused(strategy):
+    own = torch.Generator()
+
+    def loss(p, b, x):
+        return (torch.rand(3, generator=own) * p["w"] * x).sum()
+
+    grad = vgrad.per_sample_grad(loss, strategy=strategy, randomness="different")
+    with pytest.raises(RuntimeError, match="torch.Generator of the loss's own in rand"):
+        grad.on_all({"w": torch.ones(3)}, {}, (torch.ones(2, 3),), keys=KEYS[:2])
+
+
+class Noisy(Dropping):
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad + torch.rand_like(grad)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("strategy", ["auto", "vmap", "loop"])
+def test_random_numbers_of_a_backward_pass_are_refused(strategy):
+    def loss(p, b, x):
+        return (Noisy.apply(x * p["w"])).sum()
+
+    grad = vgrad.per_sample_grad(loss, strategy=strategy, randomness="different")
+    state = torch.get_rng_state()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="some that a backward pass"):
+            grad.on_all({"w": torch.ones(3)}, {}, (torch.ones(2, 3),), keys=KEYS[:2])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_loss_that_draws_only_now_and_then_is_seen():
+    def loss(p, b, x):
+        return (p["w"] * (F.dropout(x) if x[0] > 0 else x)).sum()
+
+    grad = vgrad.per_sample_grad(loss, randomness="different")
+    params, x = {"w": torch.ones(30)}, torch.rand(6, 30) + 1
+    quiet = grad.on_all(params, {}, (-x,), keys=KEYS)
+    assert torch.equal(quiet["w"], -x)
+    found = grad.on_all(params, {}, (x,), keys=KEYS)
+    other = vgrad.per_sample_grad(loss, strategy="loop", randomness="different")
+    assert torch.equal(found["w"], other.on_all(params, {}, (x,), keys=KEYS)["w"])
+    assert (found["w"] == 0).any()
+
+
+def test_other_quantities_draw_the_same():
+    loss, params, buffers, batch = CASES["transformer"]()
+    grads = vgrad.per_sample_grad(loss, randomness="different")
+    whole = grads.on_all(params, buffers, batch, keys=KEYS)
+    rows = torch.cat([value.flatten(1) for value in whole.values()], 1)
+    options = {"randomness": "different", "chunk_size": 4}
+    norms = vgrad.per_sample_norm(loss, **options)
+    found = norms.on_all(params, buffers, batch, keys=KEYS)
+    torch.testing.assert_close(found, rows.norm(dim=1))
+    clipped = vgrad.clipped_grad(loss, max_norm=0.5, **options)
+    total = clipped.on_all(params, buffers, batch, keys=KEYS)
+    expected = rows * (0.5 / rows.norm(dim=1, keepdim=True)).clamp(max=1)
+    flat = torch.cat([value.flatten() for value in total.grads.values()])
+    torch.testing.assert_close(flat, expected.sum(0), rtol=1e-4, atol=1e-5)
+    gram = vgrad.per_sample_gram(loss, **options)
+    found = gram.on_all(params, buffers, batch, keys=KEYS)
+    torch.testing.assert_close(found, rows @ rows.T)
+    with pytest.raises(ValueError, match=r"per_sample_gram\(cross, keys\)"):
+        gram.on_all(params, buffers, batch, None, batch, keys=KEYS)
+
+
+def test_keys_that_fit_no_batch_are_refused():
+    loss, params, buffers, batch = of(F.dropout)
+    grad = vgrad.per_sample_grad(loss, randomness="different")
+    for keys in (KEYS[:5], KEYS.int(), KEYS[None]):
+        with pytest.raises(ValueError, match=r"per_sample_grad\(keys\): expected one"):
+            grad.on_all(params, buffers, batch, keys=keys)
+
+    def inside(x):
+        return grad.on_all(params, buffers, (x,), keys=KEYS)
+
+    with pytest.raises(ValueError, match="outside of transforms"):
+        torch.vmap(inside, randomness="different")(X[None])
+
+
+def test_without_randomness_that_differs_keys_change_nothing():
+    loss, params, buffers, batch = of(F.dropout)
+    for kind in ("same", "error"):
+        grad = vgrad.per_sample_grad(loss, randomness=kind)
+        if kind == "error":
+            with pytest.raises(RuntimeError, match="without random numbers"):
+                grad.on_all(params, buffers, batch, keys=KEYS)
+            continue
+        torch.manual_seed(1)
+        found = grad.on_all(params, buffers, batch, keys=KEYS)["w"]
+        torch.manual_seed(1)
+        assert torch.equal(found, grad(params, buffers, *batch)["w"])
+
+
+def test_a_capture_cannot_repeat_such_numbers():
+    loss, params, buffers, batch = of(F.dropout)
+    grad = vgrad.per_sample_grad(loss, randomness="different")
+    grad.on_all(params, buffers, batch, keys=KEYS)
+    with conditions.collected(), pytest.raises(conditions.Unrepeatable, match="keys"):
+        grad.on_all(params, buffers, batch, keys=KEYS)
+    quiet = vgrad.per_sample_grad(
+        lambda p, b, x: (p["w"] * x).sum(), randomness="different"
+    )
+    quiet.on_all(params, buffers, batch, keys=KEYS)  # eager mode comes first
+    with conditions.collected():
+        found = quiet.on_all(params, buffers, batch, keys=KEYS)
+    assert torch.equal(found["w"], X)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "recorded", "loop"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_sees_the_same_numbers_again(strategy, reentrant):
+    def loss(p, b, x, run):
+        first = run(two, F.dropout(x * p["w"]))
+        return (F.dropout(run(two, first)) * p["w"]).sum()
+
+    def plain(run, x):
+        return run(x)
+
+    def again(run, x):
+        return checkpoint(run, x, use_reentrant=reentrant)
+
+    params, options = {"w": torch.rand(4, 5)}, {"randomness": "different"}
+    found, expected = (
+        vgrad.per_sample_grad(
+            lambda p, b, x, run=run: loss(p, b, x, run), strategy=strategy, **options
+        ).on_all(params, {}, (X,), keys=KEYS)["w"]
+        for run in (again, plain)
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_samples_that_run_alone_are_told_of():
+    loss, params, buffers, batch = of(lambda x: x[torch.randperm(4)])
+    grad = vgrad.per_sample_grad(loss, randomness="different")
+    with pytest.warns(FallbackWarning, match=r"a random op .* at .*test_keyed.py:"):
+        grad.on_all(params, buffers, batch, keys=KEYS)

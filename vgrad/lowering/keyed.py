@@ -1,0 +1,333 @@
+"""Random numbers of a loss that follow from a key of each sample.
+
+What a random op draws for a sample is a function of the sample's key, of how many
+random ops ran before in the loss, and of each number's place in the sample's tensor.
+So a sample sees the same numbers in any chunk, part, strategy or process. The ops of
+dropout, and those that draw uniform and normal numbers, take them from a hash for all
+samples at once. For the others torch's generators are seeded sample by sample.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from vgrad.conditions import Unrepeatable, are_collected
+from vgrad.generators import (
+    RandomState,
+    drawn_since,
+    random_state,
+    set_random_state,
+    streams,
+    words,
+)
+from vgrad.lowering.questions import Parts, Split, where
+from vgrad.lowering.truthful import among
+from vgrad.torch_private.random_ops import (
+    SHOWN,
+    may_draw,
+    named,
+    op_name,
+    shown_results,
+    writes,
+)
+from vgrad.torch_private.tracing import DispatchMode
+from vgrad.tree import tree_map_only
+
+
+class Unkeyed(RuntimeError):
+    """Random numbers cannot follow from keys of samples."""
+
+    def __init__(self, got: str) -> None:
+        """Say which ones."""
+        super().__init__(
+            f"random numbers: expected those of torch's default generators in the "
+            f"forward pass, for which keys of samples can stand, got {got}."
+        )
+
+
+def check_drawn(before: RandomState, tensors: Iterable[Tensor]) -> None:
+    """Refuse numbers that were drawn elsewhere than in the loss; put them back.
+
+    Raises:
+        Unkeyed: there were some.
+    """
+    tensors = [*tensors]
+    if drawn_since(before, tensors):
+        set_random_state(before)
+        raise Unkeyed("some that a backward pass or another thread draws")
+
+
+class Place(Protocol):
+    """Where a loss is in its random numbers.
+
+    Attributes:
+        keys: of the samples, int64 `[B]`.
+        place: how many random ops ran before.
+        axis: that of the samples in what random ops draw; None if that is unclear.
+        drew: whether there were random ops.
+    """
+
+    keys: Tensor | None
+    place: int
+    axis: int | None
+    drew: bool
+
+
+class Keyed(DispatchMode):
+    """Runs the random ops of a loss, of all samples at once or of one `alone`."""
+
+    def __init__(self, at: Place, *, alone: bool) -> None:
+        """Start at the place where the loss is."""
+        super().__init__()
+        assert at.keys is not None
+        self._at = at
+        self._keys = at.keys[:1] if alone else at.keys
+        self._size = len(self._keys)
+        self._alone = alone
+        self._plain: set[Any] = set()  # ops that draw nothing
+        self._before: RandomState
+        self._kernels: AbstractContextManager = nullcontext()
+
+    def __enter__(self) -> "Keyed":
+        """Begin; fused attention would keep its random numbers to itself."""
+        self._before = random_state(())
+        if torch.cuda.is_initialized():
+            self._kernels = sdpa_kernel(SDPBackend.MATH)
+        self._kernels.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        """Put torch's generators back."""
+        with ExitStack() as stack:
+            stack.push(self._kernels)
+            super().__exit__(*raised)
+            if not are_collected():  # where nothing is drawn
+                set_random_state(self._before)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Run one op."""
+        if func in self._plain or not may_draw(func):
+            self._plain.add(func)  # the answer takes longer than most ops
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
+        name, given = op_name(func), named(func, args, kwargs)
+        if _does_not(name, given):
+            return func(*args, **kwargs)
+        if are_collected():
+            raise Unrepeatable("its random numbers follow from keys of samples")
+        if given.get("generator") is not None:
+            self._at.drew = True
+            raise Unkeyed(
+                f"those of a torch.Generator of the loss's own in {name}. Leave its "
+                f"generator out"
+            )
+        if name not in SHOWN:
+            return self._hidden(name, func, args, kwargs)
+        self._at.drew = True
+        if not self._alone and (name in _ALONE or self._at.axis is None):
+            raise _apart(self._size)
+        found = self._bernoulli(name, func, given)
+        if found is None:
+            found = self._others(name, func, args, kwargs)
+        self._at.place += 1
+        return found
+
+    def _streams(self, device: torch.device) -> Tensor:
+        return streams(self._keys, self._at.place).to(device)
+
+    def _samples(self, tensor: Tensor) -> Tensor:
+        """View a tensor with the samples in an axis of their own, the first."""
+        if self._alone:
+            return tensor.unsqueeze(0)
+        axis = self._at.axis
+        assert axis is not None
+        if axis >= tensor.ndim or tensor.shape[axis] % self._size:
+            raise _apart(self._size)
+        each = tensor.shape[axis] // self._size
+        return tensor.unflatten(axis, (self._size, each)).movedim(axis, 0)
+
+    def _words(self, like: Tensor) -> Tensor:
+        """Return a number of 64 bits for each entry of `[B, ...]`."""
+        count = like[0].numel()
+        return words(self._streams(like.device), count).view(like.shape)
+
+    def _bernoulli(self, name: str, func: Any, given: dict[str, Any]) -> Any:
+        """Draw what is true with one probability; None for other ops.
+
+        Dropout does so. Nothing is left to torch, which takes longer than the hash.
+        """
+        if name == "native_dropout":
+            keep = 1 - given["p"]
+            target = torch.empty_like(given["input"], dtype=torch.bool)
+        elif name == "bernoulli" and isinstance(given.get("p"), float | int):
+            keep, target = given["p"], given["self"]
+            if "out" in given or not 0 <= keep <= 1:
+                return None  # torch knows what to do
+            target = target if writes(func) else torch.empty_like(target)
+        else:
+            return None
+        samples = self._samples(target)
+        limit = round(keep * 2**32)
+        if limit == 2**32:
+            target.fill_(1)
+        else:  # two numbers of each hash
+            count = samples[0].numel()
+            halves = words(self._streams(target.device), (count + 1) // 2)
+            drawn = halves.view(torch.int32)[:, :count] < limit - 2**31
+            samples.copy_(drawn.view(samples.shape))
+        if name == "bernoulli":
+            return target
+        kept = target.to(given["input"].dtype)
+        if keep:
+            kept /= keep
+        return given["input"] * kept, target
+
+    def _others(self, name: str, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Let torch make the result, and write other numbers over its own."""
+        self._keep(args, kwargs)
+        sources = args, kwargs
+        if writes(func):  # what is read may be what is written
+            copied = {id(each): each.clone() for each in among(args, kwargs)}
+            sources = _replaced(args, kwargs, lambda each: copied[id(each)])
+        found = func(*args, **kwargs)
+        results = shown_results(func, args, kwargs, found)
+        real = results[0].is_floating_point()
+        if name in _UNIFORM | _NORMAL and real:
+            self._by_hash(name, results[0], named(func, *sources))
+        elif name == "bernoulli":
+            given = named(func, *sources)
+            chance = given["p"] if given.get("p") is not None else given["self"]
+            samples = self._samples(results[0])
+            chance = self._expanded(chance, results[0])
+            samples.copy_(_unit(self._words(samples), 53, torch.float64) < chance)
+        else:
+            self._by_seeds(name, func, sources, results)
+        return found
+
+    def _expanded(self, value: Any, like: Tensor) -> Any:
+        """Bring an argument of an op into the form of its result."""
+        if not isinstance(value, Tensor):
+            return value
+        return self._samples(value.to(like.device).expand(like.shape)).double()
+
+    def _by_hash(self, name: str, result: Tensor, given: dict[str, Any]) -> None:
+        samples = self._samples(result)
+        drawn = self._words(samples)
+        if name in _UNIFORM:
+            digits = 2 - math.frexp(torch.finfo(result.dtype).eps)[1]
+            unit = _unit(drawn, digits, result.dtype)
+            low, high = given.get("from", 0.0), given.get("to", 1.0)
+            samples.copy_(unit if (low, high) == (0, 1) else unit * (high - low) + low)
+            return
+        unit = _unit(drawn, 53, torch.float64)
+        unit += 2.0**-54  # neither 0 nor 1
+        normal = torch.special.ndtri(unit)
+        if given.get("std") is not None:
+            normal *= self._expanded(given["std"], result)
+            normal += self._expanded(given["mean"], result)
+        samples.copy_(normal)
+
+    def _by_seeds(
+        self, name: str, func: Any, sources: tuple[tuple, dict], results: list[Tensor]
+    ) -> None:
+        """Run an op for one sample after another, on memory in the usual order."""
+        if self._at.axis != 0 and not self._alone:
+            raise _apart(self._size)
+        shape = results[0].shape
+        samples = [self._samples(each) for each in results]
+        for row, seed in enumerate(self._streams(torch.device("cpu")).tolist()):
+
+            def own(each: Tensor, row: int = row) -> Tensor:
+                if not self._alone:
+                    each = each if name == "multinomial" else each.expand(shape)
+                each = self._samples(each)[row]
+                return each.clone(memory_format=torch.contiguous_format)
+
+            args, kwargs = _replaced(*sources, own)
+            args, kwargs = self._sized(func, args, kwargs)
+            _seed(results[0].device, seed)
+            found = func(*args, **kwargs)
+            pairs = zip(samples, shown_results(func, args, kwargs, found), strict=True)
+            for sample, drawn in pairs:
+                sample[row].copy_(drawn)
+
+    def _sized(self, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Let an op that is given a size make one sample."""
+        if self._alone or "size" not in (given := named(func, args, kwargs)):
+            return args, kwargs
+        first, *rest = given["size"]
+        size = [first // self._size, *rest]
+        args = tuple(size if each is given["size"] else each for each in args)
+        return args, {k: size if k == "size" else v for k, v in kwargs.items()}
+
+    def _hidden(self, name: str, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Run an op that does not show the random numbers it may draw."""
+        self._keep(args, kwargs)
+        tensors = among(args, kwargs)
+        if self._alone:
+            device = tensors[0].device if tensors else torch.device("cpu")
+            _seed(device, *self._streams(torch.device("cpu")).tolist())
+        before = random_state(tensors)
+        found = func(*args, **kwargs)
+        if drawn_since(before, tensors):
+            self._at.drew = True
+            self._at.place += 1
+            if not self._alone:
+                raise _apart(self._size)
+        return found
+
+    def _keep(self, args: tuple, kwargs: dict) -> None:
+        """Note the state of a device's generator before a number is drawn from it."""
+        where = kwargs.get("device") or "cpu"
+        state = random_state([*among(args, kwargs), torch.empty(0, device=where)])
+        self._before = self._before[0], {**state[1], **self._before[1]}
+
+
+def _does_not(name: str, given: dict[str, Any]) -> bool:
+    """Tell whether this call of a random op draws nothing."""
+    return name == "native_dropout" and (given["train"] is False or not given["p"])
+
+
+def _unit(words: Tensor, digits: int, dtype: torch.dtype) -> Tensor:
+    """Make numbers of so many bits between 0 and 1, one excluded; `words` is spent."""
+    words >>= 64 - digits
+    words &= 2**digits - 1
+    return words.to(dtype).mul_(2.0**-digits)
+
+
+def _seed(device: torch.device, seed: int) -> None:
+    """Seed the generator that ops on a device draw from."""
+    if device.type not in ("cpu", "cuda"):
+        raise Unkeyed(f"some on the device {device.type}")
+    own = torch.default_generator
+    if device.type == "cuda":
+        own = torch.cuda.default_generators[device.index]
+    own.manual_seed(seed)
+
+
+def _apart(size: int) -> Split:
+    """Have the samples run alone: it is not clear which numbers are whose."""
+    rows = torch.arange(size).split(1)
+    why = "a random op that draws for all at once in an order of its own"
+    return Split(Parts(rows, where(sys._getframe(1)), "loop", why))
+
+
+def _replaced(
+    args: tuple, kwargs: dict, by: Callable[[Tensor], Tensor]
+) -> tuple[tuple, dict]:
+    """Put others in the place of the tensors of a call."""
+    return tree_map_only(Tensor, by, (args, kwargs))
+
+
+_UNIFORM = {"uniform", "rand", "rand_like"}
+_NORMAL = {"normal", "normal_functional", "randn", "randn_like"}
+_ALONE = {"randperm"}
+"""Random ops that vmap calls once for each sample."""
