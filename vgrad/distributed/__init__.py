@@ -18,6 +18,5 @@ from vgrad.distributed.predictions import predict as predict
 from vgrad.distributed.predictions import predict_values as predict_values
 from vgrad.distributed.ranks import RankError as RankError
 from vgrad.distributed.ranks import Ranks as Ranks
-from vgrad.distributed.sharded import sharded_call as sharded_call
 from vgrad.distributed.sharding import shard as shard
 from vgrad.distributed.stepping import replicated as replicated
