@@ -13,7 +13,7 @@ from vgrad.generators import sample_keys
 from vgrad.persample.engine import FallbackWarning, UnsupportedOp
 
 B = 6
-X = torch.rand(B, 4, 5) + 0.1
+X = torch.rand(B, 4, 5, generator=torch.Generator().manual_seed(0)) + 0.1
 KEYS = sample_keys(11, 3, B)
 
 
