@@ -225,7 +225,8 @@ def _buckets(tensors: Params) -> Iterator[list[str]]:
             names, size = [], 0
         names.append(name)
         size, dtype = size + own, tensor.dtype
-    yield names
+    if names:
+        yield names
 
 
 def _as_real(tensor: Tensor) -> Tensor:
