@@ -370,3 +370,33 @@ def state_of_torch() -> tuple:
         torch.is_autocast_cache_enabled(),
         torch.get_rng_state().tolist(),
     )
+
+
+class Dropping(torch.autograd.Function):
+    """A function of autograd that draws random numbers."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return F.dropout(x, 0.5)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Noisy(Dropping):
+    """A function of autograd that draws random numbers in its backward pass."""
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad + torch.rand_like(grad)

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import vgrad
+from tests.cases import Dropping, Noisy
 from vgrad.ensemble import (
     ensemble_clipped_grad,
     ensemble_forward,
@@ -19,38 +20,12 @@ KEYS = sample_keys(9, 0, E)
 PARTS = (slice(0, 1), slice(1, 4))
 
 
-class Dropping(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return F.dropout(x, 0.5)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
 class Turned(Dropping):
     generate_vmap_rule = False
 
     @staticmethod
     def vmap(info, in_dims, x):
         return F.dropout(x.movedim(in_dims[0], -1), 0.5), x.ndim - 1
-
-
-class Noisy(Dropping):
-    @staticmethod
-    def forward(x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad + torch.rand_like(grad)
 
 
 def twice(x):

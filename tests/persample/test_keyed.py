@@ -8,6 +8,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import vgrad
+from tests.cases import Dropping, Noisy
 from vgrad import conditions
 from vgrad.generators import sample_keys
 from vgrad.persample.engine import FallbackWarning, UnsupportedOp
@@ -135,22 +136,6 @@ ALONE = {
 
 def two(x):
     return F.dropout(F.dropout(x.sin()).exp())
-
-
-class Dropping(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return F.dropout(x, 0.5)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
 
 
 class Plain(Dropping):
@@ -353,16 +338,6 @@ def test_a_generator_of_the_loss_is_refused(strategy):
     grad = vgrad.per_sample_grad(loss, strategy=strategy, randomness="different")
     with pytest.raises(RuntimeError, match="torch.Generator of the loss's own in rand"):
         grad.on_all({"w": torch.ones(3)}, {}, (torch.ones(2, 3),), keys=KEYS[:2])
-
-
-class Noisy(Dropping):
-    @staticmethod
-    def forward(x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad + torch.rand_like(grad)
 
 
 @pytest.mark.filterwarnings("ignore")

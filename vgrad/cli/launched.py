@@ -41,7 +41,7 @@ class World:
         """Whether this rank writes and prints."""
         return self._mesh is None or self._mesh.get_rank() == 0
 
-    def together(self, what: str) -> contextlib.AbstractContextManager[None]:
+    def together(self, what: str) -> contextlib.AbstractContextManager[Any]:
         """Run a block that may fail on one rank, and raises on all then."""
         if self._mesh is None:
             return contextlib.nullcontext()

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vgrad import optim
 from vgrad.compiled import Captures, CompiledStep, CompiledTransform
-from vgrad.distributed.parallel import ParallelTransform
+from vgrad.distributed.parallel import ParallelTransform, plain_of
 from vgrad.distributed.ranks import Ranks
 from vgrad.distributed.stepping import parallel_step
 from vgrad.persample.engine import Transform
@@ -92,8 +92,7 @@ def _parallel(
     transform: Transform | CompiledTransform, ranks: Ranks
 ) -> ParallelTransform:
     """Return a transform of all ranks."""
-    plain = transform if isinstance(transform, Transform) else transform.plain
-    if isinstance(plain, GramFn):
+    if isinstance(plain_of(transform), GramFn):
         raise TypeError(
             "data_parallel(per_sample_gram(loss)): expected a sum or a list over "
             "samples, got products of pairs, whose samples may be on two ranks. Take "

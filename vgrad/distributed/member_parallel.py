@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vgrad import files
-from vgrad.distributed.own_members import part, telling
+from vgrad.distributed.own_members import part
 from vgrad.distributed.ranks import Ranks
 from vgrad.dtypes import widened
 from vgrad.ensemble.axes import members, split
@@ -131,7 +131,7 @@ class OtherRanks:
         self, compute: Callable[[], Found], state: EnsembleState, shared: Sequence[str]
     ) -> tuple[Found, Tensor]:
         """Sum gradients of what is shared, and say whether any member is active."""
-        with telling("ensemble_train_step", self.ranks) as facts:
+        with self.ranks.together("ensemble_train_step") as facts:
             self.check(len(state.active))
             result, aux = compute()
             facts["step"] = int(state.step)
@@ -189,7 +189,7 @@ class ParallelFunction:
         drawing = function.randomness != "error"
         key = others.key(what) if drawing else None
         meets = function.shared and (sums or method == "with_buffers")
-        with telling(what, others.ranks) if meets else nullcontext({}) as facts:
+        with others.ranks.together(what) if meets else nullcontext({}) as facts:
             count = members(params, buffers, function.shared, function=what)
             others.check(count)
             found: Any = self._drawn(method, key, params, buffers, batch, options)

@@ -6,7 +6,6 @@ the order of their numbers, and the first `E % W` of them one more.
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -97,7 +96,7 @@ def own_members(
     """
     function = "own_members"
     ranks = Ranks.of(function, mesh, axis)
-    with telling(function, ranks) as facts:
+    with ranks.together(function) as facts:
         facts["members"] = count = _count(function, tree, shared)
         which = part(count, ranks.rank, ranks.size)
 
@@ -135,7 +134,7 @@ def all_members(
     """
     function = "all_members"
     ranks = Ranks.of(function, mesh, axis)
-    with telling(function, ranks) as facts:
+    with ranks.together(function) as facts:
         count = _count(function, tree, shared)
         own, common = _parted(tree, shared)
         kinds = str([(value.dtype, value.shape[1:]) for value in own])
@@ -144,18 +143,6 @@ def all_members(
     sizes = [note["members"] for note in ranks.agree(function, members=count)]
     whole = _joined(ranks, own, sizes)
     return _mapped(tree, shared, lambda value: next(whole), _itself)
-
-
-@contextmanager
-def telling(what: str, ranks: Ranks) -> Iterator[dict[str, Any]]:
-    """Run a block; raise on all ranks if it fails, or the facts it fills in differ."""
-    facts: dict[str, Any] = {}
-    try:
-        yield facts
-    except BaseException as error:
-        ranks.agree(what, error=error)
-        raise
-    ranks.check_same(what, **facts)
 
 
 def _joined(

@@ -37,7 +37,7 @@ class ParallelTransform:
         """Keep the transform."""
         self._transform = transform
         self._ranks = ranks
-        self._takes_weights = isinstance(_plain(transform), WeightedGradFn)
+        self._takes_weights = isinstance(plain_of(transform), WeightedGradFn)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the transform."""
@@ -52,7 +52,7 @@ class ParallelTransform:
 
     def __call__(self, *arguments: Any, mask: Tensor | None = None) -> Any:
         """Compute the quantity of the whole batch, of which this rank has a part."""
-        options = _plain(self._transform).options
+        options = plain_of(self._transform).options
         function, given = options.function, 3 if self._takes_weights else 2
         meeting = _Meeting(self._ranks, f"data_parallel({function})")
         draws = options.randomness != "error"
@@ -122,7 +122,7 @@ class ParallelTransform:
         self, meeting: "_Meeting", found: Any, sizes: list[int], given: list[int]
     ) -> Any:
         """Join the lists of samples in a result over the ranks."""
-        ranks, mapped = self._ranks, _plain(self._transform).mapped
+        ranks, mapped = self._ranks, plain_of(self._transform).mapped
         lists: list[Tensor] = []
         with meeting.until():
             mapped(lambda leaf: lists.append(leaf) or leaf, found)
@@ -191,7 +191,7 @@ class _Meeting:
         return found
 
 
-def _plain(transform: Transform | CompiledTransform) -> Transform:
+def plain_of(transform: Transform | CompiledTransform) -> Transform:
     """Return a transform as it runs in eager mode."""
     return transform if isinstance(transform, Transform) else transform.plain
 

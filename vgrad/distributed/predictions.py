@@ -6,7 +6,8 @@ others. E members on all ranks, N samples, C classes, Q quantiles.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -69,12 +70,9 @@ def predict(
     """
     function = "predict"
     ranks = Ranks.of(function, mesh, axis)
-
-    def chunks() -> Iterator[Tensor]:
-        forward = ensemble_forward(fmodel.eval(), strategy=strategy, shared=shared)
-        yield from outputs_of(function, forward, params, buffers, inputs, chunk_size)
-
-    parts = _over_ranks(function, ranks, chunks(), summarised)
+    forward = partial(ensemble_forward, strategy=strategy, shared=shared)
+    chunks = _outputs(function, fmodel, forward, params, buffers, inputs, chunk_size)
+    parts = _over_ranks(function, ranks, chunks, summarised)
     return EnsemblePrediction(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
 
@@ -115,19 +113,24 @@ def predict_values(
     """
     function = "predict_values"
     ranks = Ranks.of(function, mesh, axis)
-
-    def chunks() -> Iterator[Tensor]:
-        forward = ensemble_forward(fmodel.eval(), strategy=strategy, shared=shared)
-        yield from outputs_of(function, forward, params, buffers, inputs, chunk_size)
+    forward = partial(ensemble_forward, strategy=strategy, shared=shared)
+    chunks = _outputs(function, fmodel, forward, params, buffers, inputs, chunk_size)
 
     def summary(outputs: Tensor, members: Here) -> ValuePrediction:
         return summarised_values(outputs, quantiles, members)
 
-    parts = _over_ranks(function, ranks, chunks(), summary)
+    parts = _over_ranks(function, ranks, chunks, summary)
     means, variances, found = zip(*parts, strict=True)
     return ValuePrediction(
         torch.cat(means), torch.cat(variances), torch.cat(found, dim=1)
     )
+
+
+def _outputs(
+    function: str, fmodel: FunctionalModel, forward: Callable, *given: Any
+) -> Iterator[Tensor]:
+    """Yield outputs chunk by chunk; nothing runs, or fails, before the first one."""
+    yield from outputs_of(function, forward(fmodel.eval()), *given)
 
 
 class _OverRanks(Here):

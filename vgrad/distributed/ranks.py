@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from vgrad import checks
 from vgrad.typing import Params
@@ -132,14 +133,18 @@ class Ranks(NamedTuple):
         return found
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
-        """Run a block without collectives; if it fails on a rank, all ranks raise."""
+    def together(self, what: str) -> Iterator[dict[str, Any]]:
+        """Run a block without collectives; if it fails on a rank, all ranks raise.
+
+        They do, too, if the facts that it fills in are not the same on all of them.
+        """
+        facts: dict[str, Any] = {}
         try:
-            yield
+            yield facts
         except BaseException as error:
             self.agree(what, error=error)
             raise
-        self.agree(what)
+        self.check_same(what, **facts)
 
     def summed(self, what: str, tensors: Params) -> Params:
         """Sum over the ranks, which all get the same bits. {name: shape}.
@@ -152,9 +157,7 @@ class Ranks(NamedTuple):
         if self.size == 1:
             return dict(tensors)
         given, tensors = tensors, dict(sorted(tensors.items()))
-        layout = [(n, str(t.dtype), *t.shape) for n, t in tensors.items()]
-        digest = hashlib.blake2b(repr(layout).encode(), digest_size=16)
-        self.check_same(f"{what}, sums", layout=digest.hexdigest())
+        self.check_same(f"{what}, sums", layout=layout(tensors))
         found, works = {}, []
         for names in _buckets(tensors):
             parts = [_as_real(tensors[name]) for name in names]
@@ -201,6 +204,15 @@ class Ranks(NamedTuple):
         distributed.all_gather(found, own, group=self.group)
         texts = [bytes(each.tolist()).rstrip(b"\0") for each in found]
         return [json.loads(text) for text in texts]
+
+
+def layout(tensors: Mapping[str, Tensor]) -> str:
+    """Tell dictionaries of other names, dtypes, sizes or places on a mesh apart."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, value in tensors.items():
+        placed = value.placements if isinstance(value, DTensor) else ()
+        found.update(f"{name} {value.dtype} {tuple(value.shape)} {placed}".encode())
+    return found.hexdigest()
 
 
 def _encoded(note: Mapping[str, Any]) -> bytes:

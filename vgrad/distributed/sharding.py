@@ -5,7 +5,6 @@ that the last ranks may hold fewer rows, or none; or every rank holds all of it.
 how `torch.distributed.fsdp.fully_shard` cuts parameters, whose dictionaries these are.
 """
 
-import hashlib
 from collections.abc import Mapping
 
 import torch
@@ -13,7 +12,8 @@ from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from vgrad.distributed.ranks import Ranks
+from vgrad import files
+from vgrad.distributed.ranks import Ranks, layout
 from vgrad.typing import Params
 
 
@@ -47,7 +47,7 @@ def shard(params: Params, mesh: DeviceMesh, *, data: str = "dp") -> Params:
                     f"shard(params): expected ordinary tensors, got a "
                     f"{type(value).__name__} in {name!r}."
                 )
-    ranks.check_same("shard", tensors=_digest(params))
+    ranks.check_same("shard", tensors=files.digest(params))
     mesh = mesh if mesh.ndim == 1 else mesh[data]
     return {name: _cut(ranks, mesh, value) for name, value in params.items()}
 
@@ -101,15 +101,6 @@ def ranks_of(function: str, params: Mapping[str, Tensor]) -> Ranks | None:
             f"mesh_dim_names to init_device_mesh."
         )
     return Ranks.of(function, found, found.mesh_dim_names[0])
-
-
-def layout(params: Mapping[str, Tensor]) -> str:
-    """Tell dictionaries of other names, sizes or places apart."""
-    found = hashlib.blake2b(digest_size=16)
-    for name, value in params.items():
-        placed = value.placements if isinstance(value, DTensor) else ()
-        found.update(f"{name} {value.dtype} {tuple(value.shape)} {placed}".encode())
-    return found.hexdigest()
 
 
 def whole(ranks: Ranks, local: Tensor, size: int) -> Tensor:
@@ -192,12 +183,3 @@ def _padded(value: Tensor, rows: int) -> Tensor:
     padded = value.new_zeros((rows, *value.shape[1:]))
     padded[: len(value)] = value
     return padded
-
-
-def _digest(params: Params) -> str:
-    """Tell tensors of other names, sizes or values apart."""
-    found = hashlib.blake2b(layout(params).encode(), digest_size=16)
-    for value in params.values():
-        value = value.detach().cpu().contiguous()
-        found.update(value.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()

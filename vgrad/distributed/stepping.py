@@ -5,7 +5,6 @@ is the same on all ranks, bit by bit: sums after their reduction, noise that fol
 from the state, and the optimizer in eager mode's arithmetic.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -16,8 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vgrad import batches
-from vgrad.distributed.ranks import Ranks
+from vgrad import batches, files
+from vgrad.distributed.ranks import Ranks, layout
 from vgrad.dtypes import wide
 from vgrad.generators import torch_seed
 from vgrad.precision import all_finite
@@ -101,9 +100,8 @@ def replicated(tree: Tree, mesh: DeviceMesh, *, data: str = "dp") -> Any:
     """
     ranks = Ranks.of("replicated", mesh, data)
     what, found = "replicated(tree)", tensors(tree)
-    kinds = [(str(each.dtype), *each.shape) for each in found]
-    digest = hashlib.blake2b(repr(kinds).encode(), digest_size=16)
-    ranks.check_same(what, layout=digest.hexdigest())
+    named = {str(number): each for number, each in enumerate(found)}
+    ranks.check_same(what, layout=layout(named))
     return map_tensors(ranks.of_first, tree)
 
 
@@ -163,9 +161,4 @@ def _check_buffers(old: Buffers, new: Buffers) -> None:
 
 def _digest(tensors: Iterable[Tensor]) -> str:
     """Tell tensors apart, on ranks that hold the same ones."""
-    found = hashlib.blake2b(digest_size=16)
-    for each in tensors:
-        found.update(f"{each.dtype} {tuple(each.shape)}".encode())
-        flat = each.detach().cpu().contiguous().view(-1)
-        found.update(bytes(flat.view(torch.uint8).numpy()))
-    return found.hexdigest()
+    return files.digest({str(number): each for number, each in enumerate(tensors)})

@@ -8,9 +8,10 @@ its caches, and convolutions have no batched kernel there.
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -86,6 +87,37 @@ class EnsembleExplanation:
         if not self.forms:
             return title
         return f"{title}\n\n{aligned([('op', 'form'), *self.forms])}"
+
+
+class Keyed:
+    """A function of an ensemble whose members may draw from keys of their own."""
+
+    _keys: Tensor | None = None
+
+    def keyed(self, keys: Tensor | None) -> Self:
+        """Return the same, where what a member draws follows from its key.
+
+        The keys are int64 `[E]`, as `sample_keys` makes them.
+        """
+        other = copy(self)
+        other._keys = keys
+        return other
+
+
+class OfRunner(Keyed):
+    """A function of an ensemble that a runner runs."""
+
+    _runner: "Runner"
+
+    @property
+    def randomness(self) -> Randomness:
+        """Whether members draw random numbers, and whether each its own."""
+        return self._runner.randomness
+
+    @property
+    def shared(self) -> Patterns:
+        """Patterns of the entries without a member axis."""
+        return self._runner.shared
 
 
 class Runner:

@@ -1,7 +1,6 @@
 """The outputs of all members: `[E, B, ...]` from stacked parameters."""
 
 from collections.abc import Callable
-from copy import copy
 from itertools import repeat
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.ensemble.axes import InDims
-from vgrad.ensemble.choice import EnsembleExplanation, Runner
+from vgrad.ensemble.choice import EnsembleExplanation, OfRunner, Runner
 from vgrad.ensemble.execution import Call, Randomness, Strategy
 from vgrad.functional.model import FunctionalModel
 from vgrad.generators import streams
@@ -20,7 +19,7 @@ from vgrad.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from vgrad.typing import Buffers, Params, Tree
 
 
-class EnsembleForward:
+class EnsembleForward(OfRunner):
     """What `ensemble_forward` returns."""
 
     def __init__(
@@ -30,26 +29,6 @@ class EnsembleForward:
         self._fmodel = fmodel
         self._runner = runner
         self._chunk_size = chunk_size
-        self._keys: Tensor | None = None
-
-    def keyed(self, keys: Tensor | None) -> "EnsembleForward":
-        """Return the same, where what a member draws follows from its key.
-
-        The keys are int64 `[E]`, as `sample_keys` makes them.
-        """
-        other = copy(self)
-        other._keys = keys
-        return other
-
-    @property
-    def randomness(self) -> Randomness:
-        """Whether members draw random numbers, and whether each its own."""
-        return self._runner.randomness
-
-    @property
-    def shared(self) -> Patterns:
-        """Patterns of the entries without a member axis."""
-        return self._runner.shared
 
     def __call__(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Tree:
         """Return the outputs, each tensor with the member axis in front."""

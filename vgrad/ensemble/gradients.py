@@ -1,7 +1,6 @@
 """The gradient of every member's loss, from one backward pass or one for each."""
 
 from collections.abc import Callable
-from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.conditions import are_collected
 from vgrad.ensemble.axes import InDims
-from vgrad.ensemble.choice import EnsembleExplanation, Runner
+from vgrad.ensemble.choice import EnsembleExplanation, OfRunner, Runner
 from vgrad.ensemble.execution import (
     Call,
     Randomness,
@@ -48,7 +47,7 @@ class EnsembleGrads(NamedTuple):
     buffers: Buffers
 
 
-class EnsembleGradFn:
+class EnsembleGradFn(OfRunner):
     """What `ensemble_grad` returns."""
 
     def __init__(
@@ -60,26 +59,6 @@ class EnsembleGradFn:
         self._runner = runner
         self._has_aux = has_aux
         self._unreached: set[frozenset[str]] = set()
-        self._keys: Tensor | None = None
-
-    def keyed(self, keys: Tensor | None) -> "EnsembleGradFn":
-        """Return the same, where what a member draws follows from its key.
-
-        The keys are int64 `[E]`, as `sample_keys` makes them.
-        """
-        other = copy(self)
-        other._keys = keys
-        return other
-
-    @property
-    def randomness(self) -> Randomness:
-        """Whether members draw random numbers, and whether each its own."""
-        return self._runner.randomness
-
-    @property
-    def shared(self) -> Patterns:
-        """Patterns of the entries without a member axis."""
-        return self._runner.shared
 
     def __call__(
         self,

@@ -5,9 +5,8 @@ fill the device, and its gradients need not be stored. E members, B samples
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from vgrad import batches, checks, names
 from vgrad.batches import ChunkSize
 from vgrad.dp.noise import add_gaussian_noise
 from vgrad.ensemble.axes import InDims
-from vgrad.ensemble.choice import check_keys
+from vgrad.ensemble.choice import Keyed, check_keys
 from vgrad.ensemble.execution import (
     Call,
     autocasting,
@@ -33,7 +32,7 @@ from vgrad.sensitivity import Sensitivity
 from vgrad.typing import Buffers, LossFn, Params, Tree
 
 
-class EnsemblePerSampleFn:
+class EnsemblePerSampleFn(Keyed):
     """What `ensemble_per_sample_grad` and `ensemble_clipped_grad` return."""
 
     def __init__(
@@ -48,16 +47,6 @@ class EnsemblePerSampleFn:
         self._function = function
         self._transforms: tuple[Any, ...] = tuple(transforms)
         self._options: dict[str, Any] = {"in_dims": in_dims, "shared": tuple(shared)}
-        self._keys: Tensor | None = None
-
-    def keyed(self, keys: Tensor | None) -> Self:
-        """Return the same, where what a member draws follows from its key.
-
-        The keys are int64 `[E]`, as `sample_keys` makes them.
-        """
-        other = copy(self)
-        other._keys = keys
-        return other
 
     @property
     def randomness(self) -> Literal["error", "different"]:
