@@ -135,7 +135,7 @@ FOREIGN = "expected the gradients as PrivateGradients wrote them, got another on
         lambda model, batch: plain(model, *batch),
         lambda model, batch: model.zero_grad(),
         lambda model, batch: (model.zero_grad(), plain(model, *batch)),
-        lambda model, batch: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda model, batch: nn.utils.clip_grad_norm_(model.parameters(), 0.01),
         lambda model, batch: model.weight.grad.mul_(2.0),
     ],
     ids=["added to", "cleared", "replaced", "clipped", "unscaled"],
@@ -152,6 +152,13 @@ def test_gradients_that_were_changed(run, change, in_closure):
     with pytest.raises(RuntimeError, match=FOREIGN):
         optimizer.step(*closure)
     assert all(torch.equal(before[name], v) for name, v in model.state_dict().items())
+
+
+def test_the_norm_of_gradients_may_be_logged(run):
+    model, private, optimizer = run
+    private.backward(*next(iter(private.loader)))
+    nn.utils.clip_grad_norm_(model.parameters(), torch.inf)  # as trainers do it
+    optimizer.step()
 
 
 def test_a_closure_may_call_backward(run):

@@ -1,13 +1,34 @@
 """What keeps an optimizer from steps on gradients that are not private."""
 
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, distributed
 from torch.optim import Optimizer
 
 from vgrad.dp.live import LiveModule
 from vgrad.torch_private.tensors import version_of
+
+
+class Released(NamedTuple):
+    """A gradient that was written, and what tells whether it was changed since."""
+
+    grad: Tensor
+    version: int
+    bits: Tensor
+
+    @classmethod
+    def of(cls, grad: Tensor) -> "Released":
+        """Remember a gradient."""
+        return cls(grad, version_of(grad), _bits(grad))
+
+    def is_(self, grad: Tensor | None) -> bool:
+        """Tell whether this is the same tensor, with the same values."""
+        if grad is None or grad is not self.grad:
+            return False
+        # Trainers that log the norm multiply by one, which counts as a write.
+        return version_of(grad) == self.version or torch.equal(_bits(grad), self.bits)
 
 
 class Watch:
@@ -21,7 +42,7 @@ class Watch:
 
     def forget(self) -> None:
         """Start as before the first release."""
-        self._released: dict[str, tuple[Tensor, int]] = {}
+        self._released: dict[str, Released] = {}
         self._stepped: WeakSet[Optimizer] = WeakSet()
         self._partial = False
 
@@ -38,8 +59,7 @@ class Watch:
         """
         parameters = self._parameters()
         for name, each in parameters.items():
-            released, _ = self._released.get(name, (None, 0))
-            if each.grad is not None and each.grad is not released:
+            if each.grad is not None and not self._wrote(name, each.grad):
                 raise RuntimeError(
                     f"PrivateGradients.backward(*batch): expected no gradient that it "
                     f"did not write, got one in {name!r}. Remove loss.backward(), and "
@@ -57,12 +77,15 @@ class Watch:
         self.forget()
         self._partial = True
 
+    def _wrote(self, name: str, grad: Tensor) -> bool:
+        return name in self._released and self._released[name].grad is grad
+
     def release(self) -> None:
         """Remember the gradients that have just been written."""
         self._partial = False
         for name, each in self._parameters().items():
             if each.grad is not None:
-                self._released[name] = (each.grad, version_of(each.grad))
+                self._released[name] = Released.of(each.grad)
 
     def add(self, optimizer: Optimizer) -> None:
         """Look at the gradients before each step of an optimizer."""
@@ -106,10 +129,8 @@ class Watch:
         for name, each in self._parameters().items():
             if id(each) not in held:
                 continue
-            released, version = self._released.get(name, (None, 0))
-            same = each.grad is released
-            if same and released is not None:
-                same = version_of(released) == version
+            released = self._released.get(name)
+            same = each.grad is None if released is None else released.is_(each.grad)
             if not same:
                 raise RuntimeError(
                     f"optimizer.step(): expected the gradients as PrivateGradients "
@@ -117,6 +138,12 @@ class Watch:
                     f"loss.backward(), call zero_grad() before backward(*batch) and "
                     f"not after it, and switch off gradient clipping and loss scaling."
                 )
+
+
+def _bits(grad: Tensor) -> Tensor:
+    """Add up the bits of the numbers of a tensor, int64: almost any change shows."""
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return grad.contiguous().view(whole[grad.element_size()]).sum(dtype=torch.int64)
 
 
 def check_alone() -> None:
