@@ -1,4 +1,4 @@
-"""Every example runs to its last assert, where the library that it shows is installed."""
+"""Every example runs to its last assert where what it shows is installed."""
 
 import importlib.util
 import os
