@@ -1,7 +1,6 @@
 """Sums of clipped per-sample gradients, and the sensitivity that they have."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -168,13 +167,6 @@ class ClippedGradFn(Transform):
         self._normalize_by = normalize_by
         self._passes = passes
         self.sensitivity = Sensitivity(clip.total / normalize_by)
-
-    def with_loss_scale(self, loss_scale: LossScale | None) -> "ClippedGradFn":
-        """Return the same function with another loss scale."""
-        options = replace(self.options, loss_scale=loss_scale)
-        same = ClippedGradFn(options, self._clip, self._normalize_by, self._passes)
-        same.calls = self.calls
-        return same
 
     def of_samples(
         self, function: Callable[[Tensor], Tensor], value: ClippedGrad
