@@ -203,14 +203,14 @@ class ClippedGradFn(Transform):
             elif levels.inside_transform():
                 sums.add(found.weighted(decision.weights, decision.keep))
             elif not unlikely(torch.cat([~decision.plain, *found.doubts])):
-                sums.add(found.weighted(decision.weights, None, part.summed))
+                sums.add(found.weighted(decision.weights, None, part.settled))
             else:
                 found.mend()
                 decision = decide(found.norms)
                 for some in self._careful(found, decision, parts):
                     sums.add(some)
                 for name, value in sums.totals.items():
-                    sums.totals[name] = part.summed(name, value)
+                    sums.totals[name] = part.settled(name, value)
         return sums.totals, decision.norms, decision.above
 
     def _joined(self, parts: Iterator[tuple], call: Call) -> ClippedGrad:
