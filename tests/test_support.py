@@ -10,20 +10,29 @@ import pytest
 from tests.test_docs import ROOT
 
 PAGE = (ROOT / "docs" / "support.md").read_text()
+SECTIONS = PAGE.split("\n## ")[1:]
 ROWS = [
     (section, *(cell.strip() for cell in row.strip("|").split("|")))
-    for section in PAGE.split("\n## ")[1:]
+    for section in SECTIONS
     for row in re.findall(r"^\|.*\|$", section, flags=re.M)[2:]
 ]
 
 
+def listed(section):
+    """Return the numbered tests, each a file and a name."""
+    pattern = r"^(\d+)\. `(test_\w+)` in `([\w/]+\.py)`$"
+    return {
+        number: (file, name)
+        for number, name, file in re.findall(pattern, section, re.M)
+    }
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[1])
 def test_a_row_is_backed(row):
-    section, name, *cells, shown = row
-    tests = re.findall(r"`([\w/]+\.py)::(test_\w+)`", shown)
-    assert tests
-    for file, test in tests:
-        text = (ROOT / "tests" / file).read_text()
+    section, name, *cells, numbers = row
+    for number in numbers.split(", "):
+        file, test = listed(section)[number]
+        text = (ROOT / file).read_text()
         assert re.search(rf"^def {test}\(", text, flags=re.M), test
     assert cells.count("n/a") < len(cells)
     below = section.partition(f"\n**{name}**")[2].partition("\n**")[0]
@@ -34,7 +43,9 @@ def test_a_row_is_backed(row):
             assert cell.split("`")[1] in raised, cell
 
 
-def test_every_row_has_all_columns():
-    for section in PAGE.split("\n## ")[1:]:
-        head, _, *rows = re.findall(r"^\|.*\|$", section, flags=re.M)
-        assert {row.count("|") for row in rows} == {head.count("|")}
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda text: text.split("\n")[0])
+def test_a_table_has_all_columns_and_uses_all_tests(section):
+    head, _, *rows = re.findall(r"^\|.*\|$", section, flags=re.M)
+    assert {row.count("|") for row in rows} == {head.count("|")}
+    used = {number for row in rows for number in re.findall(r"\d+", row.split("|")[-2])}
+    assert used == listed(section).keys()
