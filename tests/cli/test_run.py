@@ -47,8 +47,9 @@ SLOW = pytest.mark.slow
 
 
 def test_a_run_writes_what_it_promises(finished):
-    names = {"curves.png", "metrics.jsonl", "plain.jsonl", "model.safetensors"}
-    assert set(os.listdir(finished)) == {*names, "state.json", "state.safetensors"}
+    names = {"curves.png", "report.html", "metrics.jsonl", "plain.jsonl"}
+    names |= {"model.safetensors", "state.json", "state.safetensors"}
+    assert set(os.listdir(finished)) == names
     for name in ("metrics.jsonl", "plain.jsonl"):
         records = lines(finished / name)
         assert [list(each) for each in records] == [KEYS] * 3
@@ -118,7 +119,7 @@ def test_a_finished_run_stays_as_it_is_and_its_folder_is_taken(
     assert "expected a folder without a run" in error(capsys, *command)
     after = {path: (path.read_bytes(), path.stat()) for path in finished.iterdir()}
     assert after == before
-    for name in (*checkpoint.FILES, "metrics.jsonl", *report.PICTURES):
+    for name in (*checkpoint.FILES, "metrics.jsonl", *report.PICTURES, report.PAGE):
         other = tmp_path / f"only {name}"
         other.mkdir()
         (other / name).write_text("mine")
@@ -250,7 +251,7 @@ def test_killed_by_a_signal_a_run_goes_on_with_the_same_numbers(images, tmp_path
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
     assert done.returncode == -signal.SIGKILL
     assert 0 < len(lines(out / "metrics.jsonl")) < 3
-    assert not (out / "curves.png").exists()
+    assert not (out / "report.html").exists()
     assert resume(out) == 0
     assert main(["train", "--out", str(whole), *more]) == 0
     assert results(out) == results(whole)
@@ -273,7 +274,7 @@ def test_the_figures_of_lost_steps_are_cut_off(images, tmp_path):
     expected = results(out)
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "loss": 0.1')
-    (out / "curves.png").unlink()
+    (out / "report.html").unlink()
     assert resume(out) == 0
     assert results(out) == expected
 
@@ -344,7 +345,7 @@ def test_no_two_processes_train_in_one_folder(images, tmp_path, monkeypatch, cap
     out, refused = tmp_path / "run", []
 
     def meanwhile(*given):
-        monkeypatch.setattr(report, "write_curves", lambda *given, **more: None)
+        monkeypatch.setattr(report, "write_page", lambda *given: None)
         refused.append(error(capsys, "train", "--resume", out))
 
     monkeypatch.setattr(report, "show_table", meanwhile)
@@ -554,7 +555,7 @@ def test_an_interrupt_has_its_own_status(images, tmp_path, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(report, "write_curves", interrupt)
+        patch.setattr(report, "write_page", interrupt)
         assert train(images, tmp_path / "run") == 130
     assert capsys.readouterr().err.startswith("vgrad: interrupted")
     assert resume(tmp_path / "run") == 0
@@ -573,7 +574,7 @@ def test_on_a_terminal_there_is_a_bar_and_a_table(
     monkeypatch.setenv("TERM", "xterm")
     screen = io.StringIO()
     monkeypatch.setattr(
-        report, "Console", lambda: Console(file=screen, force_terminal=True)
+        report.console, "Console", lambda: Console(file=screen, force_terminal=True)
     )
     assert train(images, tmp_path / "run", *more) == 0
     shown = screen.getvalue()
@@ -589,7 +590,7 @@ def test_the_digits_train_in_silence_but_for_a_line_an_epoch(tmp_path, capfd):
     done = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("\nepoch ") == 2
-    assert len(done.stdout.splitlines()) == 7
+    assert len(done.stdout.splitlines()) == 8
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG\r\n")
     assert main(["evaluate", str(out)]) == 0
     judged, share = capfd.readouterr(), lines(out / "metrics.jsonl")[-1]

@@ -4,5 +4,5 @@
 (`data.py`), builds its model (`models.py`), prepares its trainers (`setup.py`, and
 `ensembles.py` for an ensemble), and takes its steps (`run.py`). It leaves a state, a
 model (`checkpoint.py`) and figures (`metrics.py`) in a folder, and shows them
-(`report.py`). `descriptions.py` checks what such files say about themselves.
+(`report/`). `descriptions.py` checks what such files say about themselves.
 """

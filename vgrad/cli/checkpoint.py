@@ -29,12 +29,13 @@ from vgrad.typing import Buffers, Params, Tree
 
 STATE = "state.safetensors"
 STATE_TEXT = "state.json"
+STATES = (STATE, STATE_TEXT)
 MODEL = "model.safetensors"
 
 ENSEMBLE = "ensemble.safetensors"
 ENSEMBLE_TEXT = "ensemble.json"
 
-FILES = (STATE, STATE_TEXT, MODEL, ENSEMBLE, ENSEMBLE_TEXT)
+FILES = (*STATES, MODEL, ENSEMBLE, ENSEMBLE_TEXT)
 
 _LONGEST_TEXT = 2**20
 """Bytes of a description, which has a few hundred."""
