@@ -268,6 +268,26 @@ def test_an_ensemble_is_loaded_from_its_folder(three):
     assert scores.shape == (3, 5, 3)
 
 
+def test_a_member_is_loaded_alone_as_a_module(three, runs):
+    x = torch.randn(5, 1, 1, 6, generator=torch.Generator().manual_seed(0))
+    fmodel, params, buffers = vgrad.load(three)
+    scores = vgrad.ensemble_forward(fmodel)(params, buffers, x)
+    for i in range(3):
+        model = vgrad.load(three, member=i)
+        assert not model.training
+        assert all(value.requires_grad for value in model.parameters())
+        oracle.assert_exact(model(x), scores[i], 1e-6)
+    for member in (-1, True, 1.0, "0"):
+        with pytest.raises(ValueError, match="expected a whole number >= 0"):
+            vgrad.load(three, member=member)
+    with pytest.raises(ValueError, match="expected a file with member 3, got 3 mem"):
+        vgrad.load(three, member=3)
+    with pytest.raises(ValueError, match="which holds one model. Leave member out."):
+        vgrad.load(runs / "one", member=0)
+    with pytest.raises(FileNotFoundError, match="got no file"):
+        vgrad.load(three / "none", member=0)
+
+
 def test_a_folder_of_two_runs_is_no_guess(one, three_too, images, capsys):
     with pytest.raises(ValueError, match=r"one run, got model\.safetensors and ens"):
         vgrad.load(one)

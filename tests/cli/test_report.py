@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.cli.runs import FIXED, PLAIN, THREE, WRITE, lines, said, train
-from vgrad.cli import metrics, options, report
+from vgrad.cli import metrics, report, settings
 
 OF_RUN = "digits, mlp, seed 0"
 
@@ -49,7 +49,7 @@ def records(count, members=None):
     ],
 )
 def test_a_title_says_which_run_it_is(given, expected):
-    assert report.title(options.Settings(**given)) == expected
+    assert report.title(settings.Settings(**given)) == expected
 
 
 def overlap(figure):
@@ -125,7 +125,7 @@ def test_the_most_uncertain_samples_come_first(channels):
 
 
 def test_a_picture_is_drawn_whatever_the_data_are_called(tmp_path):
-    title = report.title(options.Settings(data="$\\frac$ 数 <b>.npz"))
+    title = report.title(settings.Settings(data="$\\frac$ 数 <b>.npz"))
     figure = report.curves(title, [], records(2), delta=1e-5)
     drawn = WRITE(figure, tmp_path / "it.png")
     assert drawn.startswith(b"\x89PNG\r\n")
@@ -237,7 +237,7 @@ EVIL = '"><script>alert(1)</script>&amp;'
 
 def job(**given):
     return SimpleNamespace(
-        settings=options.Settings(**given),
+        settings=settings.Settings(**given),
         data=SimpleNamespace(y_train=[0] * 7, y_test=[0] * 5),
         ends=[4],
         plan=None,
@@ -275,5 +275,5 @@ def test_settings_are_named_as_on_the_command_line(tmp_path):
     report.write_page(tmp_path, job(), [], records(1), {})
     text = (tmp_path / "report.html").read_text()
     names = re.findall(r"<td>--([a-z-]+)</td>", text)
-    fields = [each.name for each in dataclasses.fields(options.Settings)]
+    fields = [each.name for each in dataclasses.fields(settings.Settings)]
     assert [name.replace("-", "_") for name in names] == fields

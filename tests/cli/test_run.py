@@ -34,13 +34,14 @@ from tests.cli.runs import (
     results,
     resume,
     said,
+    stop,
     train,
     watch_noise,
     write_data,
 )
 from vgrad import dp, files
 from vgrad.__main__ import COMMANDS, main
-from vgrad.cli import checkpoint, report
+from vgrad.cli import checkpoint, data, report, settings
 
 ROOT = Path(__file__).parents[2]
 SLOW = pytest.mark.slow
@@ -359,6 +360,56 @@ def test_no_two_processes_train_in_one_folder(images, tmp_path, monkeypatch, cap
     assert len(refused) == 2
 
 
+@pytest.mark.parametrize(
+    ("given", "samples", "batch", "lr"),
+    [
+        ({}, 1438, 720, 1.0),
+        ({}, 60_000, 720, 1.0),
+        ({"model": "mlp"}, 500, 256, 0.18),
+        ({"model": "resnet"}, 2_000, 720, 0.1),
+        ({"model": "own:make"}, 2_000, 720, 0.1),
+        ({"batch_size": 36}, 500, 36, 0.05),
+        ({"batch_size": 2_000}, 60_000, 2_000, 1.0),
+        ({"lr": 0.7}, 500, 256, 0.7),
+        ({"lr": 0.7, "batch_size": 3}, 3, 3, 0.7),
+        ({}, 3, 3, 0.0042),
+        ({}, 1, 1, 0.0014),
+    ],
+)
+def test_the_batch_and_the_rate_fit_the_data(given, samples, batch, lr):
+    found = settings.Settings(**given).fitted(samples)
+    assert (found.batch_size, found.lr) == (batch, lr)
+
+
+def test_what_was_chosen_is_recorded_and_may_be_given_again(images, tmp_path, capsys):
+    out, more = tmp_path / "run", ["--model", "mlp", "--epochs", "1"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "write_page", stop)
+        with pytest.raises(Killed):
+            main(["train", "--out", str(out), "--data", str(images), *more])
+    chosen = said(out)["arguments"]
+    assert (chosen["batch_size"], chosen["lr"]) == (24, 0.017)
+    message = error(capsys, "train", "--resume", out, "--batch-size", "720")
+    assert "expected --batch-size 24, which the run was started with" in message
+    assert resume(out, "--batch-size", "24", "--lr", "0.017") == 0
+
+
+@SLOW
+@pytest.mark.parametrize("model", ["cnn", "mlp", "resnet"])
+def test_no_model_diverges_as_it_is_by_default(tmp_path, model):
+    drawn = data.load("digits", seed=0)
+    names = ("x_train", "y_train", "x_test", "y_test")
+    few = {name: value[:300].numpy() for name, value in zip(names, drawn, strict=False)}
+    np.savez(tmp_path / "few.npz", **few)
+    out, more = tmp_path / "run", ["--model", model, "--epochs", "20"]
+    given = ["--data", str(tmp_path / "few.npz"), *more]
+    assert main(["train", "--out", str(out), *given]) == 0
+    for name in ("metrics", "plain"):
+        first, *_, last = lines(out / f"{name}.jsonl")
+        assert last["loss"] < first["loss"] < 2.5
+        assert last["test_accuracy"] > 0.3
+
+
 MANY = "1000000000"
 BAD = {
     "no such data": (["--data", "none.npz"], "none.npz: expected a file"),
@@ -376,7 +427,10 @@ BAD = {
     "too many members": (["--members", MANY], "at most 10000, as all of them"),
     "no epochs": (["--epochs", "0"], "expected a whole number >= 1"),
     "half an epoch": (["--epochs", "0.5"], "argument --epochs: invalid int"),
-    "batch too large": (["--batch-size", "49"], "at most the 48 training samples"),
+    "batch too large": (
+        ["--batch-size", "49"],
+        "at most the 48 training samples that there are. Leave it out for",
+    ),
     "learning rate": (["--lr", "-1"], "expected lr > 0"),
     "seed": (["--seed", "-1"], "< seed <"),
     "precision": (["--precision", "half"], "'half'): expected one of 'float32', 'bf"),

@@ -38,7 +38,7 @@ from vgrad.cli.ensembles import PrivateMembers
 from vgrad.cli.evaluate import judge
 from vgrad.cli.launched import World
 from vgrad.cli.metrics import FIGURES, Record
-from vgrad.cli.options import Settings
+from vgrad.cli.settings import Settings
 from vgrad.cli.setup import Job, Pair, Trainer
 from vgrad.precision import NoOpLossScale
 
@@ -51,7 +51,7 @@ def train(given: Namespace) -> None:
     """
     with launched.ranks() as world:
         if given.resume is None:
-            _begin(options.started(given), options.folder("--out", given.out), world)
+            _begin(Settings.started(given), options.folder("--out", given.out), world)
         else:
             _resume(options.folder("--resume", given.resume), given, world)
 
@@ -116,7 +116,7 @@ def _checked(folder: Path, given: Namespace) -> tuple[Job, Pair, files.Descripti
     """Read the state of a run, and check all that it says."""
     tensors, before = checkpoint.read_state(folder)
     checkpoint.check_said(before)
-    settings = options.recorded(before["arguments"], options.given(given))
+    settings = Settings.recorded(before["arguments"], given)
     checkpoint.check_members(tensors, settings.members)
     job = _prepare(settings)
     checkpoint.refuse_differences(before, job.description)
@@ -262,15 +262,16 @@ def _announce(job: Job, world: World) -> None:
     if count > 1:
         model += f", {count} members"
         steps += " of each member"
+    if world.size > 1:
+        steps += f" on {world.size} ranks"
+    steps += f" at learning rate {settings.lr:g}, "
     noise = "without privacy."
     if plan:
         noise = (
-            f"at sampling rate {plan.sampling_rate:.4g} and noise multiplier "
+            f"sampling rate {plan.sampling_rate:.4g} and noise multiplier "
             f"{plan.noise_multiplier:.4g}. In brackets: without privacy."
         )
-    if world.size > 1:
-        steps += f" on {world.size} ranks"
-    report.say(f"{settings.data}: {sizes} samples. {model}. {steps} {noise}")
+    report.say(f"{settings.data}: {sizes} samples. {model}. {steps}{noise}")
     if plan and count > 1:
         report.say(
             f"The budget is that of all members together: {plan.steps} steps on the "

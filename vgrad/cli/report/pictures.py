@@ -20,7 +20,7 @@ from torch import Tensor
 from vgrad import files
 from vgrad.cli.descriptions import printable
 from vgrad.cli.metrics import RUNS, Record
-from vgrad.cli.options import Settings
+from vgrad.cli.settings import Settings
 from vgrad.cli.setup import Job, Pair
 from vgrad.ensemble.calibration import reliability
 from vgrad.ensemble.prediction import class_prediction
