@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vgrad.distributed.ranks import RankError, Ranks
 from vgrad.ensemble.axes import Here
-from vgrad.ensemble.execution import Strategy
 from vgrad.ensemble.forward import ensemble_forward
 from vgrad.ensemble.prediction import (
     EnsemblePrediction,
@@ -26,7 +25,7 @@ from vgrad.ensemble.prediction import (
 )
 from vgrad.functional.model import FunctionalModel
 from vgrad.names import Patterns
-from vgrad.typing import Buffers, Params, Tree
+from vgrad.typing import Buffers, EnsembleStrategy, Params, Tree
 
 T = TypeVar("T")
 
@@ -40,7 +39,7 @@ def predict(
     mesh: DeviceMesh,
     axis: str = "members",
     chunk_size: int | None = None,
-    strategy: Strategy = "auto",
+    strategy: EnsembleStrategy = "auto",
     shared: Patterns = (),
 ) -> EnsemblePrediction:
     """Probabilities and uncertainty over ranks: `inputs [N, ...] -> [N, C]`, `[N]`.
@@ -86,7 +85,7 @@ def predict_values(
     axis: str = "members",
     quantiles: Sequence[float] = (),
     chunk_size: int | None = None,
-    strategy: Strategy = "auto",
+    strategy: EnsembleStrategy = "auto",
     shared: Patterns = (),
 ) -> ValuePrediction:
     """Mean, variance and quantiles over ranks: `inputs [N, ...] -> [N, ...]`.

@@ -65,7 +65,7 @@ class Plan:
     max_norm: float
     steps: int
     delta: float
-    accountant: str = "pld"
+    accountant: accounting.Accountant = "pld"
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -89,7 +89,7 @@ class Plan:
         max_norm: float,
         steps: int,
         delta: float,
-        accountant: str = "pld",
+        accountant: accounting.Accountant = "pld",
     ) -> "Plan":
         """Make the plan with the least noise whose epsilon is at most `epsilon`.
 

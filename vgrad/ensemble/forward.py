@@ -10,13 +10,13 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.ensemble.axes import InDims
 from vgrad.ensemble.choice import EnsembleExplanation, OfRunner, Runner
-from vgrad.ensemble.execution import Call, Randomness, Strategy
+from vgrad.ensemble.execution import Call
 from vgrad.functional.model import FunctionalModel
 from vgrad.generators import streams
 from vgrad.names import Patterns
 from vgrad.persample.engine.guard import LossGuard
 from vgrad.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from vgrad.typing import Buffers, Params, Tree
+from vgrad.typing import Buffers, EnsembleStrategy, Params, Randomness, Tree
 
 
 class EnsembleForward(OfRunner):
@@ -115,7 +115,7 @@ def ensemble_forward(
     in_dims: InDims = None,
     chunk_size: int | None = None,
     randomness: Randomness = "different",
-    strategy: Strategy = "auto",
+    strategy: EnsembleStrategy = "auto",
     shared: Patterns = (),
 ) -> EnsembleForward:
     """Run all members: `(params, buffers, *batch) -> [E, B, ...]`.

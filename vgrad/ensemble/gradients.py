@@ -1,7 +1,7 @@
 """The gradient of every member's loss, from one backward pass or one for each."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -12,8 +12,6 @@ from vgrad.ensemble.axes import InDims
 from vgrad.ensemble.choice import EnsembleExplanation, OfRunner, Runner
 from vgrad.ensemble.execution import (
     Call,
-    Randomness,
-    Strategy,
     autocasting,
 )
 from vgrad.functional.gradient import gradient
@@ -29,7 +27,16 @@ from vgrad.lowering.keyed import check_drawn
 from vgrad.names import Patterns
 from vgrad.persample.engine.guard import UnsupportedOp
 from vgrad.torch_private import levels
-from vgrad.typing import BatchLossFn, Buffers, LossFn, Params, Tree
+from vgrad.typing import (
+    BatchLossFn,
+    Buffers,
+    EnsembleStrategy,
+    LossFn,
+    Params,
+    Randomness,
+    Result,
+    Tree,
+)
 
 
 class EnsembleGrads(NamedTuple):
@@ -47,7 +54,7 @@ class EnsembleGrads(NamedTuple):
     buffers: Buffers
 
 
-class EnsembleGradFn(OfRunner):
+class EnsembleGradFn(OfRunner, Generic[Result]):
     """What `ensemble_grad` returns."""
 
     def __init__(
@@ -67,7 +74,7 @@ class EnsembleGradFn(OfRunner):
         /,
         *batch: Tree,
         loss_scale: Tensor | float = 1.0,
-    ) -> Any:
+    ) -> Result:
         """Return an `EnsembleGrads`, or with `has_aux` a pair of it and aux.
 
         The gradients are those of `loss_scale * loss`, a number or one for each member,
@@ -88,7 +95,8 @@ class EnsembleGradFn(OfRunner):
             grads, values, new = self._at_once(call, strategy, loss_scale)
         losses, aux = self._parted(values)
         result = EnsembleGrads(grads, losses, new)
-        return (result, aux) if self._has_aux else result
+        found: Any = (result, aux) if self._has_aux else result
+        return found
 
     def explain(
         self, params: Params, buffers: Buffers, /, *batch: Tree
@@ -201,15 +209,38 @@ class EnsembleGradFn(OfRunner):
         return grads, *call.stacked_with_buffers(pairs)
 
 
+class EnsembleOptions(TypedDict, total=False):
+    """The options of a function of an ensemble, for type checkers."""
+
+    in_dims: InDims
+    randomness: Randomness
+    strategy: EnsembleStrategy
+    shared: Patterns
+
+
+@overload
+def ensemble_grad(
+    loss: BatchLossFn | LossFn,
+    *,
+    has_aux: Literal[False] = False,
+    **options: Unpack[EnsembleOptions],
+) -> EnsembleGradFn[EnsembleGrads]: ...
+@overload
+def ensemble_grad(
+    loss: BatchLossFn | LossFn,
+    *,
+    has_aux: Literal[True],
+    **options: Unpack[EnsembleOptions],
+) -> EnsembleGradFn[tuple[EnsembleGrads, Tree]]: ...
 def ensemble_grad(
     loss: BatchLossFn | LossFn,
     *,
     in_dims: InDims = None,
     randomness: Randomness = "different",
-    strategy: Strategy = "auto",
+    strategy: EnsembleStrategy = "auto",
     shared: Patterns = (),
     has_aux: bool = False,
-) -> EnsembleGradFn:
+) -> EnsembleGradFn[Any]:
     """Differentiate every member's loss: `(params, buffers, *batch) -> EnsembleGrads`.
 
     `loss` is the loss of a batch for one member, from `batch_loss` or a function of

@@ -6,12 +6,11 @@ fill the device, and its gradients need not be stored. E members, B samples
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Generic, Literal, Required, Unpack, overload
 
 from torch import Tensor
 
 from vgrad import batches, checks, names
-from vgrad.batches import ChunkSize
 from vgrad.dp.noise import add_gaussian_noise
 from vgrad.ensemble.axes import InDims
 from vgrad.ensemble.choice import Keyed, check_keys
@@ -23,16 +22,26 @@ from vgrad.ensemble.execution import (
 )
 from vgrad.generators import sample_keys, set_seed
 from vgrad.names import Patterns
-from vgrad.persample.clipped import Kind, clipped_grad
-from vgrad.persample.engine.problem import Randomness
+from vgrad.persample.clipped import ClippedGrad, clipped_grad
+from vgrad.persample.engine.problem import Options
 from vgrad.persample.engine.transform import Transform
 from vgrad.persample.grad import per_sample_grad
 from vgrad.precision import LossScale
 from vgrad.sensitivity import Sensitivity
-from vgrad.typing import Buffers, LossFn, Params, Tree
+from vgrad.typing import (
+    Buffers,
+    ChunkSize,
+    Clipping,
+    LossFn,
+    Params,
+    Randomness,
+    Result,
+    Strategy,
+    Tree,
+)
 
 
-class EnsemblePerSampleFn(Keyed):
+class EnsemblePerSampleFn(Keyed, Generic[Result]):
     """What `ensemble_per_sample_grad` and `ensemble_clipped_grad` return."""
 
     def __init__(
@@ -59,7 +68,7 @@ class EnsemblePerSampleFn(Keyed):
         """Patterns of the entries without a member axis."""
         return self._options["shared"]
 
-    def __call__(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
+    def __call__(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Result:
         """Return the result of every member, stacked along a new first axis."""
         call = Call(self._function, params, buffers, batch, **self._options)
         own = self._transforms
@@ -88,7 +97,7 @@ class EnsemblePerSampleFn(Keyed):
         return run
 
 
-class EnsembleClippedGradFn(EnsemblePerSampleFn):
+class EnsembleClippedGradFn(EnsemblePerSampleFn[Result]):
     """What `ensemble_clipped_grad` returns."""
 
     @property
@@ -148,17 +157,30 @@ class EnsembleClippedGradFn(EnsemblePerSampleFn):
         )
 
 
+class _Options(Options, total=False):
+    in_dims: InDims
+    shared: Patterns
+
+
+@overload
+def ensemble_per_sample_grad(
+    loss: LossFn, *, has_aux: Literal[False] = False, **options: Unpack[_Options]
+) -> EnsemblePerSampleFn[Params]: ...
+@overload
+def ensemble_per_sample_grad(
+    loss: LossFn, *, has_aux: Literal[True], **options: Unpack[_Options]
+) -> EnsemblePerSampleFn[tuple[Params, Tree]]: ...
 def ensemble_per_sample_grad(
     loss: LossFn,
     *,
     in_dims: InDims = None,
     shared: Patterns = (),
-    strategy: str = "auto",
+    strategy: Strategy = "auto",
     chunk_size: ChunkSize = None,
     randomness: Randomness = "error",
     has_aux: bool = False,
     loss_scale: LossScale | None = None,
-) -> EnsemblePerSampleFn:
+) -> EnsemblePerSampleFn[Any]:
     """Gradient of every sample for every member: `{name: [E, B, *shape]}`.
 
     `loss` is the loss of one sample for one member. `in_dims` and `shared` are those of
@@ -187,20 +209,37 @@ def ensemble_per_sample_grad(
     return EnsemblePerSampleFn(name, [transform], in_dims, shared)
 
 
+class _ClippingOptions(_Options, total=False):
+    max_norm: Required[float | Mapping[str, float] | Tensor | Sequence[float]]
+    clipping: Clipping
+    normalize_by: float
+
+
+@overload
+def ensemble_clipped_grad(
+    loss: LossFn,
+    *,
+    has_aux: Literal[False] = False,
+    **options: Unpack[_ClippingOptions],
+) -> EnsembleClippedGradFn[ClippedGrad]: ...
+@overload
+def ensemble_clipped_grad(
+    loss: LossFn, *, has_aux: Literal[True], **options: Unpack[_ClippingOptions]
+) -> EnsembleClippedGradFn[tuple[ClippedGrad, Tree]]: ...
 def ensemble_clipped_grad(
     loss: LossFn,
     *,
     max_norm: float | Mapping[str, float] | Tensor | Sequence[float],
-    clipping: Kind = "flat",
+    clipping: Clipping = "flat",
     normalize_by: float = 1.0,
     in_dims: InDims = None,
     shared: Patterns = (),
-    strategy: str = "auto",
+    strategy: Strategy = "auto",
     chunk_size: ChunkSize = None,
     randomness: Randomness = "error",
     has_aux: bool = False,
     loss_scale: LossScale | None = None,
-) -> EnsembleClippedGradFn:
+) -> EnsembleClippedGradFn[Any]:
     """Sum of clipped gradients of every member: a `ClippedGrad` of `[E, ...]`.
 
     `max_norm` is what `clipped_grad` takes, or a list of that for each member.

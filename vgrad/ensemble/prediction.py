@@ -14,12 +14,11 @@ from torch import Tensor
 from vgrad import batches, checks
 from vgrad.dtypes import wide
 from vgrad.ensemble.axes import Here, means
-from vgrad.ensemble.execution import Strategy
 from vgrad.ensemble.forward import EnsembleForward, ensemble_forward
 from vgrad.functional.model import FunctionalModel
 from vgrad.names import Patterns
 from vgrad.persample.engine.guard import LossGuard
-from vgrad.typing import Buffers, Params, Tree
+from vgrad.typing import Buffers, EnsembleStrategy, Params, Tree
 
 
 class EnsemblePrediction(NamedTuple):
@@ -69,7 +68,7 @@ def predict(
     /,
     *inputs: Tree,
     chunk_size: int | None = None,
-    strategy: Strategy = "auto",
+    strategy: EnsembleStrategy = "auto",
     shared: Patterns = (),
 ) -> EnsemblePrediction:
     """Probabilities and uncertainty of an ensemble: `inputs [N, ...] -> [N, C]`, `[N]`.
@@ -130,7 +129,7 @@ def predict_values(
     *inputs: Tree,
     quantiles: Sequence[float] = (),
     chunk_size: int | None = None,
-    strategy: Strategy = "auto",
+    strategy: EnsembleStrategy = "auto",
     shared: Patterns = (),
 ) -> ValuePrediction:
     """Mean, variance and quantiles of an ensemble: `inputs [N, ...] -> [N, ...]`.

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from vgrad import batches, checks, tree
-from vgrad.ensemble.execution import Randomness, Strategy
 from vgrad.ensemble.resampling import fold_indices
 from vgrad.ensemble.stacking import made, stack
 from vgrad.functional.losses import Criterion, batch_loss
@@ -26,7 +25,7 @@ from vgrad.training.folds import Folds
 from vgrad.training.saved_states import load_state, save_state
 from vgrad.training.state import Step, device_of, first_scale
 from vgrad.training.validation import Figures, Metric, Validation
-from vgrad.typing import Buffers, Params, Tree
+from vgrad.typing import Buffers, EnsembleStrategy, Params, Randomness, Tree
 
 
 class FoldEpoch(NamedTuple):
@@ -80,7 +79,7 @@ def cross_validate(
     at_once: int | None = None,
     metric: Metric | None = None,
     randomness: Randomness = "different",
-    strategy: Strategy = "auto",
+    strategy: EnsembleStrategy = "auto",
     policy: Policy | str | None = None,
     loss_scale: LossScale | None = None,
     folder: Path | str | None = None,

@@ -14,7 +14,7 @@ from vgrad import optim
 from vgrad.conditions import are_collected
 from vgrad.dtypes import widened
 from vgrad.ensemble.axes import InDims, members, split
-from vgrad.ensemble.execution import Call, Randomness, Strategy
+from vgrad.ensemble.execution import Call
 from vgrad.ensemble.gradients import (
     EnsembleGradFn,
     check_loss,
@@ -43,7 +43,15 @@ from vgrad.training.state import (
     without_key,
 )
 from vgrad.tree import map_tensors
-from vgrad.typing import BatchLossFn, Buffers, LossFn, Params, Tree
+from vgrad.typing import (
+    BatchLossFn,
+    Buffers,
+    EnsembleStrategy,
+    LossFn,
+    Params,
+    Randomness,
+    Tree,
+)
 
 
 class EnsembleState(NamedTuple):
@@ -117,7 +125,7 @@ def ensemble_train_step(
     *,
     in_dims: InDims = None,
     randomness: Randomness = "different",
-    strategy: Strategy = "auto",
+    strategy: EnsembleStrategy = "auto",
     shared: Patterns = (),
     policy: Policy | str | None = None,
     loss_scale: LossScale | None = None,

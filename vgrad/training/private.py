@@ -1,17 +1,15 @@
 """The step of private training: DP-SGD as a pure function of a state."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from vgrad import batches
-from vgrad.batches import ChunkSize
 from vgrad.dp.plan import Plan
 from vgrad.dtypes import widened
 from vgrad.optim.base import GradientTransformation
 from vgrad.persample.clipped import clipped_grad
-from vgrad.persample.engine.problem import Randomness
 from vgrad.precision import LossScale, NoOpLossScale, Policy, StaticLossScale
 from vgrad.training.state import (
     Metrics,
@@ -25,7 +23,7 @@ from vgrad.training.state import (
     under,
     updated,
 )
-from vgrad.typing import LossFn, Tree
+from vgrad.typing import ChunkSize, LossFn, Passes, Randomness, Strategy, Tree
 
 
 def private_step(
@@ -33,8 +31,8 @@ def private_step(
     tx: GradientTransformation,
     plan: Plan,
     *,
-    passes: Literal[1, 2] = 1,
-    strategy: str = "auto",
+    passes: Passes = 1,
+    strategy: Strategy = "auto",
     chunk_size: ChunkSize = None,
     randomness: Randomness = "error",
     policy: Policy | str | None = None,

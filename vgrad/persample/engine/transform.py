@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from copy import copy
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Generic, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from vgrad.persample.engine.problem import Problem
 from vgrad.persample.engine.strategies import Chunk
 from vgrad.precision.loss_scale import LossScale
 from vgrad.tree import tree_map
-from vgrad.typing import Buffers, Params, Tree
+from vgrad.typing import Buffers, Params, Randomness, Result, Strategy, Tree
 
 
 class Quantity(NamedTuple):
@@ -33,7 +33,7 @@ class Quantity(NamedTuple):
     join: Callable[[Iterator[Any], Call], Any]
 
 
-class Transform:
+class Transform(Generic[Result]):
     """What the per-sample transforms return: a function of `(params, buffers, *batch)`.
 
     A `mask` `[B]` says which samples count. The others, such as copies that fill a
@@ -87,7 +87,7 @@ class Transform:
         /,
         *batch: Tree,
         mask: Tensor | None = None,
-    ) -> Any:
+    ) -> Result:
         """Compute the quantity of this batch."""
         found = self.on_all(params, buffers, batch, mask)
         return found if mask is None else self.selected(found, mask)
@@ -178,10 +178,9 @@ def _check(options: Problem) -> None:
             f"{function}(loss={options.loss!r}): expected a function "
             f"loss(params, buffers, *sample), for example from sample_loss."
         )
-    checks.one_of(function, tuple(STRATEGIES), strategy=options.strategy)
+    checks.one_of(function, get_args(Strategy), strategy=options.strategy)
     batches.check_chunk_size(function, options.chunk_size)
-    kinds = ("error", "different", "same")
-    checks.one_of(function, kinds, randomness=options.randomness)
+    checks.one_of(function, get_args(Randomness), randomness=options.randomness)
     if loss_scale is not None and not hasattr(loss_scale, "loss_scale"):
         raise TypeError(
             f"{function}(loss_scale={loss_scale!r}): expected a loss scale such as "

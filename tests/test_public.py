@@ -1,0 +1,90 @@
+"""What users see of the package: its names, and what help says of them."""
+
+import importlib
+import inspect
+import re
+import types
+
+import pytest
+
+import vgrad
+
+
+def rooms(module=vgrad):
+    yield module
+    for name in module.__all__:
+        value = getattr(module, name)
+        if isinstance(value, types.ModuleType):
+            yield from rooms(value)
+
+
+ROOMS = [*dict.fromkeys(rooms())]
+ROOMS += [importlib.import_module(f"vgrad.{n}") for n in ("distributed", "functional")]
+every_room = pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.__name__)
+
+
+@every_room
+def test_completion_shows_the_public_names_alone(room):
+    assert dir(room) == sorted(room.__all__)
+    assert len(room.__all__) == len({*room.__all__})
+    assert not [name for name in room.__all__ if name.startswith("_")]
+    assert all(hasattr(room, name) for name in room.__all__)
+
+
+def listed(room):
+    """Return the names that a docstring explains in lines such as "* `a`, `b`: ..."."""
+    bullets = re.findall(r"^\* ([^:]+):(?= \S)", room.__doc__, re.MULTILINE)
+    return [name for bullet in bullets for name in re.findall(r"`(\w+)`", bullet)]
+
+
+@pytest.mark.parametrize(
+    "room",
+    [room for room in ROOMS if hasattr(room, "__path__")],
+    ids=lambda r: r.__name__,
+)
+def test_help_has_a_line_for_every_name(room):
+    names = [name for name in listed(room) if name not in WORDS]
+    assert sorted(names) == sorted(room.__all__)
+
+
+WORDS = {
+    "strategy": "strategy: how ",
+    "chunk_size": "chunk_size: samples at a time; None for all",
+    "randomness": 'randomness: of random ops: `"error"`, `"different"` for each ',
+    "has_aux": "has_aux: the loss returns `(scalar, aux)`, and ",
+    "loss_scale": "loss_scale: multiplies losses before the backward pass; results are "
+    "without it.",
+    "mask": "mask: which samples count, bool `[B]`; the others add nothing.",
+    "policy": "policy: dtypes of the passes, a `Policy` or its text; None for those given.",
+    "donate": "donate: the step may write into what it is given, which is spent then.",
+    "in_dims": "in_dims: 0 where each member has a batch of its own, None for one.",
+    "shared": "shared: patterns of the entries that members share, without their axis.",
+}
+"""Words that explain an option, the same wherever there is one."""
+
+
+def callables():
+    for room in ROOMS:
+        for name in room.__all__:
+            value = getattr(room, name)
+            if not getattr(value, "__module__", "").startswith("vgrad"):
+                continue
+            if inspect.isfunction(value):
+                yield f"{room.__name__}.{name}", value
+            elif inspect.isclass(value):
+                for own, method in inspect.getmembers(value, inspect.isroutine):
+                    if not own.startswith("_") and own in vars(value):
+                        yield f"{room.__name__}.{name}.{own}", method
+
+
+CASES = [
+    pytest.param(function, option, id=f"{name}-{option}")
+    for name, function in callables()
+    for option in WORDS
+    if option in inspect.signature(function).parameters
+]
+
+
+@pytest.mark.parametrize(("function", "option"), CASES)
+def test_shared_options_are_explained_in_the_same_words(function, option):
+    assert WORDS[option] in " ".join(inspect.getdoc(function).split())
