@@ -57,7 +57,7 @@ def wheel(tmp_path_factory):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         (source / name).write_bytes((ROOT / name).read_bytes())
     for folder in ("vgrad", "tests", "bench", "tutorials"):
-        for path in (ROOT / folder).rglob("*.py*"):
+        for path in (ROOT / folder).rglob("*"):
             if path.suffix in (".py", ".typed"):
                 target = source / path.relative_to(ROOT)
                 target.parent.mkdir(parents=True, exist_ok=True)

@@ -81,6 +81,9 @@ def own_members(
     have no member axis, and every rank has them, as it has the step and the key of a
     state. Results are copies; leaves that require grad still do.
 
+    Args:
+        shared: patterns of the entries without a member axis.
+
     Raises:
         ValueError: tensors differ in the number of members, there are fewer members
             than ranks, or a pattern matches nothing.
@@ -120,6 +123,9 @@ def all_members(
     the step and the key of a state, must be the same on all ranks, bit by bit.
 
     Cost: each tensor is sent to all ranks.
+
+    Args:
+        shared: patterns of the entries without a member axis.
 
     Raises:
         ValueError: tensors differ in the number of members, or a pattern matches

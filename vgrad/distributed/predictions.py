@@ -51,6 +51,12 @@ def predict(
     Cost: one forward pass of each rank's own members. Of a chunk of n samples about
     `5 n C` numbers are summed over the ranks, whatever E is, in float64.
 
+    Args:
+        chunk_size: samples at a time; None for all.
+        strategy: how members run: `"vmap"` at once, `"hybrid"` at once in the best form
+            of each op, `"loop"` one by one; `"auto"` takes what suits the device.
+        shared: patterns of the entries without a member axis.
+
     Raises:
         ValueError: as `vgrad.ensemble.predict`.
         RankError: another rank failed, or has other numbers of samples or classes.
@@ -93,6 +99,12 @@ def predict_values(
     What `vgrad.ensemble.predict_values` returns for all members, on every rank; all
     else is as for `predict`. Quantiles need the outputs of all members, which every
     rank then holds for one chunk of samples, `[E, chunk_size, ...]`.
+
+    Args:
+        chunk_size: samples at a time; None for all.
+        strategy: how members run: `"vmap"` at once, `"hybrid"` at once in the best form
+            of each op, `"loop"` one by one; `"auto"` takes what suits the device.
+        shared: patterns of the entries without a member axis.
 
     Raises:
         ValueError: as `vgrad.ensemble.predict_values`.

@@ -136,6 +136,15 @@ def ensemble_forward(
     dropout draws for every member, with `"same"` all share one mask; masks are not the
     same for different strategies.
 
+    Args:
+        in_dims: 0 where each member has a batch of its own, None where all have one, or
+            a sequence with an entry for each item.
+        chunk_size: samples at a time; None for all.
+        randomness: of random ops: `"error"`, `"different"` for each member, `"same"`.
+        strategy: how members run: `"vmap"` at once, `"hybrid"` at once in the best form
+            of each op, `"loop"` one by one; `"auto"` takes what suits the device.
+        shared: patterns of the entries without a member axis.
+
     Raises:
         ValueError: sizes do not fit, or an option is none of those allowed.
         TypeError: the model returns something else than tensors.

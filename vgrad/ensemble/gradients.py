@@ -246,15 +246,23 @@ def ensemble_grad(
     `loss` is the loss of a batch for one member, from `batch_loss` or a function of
     your own; without `.with_buffers` it changes no buffers. The result has `.grads`
     `[E, ...]`, `.losses` `[E]` and `.buffers`. The gradient of one member depends on no
-    other; gradients of parameters that match `shared` are sums over the members. With
-    `has_aux=True` the loss returns `(scalar, aux)` and the result is a pair of that and
-    aux, a tree of tensors `[E, ...]`.
+    other; gradients of parameters that match `shared` are sums over the members. Aux is
+    a tree of tensors `[E, ...]`.
 
     Results are constants, as those of `torch.autograd.grad` are; inside a transform of
     `torch.func` they can be differentiated.
 
-    The options are those of `ensemble_forward`. Except in a loop all members' gradients
+    Except in a loop all members' gradients
     come from one backward pass, and activations of all members are held at once.
+
+    Args:
+        in_dims: 0 where each member has a batch of its own, None where all have one, or
+            a sequence with an entry for each item.
+        randomness: of random ops: `"error"`, `"different"` for each member, `"same"`.
+        strategy: how members run: `"vmap"` at once, `"hybrid"` at once in the best form
+            of each op, `"loop"` one by one; `"auto"` takes what suits the device.
+        shared: patterns of the entries without a member axis.
+        has_aux: the loss returns `(scalar, aux)`, and the result is a pair with aux.
 
     Raises:
         TypeError: the loss is no function, or one of a single sample.

@@ -77,6 +77,9 @@ def for_members(
     Parameters that match `shared` have no member axis and are stepped by `shared_tx`,
     by default the same transformation, which then must not differ between members.
 
+    Args:
+        shared: patterns of the entries without a member axis.
+
     Raises:
         ValueError: members and hyperparameters are not equally many, or shared
             parameters would need several values of one.

@@ -187,6 +187,17 @@ def ensemble_per_sample_grad(
     `ensemble_grad`, the other options those of `per_sample_grad`. Every member has a
     gradient of its own for what is shared.
 
+    Args:
+        in_dims: 0 where each member has a batch of its own, None where all have one, or
+            a sequence with an entry for each item.
+        shared: patterns of the entries without a member axis.
+        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
+            `"loop"` sample by sample; `"auto"` takes the first of these that can.
+        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
+        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
+        has_aux: the loss returns `(scalar, aux)`, and the result is a pair with aux.
+        loss_scale: multiplies losses before the backward pass; results are without it.
+
     Example:
         >>> import vgrad
         >>> models = [torch.nn.Linear(3, 2) for _ in range(4)]
@@ -245,6 +256,17 @@ def ensemble_clipped_grad(
     `max_norm` is what `clipped_grad` takes, or a list of that for each member.
     `in_dims` and `shared` are those of `ensemble_grad`, the other options those of
     `clipped_grad`. `.add_noise` adds each member's noise.
+
+    Args:
+        in_dims: 0 where each member has a batch of its own, None where all have one, or
+            a sequence with an entry for each item.
+        shared: patterns of the entries without a member axis.
+        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
+            `"loop"` sample by sample; `"auto"` takes the first of these that can.
+        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
+        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
+        has_aux: the loss returns `(scalar, aux)`, and the result is a pair with aux.
+        loss_scale: multiplies losses before the backward pass; results are without it.
 
     Raises:
         ValueError: `max_norm` requires grad; when called, if there are not as many clip

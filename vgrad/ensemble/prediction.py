@@ -96,6 +96,12 @@ def predict(
     Estimation using Deep Ensembles, arXiv 1612.01474; Houlsby et al., Bayesian Active
     Learning for Classification and Preference Learning, arXiv 1112.5745.
 
+    Args:
+        chunk_size: samples at a time; None for all.
+        strategy: how members run: `"vmap"` at once, `"hybrid"` at once in the best form
+            of each op, `"loop"` one by one; `"auto"` takes what suits the device.
+        shared: patterns of the entries without a member axis.
+
     Raises:
         ValueError: the outputs are not `[N, C]` with two classes or more, or sizes do
             not fit.
@@ -137,6 +143,12 @@ def predict_values(
     The model returns numbers `[N, ...]`; all else is as for `predict`. `quantiles` are
     numbers from 0 to 1; those of one member are its output. Where an output is not
     finite, the variance is NaN.
+
+    Args:
+        chunk_size: samples at a time; None for all.
+        strategy: how members run: `"vmap"` at once, `"hybrid"` at once in the best form
+            of each op, `"loop"` one by one; `"auto"` takes what suits the device.
+        shared: patterns of the entries without a member axis.
 
     Raises:
         ValueError: a quantile is outside 0 to 1, the outputs are not `[N, ...]`, or

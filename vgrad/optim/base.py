@@ -161,11 +161,11 @@ def step(
     gradients through the training need it. Ordinary training calls it under
     `torch.no_grad()`, or with gradients and parameters of `torch.func`.
 
-    With `donate=True` the old parameters and the old state are given away: their memory
-    may be written to, and `sgd`, `adam` and `adamw` make the step by one kernel of
-    torch, at the speed of its fused optimizers. The given dictionaries are left empty,
-    so that using them again raises; tensors that are also held elsewhere, for example
-    by a module, may have changed. The gradients are never changed.
+    With `donate=True` the step may write into the old state, which must not be used
+    again, and into the old parameters: `sgd`, `adam` and `adamw` make the step by one
+    kernel of torch, at the speed of its fused optimizers. The given dictionaries are
+    left empty, so that using them again raises; tensors that are also held elsewhere,
+    for example by a module, may have changed. The gradients are never changed.
 
     Example:
         >>> from vgrad.optim import sgd

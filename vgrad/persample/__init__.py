@@ -38,6 +38,8 @@ The transforms share these options:
   the scale as long as nothing overflows. Gradients are float32 or wider then.
 * `has_aux`: the loss returns `(scalar, aux)` and the function `(result, aux)`, with
   `aux` stacked over samples (`None` for an empty batch).
+* `mask`, an option of the call: which samples count, bool `[B]`; the others, such as
+  copies that fill a batch up to a fixed size, add nothing and appear in no result.
 
 What a transform is given does not change: samples are copies, and an op of the loss
 that would write into parameters or buffers, `.data` or not, is refused before it runs.

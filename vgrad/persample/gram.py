@@ -51,7 +51,11 @@ class GramFn(Transform[Result]):
         cross: tuple | None = None,
         mask: Tensor | None = None,
     ) -> Result:
-        """Multiply the gradients of this batch with their own, or those of `cross`."""
+        """Multiply the gradients of this batch with their own, or those of `cross`.
+
+        Args:
+            mask: which samples count, bool `[B]`; the others add nothing.
+        """
         _check_cross(cross)
         found = self.on_all(params, buffers, batch, mask, cross)
         return found if mask is None else self.selected(found, mask, cross)

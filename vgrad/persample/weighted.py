@@ -39,7 +39,11 @@ class WeightedGradFn(Transform[Result]):
         *batch: Tree,
         mask: Tensor | None = None,
     ) -> Result:
-        """Sum the gradients of this batch with weights `[B]`."""
+        """Sum the gradients of this batch with weights `[B]`.
+
+        Args:
+            mask: which samples count, bool `[B]`; the others add nothing.
+        """
         found = self.on_all(params, buffers, batch, mask, weights)
         return found if mask is None else self.selected(found, mask)
 

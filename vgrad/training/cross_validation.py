@@ -106,8 +106,7 @@ def cross_validate(
     (`at_once=1`), each as fast as `train_step` runs it. Without random numbers in the
     model, all choices of `at_once` give the same result up to rounding; with them,
     masks are others. `metric(output, target)` gets all samples of a fold, the output in
-    the output dtype of the policy, and returns a number. The other options are those of
-    `ensemble_train_step`.
+    the output dtype of the policy, and returns a number.
 
     A `folder` holds the state of the folds, written after each epoch, before `tell` is
     called with what the epoch came to. If this process ends, the same call goes on from
@@ -120,6 +119,13 @@ def cross_validate(
 
     Reference: Stone, Cross-validatory choice and assessment of statistical predictions,
     Journal of the Royal Statistical Society B 36(2), 1974.
+
+    Args:
+        randomness: of random ops: `"error"`, `"different"` for each member, `"same"`.
+        strategy: how members run: `"vmap"` at once, `"hybrid"` at once in the best form
+            of each op, `"loop"` one by one; `"auto"` takes what suits the device.
+        policy: dtypes of the passes, a `Policy` or its text; None for those given.
+        loss_scale: multiplies losses before the backward pass; results are without it.
 
     Raises:
         ValueError: a number is too small, sizes do not fit, the models of two folds are

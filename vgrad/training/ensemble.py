@@ -15,11 +15,7 @@ from vgrad.conditions import are_collected
 from vgrad.dtypes import widened
 from vgrad.ensemble.axes import InDims, members, split
 from vgrad.ensemble.execution import Call
-from vgrad.ensemble.gradients import (
-    EnsembleGradFn,
-    check_loss,
-    ensemble_grad,
-)
+from vgrad.ensemble.gradients import EnsembleGradFn, check_loss, ensemble_grad
 from vgrad.ensemble.optimizer import of_members
 from vgrad.generators import secret_key
 from vgrad.names import Patterns
@@ -94,7 +90,9 @@ class EnsembleState(NamedTuple):
         """Start a run of all members, every one of them active.
 
         `tx` is a transformation of one member, or what `for_members` returns. The state
-        holds detached tensors, not copies, which only donated steps change.
+        holds detached tensors, not copies, which only donated steps change. `shared`
+        holds patterns of the entries without a member axis. `loss_scale` multiplies
+        losses before the backward pass; results are without it.
 
         Example:
             >>> from vgrad import optim
@@ -136,10 +134,8 @@ def ensemble_train_step(
 
     `(state, *batch) -> (state, metrics)` with `loss` `[E]` and `skipped` `[E]`. `tx` is
     a transformation of one member, or what `for_members` returns: there learning rates
-    and all other numbers may differ between members. The loss of one member, `policy`,
-    `loss_scale`, `donate` and `has_aux` are as in `train_step`, with a scale (and, if
-    there is one, a metric `loss_scale`) and an aux for every member. The other options
-    are those of `ensemble_grad`.
+    and all other numbers may differ between members. The options are as in `train_step`,
+    with a scale (and, if there is one, a metric `loss_scale`) and aux for every member.
 
     A member that is not active, or whose gradients are not finite, keeps parameters,
     optimizer and buffers as they were, and does so alone. What members share gets the
@@ -147,6 +143,18 @@ def ensemble_train_step(
     that case an active member stands in for one that is not active, whose loss is NaN.
     Transformations that mend gradients which are not finite, such as `zero_nans`, thus
     never see any.
+
+    Args:
+        in_dims: 0 where each member has a batch of its own, None where all have one, or
+            a sequence with an entry for each item.
+        randomness: of random ops: `"error"`, `"different"` for each member, `"same"`.
+        strategy: how members run: `"vmap"` at once, `"hybrid"` at once in the best form
+            of each op, `"loop"` one by one; `"auto"` takes what suits the device.
+        shared: patterns of the entries without a member axis.
+        policy: dtypes of the passes, a `Policy` or its text; None for those given.
+        loss_scale: multiplies losses before the backward pass; results are without it.
+        donate: the step may write into the old state, which must not be used again.
+        has_aux: the loss returns `(scalar, aux)`, and `metrics["aux"]` holds aux.
 
     Raises:
         ValueError: parameters are shared and losses scaled, which would weigh members

@@ -63,9 +63,11 @@ def train_step(
     are float32 or wider. A state that has no scale yet starts with `loss_scale`, which
     for a policy that computes in float16 is a `DynamicLossScale()` by default.
 
-    With `donate=True` the step may write into the old state, which must not be used
-    again; see `optim.step`. With `has_aux=True` the loss returns `(scalar, aux)`, and
-    `metrics["aux"]` holds aux, a tree of tensors.
+    Args:
+        policy: dtypes of the passes, a `Policy` or its text; None for those given.
+        loss_scale: multiplies losses before the backward pass; results are without it.
+        donate: the step may write into the old state, which must not be used again.
+        has_aux: the loss returns `(scalar, aux)`, and `metrics["aux"]` holds aux.
 
     Raises:
         TypeError: the loss is no function, or one of a single sample.

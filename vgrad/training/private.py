@@ -65,12 +65,20 @@ def private_step(
     history of a `DynamicLossScale` does depend on them, without noise: choose it where
     the state, which holds the scale, stays private.
 
-    With `donate=True` the step may write into the old state, which must not be used
-    again; see `optim.step`. With `has_aux=True` the loss returns `(scalar, aux)`, and
-    `metrics["aux"]` holds aux, stacked over the samples (`None` for an empty batch):
-    private data too.
+    Aux is stacked over the samples (`None` for an empty batch): private data too.
 
     Reference: Abadi et al., Deep Learning with Differential Privacy, arXiv 1607.00133.
+
+    Args:
+        passes: backward passes that clip, 1 or 2 (see `clipped_grad`).
+        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
+            `"loop"` sample by sample; `"auto"` takes the first of these that can.
+        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
+        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
+        policy: dtypes of the passes, a `Policy` or its text; None for those given.
+        loss_scale: multiplies losses before the backward pass; results are without it.
+        donate: the step may write into the old state, which must not be used again.
+        has_aux: the loss returns `(scalar, aux)`, and `metrics["aux"]` holds aux.
 
     Raises:
         RuntimeError: when called, if the plan's steps have all been taken, or the state

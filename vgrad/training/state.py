@@ -86,8 +86,11 @@ class TrainState(NamedTuple):
 
         The state holds detached tensors, not copies, which only donated steps change.
         With a `seed` the key is a hash of it: whoever guesses the seed knows the noise,
-        which voids every claim of privacy. Without `loss_scale` the state takes that of
-        the first step.
+        which voids every claim of privacy.
+
+        Args:
+            loss_scale: multiplies losses before the backward pass; results are without
+                it. None takes that of the first step.
 
         Example:
             >>> from vgrad import optim

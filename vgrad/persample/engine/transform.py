@@ -88,7 +88,11 @@ class Transform(Generic[Result]):
         *batch: Tree,
         mask: Tensor | None = None,
     ) -> Result:
-        """Compute the quantity of this batch."""
+        """Compute the quantity of this batch.
+
+        Args:
+            mask: which samples count, bool `[B]`; the others add nothing.
+        """
         found = self.on_all(params, buffers, batch, mask)
         return found if mask is None else self.selected(found, mask)
 
