@@ -105,12 +105,8 @@ class EnsembleState(NamedTuple):
         count = members(params, buffers, shared, function=function)
         tx = of_members(function, tx, shared)
         start = TrainState.create(tx, params, buffers, seed=seed, loss_scale=loss_scale)
-        device = next(iter(params.values())).device
-        return cls(
-            *start[:-1],
-            of_each(start.loss_scale, count),
-            torch.ones(count, dtype=torch.bool, device=device),
-        )
+        active = torch.ones(count, dtype=torch.bool, device=device_of(params))
+        return cls(*start[:-1], of_each(start.loss_scale, count), active)
 
     def fork(self) -> "EnsembleState":
         """Return the same state with a new secret key, as `TrainState.fork` does."""
@@ -134,8 +130,8 @@ def ensemble_train_step(
 
     `(state, *batch) -> (state, metrics)` with `loss` `[E]` and `skipped` `[E]`. `tx` is
     a transformation of one member, or what `for_members` returns: there learning rates
-    and all other numbers may differ between members. The options are as in `train_step`,
-    with a scale (and, if there is one, a metric `loss_scale`) and aux for every member.
+    and all other numbers may differ between members. Each member has a loss scale of
+    its own (and, if there is one, a metric `loss_scale`), as in `train_step`, and aux.
 
     A member that is not active, or whose gradients are not finite, keeps parameters,
     optimizer and buffers as they were, and does so alone. What members share gets the
