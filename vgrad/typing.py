@@ -62,9 +62,16 @@ Found = TypeVar("Found", covariant=True)
 
 
 class LossFn(Protocol):
-    """A function of one sample: every tensor comes without the batch dimension."""
+    """A function of one sample: every tensor comes without the batch dimension.
 
-    def __call__(self, params: Params, buffers: Buffers, /, *sample: Tree) -> Any:
+    It is called as `loss(params, buffers, *sample)`.
+    """
+
+    # With keyword arguments of any kind the rest of the signature is open, so that
+    # functions of `(params, buffers, x, y)` are of this type.
+    def __call__(
+        self, params: Params, buffers: Buffers, /, *sample: Any, **nothing: Any
+    ) -> Any:
         """Return a scalar, or `(scalar, aux)` where the caller says `has_aux=True`."""
         ...
 
