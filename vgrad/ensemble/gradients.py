@@ -15,7 +15,7 @@ from vgrad.ensemble.execution import (
     autocasting,
 )
 from vgrad.functional.gradient import gradient
-from vgrad.functional.losses import SampleLoss
+from vgrad.functional.losses import check_loss
 from vgrad.generators import (
     RandomState,
     drawn_since,
@@ -281,22 +281,8 @@ def ensemble_grad(
         (torch.Size([4, 2, 3]), torch.Size([4]))
     """
     runner = Runner("ensemble_grad", in_dims, randomness, strategy, shared)
-    check_loss("ensemble_grad", loss)
+    check_loss("ensemble_grad", loss, of_batch=True)
     return EnsembleGradFn(loss, runner, has_aux)
-
-
-def check_loss(function: str, loss: Any) -> None:
-    """Refuse what is no function, and losses of one sample."""
-    if not callable(loss):
-        raise TypeError(
-            f"{function}(loss={loss!r}): expected a function loss(params, buffers, "
-            f"*batch), for example from batch_loss."
-        )
-    if isinstance(loss, SampleLoss):
-        raise TypeError(
-            f"{function}(loss): expected a loss of a whole batch, got one of a sample. "
-            f"Make it with batch_loss."
-        )
 
 
 def returning_buffers(function: str, loss: Any, *, has_aux: bool) -> Callable:

@@ -18,6 +18,7 @@ from vgrad.optim.base import (
     UpdateFn,
     Updates,
     apply_updates,
+    check_transformation,
 )
 from vgrad.torch_private import levels
 from vgrad.tree import (
@@ -111,6 +112,7 @@ def of_members(
 ) -> MembersTransformation:
     """Return a transformation for members, `tx` itself if it is one already."""
     names.check(function, shared=shared)
+    check_transformation(function, tx)
     if not isinstance(tx, MembersTransformation):
         return for_members(tx, shared=shared)
     if set(tx.shared) != set(shared):

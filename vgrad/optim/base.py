@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from vgrad import checks
 from vgrad.dtypes import cast, widened
@@ -69,6 +70,25 @@ class GradientTransformation(NamedTuple):
     init: Callable[[Params], Tree]
     update: UpdateFn
     donated: Donated | None = None
+
+
+def check_transformation(function: str, tx: Any) -> None:
+    """Refuse what has no `init` and `update`, such as an optimizer of `torch.optim`.
+
+    Raises:
+        TypeError: it has not.
+    """
+    if hasattr(tx, "init") and hasattr(tx, "update"):
+        return
+    got, advice = f"a {type(tx).__name__}", "Pass, for example, vgrad.optim.sgd(0.1)."
+    if isinstance(tx, Optimizer):
+        got += " of torch.optim"
+        advice = "Read it: tx, state = vgrad.optim.from_torch(optimizer)."
+    elif callable(tx):
+        advice = f"Call it: {getattr(tx, '__name__', 'make')}(lr, ...)."
+    raise TypeError(
+        f"{function}(tx): expected a transformation of vgrad.optim, got {got}. {advice}"
+    )
 
 
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
@@ -167,6 +187,9 @@ def step(
     left empty, so that using them again raises; tensors that are also held elsewhere,
     for example by a module, may have changed. The gradients are never changed.
 
+    Raises:
+        TypeError: `tx` is no transformation, but, say, an optimizer of `torch.optim`.
+
     Example:
         >>> from vgrad.optim import sgd
         >>> tx, params = sgd(0.5), {"w": torch.ones(2)}
@@ -174,6 +197,7 @@ def step(
         >>> params
         {'w': tensor([0.5000, 0.5000])}
     """
+    check_transformation("step", tx)
     done = tx.donated(grads, state, params) if donate and tx.donated else None
     if done is None:
         updates, new_state = tx.update(grads, state, params)

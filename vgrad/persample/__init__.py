@@ -48,9 +48,10 @@ of compiled code.
 
 The loss runs under the autocast of the caller; everything else is float32 or wider.
 Recorded results are constants: where an argument requires grad (and grad mode is on),
-differentiating one raises. Those of `"vmap"` and `"loop"` can be differentiated; for
-`"loop"` what the loss closes over is a constant then, so hand it over in `params` or
-`buffers`.
+differentiating one raises, and `.numpy()` asks for a `.detach()` first. Parameters made
+with `disable_autograd_tracking=True` require none. Results of `"vmap"` and `"loop"` can
+be differentiated; for `"loop"` what the loss closes over is a constant then, so hand it
+over in `params` or `buffers`.
 
 Where one tensor stands for all samples, code of the loss that asks it something (does
 it require grad, which version is it, what is at this address) gets the answer of

@@ -52,6 +52,7 @@ def per_sample_grad(
         loss_scale: multiplies losses before the backward pass; results are without it.
 
     Raises:
+        TypeError: the loss is no function, a model, or one of a whole batch.
         ValueError: an option or the batch is not what `vgrad.persample` says.
         UnsupportedOp: the strategy cannot run an op of the loss.
 

@@ -18,7 +18,7 @@ from vgrad.ensemble.stacking import made, stack
 from vgrad.functional.losses import Criterion, batch_loss
 from vgrad.functional.model import FunctionalModel
 from vgrad.generators import secret_key
-from vgrad.optim.base import GradientTransformation
+from vgrad.optim.base import GradientTransformation, check_transformation
 from vgrad.precision import DynamicLossScale, LossScale, Policy
 from vgrad.training.ensemble import EnsembleState, ensemble_train_step
 from vgrad.training.folds import Folds
@@ -146,6 +146,7 @@ def cross_validate(
         True
     """
     function = "cross_validate"
+    check_transformation(function, tx)
     size = batches.read(function, data).size
     checks.whole(function, least=1, epochs=epochs, batch_size=batch_size)
     if at_once is not None:

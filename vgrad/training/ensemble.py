@@ -15,8 +15,9 @@ from vgrad.conditions import are_collected
 from vgrad.dtypes import widened
 from vgrad.ensemble.axes import InDims, members, split
 from vgrad.ensemble.execution import Call
-from vgrad.ensemble.gradients import EnsembleGradFn, check_loss, ensemble_grad
+from vgrad.ensemble.gradients import EnsembleGradFn, ensemble_grad
 from vgrad.ensemble.optimizer import of_members
+from vgrad.functional.losses import check_loss
 from vgrad.generators import secret_key
 from vgrad.names import Patterns
 from vgrad.optim.base import GradientTransformation
@@ -169,7 +170,7 @@ def ensemble_train_step(
         >>> metrics["loss"].shape
         torch.Size([3])
     """
-    check_loss("ensemble_train_step", loss)
+    check_loss("ensemble_train_step", loss, of_batch=True)
     first = first_scale("ensemble_train_step", loss_scale, policy, DynamicLossScale())
     tx = of_members("ensemble_train_step", tx, shared)
     gradient = ensemble_grad(

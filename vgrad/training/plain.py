@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from vgrad.dtypes import widened
-from vgrad.ensemble.gradients import check_loss, returning_buffers
+from vgrad.ensemble.gradients import returning_buffers
 from vgrad.functional.gradient import gradient
-from vgrad.optim.base import GradientTransformation
+from vgrad.functional.losses import check_loss
+from vgrad.optim.base import GradientTransformation, check_transformation
 from vgrad.precision import (
     DynamicLossScale,
     LossScale,
@@ -70,7 +71,8 @@ def train_step(
         has_aux: the loss returns `(scalar, aux)`, and `metrics["aux"]` holds aux.
 
     Raises:
-        TypeError: the loss is no function, or one of a single sample.
+        TypeError: the loss is no function, a model, or one of a single sample, or `tx`
+            is no transformation.
         ValueError: when called, if it returns something else than a scalar.
 
     Example:
@@ -86,7 +88,8 @@ def train_step(
         tensor(1)
     """
     first = first_scale("train_step", loss_scale, policy, DynamicLossScale())
-    check_loss("train_step", loss)
+    check_loss("train_step", loss, of_batch=True)
+    check_transformation("train_step", tx)
     run = returning_buffers("train_step", under(policy, loss), has_aux=has_aux)
 
     return TrainStep(run, tx, first, donate, has_aux)

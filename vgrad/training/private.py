@@ -8,7 +8,8 @@ import torch
 from vgrad import batches
 from vgrad.dp.plan import Plan
 from vgrad.dtypes import widened
-from vgrad.optim.base import GradientTransformation
+from vgrad.functional.losses import check_loss
+from vgrad.optim.base import GradientTransformation, check_transformation
 from vgrad.persample.clipped import clipped_grad
 from vgrad.precision import LossScale, NoOpLossScale, Policy, StaticLossScale
 from vgrad.training.state import (
@@ -81,10 +82,19 @@ def private_step(
         has_aux: the loss returns `(scalar, aux)`, and `metrics["aux"]` holds aux.
 
     Raises:
+        TypeError: the loss is no function, a model, or one of a whole batch, `tx` is no
+            transformation or `plan` no plan.
         RuntimeError: when called, if the plan's steps have all been taken, or the state
             says that fewer than none were.
         ValueError: when called, if the batch has more samples than the data set.
     """
+    check_loss("private_step", loss)
+    check_transformation("private_step", tx)
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"private_step(plan): expected a dp.Plan, got a {type(plan).__name__}. "
+            f"Make one with dp.Plan.for_epsilon; train_step trains without privacy."
+        )
     first = first_scale("private_step", loss_scale, policy, StaticLossScale(2.0**10))
     clipped = clipped_grad(
         under(policy, loss),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vgrad import optim
 from vgrad.generators import ALONE, Place, secret_key, set_seed, torch_seed
-from vgrad.optim.base import GradientTransformation
+from vgrad.optim.base import GradientTransformation, check_transformation
 from vgrad.precision import LossScale, NoOpLossScale, Policy
 from vgrad.precision.modules import loss_under
 from vgrad.tree import map_values, to_device
@@ -99,6 +99,7 @@ class TrainState(NamedTuple):
             >>> state.step
             tensor(0)
         """
+        check_transformation("TrainState.create", tx)
         check_scale("TrainState.create", loss_scale)
         params, buffers = (map_values(Tensor.detach, x) for x in (params, buffers))
         device = device_of(params)

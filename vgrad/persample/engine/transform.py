@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vgrad import batches, checks
+from vgrad.functional.losses import check_loss
 from vgrad.persample.engine.calls import Call
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.ladder import STRATEGIES
@@ -177,11 +178,7 @@ def _measured(quantity: Quantity, problem: Problem) -> Chunk:
 def _check(options: Problem) -> None:
     """Refuse options that no strategy knows."""
     function, loss_scale = options.function, options.loss_scale
-    if not callable(options.loss):
-        raise TypeError(
-            f"{function}(loss={options.loss!r}): expected a function "
-            f"loss(params, buffers, *sample), for example from sample_loss."
-        )
+    check_loss(function, options.loss)
     checks.one_of(function, get_args(Strategy), strategy=options.strategy)
     batches.check_chunk_size(function, options.chunk_size)
     checks.one_of(function, get_args(Randomness), randomness=options.randomness)
