@@ -259,6 +259,39 @@ def test_plain_steps_take_the_mean_over_ranks(some, compiled):
         assert all(torch.equal(params[name], results[0][0][name]) for name in params)
 
 
+def _mean(size, form):
+    mesh, tx = mesh_of(size), optim.sgd(0.1, momentum=0.9)
+    rank = mesh.get_local_rank("dp")
+    loss, params, buffers, (x, y) = problem("language", torch.float64, 13)
+    step = plain = train_step(loss, tx)
+    if form == "replay":
+        step = vgrad.compile(step, batch_sizes=(8, 16), fallback="error")
+    step = data_parallel(step, mesh)
+    state = expected = TrainState.create(tx, params, buffers, seed=1)
+    if form == "shards":
+        state = TrainState.create(tx, distributed.shard(params, mesh), buffers, seed=1)
+    # One rank has most of the samples, the last one none.
+    cuts = [0, 2, *[13] * (size - 1)]
+    for _ in range(3):
+        own = slice(cuts[rank], cuts[rank + 1])
+        state, metrics = step(state, x[own], y[own])
+        expected, told = plain(expected, x, y)
+    torch.testing.assert_close(metrics["loss"], told["loss"])
+    with pytest.raises(ValueError, match="expected a sample at least, got a batch of"):
+        step(state, x[:0], y[:0])
+    if form == "shards":
+        state = state._replace(params=distributed.gather(state.params, mesh))
+    return state.params, distance(state, expected)
+
+
+@pytest.mark.parametrize("form", ["eager", "replay", "shards"])
+def test_a_loss_of_one_sample_is_weighted_by_counts(some, form):
+    results = some.run(_mean, some.size, form)
+    for params, error in results:
+        assert error < 1e-12
+        assert all(torch.equal(params[name], results[0][0][name]) for name in params)
+
+
 def _refused(size):
     mesh = mesh_of(size)
     rank = mesh.get_local_rank("dp")

@@ -26,7 +26,7 @@ from vgrad.ensemble.forward import EnsembleForward
 from vgrad.ensemble.gradients import EnsembleGradFn
 from vgrad.persample.engine import Transform
 from vgrad.training.ensemble import EnsembleStep
-from vgrad.training.plain import TrainStep
+from vgrad.training.plain import OfSamples, TrainStep
 from vgrad.training.private import PrivateStep
 from vgrad.typing import Arguments, Found, Same
 
@@ -139,6 +139,10 @@ def _compiled(
         sizes = buckets.of_plan(transform.plan) if sizes is None else sizes
         clipped = CompiledTransform(transform.clipped, captures, sizes)
         step = replace(transform, clipped=clipped, run=captures)
+        return CompiledStep(step, captures)
+    if isinstance(transform, TrainStep) and isinstance(transform.gradients, OfSamples):
+        weighted = CompiledTransform(transform.gradients.weighted, captures, sizes)
+        step = replace(transform, gradients=OfSamples(weighted), run=captures)
         return CompiledStep(step, captures)
     if sizes is not None:
         raise ValueError(
