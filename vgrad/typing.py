@@ -58,6 +58,7 @@ Passes = Literal[1, 2]
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+T = TypeVar("T")
 Found = TypeVar("Found", covariant=True)
 
 

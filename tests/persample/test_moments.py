@@ -63,7 +63,7 @@ def test_the_noise_scale_of_many_batches_is_a_ratio_of_averages():
     assert bool(average.value.isnan())
     for size in (2, 5, 3):
         loss, params, buffers, batch, expected = build("mlp", size)
-        params, batch = ({n: x.float() for n, x in params.items()}, batch)
+        params = {name: x.float() for name, x in params.items()}
         batch = [x.float() if x.is_floating_point() else x for x in batch]
         average = average.add(gradient_moments(loss)(params, buffers, *batch))
         trace, square = noise(expected)
@@ -77,15 +77,14 @@ def test_the_noise_scale_of_many_batches_is_a_ratio_of_averages():
 
 def test_estimates_of_small_batches_are_right_on_average():
     """From batches of two the estimates come out as those of the whole set."""
-    x = torch.randn(2000, 3, dtype=torch.float64) + 0.5
-    average = vgrad.NoiseScale()
+    x = torch.randn(400, 3, dtype=torch.float64) + 1.0
+    average, compute, params = vgrad.NoiseScale(), gradient_moments(product), {}
+    params["w"] = torch.ones(3, dtype=torch.float64)
     for pair in x.split(2):
-        average = average.add(moments_of(pair))
+        average = average.add(compute(params, {}, pair))
     whole = moments_of(x)
-    torch.testing.assert_close(average.trace / 1000, whole.trace, rtol=0.05, atol=0)
-    torch.testing.assert_close(
-        average.value, whole.noise_scale.double(), rtol=0.1, atol=0
-    )
+    torch.testing.assert_close(average.trace / 200, whole.trace, rtol=0.1, atol=0)
+    torch.testing.assert_close(average.value, whole.noise_scale, rtol=0.2, atol=0)
 
 
 @every_strategy

@@ -18,7 +18,7 @@ from vgrad.ensemble import MembersState
 from vgrad.names import Patterns
 from vgrad.training import EarlyStopping, EnsembleState
 from vgrad.tree import map_tensors, tree_flatten, tree_unflatten
-from vgrad.typing import Tree
+from vgrad.typing import T, Tree
 
 Change = Callable[[Tensor], Any]
 
@@ -70,8 +70,8 @@ def member_range(count: int, mesh: DeviceMesh, *, axis: str = "members") -> rang
 
 
 def own_members(
-    tree: Tree, mesh: DeviceMesh, *, shared: Patterns = (), axis: str = "members"
-) -> Tree:
+    tree: T, mesh: DeviceMesh, *, shared: Patterns = (), axis: str = "members"
+) -> T:
     """Return this rank's members of a tree: `[E, ...] -> [E of the rank, ...]`.
 
     `tree` is the same on all ranks: an `EnsembleState` or `EarlyStopping`, which come
@@ -114,8 +114,8 @@ def own_members(
 
 
 def all_members(
-    tree: Tree, mesh: DeviceMesh, *, shared: Patterns = (), axis: str = "members"
-) -> Tree:
+    tree: T, mesh: DeviceMesh, *, shared: Patterns = (), axis: str = "members"
+) -> T:
     """Return the members of all ranks, on every rank: the way back of `own_members`.
 
     Every rank then holds the whole ensemble: save it on one of them, and another number
