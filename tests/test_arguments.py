@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import vgrad
-from vgrad import dp, optim, training
+from vgrad import dp, ensemble, optim, training
 
 MODEL = nn.Linear(2, 1)
 FMODEL, PARAMS, BUFFERS = vgrad.make_functional_with_buffers(MODEL)
@@ -27,6 +27,8 @@ OF_A_SAMPLE = {
     "weighted_grad": vgrad.weighted_grad,
     "clipped_grad": partial(vgrad.clipped_grad, max_norm=1.0),
     "gradient_moments": vgrad.gradient_moments,
+    "ensemble_per_sample_grad": ensemble.ensemble_per_sample_grad,
+    "ensemble_clipped_grad": partial(ensemble.ensemble_clipped_grad, max_norm=1.0),
     "private_step": lambda loss: training.private_step(loss, TX, PLAN, policy="f32"),
 }
 OF_A_BATCH = {
@@ -87,6 +89,7 @@ TAKE_TX = {
     ),
     "step": lambda tx: optim.step(tx, PARAMS, {}, PARAMS),
     "as_torch": lambda tx: optim.as_torch(tx, PARAMS),
+    "chain": lambda tx: optim.chain(optim.zero_nans(), tx),
 }
 
 
@@ -94,7 +97,10 @@ TAKE_TX = {
 @pytest.mark.parametrize(
     ("tx", "message"),
     [
-        (SGD, r"got a SGD of torch.optim. Read it: tx, state = vgrad.optim.from_torch"),
+        (
+            SGD,
+            r"got an optimizer of torch, SGD. Read it: tx, state = vgrad.optim.from_",
+        ),
         (optim.sgd, r"got a function. Call it: sgd\(lr"),
         (None, r"got a NoneType. Pass, for example, vgrad.optim.sgd\(0.1\)"),
     ],
@@ -103,6 +109,12 @@ def test_what_is_no_transformation_is_refused(function, tx, message):
     message = rf"^{function}\(tx\): expected a transformation of vgrad.optim, {message}"
     with pytest.raises(TypeError, match=message):
         TAKE_TX[function](tx)
+
+
+def test_members_run_a_transformation_or_what_makes_one():
+    message = r"for_members\(tx\): .* got an optimizer of torch, SGD. Read it"
+    with pytest.raises(TypeError, match=message):
+        vgrad.for_members(SGD)
 
 
 def test_a_private_step_takes_a_plan():

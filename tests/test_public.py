@@ -4,10 +4,14 @@ import importlib
 import inspect
 import re
 import types
+from typing import get_args
 
 import pytest
 
 import vgrad
+from vgrad.dp import accounting
+from vgrad.optim.schedules import cycles
+from vgrad.persample import engine
 
 
 def rooms(module=vgrad):
@@ -55,10 +59,7 @@ WORDS = {
     "loss_scale": (
         "multiplies losses before the backward pass; results are without it",
     ),
-    "mask": (
-        "which samples count, bool `[B]`; the others add nothing",
-        "which parameters",
-    ),
+    "mask": ("which samples count, bool `[B]`; the others add nothing", "parameters"),
     "policy": ("dtypes of the passes, a `Policy` or its text; None for those given",),
     "donate": ("the step may write into the old state, which must not be used again",),
     "in_dims": ("0 where each member has a batch of its own, None where all have one",),
@@ -95,3 +96,15 @@ def test_shared_options_are_explained_in_the_same_words():
                     missing.append(f"{function.__qualname__}: {option}")
     assert not missing
     assert told > 90
+
+
+@pytest.mark.parametrize(
+    ("names", "table"),
+    [
+        (vgrad.typing.Strategy, engine.STRATEGIES),
+        (vgrad.dp.Accountant, accounting.ACCOUNTANTS),
+        (cycles.Anneal, cycles.ANNEAL),
+    ],
+)
+def test_types_have_the_names_of_the_tables(names, table):
+    assert get_args(names) == tuple(table)

@@ -66,6 +66,7 @@ def test_the_noise_scale_of_many_batches_is_a_ratio_of_averages():
         params = {name: x.float() for name, x in params.items()}
         batch = [x.float() if x.is_floating_point() else x for x in batch]
         average = average.add(gradient_moments(loss)(params, buffers, *batch))
+        assert not average.value.requires_grad  # else a log would keep all graphs
         trace, square = noise(expected)
         traces.append(trace)
         squares.append(square)

@@ -95,6 +95,8 @@ def for_members(
                 [-2.0000, -2.0000, -2.0000]])
     """
     names.check("for_members", shared=shared)
+    if not callable(make):
+        check_transformation("for_members", make)
     if isinstance(make, GradientTransformation) and hyperparams:
         raise TypeError(
             f"for_members(transformation, {', '.join(hyperparams)}=...): expected a "

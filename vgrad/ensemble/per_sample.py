@@ -20,6 +20,7 @@ from vgrad.ensemble.execution import (
     looped,
     stacked,
 )
+from vgrad.functional.losses import check_loss
 from vgrad.generators import sample_keys, set_seed
 from vgrad.names import Patterns
 from vgrad.persample.clipped import ClippedGrad, clipped_grad
@@ -208,6 +209,7 @@ def ensemble_per_sample_grad(
         >>> grads["weight"].shape
         torch.Size([4, 5, 2, 3])
     """
+    check_loss("ensemble_per_sample_grad", loss)
     transform = per_sample_grad(
         loss,
         strategy=strategy,
@@ -283,6 +285,7 @@ def ensemble_clipped_grad(
         >>> result.grads["weight"].shape, result.norms.shape
         (torch.Size([2, 2, 3]), torch.Size([2, 5]))
     """
+    check_loss("ensemble_clipped_grad", loss)
     bounds: Any = max_norm if isinstance(max_norm, Sequence) else [max_norm]
     if isinstance(max_norm, Tensor):
         if max_norm.requires_grad:

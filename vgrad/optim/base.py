@@ -82,7 +82,7 @@ def check_transformation(function: str, tx: Any) -> None:
         return
     got, advice = f"a {type(tx).__name__}", "Pass, for example, vgrad.optim.sgd(0.1)."
     if isinstance(tx, Optimizer):
-        got += " of torch.optim"
+        got = f"an optimizer of torch, {type(tx).__name__}"
         advice = "Read it: tx, state = vgrad.optim.from_torch(optimizer)."
     elif callable(tx):
         advice = f"Call it: {getattr(tx, '__name__', 'make')}(lr, ...)."
@@ -97,6 +97,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     `chain()` of nothing is the identity.
 
     Raises:
+        TypeError: one of them is no transformation.
         ValueError: when updating, if the state was made by another chain.
 
     Example:
@@ -107,6 +108,9 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         >>> len(state)
         2
     """
+
+    for each in transformations:
+        check_transformation("chain", each)
 
     def init(params: Params) -> Tree:
         return tuple(each.init(params) for each in transformations)

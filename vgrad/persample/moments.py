@@ -80,9 +80,10 @@ class NoiseScale(NamedTuple):
     squared_norm: Tensor = torch.zeros((), dtype=torch.float64)
 
     def add(self, moments: GradientMoments) -> "NoiseScale":
-        """Return the sums with those of one more batch."""
+        """Return the sums with those of one more batch, constants for autograd."""
         return NoiseScale(
-            self.trace + moments.trace, self.squared_norm + moments.squared_norm
+            self.trace + moments.trace.detach(),
+            self.squared_norm + moments.squared_norm.detach(),
         )
 
     @property
