@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
 
@@ -24,9 +25,8 @@ BROKEN = """[...document.images]
 class Browser:
     """The commands of Chrome's DevTools protocol that a look at a page takes."""
 
-    def __init__(self, to_browser: int, from_browser: int) -> None:
-        self.sink = os.fdopen(to_browser, "wb")
-        self.source = os.fdopen(from_browser, "rb")
+    def __init__(self, sink: BinaryIO, source: BinaryIO) -> None:
+        self.sink, self.source = sink, source
         self.session, self.count, self.rest, self.events = None, 0, b"", []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
@@ -110,7 +110,11 @@ def browser(profile: Path) -> Iterator[Browser]:
     os.close(its_in)
     os.close(its_out)
     try:
-        yield Browser(to_browser, from_browser)
+        with (
+            os.fdopen(to_browser, "wb") as sink,
+            os.fdopen(from_browser, "rb") as source,
+        ):
+            yield Browser(sink, source)
     finally:
         started.terminate()
         started.wait()

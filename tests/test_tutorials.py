@@ -21,7 +21,7 @@ def test_it_is_short(path):
 @pytest.mark.slow
 @pytest.mark.skipif(
     find_spec("sphinx_gallery") is not None,
-    reason="test_site.py runs them as a gallery",
+    reason="test_site.py runs them",
 )
 @PATHS
 def test_it_runs(path):
