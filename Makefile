@@ -1,7 +1,7 @@
 PYTHON ?= python3
 RUN := .venv/bin
 
-.PHONY: demo test quick compiled test-random zoo docs bench experiments clean
+.PHONY: demo test quick compiled large test-random zoo docs bench experiments clean
 
 # One thread for each of several processes: the ops of tests are too small for two.
 PYTEST := OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n auto --dist worksteal
@@ -13,14 +13,17 @@ test: .venv/installed
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
 	$(RUN)/pyright
-	$(PYTEST) tests -m "not (slow and compiled)"
+	$(PYTEST) tests -m "not (slow and compiled) and not large"
 
 quick: .venv/installed
 	$(RUN)/ruff check .
-	$(PYTEST) tests -q -m "not slow and not compiled"
+	$(PYTEST) tests -q -m "not slow and not compiled and not large"
 
 compiled: .venv/installed
 	$(PYTEST) tests -m "slow and compiled"
+
+large: .venv/installed
+	$(RUN)/python -m pytest tests -m large
 
 test-random: .venv/installed
 	$(PYTEST) tests -m hypothesis --hypothesis-profile=random

@@ -278,6 +278,24 @@ def test_train_step(optimizer, name):
         assert skipped[2] == 1.0
 
 
+def test_train_step_of_single_samples_on_buckets():
+    torch.manual_seed(0)
+    model = problems.mlp().double()
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    loss = vgrad.sample_loss(fmodel, F.cross_entropy)
+    tx, draw = optim.adam(1e-2), cases.vectors(5)
+    step = train_step(loss, tx, loss_scale=StaticLossScale(2.0**8))
+    compiled = vgrad.compile(step, batch_sizes=(4, 8))
+    state = expected = TrainState.create(tx, params, buffers, seed=1)
+    for size in (6, 3, 7, 9):
+        x, y = draw(size)
+        state, metrics = compiled(state, x.double(), y)
+        expected, told = step(expected, x.double(), y)
+        oracle.assert_exact(metrics["loss"], told["loss"])
+    oracle.assert_exact(state.params, expected.params)
+    assert sum(each.calls for each in compiled.reports()) > 1
+
+
 def test_train_step_with_aux():
     loss, params, buffers = batch_loss()
 

@@ -42,6 +42,26 @@ class Language(nn.Module):
         return self.head(x)[:, -1]
 
 
+class LoRA(nn.Module):
+    """A linear layer that stays as it is, and a product of low rank that learns."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = nn.Linear(layer.in_features, 2, bias=False)
+        self.up = nn.Linear(2, layer.out_features, bias=False)
+
+    def forward(self, x):
+        return self.layer(x) + self.up(self.down(x))
+
+
+def lora():
+    """Adapt a language model, whose own parameters are constant."""
+    model = Language().requires_grad_(False)
+    model.inner, model.outer = LoRA(model.inner), LoRA(model.outer)
+    return model
+
+
 def mlp():
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 
@@ -57,7 +77,13 @@ def cnn():
     )
 
 
-MODELS = {"mlp": mlp, "cnn": cnn, "lstm": Tagger, "language": Language}
+MODELS = {
+    "mlp": mlp,
+    "cnn": cnn,
+    "lstm": Tagger,
+    "language": Language,
+    "lora": lora,
+}
 
 SIZES = {"mlp": (4,), "cnn": (1, 6, 6)}
 

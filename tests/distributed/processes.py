@@ -24,14 +24,15 @@ TIMEOUT = 30
 class Processes:
     """Some ranks of one process group, gloo on the CPU."""
 
-    def __init__(self, size: int, *, threads: int = 1) -> None:
+    def __init__(self, size: int, *, threads: int = 1, timeout: int = TIMEOUT) -> None:
         self.size = size
+        self._timeout = timeout
         self._folder = tempfile.TemporaryDirectory()
         path = str(Path(self._folder.name) / "store")
         self._ends, self._ranks = [], []
         for rank in range(size):
             own, other = SERVER.Pipe()
-            given = (other, path, rank, size, threads)
+            given = (other, path, rank, size, threads, timeout)
             process = SERVER.Process(target=_serve, args=given, daemon=True)
             process.start()
             other.close()
@@ -59,7 +60,7 @@ class Processes:
             end.send((function, arguments))
         found = []
         for rank, end in enumerate(self._ends):
-            if not end.poll(2 * TIMEOUT):
+            if not end.poll(2 * self._timeout):
                 self.stop()
                 raise AssertionError(f"rank {rank} hangs")
             try:
@@ -78,7 +79,9 @@ class Processes:
         self._folder.cleanup()
 
 
-def _serve(end: Any, path: str, rank: int, size: int, threads: int) -> None:
+def _serve(
+    end: Any, path: str, rank: int, size: int, threads: int, timeout: int
+) -> None:
     """Do what comes through the pipe, as one rank."""
     import torch
     from torch import distributed
@@ -89,7 +92,7 @@ def _serve(end: Any, path: str, rank: int, size: int, threads: int) -> None:
         store=distributed.FileStore(path, size),
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=TIMEOUT),
+        timeout=timedelta(seconds=timeout),
     )
     while True:
         try:

@@ -8,7 +8,8 @@ from torch.nn import functional as F
 import vgrad
 from tests.distributed.nets import MODELS, problem
 from vgrad import distributed
-from vgrad.distributed import RankError, Ranks, alone, data_parallel
+from vgrad.distributed import RankError, alone, data_parallel
+from vgrad.distributed import ranks as collectives
 from vgrad.dp import PoissonBatchSampler, secret_key
 from vgrad.tree import tree_leaves
 
@@ -18,7 +19,7 @@ CUTS = {2: [(3, 4), (0, 7), (7, 0), (0, 0)], 4: [(2, 1, 0, 4), (0, 0, 7, 0)]}
 TRANSFORMS = {
     "clipped": lambda loss: vgrad.clipped_grad(loss, max_norm=0.5, normalize_by=3.0),
     "layers": lambda loss: vgrad.clipped_grad(
-        loss, max_norm=0.5, clipping="per_layer", chunk_size=2
+        loss, max_norm=0.5, clipping="per_layer", chunk_size=3
     ),
     "twice": lambda loss: vgrad.clipped_grad(loss, max_norm=0.5, passes=2),
     "norms": vgrad.per_sample_norm,
@@ -301,25 +302,25 @@ def _late(size):
     mesh = mesh_of(size)
     rank = mesh.get_local_rank("dp")
     loss, params, buffers, (x, y) = problem("mlp")
-    moments, summed = data_parallel(vgrad.gradient_moments(loss), mesh), Ranks.summed
-    told = []
+    moments = data_parallel(vgrad.gradient_moments(loss), mesh)
+    finished, told = collectives.Summing.finished, []
     for last in (1, 3):  # between two sums, and after all of them
         calls = []
 
-        def failing(self, what, tensors, calls=calls, last=last):
-            found = summed(self, what, tensors)
+        def failing(self, tensors, calls=calls, last=last):
+            found = finished(self, tensors)
             calls.append(found)
             if rank and len(calls) == last:
                 return {}  # in which sums are missing
             return found
 
-        Ranks.summed = failing
+        collectives.Summing.finished = failing
         try:
             moments(params, buffers, x, y)
         except Exception as error:
             told.append((type(error), str(error)))
         finally:
-            Ranks.summed = summed
+            collectives.Summing.finished = finished
     return told
 
 
@@ -328,6 +329,58 @@ def test_what_fails_after_sums_fails_on_all(ranks):
     assert [kind for kind, _ in second] == [KeyError, KeyError]
     assert [kind for kind, _ in first] == [RankError, RankError]
     assert all("rank 1 stopped with KeyError" in text for _, text in first)
+
+
+def _as_formed(size, strategy, spoilt, broken):
+    """Return the error of a sum in tiny buckets, and in which order things happened."""
+    mesh = mesh_of(size)
+    rank, events = mesh.get_local_rank("dp"), []
+    loss, params, buffers, (x, y) = problem("mlp", torch.float64, 8)
+    if spoilt:
+        x[5] = torch.inf
+    clipped = vgrad.clipped_grad(loss, max_norm=0.5, strategy=strategy)
+    part = slice(rank * 8 // size, (rank + 1) * 8 // size)
+    reduce, give = torch.distributed.all_reduce, collectives.Summing.give
+    room = collectives._BUCKET
+
+    def sending(*given, **options):
+        events.append("sent")
+        return reduce(*given, **options)
+
+    def giving(self, name, value):
+        events.append("formed")
+        if broken and rank and events.count("formed") == 2:
+            raise ValueError("out of order")
+        give(self, name, value)
+
+    torch.distributed.all_reduce, collectives.Summing.give = sending, giving
+    collectives._BUCKET = 1
+    try:
+        found = data_parallel(clipped, mesh)(params, buffers, x[part], y[part])
+    except Exception as error:
+        return type(error), str(error)
+    finally:
+        torch.distributed.all_reduce, collectives.Summing.give = reduce, give
+        collectives._BUCKET = room
+    last = len(events) - events[::-1].index("formed") - 1
+    return errors(found, clipped(params, buffers, x, y)), events.index("sent") < last
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+@pytest.mark.parametrize("strategy", ["recorded", "vmap", "loop"])
+def test_sums_travel_while_others_are_formed(some, strategy, spoilt):
+    for error, early in some.run(_as_formed, some.size, strategy, spoilt, False):
+        assert error < 1e-12
+        assert early
+
+
+def test_what_fails_between_sums_fails_on_all(ranks):
+    first, second = ranks(2).run(_as_formed, 2, "recorded", False, True)
+    assert second == (ValueError, "out of order")
+    assert first[0] is RankError
+    assert "rank 1 stopped with ValueError: out of order" in first[1]
+    first, _ = ranks(2).run(_as_formed, 2, "recorded", False, False)  # in step again
+    assert first[0] < 1e-12
 
 
 def _refused():

@@ -1,5 +1,6 @@
 """What a rank holds of parameters that are cut among ranks."""
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -10,6 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vgrad
+from tests.distributed.processes import Processes
 from vgrad import optim
 from vgrad.distributed import Ranks, shard, sharded
 
@@ -100,9 +102,21 @@ def _bytes(size, sizes, passes):
     return counted.now / one, counted.peak / one
 
 
-def test_memory_is_that_of_the_parts_and_of_one_parameter(ranks):
+def _check(processes, sizes):
     for passes in (1, 2):
-        found = ranks(4).run(_bytes, 4, (2043, 128, 3, 4), passes)
-        for rest, peak in found:
+        for rest, peak in processes.run(_bytes, 4, sizes, passes):
             assert rest <= 0.26
             assert peak <= 0.42
+
+
+def test_memory_is_that_of_the_parts_and_of_one_parameter(ranks):
+    _check(ranks(4), (2043, 128, 3, 4))
+
+
+@pytest.mark.large
+def test_so_it_is_for_gpt2_small():
+    processes = Processes(4, timeout=600)
+    try:
+        _check(processes, (50257, 768, 12, 16))
+    finally:
+        processes.stop()

@@ -76,6 +76,52 @@ def test_a_train_step_equals_torch():
     oracle.assert_exact({**state.params, **state.buffers}, model.state_dict())
 
 
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("scale", [None, StaticLossScale(2.0**12)])
+def test_a_train_step_takes_the_mean_of_a_loss_of_one_sample(scale, donate):
+    model, fmodel, criterion, params, buffers, x, y = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    tx, loss = vgrad.optim.sgd(0.1, momentum=0.9), vgrad.sample_loss(fmodel, criterion)
+    step = train_step(loss, tx, loss_scale=scale, donate=donate)
+    own = {name: value.detach().clone() for name, value in params.items()}
+    state = TrainState.create(tx, own, buffers)
+    for _ in range(3):
+        state, metrics = step(state, x, y)
+        optimizer.zero_grad()
+        value = sum(criterion(model(x[i : i + 1]), y[i : i + 1]) for i in range(6)) / 6
+        value.backward()
+        optimizer.step()
+        torch.testing.assert_close(metrics["loss"], value.detach())
+    oracle.assert_exact(state.params, dict(model.named_parameters()))
+
+
+def test_a_mean_that_is_not_finite_is_skipped_under_a_scale():
+    _, fmodel, criterion, params, buffers, x, y = build()
+    tx, loss = vgrad.optim.sgd(0.1), vgrad.sample_loss(fmodel, criterion)
+    start = TrainState.create(tx, params, buffers)
+    step = train_step(loss, tx, loss_scale=StaticLossScale(2.0**12))
+    x[3] = torch.inf
+    state, metrics = step(start, x, y)
+    assert metrics["skipped"] == 1
+    oracle.assert_exact(state.params, start.params, 0)
+
+
+def test_a_mean_over_samples_drops_for_each_of_them():
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(nn.Linear(2, 1))
+    loss = vgrad.sample_loss(fmodel, lambda out, y: F.dropout(out * 0 + y, 0.5).mean())
+    tx, given = vgrad.optim.sgd(0.1), (torch.ones(64, 2), torch.ones(64))
+    state, step = TrainState.create(tx, params, buffers), train_step(loss, tx)
+    _, metrics = step(state, *given)
+    assert 0 < metrics["loss"] < 2  # one mask for all would give 0 or 2
+    assert step(state, *given)[1]["loss"] == metrics["loss"]
+
+
+def test_a_mean_over_samples_has_no_aux():
+    loss = vgrad.sample_loss(None, F.mse_loss)
+    with pytest.raises(TypeError, match="got one from sample_loss, which has no aux"):
+        train_step(loss, vgrad.optim.sgd(0.1), has_aux=True)
+
+
 def test_a_train_step_updates_buffers_and_draws_dropout_from_the_state():
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 2))

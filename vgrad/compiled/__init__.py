@@ -22,7 +22,7 @@ from vgrad.ensemble.forward import EnsembleForward
 from vgrad.ensemble.gradients import EnsembleGradFn
 from vgrad.persample.engine import Transform
 from vgrad.training.ensemble import EnsembleStep
-from vgrad.training.plain import TrainStep
+from vgrad.training.plain import OfSamples, TrainStep
 from vgrad.training.private import PrivateStep
 
 
@@ -107,6 +107,10 @@ def compile(
         sizes = buckets.of_plan(transform.plan) if sizes is None else sizes
         clipped = CompiledTransform(transform.clipped, captures, sizes)
         step = replace(transform, clipped=clipped, run=captures)
+        return CompiledStep(step, captures)
+    if isinstance(transform, TrainStep) and isinstance(transform.gradients, OfSamples):
+        weighted = CompiledTransform(transform.gradients.weighted, captures, sizes)
+        step = replace(transform, gradients=OfSamples(weighted), run=captures)
         return CompiledStep(step, captures)
     if sizes is not None:
         raise ValueError(

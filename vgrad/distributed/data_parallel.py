@@ -13,7 +13,7 @@ from vgrad.distributed.ranks import Ranks
 from vgrad.distributed.stepping import parallel_step
 from vgrad.persample.engine import Transform
 from vgrad.persample.gram import GramFn
-from vgrad.training.plain import TrainStep
+from vgrad.training.plain import OfSamples, TrainStep
 from vgrad.training.private import PrivateStep
 
 
@@ -43,8 +43,9 @@ def data_parallel(transform: Any, mesh: DeviceMesh, *, data: str = "dp") -> Any:
     and each rank adds the same noise to the same sum, so that its state stays that of
     the others. Take batches from `local_batches(plan.sampler(state), mesh)`.
 
-    A `train_step` has the loss of a batch, which is taken for a mean over it: parts
-    must be of one size, buffers must not change, and aux is that of this rank's part.
+    A `train_step` with a loss of one sample takes the mean over all of them. Where it
+    has the loss of a batch, that is taken for a mean over it: parts must be of one
+    size, buffers must not change, and aux is that of this rank's part.
 
     What fails on one rank raises on all: there its own error, on the others a
     `RankError` that quotes it. Ranks that call different functions, or whose states,
@@ -77,6 +78,9 @@ def data_parallel(transform: Any, mesh: DeviceMesh, *, data: str = "dp") -> Any:
         step = replace(transform.plain, run=_alike_on_all(transform.plain.run))
     if isinstance(step, PrivateStep):
         step = replace(step, clipped=_parallel(step.clipped, ranks))
+    if isinstance(step, TrainStep) and isinstance(step.gradients, OfSamples):
+        weighted = _parallel(step.gradients.weighted, ranks)
+        step = replace(step, gradients=OfSamples(weighted))
     if isinstance(step, PrivateStep | TrainStep):
         return parallel_step(step, ranks)
     if isinstance(transform, Transform | CompiledTransform):

@@ -79,6 +79,12 @@ class Gathering:
         like = self._like[name]
         return reduced(self._ranks, cast(value, wide(like.dtype)), like)
 
+    settled = summed
+
+    def of_part(self) -> "Gathering":
+        """Let all ranks take part, which have as many chunks."""
+        return self
+
     def anywhere(self, condition: bool) -> bool:
         """Tell whether a condition holds on any rank."""
         notes = self._meet("condition", holds=condition)

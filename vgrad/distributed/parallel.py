@@ -5,9 +5,9 @@ W ranks, each with its own part of a batch, which may be empty. B samples altoge
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from vgrad import batches
 from vgrad.compiled import CompiledTransform
-from vgrad.distributed.ranks import RankError, Ranks
+from vgrad.distributed.ranks import RankError, Ranks, Summing
 from vgrad.distributed.sharded import sharded_call
+from vgrad.dtypes import wide
 from vgrad.generators import ALONE, kept_random_state, sample_keys
-from vgrad.persample.engine import Call, Transform, constant
+from vgrad.persample.engine import Call, Problem, Transform, constant
 from vgrad.persample.weighted import WeightedGradFn
 from vgrad.precision.loss_scale import LossScale
 from vgrad.torch_private import levels
@@ -104,8 +105,7 @@ class ParallelTransform:
         """Return sums over all ranks, and lists of this rank's samples."""
         *weights, params, buffers = arguments[: 3 if self._takes_weights else 2]
         if not any(isinstance(each, DTensor) for each in params.values()):
-            calls = partial(Call, reduce=meeting.summed)
-            run = transform.over(calls, self._ranks.size)
+            run = transform.over(meeting.call, self._ranks.size)
             return run(*arguments, mask=mask)
         batch = arguments[len(weights) + 2 :]
         if not isinstance(transform, Transform):
@@ -165,6 +165,8 @@ class _Meeting:
         self._ranks = ranks
         self._place = 0
         self._met = False
+        self._begun: Summing | None = None
+        self._failed: Exception | None = None
 
     @contextmanager
     def until(self) -> Iterator[None]:
@@ -173,6 +175,8 @@ class _Meeting:
         try:
             yield
         except BaseException as error:
+            if self._begun is not None:
+                self._begun.given_up()
             if not self._met:
                 self.told(error=error)
             raise
@@ -183,12 +187,73 @@ class _Meeting:
         self._place += 1
         return self._ranks.agree(f"{self.what}, {self._place}", **facts)
 
+    def call(self, problem: Problem) -> Call:
+        """Return a call in which all ranks take part."""
+        # Random numbers may have to be drawn again, and then sums are others.
+        if self._ranks.size > 1 and problem.randomness == "error":
+            problem = replace(problem, others=_AsFormed(self.give, problem.params))
+        return Call(problem, reduce=self.summed)
+
+    def give(self, like: Params, name: str, value: Tensor) -> None:
+        """Send one of some sums off, whose shapes and dtypes are these.
+
+        An error waits until the sums are wanted.
+        """
+        if self._failed is None:
+            try:
+                self._begin(like).give(name, value)
+            except Exception as error:
+                self._failed = error
+
     def summed(self, tensors: Params) -> Params:
-        """Meet, and sum over the ranks."""
-        self._met = True
-        found = self._ranks.summed(self.what, tensors)
-        self._met = False  # what fails from here on is not known to the others
+        """Sum over the ranks."""
+        if self._failed is not None:
+            raise self._failed
+        if self._ranks.size == 1:
+            return dict(tensors)
+        begun = self._begin(tensors)
+        self._begun, self._met = None, True
+        found = begun.finished(tensors)
+        self._met = False
         return found
+
+    def _begin(self, like: Params) -> Summing:
+        """Meet, if the ranks have not begun."""
+        if self._begun is None:
+            self._met = True
+            self._begun = Summing(self._ranks, self.what, like)
+            self._met = False  # what fails from here on is not known to the others
+        return self._begun
+
+
+class _AsFormed:
+    """Sums of a whole batch, which go to the other ranks as soon as they are formed."""
+
+    def __init__(
+        self, give: Callable[[Params, str, Tensor], None], params: Params
+    ) -> None:
+        """Keep what sends a sum off."""
+        self._give = give
+        self._like = {
+            name: torch.empty_like(value, dtype=wide(value.dtype), device="meta")
+            for name, value in params.items()
+        }
+
+    def summed(self, name: str, value: Tensor) -> Tensor:
+        """Keep a sum here, which another strategy may form again."""
+        return value
+
+    def settled(self, name: str, value: Tensor) -> Tensor:
+        """Send a sum off."""
+        self._give(self._like, name, value.to(self._like[name].dtype))
+        return value
+
+    def anywhere(self, condition: bool) -> bool:
+        """Let each rank decide on its own."""
+        return condition
+
+    def of_part(self) -> None:
+        """Wait for all parts."""
 
 
 def plain_of(transform: Transform | CompiledTransform) -> Transform:

@@ -154,24 +154,7 @@ class Ranks(NamedTuple):
         Raises:
             RankError: names, shapes or dtypes are not the same; or as `agree`.
         """
-        if self.size == 1:
-            return dict(tensors)
-        given, tensors = tensors, dict(sorted(tensors.items()))
-        self.check_same(f"{what}, sums", layout=layout(tensors))
-        found, works = {}, []
-        for names in _buckets(tensors):
-            parts = [_as_real(tensors[name]) for name in names]
-            flat = torch.cat([part.reshape(-1) for part in parts])
-            work = distributed.all_reduce(flat, group=self.group, async_op=True)
-            works.append(work)
-            pieces = flat.split([part.numel() for part in parts])
-            for name, part, piece in zip(names, parts, pieces, strict=True):
-                piece = piece.view(part.shape)
-                whole = torch.view_as_complex if tensors[name].is_complex() else None
-                found[name] = piece if whole is None else whole(piece)
-        for work in works:
-            work.wait()
-        return {name: found[name] for name in given}
+        return Summing(self, what, tensors).finished(tensors)
 
     def of_first(self, tensor: Tensor, first: int = 0) -> Tensor:
         """Return what the first rank has, bit by bit; shapes must be the same."""
@@ -204,6 +187,63 @@ class Ranks(NamedTuple):
         distributed.all_gather(found, own, group=self.group)
         texts = [bytes(each.tolist()).rstrip(b"\0") for each in found]
         return [json.loads(text) for text in texts]
+
+
+class Summing:
+    """A sum over the ranks of tensors that may come one after another.
+
+    All ranks begin it; a bucket travels as soon as all of it is there.
+
+    Raises:
+        RankError: names, shapes or dtypes are not the same; or as `agree`.
+    """
+
+    def __init__(self, ranks: Ranks, what: str, like: Params) -> None:
+        """Begin, with tensors that are as large as those to come."""
+        like = dict(sorted(like.items()))
+        self._ranks = ranks
+        self._like = like
+        self._given: Params = {}
+        self._left = [*_buckets(like)]
+        self._sent: list[tuple[list[str], Tensor, Any]] = []
+        if ranks.size > 1:
+            ranks.check_same(f"{what}, sums", layout=layout(like))
+
+    def give(self, name: str, value: Tensor) -> None:
+        """Add a tensor; one that was added already stays."""
+        self._given.setdefault(name, value)
+        while self._left and all(name in self._given for name in self._left[0]):
+            names = self._left.pop(0)
+            parts = [_as_real(self._given[name]).reshape(-1) for name in names]
+            flat = torch.cat(parts)
+            work = None
+            if self._ranks.size > 1:
+                group = self._ranks.group
+                work = distributed.all_reduce(flat, group=group, async_op=True)
+            self._sent.append((names, flat, work))
+
+    def finished(self, tensors: Params) -> Params:
+        """Add all tensors that are missing, and return the sums."""
+        for name in self._like:
+            self.give(name, tensors[name])
+        found: Params = {}
+        for names, flat, work in self._sent:
+            if work is not None:
+                work.wait()
+            like = [_as_real(self._like[name]) for name in names]
+            pieces = flat.split([each.numel() for each in like])
+            for name, each, piece in zip(names, like, pieces, strict=True):
+                piece = piece.view(each.shape)
+                complex_ = self._like[name].is_complex()
+                found[name] = torch.view_as_complex(piece) if complex_ else piece
+        return {name: found[name] for name in tensors}
+
+    def given_up(self) -> None:
+        """Let the others come through, who do not yet know of an error."""
+        device = self._ranks.device
+        self.finished(
+            {n: torch.zeros_like(x, device=device) for n, x in self._like.items()}
+        )
 
 
 def layout(tensors: Mapping[str, Tensor]) -> str:

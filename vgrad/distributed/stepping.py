@@ -20,7 +20,7 @@ from vgrad.distributed.ranks import Ranks, layout
 from vgrad.dtypes import wide
 from vgrad.generators import torch_seed
 from vgrad.precision import all_finite
-from vgrad.training.plain import TrainStep
+from vgrad.training.plain import OfBatch, TrainStep
 from vgrad.training.private import PrivateStep
 from vgrad.training.state import TrainState
 from vgrad.tree import map_tensors, map_values, tensors
@@ -66,7 +66,7 @@ class ParallelStep:
         sizes = [note["samples"] for note in notes]
         if isinstance(step, PrivateStep):
             _check_total(step, sizes)
-        else:
+        elif isinstance(step.gradients, OfBatch):
             _check_plain(sizes, state)
         found = step(state, *batch)
         self._expected = taken + 1, key
@@ -74,8 +74,8 @@ class ParallelStep:
 
 
 def parallel_step(step: TrainStep | PrivateStep, ranks: Ranks) -> ParallelStep:
-    """Return a step of all ranks; `clipped` of a private one is theirs already."""
-    if isinstance(step, TrainStep):
+    """Return a step of all ranks; sums over single samples are theirs already."""
+    if isinstance(step, TrainStep) and isinstance(step.gradients, OfBatch):
         step = replace(step, over=partial(_averaged, ranks))
     return ParallelStep(step, ranks)
 
@@ -137,14 +137,14 @@ def _check_plain(sizes: list[int], state: TrainState) -> None:
     if any(isinstance(each, DTensor) for each in state.params.values()):
         raise TypeError(
             "data_parallel(train_step(loss))(state): expected ordinary tensors in "
-            "state.params, got DTensors, which only private steps gather as they go. "
-            "Take gather(state.params, mesh), or torch's fully_shard without vgrad."
+            "state.params, got DTensors, which the loss of a batch cannot gather as it "
+            "goes. Take sample_loss or gather(state.params, mesh)."
         )
     if len(set(sizes)) > 1:
         raise ValueError(
             f"data_parallel(train_step(loss))(state, *batch): expected as many samples "
             f"on every rank, since the loss of a batch is taken for a mean over it, "
-            f"got {sizes}. Leave out the samples that are over."
+            f"got {sizes}. A loss of one sample, from sample_loss, takes any sizes."
         )
 
 

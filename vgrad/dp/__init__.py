@@ -2,6 +2,7 @@
 
 from vgrad.dp.accounting import epsilon as epsilon
 from vgrad.dp.accounting import noise_multiplier_for as noise_multiplier_for
+from vgrad.dp.bridge import PrivateGradients as PrivateGradients
 from vgrad.dp.noise import add_gaussian_noise as add_gaussian_noise
 from vgrad.dp.plan import Plan as Plan
 from vgrad.dp.sampling import PoissonBatchSampler as PoissonBatchSampler

@@ -293,7 +293,9 @@ class Keyed(DispatchMode):
 
 def _does_not(name: str, given: dict[str, Any]) -> bool:
     """Tell whether this call of a random op draws nothing."""
-    return name == "native_dropout" and (given["train"] is False or not given["p"])
+    if name == "native_dropout":
+        return given["train"] is False or not given["p"]
+    return given.get("dropout_p") == 0  # of attention
 
 
 def _unit(words: Tensor, digits: int, dtype: torch.dtype) -> Tensor:

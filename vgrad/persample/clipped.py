@@ -1,7 +1,6 @@
 """Sums of clipped per-sample gradients, and the sensitivity that they have."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -169,13 +168,6 @@ class ClippedGradFn(Transform):
         self._passes = passes
         self.sensitivity = Sensitivity(clip.total / normalize_by)
 
-    def with_loss_scale(self, loss_scale: LossScale | None) -> "ClippedGradFn":
-        """Return the same function with another loss scale."""
-        options = replace(self.options, loss_scale=loss_scale)
-        same = ClippedGradFn(options, self._clip, self._normalize_by, self._passes)
-        same.calls = self.calls
-        return same
-
     def of_samples(
         self, function: Callable[[Tensor], Tensor], value: ClippedGrad
     ) -> ClippedGrad:
@@ -211,14 +203,14 @@ class ClippedGradFn(Transform):
             elif levels.inside_transform():
                 sums.add(found.weighted(decision.weights, decision.keep))
             elif not unlikely(torch.cat([~decision.plain, *found.doubts])):
-                sums.add(found.weighted(decision.weights, None, part.summed))
+                sums.add(found.weighted(decision.weights, None, part.settled))
             else:
                 found.mend()
                 decision = decide(found.norms)
                 for some in self._careful(found, decision, parts):
                     sums.add(some)
                 for name, value in sums.totals.items():
-                    sums.totals[name] = part.summed(name, value)
+                    sums.totals[name] = part.settled(name, value)
         return sums.totals, decision.norms, decision.above
 
     def _joined(self, parts: Iterator[tuple], call: Call) -> ClippedGrad:

@@ -1,17 +1,20 @@
 """The ordinary training step: `step(state, *batch) -> (new state, metrics)`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from vgrad import batches
 from vgrad.dtypes import widened
 from vgrad.ensemble.gradients import check_loss, returning_buffers
 from vgrad.functional.gradient import gradient
+from vgrad.functional.losses import SampleLoss
 from vgrad.optim.base import GradientTransformation
+from vgrad.persample.weighted import weighted_grad
 from vgrad.precision import (
     DynamicLossScale,
     LossScale,
@@ -34,7 +37,7 @@ from vgrad.training.state import (
     under,
     updated,
 )
-from vgrad.tree import map_tensors
+from vgrad.tree import map_tensors, map_values
 from vgrad.typing import BatchLossFn, Buffers, LossFn, Params, Tree
 
 
@@ -52,6 +55,8 @@ def train_step(
     `(state, *batch) -> (state, {"loss": scalar})`. One forward and one backward pass.
     `loss` is the loss of a batch, from `batch_loss` or a function of your own
     `(params, buffers, *batch) -> scalar`. Without `.with_buffers` it changes none.
+    From `sample_loss` it is that of one sample: the step takes the mean over the batch
+    and changes no buffers.
 
     Under a `policy` the passes run in its dtypes, while parameters and the optimizer
     keep theirs: float32 parameters are master weights.
@@ -68,8 +73,9 @@ def train_step(
     `metrics["aux"]` holds aux, a tree of tensors.
 
     Raises:
-        TypeError: the loss is no function, or one of a single sample.
-        ValueError: when called, if it returns something else than a scalar.
+        TypeError: the loss is no function, or has no aux.
+        ValueError: when called, if it returns something else than a scalar, or a loss
+            of one sample gets a batch without any.
 
     Example:
         >>> import vgrad
@@ -84,10 +90,20 @@ def train_step(
         tensor(1)
     """
     first = first_scale("train_step", loss_scale, policy, DynamicLossScale())
-    check_loss("train_step", loss)
-    run = returning_buffers("train_step", under(policy, loss), has_aux=has_aux)
-
-    return TrainStep(run, tx, first, donate, has_aux)
+    if isinstance(loss, SampleLoss):
+        if has_aux:
+            raise TypeError(
+                "train_step(loss, has_aux=True): expected a loss that returns "
+                "(scalar, aux), got one from sample_loss, which has no aux. Write a "
+                "loss of a whole batch."
+            )
+        run = _with_value(under(policy, loss))
+        gradients = OfSamples(weighted_grad(run, randomness="different", has_aux=True))
+    else:
+        check_loss("train_step", loss)
+        run = returning_buffers("train_step", under(policy, loss), has_aux=has_aux)
+        gradients = OfBatch(run, has_aux, donate)
+    return TrainStep(gradients, tx, first, donate, has_aux)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,13 +111,14 @@ class TrainStep:
     """What `train_step` returns.
 
     Attributes:
-        loss: what returns a loss, with aux if there is one, and new buffers.
-        run: how gradients are computed, and the optimizer run.
+        gradients: what computes gradients, loss, aux, buffers, and whether gradients
+            are finite.
+        run: how gradients of batches are computed, and the optimizer run.
         over: what makes gradients and loss those of all that take part in the step,
             given what computes them here and the state.
     """
 
-    loss: Callable[..., tuple[Any, Buffers]]
+    gradients: "OfBatch | OfSamples"
     tx: GradientTransformation
     first: LossScale | None
     donate: bool
@@ -116,10 +133,12 @@ class TrainStep:
         """Return the state after the step, and what the step found."""
         scale = scale_of(state, self.first)
         scaled = not isinstance(scale, NoOpLossScale)
-        own = self if self.over is None else replace(self, over=None)  # for graphs
+        given = state.params, state.buffers, batch, scale
         with torch.no_grad(), own_randomness(state):
-            given = (own._gradients, state.params, state.buffers, batch, scale)
-            compute = partial(self.run, *given)
+            if isinstance(self.gradients, OfBatch):
+                compute = partial(self.run, self.gradients.of, *given)
+            else:
+                compute = partial(self.gradients.of, *given)
             found = compute() if self.over is None else self.over(compute, state)
             grads, value, aux, buffers, finite = found
             # What is skipped needs the old state; to look is free on a CPU alone.
@@ -146,10 +165,23 @@ class TrainStep:
             loss_scale=scale,
         ), metrics
 
-    def _gradients(
+
+@dataclass(frozen=True, eq=False)
+class OfBatch:
+    """Gradients of the loss of a batch.
+
+    Attributes:
+        loss: what returns a loss, with aux if there is one, and new buffers.
+    """
+
+    loss: Callable[..., tuple[Any, Buffers]]
+    has_aux: bool
+    donate: bool
+
+    def of(
         self, params: Params, buffers: Buffers, batch: tuple, scale: LossScale
     ) -> tuple:
-        """Return gradients, loss, aux, buffers, and whether gradients are finite."""
+        """Compute them in a forward and a backward pass."""
 
         def of_params(params: Params) -> tuple[Tensor, tuple]:
             with AutocastMode(params.values()):
@@ -167,3 +199,42 @@ class TrainStep:
             aux, value = map_tensors(kept, (aux, value))
             value = widened(value)
             return grads, value, aux, kept_dtypes(new, buffers), finite
+
+
+@dataclass(frozen=True, eq=False)
+class OfSamples:
+    """Means of the gradients of single samples.
+
+    Attributes:
+        weighted: what sums them, with the losses as aux.
+    """
+
+    weighted: Any
+
+    def of(
+        self, params: Params, buffers: Buffers, batch: tuple, scale: LossScale
+    ) -> tuple:
+        """Sum them, here and wherever else there are samples, and divide the sum."""
+        read = batches.read("train_step", batch)
+        scaled = not isinstance(scale, NoOpLossScale)
+        compute = self.weighted.with_loss_scale(scale) if scaled else self.weighted
+        ones = torch.ones(read.size, device=read.tensors[0].device)
+        sums, losses = compute(ones, params, buffers, *batch)
+        if losses is None:
+            raise ValueError(
+                "train_step(loss)(state, *batch): expected a sample at least, got a "
+                "batch of none, which has no mean. Skip the step."
+            )
+        grads = map_values(lambda each: each / len(losses), sums)
+        finite = all_finite(grads) if scaled else torch.tensor(True)
+        return grads, widened(losses).mean(), (), buffers, finite
+
+
+def _with_value(loss: LossFn) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Let a loss of one sample return itself as aux."""
+
+    def run(params: Params, buffers: Buffers, /, *sample: Tree) -> tuple:
+        value = loss(params, buffers, *sample)
+        return value, value
+
+    return run

@@ -116,11 +116,9 @@ class Call:
         """Make sums those of all that take part in the call, and return `others` so."""
         if self.reduce is None:
             return list(others)
-        totals = sums.rounded(self.params)  # one dtype for all of them
+        sums.totals = self.reduce(sums.rounded(self.params))  # one dtype for all
         numbered = {str(number): each for number, each in enumerate(others)}
-        found = self.reduce({**{f"/{n}": t for n, t in totals.items()}, **numbered})
-        sums.totals = {name: found[f"/{name}"] for name in totals}
-        return [found[name] for name in numbered]
+        return [*self.reduce(numbered).values()] if others else []
 
     @property
     def places(self) -> Tensor | None:

@@ -30,6 +30,14 @@ class Others(Protocol):
         """Return what is kept of a parameter's sum, once a chunk has it."""
         ...
 
+    def settled(self, name: str, value: Tensor) -> Tensor:
+        """Do the same for a sum that no other strategy will form again."""
+        ...
+
+    def of_part(self) -> "Others | None":
+        """Return who takes part where some samples of a call run, and then others."""
+        ...
+
     def anywhere(self, condition: bool) -> bool:
         """Tell whether a condition holds for any of them."""
         ...
@@ -114,6 +122,7 @@ class Problem:
             mask=None if self.mask is None else self.mask[start:stop],
             weights=None if self.weights is None else self.weights[start:stop],
             draws=self.draws.of(torch.arange(start, stop)),
+            others=self._others_of_part(),
         )
 
     def rows(self, rows: Tensor, strategy: str | None = None) -> "Problem":
@@ -129,11 +138,19 @@ class Problem:
             weights=of(self.weights),
             draws=self.draws.of(rows),
             strategy=strategy or self.strategy,
+            others=self._others_of_part(),
         )
 
     def summed(self, name: str, value: Tensor) -> Tensor:
         """Return what is kept of a parameter's sum over a chunk."""
         return value if self.others is None else self.others.summed(name, value)
+
+    def settled(self, name: str, value: Tensor) -> Tensor:
+        """Return what is kept of a sum over a chunk that is formed for good."""
+        return value if self.others is None else self.others.settled(name, value)
+
+    def _others_of_part(self) -> Others | None:
+        return None if self.others is None else self.others.of_part()
 
     def anywhere(self, condition: bool) -> bool:
         """Tell whether a condition holds, here or for others."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -78,6 +79,13 @@ class Transform:
         """
         same = copy(self)
         same.keys = keys
+        return same
+
+    def with_loss_scale(self, loss_scale: LossScale | None) -> Self:
+        """Return the same function with another loss scale."""
+        same = copy(self)
+        same.options = replace(self.options, loss_scale=loss_scale)
+        _check(same.options)
         return same
 
     def __call__(
