@@ -36,6 +36,7 @@ nitpicky = True
 nitpick_ignore_regex = [("py:class", ".*")]
 
 default_role = "literal"
+smartquotes = False
 add_module_names = False
 toc_object_entries_show_parents = "hide"
 maximum_signature_line_length = 80

@@ -33,6 +33,9 @@ def translated(script: str) -> str:
     _, docstring, code = script.split('"""', 2)
     title, text = docstring.split("\n", 1)
     title = underlined(title.removesuffix("."), "=")
+    text = re.sub(r":\n\n    ", "::\n\n    ", text)  # an indented block is code
+    if not CELL.search(code):  # what a script of one cell prints would come before it
+        code = f"# %% The script.\n{code.lstrip()}"
     first, _, code = CELL.sub(cell, code).lstrip().partition("\n\n")
     return f'"""\n{title}{text}"""\n\n{first}\n\n{MAIN}\n{code}'
 
