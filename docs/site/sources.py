@@ -56,7 +56,8 @@ def linked(text: str) -> str:
 
 
 LISTED = re.compile(
-    r"(?:(?<=\n)\n(?:## )?(?P<caption>[^\n]+?)[:.]?)?\n\n(?P<pages>(?:\* .*\n(?:  .*\n)*)+)"
+    r"(?:(?<=\n)\n(?:## )?(?P<caption>[^\n]+?)[:.]?)?"
+    r"\n\n(?P<pages>(?:\* .*\n(?:  .*\n)*)+)"
 )
 """A list of pages, and the line above it."""
 
