@@ -6,14 +6,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from prose import plain, underlined
+
 CELL = re.compile(r"^# %% (.*)\n((?:#(?: .*)?\n)*)", flags=re.M)
 SENTENCE = re.compile(r"(.+?[^.])\.(?: (.*))?")
-
-
-def underlined(title: str, mark: str) -> str:
-    """Return a title as reStructuredText has it."""
-    return f"{title}\n{mark * len(title)}\n"
-
 
 MAIN = """\
 # sphinx_gallery_start_ignore
@@ -33,20 +29,21 @@ def translated(script: str) -> str:
     _, docstring, code = script.split('"""', 2)
     title, text = docstring.split("\n", 1)
     title = underlined(title.removesuffix("."), "=")
-    text = re.sub(r":\n\n    ", "::\n\n    ", text)  # an indented block is code
+    text = re.sub(r":\n\n    ", "::\n\n    ", plain(text))  # an indented block is code
     if not CELL.search(code):  # what a script of one cell prints would come before it
         code = f"# %% The script.\n{code.lstrip()}"
     first, _, code = CELL.sub(cell, code).lstrip().partition("\n\n")
-    return f'"""\n{title}{text}"""\n\n{first}\n\n{MAIN}\n{code}'
+    return f'r"""\n{title}{text}"""\n\n{first}\n\n{MAIN}\n{code}'
 
 
 def cell(found: re.Match[str]) -> str:
     """Return the start of a cell, with its text in lines of their own."""
     line, comments = found.groups()
-    lines = [line, *(each[2:] for each in comments.splitlines())]
-    if sentence := SENTENCE.fullmatch(line):
-        lines[:1] = [*underlined(sentence[1], "-").splitlines(), "", sentence[2] or ""]
-    text = "\n".join(["%%", *lines]).strip()
+    text = "\n".join([line, *(each[2:] for each in comments.splitlines())])
+    first, *lines = plain(text).split("\n")
+    if sentence := SENTENCE.fullmatch(first):
+        first = f"{underlined(sentence[1], '-')}\n{sentence[2] or ''}"
+    text = "\n".join(["%%", first, *lines]).strip()
     return "\n".join(f"# {each}".rstrip() for each in text.split("\n")) + "\n\n"
 
 

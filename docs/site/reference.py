@@ -7,7 +7,6 @@ is found, under both names in the index.
 import ast
 import importlib
 import inspect
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +15,7 @@ from typing import Any
 from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
 
-from gallery import underlined
+from prose import plain, underlined
 
 PACKAGES = (
     "vgrad.typing",
@@ -51,11 +50,6 @@ ORDER = (
     "vgrad.typing",
 )
 
-
-MARKUP = re.compile(
-    r"(``.*?``|`[^`]*`|^ *>>>.*?(?:\n *\n|\Z))|[*|](?=\S)", flags=re.M | re.S
-)
-"""Code and examples, or else what starts emphasis or a substitution."""
 
 ALIASES: dict[str, str] = {}
 """Where the names are described that are listed on other pages, too."""
@@ -178,14 +172,6 @@ def comment(module: ModuleType, name: str) -> list[str]:
 def skipped(app: Sphinx, kind: str, name: str, value: Any, skip: bool, options: Any):
     """Leave out the fields of named tuples, which the docstring of the class has."""
     return True if type(value).__name__ == "_tuplegetter" else None
-
-
-def plain(text: str) -> str:
-    """Escape what is markup to Sphinx, outside of code and of examples.
-
-    Docstrings are plain text with code in backticks.
-    """
-    return MARKUP.sub(lambda found: found[1] or f"\\{found[0]}", text)
 
 
 def escaped(app: Sphinx, kind: str, name: str, value: Any, options: Any, lines: list):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import gallery
 import results
+from prose import underlined
 
 AROUND = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 """Pages that stand beside `docs/` and end the list."""
@@ -21,7 +22,7 @@ def lay_out(root: Path, folder: Path) -> None:
     for path in (root / "tutorials").glob("*.py"):
         texts[folder / "tutorials" / path.name] = gallery.translated(path.read_text())
     texts[folder / "tutorials" / "GALLERY_HEADER.rst"] = (
-        gallery.underlined("Tutorials", "=")
+        underlined("Tutorials", "=")
         + "\nEach is a script of ``tutorials/`` that runs by itself, in seconds.\n"
     )
     for path, text in results.pages(root).items():
