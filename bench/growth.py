@@ -1,8 +1,9 @@
 """How a training step grows with the members: `python -m bench.growth RESULTS.json`.
 
 The file is what `pytest --benchmark-json` or `python -m vgrad bench ensemble --out`
-wrote. A picture of the same name shows time and peak memory against the number of
-members, the loop over members beside them.
+wrote. A picture of the same name shows time, as a multiple of that of a loop over the
+members, and peak memory against the number of members: of the loop, vmap, tensordict
+and vgrad.
 """
 
 import argparse
@@ -10,49 +11,75 @@ import json
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
+from bench.experiments import drawing
 from vgrad.cli import bench
 
 Row = dict[str, Any]
-GROUP = "members, training step, "
+NAMES = ("loop", "vmap", "tensordict", "vgrad")
+COMPARED = "ensemble, training step, "
+FINER = "members, training step, "
+"""Groups of all contenders, and of vgrad for more numbers of members."""
 
 
-def draw(measured: list[Row], path: Path) -> None:
-    """Write the picture.
+def draw(measured: list[Row]) -> Figure:
+    """Draw a line of panels for each setting and device.
 
     Raises:
-        ValueError: nothing was measured against the number of members.
+        ValueError: no training step of an ensemble was measured.
     """
-    from matplotlib.figure import Figure
-
-    rows = [row for row in measured if row["group"].startswith(GROUP)]
-    groups = sorted({row["group"] for row in rows})
-    if not groups:
+    rows = [row for row in measured if row["group"].startswith(COMPARED)]
+    cases = list(dict.fromkeys(_case(row) for row in rows))
+    if not cases:
         raise ValueError(
-            "bench.growth: expected results of test_ensemble.py::test_members."
+            "bench.growth: expected results of test_ensemble.py, got none."
         )
-    figure = Figure(figsize=(9, 3.2 * len(groups)), layout="constrained")
-    panels = figure.subplots(len(groups), 2, squeeze=False)
-    for group, (time, memory) in zip(groups, panels, strict=True):
-        chosen = sorted(
-            (row for row in rows if row["group"] == group),
-            key=lambda row: row["members"],
-        )
-        members = [row["members"] for row in chosen]
-        loop = [1e3 * row["plain_seconds"] for row in chosen]
-        time.plot(members, loop, "o--", label="loop of torch")
-        ours = [1e3 * row["median_seconds"] for row in chosen]
-        time.plot(members, ours, "o-", label="vgrad")
-        time.set(title=group.removeprefix(GROUP), ylabel="ms a step")
-        time.legend()
-        known = [row for row in chosen if "peak_bytes" in row]
-        peaks = [row["peak_bytes"] / bench.MEBIBYTE for row in known]
-        memory.plot([row["members"] for row in known], peaks, "o-")
-        memory.set(title="peak memory of vgrad above the members", ylabel="MiB")
+    finer = [
+        {**row, "contender": "vgrad"}
+        for row in measured
+        if row["group"].startswith(FINER)
+    ]
+    figure = Figure(figsize=(10, 2.9 * len(cases)), layout="constrained")
+    panels = figure.subplots(len(cases), 2, squeeze=False)
+    for case, (time, memory) in zip(cases, panels, strict=True):
+        for number, name in enumerate(NAMES):
+            # What was measured beside the others takes the place of what was not.
+            found = {
+                row["members"]: row
+                for row in (*finer, *rows)
+                if _case(row) == case and row["contender"] == name
+            }
+            at = sorted(found)
+            ratios = [found[each]["ratio_to_plain"] for each in at]
+            if name != "loop":  # which the others are measured beside
+                drawing.line(time, at, ratios, name, number)
+            known = [each for each in at if "peak_bytes" in found[each]]
+            peaks = [found[each]["peak_bytes"] / bench.MEBIBYTE for each in known]
+            drawing.line(memory, known, peaks, name, number)
+        time.axhline(1, color=drawing.COLOURS[0], linestyle="--", label="loop")
+        ticks = sorted({row["members"] for row in rows if _case(row) == case})
         for axes in (time, memory):
-            axes.set_xlabel("members")
-            axes.set_xlim(left=0)
+            axes.set_xscale("log")
+            axes.set_xticks(ticks, [str(each) for each in ticks])
+            axes.minorticks_off()
             axes.set_ylim(bottom=0)
-    figure.savefig(path, dpi=100)
+        y = "time / that of the loop"
+        drawing.finish(time, case, "members", y, legend=False)
+        y = "MiB above the members"
+        drawing.finish(memory, f"{case}: peak memory", "members", y, legend=False)
+    title, said = "A training step of an ensemble, by ways to run its members", rows[0]
+    machine = f"{said['processor']}, {said['threads']} threads, torch {said['torch']}"
+    figure.suptitle(f"{title}\n{machine}, {said['date']}")
+    lines, names = panels[0, 1].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside lower center", ncols=len(NAMES))
+    return figure
+
+
+def _case(row: Row) -> str:
+    """Return setting and device."""
+    group = row["group"].removeprefix(COMPARED).removeprefix(FINER)
+    return group.replace(f", {row['members']} members", "")
 
 
 if __name__ == "__main__":
@@ -60,7 +87,5 @@ if __name__ == "__main__":
     parser.add_argument("results", type=Path)
     results = parser.parse_args().results
     report = json.loads(results.read_text())
-    draw(
-        report if isinstance(report, list) else bench.rows(report),
-        results.with_suffix(".png"),
-    )
+    found = report if isinstance(report, list) else bench.rows(report)
+    draw(found).savefig(results.with_suffix(".png"), dpi=100)

@@ -266,7 +266,8 @@ GROWTH = {
     SMALL[1]: (1, 2, 4, 8, 16, 32, 64),
     MODELS["simple-cnn"].title: (1, 2, 4, 8, 16),
 }
-"""Members of a training step, to see how time and memory grow (`growth.py`)."""
+"""Members of a training step, more of them for vgrad's line in the picture
+(`growth.py`)."""
 
 
 def checked(

@@ -8,6 +8,7 @@ from typing import NamedTuple, NoReturn
 import torch
 
 from vgrad.cli import options
+from vgrad.cli.descriptions import printable
 from vgrad.persample.engine.guard import UnsupportedOp
 
 
@@ -136,8 +137,7 @@ def _fail(message: str) -> int:
     """Print a message as one line of printable text, whatever a file put into it."""
     line = " ".join(message.split())
     line = line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..."
-    shown = (each if each.isprintable() else ascii(each)[1:-1] for each in line)
-    print("vgrad: " + "".join(shown), file=sys.stderr)
+    print(f"vgrad: {printable(line)}", file=sys.stderr)
     return 2
 
 

@@ -5,16 +5,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-COLOURS = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-    "#000000",
-)
-"""Reference: Okabe and Ito, Color Universal Design, 2008."""
+from vgrad.cli.report import COLOURS as COLOURS
 
 MARKERS = "osD^vPX"
 MEBIBYTE = 2**20

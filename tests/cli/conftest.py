@@ -15,7 +15,7 @@ def quick():
     with pytest.MonkeyPatch.context() as patch:
         for name, cached in runs.ACCOUNTANT.items():
             patch.setattr(accounting, name, cached)
-        patch.setattr(report, "_write", runs.picture)
+        patch.setattr(report, "write_picture", runs.picture)
         yield
 
 

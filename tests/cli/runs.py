@@ -21,17 +21,18 @@ KEYS = ["step", "loss", "test_accuracy", "epsilon", "samples_per_second"]
 SIZE, BATCH = 48, 12
 FIXED, PLAIN = "--reproducible-noise", "--without-privacy"
 THREE = ["--members", "3"]
-CURVES = (report, "write_curves")
-"""What a run does last."""
+PICTURES = (report, "draw")
+"""What a run does after its last epoch."""
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 
-DRAW = report._write
+WRITE = report.write_picture
 
 
 def picture(figure, path):
     """Write a file in the place of a picture, which takes longer than a run."""
     files.replace(path, b"picture", private=True)
+    return b"picture"
 
 
 ACCOUNTANT = {
@@ -78,7 +79,7 @@ def resume(out, *more):
     return main(["train", "--resume", str(out), *more])
 
 
-def interrupted(images, out, *more, where=CURVES, after=0, **how):
+def interrupted(images, out, *more, where=PICTURES, after=0, **how):
     """Leave a run that was killed in a function, after so many whole calls of it."""
     owner, name = where
     whole, calls = getattr(owner, name), []

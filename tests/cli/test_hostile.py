@@ -18,10 +18,10 @@ import torch
 import vgrad
 from tests import oracle
 from tests.cli.runs import (
-    CURVES,
-    DRAW,
+    PICTURES,
     PLAIN,
     THREE,
+    WRITE,
     arguments,
     contents,
     error,
@@ -35,10 +35,10 @@ from tests.cli.runs import (
 )
 from vgrad import files
 from vgrad.__main__ import main
-from vgrad.cli import checkpoint, models, report, run
+from vgrad.cli import checkpoint, models, report
 
-OWN = {"metrics.jsonl", "plain.jsonl", "state.json", "state.safetensors", "curves.png"}
-LAST = {"one": CURVES, "three": (run, "_draw")}
+OWN = {"metrics.jsonl", "plain.jsonl", "state.json", "state.safetensors"}
+OWN |= {"curves.png", "report.html"}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def runs(images, tmp_path_factory):
     """Two runs that still have to draw their curves, of one model and of three."""
     folder = tmp_path_factory.mktemp("runs")
     for name, more in (("one", []), ("three", [*THREE, PLAIN])):
-        interrupted(images, folder / name, *more, where=LAST[name])
+        interrupted(images, folder / name, *more, where=PICTURES)
     return folder
 
 
@@ -136,7 +136,9 @@ def test_figures_are_written_to_a_file_of_their_own(one, tmp_path, capsys, name,
         assert resume(one) == 0
 
 
-@pytest.mark.parametrize("name", ["state.json", ".state.json.partial", "curves.png"])
+@pytest.mark.parametrize(
+    "name", ["state.json", ".state.json.partial", "curves.png", "report.html"]
+)
 def test_no_link_is_followed(one, tmp_path, name):
     victim = tmp_path / "victim"
     (one / name).unlink(missing_ok=True)
@@ -161,11 +163,11 @@ def test_a_dangling_link_is_a_part_of_a_run_too(images, tmp_path, capsys, name):
 def test_only_what_is_for_release_can_be_read_by_others(images, tmp_path, monkeypatch):
     # So that figures are private from the first byte, and are not made so.
     monkeypatch.setattr(os, "fchmod", lambda *given: None)
-    monkeypatch.setattr(report, "_write", DRAW)
+    monkeypatch.setattr(report, "write_picture", WRITE)
     before = os.umask(0)
     try:
         assert train(images, tmp_path / "one") == 0
-        interrupted(images, tmp_path / "three", *THREE, where=LAST["three"])
+        interrupted(images, tmp_path / "three", *THREE, where=PICTURES)
     finally:
         os.umask(before)
     released = {"ensemble.json", "ensemble.safetensors", "model.safetensors"}
@@ -264,6 +266,26 @@ def test_an_ensemble_is_loaded_from_its_folder(three):
         oracle.assert_exact(value, state[f".plain.params['{name}']"], 0)
     scores = vgrad.ensemble_forward(fmodel)(params, buffers, torch.zeros(5, 1, 1, 6))
     assert scores.shape == (3, 5, 3)
+
+
+def test_a_member_is_loaded_alone_as_a_module(three, runs):
+    x = torch.randn(5, 1, 1, 6, generator=torch.Generator().manual_seed(0))
+    fmodel, params, buffers = vgrad.load(three)
+    scores = vgrad.ensemble_forward(fmodel)(params, buffers, x)
+    for i in range(3):
+        model = vgrad.load(three, member=i)
+        assert not model.training
+        assert all(value.requires_grad for value in model.parameters())
+        oracle.assert_exact(model(x), scores[i], 1e-6)
+    for member in (-1, True, 1.0, "0"):
+        with pytest.raises(ValueError, match="expected a whole number >= 0"):
+            vgrad.load(three, member=member)
+    with pytest.raises(ValueError, match="expected a file with member 3, got 3 mem"):
+        vgrad.load(three, member=3)
+    with pytest.raises(ValueError, match="which holds one model. Leave member out."):
+        vgrad.load(runs / "one", member=0)
+    with pytest.raises(FileNotFoundError, match="got no file"):
+        vgrad.load(three / "none", member=0)
 
 
 def test_a_folder_of_two_runs_is_no_guess(one, three_too, images, capsys):

@@ -12,7 +12,6 @@ import torch
 import vgrad
 from tests.cli.runs import (
     BATCH,
-    DRAW,
     FIXED,
     KEYS,
     PLAIN,
@@ -53,18 +52,9 @@ def templates(images):
     return vgrad.make_functional_with_buffers(built(images))[1:]
 
 
-@pytest.mark.parametrize("more", [pytest.param([], marks=pytest.mark.slow), [PLAIN]])
-def test_a_run_draws_its_pictures(images, tmp_path, monkeypatch, more):
-    monkeypatch.setattr(report, "_write", DRAW)
-    out = tmp_path / "run"
-    assert train(images, out, *THREE, *more, epochs=1) == 0
-    for name in ("curves", "reliability", "uncertain"):
-        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG\r\n")
-
-
 def test_a_run_writes_what_it_promises(runs):
     out = runs[0] / "private"
-    pictures = ["curves.png", "reliability.png", "uncertain.png"]
+    pictures = ["curves.png", "reliability.png", "uncertain.png", "report.html"]
     parts = ["ensemble.json", "ensemble.safetensors", "state.json", "state.safetensors"]
     assert set(os.listdir(out)) == {*pictures, *parts, "metrics.jsonl", "plain.jsonl"}
     for name in ("metrics.jsonl", "plain.jsonl"):
@@ -267,43 +257,3 @@ def test_a_line_an_epoch_has_the_ensemble_and_the_range_of_its_members(runs):
             shares = record["member_accuracies"]
             assert f"{100 * record['test_accuracy']:.1f} %" in line
             assert f"{100 * min(shares):.1f} % to {100 * max(shares):.1f} %" in line
-
-
-@pytest.fixture
-def figures(monkeypatch):
-    """Keep the figures instead of writing them."""
-    kept = []
-    monkeypatch.setattr(report, "_write", lambda figure, path: kept.append(figure))
-    return kept
-
-
-def test_the_diagram_shows_accuracy_over_confidence(figures, tmp_path):
-    sure = torch.tensor([[0.95, 0.05], [0.95, 0.05], [0.65, 0.35], [0.35, 0.65]]).log()
-    lost = torch.full((1, 2), torch.nan)
-    logits = torch.cat([sure, lost]).expand(2, 5, 2)
-    labels = torch.tensor([0, 1, 0, 1, 0])
-    report.write_reliability(tmp_path, {"plain SGD": logits}, labels)
-    above, below = figures[0].axes
-    line = next(one for one in above.lines if one.get_label() == "plain SGD")
-    np.testing.assert_allclose(line.get_xdata(), [0.65, 0.95], rtol=1e-6)
-    np.testing.assert_allclose(line.get_ydata(), [1.0, 0.5], rtol=1e-6)
-    assert list(below.lines[0].get_ydata()) == [2, 2]
-
-
-@pytest.mark.parametrize("channels", [1, 2, 3])
-def test_the_most_uncertain_samples_come_first(figures, tmp_path, channels):
-    sure = torch.linspace(3, 0, 40)
-    logits = torch.stack([sure, torch.zeros(40)], 1).expand(2, 40, 2).clone()
-    logits[:, 7] = torch.nan
-    images = torch.rand(40, channels, 2, 3, generator=torch.Generator().manual_seed(0))
-    report.write_uncertain(tmp_path, logits, images, torch.arange(40) % 2)
-    titles = [axes.get_title() for axes in figures[0].axes if axes.get_title()]
-    assert len(titles) == 24
-    assert "nan" in titles[0]
-    assert titles[1].startswith("0 (is 1)\nentropy 0.69")
-    shown = np.asarray(figures[0].axes[1].images[0].get_array())
-    assert shown.shape == ((2, 3, 3) if channels == 3 else (2, 3))
-    expected = images[39].permute(1, 2, 0) if channels == 3 else images[39].mean(0)
-    scaled = (shown - shown.min()) / (shown.max() - shown.min())
-    expected = (expected - expected.min()) / (expected.max() - expected.min())
-    np.testing.assert_allclose(scaled, expected, atol=1e-5)

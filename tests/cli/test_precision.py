@@ -12,7 +12,7 @@ from tests import oracle
 from tests.cli import runs
 from vgrad import files, optim
 from vgrad.__main__ import main
-from vgrad.cli import checkpoint, models, options, report, setup
+from vgrad.cli import checkpoint, models, report, settings, setup
 from vgrad.torch_private import kernels
 from vgrad.training import TrainState, private_step, train_step
 
@@ -158,7 +158,7 @@ def test_a_checkpoint_has_the_loss_scales_from_the_start(images, tmp_path):
 
 def test_the_scales_are_those_that_the_steps_take_by_themselves(images):
     sizes = {"data": str(images), "model": "mlp", "batch_size": runs.BATCH}
-    job = setup.prepare(options.Settings(**sizes, precision="float16"))
+    job = setup.prepare(settings.Settings(**sizes, precision="float16"))
     torch.manual_seed(0)
     fmodel, params, buffers = vgrad.make_functional_with_buffers(torch.nn.Linear(2, 3))
     tx, loss, policy = optim.sgd(0.1), torch.nn.functional.cross_entropy, "c=float16"

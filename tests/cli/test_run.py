@@ -34,21 +34,23 @@ from tests.cli.runs import (
     results,
     resume,
     said,
+    stop,
     train,
     watch_noise,
     write_data,
 )
 from vgrad import dp, files
 from vgrad.__main__ import COMMANDS, main
-from vgrad.cli import checkpoint, report
+from vgrad.cli import checkpoint, data, report, settings
 
 ROOT = Path(__file__).parents[2]
 SLOW = pytest.mark.slow
 
 
 def test_a_run_writes_what_it_promises(finished):
-    names = {"curves.png", "metrics.jsonl", "plain.jsonl", "model.safetensors"}
-    assert set(os.listdir(finished)) == {*names, "state.json", "state.safetensors"}
+    names = {"curves.png", "report.html", "metrics.jsonl", "plain.jsonl"}
+    names |= {"model.safetensors", "state.json", "state.safetensors"}
+    assert set(os.listdir(finished)) == names
     for name in ("metrics.jsonl", "plain.jsonl"):
         records = lines(finished / name)
         assert [list(each) for each in records] == [KEYS] * 3
@@ -118,7 +120,7 @@ def test_a_finished_run_stays_as_it_is_and_its_folder_is_taken(
     assert "expected a folder without a run" in error(capsys, *command)
     after = {path: (path.read_bytes(), path.stat()) for path in finished.iterdir()}
     assert after == before
-    for name in (*checkpoint.FILES, "metrics.jsonl", *report.PICTURES):
+    for name in (*checkpoint.FILES, "metrics.jsonl", *report.PICTURES, report.PAGE):
         other = tmp_path / f"only {name}"
         other.mkdir()
         (other / name).write_text("mine")
@@ -250,7 +252,7 @@ def test_killed_by_a_signal_a_run_goes_on_with_the_same_numbers(images, tmp_path
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
     assert done.returncode == -signal.SIGKILL
     assert 0 < len(lines(out / "metrics.jsonl")) < 3
-    assert not (out / "curves.png").exists()
+    assert not (out / "report.html").exists()
     assert resume(out) == 0
     assert main(["train", "--out", str(whole), *more]) == 0
     assert results(out) == results(whole)
@@ -273,7 +275,7 @@ def test_the_figures_of_lost_steps_are_cut_off(images, tmp_path):
     expected = results(out)
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "loss": 0.1')
-    (out / "curves.png").unlink()
+    (out / "report.html").unlink()
     assert resume(out) == 0
     assert results(out) == expected
 
@@ -344,7 +346,7 @@ def test_no_two_processes_train_in_one_folder(images, tmp_path, monkeypatch, cap
     out, refused = tmp_path / "run", []
 
     def meanwhile(*given):
-        monkeypatch.setattr(report, "write_curves", lambda *given, **more: None)
+        monkeypatch.setattr(report, "write_page", lambda *given: None)
         refused.append(error(capsys, "train", "--resume", out))
 
     monkeypatch.setattr(report, "show_table", meanwhile)
@@ -356,6 +358,56 @@ def test_no_two_processes_train_in_one_folder(images, tmp_path, monkeypatch, cap
     os.close(descriptor)
     assert all("no other process is training" in each for each in refused)
     assert len(refused) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "samples", "batch", "lr"),
+    [
+        ({}, 1438, 720, 1.0),
+        ({}, 60_000, 720, 1.0),
+        ({"model": "mlp"}, 500, 256, 0.18),
+        ({"model": "resnet"}, 2_000, 720, 0.1),
+        ({"model": "own:make"}, 2_000, 720, 0.1),
+        ({"batch_size": 36}, 500, 36, 0.05),
+        ({"batch_size": 2_000}, 60_000, 2_000, 1.0),
+        ({"lr": 0.7}, 500, 256, 0.7),
+        ({"lr": 0.7, "batch_size": 3}, 3, 3, 0.7),
+        ({}, 3, 3, 0.0042),
+        ({}, 1, 1, 0.0014),
+    ],
+)
+def test_the_batch_and_the_rate_fit_the_data(given, samples, batch, lr):
+    found = settings.Settings(**given).fitted(samples)
+    assert (found.batch_size, found.lr) == (batch, lr)
+
+
+def test_what_was_chosen_is_recorded_and_may_be_given_again(images, tmp_path, capsys):
+    out, more = tmp_path / "run", ["--model", "mlp", "--epochs", "1"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "write_page", stop)
+        with pytest.raises(Killed):
+            main(["train", "--out", str(out), "--data", str(images), *more])
+    chosen = said(out)["arguments"]
+    assert (chosen["batch_size"], chosen["lr"]) == (24, 0.017)
+    message = error(capsys, "train", "--resume", out, "--batch-size", "720")
+    assert "expected --batch-size 24, which the run was started with" in message
+    assert resume(out, "--batch-size", "24", "--lr", "0.017") == 0
+
+
+@SLOW
+@pytest.mark.parametrize("model", ["cnn", "mlp", "resnet"])
+def test_no_model_diverges_as_it_is_by_default(tmp_path, model):
+    drawn = data.load("digits", seed=0)
+    names = ("x_train", "y_train", "x_test", "y_test")
+    few = {name: value[:300].numpy() for name, value in zip(names, drawn, strict=False)}
+    np.savez(tmp_path / "few.npz", **few)
+    out, more = tmp_path / "run", ["--model", model, "--epochs", "20"]
+    given = ["--data", str(tmp_path / "few.npz"), *more]
+    assert main(["train", "--out", str(out), *given]) == 0
+    for name in ("metrics", "plain"):
+        first, *_, last = lines(out / f"{name}.jsonl")
+        assert last["loss"] < first["loss"] < 2.5
+        assert last["test_accuracy"] > 0.3
 
 
 MANY = "1000000000"
@@ -375,7 +427,10 @@ BAD = {
     "too many members": (["--members", MANY], "at most 10000, as all of them"),
     "no epochs": (["--epochs", "0"], "expected a whole number >= 1"),
     "half an epoch": (["--epochs", "0.5"], "argument --epochs: invalid int"),
-    "batch too large": (["--batch-size", "49"], "at most the 48 training samples"),
+    "batch too large": (
+        ["--batch-size", "49"],
+        "at most the 48 training samples that there are. Leave it out for",
+    ),
     "learning rate": (["--lr", "-1"], "expected lr > 0"),
     "seed": (["--seed", "-1"], "< seed <"),
     "precision": (["--precision", "half"], "'half'): expected one of 'float32', 'bf"),
@@ -554,7 +609,7 @@ def test_an_interrupt_has_its_own_status(images, tmp_path, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(report, "write_curves", interrupt)
+        patch.setattr(report, "write_page", interrupt)
         assert train(images, tmp_path / "run") == 130
     assert capsys.readouterr().err.startswith("vgrad: interrupted")
     assert resume(tmp_path / "run") == 0
@@ -573,7 +628,7 @@ def test_on_a_terminal_there_is_a_bar_and_a_table(
     monkeypatch.setenv("TERM", "xterm")
     screen = io.StringIO()
     monkeypatch.setattr(
-        report, "Console", lambda: Console(file=screen, force_terminal=True)
+        report.console, "Console", lambda: Console(file=screen, force_terminal=True)
     )
     assert train(images, tmp_path / "run", *more) == 0
     shown = screen.getvalue()
@@ -589,7 +644,7 @@ def test_the_digits_train_in_silence_but_for_a_line_an_epoch(tmp_path, capfd):
     done = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("\nepoch ") == 2
-    assert len(done.stdout.splitlines()) == 7
+    assert len(done.stdout.splitlines()) == 8
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG\r\n")
     assert main(["evaluate", str(out)]) == 0
     judged, share = capfd.readouterr(), lines(out / "metrics.jsonl")[-1]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import vgrad
-from vgrad.cli import options
+from vgrad.cli import options, settings
 
 COLUMNS = ("contender", "median", "plain step", "ratio to plain", "samples/s", "error")
 MEMORY = "peak memory"
@@ -64,7 +64,7 @@ def experiment(given: Namespace) -> None:
     root = checkout("experiment")
     out = options.folder("--out", given.out).absolute()
     command = [sys.executable, "-m", "bench.experiments", *given.names]
-    command += ["--out", str(out), "--device", str(options.device(given.device))]
+    command += ["--out", str(out), "--device", str(settings.device(given.device))]
     if given.full:
         command += ["--size", "full"]
     if given.data is not None:

@@ -15,6 +15,7 @@ after all of that has been checked here.
 import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import overload
 
 import torch
 from torch import Tensor, nn
@@ -22,19 +23,20 @@ from torch import Tensor, nn
 from vgrad import checks, files, tree
 from vgrad.cli import metrics, models
 from vgrad.cli.descriptions import TABLE, TEXT, check, shape_of, whole
-from vgrad.ensemble.store import load_ensemble, save_ensemble
+from vgrad.ensemble.store import load_ensemble, load_member, save_ensemble
 from vgrad.files import Description
 from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
 from vgrad.typing import Buffers, Params, Tree
 
 STATE = "state.safetensors"
 STATE_TEXT = "state.json"
+STATES = (STATE, STATE_TEXT)
 MODEL = "model.safetensors"
 
 ENSEMBLE = "ensemble.safetensors"
 ENSEMBLE_TEXT = "ensemble.json"
 
-FILES = (STATE, STATE_TEXT, MODEL, ENSEMBLE, ENSEMBLE_TEXT)
+FILES = (*STATES, MODEL, ENSEMBLE, ENSEMBLE_TEXT)
 
 _LONGEST_TEXT = 2**20
 """Bytes of a description, which has a few hundred."""
@@ -156,12 +158,13 @@ def save_members(
 
 
 def read_model(
-    folder: Path, *, named: str | None = None
+    folder: Path, *, named: str | None = None, member: int | None = None
 ) -> tuple[FunctionalModel, Params, Buffers, Description]:
     """Rebuild a model, or an ensemble `[E, ...]`, in evaluation mode and on the CPU.
 
     `named` is the model as the caller names it, which only code from outside of this
-    package needs. Nothing larger than the file is made from what the file says.
+    package needs, and `member` the one member of an ensemble to read. Nothing larger
+    than the file is made from what the file says.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -172,7 +175,10 @@ def read_model(
         description = _read_text(path)
         check(str(path), description, {"members": whole(1, _MOST_IN_A_FILE)})
         fmodel, *entries = _template(path, description, named)
-        templates = [_stacked(values, description["members"]) for values in entries]
+        if member is not None:
+            values = load_member(folder / ENSEMBLE, member, *map(_blank, entries))
+            return fmodel, *values, description
+        templates = [_blank(values, description["members"]) for values in entries]
         return fmodel, *load_ensemble(folder / ENSEMBLE, *templates), description
     tensors, description = files.read_tensors(folder / MODEL, MODEL_KIND)
     fmodel, *entries = _template(folder / MODEL, description, named)
@@ -210,11 +216,11 @@ def _template(
     return fmodel.eval(), params, buffers
 
 
-def _stacked(values: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
-    """Give entries a member axis and no memory of their own, `[count, *shape]`."""
+def _blank(values: Mapping[str, Tensor], *axes: int) -> dict[str, Tensor]:
+    """Make entries `[*axes, *shape]` on the CPU, without memory of their own."""
     return {
         name: torch.zeros((), dtype=t.dtype, requires_grad=t.requires_grad).expand(
-            count, *t.shape
+            *axes, *t.shape
         )
         for name, t in values.items()
     }
@@ -235,14 +241,25 @@ def holds_ensemble(folder: Path) -> bool:
     return bool(found)
 
 
+@overload
+def load(folder: str | Path, *, member: int, model: str | None = ...) -> nn.Module: ...
+
+
+@overload
 def load(
-    folder: str | Path, *, model: str | None = None
+    folder: str | Path, *, member: None = ..., model: str | None = ...
+) -> nn.Module | tuple[FunctionalModel, Params, Buffers]: ...
+
+
+def load(
+    folder: str | Path, *, member: int | None = None, model: str | None = None
 ) -> nn.Module | tuple[FunctionalModel, Params, Buffers]:
     """Rebuild what `python -m vgrad train` left in a folder, a model or an ensemble.
 
-    A model is a module. An ensemble is `(fmodel, params, buffers)` with entries
-    `[E, *shape]`, as `vgrad.stack` makes them. Both are in evaluation mode and on the
-    CPU, and their parameters require grad.
+    A model is a module. An ensemble (`train --members E`) is `(fmodel, params,
+    buffers)` with entries `[E, *shape]`, as `vgrad.stack` makes them. `member=i` reads
+    one member of it alone, as a module. All are in evaluation mode and on the CPU, and
+    their parameters require grad.
 
     The files hold tensors and text, and choose no code. To load a model that came from
     `module:factory`, pass that as `model`, if you trust the module: it is imported.
@@ -250,7 +267,8 @@ def load(
     Raises:
         FileNotFoundError: the folder holds no model.
         ValueError: a file is damaged, or not one of vgrad's, or the model cannot be
-            built as it was, or is not the one that `model` names.
+            built as it was, or is not the one that `model` names; or there is no such
+            member.
 
     Example:
         >>> import tempfile
@@ -264,7 +282,15 @@ def load(
         torch.Size([5, 3])
     """
     where = Path(folder)
-    fmodel, params, buffers, _ = read_model(where, named=model)
-    if holds_ensemble(where):
-        return fmodel, params, buffers
-    return fmodel.to_module(params, buffers).eval()
+    alone = not holds_ensemble(where)
+    if member is not None:
+        checks.whole("load", least=0, member=member)
+        if alone and (where / MODEL).exists():
+            raise ValueError(
+                f"load(member={member}): expected the folder of an ensemble, got "
+                f"{where}, which holds one model. Leave member out."
+            )
+    fmodel, params, buffers, _ = read_model(where, named=model, member=member)
+    if alone or member is not None:
+        return fmodel.to_module(params, buffers).eval()
+    return fmodel, params, buffers

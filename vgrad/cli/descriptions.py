@@ -14,6 +14,11 @@ _MOST_FEATURES = 2**31
 """Numbers in an image, beyond which a layer's size may not fit into 64 bits."""
 
 
+def printable(text: str) -> str:
+    """Return text with escapes in the place of what would steer a terminal or page."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
 class Kind(NamedTuple):
     """What a value has to be."""
 

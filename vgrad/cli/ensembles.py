@@ -21,7 +21,7 @@ from vgrad import optim
 from vgrad.cli import models, setup
 from vgrad.cli.data import Dataset
 from vgrad.cli.evaluate import ROWS
-from vgrad.cli.options import Settings
+from vgrad.cli.settings import Settings
 from vgrad.cli.setup import Job, Model, Pair, Taken, Trainer
 from vgrad.ensemble.forward import ensemble_forward
 from vgrad.ensemble.gradients import ensemble_grad
@@ -67,7 +67,7 @@ def prepare(settings: Settings) -> Job:
         FileNotFoundError, ValueError: as `setup.prepare`, or the members that a factory
             made are not alike.
     """
-    found, ends = setup.read(settings)
+    settings, found, ends = setup.read(settings)
     count, device = settings.members, torch.device(settings.device)
     modules = [
         models.build(settings.model, found.shape, seed=member_seed(settings.seed, i))

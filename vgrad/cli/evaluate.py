@@ -18,6 +18,7 @@ from vgrad.cli.descriptions import (
     whole,
 )
 from vgrad.cli.models import Shape
+from vgrad.cli.settings import device
 from vgrad.ensemble.forward import ensemble_forward
 from vgrad.ensemble.prediction import class_prediction
 from vgrad.files import Description
@@ -63,7 +64,7 @@ def evaluate(given: Namespace) -> None:
     The digits are split as they were when the model was trained, and the model runs in
     the precision in which it was trained.
     """
-    where = options.device(given.device)
+    where = device(given.device)
     folder = options.folder("evaluate", given.folder)
     fmodel, params, buffers, description = checkpoint.read_model(
         folder, named=given.model

@@ -15,7 +15,8 @@ from vgrad.cli.descriptions import check, number, optional, several, whole
 METRICS = "metrics.jsonl"
 PLAIN = "plain.jsonl"
 FIGURES = (METRICS, PLAIN)
-"""Of the private run and of the plain one."""
+RUNS = ("private SGD", "plain SGD")
+"""Files and names of the private run and of the plain one."""
 
 
 class Record(NamedTuple):

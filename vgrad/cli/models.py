@@ -114,6 +114,15 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
+RATES = {"cnn": 1.0, "mlp": 0.5, "resnet": 0.1, "a factory": 0.1}
+"""Learning rates at which neither the private nor the plain run diverges."""
+
+
+def rate(spec: str) -> float:
+    """Return the learning rate for a model, unless the user has another one."""
+    return RATES[spec if spec in MODELS else "a factory"]
+
+
 def build(spec: str, shape: Shape, *, seed: int) -> nn.Module:
     """Make the model that `spec` names, initialised from `seed`, on the CPU.
 

@@ -38,14 +38,9 @@ from vgrad.cli.ensembles import PrivateMembers
 from vgrad.cli.evaluate import judge
 from vgrad.cli.launched import World
 from vgrad.cli.metrics import FIGURES, Record
-from vgrad.cli.options import Settings
+from vgrad.cli.settings import Settings
 from vgrad.cli.setup import Job, Pair, Trainer
 from vgrad.precision import NoOpLossScale
-
-_NO_CLAIM = (
-    "The noise can be reproduced from the seed: the epsilon of this run may not be "
-    "claimed."
-)
 
 
 def train(given: Namespace) -> None:
@@ -56,7 +51,7 @@ def train(given: Namespace) -> None:
     """
     with launched.ranks() as world:
         if given.resume is None:
-            _begin(options.started(given), options.folder("--out", given.out), world)
+            _begin(Settings.started(given), options.folder("--out", given.out), world)
         else:
             _resume(options.folder("--resume", given.resume), given, world)
 
@@ -79,7 +74,7 @@ def _begin(settings: Settings, folder: Path, world: World) -> None:
 
 def _refuse_taken(folder: Path) -> None:
     """Raise if a folder holds a file of a run, or anything by that name."""
-    for name in (*checkpoint.FILES, *FIGURES, *report.PICTURES):
+    for name in (*checkpoint.FILES, *FIGURES, *report.PICTURES, report.PAGE):
         if os.path.lexists(folder / name):
             raise FileExistsError(
                 f"--out {folder}: expected a folder without a run, got one with "
@@ -107,7 +102,7 @@ def _resume(folder: Path, given: Namespace, world: World) -> None:
             checked = _checked(folder, given)
         job, states, before = checked
         lengths = before["lengths"]
-        if before["step"] == job.ends[-1] and (folder / report.CURVES).exists():
+        if before["step"] == job.ends[-1] and (folder / report.PAGE).exists():
             report.say(f"The run in {folder} is finished; nothing was changed.")
             return
         # Nothing is written or cut before all of it has been checked.
@@ -121,7 +116,7 @@ def _checked(folder: Path, given: Namespace) -> tuple[Job, Pair, files.Descripti
     """Read the state of a run, and check all that it says."""
     tensors, before = checkpoint.read_state(folder)
     checkpoint.check_said(before)
-    settings = options.recorded(before["arguments"], options.given(given))
+    settings = Settings.recorded(before["arguments"], given)
     checkpoint.check_members(tensors, settings.members)
     job = _prepare(settings)
     checkpoint.refuse_differences(before, job.description)
@@ -183,17 +178,21 @@ def _run(
 
 
 def _finish(job: Job, folder: Path, states: Pair, lengths: dict[str, int]) -> None:
-    """Draw the curves, and say what the run has come to."""
-    records = [
+    """Draw the pictures, and say what the run has come to."""
+    private, plain = [
         metrics.read(folder / name, lengths[name]) if trainer else []
         for name, trainer in zip(FIGURES, job.trainers, strict=True)
     ]
-    if job.settings.members > 1:
-        _draw(job, folder, states)
+    figures = report.draw(job, states, private, plain)
+    images = {
+        name: report.write_picture(figure, folder / name)
+        for name, figure in figures.items()
+    }
+    report.show_table(private, plain)
     # The last of all files: its presence says that the run is finished.
-    report.write_curves(folder, *records, delta=job.settings.delta)
-    report.show_table(*records)
-    _conclude(job, folder)
+    report.write_page(folder, job, private, plain, images)
+    report.say(report.release(job, folder))
+    report.say(f"The run in pictures, not for release: {folder / report.PAGE}")
 
 
 def _epoch(
@@ -253,21 +252,6 @@ def _save(job: Job, folder: Path, states: Pair, lengths: dict[str, int]) -> None
     write(folder, released.params, released.buffers, description)
 
 
-def _draw(job: Job, folder: Path, states: Pair) -> None:
-    """Draw the pictures of an ensemble, the second from the private run if any."""
-    images, labels = job.data.x_test, job.data.y_test
-    with torch.no_grad():
-        scores = {
-            name: trainer.scores(state, images)
-            for name, trainer, state in zip(
-                report.RUNS, job.trainers, states, strict=True
-            )
-            if trainer
-        }
-    report.write_reliability(folder, scores, labels)
-    report.write_uncertain(folder, next(iter(scores.values())), images, labels)
-
-
 def _announce(job: Job, world: World) -> None:
     settings, plan = job.settings, job.plan
     sizes = f"{len(job.data.y_train)} training and {len(job.data.y_test)} held-out"
@@ -278,41 +262,23 @@ def _announce(job: Job, world: World) -> None:
     if count > 1:
         model += f", {count} members"
         steps += " of each member"
+    if world.size > 1:
+        steps += f" on {world.size} ranks"
+    steps += f" at learning rate {settings.lr:g}, "
     noise = "without privacy."
     if plan:
         noise = (
-            f"at sampling rate {plan.sampling_rate:.4g} and noise multiplier "
+            f"sampling rate {plan.sampling_rate:.4g} and noise multiplier "
             f"{plan.noise_multiplier:.4g}. In brackets: without privacy."
         )
-    if world.size > 1:
-        steps += f" on {world.size} ranks"
-    report.say(f"{settings.data}: {sizes} samples. {model}. {steps} {noise}")
+    report.say(f"{settings.data}: {sizes} samples. {model}. {steps}{noise}")
     if plan and count > 1:
         report.say(
             f"The budget is that of all members together: {plan.steps} steps on the "
             f"same data."
         )
     if settings.reproducible_noise:
-        report.say(_NO_CLAIM)
-
-
-def _conclude(job: Job, folder: Path) -> None:
-    names = checkpoint.MODEL
-    if job.settings.members > 1:
-        names = f"{checkpoint.ENSEMBLE} and {checkpoint.ENSEMBLE_TEXT}"
-    if job.settings.reproducible_noise:
-        report.say(_NO_CLAIM)
-    elif job.plan:
-        report.say(
-            f"For release: {folder / names}, with epsilon {job.plan.epsilon():.3f} at "
-            f"delta {job.plan.delta:g}. The other files tell more about the training "
-            f"data."
-        )
-    else:
-        report.say(
-            f"Saved: {folder / checkpoint.ENSEMBLE}, trained without privacy. Nothing "
-            f"here hides the training data."
-        )
+        report.say(report.NO_CLAIM)
 
 
 @contextmanager

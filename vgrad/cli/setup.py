@@ -18,7 +18,7 @@ from vgrad import dp, optim
 from vgrad.cli import data, models
 from vgrad.cli.data import Dataset
 from vgrad.cli.launched import World
-from vgrad.cli.options import Settings
+from vgrad.cli.settings import Settings
 from vgrad.compiled import compile
 from vgrad.files import Description
 from vgrad.functional.losses import batch_loss, sample_loss
@@ -100,7 +100,7 @@ def prepare(settings: Settings) -> Job:
             is larger than the data; or no noise meets the target; or the model takes
             no such images or has no per-sample gradients.
     """
-    found, ends = read(settings)
+    settings, found, ends = read(settings)
     module = models.build(settings.model, found.shape, seed=settings.seed)
     model = tried(settings, found, module)
     plan = planned(settings, found, steps=ends[-1])
@@ -130,17 +130,13 @@ def prepare(settings: Settings) -> Job:
     )
 
 
-def read(settings: Settings) -> tuple[Dataset, list[int]]:
-    """Return the data, and the number of steps at the end of each epoch."""
+def read(settings: Settings) -> tuple[Settings, Dataset, list[int]]:
+    """Return settings that fit the data, the data, and the step each epoch ends at."""
     found = data.load(settings.data, seed=settings.seed)
-    size = len(found.y_train)
-    if settings.batch_size > size:
-        raise ValueError(
-            f"--batch-size {settings.batch_size}: expected at most the {size} training "
-            f"samples that there are."
-        )
-    epoch = size / settings.batch_size
-    return found, [round(number * epoch) for number in range(1, settings.epochs + 1)]
+    settings = settings.fitted(len(found.y_train))
+    epoch = len(found.y_train) / settings.batch_size
+    ends = [round(number * epoch) for number in range(1, settings.epochs + 1)]
+    return settings, found, ends
 
 
 def planned(settings: Settings, found: Dataset, *, steps: int) -> dp.Plan:

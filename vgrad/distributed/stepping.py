@@ -137,8 +137,8 @@ def _check_plain(sizes: list[int], state: TrainState) -> None:
     if any(isinstance(each, DTensor) for each in state.params.values()):
         raise TypeError(
             "data_parallel(train_step(loss))(state): expected ordinary tensors in "
-            "state.params, got DTensors, which only private steps gather as they go. "
-            "Take gather(state.params, mesh), or torch's fully_shard without vgrad."
+            "state.params, got DTensors, which the loss of a batch cannot gather as it "
+            "goes. Take sample_loss or gather(state.params, mesh)."
         )
     if len(set(sizes)) > 1:
         raise ValueError(

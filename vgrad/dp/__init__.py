@@ -1,6 +1,7 @@
 """Differential privacy: Poisson batches, Gaussian noise and their accounting.
 
 * `Plan`: what the sampler, the noise and the accountant of one run have in common
+* `PrivateGradients`: DP-SGD for a loop with a module and an optimizer of torch
 * `epsilon`: bound the epsilon that steps of DP-SGD have spent
 * `noise_multiplier_for`: find the smallest noise multiplier that stays in a budget
 * `PoissonBatchSampler`: Poisson batches of indices for a `DataLoader`
@@ -12,6 +13,7 @@
 """
 
 from vgrad.dp.accounting import Accountant, epsilon, noise_multiplier_for
+from vgrad.dp.bridge import PrivateGradients
 from vgrad.dp.noise import add_gaussian_noise
 from vgrad.dp.plan import Plan
 from vgrad.dp.sampling import PoissonBatchSampler, collate, poisson_sample
@@ -21,6 +23,7 @@ __all__ = [
     "Accountant",
     "Plan",
     "PoissonBatchSampler",
+    "PrivateGradients",
     "add_gaussian_noise",
     "collate",
     "epsilon",
