@@ -1,7 +1,7 @@
 PYTHON ?= python3
 RUN := .venv/bin
 
-.PHONY: demo test quick compiled large test-random zoo bench experiments clean
+.PHONY: demo test quick compiled large test-random zoo docs bench experiments clean
 
 # One thread for each of several processes: the ops of tests are too small for two.
 PYTEST := OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n auto --dist worksteal
@@ -31,6 +31,12 @@ test-random: .venv/installed
 zoo: .venv-zoo/installed
 	OMP_NUM_THREADS=1 .venv-zoo/bin/python -m pytest -n auto --dist worksteal \
 	  tests/zoo tests/persample/test_transformers.py
+
+# The tutorials' figures are kept; `make clean` lets them run again.
+docs: .venv/installed
+	mkdir -p build/docs/source
+	OMP_NUM_THREADS=1 $(RUN)/sphinx-build --fail-on-warning --keep-going --fresh-env --write-all \
+	  --jobs 2 --conf-dir docs build/docs/source build/docs/html
 
 bench: .venv/installed
 	$(RUN)/python -m pytest --benchmark-only

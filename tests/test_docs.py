@@ -1,5 +1,11 @@
-"""The Python of the README and of docs/ runs, in the order in which it stands there."""
+"""The Python of the README and of docs/ runs, each page after the first one.
 
+A block `python raises` raises what the `text` block after it says; that after any other
+block is what it prints. Three dots stand for anything.
+"""
+
+import contextlib
+import io
 import re
 from pathlib import Path
 
@@ -9,36 +15,60 @@ import torch
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 INDEX = (ROOT / "docs" / "index.md").read_text()
+START = (ROOT / "docs" / "start.md").read_text()
 PAGES = re.findall(r"\]\((\w+\.md)\)", INDEX)
+BLOCK = re.compile(
+    r"^```python( raises)?\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", flags=re.S | re.M
+)
 
 
 def run(text, names):
-    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.S)
-    for block in blocks:
-        exec(block, names)
+    blocks = BLOCK.findall(text)
+    for raises, code, expected in blocks:
+        if raises:
+            with pytest.raises(Exception, match=".") as caught:
+                exec(code, names)
+            found = f"{caught.type.__name__}: {caught.value}"
+            assert expected, f"says not what it raises, {found}:\n{code}"
+        else:
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(code, names)
+            found = printed.getvalue()
+        if expected:
+            parts = [" ".join(part.split()) for part in expected.split("...")]
+            got = " ".join(found.split())
+            wanted = " ?.* ?".join(map(re.escape, parts))
+            assert re.fullmatch(wanted, got), f"{code}\n{got}"
     return len(blocks)
 
 
-def start():
+@pytest.fixture(scope="module")
+def begun():
+    """What the first page leaves, with which the others begin."""
     torch.manual_seed(0)
     names = {}
-    assert run(README, names) == 2
+    assert run(START, names)
     return names
 
 
-def test_the_readme_runs():
-    names = start()
+def test_the_readme_runs_and_begins_as_the_docs_do():
+    torch.manual_seed(0)
+    names = {}
+    assert run(README, names)
     assert names["grads"]["0.weight"].shape == (32, 64, 20)
     assert names["norms"].shape == (32,)
     assert int(names["state"].step) == names["plan"].steps
+    assert BLOCK.search(README)[2] == BLOCK.search(START)[2]
 
 
-def test_the_pages_run_one_after_the_other():
-    names = start()
-    blocks = {page: run((ROOT / "docs" / page).read_text(), names) for page in PAGES}
-    assert sum(blocks.values()) >= 5
-    assert names["metrics"]["loss"].shape == (10,)
-    assert names["found"].mean.shape == (32, 3)
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "start.md"])
+def test_a_page_runs(page, begun):
+    text, names = (ROOT / "docs" / page).read_text(), dict(begun)
+    assert run(text, names) == text.count("\n```python")
+    if page == "ensembles.md":
+        assert names["metrics"]["loss"].shape == (10,)
+        assert names["found"].mean.shape == (32, 3)
 
 
 def test_the_index_lists_every_page():

@@ -2,19 +2,29 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+PATHS = pytest.mark.parametrize(
+    "path", sorted((ROOT / "tutorials").glob("*.py")), ids=lambda path: path.stem
+)
+
+
+@PATHS
+def test_it_is_short(path):
+    assert len(path.read_text().splitlines()) <= 150
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "tutorials").glob("*.py")), ids=lambda path: path.stem
+@pytest.mark.skipif(
+    find_spec("sphinx_gallery") is not None,
+    reason="test_site.py runs them",
 )
-def test_it_runs_and_is_short(path):
-    assert len(path.read_text().splitlines()) <= 150
+@PATHS
+def test_it_runs(path):
     done = subprocess.run(
         [sys.executable, "-W", "error", path], capture_output=True, text=True, cwd=ROOT
     )

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import vgrad
 from tests.distributed.nets import MODELS, problem
 from vgrad import distributed, optim
-from vgrad.distributed import RankError, Ranks, data_parallel
+from vgrad.distributed import RankError, data_parallel
+from vgrad.distributed import ranks as collectives
 from vgrad.dp import Plan, collate
 from vgrad.training import TrainState, private_step, train_step
 
@@ -156,23 +157,27 @@ def test_a_thousand_steps_most_of_them_on_nothing(ranks):
 
 def _planted(size, fault):
     """Plant a fault, and return how far it takes the parameters."""
-    saved = (Ranks.summed, Plan.add_noise, distributed.LocalBatches.__iter__)
-    summed, add_noise, _ = saved
+    finished, give = collectives.Summing.finished, collectives.Summing.give
+    add_noise, parts = Plan.add_noise, distributed.LocalBatches.__iter__
     rank = mesh_of(size).get_local_rank("dp")
 
     def own_noise(self, sums, sensitivity, *, key, step, member=0):
         return add_noise(self, sums, sensitivity, key=key, step=step, member=rank)
 
-    def noise_before(self, what, tensors):
-        return summed(self, what, {n: t + rank for n, t in tensors.items()})
+    def noise_before(self, name, value):
+        give(self, name, value + rank)
 
     def noise_on_one(self, sums, sensitivity, **given):
         return add_noise(self, sums, sensitivity, **given) if rank else sums
 
-    def summed_twice(self, what, tensors):
-        return summed(self, what, summed(self, what, tensors))
+    def summed_twice(self, tensors):
+        found = finished(self, tensors)
+        for each in found.values():
+            torch.distributed.all_reduce(each)
+        return found
 
-    def not_summed(self, what, tensors):
+    def not_summed(self, tensors):
+        finished(self, tensors)
         return tensors
 
     def same_part(self):
@@ -184,13 +189,15 @@ def _planted(size, fault):
             Plan.add_noise = locals()[fault]
         elif fault == "same_part":
             distributed.LocalBatches.__iter__ = same_part
+        elif fault == "noise_before":
+            collectives.Summing.give = noise_before
         elif fault is not None:
-            Ranks.summed = locals()[fault]
+            collectives.Summing.finished = locals()[fault]
         state, _ = private(size, "mlp", torch.float32, 3)
         return state
     finally:
-        Ranks.summed, Plan.add_noise = saved[:2]
-        distributed.LocalBatches.__iter__ = saved[2]
+        collectives.Summing.finished, collectives.Summing.give = finished, give
+        Plan.add_noise, distributed.LocalBatches.__iter__ = add_noise, parts
 
 
 FAULTS = ["own_noise", "noise_on_one", "noise_before", "summed_twice", "not_summed"]

@@ -44,6 +44,44 @@ def test_a_plan_for_a_budget_keeps_it_to_the_last_step(accountant):
     assert plan.epsilon() > 0.999
 
 
+def test_a_plan_may_be_said_in_epochs_and_batches():
+    plan = Plan.for_epsilon(
+        1.0, dataset_size=105, batch_size=25, epochs=3, max_norm=1.0, delta=1e-4
+    )
+    assert (plan.sampling_rate, plan.expected_batch_size) == (25 / 105, 25)
+    assert plan.steps == 3 * 4
+
+
+@pytest.mark.parametrize(
+    ("drawn", "message"),
+    [
+        ({}, "epochs=None): expected either"),
+        ({"sampling_rate": 0.1}, "steps=None, batch_size=None, epochs=None): expected"),
+        ({"sampling_rate": 0.1, "epochs": 3}, "expected either sampling_rate and"),
+        ({"batch_size": 10}, "batch_size=10, epochs=None): expected either"),
+        (
+            {"batch_size": 10, "epochs": 3, "steps": 3},
+            "expected either sampling_rate and steps or batch_size and epochs",
+        ),
+        (
+            {"batch_size": 106, "epochs": 3},
+            "(batch_size=106): expected at most the 105",
+        ),
+        ({"batch_size": 10.0, "epochs": 3}, "(batch_size=10.0): expected a whole"),
+        ({"batch_size": 10, "epochs": 0}, "(epochs=0): expected a whole number >= 1"),
+    ],
+)
+def test_what_is_drawn_is_said_in_one_way(drawn, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Plan.for_epsilon(1.0, dataset_size=105, max_norm=1.0, delta=1e-4, **drawn)
+
+
+def test_a_delta_above_one_over_the_samples_warns():
+    with pytest.warns(UserWarning, match="at most 1 / dataset_size = 0.00952, got mor"):
+        dataclasses.replace(PLAN, delta=0.01)
+    dataclasses.replace(PLAN, delta=1 / 105)
+
+
 @pytest.mark.parametrize(
     ("steps", "message"),
     [(21, "21): expected at most"), (-1, "-1)"), (2.0, "2.0)"), (True, "True)")],

@@ -24,7 +24,7 @@ from vgrad.training.plain import OfBatch, TrainStep
 from vgrad.training.private import PrivateStep
 from vgrad.training.state import TrainState
 from vgrad.tree import map_tensors, map_values, tensors
-from vgrad.typing import Buffers, Tree
+from vgrad.typing import Buffers, T, Tree
 
 
 class ParallelStep:
@@ -80,7 +80,7 @@ def parallel_step(step: TrainStep | PrivateStep, ranks: Ranks) -> ParallelStep:
     return ParallelStep(step, ranks)
 
 
-def replicated(tree: Tree, mesh: DeviceMesh, *, data: str = "dp") -> Any:
+def replicated(tree: T, mesh: DeviceMesh, *, data: str = "dp") -> T:
     """Return a tree of tensors as the first rank along an axis of a mesh has it.
 
     A run starts from the same state on all ranks, its secret key included:
@@ -137,8 +137,8 @@ def _check_plain(sizes: list[int], state: TrainState) -> None:
     if any(isinstance(each, DTensor) for each in state.params.values()):
         raise TypeError(
             "data_parallel(train_step(loss))(state): expected ordinary tensors in "
-            "state.params, got DTensors, which only private steps gather as they go. "
-            "Take gather(state.params, mesh), or torch's fully_shard without vgrad."
+            "state.params, got DTensors, which the loss of a batch cannot gather as it "
+            "goes. Take sample_loss or gather(state.params, mesh)."
         )
     if len(set(sizes)) > 1:
         raise ValueError(

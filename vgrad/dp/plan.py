@@ -1,6 +1,7 @@
 """One object for a private training run, so that its parts cannot disagree."""
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,7 +24,7 @@ class Keyed(Protocol):
         ...
 
     @property
-    def step(self) -> Tensor:
+    def step(self) -> Tensor | int:
         """How many steps have been taken."""
         ...
 
@@ -38,7 +39,7 @@ class Plan:
     data.
 
     Choose `delta` well below `1 / dataset_size`: a `delta` of that size would allow
-    releasing one sample as it is.
+    releasing one sample as it is. A larger one warns.
 
     Raises:
         TypeError: a field is not a number.
@@ -65,7 +66,7 @@ class Plan:
     max_norm: float
     steps: int
     delta: float
-    accountant: str = "pld"
+    accountant: accounting.Accountant = "pld"
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -78,6 +79,13 @@ class Plan:
         )
         checks.between("Plan", 0, 1, delta=self.delta)
         checks.one_of("Plan", accounting.ACCOUNTANTS, accountant=self.accountant)
+        if self.delta > 1 / self.dataset_size:
+            warnings.warn(
+                f"Plan(delta={self.delta!r}): expected at most 1 / dataset_size = "
+                f"{1 / self.dataset_size:.3g}, got more, which allows releasing a "
+                f"sample as it is. Choose a delta well below it.",
+                stacklevel=3,
+            )
 
     @classmethod
     def for_epsilon(
@@ -85,16 +93,23 @@ class Plan:
         epsilon: float,
         *,
         dataset_size: int,
-        sampling_rate: float,
         max_norm: float,
-        steps: int,
         delta: float,
-        accountant: str = "pld",
+        sampling_rate: float | None = None,
+        steps: int | None = None,
+        batch_size: int | None = None,
+        epochs: int | None = None,
+        accountant: accounting.Accountant = "pld",
     ) -> "Plan":
         """Make the plan with the least noise whose epsilon is at most `epsilon`.
 
+        How much is drawn is said by `sampling_rate` and `steps`, or by the expected
+        `batch_size` and `epochs`, each of `round(dataset_size / batch_size)` steps at
+        the rate `batch_size / dataset_size`.
+
         Raises:
-            ValueError: as the class and `noise_multiplier_for`.
+            ValueError: as the class and `noise_multiplier_for`, or what is drawn is
+                said in both ways or in neither.
             ImportError: `dp-accounting` is not installed.
 
         Example:
@@ -108,7 +123,19 @@ class Plan:
             ... )
             >>> round(plan.noise_multiplier, 2), round(plan.epsilon(), 2)
             (9.91, 3.0)
+            >>> plan == Plan.for_epsilon(
+            ...     3.0,
+            ...     dataset_size=1000,
+            ...     batch_size=500,
+            ...     max_norm=1.0,
+            ...     epochs=100,
+            ...     delta=1e-5,
+            ... )
+            True
         """
+        sampling_rate, steps = _rate_and_steps(
+            dataset_size, (sampling_rate, steps), (batch_size, epochs)
+        )
         noise_multiplier = accounting.noise_multiplier_for(
             epsilon=epsilon,
             delta=delta,
@@ -165,10 +192,10 @@ class Plan:
     def sampler(self, state: Keyed) -> PoissonBatchSampler:
         """Return the batches from the state's step to the last one, for one pass.
 
-        The state is a `TrainState` or anything else with a `key` and a `step`, from
-        which the batches follow: a state that was saved gives those that the lost run
-        drew. Steps on batches of your own are not the plan's, and nothing can detect
-        that.
+        The state is a `TrainState`, a `PrivateGradients` or anything else with a `key`
+        and a `step`, from which the batches follow: a state that was saved gives those
+        that the lost run drew. Steps on batches of your own are not the plan's, and
+        nothing can detect that.
 
         Raises:
             ValueError: the state has taken more steps than the plan has.
@@ -229,3 +256,34 @@ class Plan:
             float(self.noise_multiplier),
             float(self.max_norm),
         )
+
+
+def _rate_and_steps(
+    dataset_size: int,
+    direct: tuple[float | None, int | None],
+    by_epochs: tuple[int | None, int | None],
+) -> tuple[float, int]:
+    """Return sampling rate and steps, however they were given."""
+    rate, steps = direct
+    batch_size, epochs = by_epochs
+    if rate is not None and steps is not None and by_epochs == (None, None):
+        return rate, steps
+    if batch_size is None or epochs is None or direct != (None, None):
+        raise ValueError(
+            f"Plan.for_epsilon(sampling_rate={rate!r}, steps={steps!r}, "
+            f"batch_size={batch_size!r}, epochs={epochs!r}): expected either "
+            f"sampling_rate and steps or batch_size and epochs."
+        )
+    checks.whole(
+        "Plan.for_epsilon",
+        least=1,
+        dataset_size=dataset_size,
+        batch_size=batch_size,
+        epochs=epochs,
+    )
+    if batch_size > dataset_size:
+        raise ValueError(
+            f"Plan.for_epsilon(batch_size={batch_size}): expected at most the "
+            f"{dataset_size} samples of the data set."
+        )
+    return batch_size / dataset_size, epochs * round(dataset_size / batch_size)

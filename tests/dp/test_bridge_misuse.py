@@ -1,0 +1,269 @@
+"""Calls that would break the guarantee raise where they are made."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from vgrad.dp import Plan, PrivateGradients, secret_key
+
+PLAN = Plan(
+    dataset_size=20,
+    sampling_rate=0.5,
+    noise_multiplier=1.0,
+    max_norm=1.0,
+    steps=4,
+    delta=1e-3,
+)
+DATA = TensorDataset(torch.ones(20, 3), torch.arange(20) % 2)
+
+
+@pytest.fixture
+def run():
+    model = nn.Linear(3, 2)
+    private = PrivateGradients(
+        model, F.cross_entropy, DATA, plan=PLAN, key=secret_key(seed=0)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, private, private.watch(optimizer)
+
+
+def plain(model, x, y):
+    F.cross_entropy(model(x), y).backward()
+
+
+def test_a_batch_that_is_not_from_the_loader(run):
+    _, private, _ = run
+    for x, y in DataLoader(DATA, batch_size=10):
+        with pytest.raises(RuntimeError, match="has just given, got one that is not f"):
+            private.backward(x, y)
+    batches = iter(private.loader)
+    x, y = next(batches)
+    with pytest.raises(ValueError, match=f"expected the {len(x)} samples .* got 20"):
+        private.backward(*DATA[:])
+    with pytest.raises(ValueError, match="neither drop samples nor add any"):
+        private.backward(x[1:], y[1:])
+    private.backward(x, y)
+    assert private.step == 1
+
+
+def test_a_second_backward_on_one_batch(run):
+    _, private, _ = run
+    batch = next(iter(private.loader))
+    private.backward(*batch)
+    with pytest.raises(RuntimeError, match="or the same one again"):
+        private.backward(*batch)
+    assert private.step == 1
+
+
+def test_a_batch_that_is_skipped(run):
+    _, private, optimizer = run
+    batches = iter(private.loader)
+    next(batches)
+    with pytest.raises(RuntimeError, match="got the next one drawn without it"):
+        next(batches)
+    private.backward(*next(iter(private.loader)))
+    optimizer.step()
+    assert private.step == 1
+
+
+def test_the_last_batch_is_skipped(run):
+    _, private, optimizer = run
+    batches = iter(private.loader)
+    private.backward(*next(batches))
+    optimizer.step()
+    next(batches)
+    with pytest.raises(RuntimeError, match="got the next one drawn without it"):
+        next(batches, "the end of the pass")
+
+
+def test_a_batch_that_was_looked_at_comes_again(run):
+    _, private, _ = run
+    first = next(iter(private.loader))
+    again = next(iter(private.loader))
+    assert torch.equal(first[1], again[1])
+    private.backward(*again)
+
+
+def test_two_passes_at_a_time(run):
+    _, private, _ = run
+    first = iter(private.loader)
+    private.backward(*next(first))
+    next(iter(private.loader))
+    with pytest.raises(RuntimeError, match="expected one pass at a time"):
+        next(first)
+
+
+def test_steps_past_the_plan(run):
+    _, private, optimizer = run
+    for _ in range(2):
+        for batch in private.loader:
+            private.backward(*batch)
+            optimizer.step()
+    assert len(private.loader) == 2
+    with pytest.raises(RuntimeError, match="taken the 4 steps which its plan accounts"):
+        next(iter(private.loader))
+    with pytest.raises(RuntimeError, match="or the same one again"):
+        private.backward(*batch)
+
+
+def test_a_step_without_backward(run):
+    _, private, optimizer = run
+    with pytest.raises(RuntimeError, match="before each step, got a step without"):
+        optimizer.step()
+    batches = iter(private.loader)
+    private.backward(*next(batches))
+    optimizer.step()
+    batch = next(batches)
+    with pytest.raises(RuntimeError, match="before each step, got a step without"):
+        optimizer.step()
+    private.backward(*batch)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="before each step, got a step without"):
+        optimizer.step()
+
+
+def unscale(model):
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    scaler.unscale_(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+FOREIGN = "expected the gradients as PrivateGradients wrote them, got another one for"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, batch: plain(model, *batch),
+        lambda model, batch: model.zero_grad(),
+        lambda model, batch: (model.zero_grad(), plain(model, *batch)),
+        lambda model, batch: nn.utils.clip_grad_norm_(model.parameters(), 0.01),
+        lambda model, batch: unscale(model),
+    ],
+    ids=["added to", "cleared", "replaced", "clipped", "unscaled"],
+)
+@pytest.mark.parametrize("in_closure", [False, True])
+def test_gradients_that_were_changed(run, change, in_closure):
+    model, private, optimizer = run
+    before = copy.deepcopy(model.state_dict())
+    batch = next(iter(private.loader))
+    private.backward(*batch)
+    closure = [lambda: change(model, batch)] if in_closure else []
+    if not in_closure:
+        change(model, batch)
+    with pytest.raises(RuntimeError, match=FOREIGN):
+        optimizer.step(*closure)
+    assert all(torch.equal(before[name], v) for name, v in model.state_dict().items())
+
+
+def test_the_norm_of_gradients_may_be_logged(run):
+    model, private, optimizer = run
+    private.backward(*next(iter(private.loader)))
+    nn.utils.clip_grad_norm_(model.parameters(), torch.inf)  # as trainers do it
+    optimizer.step()
+
+
+def test_a_closure_may_call_backward(run):
+    model, private, optimizer = run
+    before = model.weight.detach().clone()
+    for batch in private.loader:
+        value = optimizer.step(lambda batch=batch: private.backward(*batch)["loss"])
+        assert value.isfinite()
+    optimizer = private.watch(torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in private.loader:
+        private.backward(*batch)
+        optimizer.step(closure=lambda: None)
+    assert private.step == 4
+    assert not torch.equal(before, model.weight)
+
+
+def test_plain_gradients_without_a_watch():
+    model = nn.Linear(3, 2)
+    private = PrivateGradients(model, F.cross_entropy, DATA, plan=PLAN)
+    batch = next(iter(private.loader))
+    plain(model, *batch)
+    with pytest.raises(RuntimeError, match="expected no gradient .* 'weight'"):
+        private.backward(*batch)
+    model.zero_grad()
+    private.backward(*batch)
+    assert private.ready
+
+
+def test_gradients_are_not_accumulated(run):
+    _, private, optimizer = run
+    batches = iter(private.loader)
+    private.backward(*next(batches))
+    batch = next(batches)
+    with pytest.raises(RuntimeError, match="Switch gradient accumulation off"):
+        private.backward(*batch)
+    optimizer.step()
+    private.backward(*batch)
+
+
+def test_the_module_is_another_one(run):
+    model, private, _ = run
+    batch = next(iter(private.loader))
+    model.weight = nn.Parameter(torch.zeros(2, 3))
+    with pytest.raises(RuntimeError, match="modules and parameters that it had at fir"):
+        private.backward(*batch)
+
+
+def test_the_module_is_moved_within_a_logical_batch():
+    model = nn.Linear(3, 2)
+    private = PrivateGradients(
+        model, F.cross_entropy, DATA, plan=PLAN, physical_batch_size=1
+    )
+    batches = iter(private.loader)
+    private.backward(*next(batches))
+    x, y = next(batches)
+    model.double()
+    with pytest.raises(RuntimeError, match="Do that between logical batches"):
+        private.backward(x.double(), y)
+
+
+def test_what_raises_has_released_nothing(run):
+    model, private, _ = run
+    x, y = next(iter(private.loader))
+    with pytest.raises(Exception, match="shapes cannot be multiplied"):
+        private.backward(x[:, :2], y)
+    assert private.step == 0
+    assert not private.ready
+    assert model.weight.grad is None
+    private.backward(x, y)
+    assert private.step == 1
+
+
+def test_a_scaler_that_a_fused_optimizer_reads(run):
+    model, private, _ = run
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    private.watch(optimizer)
+    private.backward(*next(iter(private.loader)))
+    with pytest.raises(RuntimeError, match="switch off gradient clipping and loss sca"):
+        scaler.step(optimizer)
+
+
+class Wrapped:
+    """As trainers wrap an optimizer."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
+def test_what_is_inside_a_wrapped_optimizer_is_watched(run):
+    model, private, _ = run
+    inside = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = Wrapped(Wrapped(inside))
+    assert private.watch(wrapped) is wrapped
+    with pytest.raises(RuntimeError, match="before each step, got a step without"):
+        inside.step()
+
+
+def test_what_is_no_optimizer_of_torch(run):
+    with pytest.raises(TypeError, match="expected a torch.optim.Optimizer, got a Line"):
+        run[1].watch(nn.Linear(1, 1))

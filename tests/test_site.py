@@ -1,0 +1,98 @@
+"""The site: built without a warning, with every tutorial run, and read in a browser."""
+
+import importlib
+import inspect
+import os
+import re
+import subprocess
+import sys
+import zlib
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from tests.browser import CHROMIUM, browser
+
+ROOT = Path(__file__).parent.parent
+TUTORIALS = sorted(path.stem for path in (ROOT / "tutorials").glob("*.py"))
+PACKAGES = ["vgrad", "vgrad.persample.rules", "vgrad.optim.schedules"]
+PACKAGES += ["vgrad.optim.states", "vgrad.distributed"]
+PACKAGES += [f"vgrad.{name}" for name in ("dp", "ensemble", "optim", "precision")]
+PACKAGES += [f"vgrad.{name}" for name in ("training", "compiled", "testing", "typing")]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Build it from nothing, so that every tutorial runs."""
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "source").mkdir()
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-j", "2"]
+    command += ["-c", ROOT / "docs", folder / "source", folder / "html"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-10000:]
+    return folder / "html"
+
+
+def entries(site):
+    """Yield the Python names of the inventory, which other sites link to."""
+    found = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    for line in zlib.decompress(found).decode().splitlines():
+        name, role, *_ = line.split()
+        if role.startswith("py:"):
+            yield name
+
+
+def public(package):
+    module = importlib.import_module(package)
+    names = getattr(module, "__all__", ())
+    names = [name for name in names if not inspect.ismodule(getattr(module, name))]
+    return {f"{package}.{name}" for name in names}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("sphinx_gallery"), reason="needs the extra `docs`")
+def test_the_site(site, tmp_path, subtests):
+    """One test, since the parts share what takes a minute to build."""
+    made = [path for path in site.rglob("*.html") if "_static" not in path.parts]
+    pages = {path.resolve(): path.read_text() for path in made}
+
+    with subtests.test("every tutorial has run"):
+        for name in TUTORIALS:
+            page = pages[site / "tutorials" / f"{name}.html"]
+            assert "sphx-glr-script-out" in page, name
+
+    with subtests.test("every public name has an entry"):
+        names = set(entries(site))
+        assert {name for package in PACKAGES for name in public(package)} <= names
+
+    with subtests.test("what is linked is there"):
+        marks = {path: set(re.findall(r'id="([^"]+)"', pages[path])) for path in pages}
+        for path, text in pages.items():
+            for link in set(re.findall(r'(?:src|href)="([^"]+)"', text)):
+                name, _, mark = unquote(link).partition("#")
+                there = (path.parent / name.split("?")[0]).resolve() if name else path
+                if not re.match(r"https?:|data:", link):
+                    assert there.exists(), (path, link)
+                    # The way back from a file knows one package of those that share it.
+                    if mark and "_modules" not in path.parts:
+                        assert mark in marks[there], (path, link)
+
+    with subtests.test("nothing is loaded from elsewhere"):
+        tags = r'<(?:script|link|img|iframe)[^>]*(?:src|href)="(?:https?:)?//[^>]*'
+        assert not re.findall(tags, "".join(pages.values()))
+
+    with subtests.test("a browser shows it"):
+        if not CHROMIUM:
+            pytest.skip("there is no Chromium")
+        with browser(tmp_path) as opened:
+            for page in ("index", f"tutorials/{TUTORIALS[0]}", "reference/vgrad.dp"):
+                title, wrong = opened.look(site / f"{page}.html")
+                assert "vgrad" in title
+                assert not wrong, page

@@ -1,0 +1,331 @@
+"""Private gradients for a loop that has a module and an optimizer of torch."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from vgrad import batches, checks
+from vgrad.batches import ChunkSize
+from vgrad.dp.live import LiveModule
+from vgrad.dp.loader import Piece, PoissonLoader, Progress, planned
+from vgrad.dp.plan import Plan
+from vgrad.dp.watching import Watch, check_alone
+from vgrad.dtypes import widened
+from vgrad.functional.losses import Criterion, sample_loss
+from vgrad.functional.writing import write_grads_
+from vgrad.generators import (
+    check_key,
+    kept_random_state,
+    secret_key,
+    set_seed,
+    torch_seed,
+)
+from vgrad.persample.clipped import ClippedGradFn, clipped_grad
+from vgrad.persample.engine.problem import Randomness
+from vgrad.tree import map_values
+from vgrad.typing import Params, Tree
+
+
+class PrivateGradients:
+    """DP-SGD for an ordinary loop: a module, an optimizer and a scheduler of torch.
+
+    `.loader` takes the place of the `DataLoader`, `.backward(*batch)` that of the
+    forward pass and `loss.backward()`; all else in a loop stays. The numbers are those
+    of `private_step`: every sample's gradient is clipped to `max_norm`, their sum is
+    divided by the expected batch size, and noise is added once for a logical batch.
+
+    Say what the run may spend, with `epsilon`, `delta`, `epochs` and `batch_size` (the
+    expected size of a batch), or pass a `plan`. A pass over `.loader` is an epoch of
+    `round(dataset_size / batch_size)` logical batches. Options of a `DataLoader` that
+    do not choose samples (`collate_fn`, `num_workers`, `pin_memory`, ...) are handed on
+    to one.
+
+    `physical_batch_size` cuts logical batches into loaded ones of at most so many
+    samples, and `chunk_size` says how many of a loaded batch are computed at a time:
+    neither changes what is released, up to rounding (and dropout). `strategy`,
+    `chunk_size` and `randomness` are those of `clipped_grad`, but each sample draws its
+    own random numbers unless told otherwise. `criterion` is read as by `sample_loss`:
+    `None` for a module that returns its loss. A sample of the data set holds the data
+    of one person, and must not depend on the others.
+
+    The module's values and mode are read at every `backward`. Its buffers do not
+    change, and batch normalisation in training mode raises.
+
+    What can be noticed raises: another number of samples than the loader gave, a batch
+    that is skipped or used twice, steps past the plan, gradients that something else
+    wrote, several processes. With `watch(optimizer)` its steps are checked too. Nothing
+    notices samples that were exchanged for as many others.
+
+    Reference: Abadi et al., Deep Learning with Differential Privacy, arXiv 1607.00133.
+
+    Attributes:
+        plan: what sampling, noise and accounting have in common.
+        loader: the batches, see `PoissonLoader`.
+
+    Raises:
+        ValueError: there is a plan beside a budget, neither is whole, it is for
+            another number of samples, or an option chooses samples.
+        TypeError: the data set has no length, or the module cannot be functional.
+
+    Example:
+        >>> from torch.utils.data import TensorDataset
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> data = TensorDataset(torch.randn(100, 4), torch.randint(2, (100,)))
+        >>> private = PrivateGradients(
+        ...     model,
+        ...     torch.nn.functional.cross_entropy,
+        ...     data,
+        ...     epsilon=3.0,
+        ...     delta=1e-3,
+        ...     epochs=2,
+        ...     batch_size=20,
+        ...     max_norm=1.0,
+        ... )
+        >>> _ = private.watch(optimizer)
+        >>> for epoch in range(2):
+        ...     for x, y in private.loader:
+        ...         metrics = private.backward(x, y)
+        ...         optimizer.step()
+        >>> private.step, round(private.epsilon(), 2)
+        (10, 3.0)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        criterion: Criterion,
+        dataset: Dataset[Any],
+        *,
+        plan: Plan | None = None,
+        epsilon: float | None = None,
+        delta: float | None = None,
+        epochs: int | None = None,
+        batch_size: int | None = None,
+        max_norm: float | None = None,
+        physical_batch_size: int | None = None,
+        strategy: str = "auto",
+        chunk_size: ChunkSize = None,
+        randomness: Randomness = "different",
+        key: Tensor | None = None,
+        **loading: Any,
+    ) -> None:
+        """Plan the run, with a new key from the operating system if there is none."""
+        if criterion is not None and not callable(criterion):
+            raise TypeError(
+                f"PrivateGradients(criterion): expected a function of output and "
+                f"target, or None for a module that returns its loss, got a "
+                f"{type(criterion).__name__}."
+            )
+        budget = {"epsilon": epsilon, "delta": delta, "epochs": epochs}
+        budget |= {"batch_size": batch_size, "max_norm": max_norm}
+        self.plan = planned(plan, budget, dataset)
+        key = secret_key() if key is None else key
+        check_key("PrivateGradients", key)
+        self._progress = Progress(key)
+        self.loader = PoissonLoader(
+            self.plan,
+            self._progress,
+            dataset,
+            physical_batch_size=physical_batch_size,
+            options=loading,
+        )
+        self._live = LiveModule(model)
+        self._watch = Watch(self._live)
+        self._criterion = criterion
+        self._options: Any = {"strategy": strategy, "chunk_size": chunk_size}
+        self._options |= {"randomness": randomness}
+        self._clipped = self._clip()
+        self._sums: Params = {}
+
+    @property
+    def key(self) -> Tensor:
+        """The secret key, uint8 `[32]`."""
+        return self._progress.key
+
+    @property
+    def step(self) -> int:
+        """How many logical batches were released."""
+        return self._progress.step
+
+    @property
+    def ready(self) -> bool:
+        """Whether `.grad` holds the gradients of a whole logical batch.
+
+        Until then `.grad` is None, and a step of an optimizer of torch changes nothing.
+        A scheduler that counts steps asks here first.
+        """
+        return self._watch.ready
+
+    def backward(self, *batch: Tree) -> dict[str, Tensor]:
+        """Clip and add up the gradients of a batch of `.loader`; release them if whole.
+
+        With the last physical batch of a logical one (each is, unless there is a
+        `physical_batch_size`) the sum gets its noise and is written into `.grad`, in
+        the dtype of each parameter. Frozen parameters keep `.grad` None. The batch may
+        have been changed sample by sample, or moved to the module's device.
+
+        Only `.grad` is private. What is returned is for your own logs and must not be
+        published: `loss` (mean over this batch, NaN where it is empty), `samples`,
+        `clipped` and `nonfinite`, all computed without noise.
+
+        A call that raises has released nothing and can be repeated.
+
+        Raises:
+            RuntimeError: the batch is not the loader's or was used before, `.grad`
+                holds what was written elsewhere, the module is another one, or there
+                are several processes.
+            ValueError: the batch has another number of samples than the loader gave.
+        """
+        piece = self._expected(batch)
+        check_alone()
+        changed = self._live.follow()
+        if piece.number == 0:
+            self._watch.begin()
+            self._sums = {}
+        elif changed:
+            raise RuntimeError(
+                "PrivateGradients.backward(*batch): expected one module for all parts "
+                "of a logical batch, got one that was moved, switched or set otherwise "
+                "in between. Do that between logical batches."
+            )
+        if changed:
+            self._clipped = self._clip()
+        params, buffers = self._live.values()
+        place = (piece.number,) if piece.number else ()  # else as in private_step
+        seed = torch_seed(self.key, "loss", self.step, *place)
+        with torch.no_grad(), kept_random_state(params.values()):
+            set_seed(seed, params.values())
+            result = self._clipped(params, buffers, *batch)
+        sums = result.grads
+        if piece.number:
+            sums = map_values(torch.add, self._sums, sums)
+        elif not piece.last:
+            sums = map_values(Tensor.double, sums)
+        self.loader.given, self._sums = None, sums
+        if piece.last:
+            self._release(result.grads)
+        return {
+            "loss": widened(result.losses).mean(),
+            "samples": torch.tensor(len(result.losses)),
+            "clipped": result.clipped,
+            "nonfinite": result.nonfinite,
+        }
+
+    def watch(self, optimizer: Optimizer) -> Optimizer:
+        """Check each step of an optimizer of torch, and return it.
+
+        Its steps raise unless `.grad` is what `backward` wrote and has not been used:
+        plain gradients, clipped or scaled ones, and second steps are noticed. So are
+        gradients that were accumulated instead of used.
+
+        Raises:
+            TypeError: it is not an optimizer of torch.
+        """
+        inside = optimizer
+        while hasattr(inside, "optimizer"):  # as accelerate and Lightning wrap them
+            inside = inside.optimizer  # pyright: ignore
+        if not isinstance(inside, Optimizer):
+            raise TypeError(
+                f"PrivateGradients.watch(optimizer): expected a torch.optim.Optimizer, "
+                f"got a {type(optimizer).__name__}."
+            )
+        self._watch.add(inside)
+        return optimizer
+
+    def epsilon(self) -> float:
+        """Return the epsilon spent so far, at the plan's `delta`.
+
+        Raises:
+            ImportError: `dp-accounting` is not installed.
+        """
+        return self.plan.epsilon(self.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the key, the step and the plan, all that a run goes on from.
+
+        It is as secret as the data: whoever has the key can remove the noise. It holds
+        a tensor and plain numbers, which `torch.load(weights_only=True)` reads. Save it
+        between logical batches, together with the module and the optimizer.
+        """
+        plan = asdict(self.plan)  # whose floats may be those of numpy
+        facts = {n: float(x) if isinstance(x, float) else x for n, x in plan.items()}
+        return {"key": self.key.clone(), "step": self.step, "plan": facts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned: the same batches and the same noise.
+
+        The rest of the epoch is the next pass. Steps that the lost run took after it
+        was saved are repeated bit by bit on machines of one type, and so are the same
+        releases. If anything else differs (data, criterion, learning rate, what the
+        data set draws at random), one of the two runs needs a key of its own:
+        `state["key"] = vgrad.dp.secret_key()`.
+
+        Raises:
+            ValueError: the state is not complete, or of a run with another plan; one
+                with more steps may go on.
+        """
+        function = "PrivateGradients.load_state_dict(state)"
+        checks.same_names(function, ("key", "step", "plan"), state)
+        check_key(function, state["key"])
+        checks.whole(function, least=0, step=state["step"])
+        checks.dictionaries(function, plan=state["plan"])
+        saved, own = state["plan"], asdict(self.plan)
+        drawn = ("dataset_size", "sampling_rate", "noise_multiplier", "max_norm")
+        other = [name for name in drawn if saved.get(name) != own[name]]
+        if other:
+            raise ValueError(
+                f"{function}: expected {other[0]} = {own[other[0]]!r} as planned, got "
+                f"{saved.get(other[0])!r}. Go on with plan=Plan(**state['plan'])."
+            )
+        if state["step"] > self.plan.steps:
+            raise ValueError(
+                f"{function}: expected at most the {self.plan.steps} steps of the "
+                f"plan, got {state['step']}."
+            )
+        self._progress.key = state["key"].cpu().clone()
+        self._progress.step = state["step"]
+        self.loader.restart()
+        self._watch.forget()
+
+    def _clip(self) -> ClippedGradFn:
+        return clipped_grad(
+            sample_loss(self._live.function, self._criterion),
+            max_norm=self.plan.max_norm,
+            normalize_by=self.plan.expected_batch_size,
+            **self._options,
+        )
+
+    def _expected(self, batch: tuple) -> Piece:
+        """Return the batch that the loader gave, if this may be it."""
+        piece = self.loader.given
+        if piece is None:
+            raise RuntimeError(
+                "PrivateGradients.backward(*batch): expected the batch that .loader "
+                "has just given, got one that is not from it, or the same one again. "
+                "Call it once for each batch of `for ... in private.loader`."
+            )
+        size = batches.read("PrivateGradients.backward", batch).size
+        if size != len(piece.rows):
+            raise ValueError(
+                f"PrivateGradients.backward(*batch): expected the {len(piece.rows)} "
+                f"samples that .loader has given, got {size}. The size of a batch is "
+                f"part of the guarantee: neither drop samples nor add any."
+            )
+        return piece
+
+    def _release(self, like: Params) -> None:
+        """Add the noise of the step, count it, and write the gradients."""
+        sums = {name: total.to(like[name].dtype) for name, total in self._sums.items()}
+        noisy = self.plan.add_noise(
+            sums, self._clipped.sensitivity, key=self.key, step=self.step
+        )
+        self._progress.step += 1
+        self._sums = {}
+        write_grads_(self._live.model, noisy)
+        self._watch.release()

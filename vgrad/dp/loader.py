@@ -1,0 +1,201 @@
+"""The Poisson batches of a run, loaded as a `DataLoader` loads them."""
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from vgrad import checks
+from vgrad.dp.plan import Plan
+from vgrad.dp.sampling import collate
+from vgrad.typing import Tree
+
+_OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order")
+"""Options of a DataLoader that say what is in a batch, or mix the batches."""
+
+
+class Piece(NamedTuple):
+    """A physical batch: the part `number` of a logical batch, and whether it ends it.
+
+    Attributes:
+        rows: indices of the samples.
+    """
+
+    number: int
+    last: bool
+    rows: list[int]
+
+
+@dataclass
+class Progress:
+    """How far a run has come, and the key that its batches and noise follow from."""
+
+    key: Tensor
+    step: int = 0
+
+
+class PoissonLoader:
+    """Yields the batches of a run. A pass is an epoch, or what is left of one.
+
+    Its length is that of the epoch which the run has reached, in physical batches,
+    empty ones included. A pass that was left early is not lost: the next one goes on
+    behind the last batch that was used.
+
+    Attributes:
+        dataset: the data set.
+        given: the batch that was yielded last, until it is used.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        progress: Progress,
+        dataset: Dataset[Any],
+        *,
+        physical_batch_size: int | None,
+        options: dict[str, Any],
+    ) -> None:
+        """Check the options, and learn what an empty batch looks like."""
+        _check(options)
+        if physical_batch_size is not None:
+            checks.whole(
+                "PrivateGradients", least=1, physical_batch_size=physical_batch_size
+            )
+        self.dataset = dataset
+        self.given: Piece | None = None
+        self._turn = 0
+        self._draws = _Draws(plan, progress, physical_batch_size)
+        own = options.get("collate_fn") or default_collate
+        options = {**options, "collate_fn": collate(dataset, own)}
+        self._batches = DataLoader(dataset, batch_sampler=self._draws, **options)
+
+    def __len__(self) -> int:
+        """Return how many batches the epoch has that the run has reached."""
+        return self._draws.count()
+
+    def __iter__(self) -> Iterator[Tree]:
+        """Load the batches from the step that the run has reached to the epoch's end.
+
+        Raises:
+            RuntimeError: the plan's steps have all been taken, a batch was not used
+                before the next one is drawn, or another pass has begun.
+        """
+        self._draws.check_left()
+        self.restart()
+        turn, expected = self._turn, self._draws.drawn
+        for batch in self._batches:
+            self.given = expected.popleft()
+            yield batch
+            if turn != self._turn:
+                raise RuntimeError(
+                    "PrivateGradients.loader: expected one pass at a time, got a batch "
+                    "asked of a pass after another one began. Finish one loop first."
+                )
+            if self.given is not None:
+                raise RuntimeError(
+                    "PrivateGradients.loader: expected backward(*batch) on every "
+                    "batch, empty ones too, got the next one drawn without it. A "
+                    "batch that is skipped tells of the data: remove what skips or "
+                    "reads ahead."
+                )
+
+    def restart(self) -> None:
+        """Forget the batch that was given, and end a pass that runs."""
+        self._turn += 1
+        self.given = None
+        self._draws.drawn = deque()
+
+
+class _Draws:
+    """What the `DataLoader` draws from; its workers may be some batches ahead.
+
+    It knows nothing of the loader: a `DataLoader` in a cycle of references would wait
+    seconds for its workers when the cycle is collected.
+    """
+
+    def __init__(self, plan: Plan, progress: Progress, physical: int | None) -> None:
+        self.drawn: deque[Piece] = deque()
+        self._plan, self._progress, self._physical = plan, progress, physical
+        self._per_epoch = max(1, round(1 / plan.sampling_rate))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        drawn = self.drawn
+        for step in range(self._progress.step, self._epoch().stop):
+            for piece in self._pieces(step):
+                drawn.append(piece)
+                yield piece.rows
+
+    def count(self) -> int:
+        """Count the physical batches of the epoch that the run has reached."""
+        if self._physical is None:
+            return len(self._epoch())
+        return sum(1 for step in self._epoch() for _ in self._pieces(step))
+
+    def check_left(self) -> None:
+        """Refuse a pass after the last step."""
+        if self._progress.step >= self._plan.steps:
+            raise RuntimeError(
+                f"PrivateGradients.loader: expected a run with steps left, got one "
+                f"that has taken the {self._plan.steps} steps which its plan accounts "
+                f"for. Plan more epochs from the start."
+            )
+
+    def _pieces(self, step: int) -> Iterator[Piece]:
+        """Yield the physical batches of a step, one at least."""
+        rows = self._plan.sample(key=self._progress.key, step=step).tolist()
+        size = self._physical or max(1, len(rows))
+        count = max(1, math.ceil(len(rows) / size))
+        for number in range(count):
+            part = rows[number * size : (number + 1) * size]
+            yield Piece(number, number == count - 1, part)
+
+    def _epoch(self) -> range:
+        """Return the steps of the epoch that the run has reached."""
+        last = self._plan.steps - 1
+        start = min(self._progress.step, last) // self._per_epoch * self._per_epoch
+        return range(start, min(start + self._per_epoch, last + 1))
+
+
+def planned(plan: Plan | None, budget: dict[str, Any], dataset: Any) -> Plan:
+    """Return the plan that was given for a data set, or make one for the budget."""
+    sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if isinstance(dataset, IterableDataset) or not sized:
+        raise TypeError(
+            f"PrivateGradients(dataset): expected a data set with a length and a "
+            f"sample for each index, got a {type(dataset).__name__}. Of a DataLoader "
+            f"pass its `.dataset`; make a list of a stream."
+        )
+    if not isinstance(plan, Plan | None):
+        raise TypeError(
+            f"PrivateGradients(plan): expected a vgrad.dp.Plan, got a "
+            f"{type(plan).__name__}."
+        )
+    missing = [name for name, value in budget.items() if value is None]
+    if plan is None and not missing:
+        return Plan.for_epsilon(dataset_size=len(dataset), **budget)
+    if plan is None or len(missing) < len(budget):
+        got = "both" if plan is not None else f"no {', '.join(missing)}"
+        raise ValueError(
+            f"PrivateGradients: expected {', '.join(budget)}, or a plan in their "
+            f"place, got {got}."
+        )
+    if len(dataset) != plan.dataset_size:
+        raise ValueError(
+            f"PrivateGradients(plan): expected a plan for the {len(dataset)} samples "
+            f"of the data set, got one for {plan.dataset_size}."
+        )
+    return plan
+
+
+def _check(options: dict[str, Any]) -> None:
+    """Refuse options that choose samples."""
+    if taken := [name for name in _OURS if name in options]:
+        raise ValueError(
+            f"PrivateGradients({taken[0]}={options[taken[0]]!r}): expected options of "
+            f"a DataLoader that do not choose samples, which is the plan's part: "
+            f"collate_fn, num_workers, pin_memory and such."
+        )
