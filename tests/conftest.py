@@ -1,9 +1,15 @@
 """The same random numbers in every test on every run, and another run on purpose."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import HealthCheck, register_random, settings
 from hypothesis.internal.conjecture import providers
+
+ROOT = Path(__file__).parent.parent
 
 # How long an example takes says how busy the machine is.
 untimed = settings(
@@ -39,3 +45,27 @@ torch.set_num_threads(1)
 def seeded():
     """Let no test depend on the tests before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory):
+    """Build the wheel, which takes seconds."""
+    out = tmp_path_factory.mktemp("wheel")
+    source = out / "source"
+    # A copy of what is under version control's eye, so that no build folder is left.
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        (source / name).write_bytes((ROOT / name).read_bytes())
+    for folder in ("vgrad", "tests", "bench", "tutorials"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".typed"):
+                target = source / path.relative_to(ROOT)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(path.read_bytes())
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--outdir", out, source],
+        check=True,
+        capture_output=True,
+    )
+    (built,) = out.glob("*.whl")
+    return built

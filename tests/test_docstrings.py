@@ -28,7 +28,8 @@ def test_examples_run(name):
 def public():
     schedules = vgrad.optim.schedules
     for holder in (vgrad, vgrad.optim, schedules, vgrad.dp, vgrad.ensemble):
-        for name, value in vars(holder).items():
+        for name in holder.__all__:
+            value = getattr(holder, name)
             own = getattr(value, "__module__", "").startswith("vgrad")
             if own and inspect.isfunction(value):
                 yield pytest.param(value, id=f"{holder.__name__}.{name}")

@@ -6,13 +6,14 @@ follows from these two, so the gradients themselves need not exist.
 """
 
 # %% A layer that sees one vector a sample.
+import matplotlib.pyplot as plt
 import torch
 from torch.nn import functional as F
 
 import vgrad
 
-torch.manual_seed(0)
-BATCH, POSITIONS, INPUTS, OUTPUTS = 16, 8, 256, 128
+SEED, BATCH, POSITIONS, INPUTS, OUTPUTS = 0, 16, 8, 256, 128
+torch.manual_seed(SEED)
 
 weight = {"weight": torch.randn(OUTPUTS, INPUTS) / 16}
 
@@ -68,14 +69,21 @@ narrow = {"weight": torch.randn(4, 3)}
 batch = torch.randn(BATCH, 500, 3), torch.randn(BATCH, 500, 4)
 assert vgrad.explain(norms)(narrow, {}, *batch).rows[0].form == "gradients"
 
-# %% Where the terms cancel, the plain formula fails.
-# Here the second position takes back all but a ten-thousandth of the first one. The
-# terms of the square are 10^8 times as large as their sum, and float32 has 7 digits.
-first, rest = torch.randn(2, BATCH, 1, OUTPUTS)
+# %% Where the terms cancel, the plain formula fails. Here the second position takes
+# back all but a small rest of the first one. With a rest of a ten-thousandth the terms
+# of the square are 10^8 times as large as their sum, and float32 has 7 digits.
+first, other = torch.randn(2, BATCH, 1, OUTPUTS)
 x = torch.randn(BATCH, 1, INPUTS).expand(-1, 2, -1).contiguous()
-g = 100 * torch.cat([first, 1e-4 * rest - first], dim=1)
-exact = torch.einsum("bto,bti->boi", g.double(), x.double()).flatten(1).norm(dim=1)
 
+
+def cancelled(rest):
+    """Return gradients at the output that leave a rest, and the exact norms."""
+    g = 100 * torch.cat([first, rest * other - first], dim=1)
+    exact = torch.einsum("bto,bti->boi", g.double(), x.double()).flatten(1).norm(dim=1)
+    return g, exact
+
+
+g, exact = cancelled(1e-4)
 naive = gram_squares(x, g)
 print(f"the norm of sample 0 is {exact[0]:.4f}; its square, naively, {naive[0]:.4f}")
 naive = naive.clamp(min=0).sqrt().double()
@@ -84,9 +92,9 @@ assert ((naive - exact).abs() / exact).max() > 0.5
 # vgrad sees how much was cancelled, and forms the gradients of just these samples.
 torch.testing.assert_close(norms(weight, {}, x, g).double(), exact, rtol=1e-5, atol=0)
 
-# %% For privacy a norm may be too large, but never too small.
-# Clipping divides by it. A square that came out negative and was set to zero would
-# switch clipping off for that sample, and the noise would no longer hide it.
+# %% For privacy a norm may be too large, but never too small. Clipping divides by it. A
+# square that came out negative and was set to zero would switch clipping off for that
+# sample, and the noise would no longer hide it.
 BOUND = 1.0
 naive_factors = (BOUND / naive).clamp(max=1)
 assert (naive_factors * exact).max() > 1.5 * BOUND
@@ -99,3 +107,34 @@ largest = max(grad.double().norm() for grad in alone)
 print(f"largest clipped norm: naively {(naive_factors * exact).max():.3f}, ", end="")
 print(f"here {largest:.7f}, where {BOUND} is allowed")
 assert largest <= BOUND * (1 + 1e-6)
+
+# %% The error of both, with less and less left. That of vgrad grows likewise at first,
+# up to a thousandth at most. From there on it forms the gradients.
+rests = torch.logspace(0, -5, 21).tolist()
+errors = {"plain formula": [], "vgrad.per_sample_norm": []}
+for rest in rests:
+    g, exact = cancelled(rest)
+    plain = gram_squares(x, g).clamp(min=0).sqrt()
+    for label, found in zip(errors, (plain, norms(weight, {}, x, g)), strict=True):
+        errors[label].append(float((found / exact - 1).abs().max()))
+assert max(errors["plain formula"]) > 1
+assert max(errors["vgrad.per_sample_norm"]) < 1e-3
+
+plt.style.use(
+    "tableau-colorblind10"
+)  # colours that colour-blind readers can tell apart
+figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
+for (label, values), form in zip(errors.items(), ("C1s-", "C0o-"), strict=True):
+    axes.plot(rests, values, form, markersize=4, label=label)
+axes.set(xscale="log", yscale="log", ylim=(1e-8, 1e3))
+axes.invert_xaxis()
+axes.set(xlabel="what cancellation leaves, share of each term")
+axes.set(ylabel="relative error of the norm")
+axes.set_title(
+    f"Norms in float32 where two positions cancel: the worst of {BATCH} samples of a\n"
+    f"linear layer ({INPUTS} to {OUTPUTS}), random numbers, seed {SEED}"
+)
+axes.legend(loc="upper left")
+axes.grid(alpha=0.3)
+
+plt.show()

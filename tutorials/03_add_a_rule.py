@@ -5,6 +5,7 @@ all of them are stored. A rule says which two small tensors stand for them.
 """
 
 # %% An op with a backward pass of its own: a product with a matrix of low rank.
+import matplotlib.pyplot as plt
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -13,8 +14,8 @@ from torch.overrides import wrap_torch_function
 import vgrad
 from vgrad import rules
 
-torch.manual_seed(0)
-BATCH, POSITIONS, WIDTH, RANK = 16, 4, 96, 8
+SEED, BATCH, POSITIONS, WIDTH, RANK = 0, 16, 4, 96, 16
+torch.manual_seed(SEED)
 
 
 class LowRank(torch.autograd.Function):
@@ -78,17 +79,17 @@ expected = norms(params, buffers, *batch)
 # It returns a function for each weight, which gets the gradient g at the op's output.
 # Both gradients are sums over positions of outer products, which is what `Outer` holds;
 # `positions` views [B, ..., C] as [B, groups = 1, positions, C], as it wants them.
+def outer(x, g, shape):
+    """Hold the gradient sum_t g_t x_t of a matrix."""
+    return rules.Outer(rules.positions(x), rules.positions(g), shape)
+
+
 @rules.rule(low_rank, weights=("down", "up"))
 def without_scale(x, down, up, scale=1.0):
     """Forget what is easily forgotten."""
-    sizes = down.shape, up.shape
     return {
-        "down": lambda g: rules.Outer(
-            rules.positions(x), rules.positions(g @ up), sizes[0]
-        ),
-        "up": lambda g: rules.Outer(
-            rules.positions(F.linear(x, down)), rules.positions(g), sizes[1]
-        ),
+        "down": lambda g: outer(x, g @ up, down.shape),
+        "up": lambda g: outer(F.linear(x, down), g, up.shape),
     }
 
 
@@ -105,14 +106,9 @@ else:
 @rules.rule(low_rank, weights=("down", "up"), replace=True)
 def right(x, down, up, scale=1.0):
     """Scale the gradient at the output first."""
-    sizes = down.shape, up.shape
     return {
-        "down": lambda g: rules.Outer(
-            rules.positions(x), rules.positions(scale * g @ up), sizes[0]
-        ),
-        "up": lambda g: rules.Outer(
-            rules.positions(F.linear(x, down)), rules.positions(scale * g), sizes[1]
-        ),
+        "down": lambda g: outer(x, scale * g @ up, down.shape),
+        "up": lambda g: outer(F.linear(x, down), scale * g, up.shape),
     }
 
 
@@ -125,10 +121,30 @@ torch.testing.assert_close(norms(params, buffers, *batch), expected)
 
 
 def kept(explanation):
-    """Return the bytes for the two weights of the op."""
+    """Return the kilobytes for each weight of the op."""
     rows = [row for row in explanation.rows if row.op == "low_rank"]
-    return sum(row.bytes for row in rows)
+    return {row.names[0]: row.bytes / 1000 for row in rows}
 
 
-assert {row.form for row in after.rows if row.op == "low_rank"} == {"gram"}
-assert kept(after) < kept(before)
+without, with_rule = kept(before), kept(after)
+assert sum(with_rule.values()) < sum(without.values()) / 3
+
+plt.style.use(
+    "tableau-colorblind10"
+)  # colours that colour-blind readers can tell apart
+figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
+for place, (found, label) in enumerate(((without, "no rule"), (with_rule, "a rule"))):
+    at = [number + 0.4 * place for number in range(len(found))]
+    bars = axes.barh(at, list(found.values()), 0.38, color=f"C{1 - place}", label=label)
+    axes.bar_label(bars, fmt="%.0f kB", padding=3)
+axes.set_yticks([0.2, 1.2], list(without))
+axes.invert_yaxis()
+axes.margins(x=0.12)
+axes.set(xlabel="kept for the norms of a batch, kB")
+axes.set_title(
+    f"Two weights of rank {RANK}, width {WIDTH}: {BATCH} random samples of {POSITIONS} "
+    f"positions, seed {SEED}"
+)
+axes.legend(loc="lower right", ncols=2)
+
+plt.show()

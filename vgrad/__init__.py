@@ -1,57 +1,187 @@
-"""Per-sample gradients and model ensembles at the price of one backward pass."""
+"""Per-sample gradients and model ensembles at the price of one backward pass.
 
-from torch.func import functional_call as functional_call
-from torch.func import grad as grad
-from torch.func import grad_and_value as grad_and_value
-from torch.func import hessian as hessian
-from torch.func import jacfwd as jacfwd
-from torch.func import jacrev as jacrev
-from torch.func import jvp as jvp
-from torch.func import linearize as linearize
-from torch.func import vjp as vjp
-from torch.func import vmap as vmap
+The one convention is `loss(params, buffers, *sample) -> scalar`, a function of one
+sample. What there is, a line each; `help` of a name says more.
 
-from vgrad import compiled as compiled
-from vgrad import dp as dp
-from vgrad import ensemble as ensemble
-from vgrad import optim as optim
-from vgrad import precision as precision
-from vgrad import testing as testing
-from vgrad import training as training
-from vgrad import typing as typing
-from vgrad.cli.checkpoint import load as load
-from vgrad.compiled import CompileWarning as CompileWarning
-from vgrad.compiled import compile as compile
-from vgrad.ensemble import combine_state_for_ensemble as combine_state_for_ensemble
-from vgrad.ensemble import ensemble_forward as ensemble_forward
-from vgrad.ensemble import ensemble_grad as ensemble_grad
-from vgrad.ensemble import for_members as for_members
-from vgrad.ensemble import init_ensemble as init_ensemble
-from vgrad.ensemble import stack as stack
-from vgrad.functional.batch_norm import replace_batch_norm as replace_batch_norm
-from vgrad.functional.freezing import freeze as freeze
-from vgrad.functional.losses import batch_loss as batch_loss
-from vgrad.functional.losses import sample_loss as sample_loss
-from vgrad.functional.model import FunctionalModel as FunctionalModel
-from vgrad.functional.model import make_functional as make_functional
-from vgrad.functional.model import (
-    make_functional_with_buffers as make_functional_with_buffers,
+Models and losses:
+
+* `make_functional_with_buffers`: split a module into `(fmodel, params, buffers)`
+* `make_functional`: the same for a module that has no buffers
+* `FunctionalModel`: what they make, `fmodel(params, buffers, *inputs) -> output`
+* `sample_loss`, `batch_loss`: make a loss of one sample, of a batch
+* `freeze`: move parameters among the buffers
+* `replace_batch_norm`: copy a module with GroupNorm in the place of BatchNorm
+* `write_grads_`: fill `.grad` of a module, for a loop that uses `torch.optim`
+* `to_device`: move every tensor of a tree
+* `load`: rebuild what `python -m vgrad train` left in a folder
+
+Quantities of every sample, computed from `(params, buffers, *batch)`:
+
+* `per_sample_grad`: the gradient of every sample
+* `per_sample_norm`: its norm
+* `per_sample_gram`: inner products of all pairs of gradients
+* `per_sample_projection`: a random projection of every gradient
+* `clipped_grad`: the sum of clipped gradients, a `ClippedGrad`
+* `weighted_grad`: a weighted sum of gradients
+* `gradient_moments`: mean, variance and noise of gradients, `GradientMoments`
+* `explain`: say what one of these does with a model and a batch, an `Explanation`
+* `ClippedGrad`, `GradientMoments`, `Explanation`: their results
+* `NoiseScale`: the gradient noise scale, averaged over batches
+* `Sensitivity`: how far one sample can move a clipped sum
+
+Ensembles:
+
+* `stack`, `combine_state_for_ensemble`: stack models that are alike
+* `init_ensemble`: stack models made by a factory
+* `ensemble_forward`: run all members
+* `ensemble_grad`: differentiate every member's loss
+* `for_members`: run an optimizer for every member by itself
+
+Speed and precision:
+
+* `compile`: capture a transform or a step as graphs
+* `autocast`: `torch.autocast` that also holds under the transforms of `torch.func`
+* `CompileWarning`, `FallbackWarning`: something runs, but slowly
+* `UnsupportedOp`: the error for an op of the loss that a strategy cannot run
+
+Rooms, each with a list like this one:
+
+* `persample`: the options that all per-sample transforms share
+* `dp`: private training: Poisson batches, noise, accounting
+* `training`: steps: plain, private, of an ensemble
+* `optim`: optimizers as pairs of pure functions
+* `precision`: policies, loss scales
+* `ensemble`: predictions, calibration, files of ensembles
+* `compiled`: what `compile` reports
+* `rules`, `testing`: rules for ops of your own, and their test
+* `typing`: the types that annotations name
+
+`import vgrad.distributed` adds many ranks.
+
+* `functional_call`, `grad`, `grad_and_value`, `hessian`, `jacfwd`, `jacrev`, `jvp`,
+  `linearize`, `vjp`, `vmap`: those of `torch.func`
+"""
+
+from torch.func import (
+    functional_call,
+    grad,
+    grad_and_value,
+    hessian,
+    jacfwd,
+    jacrev,
+    jvp,
+    linearize,
+    vjp,
+    vmap,
 )
-from vgrad.functional.writing import write_grads_ as write_grads_
-from vgrad.persample import ClippedGrad as ClippedGrad
-from vgrad.persample import Explanation as Explanation
-from vgrad.persample import GradientMoments as GradientMoments
-from vgrad.persample import clipped_grad as clipped_grad
-from vgrad.persample import gradient_moments as gradient_moments
-from vgrad.persample import per_sample_grad as per_sample_grad
-from vgrad.persample import per_sample_gram as per_sample_gram
-from vgrad.persample import per_sample_norm as per_sample_norm
-from vgrad.persample import per_sample_projection as per_sample_projection
-from vgrad.persample import rules as rules
-from vgrad.persample import weighted_grad as weighted_grad
-from vgrad.persample.engine import FallbackWarning as FallbackWarning
-from vgrad.persample.engine import UnsupportedOp as UnsupportedOp
-from vgrad.persample.explain import explain as explain
-from vgrad.precision import autocast as autocast
-from vgrad.sensitivity import Sensitivity as Sensitivity
-from vgrad.tree import to_device as to_device
+
+from vgrad import (
+    compiled,
+    dp,
+    ensemble,
+    optim,
+    persample,
+    precision,
+    testing,
+    training,
+    typing,
+)
+from vgrad.cli.checkpoint import load
+from vgrad.compiled import CompileWarning, compile
+from vgrad.ensemble import (
+    combine_state_for_ensemble,
+    ensemble_forward,
+    ensemble_grad,
+    for_members,
+    init_ensemble,
+    stack,
+)
+from vgrad.functional.batch_norm import replace_batch_norm
+from vgrad.functional.freezing import freeze
+from vgrad.functional.losses import batch_loss, sample_loss
+from vgrad.functional.model import (
+    FunctionalModel,
+    make_functional,
+    make_functional_with_buffers,
+)
+from vgrad.functional.writing import write_grads_
+from vgrad.persample import (
+    ClippedGrad,
+    Explanation,
+    GradientMoments,
+    NoiseScale,
+    clipped_grad,
+    gradient_moments,
+    per_sample_grad,
+    per_sample_gram,
+    per_sample_norm,
+    per_sample_projection,
+    rules,
+    weighted_grad,
+)
+from vgrad.persample.engine import FallbackWarning, UnsupportedOp
+from vgrad.persample.explain import explain
+from vgrad.precision import autocast
+from vgrad.sensitivity import Sensitivity
+from vgrad.tree import to_device
+
+__all__ = [
+    "ClippedGrad",
+    "CompileWarning",
+    "Explanation",
+    "FallbackWarning",
+    "FunctionalModel",
+    "GradientMoments",
+    "NoiseScale",
+    "Sensitivity",
+    "UnsupportedOp",
+    "autocast",
+    "batch_loss",
+    "clipped_grad",
+    "combine_state_for_ensemble",
+    "compile",
+    "compiled",
+    "dp",
+    "ensemble",
+    "ensemble_forward",
+    "ensemble_grad",
+    "explain",
+    "for_members",
+    "freeze",
+    "functional_call",
+    "grad",
+    "grad_and_value",
+    "gradient_moments",
+    "hessian",
+    "init_ensemble",
+    "jacfwd",
+    "jacrev",
+    "jvp",
+    "linearize",
+    "load",
+    "make_functional",
+    "make_functional_with_buffers",
+    "optim",
+    "per_sample_grad",
+    "per_sample_gram",
+    "per_sample_norm",
+    "per_sample_projection",
+    "persample",
+    "precision",
+    "replace_batch_norm",
+    "rules",
+    "sample_loss",
+    "stack",
+    "testing",
+    "to_device",
+    "training",
+    "typing",
+    "vjp",
+    "vmap",
+    "weighted_grad",
+    "write_grads_",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

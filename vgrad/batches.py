@@ -6,16 +6,14 @@ B is the number of samples; every tensor of a batch is `[B, ...]`.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vgrad import checks
 from vgrad.tree import TreeSpec, tree_flatten, tree_unflatten
-from vgrad.typing import Params, Tree
-
-ChunkSize = int | Literal["auto"] | None
+from vgrad.typing import ChunkSize, Params, Tree
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 

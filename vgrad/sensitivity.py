@@ -1,9 +1,11 @@
 """How far one person's data can move a clipped sum: what noise is calibrated to."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from vgrad import checks
+
+Neighbours = Literal["add_or_remove_one"]
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,10 @@ class Sensitivity:
     """
 
     value: float
-    neighbours: Literal["add_or_remove_one"] = "add_or_remove_one"
+    neighbours: Neighbours = "add_or_remove_one"
 
     def __post_init__(self) -> None:
         """Check the fields."""
         checks.positive("Sensitivity", value=self.value)
-        allowed = ("add_or_remove_one",)
+        allowed = get_args(Neighbours)
         checks.one_of("Sensitivity", allowed, neighbours=self.neighbours)

@@ -6,22 +6,29 @@ nothing of factors, so that a mistake in a rule shows against it.
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from vgrad import batches
-from vgrad.persample.clipped import Kind, clipped_grad
+from vgrad.persample.clipped import clipped_grad
 from vgrad.persample.explain import EXPANDED, explain
 from vgrad.persample.explanation import Row
 from vgrad.persample.grad import per_sample_grad
 from vgrad.persample.norm import per_sample_norm
 from vgrad.persample.weighted import weighted_grad
 from vgrad.tree import tree_map_only
-from vgrad.typing import Buffers, LossFn, Params, Tree
+from vgrad.typing import Buffers, Clipping, LossFn, Params, Tree
 
-_KINDS: tuple[Kind, ...] = ("flat", "per_layer", "automatic")
+__all__ = ["check_rule"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+_KINDS: tuple[Clipping, ...] = get_args(Clipping)
 _GAMMA = 0.01
 """What automatic clipping adds to a norm."""
 
@@ -170,7 +177,7 @@ def _joint(norms: Params, names: Iterable[str]) -> Tensor:
     return torch.stack([norms[name] for name in names]).norm(dim=0)
 
 
-def _factors(kind: Kind, norms: Params, bound: float) -> Params:
+def _factors(kind: Clipping, norms: Params, bound: float) -> Params:
     """Factors [B] of each parameter, by the definitions of `clipped_grad`."""
     if kind == "automatic":
         return dict.fromkeys(norms, bound / (_joint(norms, norms) + _GAMMA))

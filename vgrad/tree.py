@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 from vgrad import checks
-from vgrad.typing import Tree
+from vgrad.typing import T, Tree
 
 
 def map_values(function: Callable[..., Any], *trees: Mapping[str, Any]) -> dict:
@@ -92,7 +92,7 @@ def _is_named(kind: type) -> bool:
     return tuple in kind.__bases__ and hasattr(kind, "_fields")
 
 
-def to_device(tree: Tree, device: torch.device | str) -> Tree:
+def to_device(tree: T, device: torch.device | str) -> T:
     """Move every tensor of a tree to `device`; everything else stays as it is.
 
     A tensor that requires grad stays a leaf that requires grad, so a dictionary of
@@ -133,7 +133,7 @@ def state_dict(tree: Tree) -> dict[str, Tensor]:
     return named
 
 
-def load_state_dict(template: Tree, tensors: Mapping[str, Tensor]) -> Tree:
+def load_state_dict(template: T, tensors: Mapping[str, Tensor]) -> T:
     """Build a tree like `template` from tensors named by `state_dict`.
 
     Each tensor goes to the device of the one it replaces, those already there are not

@@ -1,9 +1,30 @@
 """The types that every module of vgrad shares."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 from torch import Tensor
+
+__all__ = [
+    "BatchLossFn",
+    "Buffers",
+    "ChunkSize",
+    "Clipping",
+    "EnsembleStrategy",
+    "LossFn",
+    "Params",
+    "Passes",
+    "Randomness",
+    "Same",
+    "Schedule",
+    "Strategy",
+    "Tree",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 Params = dict[str, Tensor]
 """What is differentiated: `name -> tensor`."""
@@ -17,11 +38,41 @@ Tree = Any
 Schedule = Callable[[Tensor], Tensor | float]
 """A rate as a function of the number of steps taken so far."""
 
+Strategy = Literal["auto", "recorded", "vmap", "loop"]
+"""How per-sample gradients come about; `vgrad.persample` explains them."""
+
+EnsembleStrategy = Literal["auto", "vmap", "loop", "hybrid"]
+"""How members run; `vgrad.ensemble_forward` explains them."""
+
+Randomness = Literal["error", "different", "same"]
+"""What random ops do: raise, draw for each sample or member, or once for all."""
+
+ChunkSize = int | Literal["auto"] | None
+"""How many samples at a time: all with None, what fits into memory with "auto"."""
+
+Clipping = Literal["flat", "per_layer", "automatic"]
+"""How gradients are clipped; `vgrad.clipped_grad` explains it."""
+
+Passes = Literal[1, 2]
+"""How many backward passes clip: two take more time, and less memory."""
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+T = TypeVar("T")
+Found = TypeVar("Found", covariant=True)
+
 
 class LossFn(Protocol):
-    """A function of one sample: every tensor comes without the batch dimension."""
+    """A function of one sample: every tensor comes without the batch dimension.
 
-    def __call__(self, params: Params, buffers: Buffers, /, *sample: Tree) -> Any:
+    It is called as `loss(params, buffers, *sample)`.
+    """
+
+    # With keyword arguments of any kind the rest of the signature is open, so that
+    # functions of `(params, buffers, x, y)` are of this type.
+    def __call__(
+        self, params: Params, buffers: Buffers, /, *sample: Any, **nothing: Any
+    ) -> Any:
         """Return a scalar, or `(scalar, aux)` where the caller says `has_aux=True`."""
         ...
 
@@ -37,4 +88,16 @@ class BatchLossFn(Protocol):
         self, params: Params, buffers: Buffers, /, *batch: Tree
     ) -> tuple[Tensor, Buffers]:
         """Return the scalar and the buffers as the forward pass left them."""
+        ...
+
+
+class Same(Protocol[Arguments, Found]):
+    """A function that is called like another one, and has its attributes."""
+
+    def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Found:
+        """Return what the other one does."""
+        ...
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the other one."""
         ...

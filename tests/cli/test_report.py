@@ -2,7 +2,10 @@
 
 import base64
 import dataclasses
+import io
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
@@ -135,15 +138,16 @@ def test_a_picture_is_drawn_whatever_the_data_are_called(tmp_path):
 # The page.
 
 VOID = {"meta", "link", "img"}
+BROWSER = shutil.which("chromium")
 
 
 class Page(HTMLParser):
     """A page as a browser reads it; a tag that is left open or unknown raises."""
 
-    def __init__(self, path):
+    def __init__(self, text):
         super().__init__()
         self.open, self.tags, self.words, self.cells = [], [], [], []
-        self.feed(path.read_text(encoding="utf-8"))
+        self.feed(text)
         self.close()
         assert not self.open
         self.text = " ".join(" ".join(self.words).split())
@@ -166,6 +170,10 @@ class Page(HTMLParser):
 
     def of(self, tag):
         return [attrs for name, attrs in self.tags if name == tag]
+
+
+def read(folder):
+    return Page((folder / "report.html").read_text(encoding="utf-8"))
 
 
 def check_self_contained(shown):
@@ -194,7 +202,7 @@ def test_a_page_shows_the_whole_run(images, tmp_path, monkeypatch, more, picture
     monkeypatch.setattr(report, "write_picture", WRITE)
     out = tmp_path / "run"
     assert train(images, out, *more, epochs=1) == 0
-    shown = Page(out / "report.html")
+    shown = read(out)
     check_self_contained(shown)
     assert "This page is not for release." in shown.text
     held = [
@@ -227,7 +235,7 @@ def test_a_page_shows_the_whole_run(images, tmp_path, monkeypatch, more, picture
 
 def test_a_page_of_reproducible_noise_claims_nothing(images, tmp_path):
     assert train(images, tmp_path / "run", FIXED, epochs=1) == 0
-    shown = Page(tmp_path / "run" / "report.html")
+    shown = read(tmp_path / "run")
     assert "the epsilon of this run may not be claimed" in shown.text
     assert "For release" not in shown.text
 
@@ -250,7 +258,7 @@ def test_no_name_becomes_a_part_of_the_page(tmp_path):
     out.mkdir(parents=True)
     given = {"data": f"{EVIL}.npz", "model": f"{EVIL}:make"}
     report.write_page(out, job(**given), [], records(2), {report.CURVES: b"drawn"})
-    shown = Page(out / "report.html")
+    shown = read(out)
     check_self_contained(shown)
     for name, value in given.items():
         assert [f"--{name}", value] in shown.cells
@@ -258,12 +266,29 @@ def test_no_name_becomes_a_part_of_the_page(tmp_path):
     assert r"\udcff\x1b/ensemble.safetensors" in shown.text
 
 
+@SLOW
+@pytest.mark.skipif(not BROWSER, reason="there is no chromium")
+def test_a_browser_reads_the_same_page_and_complains_of_nothing(tmp_path):
+    drawn = io.BytesIO()
+    report.curves(EVIL, [], records(2), delta=1e-5).savefig(drawn, format="png")
+    images = {report.CURVES: drawn.getvalue()}
+    report.write_page(tmp_path, job(data=f"{EVIL}.npz"), [], records(2), images)
+    own = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    command = [BROWSER, *own, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    page = (tmp_path / "report.html").as_uri()
+    done = subprocess.run([*command, page], capture_output=True, text=True, timeout=60)
+    assert "CONSOLE" not in done.stderr
+    shown = Page(done.stdout)
+    assert shown.text == read(tmp_path).text
+    assert shown.cells == read(tmp_path).cells
+
+
 @pytest.mark.parametrize("count", [1, 99, 100, 101, 1000, 1234])
 def test_a_page_of_many_epochs_stays_short_and_has_the_last(tmp_path, count):
     report.write_page(tmp_path, job(), records(count), records(count), {})
     epochs = [
         int(cells[0])
-        for cells in Page(tmp_path / "report.html").cells
+        for cells in read(tmp_path).cells
         if len(cells) == 7 and cells[0] != "epoch"
     ]
     assert epochs[-1] == count

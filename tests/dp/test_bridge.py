@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import vgrad
 from tests import oracle, streams
@@ -274,6 +274,10 @@ def test_a_state_goes_on_under_a_plan_with_more_steps_and_no_other():
     shorter = dataclasses.replace(NOISY, steps=4)
     with pytest.raises(ValueError, match="expected at most the 4 steps of the plan"):
         start(plan=shorter)[1].load_state_dict(state)
+    with pytest.raises(TypeError, match=r"\(plan\): expected a dictionary"):
+        private.load_state_dict({**state, "plan": 3})
+    with pytest.raises(ValueError, match=r"step=-1\): expected a whole number"):
+        private.load_state_dict({**state, "step": -1})
     del state["key"]
     with pytest.raises(ValueError, match="missing: 'key'"):
         private.load_state_dict(state)
@@ -354,6 +358,13 @@ def test_the_key_is_not_shown():
 STREAM = SimpleNamespace(__iter__=lambda self: iter(()))
 WRONG = {
     "stream": ({"dataset": STREAM}, TypeError, "expected a data set with a length"),
+    "loader": (
+        {"dataset": DataLoader(data())},
+        TypeError,
+        "got a DataLoader. Of a DataLoader pass its `.dataset`",
+    ),
+    "criterion": ({"criterion": 3}, TypeError, "expected a function of output and tar"),
+    "no plan": ({"plan": 3}, TypeError, "expected a vgrad.dp.Plan, got a int"),
     "other size": ({"dataset": list(range(29))}, ValueError, "for the 29 samples"),
     "shuffle": ({"shuffle": True}, ValueError, r"\(shuffle=True\): expected options"),
     "physical": ({"physical_batch_size": 0}, ValueError, "physical_batch_size=0"),

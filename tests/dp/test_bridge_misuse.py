@@ -126,6 +126,12 @@ def test_a_step_without_backward(run):
         optimizer.step()
 
 
+def unscale(model):
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    scaler.unscale_(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 FOREIGN = "expected the gradients as PrivateGradients wrote them, got another one for"
 
 
@@ -136,7 +142,7 @@ FOREIGN = "expected the gradients as PrivateGradients wrote them, got another on
         lambda model, batch: model.zero_grad(),
         lambda model, batch: (model.zero_grad(), plain(model, *batch)),
         lambda model, batch: nn.utils.clip_grad_norm_(model.parameters(), 0.01),
-        lambda model, batch: model.weight.grad.mul_(2.0),
+        lambda model, batch: unscale(model),
     ],
     ids=["added to", "cleared", "replaced", "clipped", "unscaled"],
 )
@@ -229,6 +235,33 @@ def test_what_raises_has_released_nothing(run):
     assert model.weight.grad is None
     private.backward(x, y)
     assert private.step == 1
+
+
+def test_a_scaler_that_a_fused_optimizer_reads(run):
+    model, private, _ = run
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    private.watch(optimizer)
+    private.backward(*next(iter(private.loader)))
+    with pytest.raises(RuntimeError, match="switch off gradient clipping and loss sca"):
+        scaler.step(optimizer)
+
+
+class Wrapped:
+    """As trainers wrap an optimizer."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
+def test_what_is_inside_a_wrapped_optimizer_is_watched(run):
+    model, private, _ = run
+    inside = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = Wrapped(Wrapped(inside))
+    assert private.watch(wrapped) is wrapped
+    with pytest.raises(RuntimeError, match="before each step, got a step without"):
+        inside.step()
 
 
 def test_what_is_no_optimizer_of_torch(run):

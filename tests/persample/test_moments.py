@@ -1,4 +1,5 @@
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -22,13 +23,12 @@ def moments_of(x, **options):
     return gradient_moments(product, **options)(params, {}, x)
 
 
-def noise_scale(expected):
-    """The estimate as its authors write it, from norms alone."""
+def noise(expected):
+    """Both estimates as their authors write them, from norms alone."""
     size = len(next(iter(expected.values())))
     each = oracle.norms(expected).square().mean()
     mean = oracle.norms({n: g.mean(0)[None] for n, g in expected.items()}).square()[0]
-    trace = size / (size - 1) * (each - mean)
-    return trace / ((size * mean - each) / (size - 1))
+    return size / (size - 1) * (each - mean), (size * mean - each) / (size - 1)
 
 
 @pytest.mark.parametrize(
@@ -45,15 +45,47 @@ def test_moments_equal_the_reference(name, size, strategy, chunk_size):
     variances = {n: g.var(0) for n, g in expected.items()}
     squares = {n: g.square().mean(0) for n, g in expected.items()}
     oracle.assert_exact(tuple(found[:3]), (means, variances, squares))
-    torch.testing.assert_close(
-        found.noise_scale, noise_scale(expected), rtol=1e-8, atol=0
-    )
+    trace, squared_norm = noise(expected)
+    close = partial(torch.testing.assert_close, rtol=1e-8, atol=0)
+    close((found.trace, found.squared_norm), (trace, squared_norm))
+    close(found.noise_scale, trace / squared_norm)
     for n, variance in variances.items():
         used = variance > 1e-12 * variance.max().clamp(min=1e-12)
         ratio = means[n].square() / variance
         torch.testing.assert_close(found.signal_to_noise[n][used], ratio[used])
     grads = vgrad.clipped_grad(loss, max_norm=1.0)(params, buffers, *batch)
     torch.testing.assert_close(found.losses, grads.losses)
+
+
+def test_the_noise_scale_of_many_batches_is_a_ratio_of_averages():
+    """Of batches of any sizes, in float32, against a float64 loop over samples."""
+    average, traces, squares = vgrad.NoiseScale(), [], []
+    assert bool(average.value.isnan())
+    for size in (2, 5, 3):
+        loss, params, buffers, batch, expected = build("mlp", size)
+        params = {name: x.float() for name, x in params.items()}
+        batch = [x.float() if x.is_floating_point() else x for x in batch]
+        average = average.add(gradient_moments(loss)(params, buffers, *batch))
+        assert not average.value.requires_grad  # else a log would keep all graphs
+        trace, square = noise(expected)
+        traces.append(trace)
+        squares.append(square)
+    expected = torch.stack(traces).mean() / torch.stack(squares).mean()
+    torch.testing.assert_close(average.value, expected, rtol=1e-4, atol=0)
+    ratios = torch.stack(traces) / torch.stack(squares)
+    assert abs(ratios.mean() - expected) > 0.01 * expected  # what must not be done
+
+
+def test_estimates_of_small_batches_are_right_on_average():
+    """From batches of two the estimates come out as those of the whole set."""
+    x = torch.randn(400, 3, dtype=torch.float64) + 1.0
+    average, compute, params = vgrad.NoiseScale(), gradient_moments(product), {}
+    params["w"] = torch.ones(3, dtype=torch.float64)
+    for pair in x.split(2):
+        average = average.add(compute(params, {}, pair))
+    whole = moments_of(x)
+    torch.testing.assert_close(average.trace / 200, whole.trace, rtol=0.1, atol=0)
+    torch.testing.assert_close(average.value, whole.noise_scale, rtol=0.2, atol=0)
 
 
 @every_strategy
@@ -66,6 +98,7 @@ def test_one_sample_has_a_mean_and_no_variance(strategy):
     for undefined in (found.variance, found.signal_to_noise):
         assert all(bool(value.isnan().all()) for value in undefined.values())
     assert bool(found.noise_scale.isnan())
+    assert bool(vgrad.NoiseScale().add(found).value.isnan())
     assert found.losses.shape == (1,)
 
 

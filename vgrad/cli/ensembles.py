@@ -23,7 +23,6 @@ from vgrad.cli.data import Dataset
 from vgrad.cli.evaluate import ROWS
 from vgrad.cli.settings import Settings
 from vgrad.cli.setup import Job, Model, Pair, Taken, Trainer
-from vgrad.ensemble.execution import Strategy
 from vgrad.ensemble.forward import ensemble_forward
 from vgrad.ensemble.gradients import ensemble_grad
 from vgrad.ensemble.stacking import member, member_seed, stack
@@ -32,7 +31,7 @@ from vgrad.generators import kept_random_state
 from vgrad.persample.engine.guard import UnsupportedOp
 from vgrad.precision import LossScale
 from vgrad.training import EnsembleState, TrainState, ensemble_train_step
-from vgrad.typing import Buffers, Params
+from vgrad.typing import Buffers, EnsembleStrategy, Params
 
 
 class PrivateMembers(NamedTuple):
@@ -105,7 +104,7 @@ def prepare(settings: Settings) -> Job:
 
 
 def _plain_trainer(
-    settings: Settings, model: Model, found: Dataset, strategy: Strategy
+    settings: Settings, model: Model, found: Dataset, strategy: EnsembleStrategy
 ) -> Trainer:
     """Let all members take a step at once, each on a batch of its own."""
     step = ensemble_train_step(
@@ -127,7 +126,7 @@ def _plain_trainer(
     )
 
 
-def _strategy(settings: Settings, model: Model, found: Dataset) -> Strategy:
+def _strategy(settings: Settings, model: Model, found: Dataset) -> EnsembleStrategy:
     """Choose a strategy: the cheapest, or the loop where an op cannot be batched."""
     images, labels = setup.blank(settings, found, settings.members, 2)
     function = models.under(settings.precision, model.function)

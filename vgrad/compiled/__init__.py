@@ -3,18 +3,22 @@
 In eager mode each call interprets the loss in Python. For small and middle-sized
 networks that takes longer than the arithmetic. A capture runs a function once and keeps
 the ops that it called as a graph, which later calls run again.
+
+* `compile`: capture a transform or a step as graphs; the result is called as it is
+* `Compiled`: what it returns
+* `choices`: the backends that `"auto"` chose, for another run
+* `Report`: what is known of one capture
+* `CompileWarning`: something runs in eager mode that was to be compiled
+* `Backend`, `Fallback`: the names that `compile` takes
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from vgrad.compiled import buckets
-from vgrad.compiled.captures import Backend as Backend
+from vgrad.compiled.captures import Backend, CompileWarning, Fallback, Report
 from vgrad.compiled.captures import Captures as Captures
-from vgrad.compiled.captures import CompileWarning as CompileWarning
-from vgrad.compiled.captures import Fallback as Fallback
-from vgrad.compiled.captures import Report as Report
 from vgrad.compiled.functions import CompiledFunction
 from vgrad.compiled.functions import CompiledStep as CompiledStep
 from vgrad.compiled.quantities import CompiledTransform as CompiledTransform
@@ -24,16 +28,39 @@ from vgrad.persample.engine import Transform
 from vgrad.training.ensemble import EnsembleStep
 from vgrad.training.plain import OfSamples, TrainStep
 from vgrad.training.private import PrivateStep
+from vgrad.typing import Arguments, Found, Same
+
+__all__ = [
+    "Backend",
+    "CompileWarning",
+    "Compiled",
+    "Fallback",
+    "Report",
+    "choices",
+    "compile",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+class Compiled(Same[Arguments, Found], Protocol):
+    """What `compile` returns: the same function, its attributes, and `reports()`."""
+
+    def reports(self) -> tuple[Report, ...]:
+        """Return what is known of every capture."""
+        ...
 
 
 def compile(
-    transform: Any,
+    transform: Callable[Arguments, Found],
     *,
     backend: Backend | Mapping[str, str] = "replay",
     batch_sizes: Sequence[int] | None = None,
     fallback: Fallback = "eager",
     verify: bool = True,
-) -> Any:
+) -> "Compiled[Arguments, Found]":
     """Capture a transform or a step as graphs; the result is called as it is.
 
     `transform` is what a per-sample transform returns (`clipped_grad(loss, ...)` and
@@ -99,7 +126,12 @@ def compile(
         >>> [(each.name, each.calls) for each in norms.reports()]
         [('per_sample_norm', 1)]
     """
-    captures = Captures(backend, fallback, verify=verify)
+    return _compiled(transform, Captures(backend, fallback, verify=verify), batch_sizes)
+
+
+def _compiled(
+    transform: Any, captures: Captures, batch_sizes: Sequence[int] | None
+) -> Any:
     sizes = None if batch_sizes is None else buckets.check(batch_sizes)
     if isinstance(transform, Transform):
         return CompiledTransform(transform, captures, sizes)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor
 
@@ -24,7 +24,6 @@ from vgrad.persample.engine import constant
 from vgrad.torch_private.tensors import like
 
 Backend = Literal["replay", "inductor", "auto"]
-BACKENDS = ("replay", "inductor", "auto")
 Fallback = Literal["eager", "error"]
 
 _MOST = 16
@@ -96,8 +95,8 @@ class Captures:
         """Start without captures; a mapping has the backend by kind."""
         asked = backend.values() if isinstance(backend, Mapping) else [backend]
         for each in asked:
-            checks.one_of("compile", BACKENDS, backend=each)
-        checks.one_of("compile", ("eager", "error"), fallback=fallback)
+            checks.one_of("compile", get_args(Backend), backend=each)
+        checks.one_of("compile", get_args(Fallback), fallback=fallback)
         self._backend = backend
         self._fallback = fallback
         self._verify = verify

@@ -42,12 +42,21 @@ class CompiledFunction:
 
 
 class CompiledStep:
-    """What `compile` returns for a training step: the same step, and `reports()`."""
+    """What `compile` returns for a training step: the same step.
+
+    It has the attributes of what was compiled, and `reports()`.
+    """
 
     def __init__(self, step: Callable, captures: Captures) -> None:
         """Take a step that runs what it computes as graphs."""
         self._step = step
         self._captures = captures
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the step."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._step, name)
 
     def reports(self) -> tuple[Report, ...]:
         """Return what is known of every capture."""

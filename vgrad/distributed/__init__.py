@@ -1,22 +1,52 @@
 """Samples, parameters and members over the ranks of torch.distributed.
 
 The result does not depend on how many ranks there are.
+
+* `data_parallel`: make a transform or a step one of all ranks
+* `local_batches`: cut each batch of a sampler among the ranks
+* `LocalBatches`: what that returns
+* `member_parallel`: make a function of an ensemble one of ranks with members each
+* `own_members`, `all_members`: this rank's members of a tree, and the way back
+* `member_range`: the numbers of this rank's members
+* `predict`, `predict_values`: those of `vgrad.ensemble`, over ranks
+* `shard`, `gather`: keep this rank's part of each tensor, and the way back
+* `replicated`: a tree as the first rank has it
+* `save_checkpoint`, `load_checkpoint`: a state in a folder that all ranks share
+* `alone`: a mesh of this process alone
+* `RankError`: another rank has failed, or ranks are at different places
 """
 
-from vgrad.distributed.alone import alone as alone
-from vgrad.distributed.checkpoints import gather as gather
-from vgrad.distributed.checkpoints import load_checkpoint as load_checkpoint
-from vgrad.distributed.checkpoints import save_checkpoint as save_checkpoint
-from vgrad.distributed.data_parallel import data_parallel as data_parallel
-from vgrad.distributed.loading import LocalBatches as LocalBatches
-from vgrad.distributed.loading import local_batches as local_batches
-from vgrad.distributed.member_parallel import member_parallel as member_parallel
-from vgrad.distributed.own_members import all_members as all_members
-from vgrad.distributed.own_members import member_range as member_range
-from vgrad.distributed.own_members import own_members as own_members
-from vgrad.distributed.predictions import predict as predict
-from vgrad.distributed.predictions import predict_values as predict_values
-from vgrad.distributed.ranks import RankError as RankError
+from vgrad.distributed.alone import alone
+from vgrad.distributed.checkpoints import gather, load_checkpoint, save_checkpoint
+from vgrad.distributed.data_parallel import data_parallel
+from vgrad.distributed.loading import LocalBatches, local_batches
+from vgrad.distributed.member_parallel import member_parallel
+from vgrad.distributed.own_members import all_members, member_range, own_members
+from vgrad.distributed.predictions import predict, predict_values
+from vgrad.distributed.ranks import RankError
 from vgrad.distributed.ranks import Ranks as Ranks
-from vgrad.distributed.sharding import shard as shard
-from vgrad.distributed.stepping import replicated as replicated
+from vgrad.distributed.sharding import shard
+from vgrad.distributed.stepping import replicated
+
+__all__ = [
+    "LocalBatches",
+    "RankError",
+    "all_members",
+    "alone",
+    "data_parallel",
+    "gather",
+    "load_checkpoint",
+    "local_batches",
+    "member_parallel",
+    "member_range",
+    "own_members",
+    "predict",
+    "predict_values",
+    "replicated",
+    "save_checkpoint",
+    "shard",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -24,7 +24,7 @@ from vgrad.distributed import pieces
 from vgrad.distributed.pieces import Box
 from vgrad.distributed.ranks import RankError, Ranks
 from vgrad.training.saved_states import check_settings
-from vgrad.typing import Tree
+from vgrad.typing import T, Tree
 
 Held = Mapping[str, tuple[Box, Tensor]]
 """The pieces on this rank, by the names of their tensors."""
@@ -90,11 +90,11 @@ def save_checkpoint(
 
 def load_checkpoint(
     folder: Path | str,
-    like: Tree,
+    like: T,
     mesh: DeviceMesh | None,
     *,
     settings: Mapping[str, Any] | None = None,
-) -> Tree:
+) -> T:
     """Read what `save_checkpoint` wrote: the tree of `like`, with the tensors saved.
 
     Called on every rank of the mesh, of which there may be more or fewer than at
@@ -135,7 +135,7 @@ def load_checkpoint(
     return loaded
 
 
-def gather(state: Tree, mesh: DeviceMesh | None) -> Tree:
+def gather(state: T, mesh: DeviceMesh | None) -> T:
     """Return a tree with plain tensors in the place of DTensors, on every rank.
 
     Called on every rank of the mesh. One of them can write the result, or a part such

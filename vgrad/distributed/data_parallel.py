@@ -15,9 +15,12 @@ from vgrad.persample.engine import Transform
 from vgrad.persample.gram import GramFn
 from vgrad.training.plain import OfSamples, TrainStep
 from vgrad.training.private import PrivateStep
+from vgrad.typing import Arguments, Found, Same
 
 
-def data_parallel(transform: Any, mesh: DeviceMesh, *, data: str = "dp") -> Any:
+def data_parallel(
+    transform: Callable[Arguments, Found], mesh: DeviceMesh, *, data: str = "dp"
+) -> Same[Arguments, Found]:
     """Make a transform or a step one of all ranks; the result is called as it is.
 
     `transform` is what a per-sample transform returns (`clipped_grad(loss, ...)` and
@@ -72,7 +75,11 @@ def data_parallel(transform: Any, mesh: DeviceMesh, *, data: str = "dp") -> Any:
         ...     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
         ...     return data_parallel(clipped, mesh)({"w": torch.ones(2)}, {}, x)
     """
-    ranks = Ranks.of("data_parallel", mesh, data)
+    return _of_all(transform, Ranks.of("data_parallel", mesh, data))
+
+
+def _of_all(transform: Any, ranks: Ranks) -> Any:
+    """Return a transform or a step of all ranks."""
     step = transform
     if isinstance(transform, CompiledStep):
         step = replace(transform.plain, run=_alike_on_all(transform.plain.run))

@@ -32,12 +32,16 @@ from vgrad.generators import (
 from vgrad.training.ensemble import EnsembleState, EnsembleStep
 from vgrad.training.others import Found
 from vgrad.tree import tensors
-from vgrad.typing import Buffers, Params, Tree
+from vgrad.typing import Arguments, Buffers, Params, Result, Same, Tree
 
 
 def member_parallel(
-    function: Any, mesh: DeviceMesh, *, members: int, axis: str = "members"
-) -> Any:
+    function: Callable[Arguments, Result],
+    mesh: DeviceMesh,
+    *,
+    members: int,
+    axis: str = "members",
+) -> Same[Arguments, Result]:
     """Return a step or a function of an ensemble for ranks that have members each.
 
     `function` is what `ensemble_train_step`, `ensemble_forward`, `ensemble_grad`,
@@ -92,7 +96,11 @@ def member_parallel(
         (torch.Size([3, 1, 2]), torch.Size([3]))
     """
     ranks = Ranks.of("member_parallel", mesh, axis)
-    others = OtherRanks(ranks, part(members, ranks.rank, ranks.size))
+    return _of_some(function, OtherRanks(ranks, part(members, ranks.rank, ranks.size)))
+
+
+def _of_some(function: Any, others: "OtherRanks") -> Any:
+    """Return a step or a function of the members of this rank."""
     if isinstance(function, EnsembleStep):
         return replace(function, others=others)
     if isinstance(function, EnsembleForward):

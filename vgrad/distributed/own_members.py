@@ -18,7 +18,7 @@ from vgrad.ensemble import MembersState
 from vgrad.names import Patterns
 from vgrad.training import EarlyStopping, EnsembleState
 from vgrad.tree import map_tensors, tree_flatten, tree_unflatten
-from vgrad.typing import Tree
+from vgrad.typing import T, Tree
 
 Change = Callable[[Tensor], Any]
 
@@ -70,8 +70,8 @@ def member_range(count: int, mesh: DeviceMesh, *, axis: str = "members") -> rang
 
 
 def own_members(
-    tree: Tree, mesh: DeviceMesh, *, shared: Patterns = (), axis: str = "members"
-) -> Tree:
+    tree: T, mesh: DeviceMesh, *, shared: Patterns = (), axis: str = "members"
+) -> T:
     """Return this rank's members of a tree: `[E, ...] -> [E of the rank, ...]`.
 
     `tree` is the same on all ranks: an `EnsembleState` or `EarlyStopping`, which come
@@ -80,6 +80,9 @@ def own_members(
     `[E]` and batches `[E, B, ...]`. Entries that match the patterns in `shared`
     have no member axis, and every rank has them, as it has the step and the key of a
     state. Results are copies; leaves that require grad still do.
+
+    Args:
+        shared: patterns of the entries without a member axis.
 
     Raises:
         ValueError: tensors differ in the number of members, there are fewer members
@@ -111,8 +114,8 @@ def own_members(
 
 
 def all_members(
-    tree: Tree, mesh: DeviceMesh, *, shared: Patterns = (), axis: str = "members"
-) -> Tree:
+    tree: T, mesh: DeviceMesh, *, shared: Patterns = (), axis: str = "members"
+) -> T:
     """Return the members of all ranks, on every rank: the way back of `own_members`.
 
     Every rank then holds the whole ensemble: save it on one of them, and another number
@@ -120,6 +123,9 @@ def all_members(
     the step and the key of a state, must be the same on all ranks, bit by bit.
 
     Cost: each tensor is sent to all ranks.
+
+    Args:
+        shared: patterns of the entries without a member axis.
 
     Raises:
         ValueError: tensors differ in the number of members, or a pattern matches

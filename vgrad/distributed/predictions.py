@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vgrad.distributed.ranks import RankError, Ranks
 from vgrad.ensemble.axes import Here
-from vgrad.ensemble.execution import Strategy
 from vgrad.ensemble.forward import ensemble_forward
 from vgrad.ensemble.prediction import (
     EnsemblePrediction,
@@ -26,7 +25,7 @@ from vgrad.ensemble.prediction import (
 )
 from vgrad.functional.model import FunctionalModel
 from vgrad.names import Patterns
-from vgrad.typing import Buffers, Params, Tree
+from vgrad.typing import Buffers, EnsembleStrategy, Params, Tree
 
 T = TypeVar("T")
 
@@ -40,7 +39,7 @@ def predict(
     mesh: DeviceMesh,
     axis: str = "members",
     chunk_size: int | None = None,
-    strategy: Strategy = "auto",
+    strategy: EnsembleStrategy = "auto",
     shared: Patterns = (),
 ) -> EnsemblePrediction:
     """Probabilities and uncertainty over ranks: `inputs [N, ...] -> [N, C]`, `[N]`.
@@ -51,6 +50,12 @@ def predict(
 
     Cost: one forward pass of each rank's own members. Of a chunk of n samples about
     `5 n C` numbers are summed over the ranks, whatever E is, in float64.
+
+    Args:
+        chunk_size: samples at a time; None for all.
+        strategy: how members run: `"vmap"` at once, `"hybrid"` at once in the best form
+            of each op, `"loop"` one by one; `"auto"` takes what suits the device.
+        shared: patterns of the entries without a member axis.
 
     Raises:
         ValueError: as `vgrad.ensemble.predict`.
@@ -86,7 +91,7 @@ def predict_values(
     axis: str = "members",
     quantiles: Sequence[float] = (),
     chunk_size: int | None = None,
-    strategy: Strategy = "auto",
+    strategy: EnsembleStrategy = "auto",
     shared: Patterns = (),
 ) -> ValuePrediction:
     """Mean, variance and quantiles over ranks: `inputs [N, ...] -> [N, ...]`.
@@ -94,6 +99,12 @@ def predict_values(
     What `vgrad.ensemble.predict_values` returns for all members, on every rank; all
     else is as for `predict`. Quantiles need the outputs of all members, which every
     rank then holds for one chunk of samples, `[E, chunk_size, ...]`.
+
+    Args:
+        chunk_size: samples at a time; None for all.
+        strategy: how members run: `"vmap"` at once, `"hybrid"` at once in the best form
+            of each op, `"loop"` one by one; `"auto"` takes what suits the device.
+        shared: patterns of the entries without a member axis.
 
     Raises:
         ValueError: as `vgrad.ensemble.predict_values`.

@@ -24,7 +24,7 @@ from vgrad.training.plain import OfBatch, TrainStep
 from vgrad.training.private import PrivateStep
 from vgrad.training.state import TrainState
 from vgrad.tree import map_tensors, map_values, tensors
-from vgrad.typing import Buffers, Tree
+from vgrad.typing import Buffers, T, Tree
 
 
 class ParallelStep:
@@ -80,7 +80,7 @@ def parallel_step(step: TrainStep | PrivateStep, ranks: Ranks) -> ParallelStep:
     return ParallelStep(step, ranks)
 
 
-def replicated(tree: Tree, mesh: DeviceMesh, *, data: str = "dp") -> Any:
+def replicated(tree: T, mesh: DeviceMesh, *, data: str = "dp") -> T:
     """Return a tree of tensors as the first rank along an axis of a mesh has it.
 
     A run starts from the same state on all ranks, its secret key included:

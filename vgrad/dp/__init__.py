@@ -1,11 +1,37 @@
-"""Differential privacy: Poisson batches, Gaussian noise and their accounting."""
+"""Differential privacy: Poisson batches, Gaussian noise and their accounting.
 
-from vgrad.dp.accounting import epsilon as epsilon
-from vgrad.dp.accounting import noise_multiplier_for as noise_multiplier_for
-from vgrad.dp.bridge import PrivateGradients as PrivateGradients
-from vgrad.dp.noise import add_gaussian_noise as add_gaussian_noise
-from vgrad.dp.plan import Plan as Plan
-from vgrad.dp.sampling import PoissonBatchSampler as PoissonBatchSampler
-from vgrad.dp.sampling import collate as collate
-from vgrad.dp.sampling import poisson_sample as poisson_sample
-from vgrad.generators import secret_key as secret_key
+* `Plan`: what the sampler, the noise and the accountant of one run have in common
+* `PrivateGradients`: DP-SGD for a loop with a module and an optimizer of torch
+* `epsilon`: bound the epsilon that steps of DP-SGD have spent
+* `noise_multiplier_for`: find the smallest noise multiplier that stays in a budget
+* `PoissonBatchSampler`: Poisson batches of indices for a `DataLoader`
+* `poisson_sample`: draw one batch, each index with the same probability
+* `collate`: make a collate function that knows empty batches
+* `add_gaussian_noise`: add noise to a sum, as its sensitivity asks for
+* `secret_key`: draw a key from the operating system
+* `Accountant`: the names of the accountants
+"""
+
+from vgrad.dp.accounting import Accountant, epsilon, noise_multiplier_for
+from vgrad.dp.bridge import PrivateGradients
+from vgrad.dp.noise import add_gaussian_noise
+from vgrad.dp.plan import Plan
+from vgrad.dp.sampling import PoissonBatchSampler, collate, poisson_sample
+from vgrad.generators import secret_key
+
+__all__ = [
+    "Accountant",
+    "Plan",
+    "PoissonBatchSampler",
+    "PrivateGradients",
+    "add_gaussian_noise",
+    "collate",
+    "epsilon",
+    "noise_multiplier_for",
+    "poisson_sample",
+    "secret_key",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -10,12 +10,14 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from vgrad import checks
 from vgrad.dp.sampling import check_rate
+
+Accountant = Literal["pld", "rdp"]
 
 # Below, epsilon is in the hundreds and exponentials of privacy losses overflow.
 _LEAST_NOISE = 0.05
@@ -31,7 +33,7 @@ def epsilon(
     noise_multiplier: float,
     steps: int,
     delta: float,
-    accountant: str = "pld",
+    accountant: Accountant = "pld",
 ) -> float:
     """Bound the epsilon at `delta` that `steps` steps of DP-SGD have spent.
 
@@ -74,7 +76,7 @@ def noise_multiplier_for(
     delta: float,
     sampling_rate: float,
     steps: int,
-    accountant: str = "pld",
+    accountant: Accountant = "pld",
 ) -> float:
     """Find the smallest noise multiplier with which `steps` steps stay in the budget.
 
@@ -160,7 +162,11 @@ def _root(
 
 
 def _check(
-    function: str, sampling_rate: float, steps: int, delta: float, accountant: str
+    function: str,
+    sampling_rate: float,
+    steps: int,
+    delta: float,
+    accountant: Accountant,
 ) -> None:
     check_rate(function, sampling_rate)
     checks.between(function, 0, 1, delta=delta)
@@ -173,7 +179,7 @@ def _spent(
     noise_multiplier: float,
     steps: int,
     delta: float,
-    accountant: str,
+    accountant: Accountant,
 ) -> float:
     """Return epsilon for arguments that have been checked."""
     if noise_multiplier < _LEAST_NOISE:
@@ -284,4 +290,4 @@ def _grid_width(rate: float, noise: float, steps: int) -> float:
     )
 
 
-ACCOUNTANTS = {"pld": _pld_epsilon, "rdp": _rdp_epsilon}
+ACCOUNTANTS: dict[Accountant, Callable] = {"pld": _pld_epsilon, "rdp": _rdp_epsilon}

@@ -116,6 +116,12 @@ class PrivateGradients:
         **loading: Any,
     ) -> None:
         """Plan the run, with a new key from the operating system if there is none."""
+        if criterion is not None and not callable(criterion):
+            raise TypeError(
+                f"PrivateGradients(criterion): expected a function of output and "
+                f"target, or None for a module that returns its loss, got a "
+                f"{type(criterion).__name__}."
+            )
         budget = {"epsilon": epsilon, "delta": delta, "epochs": epochs}
         budget |= {"batch_size": batch_size, "max_norm": max_norm}
         self.plan = planned(plan, budget, dataset)
@@ -221,13 +227,15 @@ class PrivateGradients:
         Raises:
             TypeError: it is not an optimizer of torch.
         """
-        if not hasattr(optimizer, "register_step_pre_hook"):
+        inside = optimizer
+        while hasattr(inside, "optimizer"):  # as accelerate and Lightning wrap them
+            inside = inside.optimizer  # pyright: ignore
+        if not isinstance(inside, Optimizer):
             raise TypeError(
                 f"PrivateGradients.watch(optimizer): expected a torch.optim.Optimizer, "
-                f"got a {type(optimizer).__name__}. Of one that is wrapped, pass what "
-                f"is inside."
+                f"got a {type(optimizer).__name__}."
             )
-        self._watch.add(optimizer)
+        self._watch.add(inside)
         return optimizer
 
     def epsilon(self) -> float:
@@ -266,6 +274,7 @@ class PrivateGradients:
         checks.same_names(function, ("key", "step", "plan"), state)
         check_key(function, state["key"])
         checks.whole(function, least=0, step=state["step"])
+        checks.dictionaries(function, plan=state["plan"])
         saved, own = state["plan"], asdict(self.plan)
         drawn = ("dataset_size", "sampling_rate", "noise_multiplier", "max_norm")
         other = [name for name in drawn if saved.get(name) != own[name]]

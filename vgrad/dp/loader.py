@@ -162,11 +162,17 @@ class _Draws:
 
 def planned(plan: Plan | None, budget: dict[str, Any], dataset: Any) -> Plan:
     """Return the plan that was given for a data set, or make one for the budget."""
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+    sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if isinstance(dataset, IterableDataset) or not sized:
         raise TypeError(
             f"PrivateGradients(dataset): expected a data set with a length and a "
-            f"sample for each index, got a {type(dataset).__name__}. A stream cannot "
-            f"be sampled: pass a list of what it yields."
+            f"sample for each index, got a {type(dataset).__name__}. Of a DataLoader "
+            f"pass its `.dataset`; make a list of a stream."
+        )
+    if not isinstance(plan, Plan | None):
+        raise TypeError(
+            f"PrivateGradients(plan): expected a vgrad.dp.Plan, got a "
+            f"{type(plan).__name__}."
         )
     missing = [name for name, value in budget.items() if value is None]
     if plan is None and not missing:

@@ -66,7 +66,7 @@ class Plan:
     max_norm: float
     steps: int
     delta: float
-    accountant: str = "pld"
+    accountant: accounting.Accountant = "pld"
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -99,7 +99,7 @@ class Plan:
         steps: int | None = None,
         batch_size: int | None = None,
         epochs: int | None = None,
-        accountant: str = "pld",
+        accountant: accounting.Accountant = "pld",
     ) -> "Plan":
         """Make the plan with the least noise whose epsilon is at most `epsilon`.
 

@@ -8,27 +8,26 @@ from torch import Tensor, distributed
 from torch.optim import Optimizer
 
 from vgrad.dp.live import LiveModule
-from vgrad.torch_private.tensors import version_of
 
 
 class Released(NamedTuple):
     """A gradient that was written, and what tells whether it was changed since."""
 
     grad: Tensor
-    version: int
     bits: Tensor
 
     @classmethod
     def of(cls, grad: Tensor) -> "Released":
         """Remember a gradient."""
-        return cls(grad, version_of(grad), _bits(grad))
+        return cls(grad, _bits(grad))
 
     def is_(self, grad: Tensor | None) -> bool:
-        """Tell whether this is the same tensor, with the same values."""
-        if grad is None or grad is not self.grad:
-            return False
-        # Trainers that log the norm multiply by one, which counts as a write.
-        return version_of(grad) == self.version or torch.equal(_bits(grad), self.bits)
+        """Tell whether this is the same tensor, with the same values.
+
+        How often it was written to does not tell: trainers that log norms multiply by
+        one, and torch does not count what a loss scaler writes.
+        """
+        return grad is self.grad and torch.equal(_bits(self.grad), self.bits)
 
 
 class Watch:
@@ -126,12 +125,14 @@ class Watch:
             )
         groups = optimizer.param_groups
         held = {id(each) for group in groups for each in group["params"]}
+        # Where a scaler leaves what a fused optimizer divides by.
+        scaled = getattr(optimizer, "grad_scale", None) is not None
         for name, each in self._parameters().items():
             if id(each) not in held:
                 continue
             released = self._released.get(name)
             same = each.grad is None if released is None else released.is_(each.grad)
-            if not same:
+            if scaled or not same:
                 raise RuntimeError(
                     f"optimizer.step(): expected the gradients as PrivateGradients "
                     f"wrote them, got another one for {name!r}. Remove "

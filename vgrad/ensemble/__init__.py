@@ -1,38 +1,108 @@
-"""Ensembles: many models trained and evaluated as one."""
+"""Ensembles: many models trained and evaluated as one.
 
-from vgrad.ensemble.calibration import Calibration as Calibration
-from vgrad.ensemble.calibration import Reliability as Reliability
-from vgrad.ensemble.calibration import calibration as calibration
-from vgrad.ensemble.calibration import reliability as reliability
-from vgrad.ensemble.choice import EnsembleExplanation as EnsembleExplanation
-from vgrad.ensemble.forward import ensemble_forward as ensemble_forward
-from vgrad.ensemble.gradients import EnsembleGrads as EnsembleGrads
-from vgrad.ensemble.gradients import ensemble_grad as ensemble_grad
-from vgrad.ensemble.groups import ModelGroups as ModelGroups
-from vgrad.ensemble.groups import group as group
-from vgrad.ensemble.optimizer import MembersState as MembersState
-from vgrad.ensemble.optimizer import for_members as for_members
-from vgrad.ensemble.per_sample import ensemble_clipped_grad as ensemble_clipped_grad
-from vgrad.ensemble.per_sample import (
-    ensemble_per_sample_grad as ensemble_per_sample_grad,
+Making and taking apart:
+
+* `stack`, `combine_state_for_ensemble`: stack models that are alike, `[E, *shape]`
+* `init_ensemble`: stack models made by a factory, each from its own random numbers
+* `unstack`: the members as modules of their own
+* `member`: the entries of one member, as views
+* `member_seed`: the seed of one member
+* `share`: let all members use one tensor for some entries
+* `group`: stack the models that are alike, and put the groups behind one call
+* `ModelGroups`: what `group` makes
+* `save_ensemble`: write stacked entries to a file
+* `load_ensemble`, `load_member`: read all of them, or one member alone
+
+Running and training:
+
+* `ensemble_forward`: run all members, `[E, B, ...]`
+* `ensemble_grad`: differentiate every member's loss
+* `EnsembleGrads`: what that returns
+* `ensemble_per_sample_grad`: the gradient of every sample for every member
+* `ensemble_clipped_grad`: the sum of clipped gradients of every member
+* `for_members`: run an optimizer for every member by itself
+* `MembersState`: its state
+* `bootstrap_indices`: draw samples with replacement for each member
+* `fold_indices`: split samples for cross-validation
+* `EnsembleExplanation`: which strategy runs, and how
+
+Predicting:
+
+* `predict`: probabilities and uncertainty, an `EnsemblePrediction`
+* `predict_values`: mean, variance and quantiles, a `ValuePrediction`
+* `class_prediction`, `value_prediction`: the same of outputs that are there already
+* `calibration`: calibration error, Brier score and likelihood, a `Calibration`
+* `reliability`: confidence and accuracy in each bin, a `Reliability`
+* `EnsemblePrediction`, `ValuePrediction`, `Calibration`, `Reliability`: the results
+"""
+
+from vgrad.ensemble.calibration import (
+    Calibration,
+    Reliability,
+    calibration,
+    reliability,
 )
-from vgrad.ensemble.prediction import EnsemblePrediction as EnsemblePrediction
-from vgrad.ensemble.prediction import ValuePrediction as ValuePrediction
-from vgrad.ensemble.prediction import class_prediction as class_prediction
-from vgrad.ensemble.prediction import predict as predict
-from vgrad.ensemble.prediction import predict_values as predict_values
-from vgrad.ensemble.prediction import value_prediction as value_prediction
-from vgrad.ensemble.resampling import bootstrap_indices as bootstrap_indices
-from vgrad.ensemble.resampling import fold_indices as fold_indices
+from vgrad.ensemble.choice import EnsembleExplanation
+from vgrad.ensemble.forward import ensemble_forward
+from vgrad.ensemble.gradients import EnsembleGrads, ensemble_grad
+from vgrad.ensemble.groups import ModelGroups, group
+from vgrad.ensemble.optimizer import MembersState, for_members
+from vgrad.ensemble.per_sample import ensemble_clipped_grad, ensemble_per_sample_grad
+from vgrad.ensemble.prediction import (
+    EnsemblePrediction,
+    ValuePrediction,
+    class_prediction,
+    predict,
+    predict_values,
+    value_prediction,
+)
+from vgrad.ensemble.resampling import bootstrap_indices, fold_indices
 from vgrad.ensemble.stacking import (
-    combine_state_for_ensemble as combine_state_for_ensemble,
+    combine_state_for_ensemble,
+    init_ensemble,
+    member,
+    member_seed,
+    share,
+    stack,
+    unstack,
 )
-from vgrad.ensemble.stacking import init_ensemble as init_ensemble
-from vgrad.ensemble.stacking import member as member
-from vgrad.ensemble.stacking import member_seed as member_seed
-from vgrad.ensemble.stacking import share as share
-from vgrad.ensemble.stacking import stack as stack
-from vgrad.ensemble.stacking import unstack as unstack
-from vgrad.ensemble.store import load_ensemble as load_ensemble
-from vgrad.ensemble.store import load_member as load_member
-from vgrad.ensemble.store import save_ensemble as save_ensemble
+from vgrad.ensemble.store import load_ensemble, load_member, save_ensemble
+
+__all__ = [
+    "Calibration",
+    "EnsembleExplanation",
+    "EnsembleGrads",
+    "EnsemblePrediction",
+    "MembersState",
+    "ModelGroups",
+    "Reliability",
+    "ValuePrediction",
+    "bootstrap_indices",
+    "calibration",
+    "class_prediction",
+    "combine_state_for_ensemble",
+    "ensemble_clipped_grad",
+    "ensemble_forward",
+    "ensemble_grad",
+    "ensemble_per_sample_grad",
+    "fold_indices",
+    "for_members",
+    "group",
+    "init_ensemble",
+    "load_ensemble",
+    "load_member",
+    "member",
+    "member_seed",
+    "predict",
+    "predict_values",
+    "reliability",
+    "save_ensemble",
+    "share",
+    "stack",
+    "unstack",
+    "value_prediction",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

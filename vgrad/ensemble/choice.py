@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor
@@ -21,10 +21,7 @@ from vgrad import checks, names
 from vgrad.conditions import are_collected
 from vgrad.ensemble.axes import InDims
 from vgrad.ensemble.execution import (
-    STRATEGIES,
     Call,
-    Randomness,
-    Strategy,
     Told,
     Vmapped,
     autocasting,
@@ -39,7 +36,7 @@ from vgrad.names import Patterns
 from vgrad.persample.engine.guard import Fallbacks
 from vgrad.persample.explanation import aligned
 from vgrad.torch_private import levels
-from vgrad.typing import Buffers, Params
+from vgrad.typing import Buffers, EnsembleStrategy, Params, Randomness
 
 BUSY = 50.0
 """MFLOP of a forward pass above which one member saturates a CPU."""
@@ -131,18 +128,17 @@ class Runner:
         function: str,
         in_dims: InDims,
         randomness: Randomness,
-        strategy: Strategy,
+        strategy: EnsembleStrategy,
         shared: Patterns,
     ) -> None:
         """Check the options."""
-        checks.one_of(function, STRATEGIES, strategy=strategy)
-        kinds = ("error", "different", "same")
-        checks.one_of(function, kinds, randomness=randomness)
+        checks.one_of(function, get_args(EnsembleStrategy), strategy=strategy)
+        checks.one_of(function, get_args(Randomness), randomness=randomness)
         names.check(function, shared=shared)
         self._function = function
         self._options: dict[str, Any] = {"in_dims": in_dims, "shared": tuple(shared)}
         self._randomness: Randomness = randomness
-        self._strategy: Strategy = strategy
+        self._strategy: EnsembleStrategy = strategy
         self._known: dict[Any, tuple[str, str]] = {}
         self._fallbacks = Fallbacks()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,13 +28,9 @@ from vgrad.persample.engine.ladder import FINAL, Stop
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.torch_private import levels, modes
 from vgrad.tree import map_tensors, tensors, tree_map
-from vgrad.typing import Buffers, Params, Tree
+from vgrad.typing import Buffers, Params, Randomness, Tree
 
-Strategy = Literal["auto", "vmap", "loop", "hybrid"]
-Randomness = Literal["error", "different", "same"]
 Told = Callable[[str, str], None] | None
-
-STRATEGIES = ("auto", "vmap", "loop", "hybrid")
 
 
 class Call:

@@ -10,13 +10,13 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.ensemble.axes import InDims
 from vgrad.ensemble.choice import EnsembleExplanation, OfRunner, Runner
-from vgrad.ensemble.execution import Call, Randomness, Strategy
+from vgrad.ensemble.execution import Call
 from vgrad.functional.model import FunctionalModel
 from vgrad.generators import streams
 from vgrad.names import Patterns
 from vgrad.persample.engine.guard import LossGuard
 from vgrad.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from vgrad.typing import Buffers, Params, Tree
+from vgrad.typing import Buffers, EnsembleStrategy, Params, Randomness, Tree
 
 
 class EnsembleForward(OfRunner):
@@ -115,7 +115,7 @@ def ensemble_forward(
     in_dims: InDims = None,
     chunk_size: int | None = None,
     randomness: Randomness = "different",
-    strategy: Strategy = "auto",
+    strategy: EnsembleStrategy = "auto",
     shared: Patterns = (),
 ) -> EnsembleForward:
     """Run all members: `(params, buffers, *batch) -> [E, B, ...]`.
@@ -135,6 +135,15 @@ def ensemble_forward(
     how many samples are run at a time. With `randomness="different"`
     dropout draws for every member, with `"same"` all share one mask; masks are not the
     same for different strategies.
+
+    Args:
+        in_dims: 0 where each member has a batch of its own, None where all have one, or
+            a sequence with an entry for each item.
+        chunk_size: samples at a time; None for all.
+        randomness: of random ops: `"error"`, `"different"` for each member, `"same"`.
+        strategy: how members run: `"vmap"` at once, `"hybrid"` at once in the best form
+            of each op, `"loop"` one by one; `"auto"` takes what suits the device.
+        shared: patterns of the entries without a member axis.
 
     Raises:
         ValueError: sizes do not fit, or an option is none of those allowed.

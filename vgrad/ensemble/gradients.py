@@ -1,7 +1,7 @@
 """The gradient of every member's loss, from one backward pass or one for each."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -12,12 +12,10 @@ from vgrad.ensemble.axes import InDims
 from vgrad.ensemble.choice import EnsembleExplanation, OfRunner, Runner
 from vgrad.ensemble.execution import (
     Call,
-    Randomness,
-    Strategy,
     autocasting,
 )
 from vgrad.functional.gradient import gradient
-from vgrad.functional.losses import SampleLoss
+from vgrad.functional.losses import check_loss
 from vgrad.generators import (
     RandomState,
     drawn_since,
@@ -29,7 +27,16 @@ from vgrad.lowering.keyed import check_drawn
 from vgrad.names import Patterns
 from vgrad.persample.engine.guard import UnsupportedOp
 from vgrad.torch_private import levels
-from vgrad.typing import BatchLossFn, Buffers, LossFn, Params, Tree
+from vgrad.typing import (
+    BatchLossFn,
+    Buffers,
+    EnsembleStrategy,
+    LossFn,
+    Params,
+    Randomness,
+    Result,
+    Tree,
+)
 
 
 class EnsembleGrads(NamedTuple):
@@ -47,7 +54,7 @@ class EnsembleGrads(NamedTuple):
     buffers: Buffers
 
 
-class EnsembleGradFn(OfRunner):
+class EnsembleGradFn(OfRunner, Generic[Result]):
     """What `ensemble_grad` returns."""
 
     def __init__(
@@ -67,7 +74,7 @@ class EnsembleGradFn(OfRunner):
         /,
         *batch: Tree,
         loss_scale: Tensor | float = 1.0,
-    ) -> Any:
+    ) -> Result:
         """Return an `EnsembleGrads`, or with `has_aux` a pair of it and aux.
 
         The gradients are those of `loss_scale * loss`, a number or one for each member,
@@ -88,7 +95,8 @@ class EnsembleGradFn(OfRunner):
             grads, values, new = self._at_once(call, strategy, loss_scale)
         losses, aux = self._parted(values)
         result = EnsembleGrads(grads, losses, new)
-        return (result, aux) if self._has_aux else result
+        found: Any = (result, aux) if self._has_aux else result
+        return found
 
     def explain(
         self, params: Params, buffers: Buffers, /, *batch: Tree
@@ -201,29 +209,60 @@ class EnsembleGradFn(OfRunner):
         return grads, *call.stacked_with_buffers(pairs)
 
 
+class EnsembleOptions(TypedDict, total=False):
+    """The options of a function of an ensemble, for type checkers."""
+
+    in_dims: InDims
+    randomness: Randomness
+    strategy: EnsembleStrategy
+    shared: Patterns
+
+
+@overload
+def ensemble_grad(
+    loss: BatchLossFn | LossFn,
+    *,
+    has_aux: Literal[False] = False,
+    **options: Unpack[EnsembleOptions],
+) -> EnsembleGradFn[EnsembleGrads]: ...
+@overload
+def ensemble_grad(
+    loss: BatchLossFn | LossFn,
+    *,
+    has_aux: Literal[True],
+    **options: Unpack[EnsembleOptions],
+) -> EnsembleGradFn[tuple[EnsembleGrads, Tree]]: ...
 def ensemble_grad(
     loss: BatchLossFn | LossFn,
     *,
     in_dims: InDims = None,
     randomness: Randomness = "different",
-    strategy: Strategy = "auto",
+    strategy: EnsembleStrategy = "auto",
     shared: Patterns = (),
     has_aux: bool = False,
-) -> EnsembleGradFn:
+) -> EnsembleGradFn[Any]:
     """Differentiate every member's loss: `(params, buffers, *batch) -> EnsembleGrads`.
 
     `loss` is the loss of a batch for one member, from `batch_loss` or a function of
     your own; without `.with_buffers` it changes no buffers. The result has `.grads`
     `[E, ...]`, `.losses` `[E]` and `.buffers`. The gradient of one member depends on no
-    other; gradients of parameters that match `shared` are sums over the members. With
-    `has_aux=True` the loss returns `(scalar, aux)` and the result is a pair of that and
-    aux, a tree of tensors `[E, ...]`.
+    other; gradients of parameters that match `shared` are sums over the members. Aux is
+    a tree of tensors `[E, ...]`.
 
     Results are constants, as those of `torch.autograd.grad` are; inside a transform of
     `torch.func` they can be differentiated.
 
-    The options are those of `ensemble_forward`. Except in a loop all members' gradients
+    Except in a loop all members' gradients
     come from one backward pass, and activations of all members are held at once.
+
+    Args:
+        in_dims: 0 where each member has a batch of its own, None where all have one, or
+            a sequence with an entry for each item.
+        randomness: of random ops: `"error"`, `"different"` for each member, `"same"`.
+        strategy: how members run: `"vmap"` at once, `"hybrid"` at once in the best form
+            of each op, `"loop"` one by one; `"auto"` takes what suits the device.
+        shared: patterns of the entries without a member axis.
+        has_aux: the loss returns `(scalar, aux)`, and the result is a pair with aux.
 
     Raises:
         TypeError: the loss is no function, or one of a single sample.
@@ -242,22 +281,8 @@ def ensemble_grad(
         (torch.Size([4, 2, 3]), torch.Size([4]))
     """
     runner = Runner("ensemble_grad", in_dims, randomness, strategy, shared)
-    check_loss("ensemble_grad", loss)
+    check_loss("ensemble_grad", loss, of_batch=True)
     return EnsembleGradFn(loss, runner, has_aux)
-
-
-def check_loss(function: str, loss: Any) -> None:
-    """Refuse what is no function, and losses of one sample."""
-    if not callable(loss):
-        raise TypeError(
-            f"{function}(loss={loss!r}): expected a function loss(params, buffers, "
-            f"*batch), for example from batch_loss."
-        )
-    if isinstance(loss, SampleLoss):
-        raise TypeError(
-            f"{function}(loss): expected a loss of a whole batch, got one of a sample. "
-            f"Make it with batch_loss."
-        )
 
 
 def returning_buffers(function: str, loss: Any, *, has_aux: bool) -> Callable:

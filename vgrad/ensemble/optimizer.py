@@ -18,6 +18,7 @@ from vgrad.optim.base import (
     UpdateFn,
     Updates,
     apply_updates,
+    check_transformation,
 )
 from vgrad.torch_private import levels
 from vgrad.tree import (
@@ -77,6 +78,9 @@ def for_members(
     Parameters that match `shared` have no member axis and are stepped by `shared_tx`,
     by default the same transformation, which then must not differ between members.
 
+    Args:
+        shared: patterns of the entries without a member axis.
+
     Raises:
         ValueError: members and hyperparameters are not equally many, or shared
             parameters would need several values of one.
@@ -91,6 +95,8 @@ def for_members(
                 [-2.0000, -2.0000, -2.0000]])
     """
     names.check("for_members", shared=shared)
+    if not callable(make):
+        check_transformation("for_members", make)
     if isinstance(make, GradientTransformation) and hyperparams:
         raise TypeError(
             f"for_members(transformation, {', '.join(hyperparams)}=...): expected a "
@@ -108,6 +114,7 @@ def of_members(
 ) -> MembersTransformation:
     """Return a transformation for members, `tx` itself if it is one already."""
     names.check(function, shared=shared)
+    check_transformation(function, tx)
     if not isinstance(tx, MembersTransformation):
         return for_members(tx, shared=shared)
     if set(tx.shared) != set(shared):

@@ -6,12 +6,11 @@ fill the device, and its gradients need not be stored. E members, B samples
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Generic, Literal, Required, Unpack, overload
 
 from torch import Tensor
 
 from vgrad import batches, checks, names
-from vgrad.batches import ChunkSize
 from vgrad.dp.noise import add_gaussian_noise
 from vgrad.ensemble.axes import InDims
 from vgrad.ensemble.choice import Keyed, check_keys
@@ -21,18 +20,29 @@ from vgrad.ensemble.execution import (
     looped,
     stacked,
 )
+from vgrad.functional.losses import check_loss
 from vgrad.generators import sample_keys, set_seed
 from vgrad.names import Patterns
-from vgrad.persample.clipped import Kind, clipped_grad
-from vgrad.persample.engine.problem import Randomness
+from vgrad.persample.clipped import ClippedGrad, clipped_grad
+from vgrad.persample.engine.problem import Options
 from vgrad.persample.engine.transform import Transform
 from vgrad.persample.grad import per_sample_grad
 from vgrad.precision import LossScale
 from vgrad.sensitivity import Sensitivity
-from vgrad.typing import Buffers, LossFn, Params, Tree
+from vgrad.typing import (
+    Buffers,
+    ChunkSize,
+    Clipping,
+    LossFn,
+    Params,
+    Randomness,
+    Result,
+    Strategy,
+    Tree,
+)
 
 
-class EnsemblePerSampleFn(Keyed):
+class EnsemblePerSampleFn(Keyed, Generic[Result]):
     """What `ensemble_per_sample_grad` and `ensemble_clipped_grad` return."""
 
     def __init__(
@@ -59,7 +69,7 @@ class EnsemblePerSampleFn(Keyed):
         """Patterns of the entries without a member axis."""
         return self._options["shared"]
 
-    def __call__(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
+    def __call__(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Result:
         """Return the result of every member, stacked along a new first axis."""
         call = Call(self._function, params, buffers, batch, **self._options)
         own = self._transforms
@@ -88,7 +98,7 @@ class EnsemblePerSampleFn(Keyed):
         return run
 
 
-class EnsembleClippedGradFn(EnsemblePerSampleFn):
+class EnsembleClippedGradFn(EnsemblePerSampleFn[Result]):
     """What `ensemble_clipped_grad` returns."""
 
     @property
@@ -148,22 +158,46 @@ class EnsembleClippedGradFn(EnsemblePerSampleFn):
         )
 
 
+class _Options(Options, total=False):
+    in_dims: InDims
+    shared: Patterns
+
+
+@overload
+def ensemble_per_sample_grad(
+    loss: LossFn, *, has_aux: Literal[False] = False, **options: Unpack[_Options]
+) -> EnsemblePerSampleFn[Params]: ...
+@overload
+def ensemble_per_sample_grad(
+    loss: LossFn, *, has_aux: Literal[True], **options: Unpack[_Options]
+) -> EnsemblePerSampleFn[tuple[Params, Tree]]: ...
 def ensemble_per_sample_grad(
     loss: LossFn,
     *,
     in_dims: InDims = None,
     shared: Patterns = (),
-    strategy: str = "auto",
+    strategy: Strategy = "auto",
     chunk_size: ChunkSize = None,
     randomness: Randomness = "error",
     has_aux: bool = False,
     loss_scale: LossScale | None = None,
-) -> EnsemblePerSampleFn:
+) -> EnsemblePerSampleFn[Any]:
     """Gradient of every sample for every member: `{name: [E, B, *shape]}`.
 
     `loss` is the loss of one sample for one member. `in_dims` and `shared` are those of
     `ensemble_grad`, the other options those of `per_sample_grad`. Every member has a
     gradient of its own for what is shared.
+
+    Args:
+        in_dims: 0 where each member has a batch of its own, None where all have one, or
+            a sequence with an entry for each item.
+        shared: patterns of the entries without a member axis.
+        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
+            `"loop"` sample by sample; `"auto"` takes the first of these that can.
+        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
+        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
+        has_aux: the loss returns `(scalar, aux)`, and the result is a pair with aux.
+        loss_scale: multiplies losses before the backward pass; results are without it.
 
     Example:
         >>> import vgrad
@@ -175,6 +209,7 @@ def ensemble_per_sample_grad(
         >>> grads["weight"].shape
         torch.Size([4, 5, 2, 3])
     """
+    check_loss("ensemble_per_sample_grad", loss)
     transform = per_sample_grad(
         loss,
         strategy=strategy,
@@ -187,25 +222,53 @@ def ensemble_per_sample_grad(
     return EnsemblePerSampleFn(name, [transform], in_dims, shared)
 
 
+class _ClippingOptions(_Options, total=False):
+    max_norm: Required[float | Mapping[str, float] | Tensor | Sequence[float]]
+    clipping: Clipping
+    normalize_by: float
+
+
+@overload
+def ensemble_clipped_grad(
+    loss: LossFn,
+    *,
+    has_aux: Literal[False] = False,
+    **options: Unpack[_ClippingOptions],
+) -> EnsembleClippedGradFn[ClippedGrad]: ...
+@overload
+def ensemble_clipped_grad(
+    loss: LossFn, *, has_aux: Literal[True], **options: Unpack[_ClippingOptions]
+) -> EnsembleClippedGradFn[tuple[ClippedGrad, Tree]]: ...
 def ensemble_clipped_grad(
     loss: LossFn,
     *,
     max_norm: float | Mapping[str, float] | Tensor | Sequence[float],
-    clipping: Kind = "flat",
+    clipping: Clipping = "flat",
     normalize_by: float = 1.0,
     in_dims: InDims = None,
     shared: Patterns = (),
-    strategy: str = "auto",
+    strategy: Strategy = "auto",
     chunk_size: ChunkSize = None,
     randomness: Randomness = "error",
     has_aux: bool = False,
     loss_scale: LossScale | None = None,
-) -> EnsembleClippedGradFn:
+) -> EnsembleClippedGradFn[Any]:
     """Sum of clipped gradients of every member: a `ClippedGrad` of `[E, ...]`.
 
     `max_norm` is what `clipped_grad` takes, or a list of that for each member.
     `in_dims` and `shared` are those of `ensemble_grad`, the other options those of
     `clipped_grad`. `.add_noise` adds each member's noise.
+
+    Args:
+        in_dims: 0 where each member has a batch of its own, None where all have one, or
+            a sequence with an entry for each item.
+        shared: patterns of the entries without a member axis.
+        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
+            `"loop"` sample by sample; `"auto"` takes the first of these that can.
+        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
+        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
+        has_aux: the loss returns `(scalar, aux)`, and the result is a pair with aux.
+        loss_scale: multiplies losses before the backward pass; results are without it.
 
     Raises:
         ValueError: `max_norm` requires grad; when called, if there are not as many clip
@@ -222,6 +285,7 @@ def ensemble_clipped_grad(
         >>> result.grads["weight"].shape, result.norms.shape
         (torch.Size([2, 2, 3]), torch.Size([2, 5]))
     """
+    check_loss("ensemble_clipped_grad", loss)
     bounds: Any = max_norm if isinstance(max_norm, Sequence) else [max_norm]
     if isinstance(max_norm, Tensor):
         if max_norm.requires_grad:

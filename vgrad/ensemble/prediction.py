@@ -14,12 +14,11 @@ from torch import Tensor
 from vgrad import batches, checks
 from vgrad.dtypes import wide
 from vgrad.ensemble.axes import Here, means
-from vgrad.ensemble.execution import Strategy
 from vgrad.ensemble.forward import EnsembleForward, ensemble_forward
 from vgrad.functional.model import FunctionalModel
 from vgrad.names import Patterns
 from vgrad.persample.engine.guard import LossGuard
-from vgrad.typing import Buffers, Params, Tree
+from vgrad.typing import Buffers, EnsembleStrategy, Params, Tree
 
 
 class EnsemblePrediction(NamedTuple):
@@ -69,7 +68,7 @@ def predict(
     /,
     *inputs: Tree,
     chunk_size: int | None = None,
-    strategy: Strategy = "auto",
+    strategy: EnsembleStrategy = "auto",
     shared: Patterns = (),
 ) -> EnsemblePrediction:
     """Probabilities and uncertainty of an ensemble: `inputs [N, ...] -> [N, C]`, `[N]`.
@@ -96,6 +95,12 @@ def predict(
     Reference: Lakshminarayanan et al., Simple and Scalable Predictive Uncertainty
     Estimation using Deep Ensembles, arXiv 1612.01474; Houlsby et al., Bayesian Active
     Learning for Classification and Preference Learning, arXiv 1112.5745.
+
+    Args:
+        chunk_size: samples at a time; None for all.
+        strategy: how members run: `"vmap"` at once, `"hybrid"` at once in the best form
+            of each op, `"loop"` one by one; `"auto"` takes what suits the device.
+        shared: patterns of the entries without a member axis.
 
     Raises:
         ValueError: the outputs are not `[N, C]` with two classes or more, or sizes do
@@ -130,7 +135,7 @@ def predict_values(
     *inputs: Tree,
     quantiles: Sequence[float] = (),
     chunk_size: int | None = None,
-    strategy: Strategy = "auto",
+    strategy: EnsembleStrategy = "auto",
     shared: Patterns = (),
 ) -> ValuePrediction:
     """Mean, variance and quantiles of an ensemble: `inputs [N, ...] -> [N, ...]`.
@@ -138,6 +143,12 @@ def predict_values(
     The model returns numbers `[N, ...]`; all else is as for `predict`. `quantiles` are
     numbers from 0 to 1; those of one member are its output. Where an output is not
     finite, the variance is NaN.
+
+    Args:
+        chunk_size: samples at a time; None for all.
+        strategy: how members run: `"vmap"` at once, `"hybrid"` at once in the best form
+            of each op, `"loop"` one by one; `"auto"` takes what suits the device.
+        shared: patterns of the entries without a member axis.
 
     Raises:
         ValueError: a quantile is outside 0 to 1, the outputs are not `[N, ...]`, or

@@ -62,8 +62,8 @@ def load_ensemble(
     """Read the ensemble in a file, `[E, *shape]`.
 
     The given entries are templates: the result has their names, devices and
-    `requires_grad`, and which are parameters. They stay as they are. `shared` is what
-    `save_ensemble` was given.
+    `requires_grad`, and which are parameters. They stay as they are. `shared` holds
+    patterns of the entries without a member axis, those that `save_ensemble` was given.
 
     Raises:
         FileNotFoundError: there is no such file.

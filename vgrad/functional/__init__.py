@@ -1,12 +1,35 @@
-"""A module as a pure function of its parameters and buffers, and losses on it."""
+"""A module as a pure function of its parameters and buffers, and losses on it.
 
-from vgrad.functional.batch_norm import replace_batch_norm as replace_batch_norm
-from vgrad.functional.freezing import freeze as freeze
-from vgrad.functional.losses import batch_loss as batch_loss
-from vgrad.functional.losses import sample_loss as sample_loss
-from vgrad.functional.model import FunctionalModel as FunctionalModel
-from vgrad.functional.model import make_functional as make_functional
+* `make_functional_with_buffers`: split a module into `(fmodel, params, buffers)`
+* `make_functional`: the same for a module that has no buffers
+* `FunctionalModel`: what they make, `fmodel(params, buffers, *inputs) -> output`
+* `sample_loss`, `batch_loss`: make a loss of one sample, of a batch
+* `freeze`: move parameters among the buffers
+* `replace_batch_norm`: copy a module with GroupNorm in the place of BatchNorm
+* `write_grads_`: fill `.grad` of a module, for a loop that uses `torch.optim`
+"""
+
+from vgrad.functional.batch_norm import replace_batch_norm
+from vgrad.functional.freezing import freeze
+from vgrad.functional.losses import batch_loss, sample_loss
 from vgrad.functional.model import (
-    make_functional_with_buffers as make_functional_with_buffers,
+    FunctionalModel,
+    make_functional,
+    make_functional_with_buffers,
 )
-from vgrad.functional.writing import write_grads_ as write_grads_
+from vgrad.functional.writing import write_grads_
+
+__all__ = [
+    "FunctionalModel",
+    "batch_loss",
+    "freeze",
+    "make_functional",
+    "make_functional_with_buffers",
+    "replace_batch_norm",
+    "sample_loss",
+    "write_grads_",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from vgrad.functional.model import FunctionalModel
 from vgrad.tree import copied, map_tensors
@@ -24,6 +24,7 @@ def sample_loss(fmodel: FunctionalModel, criterion: Criterion) -> LossFn:
     transformers).
 
     Raises:
+        TypeError: `fmodel` is a module.
         ValueError: when called, if one sample's loss is not a single number.
 
     Example:
@@ -35,6 +36,7 @@ def sample_loss(fmodel: FunctionalModel, criterion: Criterion) -> LossFn:
         >>> loss(params, buffers, torch.ones(3), torch.tensor(1)).shape
         torch.Size([])
     """
+    _check_model("sample_loss", fmodel)
     return SampleLoss(fmodel, criterion)
 
 
@@ -62,6 +64,7 @@ def batch_loss(fmodel: FunctionalModel, criterion: Criterion) -> "BatchLoss":
     returns the buffers as the forward pass left them.
 
     Raises:
+        TypeError: `fmodel` is a module.
         ValueError: when called, if the criterion did not reduce to a single number.
 
     Example:
@@ -75,6 +78,7 @@ def batch_loss(fmodel: FunctionalModel, criterion: Criterion) -> "BatchLoss":
         >>> new_buffers["num_batches_tracked"]
         tensor(1)
     """
+    _check_model("batch_loss", fmodel)
     return BatchLoss(fmodel, criterion)
 
 
@@ -100,6 +104,48 @@ class BatchLoss(BatchLossFn):
         update = self._fmodel.call_and_update
         output, new_buffers = _call(update, params, buffers, inputs)
         return _value("batch_loss", output, target, self._criterion), new_buffers
+
+
+def check_loss(function: str, loss: Any, *, of_batch: bool = False) -> None:
+    """Refuse what is no loss of a sample, or no loss of a batch: models, and the other.
+
+    Raises:
+        TypeError: it is a module, a functional model, the other kind of loss, or no
+            function at all.
+    """
+    maker, items = ("batch_loss", "batch") if of_batch else ("sample_loss", "sample")
+    expected = f"expected a function loss(params, buffers, *{items})"
+    if isinstance(loss, nn.Module):
+        raise TypeError(
+            f"{function}(loss): {expected}, got a module, {type(loss).__name__}. Split "
+            f"the model by fmodel, params, buffers = "
+            f"make_functional_with_buffers(model), and pass {maker}(fmodel, criterion)."
+        )
+    if isinstance(loss, FunctionalModel):
+        raise TypeError(
+            f"{function}(loss): {expected}, got a functional model, whose output is "
+            f"no loss. Pass {maker}(fmodel, criterion)."
+        )
+    if isinstance(loss, SampleLoss if of_batch else BatchLoss):
+        wanted, got = ("a whole batch", "a sample")[:: 1 if of_batch else -1]
+        raise TypeError(
+            f"{function}(loss): expected a loss of {wanted}, got one of {got}. Make it "
+            f"with {maker}."
+        )
+    if not callable(loss):
+        raise TypeError(
+            f"{function}(loss={loss!r}): {expected}, for example from {maker}."
+        )
+
+
+def _check_model(function: str, fmodel: Any) -> None:
+    """Refuse a model that has not been split yet."""
+    if isinstance(fmodel, nn.Module):
+        raise TypeError(
+            f"{function}(fmodel): expected what make_functional_with_buffers returns, "
+            f"got a module, {type(fmodel).__name__}. Split it: fmodel, params, buffers "
+            f"= make_functional_with_buffers(model)."
+        )
 
 
 def _split(function: str, items: Tree, criterion: Criterion) -> tuple[tuple, Any]:

@@ -21,6 +21,7 @@ from vgrad.conditions import Unrepeatable, are_collected, looked_at, unlikely
 from vgrad.lowering.truthful import UnsupportedOp, among
 from vgrad.torch_private import kernels, levels, modes
 from vgrad.tree import tree_map, tree_map_only
+from vgrad.typing import Strategy
 
 NONE = object()
 """Returned in place of an answer where all samples share what is asked."""
@@ -38,7 +39,7 @@ class Parts(NamedTuple):
 
     rows: Sequence[Tensor]
     where: str
-    strategy: str | None = None
+    strategy: Strategy | None = None
     why: str = ""
 
 

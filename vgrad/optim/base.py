@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from vgrad import checks
 from vgrad.dtypes import cast, widened
@@ -71,12 +72,32 @@ class GradientTransformation(NamedTuple):
     donated: Donated | None = None
 
 
+def check_transformation(function: str, tx: Any) -> None:
+    """Refuse what has no `init` and `update`, such as an optimizer of `torch.optim`.
+
+    Raises:
+        TypeError: it has not.
+    """
+    if hasattr(tx, "init") and hasattr(tx, "update"):
+        return
+    got, advice = f"a {type(tx).__name__}", "Pass, for example, vgrad.optim.sgd(0.1)."
+    if isinstance(tx, Optimizer):
+        got = f"an optimizer of torch, {type(tx).__name__}"
+        advice = "Read it: tx, state = vgrad.optim.from_torch(optimizer)."
+    elif callable(tx):
+        advice = f"Call it: {getattr(tx, '__name__', 'make')}(lr, ...)."
+    raise TypeError(
+        f"{function}(tx): expected a transformation of vgrad.optim, got {got}. {advice}"
+    )
+
+
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
     """Apply transformations one after the other; the state is the tuple of theirs.
 
     `chain()` of nothing is the identity.
 
     Raises:
+        TypeError: one of them is no transformation.
         ValueError: when updating, if the state was made by another chain.
 
     Example:
@@ -87,6 +108,9 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         >>> len(state)
         2
     """
+
+    for each in transformations:
+        check_transformation("chain", each)
 
     def init(params: Params) -> Tree:
         return tuple(each.init(params) for each in transformations)
@@ -161,11 +185,14 @@ def step(
     gradients through the training need it. Ordinary training calls it under
     `torch.no_grad()`, or with gradients and parameters of `torch.func`.
 
-    With `donate=True` the old parameters and the old state are given away: their memory
-    may be written to, and `sgd`, `adam` and `adamw` make the step by one kernel of
-    torch, at the speed of its fused optimizers. The given dictionaries are left empty,
-    so that using them again raises; tensors that are also held elsewhere, for example
-    by a module, may have changed. The gradients are never changed.
+    With `donate=True` the step may write into the old state, which must not be used
+    again, and into the old parameters: `sgd`, `adam` and `adamw` make the step by one
+    kernel of torch, at the speed of its fused optimizers. The given dictionaries are
+    left empty, so that using them again raises; tensors that are also held elsewhere,
+    for example by a module, may have changed. The gradients are never changed.
+
+    Raises:
+        TypeError: `tx` is no transformation, but, say, an optimizer of `torch.optim`.
 
     Example:
         >>> from vgrad.optim import sgd
@@ -174,6 +201,7 @@ def step(
         >>> params
         {'w': tensor([0.5000, 0.5000])}
     """
+    check_transformation("step", tx)
     done = tx.donated(grads, state, params) if donate and tx.donated else None
     if done is None:
         updates, new_state = tx.update(grads, state, params)

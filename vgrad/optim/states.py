@@ -3,28 +3,51 @@
 Each documents its fields. A chain's state is the tuple of those of its parts.
 """
 
-from vgrad.optim.averaging import AverageState as AverageState
-from vgrad.optim.averaging import EmaState as EmaState
-from vgrad.optim.averaging import LookaheadState as LookaheadState
-from vgrad.optim.clipping import ZeroNansState as ZeroNansState
-from vgrad.optim.hyperparams import HyperparamsState as HyperparamsState
-from vgrad.optim.methods.adafactor import FactoredState as FactoredState
-from vgrad.optim.methods.adam import AdamState as AdamState
-from vgrad.optim.methods.adam import AmsgradState as AmsgradState
-from vgrad.optim.methods.adaptive import AdadeltaState as AdadeltaState
-from vgrad.optim.methods.adaptive import RmsState as RmsState
-from vgrad.optim.methods.adaptive import RssState as RssState
-from vgrad.optim.methods.adaptive import StddevState as StddevState
-from vgrad.optim.methods.lion import LionState as LionState
-from vgrad.optim.methods.muon import MuonState as MuonState
-from vgrad.optim.methods.nadam_radam_adamax import AdamaxState as AdamaxState
-from vgrad.optim.methods.nadam_radam_adamax import NadamState as NadamState
-from vgrad.optim.methods.rprop import RpropState as RpropState
-from vgrad.optim.methods.schedule_free import ScheduleFreeState as ScheduleFreeState
-from vgrad.optim.methods.schedule_free import SquareState as SquareState
-from vgrad.optim.methods.sgd import TraceState as TraceState
-from vgrad.optim.noise import NoiseState as NoiseState
-from vgrad.optim.schedules.plateau import PlateauState as PlateauState
-from vgrad.optim.transforms import ScheduleState as ScheduleState
-from vgrad.optim.wrappers import ApplyIfFiniteState as ApplyIfFiniteState
-from vgrad.optim.wrappers import MultiStepsState as MultiStepsState
+from vgrad.optim.averaging import AverageState, EmaState, LookaheadState
+from vgrad.optim.clipping import ZeroNansState
+from vgrad.optim.hyperparams import HyperparamsState
+from vgrad.optim.methods.adafactor import FactoredState
+from vgrad.optim.methods.adam import AdamState, AmsgradState
+from vgrad.optim.methods.adaptive import AdadeltaState, RmsState, RssState, StddevState
+from vgrad.optim.methods.lion import LionState
+from vgrad.optim.methods.muon import MuonState
+from vgrad.optim.methods.nadam_radam_adamax import AdamaxState, NadamState
+from vgrad.optim.methods.rprop import RpropState
+from vgrad.optim.methods.schedule_free import ScheduleFreeState, SquareState
+from vgrad.optim.methods.sgd import TraceState
+from vgrad.optim.noise import NoiseState
+from vgrad.optim.schedules.plateau import PlateauState
+from vgrad.optim.transforms import ScheduleState
+from vgrad.optim.wrappers import ApplyIfFiniteState, MultiStepsState
+
+__all__ = [
+    "AdadeltaState",
+    "AdamState",
+    "AdamaxState",
+    "AmsgradState",
+    "ApplyIfFiniteState",
+    "AverageState",
+    "EmaState",
+    "FactoredState",
+    "HyperparamsState",
+    "LionState",
+    "LookaheadState",
+    "MultiStepsState",
+    "MuonState",
+    "NadamState",
+    "NoiseState",
+    "PlateauState",
+    "RmsState",
+    "RpropState",
+    "RssState",
+    "ScheduleFreeState",
+    "ScheduleState",
+    "SquareState",
+    "StddevState",
+    "TraceState",
+    "ZeroNansState",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

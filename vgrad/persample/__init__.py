@@ -2,7 +2,23 @@
 
 Each transform takes a loss of one sample, `loss(params, buffers, *sample) -> scalar`,
 and returns a function of `(params, buffers, *batch)`. B samples; every tensor of the
-batch is `[B, ...]`. The transforms share these options:
+batch is `[B, ...]`.
+
+The transforms, and what they return:
+
+* `per_sample_grad`: the gradient of every sample, `{name: [B, *shape]}`
+* `per_sample_norm`: its norm, `[B]`
+* `per_sample_gram`: inner products of all pairs of gradients, `[B, B]`
+* `per_sample_projection`: a random projection of every gradient, `[B, dim]`
+* `clipped_grad`: the sum of clipped gradients, a `ClippedGrad`
+* `weighted_grad`: a weighted sum of gradients, `{name: shape}`
+* `gradient_moments`: mean, variance and noise of gradients, `GradientMoments`
+* `ClippedGrad`, `GradientMoments`: results with several fields
+* `NoiseScale`: the gradient noise scale, averaged over batches
+* `Explanation`: what `vgrad.explain` finds
+* `EXPANDED`: how its reason begins where no rule fits an op
+
+The transforms share these options:
 
 * `strategy`: how the gradients come about; the numbers are the same.
   `"recorded"` runs one backward pass for all samples and keeps a compact form of each
@@ -22,6 +38,8 @@ batch is `[B, ...]`. The transforms share these options:
   the scale as long as nothing overflows. Gradients are float32 or wider then.
 * `has_aux`: the loss returns `(scalar, aux)` and the function `(result, aux)`, with
   `aux` stacked over samples (`None` for an empty batch).
+* `mask`, an option of the call: which samples count, bool `[B]`; the others, such as
+  copies that fill a batch up to a fixed size, add nothing and appear in no result.
 
 What a transform is given does not change: samples are copies, and an op of the loss
 that would write into parameters or buffers, `.data` or not, is refused before it runs.
@@ -30,9 +48,10 @@ of compiled code.
 
 The loss runs under the autocast of the caller; everything else is float32 or wider.
 Recorded results are constants: where an argument requires grad (and grad mode is on),
-differentiating one raises. Those of `"vmap"` and `"loop"` can be differentiated; for
-`"loop"` what the loss closes over is a constant then, so hand it over in `params` or
-`buffers`.
+differentiating one raises, and `.numpy()` asks for a `.detach()` first. Parameters made
+with `disable_autograd_tracking=True` require none. Results of `"vmap"` and `"loop"` can
+be differentiated; for `"loop"` what the loss closes over is a constant then, so hand it
+over in `params` or `buffers`.
 
 Where one tensor stands for all samples, code of the loss that asks it something (does
 it require grad, which version is it, what is at this address) gets the answer of
@@ -45,15 +64,32 @@ changes nothing. If no gradient of a parameter arrives, one sample runs by plain
 autograd, once for a transform and such parameters: zero is what it finds zero.
 """
 
-from vgrad.persample.clipped import ClippedGrad as ClippedGrad
-from vgrad.persample.clipped import clipped_grad as clipped_grad
-from vgrad.persample.explain import EXPANDED as EXPANDED
-from vgrad.persample.explanation import Explanation as Explanation
+from vgrad.persample.clipped import ClippedGrad, clipped_grad
+from vgrad.persample.explain import EXPANDED
+from vgrad.persample.explanation import Explanation
 from vgrad.persample.explanation import aligned as aligned
-from vgrad.persample.grad import per_sample_grad as per_sample_grad
-from vgrad.persample.gram import per_sample_gram as per_sample_gram
-from vgrad.persample.moments import GradientMoments as GradientMoments
-from vgrad.persample.moments import gradient_moments as gradient_moments
-from vgrad.persample.norm import per_sample_norm as per_sample_norm
-from vgrad.persample.projection import per_sample_projection as per_sample_projection
-from vgrad.persample.weighted import weighted_grad as weighted_grad
+from vgrad.persample.grad import per_sample_grad
+from vgrad.persample.gram import per_sample_gram
+from vgrad.persample.moments import GradientMoments, NoiseScale, gradient_moments
+from vgrad.persample.norm import per_sample_norm
+from vgrad.persample.projection import per_sample_projection
+from vgrad.persample.weighted import weighted_grad
+
+__all__ = [
+    "EXPANDED",
+    "ClippedGrad",
+    "Explanation",
+    "GradientMoments",
+    "NoiseScale",
+    "clipped_grad",
+    "gradient_moments",
+    "per_sample_grad",
+    "per_sample_gram",
+    "per_sample_norm",
+    "per_sample_projection",
+    "weighted_grad",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Required, Unpack, get_args, overload
 
 import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.batches import ChunkSize
 from vgrad.conditions import unlikely
 from vgrad.dtypes import no_autocast
 from vgrad.persample.decision import (
@@ -16,15 +15,14 @@ from vgrad.persample.decision import (
     MOST,
     Clip,
     Decision,
-    Kind,
     Parts,
     check_bounds,
 )
 from vgrad.persample.engine import (
     Call,
+    Options,
     Problem,
     Quantity,
-    Randomness,
     Settled,
     Transform,
     Twice,
@@ -34,7 +32,17 @@ from vgrad.persample.factors import Norm, Sums, reductions
 from vgrad.precision.loss_scale import LossScale
 from vgrad.sensitivity import Sensitivity
 from vgrad.torch_private import levels
-from vgrad.typing import LossFn, Params
+from vgrad.typing import (
+    ChunkSize,
+    Clipping,
+    LossFn,
+    Params,
+    Passes,
+    Randomness,
+    Result,
+    Strategy,
+    Tree,
+)
 
 
 class ClippedGrad(NamedTuple):
@@ -58,20 +66,38 @@ class ClippedGrad(NamedTuple):
     nonfinite: Tensor
 
 
+class ClippingOptions(Options, total=False):
+    """Those of `clipped_grad`."""
+
+    max_norm: Required[float | Mapping[str, float]]
+    clipping: Clipping
+    normalize_by: float
+    rescale: bool
+    passes: Passes
+
+
+@overload
+def clipped_grad(
+    loss: LossFn, *, has_aux: Literal[False] = False, **options: Unpack[ClippingOptions]
+) -> "ClippedGradFn[ClippedGrad]": ...
+@overload
+def clipped_grad(
+    loss: LossFn, *, has_aux: Literal[True], **options: Unpack[ClippingOptions]
+) -> "ClippedGradFn[tuple[ClippedGrad, Tree]]": ...
 def clipped_grad(
     loss: LossFn,
     *,
     max_norm: float | Mapping[str, float],
-    clipping: Kind = "flat",
+    clipping: Clipping = "flat",
     normalize_by: float = 1.0,
     rescale: bool = False,
-    passes: Literal[1, 2] = 1,
-    strategy: str = "auto",
+    passes: Passes = 1,
+    strategy: Strategy = "auto",
     chunk_size: ChunkSize = None,
     randomness: Randomness = "error",
     has_aux: bool = False,
     loss_scale: LossScale | None = None,
-) -> "ClippedGradFn":
+) -> "ClippedGradFn[Any]":
     """Sum of clipped gradients: `(params, buffers, *batch) -> ClippedGrad`.
 
     Each sample's gradient g is scaled by a factor, and the sum is divided by
@@ -107,6 +133,14 @@ def clipped_grad(
     Reference: Abadi et al., Deep Learning with Differential Privacy, arXiv 1607.00133;
     Bu et al., Automatic Clipping, arXiv 2206.07136.
 
+    Args:
+        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
+            `"loop"` sample by sample; `"auto"` takes the first of these that can.
+        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
+        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
+        has_aux: the loss returns `(scalar, aux)`, and the result is a pair with aux.
+        loss_scale: multiplies losses before the backward pass; results are without it.
+
     Raises:
         ValueError: `max_norm` or `normalize_by` is not positive; a bound, or a bound
             divided by `normalize_by`, is not between 1e-30 and 1e30 (infinity, which
@@ -125,7 +159,7 @@ def clipped_grad(
         >>> result.clipped, result.nonfinite, clipped.sensitivity.value
         (tensor(1), tensor(1), 1.0)
     """
-    checks.one_of("clipped_grad", ("flat", "per_layer", "automatic"), clipping=clipping)
+    checks.one_of("clipped_grad", get_args(Clipping), clipping=clipping)
     checks.positive("clipped_grad", normalize_by=normalize_by)
     if isinstance(max_norm, Mapping):
         if clipping != "per_layer" or not max_norm:
@@ -147,11 +181,11 @@ def clipped_grad(
     if rescale:
         checks.between("clipped_grad", LEAST, MOST, max_norm=clip.total)
         normalize_by = normalize_by * clip.total
-    checks.one_of("clipped_grad", (1, 2), passes=passes)
+    checks.one_of("clipped_grad", get_args(Passes), passes=passes)
     return ClippedGradFn(options, clip, float(normalize_by), passes)
 
 
-class ClippedGradFn(Transform):
+class ClippedGradFn(Transform[Result]):
     """What `clipped_grad` returns: a function that knows its sensitivity.
 
     Attributes:

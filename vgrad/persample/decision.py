@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from vgrad import checks
 from vgrad.persample.engine.grouping import members
 from vgrad.persample.factors import Norm
 from vgrad.persample.factors.sums import ordinary, rounded_down
-from vgrad.typing import Params
+from vgrad.typing import Clipping, Params
 
 _GAMMA = 0.01
 """What automatic clipping adds to a norm, as its authors do."""
@@ -23,14 +23,12 @@ LEAST, MOST = 1e-30, 1e30
 _FAR = 1e25
 """This many bounds times the smallest float32 are nothing next to the bound."""
 
-Kind = Literal["flat", "per_layer", "automatic"]
-
 Parts = list[tuple[list[str], float]]
 """Names of parameters that are clipped together, and their bound."""
 
 
 def check_bounds(
-    named: Mapping[str, float], normalize_by: float, clipping: Kind
+    named: Mapping[str, float], normalize_by: float, clipping: Clipping
 ) -> None:
     """Refuse bounds that a sum in float32 cannot keep, for want of digits or range.
 
@@ -48,7 +46,7 @@ def check_bounds(
 class Clip:
     """How gradients are clipped."""
 
-    kind: Kind
+    kind: Clipping
     max_norm: float | Mapping[str, float]
 
     @property

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 from torch.overrides import TorchFunctionMode
 
@@ -20,7 +20,7 @@ from vgrad.persample.factors.combined import Moved
 from vgrad.torch_private import levels
 from vgrad.torch_private.modes import op_name
 from vgrad.tree import tree_leaves
-from vgrad.typing import Buffers, Params, Tree
+from vgrad.typing import Buffers, Found, Params, Tree
 
 EXPANDED = "no rule fits: expanded over the samples"
 """How the reason of a row begins whose op made autograd form every gradient."""
@@ -29,10 +29,18 @@ _BACK = "through the computation"
 _UNUSED = "not used: no gradient reaches it"
 
 
+class Explains(Protocol[Found]):
+    """A function that says itself what it does, as those of ensembles do."""
+
+    def explain(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Found:
+        """Say it."""
+        ...
+
+
 @overload
-def explain(transform: Transform) -> Transform: ...
+def explain(transform: Transform) -> Transform[Explanation]: ...
 @overload
-def explain(transform: Any) -> Any: ...
+def explain(transform: Explains[Found]) -> Callable[..., Found]: ...
 def explain(transform: Any) -> Any:
     """Say what a transform does: `(params, buffers, *batch) -> Explanation`.
 

@@ -1,41 +1,58 @@
 """The gradient of every sample."""
 
 from collections.abc import Iterator
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from vgrad.batches import ChunkSize
 from vgrad.dtypes import wide
 from vgrad.persample.engine import (
     Call,
     Gradients,
+    Options,
     Problem,
     Quantity,
-    Randomness,
     Transform,
     joined,
 )
 from vgrad.precision.loss_scale import LossScale
-from vgrad.typing import LossFn, Params
+from vgrad.typing import ChunkSize, LossFn, Params, Randomness, Strategy, Tree
 
 
+@overload
+def per_sample_grad(
+    loss: LossFn, *, has_aux: Literal[False] = False, **options: Unpack[Options]
+) -> Transform[Params]: ...
+@overload
+def per_sample_grad(
+    loss: LossFn, *, has_aux: Literal[True], **options: Unpack[Options]
+) -> Transform[tuple[Params, Tree]]: ...
 def per_sample_grad(
     loss: LossFn,
     *,
-    strategy: str = "auto",
+    strategy: Strategy = "auto",
     chunk_size: ChunkSize = None,
     randomness: Randomness = "error",
     has_aux: bool = False,
     loss_scale: LossScale | None = None,
-) -> Transform:
+) -> Transform[Any]:
     """Gradient of every sample: `(params, buffers, *batch) -> {name: [B, *shape]}`.
 
     The dtype is that of the parameters. It stores B gradients, so where a norm or a sum
-    is wanted, use the transform that computes it. `vgrad.persample` explains the
-    options, which all transforms share.
+    is wanted, use the transform that computes it. `vgrad.persample` says
+    more of the options, which all transforms share.
+
+    Args:
+        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
+            `"loop"` sample by sample; `"auto"` takes the first of these that can.
+        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
+        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
+        has_aux: the loss returns `(scalar, aux)`, and the result is a pair with aux.
+        loss_scale: multiplies losses before the backward pass; results are without it.
 
     Raises:
+        TypeError: the loss is no function, a model, or one of a whole batch.
         ValueError: an option or the batch is not what `vgrad.persample` says.
         UnsupportedOp: the strategy cannot run an op of the loss.
 

@@ -7,32 +7,40 @@ B samples of the batch, B' of a second one. The Gram form of a norm is another t
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from vgrad import batches, tree
-from vgrad.batches import ChunkSize
 from vgrad.dtypes import double, no_autocast
 from vgrad.generators import ALONE, random_state, set_random_state
-from vgrad.persample.engine import Call, Factors, Problem, Randomness, Transform
-from vgrad.persample.engine.grouping import Groups, check_groups, members
+from vgrad.persample.engine import Call, Factors, Options, Problem, Transform
+from vgrad.persample.engine.grouping import Grouping, Groups, check_groups, members
 from vgrad.persample.factors import Dense, Factor
 from vgrad.precision.loss_scale import LossScale
-from vgrad.typing import Buffers, LossFn, Params, Tree
+from vgrad.typing import (
+    Buffers,
+    ChunkSize,
+    LossFn,
+    Params,
+    Randomness,
+    Result,
+    Strategy,
+    Tree,
+)
 
 _Parts = Mapping[str, Sequence[str]]
 """The names of parameters in each group."""
 
 
-class GramFn(Transform):
+class GramFn(Transform[Result]):
     """What `per_sample_gram` returns: `(params, buffers, *batch, cross=None)`."""
 
     def __init__(self, options: Problem, groups: Groups) -> None:
         """Keep what `per_sample_gram` was given."""
         super().__init__(options)
-        self._groups = groups
+        self._groups: Groups = groups
 
     def __call__(
         self,
@@ -42,8 +50,12 @@ class GramFn(Transform):
         *batch: Tree,
         cross: tuple | None = None,
         mask: Tensor | None = None,
-    ) -> Any:
-        """Multiply the gradients of this batch with their own, or those of `cross`."""
+    ) -> Result:
+        """Multiply the gradients of this batch with their own, or those of `cross`.
+
+        Args:
+            mask: which samples count, bool `[B]`; the others add nothing.
+        """
         _check_cross(cross)
         found = self.on_all(params, buffers, batch, mask, cross)
         return found if mask is None else self.selected(found, mask, cross)
@@ -66,15 +78,23 @@ class GramFn(Transform):
         return tree.tree_map(lambda products: products[rows][:, columns], found)
 
 
+@overload
+def per_sample_gram(
+    loss: LossFn, *, groups: None = None, **options: Unpack[Options]
+) -> GramFn[Tensor]: ...
+@overload
+def per_sample_gram(
+    loss: LossFn, *, groups: Grouping, **options: Unpack[Options]
+) -> GramFn[dict[str, Tensor]]: ...
 def per_sample_gram(
     loss: LossFn,
     *,
     groups: Groups = None,
-    strategy: str = "auto",
+    strategy: Strategy = "auto",
     chunk_size: ChunkSize = None,
     randomness: Randomness = "error",
     loss_scale: LossScale | None = None,
-) -> GramFn:
+) -> GramFn[Any]:
     """Inner products of gradients: `(params, buffers, *batch, cross=None) -> [B, B]`.
 
     Entry (i, j) is `sum_p <dL_i/dp, dL_j/dp>`, the empirical neural tangent kernel of
@@ -95,6 +115,13 @@ def per_sample_gram(
     is held at a time, so make it the larger side.
 
     Reference: Jacot et al., Neural Tangent Kernel, arXiv 1806.07572.
+
+    Args:
+        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
+            `"loop"` sample by sample; `"auto"` takes the first of these that can.
+        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
+        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
+        loss_scale: multiplies losses before the backward pass; results are without it.
 
     Raises:
         TypeError: `cross` is not a tuple; else as `per_sample_norm`.

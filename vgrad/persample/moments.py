@@ -9,20 +9,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vgrad.batches import ChunkSize
 from vgrad.dtypes import wide
 from vgrad.persample.engine import (
     Call,
     Moments,
     Problem,
     Quantity,
-    Randomness,
     Reduce,
     Transform,
 )
 from vgrad.precision.loss_scale import LossScale
 from vgrad.tree import map_values
-from vgrad.typing import LossFn, Params
+from vgrad.typing import ChunkSize, LossFn, Params, Randomness, Strategy
 
 
 class GradientMoments(NamedTuple):
@@ -33,11 +31,14 @@ class GradientMoments(NamedTuple):
         variance: `sum_b |g_b - mean|^2 / (N - 1)`, unbiased; `{name: shape}`.
         second_moment: `E[|g|^2]`, the diagonal of the empirical Fisher matrix;
             `{name: shape}`.
-        noise_scale: the gradient noise scale `tr(Sigma) / |G|^2` with unbiased
-            estimates of both, `tr(Sigma)` the sum of `variance` and
-            `|G|^2 = |mean|^2 - tr(Sigma) / N`; a scalar.
+        noise_scale: the gradient noise scale `trace / squared_norm`; a scalar. Over
+            many batches take `NoiseScale`.
         signal_to_noise: `|mean|^2 / variance` (GSNR); `{name: shape}`.
         losses: loss of each sample, `[N]`.
+        trace: the sum of `variance` over all parameters, an unbiased estimate of
+            `tr(Sigma)`, with Sigma the covariance of g; a scalar in float64.
+        squared_norm: `|mean|^2 - trace / N`, an unbiased estimate of `|G|^2`, with G
+            the gradient over the whole distribution; a scalar in float64.
     """
 
     mean: Params
@@ -46,16 +47,59 @@ class GradientMoments(NamedTuple):
     noise_scale: Tensor
     signal_to_noise: Params
     losses: Tensor
+    trace: Tensor
+    squared_norm: Tensor
+
+
+class NoiseScale(NamedTuple):
+    """The gradient noise scale over many batches, for a training log.
+
+    A single batch gives two estimates, each right on average, but not so their ratio:
+    `squared_norm` comes out near zero, or below. This adds up both over the batches, of
+    any sizes, and divides at the end. It is a tree of tensors, which starts at zero:
+    `noise = noise.add(moments)` after each batch, and `NoiseScale()` for a new average.
+    A batch of one sample or none has no variance; it makes the sums NaN.
+
+    Reference: McCandlish et al., An Empirical Model of Large-Batch Training,
+    arXiv 1812.06162, appendix A.
+
+    Attributes:
+        trace: the sum of `GradientMoments.trace`.
+        squared_norm: the sum of `GradientMoments.squared_norm`.
+
+    Example:
+        >>> loss = lambda params, buffers, x: (params["w"] * x).sum()
+        >>> moments, noise = gradient_moments(loss), NoiseScale()
+        >>> for x in torch.tensor([[[1.0], [3.0]], [[0.0], [2.0]]]):
+        ...     noise = noise.add(moments({"w": torch.ones(1)}, {}, x))
+        >>> noise.value  # (2 + 2) / (3 + 0)
+        tensor(1.3333, dtype=torch.float64)
+    """
+
+    trace: Tensor = torch.zeros((), dtype=torch.float64)
+    squared_norm: Tensor = torch.zeros((), dtype=torch.float64)
+
+    def add(self, moments: GradientMoments) -> "NoiseScale":
+        """Return the sums with those of one more batch, constants for autograd."""
+        return NoiseScale(
+            self.trace + moments.trace.detach(),
+            self.squared_norm + moments.squared_norm.detach(),
+        )
+
+    @property
+    def value(self) -> Tensor:
+        """The batch size at which noise and signal are alike; NaN for no batches."""
+        return self.trace / self.squared_norm
 
 
 def gradient_moments(
     loss: LossFn,
     *,
-    strategy: str = "auto",
+    strategy: Strategy = "auto",
     chunk_size: ChunkSize = None,
     randomness: Randomness = "error",
     loss_scale: LossScale | None = None,
-) -> Transform:
+) -> Transform[GradientMoments]:
     """Moments of gradients: `(params, buffers, *batch) -> GradientMoments`.
 
     Results are float32 or wider. Deviations are taken from the mean and summed in
@@ -65,8 +109,8 @@ def gradient_moments(
     What is undefined is NaN: the variance and what follows from it for a single sample,
     all moments for none, the signal-to-noise ratio of a parameter that has no gradient
     in any sample. The estimate of `|G|^2` may come out negative for small batches, and
-    the noise scale with it; to average over batches, average `tr(Sigma)` and `|G|^2`
-    and divide then. A sample whose gradient is not finite spoils its parameters.
+    the noise scale with it; `NoiseScale` averages over batches. A sample whose gradient
+    is not finite spoils its parameters.
 
     Cost: a gradient for every sample, formed for one parameter at a time and dropped,
     so that recorded memory is that of one layer's gradients, and 32 bytes for each
@@ -76,6 +120,13 @@ def gradient_moments(
     arXiv 1812.06162; Liu et al., Understanding Why Neural Networks Generalize Well
     Through GSNR of Parameters, arXiv 2001.07384; for the sums Chan, Golub and LeVeque,
     Algorithms for Computing the Sample Variance, 1983.
+
+    Args:
+        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
+            `"loop"` sample by sample; `"auto"` takes the first of these that can.
+        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
+        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
+        loss_scale: multiplies losses before the backward pass; results are without it.
 
     Raises:
         ValueError: as `per_sample_grad`.
@@ -89,7 +140,9 @@ def gradient_moments(
         ({'w': tensor([2., 5.])}, {'w': tensor([2., 0.])})
         >>> moments.second_moment, moments.signal_to_noise
         ({'w': tensor([ 5., 25.])}, {'w': tensor([2., inf])})
-        >>> moments.noise_scale  # 2 / (29 - 2 / 2)
+        >>> moments.trace.item(), moments.squared_norm.item()  # 29 - 2 / 2
+        (2.0, 28.0)
+        >>> moments.noise_scale
         tensor(0.0714)
     """
 
@@ -176,7 +229,7 @@ class _Running:
             self._squares = map_values(_squared, self._means)
         rest = torch.as_tensor(size - 1, dtype=torch.float64).clamp(min=0)
         trace = square = losses.new_zeros((), dtype=torch.float64)
-        found = GradientMoments({}, {}, {}, trace, {}, losses)
+        found = GradientMoments({}, {}, {}, trace, {}, losses, trace, square)
         for name, value in params.items():
             mean, squares = self._means.pop(name), self._squares.pop(name)
             if isinstance(size, Tensor):  # of a mask, which may leave none
@@ -188,8 +241,9 @@ class _Running:
             found.variance[name] = variance.to(dtype.to_real())
             found.second_moment[name] = (signal + squares / size).to(dtype.to_real())
             found.signal_to_noise[name] = (signal / variance).to(dtype.to_real())
-        scale = trace / (square - trace / size)
-        return found._replace(noise_scale=scale.to(call.dtype))
+        square = square - trace / size
+        scale = (trace / square).to(call.dtype)
+        return found._replace(noise_scale=scale, trace=trace, squared_norm=square)
 
 
 def _squared(tensor: Tensor) -> Tensor:

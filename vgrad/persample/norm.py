@@ -2,36 +2,67 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 from torch import Tensor
 
-from vgrad.batches import ChunkSize
 from vgrad.persample.engine import (
     Call,
     Norms,
+    Options,
     Problem,
     Quantity,
-    Randomness,
     Transform,
     joined,
 )
-from vgrad.persample.engine.grouping import Groups, check_groups, members
+from vgrad.persample.engine.grouping import Grouping, Groups, check_groups, members
 from vgrad.persample.factors import Norm, reductions
 from vgrad.precision.loss_scale import LossScale
-from vgrad.typing import LossFn
+from vgrad.typing import ChunkSize, LossFn, Randomness, Strategy, Tree
 
 
+@overload
+def per_sample_norm(
+    loss: LossFn,
+    *,
+    groups: None = None,
+    has_aux: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Transform[Tensor]: ...
+@overload
+def per_sample_norm(
+    loss: LossFn,
+    *,
+    groups: None = None,
+    has_aux: Literal[True],
+    **options: Unpack[Options],
+) -> Transform[tuple[Tensor, Tree]]: ...
+@overload
+def per_sample_norm(
+    loss: LossFn,
+    *,
+    groups: Grouping,
+    has_aux: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Transform[dict[str, Tensor]]: ...
+@overload
+def per_sample_norm(
+    loss: LossFn,
+    *,
+    groups: Grouping,
+    has_aux: Literal[True],
+    **options: Unpack[Options],
+) -> Transform[tuple[dict[str, Tensor], Tree]]: ...
 def per_sample_norm(
     loss: LossFn,
     *,
     groups: Groups = None,
-    strategy: str = "auto",
+    strategy: Strategy = "auto",
     chunk_size: ChunkSize = None,
     randomness: Randomness = "error",
     has_aux: bool = False,
     loss_scale: LossScale | None = None,
-) -> Transform:
+) -> Transform[Any]:
     """L2 norm of every sample's gradient: `(params, buffers, *batch) -> [B]`.
 
     The norm is over all parameters, `sqrt(sum_p |dL_b/dp|^2)`, in float32 or wider. It
@@ -39,6 +70,14 @@ def per_sample_norm(
     cannot hold is infinite. With `groups` the result is `{group: [B]}`: `"parameter"`
     for the norm of each, `"layer"` for those of one module together, or a dictionary
     from a group's name to a list of patterns of its parameters' names (`vgrad.names`).
+
+    Args:
+        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
+            `"loop"` sample by sample; `"auto"` takes the first of these that can.
+        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
+        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
+        has_aux: the loss returns `(scalar, aux)`, and the result is a pair with aux.
+        loss_scale: multiplies losses before the backward pass; results are without it.
 
     Raises:
         TypeError: the patterns of a group are no list or tuple.

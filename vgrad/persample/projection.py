@@ -7,42 +7,61 @@ import hashlib
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, Unpack, get_args, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.batches import ChunkSize
 from vgrad.persample.engine import (
     Call,
+    Options,
     Problem,
     Quantity,
-    Randomness,
     Transform,
     joined,
 )
 from vgrad.persample.engine.collectors import Projections
 from vgrad.persample.factors import Probes, reductions
 from vgrad.precision.loss_scale import LossScale
-from vgrad.typing import LossFn
+from vgrad.typing import ChunkSize, LossFn, Randomness, Strategy, Tree
 
 Kind = Literal["rademacher", "gaussian"]
 
 
+@overload
 def per_sample_projection(
     loss: LossFn,
     dim: int,
     *,
     seed: int,
     kind: Kind = "rademacher",
-    strategy: str = "auto",
+    has_aux: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Transform[Tensor]: ...
+@overload
+def per_sample_projection(
+    loss: LossFn,
+    dim: int,
+    *,
+    seed: int,
+    kind: Kind = "rademacher",
+    has_aux: Literal[True],
+    **options: Unpack[Options],
+) -> Transform[tuple[Tensor, Tree]]: ...
+def per_sample_projection(
+    loss: LossFn,
+    dim: int,
+    *,
+    seed: int,
+    kind: Kind = "rademacher",
+    strategy: Strategy = "auto",
     chunk_size: ChunkSize = None,
     randomness: Randomness = "error",
     has_aux: bool = False,
     loss_scale: LossScale | None = None,
-) -> Transform:
+) -> Transform[Any]:
     """Random projection of every gradient: `(params, buffers, *batch) -> [B, dim]`.
 
     Inner products of projections are, on average over seeds, those of the gradients:
@@ -75,6 +94,14 @@ def per_sample_projection(
     Reference: Park et al., TRAK, arXiv 2303.14186; Sun et al., Tensor Random Projection
     for Low Memory Dimension Reduction, arXiv 2105.00105.
 
+    Args:
+        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
+            `"loop"` sample by sample; `"auto"` takes the first of these that can.
+        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
+        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
+        has_aux: the loss returns `(scalar, aux)`, and the result is a pair with aux.
+        loss_scale: multiplies losses before the backward pass; results are without it.
+
     Raises:
         ValueError: `dim` is no positive whole number, `seed` is negative or no whole
             number, `kind` is unknown; else as `per_sample_grad`.
@@ -94,7 +121,7 @@ def per_sample_projection(
     function = "per_sample_projection"
     checks.whole(function, least=1, dim=dim)
     checks.whole(function, least=0, seed=seed)
-    checks.one_of(function, ("rademacher", "gaussian"), kind=kind)
+    checks.one_of(function, get_args(Kind), kind=kind)
     directions = _Directions(dim, seed, kind)
     options = Problem(
         function, loss, strategy, chunk_size, randomness, has_aux, loss_scale

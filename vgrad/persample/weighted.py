@@ -1,25 +1,33 @@
 """The weighted sum of the samples' gradients."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 from torch import Tensor
 
-from vgrad.batches import ChunkSize
 from vgrad.persample.engine import (
     Call,
+    Options,
     Problem,
     Quantity,
-    Randomness,
     Transform,
     Weighted,
 )
 from vgrad.persample.factors import Sums
 from vgrad.precision.loss_scale import LossScale
-from vgrad.typing import Buffers, LossFn, Params, Tree
+from vgrad.typing import (
+    Buffers,
+    ChunkSize,
+    LossFn,
+    Params,
+    Randomness,
+    Result,
+    Strategy,
+    Tree,
+)
 
 
-class WeightedGradFn(Transform):
+class WeightedGradFn(Transform[Result]):
     """What `weighted_grad` returns: `(weights, params, buffers, *batch)`."""
 
     def __call__(
@@ -30,8 +38,12 @@ class WeightedGradFn(Transform):
         /,
         *batch: Tree,
         mask: Tensor | None = None,
-    ) -> Any:
-        """Sum the gradients of this batch with weights `[B]`."""
+    ) -> Result:
+        """Sum the gradients of this batch with weights `[B]`.
+
+        Args:
+            mask: which samples count, bool `[B]`; the others add nothing.
+        """
         found = self.on_all(params, buffers, batch, mask, weights)
         return found if mask is None else self.selected(found, mask)
 
@@ -40,20 +52,36 @@ class WeightedGradFn(Transform):
         return value
 
 
+@overload
+def weighted_grad(
+    loss: LossFn, *, has_aux: Literal[False] = False, **options: Unpack[Options]
+) -> WeightedGradFn[Params]: ...
+@overload
+def weighted_grad(
+    loss: LossFn, *, has_aux: Literal[True], **options: Unpack[Options]
+) -> WeightedGradFn[tuple[Params, Tree]]: ...
 def weighted_grad(
     loss: LossFn,
     *,
-    strategy: str = "auto",
+    strategy: Strategy = "auto",
     chunk_size: ChunkSize = None,
     randomness: Randomness = "error",
     has_aux: bool = False,
     loss_scale: LossScale | None = None,
-) -> WeightedGradFn:
+) -> WeightedGradFn[Any]:
     """Weighted sum: `(weights [B], params, buffers, *batch) -> {name: shape}`.
 
     The sum of gradients, `sum_b weights_b dL_b/dp`, in float32 or wider, as plain
     arithmetic has it: a sample whose gradient is not finite spoils the sum even with
     weight zero.
+
+    Args:
+        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
+            `"loop"` sample by sample; `"auto"` takes the first of these that can.
+        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
+        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
+        has_aux: the loss returns `(scalar, aux)`, and the result is a pair with aux.
+        loss_scale: multiplies losses before the backward pass; results are without it.
 
     Raises:
         ValueError: `weights` is not `[B]`; else as `per_sample_grad`.

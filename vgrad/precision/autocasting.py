@@ -6,6 +6,7 @@ and a layer norm of that raises. Here a function mode decides above them, for ea
 the model calls it, from torch's own state and by torch's own lists.
 """
 
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import wraps
@@ -21,6 +22,11 @@ from vgrad.precision.ops import KINDS, Kind
 from vgrad.torch_private import levels, modes
 from vgrad.torch_private.tensors import version_of
 from vgrad.tree import tree_leaves, tree_map_only
+
+_SLOW = (
+    "autocast: float16 on a CPU is slow, since few of them have arithmetic for it; the "
+    "numbers are right. Take bfloat16, as the policy mixed_bfloat16 does."
+)
 
 
 class autocast(torch.autocast):
@@ -46,6 +52,8 @@ class autocast(torch.autocast):
     def __enter__(self) -> "autocast":
         """Switch on."""
         options = (self.device, self.fast_dtype, self._enabled, self._cache_enabled)
+        if options[:3] == ("cpu", torch.float16, True):
+            warnings.warn(_SLOW, stacklevel=2)
         region = ExitStack()
         region.enter_context(torch.autocast(*options))
         # A transform of vgrad has set one already, which knows the weights.

@@ -1,13 +1,39 @@
-"""Training steps as pure functions of a state: plain, private, of an ensemble."""
+"""Training steps as pure functions of a state: plain, private, of an ensemble.
 
-from vgrad.training.cross_validation import CrossValidation as CrossValidation
-from vgrad.training.cross_validation import FoldEpoch as FoldEpoch
-from vgrad.training.cross_validation import cross_validate as cross_validate
-from vgrad.training.early_stopping import EarlyStopping as EarlyStopping
-from vgrad.training.ensemble import EnsembleState as EnsembleState
-from vgrad.training.ensemble import ensemble_train_step as ensemble_train_step
-from vgrad.training.plain import train_step as train_step
-from vgrad.training.private import private_step as private_step
-from vgrad.training.saved_states import load_state as load_state
-from vgrad.training.saved_states import save_state as save_state
-from vgrad.training.state import TrainState as TrainState
+* `train_step`: gradient of a batch loss, optimizer, new buffers
+* `private_step`: DP-SGD: clip every sample, sum, add noise once, optimizer
+* `ensemble_train_step`: one step of all members
+* `TrainState`, `EnsembleState`: all that a step changes
+* `save_state`, `load_state`: a state in a file
+* `cross_validate`: train each model on all but its fold, and judge it on the fold
+* `CrossValidation`, `FoldEpoch`: what that finds, in the end and after each epoch
+* `EarlyStopping`: which members no longer improve
+* `Step`: the type of a step
+"""
+
+from vgrad.training.cross_validation import CrossValidation, FoldEpoch, cross_validate
+from vgrad.training.early_stopping import EarlyStopping
+from vgrad.training.ensemble import EnsembleState, ensemble_train_step
+from vgrad.training.plain import train_step
+from vgrad.training.private import private_step
+from vgrad.training.saved_states import load_state, save_state
+from vgrad.training.state import Step, TrainState
+
+__all__ = [
+    "CrossValidation",
+    "EarlyStopping",
+    "EnsembleState",
+    "FoldEpoch",
+    "Step",
+    "TrainState",
+    "cross_validate",
+    "ensemble_train_step",
+    "load_state",
+    "private_step",
+    "save_state",
+    "train_step",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -13,20 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from vgrad import batches, checks, tree
-from vgrad.ensemble.execution import Randomness, Strategy
 from vgrad.ensemble.resampling import fold_indices
 from vgrad.ensemble.stacking import made, stack
 from vgrad.functional.losses import Criterion, batch_loss
 from vgrad.functional.model import FunctionalModel
 from vgrad.generators import secret_key
-from vgrad.optim.base import GradientTransformation
+from vgrad.optim.base import GradientTransformation, check_transformation
 from vgrad.precision import DynamicLossScale, LossScale, Policy
 from vgrad.training.ensemble import EnsembleState, ensemble_train_step
 from vgrad.training.folds import Folds
 from vgrad.training.saved_states import load_state, save_state
 from vgrad.training.state import Step, device_of, first_scale
 from vgrad.training.validation import Figures, Metric, Validation
-from vgrad.typing import Buffers, Params, Tree
+from vgrad.typing import Buffers, EnsembleStrategy, Params, Randomness, Tree
 
 
 class FoldEpoch(NamedTuple):
@@ -80,7 +79,7 @@ def cross_validate(
     at_once: int | None = None,
     metric: Metric | None = None,
     randomness: Randomness = "different",
-    strategy: Strategy = "auto",
+    strategy: EnsembleStrategy = "auto",
     policy: Policy | str | None = None,
     loss_scale: LossScale | None = None,
     folder: Path | str | None = None,
@@ -107,8 +106,7 @@ def cross_validate(
     (`at_once=1`), each as fast as `train_step` runs it. Without random numbers in the
     model, all choices of `at_once` give the same result up to rounding; with them,
     masks are others. `metric(output, target)` gets all samples of a fold, the output in
-    the output dtype of the policy, and returns a number. The other options are those of
-    `ensemble_train_step`.
+    the output dtype of the policy, and returns a number.
 
     A `folder` holds the state of the folds, written after each epoch, before `tell` is
     called with what the epoch came to. If this process ends, the same call goes on from
@@ -121,6 +119,13 @@ def cross_validate(
 
     Reference: Stone, Cross-validatory choice and assessment of statistical predictions,
     Journal of the Royal Statistical Society B 36(2), 1974.
+
+    Args:
+        randomness: of random ops: `"error"`, `"different"` for each member, `"same"`.
+        strategy: how members run: `"vmap"` at once, `"hybrid"` at once in the best form
+            of each op, `"loop"` one by one; `"auto"` takes what suits the device.
+        policy: dtypes of the passes, a `Policy` or its text; None for those given.
+        loss_scale: multiplies losses before the backward pass; results are without it.
 
     Raises:
         ValueError: a number is too small, sizes do not fit, the models of two folds are
@@ -141,6 +146,7 @@ def cross_validate(
         True
     """
     function = "cross_validate"
+    check_transformation(function, tx)
     size = batches.read(function, data).size
     checks.whole(function, least=1, epochs=epochs, batch_size=batch_size)
     if at_once is not None:

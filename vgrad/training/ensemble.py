@@ -14,13 +14,10 @@ from vgrad import optim
 from vgrad.conditions import are_collected
 from vgrad.dtypes import widened
 from vgrad.ensemble.axes import InDims, members, split
-from vgrad.ensemble.execution import Call, Randomness, Strategy
-from vgrad.ensemble.gradients import (
-    EnsembleGradFn,
-    check_loss,
-    ensemble_grad,
-)
+from vgrad.ensemble.execution import Call
+from vgrad.ensemble.gradients import EnsembleGradFn, ensemble_grad
 from vgrad.ensemble.optimizer import of_members
+from vgrad.functional.losses import check_loss
 from vgrad.generators import secret_key
 from vgrad.names import Patterns
 from vgrad.optim.base import GradientTransformation
@@ -43,7 +40,15 @@ from vgrad.training.state import (
     without_key,
 )
 from vgrad.tree import map_tensors
-from vgrad.typing import BatchLossFn, Buffers, LossFn, Params, Tree
+from vgrad.typing import (
+    BatchLossFn,
+    Buffers,
+    EnsembleStrategy,
+    LossFn,
+    Params,
+    Randomness,
+    Tree,
+)
 
 
 class EnsembleState(NamedTuple):
@@ -86,7 +91,9 @@ class EnsembleState(NamedTuple):
         """Start a run of all members, every one of them active.
 
         `tx` is a transformation of one member, or what `for_members` returns. The state
-        holds detached tensors, not copies, which only donated steps change.
+        holds detached tensors, not copies, which only donated steps change. `shared`
+        holds patterns of the entries without a member axis. `loss_scale` multiplies
+        losses before the backward pass; results are without it.
 
         Example:
             >>> from vgrad import optim
@@ -99,12 +106,8 @@ class EnsembleState(NamedTuple):
         count = members(params, buffers, shared, function=function)
         tx = of_members(function, tx, shared)
         start = TrainState.create(tx, params, buffers, seed=seed, loss_scale=loss_scale)
-        device = next(iter(params.values())).device
-        return cls(
-            *start[:-1],
-            of_each(start.loss_scale, count),
-            torch.ones(count, dtype=torch.bool, device=device),
-        )
+        active = torch.ones(count, dtype=torch.bool, device=device_of(params))
+        return cls(*start[:-1], of_each(start.loss_scale, count), active)
 
     def fork(self) -> "EnsembleState":
         """Return the same state with a new secret key, as `TrainState.fork` does."""
@@ -117,7 +120,7 @@ def ensemble_train_step(
     *,
     in_dims: InDims = None,
     randomness: Randomness = "different",
-    strategy: Strategy = "auto",
+    strategy: EnsembleStrategy = "auto",
     shared: Patterns = (),
     policy: Policy | str | None = None,
     loss_scale: LossScale | None = None,
@@ -128,10 +131,8 @@ def ensemble_train_step(
 
     `(state, *batch) -> (state, metrics)` with `loss` `[E]` and `skipped` `[E]`. `tx` is
     a transformation of one member, or what `for_members` returns: there learning rates
-    and all other numbers may differ between members. The loss of one member, `policy`,
-    `loss_scale`, `donate` and `has_aux` are as in `train_step`, with a scale (and, if
-    there is one, a metric `loss_scale`) and an aux for every member. The other options
-    are those of `ensemble_grad`.
+    and all other numbers may differ between members. Each member has a loss scale of
+    its own (and, if there is one, a metric `loss_scale`), as in `train_step`, and aux.
 
     A member that is not active, or whose gradients are not finite, keeps parameters,
     optimizer and buffers as they were, and does so alone. What members share gets the
@@ -139,6 +140,18 @@ def ensemble_train_step(
     that case an active member stands in for one that is not active, whose loss is NaN.
     Transformations that mend gradients which are not finite, such as `zero_nans`, thus
     never see any.
+
+    Args:
+        in_dims: 0 where each member has a batch of its own, None where all have one, or
+            a sequence with an entry for each item.
+        randomness: of random ops: `"error"`, `"different"` for each member, `"same"`.
+        strategy: how members run: `"vmap"` at once, `"hybrid"` at once in the best form
+            of each op, `"loop"` one by one; `"auto"` takes what suits the device.
+        shared: patterns of the entries without a member axis.
+        policy: dtypes of the passes, a `Policy` or its text; None for those given.
+        loss_scale: multiplies losses before the backward pass; results are without it.
+        donate: the step may write into the old state, which must not be used again.
+        has_aux: the loss returns `(scalar, aux)`, and `metrics["aux"]` holds aux.
 
     Raises:
         ValueError: parameters are shared and losses scaled, which would weigh members
@@ -157,7 +170,7 @@ def ensemble_train_step(
         >>> metrics["loss"].shape
         torch.Size([3])
     """
-    check_loss("ensemble_train_step", loss)
+    check_loss("ensemble_train_step", loss, of_batch=True)
     first = first_scale("ensemble_train_step", loss_scale, policy, DynamicLossScale())
     tx = of_members("ensemble_train_step", tx, shared)
     gradient = ensemble_grad(

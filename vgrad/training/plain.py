@@ -10,10 +10,10 @@ from torch import Tensor
 
 from vgrad import batches
 from vgrad.dtypes import widened
-from vgrad.ensemble.gradients import check_loss, returning_buffers
+from vgrad.ensemble.gradients import returning_buffers
 from vgrad.functional.gradient import gradient
-from vgrad.functional.losses import SampleLoss
-from vgrad.optim.base import GradientTransformation
+from vgrad.functional.losses import SampleLoss, check_loss
+from vgrad.optim.base import GradientTransformation, check_transformation
 from vgrad.persample.weighted import weighted_grad
 from vgrad.precision import (
     DynamicLossScale,
@@ -68,12 +68,15 @@ def train_step(
     are float32 or wider. A state that has no scale yet starts with `loss_scale`, which
     for a policy that computes in float16 is a `DynamicLossScale()` by default.
 
-    With `donate=True` the step may write into the old state, which must not be used
-    again; see `optim.step`. With `has_aux=True` the loss returns `(scalar, aux)`, and
-    `metrics["aux"]` holds aux, a tree of tensors.
+    Args:
+        policy: dtypes of the passes, a `Policy` or its text; None for those given.
+        loss_scale: multiplies losses before the backward pass; results are without it.
+        donate: the step may write into the old state, which must not be used again.
+        has_aux: the loss returns `(scalar, aux)`, and `metrics["aux"]` holds aux.
 
     Raises:
-        TypeError: the loss is no function, or has no aux.
+        TypeError: the loss is no function, a model, or has no aux, or `tx` is no
+            transformation.
         ValueError: when called, if it returns something else than a scalar, or a loss
             of one sample gets a batch without any.
 
@@ -90,6 +93,7 @@ def train_step(
         tensor(1)
     """
     first = first_scale("train_step", loss_scale, policy, DynamicLossScale())
+    check_transformation("train_step", tx)
     if isinstance(loss, SampleLoss):
         if has_aux:
             raise TypeError(
@@ -100,7 +104,7 @@ def train_step(
         run = _with_value(under(policy, loss))
         gradients = OfSamples(weighted_grad(run, randomness="different", has_aux=True))
     else:
-        check_loss("train_step", loss)
+        check_loss("train_step", loss, of_batch=True)
         run = returning_buffers("train_step", under(policy, loss), has_aux=has_aux)
         gradients = OfBatch(run, has_aux, donate)
     return TrainStep(gradients, tx, first, donate, has_aux)

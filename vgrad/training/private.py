@@ -1,17 +1,16 @@
 """The step of private training: DP-SGD as a pure function of a state."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from vgrad import batches
-from vgrad.batches import ChunkSize
 from vgrad.dp.plan import Plan
 from vgrad.dtypes import widened
-from vgrad.optim.base import GradientTransformation
+from vgrad.functional.losses import check_loss
+from vgrad.optim.base import GradientTransformation, check_transformation
 from vgrad.persample.clipped import clipped_grad
-from vgrad.persample.engine.problem import Randomness
 from vgrad.precision import LossScale, NoOpLossScale, Policy, StaticLossScale
 from vgrad.training.state import (
     Metrics,
@@ -25,7 +24,7 @@ from vgrad.training.state import (
     under,
     updated,
 )
-from vgrad.typing import LossFn, Tree
+from vgrad.typing import ChunkSize, LossFn, Passes, Randomness, Strategy, Tree
 
 
 def private_step(
@@ -33,8 +32,8 @@ def private_step(
     tx: GradientTransformation,
     plan: Plan,
     *,
-    passes: Literal[1, 2] = 1,
-    strategy: str = "auto",
+    passes: Passes = 1,
+    strategy: Strategy = "auto",
     chunk_size: ChunkSize = None,
     randomness: Randomness = "error",
     policy: Policy | str | None = None,
@@ -67,18 +66,35 @@ def private_step(
     history of a `DynamicLossScale` does depend on them, without noise: choose it where
     the state, which holds the scale, stays private.
 
-    With `donate=True` the step may write into the old state, which must not be used
-    again; see `optim.step`. With `has_aux=True` the loss returns `(scalar, aux)`, and
-    `metrics["aux"]` holds aux, stacked over the samples (`None` for an empty batch):
-    private data too.
+    Aux is stacked over the samples (`None` for an empty batch): private data too.
 
     Reference: Abadi et al., Deep Learning with Differential Privacy, arXiv 1607.00133.
 
+    Args:
+        passes: backward passes that clip, 1 or 2 (see `clipped_grad`).
+        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
+            `"loop"` sample by sample; `"auto"` takes the first of these that can.
+        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
+        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
+        policy: dtypes of the passes, a `Policy` or its text; None for those given.
+        loss_scale: multiplies losses before the backward pass; results are without it.
+        donate: the step may write into the old state, which must not be used again.
+        has_aux: the loss returns `(scalar, aux)`, and `metrics["aux"]` holds aux.
+
     Raises:
+        TypeError: the loss is no function, a model, or one of a whole batch, `tx` is no
+            transformation or `plan` no plan.
         RuntimeError: when called, if the plan's steps have all been taken, or the state
             says that fewer than none were.
         ValueError: when called, if the batch has more samples than the data set.
     """
+    check_loss("private_step", loss)
+    check_transformation("private_step", tx)
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"private_step(plan): expected a dp.Plan, got a {type(plan).__name__}. "
+            f"Make one with dp.Plan.for_epsilon; train_step trains without privacy."
+        )
     first = first_scale("private_step", loss_scale, policy, StaticLossScale(2.0**10))
     clipped = clipped_grad(
         under(policy, loss),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vgrad import files, tree
-from vgrad.typing import Tree
+from vgrad.typing import T, Tree
 
 KIND = "training state in a file"
 
@@ -38,8 +38,8 @@ def save_state(
 
 
 def load_state(
-    path: Path | str, like: Tree, *, settings: Mapping[str, Any] | None = None
-) -> Tree:
+    path: Path | str, like: T, *, settings: Mapping[str, Any] | None = None
+) -> T:
     """Read what `save_state` wrote: the tree of `like`, with the tensors of the file.
 
     `like` is a state as the run starts with, which stays as it is. Devices and layouts

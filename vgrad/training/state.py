@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vgrad import optim
 from vgrad.generators import ALONE, Place, secret_key, set_seed, torch_seed
-from vgrad.optim.base import GradientTransformation
+from vgrad.optim.base import GradientTransformation, check_transformation
 from vgrad.precision import LossScale, NoOpLossScale, Policy
 from vgrad.precision.modules import loss_under
 from vgrad.tree import map_values, to_device
@@ -86,8 +86,11 @@ class TrainState(NamedTuple):
 
         The state holds detached tensors, not copies, which only donated steps change.
         With a `seed` the key is a hash of it: whoever guesses the seed knows the noise,
-        which voids every claim of privacy. Without `loss_scale` the state takes that of
-        the first step.
+        which voids every claim of privacy.
+
+        Args:
+            loss_scale: multiplies losses before the backward pass; results are without
+                it. None takes that of the first step.
 
         Example:
             >>> from vgrad import optim
@@ -96,6 +99,7 @@ class TrainState(NamedTuple):
             >>> state.step
             tensor(0)
         """
+        check_transformation("TrainState.create", tx)
         check_scale("TrainState.create", loss_scale)
         params, buffers = (map_values(Tensor.detach, x) for x in (params, buffers))
         device = device_of(params)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from vgrad import tree
-from vgrad.optim.base import GradientTransformation, step
+from vgrad.optim.base import GradientTransformation, check_transformation, step
 from vgrad.optim.hyperparams import HyperparamsState, with_hyperparams
 from vgrad.tree import tree_leaves, tree_map
 from vgrad.typing import Params, Tree
@@ -32,15 +32,16 @@ def as_torch(
     If the transformation is made by `inject_hyperparams`, its hyperparameters are in
     `param_groups[0]`, and the next step uses what a scheduler writes there; those that
     are schedules themselves are left out. So is the rate of any other transformation:
-    schedulers of torch raise a KeyError, and `step` raises if one was set by hand.
-    `partition` makes groups of parameters.
+    it raises when a scheduler of torch asks for it, and in `step` if one was set by
+    hand. `partition` makes groups of parameters.
 
     Raises:
-        TypeError: the parameters are not pairs of a name and a tensor.
+        TypeError: the transformation is none, or the parameters are not pairs of a name
+            and a tensor.
         ValueError: a name comes twice, or two parameters share memory without being
-            one; a group is added later; in `step`, a gradient is sparse, or a rate was
-            set that the transformation does not read; in `load_state_dict`, names,
-            shapes or dtypes differ.
+            one; a group is added later; a scheduler asks for a rate that the
+            transformation does not read; in `step`, a gradient is sparse, or such a
+            rate was set; in `load_state_dict`, names, shapes or dtypes differ.
 
     Example:
         >>> from vgrad.optim import inject_hyperparams, sgd
@@ -57,7 +58,23 @@ def as_torch(
         >>> model.weight.item(), optimizer.param_groups[0]["lr"]
         (0.25, 0.125)
     """
+    check_transformation("as_torch", transformation)
     return _Adapter(transformation, _named(params))
+
+
+class _Group(dict):
+    """A parameter group that tells schedulers why it has no rate."""
+
+    def __missing__(self, key: str) -> Any:
+        """Say how there comes to be one."""
+        if key != "lr":
+            raise KeyError(key)
+        raise ValueError(
+            'as_torch(transformation).param_groups[0]["lr"]: expected a transformation '
+            "whose rate a scheduler can set, got one whose rate is fixed. Make it by "
+            "inject_hyperparams(lion, lr=number), or leave the scheduler out and pass "
+            "one of vgrad.optim.schedules as lr."
+        )
 
 
 class _Adapter(Optimizer):
@@ -73,7 +90,7 @@ class _Adapter(Optimizer):
         held = first.hyperparams if isinstance(first, HyperparamsState) else {}
         self._shown = tuple(shown)
         self._unread = {"lr", *held} - set(shown)
-        super().__init__([{"params": list(params.items())}], shown)
+        super().__init__([_Group(params=list(params.items()))], shown)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -117,6 +134,7 @@ class _Adapter(Optimizer):
             new = tree.load_state_dict(template, state_dict["state"])
             new = tree_map(torch.clone, new)
         super().load_state_dict({**state_dict, "state": {}})
+        self.param_groups = [_Group(group) for group in self.param_groups]
         self._tree = new
 
     def __getstate__(self) -> dict[str, Any]:

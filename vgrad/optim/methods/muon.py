@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -27,6 +27,10 @@ from vgrad.optim.arithmetic import (
 from vgrad.optim.base import GradientTransformation, Grads, Updates
 from vgrad.optim.transforms import descent
 from vgrad.typing import Params, Schedule
+
+Adjustment = Literal["original", "match_rms_adamw"]
+ADJUSTMENTS = get_args(Adjustment)
+"""How the size of an update follows from that of its matrix."""
 
 
 class MuonState(NamedTuple):
@@ -121,7 +125,7 @@ def muon(
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
     eps: Number = 1e-7,
     ns_steps: int = 5,
-    adjust_lr_fn: str | None = None,
+    adjust_lr_fn: Adjustment | None = None,
     maximize: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> GradientTransformation:
@@ -152,9 +156,7 @@ def muon(
                 [-0.0000, -0.1000]])
     """
     check_numbers("muon", lr, weight_decay=weight_decay, momentum=momentum, eps=eps)
-    checks.one_of(
-        "muon", (None, "original", "match_rms_adamw"), adjust_lr_fn=adjust_lr_fn
-    )
+    checks.one_of("muon", (None, *ADJUSTMENTS), adjust_lr_fn=adjust_lr_fn)
     return descent(
         lr,
         _average(momentum, nesterov),

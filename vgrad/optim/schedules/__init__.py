@@ -15,18 +15,50 @@ Every number may also be a tensor without dimensions, which `torch.vmap` can bat
 gradients can flow to. Its value is then not checked; lengths have to be whole. Rates
 and factors that are negative or infinite raise a ValueError, as do lengths and
 milestones that are not whole numbers of at least one.
+
+* `constant`: `lr * factor` for the first steps, then `lr`
+* `linear`: along a line between two rates
+* `exponential`: times `gamma` at every step
+* `step`: times `gamma` every few steps
+* `multi_step`: times `gamma` at every milestone
+* `polynomial`: to zero like a power
+* `cosine`: between `lr` and `eta_min`, which is reached after `steps` steps
+* `cosine_with_restarts`: the same over and over, each time longer
+* `cyclic`: up and down along lines
+* `one_cycle`: up to `max_lr`, then far below the start
+* `warmup`: along a line to where a schedule starts
+* `join`: one schedule after the other
+* `piecewise_constant`: one value between each two boundaries
 """
 
-from vgrad.optim.schedules.cycles import cosine_with_restarts as cosine_with_restarts
-from vgrad.optim.schedules.cycles import cyclic as cyclic
-from vgrad.optim.schedules.cycles import one_cycle as one_cycle
-from vgrad.optim.schedules.decays import constant as constant
-from vgrad.optim.schedules.decays import cosine as cosine
-from vgrad.optim.schedules.decays import exponential as exponential
-from vgrad.optim.schedules.decays import linear as linear
-from vgrad.optim.schedules.decays import multi_step as multi_step
-from vgrad.optim.schedules.decays import polynomial as polynomial
-from vgrad.optim.schedules.decays import step as step
-from vgrad.optim.schedules.joined import join as join
-from vgrad.optim.schedules.joined import piecewise_constant as piecewise_constant
-from vgrad.optim.schedules.joined import warmup as warmup
+from vgrad.optim.schedules.cycles import cosine_with_restarts, cyclic, one_cycle
+from vgrad.optim.schedules.decays import (
+    constant,
+    cosine,
+    exponential,
+    linear,
+    multi_step,
+    polynomial,
+    step,
+)
+from vgrad.optim.schedules.joined import join, piecewise_constant, warmup
+
+__all__ = [
+    "constant",
+    "cosine",
+    "cosine_with_restarts",
+    "cyclic",
+    "exponential",
+    "join",
+    "linear",
+    "multi_step",
+    "one_cycle",
+    "piecewise_constant",
+    "polynomial",
+    "step",
+    "warmup",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,10 +22,12 @@ from vgrad.optim.schedules.arguments import (
 )
 from vgrad.optim.schedules.decays import half_cosine, line
 
-ANNEAL = {"cos": half_cosine, "linear": line}
+Anneal = Literal["cos", "linear"]
+ANNEAL: dict[Anneal, Callable] = {"cos": half_cosine, "linear": line}
 """How `one_cycle` gets from corner to corner."""
 
-MODES = ("triangular", "triangular2", "exp_range")
+Mode = Literal["triangular", "triangular2", "exp_range"]
+MODES = get_args(Mode)
 """How the triangles of `cyclic` shrink."""
 
 
@@ -68,7 +72,7 @@ def cyclic(
     *,
     step_size_up: Length = 2000,
     step_size_down: Length | None = None,
-    mode: str = "triangular",
+    mode: Mode = "triangular",
     gamma: Number = 1.0,
 ) -> Curve:
     """Go up and down between two rates along lines, over and over.
@@ -112,7 +116,7 @@ def one_cycle(
     steps: Length,
     *,
     pct_start: Number = 0.3,
-    anneal_strategy: str = "cos",
+    anneal_strategy: Anneal = "cos",
     div_factor: Number = 25.0,
     final_div_factor: Number = 1e4,
     three_phase: bool = False,

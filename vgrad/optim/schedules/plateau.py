@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -19,8 +19,10 @@ from vgrad.typing import Params, Tree
 Observe = Callable[[Tree, Number], Tree]
 """`observe(state, value)` returns the state after a value was measured."""
 
-MODES = ("min", "max")
-THRESHOLD_MODES = ("rel", "abs")
+Mode = Literal["min", "max"]
+MODES = get_args(Mode)
+ThresholdMode = Literal["rel", "abs"]
+THRESHOLD_MODES = get_args(ThresholdMode)
 
 
 class PlateauState(NamedTuple):
@@ -41,11 +43,11 @@ def reduce_on_plateau(
     make: Callable[[Tensor], GradientTransformation],
     lr: Number,
     *,
-    mode: str = "min",
+    mode: Mode = "min",
     factor: Number = 0.1,
     patience: int | Tensor = 10,
     threshold: Number = 1e-4,
-    threshold_mode: str = "rel",
+    threshold_mode: ThresholdMode = "rel",
     cooldown: int | Tensor = 0,
     min_lr: Number = 0.0,
     eps: Number = 1e-8,

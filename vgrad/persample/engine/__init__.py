@@ -23,8 +23,8 @@ from vgrad.persample.engine.guard import LossGuard as LossGuard
 from vgrad.persample.engine.guard import UnsupportedOp as UnsupportedOp
 from vgrad.persample.engine.ladder import FINAL as FINAL
 from vgrad.persample.engine.ladder import STRATEGIES as STRATEGIES
+from vgrad.persample.engine.problem import Options as Options
 from vgrad.persample.engine.problem import Problem as Problem
-from vgrad.persample.engine.problem import Randomness as Randomness
 from vgrad.persample.engine.strategies import Chunk as Chunk
 from vgrad.persample.engine.strategies import saved_bytes as saved_bytes
 from vgrad.persample.engine.transform import Quantity as Quantity

@@ -184,8 +184,10 @@ class _Constant(torch.autograd.Function):
         """Say which strategy has a derivative."""
         raise RuntimeError(
             f"{ctx.function}: expected a result that is not differentiated again, "
-            f'since it was recorded in one backward pass. Use strategy="vmap", or '
-            f"torch.no_grad() or detached parameters if no derivative is wanted."
+            f"since it was recorded in one backward pass. If a derivative is wanted, "
+            f'use strategy="vmap"; if not, .detach() the result, or let no parameter '
+            f"require grad: make_functional_with_buffers(model, "
+            f"disable_autograd_tracking=True)."
         )
 
 

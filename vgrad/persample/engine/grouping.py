@@ -1,13 +1,20 @@
 """Parameters in named groups: whose norms are joint, and which share a clip bound."""
 
 from collections.abc import Mapping
+from typing import Literal, get_args
 
 from vgrad import checks, names
 from vgrad.names import Patterns
 from vgrad.typing import Params
 
-Groups = str | Mapping[str, Patterns] | None
-"""`"parameter"`, `"layer"` (a module), or patterns by a group's name; None for all."""
+Parts = Literal["parameter", "layer"]
+"""Each parameter by itself, or those of a module together."""
+
+Grouping = Parts | Mapping[str, Patterns]
+"""Such parts, or patterns by a group's name."""
+
+Groups = Grouping | None
+"""The same, or all parameters as one with None."""
 
 
 def check_groups(function: str, groups: Groups) -> None:
@@ -21,7 +28,7 @@ def check_groups(function: str, groups: Groups) -> None:
         for group, patterns in groups.items():
             names.check(function, **{f"groups[{group!r}]": patterns})
     elif groups is not None:
-        checks.one_of(function, ("parameter", "layer"), groups=groups)
+        checks.one_of(function, get_args(Parts), groups=groups)
 
 
 def members(function: str, groups: Groups, params: Params) -> dict[str, list[str]]:

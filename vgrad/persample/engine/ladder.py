@@ -29,6 +29,7 @@ from vgrad.persample.engine.strategies import (
     vmap,
 )
 from vgrad.torch_private import levels
+from vgrad.typing import Strategy
 
 
 def auto(problem: Problem, collect: Collect) -> Chunk:
@@ -128,7 +129,7 @@ def _check_alone(problem: Problem, stopped: Stop) -> None:
         raise
 
 
-STRATEGIES: dict[str, Callable[[Problem, Collect], Chunk]] = {
+STRATEGIES: dict[Strategy, Callable[[Problem, Collect], Chunk]] = {
     "auto": auto,
     "recorded": recorded,
     "vmap": vmap,

@@ -3,13 +3,12 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, Protocol
+from typing import Protocol, TypedDict
 
 import torch
 from torch import Tensor
 
 from vgrad import batches, checks
-from vgrad.batches import ChunkSize
 from vgrad.lowering.draws import Draws
 from vgrad.persample.engine.guard import Fallbacks, LossGuard
 from vgrad.persample.factors.base import Factor
@@ -18,9 +17,16 @@ from vgrad.precision.autocasting import AutocastMode
 from vgrad.precision.loss_scale import LossScale
 from vgrad.torch_private import levels
 from vgrad.tree import map_values, tree_leaves
-from vgrad.typing import Buffers, LossFn, Params, Tree
+from vgrad.typing import Buffers, ChunkSize, LossFn, Params, Randomness, Strategy, Tree
 
-Randomness = Literal["error", "different", "same"]
+
+class Options(TypedDict, total=False):
+    """The options of every per-sample transform, for type checkers."""
+
+    strategy: Strategy
+    chunk_size: ChunkSize
+    randomness: Randomness
+    loss_scale: LossScale | None
 
 
 class Others(Protocol):
@@ -61,7 +67,7 @@ class Problem:
 
     function: str
     loss: LossFn
-    strategy: str = "auto"
+    strategy: Strategy = "auto"
     chunk_size: ChunkSize = None
     randomness: Randomness = "error"
     has_aux: bool = False
@@ -125,7 +131,7 @@ class Problem:
             others=self._others_of_part(),
         )
 
-    def rows(self, rows: Tensor, strategy: str | None = None) -> "Problem":
+    def rows(self, rows: Tensor, strategy: Strategy | None = None) -> "Problem":
         """Return the problem of these samples, in this order."""
 
         def of(values: Tensor | None) -> Tensor | None:

@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Generic, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor
 
 from vgrad import batches, checks
+from vgrad.functional.losses import check_loss
 from vgrad.persample.engine.calls import Call
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.ladder import STRATEGIES
@@ -17,7 +18,7 @@ from vgrad.persample.engine.problem import Problem
 from vgrad.persample.engine.strategies import Chunk
 from vgrad.precision.loss_scale import LossScale
 from vgrad.tree import tree_map
-from vgrad.typing import Buffers, Params, Tree
+from vgrad.typing import Buffers, Params, Randomness, Result, Strategy, Tree
 
 
 class Quantity(NamedTuple):
@@ -34,7 +35,7 @@ class Quantity(NamedTuple):
     join: Callable[[Iterator[Any], Call], Any]
 
 
-class Transform:
+class Transform(Generic[Result]):
     """What the per-sample transforms return: a function of `(params, buffers, *batch)`.
 
     A `mask` `[B]` says which samples count. The others, such as copies that fill a
@@ -95,8 +96,12 @@ class Transform:
         /,
         *batch: Tree,
         mask: Tensor | None = None,
-    ) -> Any:
-        """Compute the quantity of this batch."""
+    ) -> Result:
+        """Compute the quantity of this batch.
+
+        Args:
+            mask: which samples count, bool `[B]`; the others add nothing.
+        """
         found = self.on_all(params, buffers, batch, mask)
         return found if mask is None else self.selected(found, mask)
 
@@ -181,15 +186,10 @@ def _measured(quantity: Quantity, problem: Problem) -> Chunk:
 def _check(options: Problem) -> None:
     """Refuse options that no strategy knows."""
     function, loss_scale = options.function, options.loss_scale
-    if not callable(options.loss):
-        raise TypeError(
-            f"{function}(loss={options.loss!r}): expected a function "
-            f"loss(params, buffers, *sample), for example from sample_loss."
-        )
-    checks.one_of(function, tuple(STRATEGIES), strategy=options.strategy)
+    check_loss(function, options.loss)
+    checks.one_of(function, get_args(Strategy), strategy=options.strategy)
     batches.check_chunk_size(function, options.chunk_size)
-    kinds = ("error", "different", "same")
-    checks.one_of(function, kinds, randomness=options.randomness)
+    checks.one_of(function, get_args(Randomness), randomness=options.randomness)
     if loss_scale is not None and not hasattr(loss_scale, "loss_scale"):
         raise TypeError(
             f"{function}(loss_scale={loss_scale!r}): expected a loss scale such as "

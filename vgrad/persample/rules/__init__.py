@@ -2,6 +2,15 @@
 
 Each file has the rules of one family of ops; importing the room fills `RULES`. The
 author of a rule registers it with `rule`, and makes a factor for each of its weights.
+
+* `rule`: register a function as the rule of some ops
+* `lowered`: register what some ops do while they are recorded
+* `RULES`: the table of all rules
+* `Rule`, `Lowering`, `Maker`, `Recording`: what they are made of
+* `Outer`, `Conv`, `Rows`, `Dense`: factors; the last holds the gradients themselves
+* `Factor`: what a factor of your own has to compute
+* `Norm`, `Probes`: what it computes them with
+* `positions`, `over_positions`: view a tensor by positions, and sum over them
 """
 
 from vgrad.persample.factors import Conv, Dense, Factor, Norm, Outer, Probes, Rows
@@ -40,3 +49,7 @@ __all__ = [
     "positions",
     "rule",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

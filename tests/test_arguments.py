@@ -1,0 +1,157 @@
+"""What is easily mistaken for a loss, an optimizer or a plan is refused at once."""
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import vgrad
+from vgrad import dp, ensemble, optim, training
+
+MODEL = nn.Linear(2, 1)
+FMODEL, PARAMS, BUFFERS = vgrad.make_functional_with_buffers(MODEL)
+LOSS = vgrad.sample_loss(FMODEL, F.mse_loss)
+BATCH_LOSS = vgrad.batch_loss(FMODEL, F.mse_loss)
+TX = optim.sgd(0.1)
+PLAN = dp.Plan(10, 0.5, 1.0, 1.0, 10, 1e-5)
+SGD = torch.optim.SGD(MODEL.parameters())
+
+OF_A_SAMPLE = {
+    "per_sample_grad": vgrad.per_sample_grad,
+    "per_sample_norm": vgrad.per_sample_norm,
+    "per_sample_gram": vgrad.per_sample_gram,
+    "per_sample_projection": partial(vgrad.per_sample_projection, dim=2, seed=0),
+    "weighted_grad": vgrad.weighted_grad,
+    "clipped_grad": partial(vgrad.clipped_grad, max_norm=1.0),
+    "gradient_moments": vgrad.gradient_moments,
+    "ensemble_per_sample_grad": ensemble.ensemble_per_sample_grad,
+    "ensemble_clipped_grad": partial(ensemble.ensemble_clipped_grad, max_norm=1.0),
+    "private_step": lambda loss: training.private_step(loss, TX, PLAN, policy="f32"),
+}
+OF_A_BATCH = {
+    "train_step": lambda loss: training.train_step(loss, TX, policy="f32"),
+    "ensemble_train_step": lambda loss: training.ensemble_train_step(loss, TX),
+    "ensemble_grad": vgrad.ensemble_grad,
+}
+
+
+@pytest.mark.parametrize("function", [*OF_A_SAMPLE, *OF_A_BATCH])
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (MODEL, "got a module, Linear. Split the model by fmodel, params, buffers = "),
+        (nn.MSELoss(), "got a module, MSELoss"),
+        (FMODEL, r"got a functional model, whose output is no loss. Pass \w+_loss\("),
+        (
+            1.0,
+            r"=1.0\): expected a function loss\(params, buffers, \*(sample|batch)\), ",
+        ),
+        ("other", r"got one of .*. Make it with \w+_loss"),
+    ],
+)
+def test_what_is_no_loss_of_this_kind_is_refused(function, loss, message):
+    if loss == "other":
+        if function == "train_step":
+            return  # which takes both
+        loss = BATCH_LOSS if function in OF_A_SAMPLE else LOSS
+    message = rf"^{function}\(loss.*{message}"
+    with pytest.raises(TypeError, match=message):
+        (OF_A_SAMPLE | OF_A_BATCH)[function](loss)
+
+
+@pytest.mark.parametrize("make", [vgrad.sample_loss, vgrad.batch_loss])
+def test_a_loss_takes_a_model_that_has_been_split(make):
+    message = (
+        r"_loss\(fmodel\): expected what make_functional_with_buffers returns, got"
+    )
+    with pytest.raises(TypeError, match=message):
+        make(MODEL, F.mse_loss)
+
+
+TAKE_TX = {
+    "train_step": partial(training.train_step, BATCH_LOSS),
+    "private_step": lambda tx: training.private_step(LOSS, tx, PLAN),
+    "ensemble_train_step": partial(training.ensemble_train_step, BATCH_LOSS),
+    "TrainState.create": lambda tx: training.TrainState.create(tx, PARAMS, BUFFERS),
+    "EnsembleState.create": lambda tx: training.EnsembleState.create(tx, PARAMS, {}),
+    "cross_validate": lambda tx: training.cross_validate(
+        *(
+            lambda fold: nn.Linear(2, 1),
+            F.mse_loss,
+            tx,
+            torch.ones(4, 2),
+            torch.ones(4, 1),
+        ),
+        **dict(folds=2, epochs=1, batch_size=2, seed=0),
+    ),
+    "step": lambda tx: optim.step(tx, PARAMS, {}, PARAMS),
+    "as_torch": lambda tx: optim.as_torch(tx, PARAMS),
+    "chain": lambda tx: optim.chain(optim.zero_nans(), tx),
+}
+
+
+@pytest.mark.parametrize("function", TAKE_TX)
+@pytest.mark.parametrize(
+    ("tx", "message"),
+    [
+        (
+            SGD,
+            r"got an optimizer of torch, SGD. Read it: tx, state = vgrad.optim.from_",
+        ),
+        (optim.sgd, r"got a function. Call it: sgd\(lr"),
+        (None, r"got a NoneType. Pass, for example, vgrad.optim.sgd\(0.1\)"),
+    ],
+)
+def test_what_is_no_transformation_is_refused(function, tx, message):
+    message = rf"^{function}\(tx\): expected a transformation of vgrad.optim, {message}"
+    with pytest.raises(TypeError, match=message):
+        TAKE_TX[function](tx)
+
+
+def test_members_run_a_transformation_or_what_makes_one():
+    message = r"for_members\(tx\): .* got an optimizer of torch, SGD. Read it"
+    with pytest.raises(TypeError, match=message):
+        vgrad.for_members(SGD)
+
+
+def test_a_private_step_takes_a_plan():
+    message = r"private_step\(plan\): expected a dp.Plan, got a NoneType. Make one with"
+    with pytest.raises(TypeError, match=message):
+        training.private_step(LOSS, TX, None)
+
+
+def test_a_scheduler_is_told_why_there_is_no_rate_also_after_loading():
+    optimizer = optim.as_torch(optim.lion(1e-3), {"w": nn.Parameter(torch.ones(1))})
+    optimizer.load_state_dict(optimizer.state_dict())
+    message = r"\[\"lr\"\]: expected a transformation whose rate .* inject_hyperparams"
+    with pytest.raises(ValueError, match=message):
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(KeyError, match="betas"):
+        optimizer.param_groups[0]["betas"]
+
+
+def test_results_say_how_they_are_used_where_parameters_require_grad():
+    norms = vgrad.per_sample_norm(LOSS)(PARAMS, {}, torch.ones(3, 2), torch.ones(3, 1))
+    with pytest.raises(RuntimeError, match=r"detach\(\)"):
+        norms.numpy()
+    with pytest.raises(
+        RuntimeError, match=r"\.detach\(\) .* disable_autograd_tracking="
+    ):
+        norms.sum().backward()
+    assert norms.detach().numpy().shape == (3,)
+
+
+def test_float16_on_a_cpu_is_told_once():
+    x, y = torch.ones(3, 2), torch.ones(3, 1)
+    step = training.train_step(BATCH_LOSS, TX, policy="mixed_float16")
+    state = training.TrainState.create(TX, PARAMS, BUFFERS)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            state, _ = step(state, x, y)
+    (warning,) = [each for each in told if "autocast" in str(each.message)]
+    assert "float16 on a CPU" in str(warning.message)
+    assert "mixed_bfloat16" in str(warning.message)
