@@ -36,15 +36,14 @@ nitpicky = True
 nitpick_ignore_regex = [("py:class", ".*")]
 
 default_role = "literal"
-smartquotes = False
+smartquotes_action = "D"  # quotes are code, or as they were written
 add_module_names = False
 toc_object_entries_show_parents = "hide"
 maximum_signature_line_length = 80
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
-napoleon_use_ivar = True
-napoleon_custom_sections = ["Reference"]
+napoleon_custom_sections = ["Reference", ("Attributes", "params_style")]
 myst_heading_anchors = 3
 suppress_warnings = ["config.cache"]  # the gallery's settings hold functions
 
