@@ -7,9 +7,10 @@ is found, under both names in the index.
 import ast
 import importlib
 import inspect
+import re
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol, get_origin
 
 from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
@@ -114,11 +115,12 @@ def described(module: ModuleType, name: str) -> str:
     """Return what makes autodoc describe a name."""
     value = getattr(module, name)
     if inspect.isclass(value):
-        return f"\n.. autoclass:: {name}\n   :members:\n"
+        return f"\n.. autoclass:: {name}\n   :members:\n   :special-members: __call__\n"
     if inspect.isroutine(value):
         return f"\n.. autofunction:: {name}\n"
     text = "\n".join(f"   {line}" for line in comment(module, name))
-    return f"\n.. py:data:: {name}\n\n{text}\n"
+    shown = re.sub(r"\b(\w+\.)+", "", repr(value)) if get_origin(value) else ""
+    return f"\n.. py:data:: {name}\n   :value: {shown}\n\n{text}\n"
 
 
 def comment(module: ModuleType, name: str) -> list[str]:
@@ -134,6 +136,11 @@ def comment(module: ModuleType, name: str) -> list[str]:
 def skipped(app: Sphinx, kind: str, name: str, value: Any, skip: bool, options: Any):
     """Leave out the fields of named tuples, which the docstring of the class has."""
     return True if type(value).__name__ == "_tuplegetter" else None
+
+
+def unsigned(app: Sphinx, kind: str, name: str, value: Any, *_: Any):
+    """Leave out how to make a protocol, of which none is made."""
+    return ("", None) if kind == "class" and Protocol in value.__bases__ else None
 
 
 def escaped(app: Sphinx, kind: str, name: str, value: Any, options: Any, lines: list):
@@ -154,4 +161,5 @@ def setup(app: Sphinx) -> None:
     """Tell autodoc what to leave out and what is text."""
     app.connect("autodoc-skip-member", skipped)
     app.connect("viewcode-follow-imported", followed)
+    app.connect("autodoc-process-signature", unsigned)
     app.connect("autodoc-process-docstring", escaped, priority=100)
