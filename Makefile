@@ -30,7 +30,7 @@ test-random: .venv/installed
 
 zoo: .venv-zoo/installed
 	OMP_NUM_THREADS=1 .venv-zoo/bin/python -m pytest -n auto --dist worksteal \
-	  tests/zoo tests/persample/test_transformers.py
+	  tests/zoo tests/persample/test_transformers.py tests/test_examples.py
 
 # The figures of tutorials that did not change are kept; `make clean` removes them.
 docs: .venv/installed
@@ -56,7 +56,7 @@ experiments: .venv/installed
 	rm -rf .venv-zoo
 	$(PYTHON) -m venv .venv-zoo
 	.venv-zoo/bin/python -m pip install --quiet --constraint constraints.txt torch
-	.venv-zoo/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[test,zoo]"
+	.venv-zoo/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[test,zoo,examples]"
 	touch $@
 
 clean:

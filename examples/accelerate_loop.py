@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from vgrad.dp import PrivateGradients
 
-EPOCHS, HELD_OUT = 12, 360
+EPOCHS, HELD_OUT = 15, 360
 
 torch.manual_seed(0)
 digits = load_digits()
@@ -35,9 +35,7 @@ private = PrivateGradients(
     max_norm=1.0,
 )
 optimizer = private.watch(torch.optim.SGD(model.parameters(), lr=1.0))
-scheduler = torch.optim.lr_scheduler.StepLR(
-    optimizer, step_size=4 * len(private.loader)
-)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=60, gamma=0.5)
 
 accelerator = Accelerator(cpu=True)
 model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)

@@ -53,8 +53,8 @@ def test_six_statements_change():
 def test_the_loop_learns_within_its_budget():
     pytest.importorskip("dp_accounting")
     names = run(side("+"))
-    # Eight runs gave 90.5 % on average, with a standard deviation of 0.7 %.
-    assert names["accuracy"] > 0.87
+    # Ten runs gave 89.2 % on average, with a standard deviation of 1.0 %.
+    assert names["accuracy"] > 0.84
     assert names["spent"] <= 3.0
     assert names["private"].step == 15 * 6
 
@@ -64,16 +64,16 @@ def test_the_loop_learns_within_its_budget():
 def test_both_loops_reach_the_same_accuracy():
     """Means of three runs each.
 
-    Over eight runs either side had a standard deviation of about 0.8 %. The difference
-    of two means of three then has 0.65 %, and four times that is the bound.
+    Ten runs had standard deviations of 0.4 % and 1.0 %. The difference of two means of
+    three then has 0.6 %, and four times that is the bound.
     """
     opacus()
     mean = {
         mark: sum(run(side(mark), seed)["accuracy"] for seed in range(3)) / 3
         for mark in "-+"
     }
-    assert abs(mean["-"] - mean["+"]) < 0.026
-    assert min(mean.values()) > 0.87
+    assert abs(mean["-"] - mean["+"]) < 0.025
+    assert min(mean.values()) > 0.86
 
 
 @pytest.mark.filterwarnings("ignore")
