@@ -184,18 +184,11 @@ class PrivateGradients:
         """
         piece = self._expected(batch)
         check_alone()
-        changed = self._live.follow()
+        if self._live.follow(within=piece.number > 0):
+            self._clipped = self._clip()
         if piece.number == 0:
             self._watch.begin()
             self._sums = {}
-        elif changed:
-            raise RuntimeError(
-                "PrivateGradients.backward(*batch): expected one module for all parts "
-                "of a logical batch, got one that was moved, switched or set otherwise "
-                "in between. Do that between logical batches."
-            )
-        if changed:
-            self._clipped = self._clip()
         params, buffers = self._live.values()
         place = (piece.number,) if piece.number else ()  # else as in private_step
         seed = torch_seed(self.key, "loss", self.step, *place)
@@ -207,9 +200,10 @@ class PrivateGradients:
             sums = map_values(torch.add, self._sums, sums)
         elif not piece.last:
             sums = map_values(Tensor.double, sums)
-        self.loader.given, self._sums = None, sums
-        if piece.last:
-            self._release(result.grads)
+        noisy = self._noisy(sums, result.grads) if piece.last else None
+        self.loader.given, self._sums = None, sums  # nothing above is done twice
+        if noisy is not None:
+            self._release(noisy)
         return {
             "loss": widened(result.losses).mean(),
             "samples": torch.tensor(len(result.losses)),
@@ -319,12 +313,15 @@ class PrivateGradients:
             )
         return piece
 
-    def _release(self, like: Params) -> None:
-        """Add the noise of the step, count it, and write the gradients."""
-        sums = {name: total.to(like[name].dtype) for name, total in self._sums.items()}
-        noisy = self.plan.add_noise(
+    def _noisy(self, sums: Params, like: Params) -> Params:
+        """Add the noise of the step."""
+        sums = {name: total.to(like[name].dtype) for name, total in sums.items()}
+        return self.plan.add_noise(
             sums, self._clipped.sensitivity, key=self.key, step=self.step
         )
+
+    def _release(self, noisy: Params) -> None:
+        """Count the step, and write its gradients."""
         self._progress.step += 1
         self._sums = {}
         write_grads_(self._live.model, noisy)

@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
 class Progress:
     """How far a run has come, and the key that its batches and noise follow from."""
 
-    key: Tensor
+    key: Tensor = field(repr=False)
     step: int = 0
 
 
@@ -120,7 +120,7 @@ class _Draws:
     def __init__(self, plan: Plan, progress: Progress, physical: int | None) -> None:
         self.drawn: deque[Piece] = deque()
         self._plan, self._progress, self._physical = plan, progress, physical
-        self._per_epoch = max(1, round(1 / plan.sampling_rate))
+        self._per_epoch = _per_epoch(plan)
 
     def __iter__(self) -> Iterator[list[int]]:
         drawn = self.drawn
@@ -158,6 +158,15 @@ class _Draws:
         last = self._plan.steps - 1
         start = min(self._progress.step, last) // self._per_epoch * self._per_epoch
         return range(start, min(start + self._per_epoch, last + 1))
+
+
+def _per_epoch(plan: Plan) -> int:
+    """Return the steps of an epoch, as `Plan.for_epsilon` counts them."""
+    expected = plan.expected_batch_size
+    # The rate is rounded, and a tie would fall to another side than there.
+    if math.isclose(expected, round(expected), rel_tol=1e-9):
+        expected = round(expected)
+    return round(plan.dataset_size / expected)
 
 
 def planned(plan: Plan | None, budget: dict[str, Any], dataset: Any) -> Plan:

@@ -43,6 +43,7 @@ class Watch:
         """Start as before the first release."""
         self._released: dict[str, Released] = {}
         self._stepped: WeakSet[Optimizer] = WeakSet()
+        self._used = False  # by an optimizer that may be gone
         self._partial = False
 
     @property
@@ -64,7 +65,7 @@ class Watch:
                     f"did not write, got one in {name!r}. Remove loss.backward(), and "
                     f"clear what is left of it with model.zero_grad()."
                 )
-        if self._released and self._optimizers and not self._stepped:
+        if self._released and self._optimizers and not self._used:
             raise RuntimeError(
                 "PrivateGradients.backward(*batch): expected optimizer.step() after "
                 "the last logical batch, got another batch, whose gradients would take "
@@ -110,6 +111,7 @@ class Watch:
         def after(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
             if not self._partial:
                 self._stepped.add(optimizer)
+                self._used = True
 
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
