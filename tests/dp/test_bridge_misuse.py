@@ -1,6 +1,7 @@
 """Calls that would break the guarantee raise where they are made."""
 
 import copy
+import os
 
 import pytest
 import torch
@@ -95,6 +96,18 @@ def test_two_passes_at_a_time(run):
     next(iter(private.loader))
     with pytest.raises(RuntimeError, match="expected one pass at a time"):
         next(first)
+
+
+def test_a_fork_that_would_repeat_the_noise(run, monkeypatch):
+    model, private, _ = run
+    batch = next(iter(private.loader))
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    with pytest.raises(RuntimeError, match="made it, got a fork of that, with the sam"):
+        private.backward(*batch)
+    assert model.weight.grad is None
+    private.load_state_dict({**private.state_dict(), "key": secret_key()})
+    private.backward(*next(iter(private.loader)))
+    assert private.step == 1
 
 
 def test_steps_past_the_plan(run):

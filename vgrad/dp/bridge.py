@@ -1,5 +1,6 @@
 """Private gradients for a loop that has a module and an optimizer of torch."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -183,7 +184,7 @@ class PrivateGradients:
             ValueError: the batch has another number of samples than the loader gave.
         """
         piece = self._expected(batch)
-        check_alone()
+        check_alone(self._progress.process)
         if self._live.follow(within=piece.number > 0):
             self._clipped = self._clip()
         if piece.number == 0:
@@ -283,7 +284,7 @@ class PrivateGradients:
                 f"plan, got {state['step']}."
             )
         self._progress.key = state["key"].cpu().clone()
-        self._progress.step = state["step"]
+        self._progress.step, self._progress.process = state["step"], os.getpid()
         self.loader.restart()
         self._watch.forget()
 

@@ -117,7 +117,8 @@ def _held(model: nn.Module) -> list[Any]:
         (name, frozen(value))
         for each in attributes
         for name, value in each
-        if name not in _REGISTERED and not isinstance(value, _PLAIN)
+        if not isinstance(value, _PLAIN)
+        and not (isinstance(value, dict) and (name in _REGISTERED or not value))
     ]
 
 

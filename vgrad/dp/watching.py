@@ -1,5 +1,6 @@
 """What keeps an optimizer from steps on gradients that are not private."""
 
+import os
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -149,8 +150,14 @@ def _bits(grad: Tensor) -> Tensor:
     return grad.contiguous().view(whole[grad.element_size()]).sum(dtype=torch.int64)
 
 
-def check_alone() -> None:
-    """Refuse to be one of several processes: each would have a key of its own."""
+def check_alone(process: int) -> None:
+    """Refuse several processes, each with a key of its own, and forks of one key."""
+    if process != os.getpid():
+        raise RuntimeError(
+            "PrivateGradients.backward(*batch): expected the process that made it, got "
+            "a fork of that, with the same key: two runs with the same noise show the "
+            "data. Make PrivateGradients in each process, after the fork."
+        )
     grouped = distributed.is_available() and distributed.is_initialized()
     if grouped and distributed.get_world_size() > 1:
         raise RuntimeError(
