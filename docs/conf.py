@@ -33,18 +33,17 @@ extensions = [
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 nitpicky = True
 # Signatures name types that have no page: torch's, Python's and what transforms return.
-nitpick_ignore_regex = [("py:class", ".*")]
+nitpick_ignore_regex = [("py:class", ".*"), ("py:obj", r"typing\..*")]
 
 default_role = "literal"
-smartquotes = False
+smartquotes_action = "D"  # quotes are code, or as they were written
 add_module_names = False
 toc_object_entries_show_parents = "hide"
 maximum_signature_line_length = 80
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
-napoleon_use_ivar = True
-napoleon_custom_sections = ["Reference"]
+napoleon_custom_sections = ["Reference", ("Attributes", "params_style")]
 myst_heading_anchors = 3
 suppress_warnings = ["config.cache"]  # the gallery's settings hold functions
 
@@ -95,5 +94,6 @@ def lay_out(app, config):
 def setup(app):
     """Add the parts of `site/`."""
     app.connect("config-inited", lay_out, priority=1)
+    gallery.setup(app)
     linking.setup(app)
     reference.setup(app)

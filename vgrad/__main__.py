@@ -56,8 +56,9 @@ COMMANDS = {
         "Train a classifier with differential privacy, and one without beside it. The "
         "folder gets model.safetensors (for an ensemble ensemble.* instead), the only "
         "file meant for release; state.*, from which the run can go on and which would "
-        "reveal its noise; and metrics.jsonl, plain.jsonl and pictures, whose figures "
-        "come from the private data without noise.",
+        "reveal its noise; and metrics.jsonl, plain.jsonl, pictures and report.html, "
+        "a page with all of it, whose figures come from the private data without "
+        "noise.",
         options.add_train,
         _train,
     ),

@@ -18,7 +18,9 @@ def link(app: Sphinx, tree: nodes.document, page: str) -> None:
     described = app.env.domains.python_domain.objects
     ends = defaultdict(list)
     for name in described.keys() - ALIASES.keys():
-        if not described[name].aliased and described[name].objtype != "module":
+        if described[name].objtype == "module":
+            ends[name].append(name)
+        elif not described[name].aliased:
             parts = name.split(".")
             for start in range(len(parts)):
                 ends[".".join(parts[start:])].append(name)

@@ -167,7 +167,8 @@ def test_only_what_is_for_release_can_be_read_by_others(images, tmp_path, monkey
     before = os.umask(0)
     try:
         assert train(images, tmp_path / "one") == 0
-        interrupted(images, tmp_path / "three", *THREE, where=PICTURES)
+        last = (report, "write_page")
+        interrupted(images, tmp_path / "three", *THREE, where=last)
     finally:
         os.umask(before)
     released = {"ensemble.json", "ensemble.safetensors", "model.safetensors"}

@@ -41,7 +41,7 @@ from tests.cli.runs import (
 )
 from vgrad import dp, files
 from vgrad.__main__ import COMMANDS, main
-from vgrad.cli import checkpoint, data, report, settings
+from vgrad.cli import checkpoint, data, models, report, settings
 
 ROOT = Path(__file__).parents[2]
 SLOW = pytest.mark.slow
@@ -361,23 +361,29 @@ def test_no_two_processes_train_in_one_folder(images, tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize(
-    ("given", "samples", "batch", "lr"),
+    ("given", "samples", "side", "batch", "lr"),
     [
-        ({}, 1438, 720, 1.0),
-        ({}, 60_000, 720, 1.0),
-        ({"model": "mlp"}, 500, 256, 0.18),
-        ({"model": "resnet"}, 2_000, 720, 0.1),
-        ({"model": "own:make"}, 2_000, 720, 0.1),
-        ({"batch_size": 36}, 500, 36, 0.05),
-        ({"batch_size": 2_000}, 60_000, 2_000, 1.0),
-        ({"lr": 0.7}, 500, 256, 0.7),
-        ({"lr": 0.7, "batch_size": 3}, 3, 3, 0.7),
-        ({}, 3, 3, 0.0042),
-        ({}, 1, 1, 0.0014),
+        ({}, 1438, 8, 720, 1.0),
+        ({}, 60_000, 28, 720, 0.082),
+        ({}, 50_000, 32, 720, 0.062),
+        ({"model": "mlp"}, 500, 8, 256, 0.089),
+        ({"model": "mlp"}, 60_000, 28, 720, 0.25),
+        ({"model": "resnet"}, 2_000, 8, 720, 0.1),
+        ({"model": "resnet"}, 2_000, 4, 720, 0.1),
+        ({"model": "resnet"}, 2_000, 28, 720, 0.0082),
+        ({"model": "own:make"}, 2_000, 28, 720, 0.1),
+        ({"model": "own:make"}, 72, 28, 40, 0.0056),
+        ({"batch_size": 36}, 500, 8, 36, 0.05),
+        ({"batch_size": 2_000}, 60_000, 8, 2_000, 1.0),
+        ({"lr": 0.7}, 500, 28, 256, 0.7),
+        ({"lr": 0.7, "batch_size": 3}, 3, 28, 3, 0.7),
+        ({}, 3, 8, 3, 0.0042),
+        ({}, 1, 8, 1, 0.0014),
     ],
 )
-def test_the_batch_and_the_rate_fit_the_data(given, samples, batch, lr):
-    found = settings.Settings(**given).fitted(samples)
+def test_the_batch_and_the_rate_fit_the_data(given, samples, side, batch, lr):
+    shape = models.Shape(3, side, side, 10)
+    found = settings.Settings(**given).fitted(samples, shape)
     assert (found.batch_size, found.lr) == (batch, lr)
 
 
@@ -388,10 +394,10 @@ def test_what_was_chosen_is_recorded_and_may_be_given_again(images, tmp_path, ca
         with pytest.raises(Killed):
             main(["train", "--out", str(out), "--data", str(images), *more])
     chosen = said(out)["arguments"]
-    assert (chosen["batch_size"], chosen["lr"]) == (24, 0.017)
+    assert (chosen["batch_size"], chosen["lr"]) == (24, 0.0083)
     message = error(capsys, "train", "--resume", out, "--batch-size", "720")
     assert "expected --batch-size 24, which the run was started with" in message
-    assert resume(out, "--batch-size", "24", "--lr", "0.017") == 0
+    assert resume(out, "--batch-size", "24", "--lr", "0.0083") == 0
 
 
 @SLOW

@@ -81,7 +81,8 @@ class Settings:
         None,
         "learning rate of SGD (default: "
         + ", ".join(f"{rate:g} for {name}" for name, rate in models.RATES.items())
-        + f"; less for batches below {_BATCH}, in proportion)",
+        + f"; less, in proportion, for batches below {_BATCH}, and with cnn and resnet "
+        "for images larger than 8 x 8)",
     )
     precision: str = _option(
         "float32",
@@ -183,8 +184,8 @@ class Settings:
         models.named_again("--resume", arguments["model"], given.get("model"))
         return cls(**arguments)
 
-    def fitted(self, samples: int) -> "Settings":
-        """Choose the size of batches and the rate for so many samples, if not given.
+    def fitted(self, samples: int, shape: models.Shape) -> "Settings":
+        """Choose the size of batches and the rate, if not given, to fit the data.
 
         With batches below the usual size the rate shrinks as they do, so that the noise
         of a step, rate * multiplier * max_norm / batch, stays about the same.
@@ -192,7 +193,7 @@ class Settings:
         Raises:
             ValueError: a batch has more samples than there are.
         """
-        # Half of them, in whole eights, which is what kernels take best.
+        # About half of them; tensor cores like multiples of eight.
         fitting = min(_BATCH, 8 * math.ceil(samples / 16), samples)
         batch = fitting if self.batch_size is None else self.batch_size
         if batch > samples:
@@ -200,7 +201,7 @@ class Settings:
                 f"--batch-size {batch}: expected at most the {samples} training "
                 f"samples that there are. Leave it out for batches of {fitting}."
             )
-        rate = models.rate(self.model) * min(1, batch / _BATCH)
+        rate = models.rate(self.model, shape) * min(1, batch / _BATCH)
         lr = float(f"{rate:.2g}") if self.lr is None else self.lr
         return replace(self, batch_size=batch, lr=lr)
 

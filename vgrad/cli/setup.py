@@ -133,7 +133,7 @@ def prepare(settings: Settings) -> Job:
 def read(settings: Settings) -> tuple[Settings, Dataset, list[int]]:
     """Return settings that fit the data, the data, and the step each epoch ends at."""
     found = data.load(settings.data, seed=settings.seed)
-    settings = settings.fitted(len(found.y_train))
+    settings = settings.fitted(len(found.y_train), found.shape)
     epoch = len(found.y_train) / settings.batch_size
     ends = [round(number * epoch) for number in range(1, settings.epochs + 1)]
     return settings, found, ends

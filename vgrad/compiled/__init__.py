@@ -94,11 +94,11 @@ def compile(
     then, and the call is repeated in eager mode with the same random numbers. After
     three such calls in a row a capture is given up, with a warning.
 
-    With `batch_sizes`, for per-sample transforms and `private_step`, a batch is filled
-    up to the next of these sizes by copies of its first sample, which add exactly zero,
-    and larger batches are split, so that a few captures do. `private_step` takes sizes
-    that suit its plan by default. Random numbers, as of dropout, are those of eager
-    mode on the batch that was filled up.
+    With `batch_sizes`, for per-sample transforms and steps with a loss of one sample, a
+    batch is filled up to the next of these sizes by copies of its first sample, which
+    add exactly zero, and larger batches are split, so that a few captures do.
+    `private_step` takes sizes that suit its plan by default. Random numbers, as of
+    dropout, are those of eager mode on the batch that was filled up.
 
     With `verify=True` the first result of each capture is compared with eager mode: all
     bits of a replay must be equal; the error of compiled code against the function in
@@ -147,8 +147,8 @@ def _compiled(
     if sizes is not None:
         raise ValueError(
             f"compile({type(transform).__name__}, batch_sizes={list(sizes)}): expected "
-            f"a per-sample transform or private_step, which can leave copies out. A "
-            f"loss of a whole batch would average them."
+            f"a per-sample transform or a step with a loss of one sample, which can "
+            f"leave copies out. A loss of a whole batch would average them."
         )
     if isinstance(transform, TrainStep | EnsembleStep):
         return CompiledStep(replace(transform, run=captures), captures)

@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from vgrad import batches, checks
-from vgrad.batches import ChunkSize
 from vgrad.dp.live import LiveModule
 from vgrad.dp.loader import Piece, PoissonLoader, Progress, planned
 from vgrad.dp.plan import Plan
@@ -26,9 +25,8 @@ from vgrad.generators import (
     torch_seed,
 )
 from vgrad.persample.clipped import ClippedGradFn, clipped_grad
-from vgrad.persample.engine.problem import Randomness
 from vgrad.tree import map_values
-from vgrad.typing import Params, Tree
+from vgrad.typing import ChunkSize, Params, Randomness, Strategy, Tree
 
 
 class PrivateGradients:
@@ -47,11 +45,9 @@ class PrivateGradients:
 
     `physical_batch_size` cuts logical batches into loaded ones of at most so many
     samples, and `chunk_size` says how many of a loaded batch are computed at a time:
-    neither changes what is released, up to rounding (and dropout). `strategy`,
-    `chunk_size` and `randomness` are those of `clipped_grad`, but each sample draws its
-    own random numbers unless told otherwise. `criterion` is read as by `sample_loss`:
-    `None` for a module that returns its loss. A sample of the data set holds the data
-    of one person, and must not depend on the others.
+    neither changes what is released, up to rounding (and dropout). `criterion` is read
+    as by `sample_loss`: `None` for a module that returns its loss. A sample of the data
+    set holds the data of one person, and must not depend on the others.
 
     The module's values and mode are read at every `backward`. Its buffers do not
     change, and batch normalisation in training mode raises.
@@ -62,6 +58,12 @@ class PrivateGradients:
     notices samples that were exchanged for as many others.
 
     Reference: Abadi et al., Deep Learning with Differential Privacy, arXiv 1607.00133.
+
+    Args:
+        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
+            `"loop"` sample by sample; `"auto"` takes the first of these that can.
+        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
+        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
 
     Attributes:
         plan: what sampling, noise and accounting have in common.
@@ -109,7 +111,7 @@ class PrivateGradients:
         batch_size: int | None = None,
         max_norm: float | None = None,
         physical_batch_size: int | None = None,
-        strategy: str = "auto",
+        strategy: Strategy = "auto",
         chunk_size: ChunkSize = None,
         randomness: Randomness = "different",
         key: Tensor | None = None,

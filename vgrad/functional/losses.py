@@ -127,10 +127,10 @@ def check_loss(function: str, loss: Any, *, of_batch: bool = False) -> None:
             f"no loss. Pass {maker}(fmodel, criterion)."
         )
     if isinstance(loss, SampleLoss if of_batch else BatchLoss):
-        wanted, got = ("a whole batch", "a sample")[:: 1 if of_batch else -1]
+        kinds = {True: "a whole batch", False: "a sample"}
         raise TypeError(
-            f"{function}(loss): expected a loss of {wanted}, got one of {got}. Make it "
-            f"with {maker}."
+            f"{function}(loss): expected a loss of {kinds[of_batch]}, got one of "
+            f"{kinds[not of_batch]}. Make it with {maker}."
         )
     if not callable(loss):
         raise TypeError(

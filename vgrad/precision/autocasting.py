@@ -9,7 +9,7 @@ the model calls it, from torch's own state and by torch's own lists.
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -23,10 +23,15 @@ from vgrad.torch_private import levels, modes
 from vgrad.torch_private.tensors import version_of
 from vgrad.tree import tree_leaves, tree_map_only
 
-_SLOW = (
-    "autocast: float16 on a CPU is slow, since few of them have arithmetic for it; the "
-    "numbers are right. Take bfloat16, as the policy mixed_bfloat16 does."
-)
+
+@cache
+def tell_slow() -> None:
+    """Warn of float16 on a CPU, once in the life of a process."""
+    warnings.warn(
+        "autocast: float16 on a CPU is slow, since few of them have arithmetic for it; "
+        "the numbers are right. Take bfloat16, as the policy mixed_bfloat16 does.",
+        stacklevel=3,
+    )
 
 
 class autocast(torch.autocast):
@@ -53,7 +58,7 @@ class autocast(torch.autocast):
         """Switch on."""
         options = (self.device, self.fast_dtype, self._enabled, self._cache_enabled)
         if options[:3] == ("cpu", torch.float16, True):
-            warnings.warn(_SLOW, stacklevel=2)
+            tell_slow()
         region = ExitStack()
         region.enter_context(torch.autocast(*options))
         # A transform of vgrad has set one already, which knows the weights.

@@ -29,8 +29,8 @@ _MOST_LINES = 100
 _SHOWS = {
     pictures.CURVES: (
         "Accuracy and privacy over the steps",
-        "How often each run is right on the held-out samples and, of the private run, "
-        "how much of epsilon has been spent.",
+        "How often each run is right on the held-out samples and, with privacy, how "
+        "much of epsilon has been spent.",
     ),
     pictures.RELIABILITY: (
         "Confidence",
@@ -56,11 +56,11 @@ _HEAD = """\
 <title>{title}</title>
 <style>
 body {{ font-family: system-ui, sans-serif; line-height: 1.5; color: #1a1a1a;
-  background: #fff; max-width: 52rem; margin: 2rem auto; padding: 0 1rem; }}
+  background: #fff; max-width: 52rem; margin: 2rem auto; padding: 0 1rem;
+  overflow-wrap: anywhere; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
 th, td {{ padding: .2rem .8rem; border-bottom: 1px solid #ddd; text-align: right; }}
 th:first-child, td:first-child {{ text-align: left; }}
-td {{ overflow-wrap: anywhere; }}
 img {{ max-width: 100%; height: auto; }}
 .warning {{ border-left: .4rem solid #D55E00; padding: .4rem 1rem;
   background: #fdf1e9; }}
@@ -178,7 +178,7 @@ def _settings(job: Job) -> list[tuple[object, ...]]:
     }
     found["training samples"] = len(job.data.y_train)
     found["held-out samples"] = len(job.data.y_test)
-    found["steps"] = job.ends[-1]
+    found["steps of each model"] = job.ends[-1]
     if job.plan:
         found["sampling rate"] = f"{job.plan.sampling_rate:.4g}"
         found["noise multiplier"] = f"{job.plan.noise_multiplier:.4g}"

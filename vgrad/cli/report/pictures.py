@@ -39,7 +39,10 @@ COLOURS = (
     "#56B4E9",
     "#000000",
 )
-"""Which all can tell apart. Reference: Okabe and Ito, Color Universal Design, 2008."""
+"""For all pictures, with bench/: whoever is colour-blind can tell them apart.
+
+Reference: Okabe and Ito, Color Universal Design, 2008.
+"""
 
 _LOOKS = {
     RUNS[0]: {"color": COLOURS[0], "linestyle": "-", "marker": "o"},
@@ -106,16 +109,14 @@ def curves(
     for label, records in zip(RUNS, (private, plain), strict=True):
         if not records:
             continue
-        looks = {**_LOOKS[label], "markersize": 3}
         steps = [record.step for record in records]
         shares = [100 * each.test_accuracy for each in records]
-        panels[0].plot(steps, shares, label=label, **looks)
+        panels[0].plot(steps, shares, label=label, markersize=3, **_LOOKS[label])
         members = [each.member_accuracies or [] for each in records]
-        named = f"{label}, each member"
-        for one in zip(*members, strict=True):
-            looks |= {"alpha": 0.3, "linewidth": 0.8, "marker": "", "label": named}
-            panels[0].plot(steps, [100 * share for share in one], **looks)
-            named = ""
+        pale = {**_LOOKS[label], "alpha": 0.3, "linewidth": 0.8, "marker": ""}
+        for i, one in enumerate(zip(*members, strict=True)):
+            named = "" if i else f"{label}, each member"
+            panels[0].plot(steps, [100 * each for each in one], label=named, **pale)
     panels[0].set_ylabel("held-out accuracy in %")
     if private:
         steps = [record.step for record in private]

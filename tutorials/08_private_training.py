@@ -1,0 +1,143 @@
+"""Private training in the loop that you have, and a run that stops half-way.
+
+Module, data set, optimizer and scheduler stay as they are. `PrivateGradients` brings
+the loader, whose batches are Poisson samples, and writes clipped and noised gradients
+where `loss.backward()` would have written plain ones. A run that was interrupted goes
+on in the middle of an epoch, and ends with the weights that it would have had anyway.
+"""
+
+# %% A data set of your own. A sample is what one person gave: it is theirs to hide.
+import io
+
+import matplotlib.pyplot as plt
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+import vgrad
+
+SEED, EPSILON, DELTA, EPOCHS, BATCH, HELD_OUT = 0, 3.0, 1e-4, 8, 120, 360
+torch.set_num_threads(1)  # with a model this small, more threads only wait
+torch.manual_seed(SEED)
+digits = load_digits()
+
+
+class Digits(Dataset):
+    """Some of scikit-learn's digits."""
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        row = self.rows[index]
+        image = torch.tensor(digits.images[row], dtype=torch.float32)
+        return image / 16, int(digits.target[row])
+
+
+order = torch.randperm(len(digits.target)).tolist()
+dataset = Digits(order[HELD_OUT:])
+images, labels = next(iter(DataLoader(Digits(order[:HELD_OUT]), batch_size=HELD_OUT)))
+
+
+def accuracy(model):
+    """Return the share of held-out digits that are right, in per cent."""
+    return 100 * (model(images).argmax(1) == labels).float().mean().item()
+
+
+# %% What a run has. A module, an optimizer and a scheduler of torch; then the data set
+# and what may be spent on it. Batches and noise follow from a secret key. A seed makes
+# it here, to compare runs; left out, it comes from the operating system.
+def begin():
+    """Return the parts of a run as it starts."""
+    torch.manual_seed(SEED)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
+    optimizer = torch.optim.SGD(model.parameters(), 1.0, momentum=0.5)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
+    private = vgrad.dp.PrivateGradients(
+        model,
+        F.cross_entropy,
+        dataset,
+        epsilon=EPSILON,
+        delta=DELTA,
+        epochs=EPOCHS,
+        batch_size=BATCH,
+        max_norm=1.0,
+        key=vgrad.dp.secret_key(seed=SEED),
+    )
+    private.watch(optimizer)
+    return {"model": model, "opt": optimizer, "schedule": scheduler, "private": private}
+
+
+# %% The loop. What is new are two names: `.loader` and `.backward`.
+def train(run, stop_at=None):
+    """Train to the end, or to the step at which the power fails. -> step, accuracy."""
+    model, optimizer, scheduler, private = run.values()
+    seen = []
+    for _ in range(scheduler.last_epoch, EPOCHS):
+        for x, y in private.loader:
+            private.backward(x, y)  # in the place of loss.backward()
+            optimizer.step()
+            if private.step == stop_at:
+                return seen
+        scheduler.step()
+        seen.append((private.step, accuracy(model)))
+    return seen
+
+
+whole = begin()
+curve = train(whole)
+plan = whole["private"].plan
+print(f"{curve[-1][1]:.1f} % of {HELD_OUT} digits, ", end="")
+print(f"epsilon {whole['private'].epsilon():.2f} at delta {DELTA:g}")
+assert whole["private"].epsilon() <= EPSILON
+
+# %% A run that stops in the middle of an epoch. Its states are dictionaries, which
+# `torch.load` reads with `weights_only=True`. The state of the private part holds the
+# key: guard it like the data.
+STOP = plan.steps // 2 + 5
+stopped = begin()
+before = train(stopped, STOP)
+file = io.BytesIO()  # a path, as a rule
+torch.save({name: part.state_dict() for name, part in stopped.items()}, file)
+
+# %% It goes on in new objects. Batches and noise are those of the run that was not
+# stopped, so the weights are equal bit by bit, and nothing was spent twice.
+file.seek(0)
+resumed = begin()
+for name, state in torch.load(file, weights_only=True).items():
+    resumed[name].load_state_dict(state)
+after = train(resumed)
+assert before + after == curve
+for one, other in zip(
+    resumed["model"].parameters(), whole["model"].parameters(), strict=True
+):
+    assert torch.equal(one, other)
+
+plt.style.use(
+    "tableau-colorblind10"
+)  # colours that colour-blind readers can tell apart
+figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+figure.suptitle(
+    f"Private training on {len(dataset)} digits, one hidden layer, "
+    f"delta {DELTA:g}, seed {SEED}"
+)
+left.plot(*zip(*curve, strict=True), "C0-", label="not interrupted")
+left.plot(*zip(*before, strict=True), "C1s", label="until it stopped")
+left.plot(*zip(*after, strict=True), "C1o", fillstyle="none", label="resumed")
+left.set(ylabel=f"accuracy on {HELD_OUT} held-out digits, %")
+left.legend(loc="lower right")
+steps = [0, *(step for step, _ in curve)]
+right.plot(steps, [plan.epsilon(step) for step in steps], "C0-")
+right.set(ylabel="epsilon spent", ylim=(0, None))
+for axes in (left, right):
+    axes.axvline(STOP, color="black", linestyle=":")
+    axes.set(xlabel="step")
+    axes.grid(alpha=0.3)
+right.text(STOP, 0.1, " stopped here")
+
+plt.show()
