@@ -304,6 +304,8 @@ def test_a_state_holds_nothing_but_plain_numbers():
     plan = dataclasses.replace(PLAN, sampling_rate=np.float64(0.2))
     model, private, optimizer = start(plan=plan)
     assert saved(private, model, optimizer)["private"]["plan"] == vars(PLAN)
+    private.state_dict()["key"].zero_()
+    assert torch.equal(private.key, secret_key(seed=0))
 
 
 def test_epsilon_is_that_of_the_steps_taken():
