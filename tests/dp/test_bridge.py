@@ -3,9 +3,10 @@
 import copy
 import dataclasses
 import io
-from itertools import chain
+from itertools import chain, islice
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -283,6 +284,30 @@ def test_a_state_goes_on_under_a_plan_with_more_steps_and_no_other():
         private.load_state_dict(state)
 
 
+def test_a_state_is_loaded_within_a_pass():
+    model, private, _ = start(plan=NOISY)
+    state = private.state_dict()
+    batches = iter(private.loader)
+    private.backward(*next(batches))
+    first = grads(model)
+    private.load_state_dict(state)
+    state["key"].zero_()
+    assert not private.ready
+    with pytest.raises(RuntimeError, match="expected one pass at a time"):
+        next(batches)
+    model.zero_grad()
+    private.backward(*next(iter(private.loader)))
+    oracle.assert_exact(grads(model), first, tolerance=0)
+
+
+def test_a_state_holds_nothing_but_plain_numbers():
+    plan = dataclasses.replace(PLAN, sampling_rate=np.float64(0.2))
+    model, private, optimizer = start(plan=plan)
+    assert saved(private, model, optimizer)["private"]["plan"] == vars(PLAN)
+    private.state_dict()["key"].zero_()
+    assert torch.equal(private.key, secret_key(seed=0))
+
+
 def test_epsilon_is_that_of_the_steps_taken():
     pytest.importorskip("dp_accounting")
     _, private, optimizer = start(plan=NOISY)
@@ -319,6 +344,26 @@ def test_mode_numbers_and_dtype_of_the_module_are_followed():
     model.drop.p = 0.0
     private.backward(*next(batches))
     oracle.assert_exact(grads(model), clipped(model, PLAN, 1))
+    optimizer.step()
+    model.drop.p = 1.0
+    private.backward(*next(batches))
+    assert not model.head.weight.grad.any()
+    optimizer.step()
+    model.drop.p = 0.0
+    model.head.register_forward_hook(lambda module, args, output: 2 * output)
+    private.backward(*next(batches))
+    oracle.assert_exact(grads(model), clipped(model, PLAN, 3))
+
+
+def test_each_part_of_a_logical_batch_drops_out_on_its_own():
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 3))
+    dataset = TensorDataset(torch.ones(30, 64), torch.zeros(30, dtype=torch.int64))
+    private = start(model, PLAN, dataset, physical_batch_size=1)[1]
+    losses = [
+        float(private.backward(*batch)["loss"])
+        for batch in islice(private.loader, len(rows(PLAN, 0)[1]))
+    ]
+    assert len(set(losses)) == len(losses)
 
 
 class Scaled(nn.Module):
@@ -432,7 +477,10 @@ WRONG = {
     "criterion": ({"criterion": 3}, TypeError, "expected a function of output and tar"),
     "no plan": ({"plan": 3}, TypeError, "expected a vgrad.dp.Plan, got a int"),
     "other size": ({"dataset": list(range(29))}, ValueError, "for the 29 samples"),
-    "shuffle": ({"shuffle": True}, ValueError, r"\(shuffle=True\): expected options"),
+    **{
+        name: ({name: True}, ValueError, rf"\({name}=True\): expected options")
+        for name in ("shuffle", "sampler", "batch_sampler", "drop_last", "in_order")
+    },
     "physical": ({"physical_batch_size": 0}, ValueError, "physical_batch_size=0"),
     "key": ({"key": 3}, TypeError, "expected a key"),
     "strategy": ({"strategy": "quick"}, ValueError, "strategy='quick'"),

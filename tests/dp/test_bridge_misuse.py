@@ -217,26 +217,35 @@ def test_gradients_are_not_accumulated(run):
     private.backward(*batch)
 
 
-def test_the_module_is_another_one(run):
-    model, private, _ = run
+@pytest.mark.parametrize("part", ["weight", "1"])
+def test_the_module_is_another_one(part):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh())
+    private = PrivateGradients(model, F.cross_entropy, DATA, plan=PLAN)
     batch = next(iter(private.loader))
-    model.weight = nn.Parameter(torch.zeros(2, 3))
+    if part == "weight":
+        model[0].weight = nn.Parameter(torch.zeros(2, 3))
+    else:
+        model[1] = nn.ReLU()
     with pytest.raises(RuntimeError, match="modules and parameters that it had at fir"):
         private.backward(*batch)
 
 
-def test_the_module_is_moved_within_a_logical_batch():
+@pytest.mark.parametrize(
+    "change", [nn.Module.double, lambda model: model.bias.requires_grad_(True)]
+)
+def test_the_module_is_changed_within_a_logical_batch(change):
     model = nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
     private = PrivateGradients(
         model, F.cross_entropy, DATA, plan=PLAN, physical_batch_size=1
     )
     batches = iter(private.loader)
     private.backward(*next(batches))
     x, y = next(batches)
-    model.double()
+    change(model)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="Do that between logical batches"):
-            private.backward(x.double(), y)
+            private.backward(x, y)
 
 
 def test_what_raises_has_released_nothing(run):

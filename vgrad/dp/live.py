@@ -51,7 +51,7 @@ class LiveModule:
 
     def values(self) -> tuple[Params, Buffers]:
         """Return what is trained and what is not, detached and not copied."""
-        held = dict(self.model.named_buffers()) | self.parameters()
+        held = {**self.parameters(), **dict(self.model.named_buffers())}
         held = {name: held[name] for name in self.function.names}
         params = {name: each for name, each in held.items() if each.requires_grad}
         buffers = {name: held[name] for name in held.keys() - params.keys()}
