@@ -7,6 +7,7 @@ and it can be differentiated.
 """
 
 # %% scikit-learn's digits and a small network, in float64 to compare curves.
+import matplotlib.pyplot as plt
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
@@ -14,7 +15,6 @@ from torch.nn import functional as F
 
 import vgrad
 from vgrad import optim
-from vgrad.ensemble import for_members
 
 torch.set_num_threads(1)  # with a model this small, more threads only wait
 torch.manual_seed(0)
@@ -93,29 +93,14 @@ def held_out(params):
 rates = torch.logspace(-3, 1, 16, dtype=torch.float64)
 members = torch.vmap(lambda rate: trained(rate, batches))(rates)
 losses = torch.vmap(held_out)(members)
-print("\n   rate   held-out loss")
-for rate, value in zip(rates.tolist(), losses.tolist(), strict=True):
-    print(f"{rate:7.4f}   {value:.4f}")
 best = losses.argmin()
+print(f"best of {len(rates)} rates: {rates[best]:.3f}, loss {losses[best]:.4f}")
 assert 0 < best < len(rates) - 1
 
 # Every member is the training that it would be alone.
 alone = trained(rates[best].item(), batches)
 for name, value in alone.items():
     torch.testing.assert_close(members[name][best], value, rtol=1e-6, atol=1e-9)
-
-# %% Where the members' parameters are stacked already, `for_members` maps an optimizer
-# in the same way, for loops that look at every step.
-tx = for_members(optim.sgd, lr=rates, momentum=0.9)
-stacked = {name: p.expand(len(rates), *p.shape).clone() for name, p in start.items()}
-state = tx.init(stacked)
-for rows in batches:
-    grads = torch.vmap(torch.func.grad(loss), (0, None))(stacked, rows)
-    stacked, state = optim.step(tx, grads, state, stacked)
-# Up to the best rate: where training diverges, rounding errors grow with everything
-# else.
-for name, value in stacked.items():
-    torch.testing.assert_close(value[: best + 1], members[name][: best + 1])
 
 
 # %% The training run is differentiable, too: the gradient of the loss after ten steps
@@ -147,3 +132,19 @@ last = outcome(learned["log_rates"])
 print("\nlearned schedule:", *(f"{rate:.2f}" for rate in learned["log_rates"].exp()))
 print(f"loss after 10 steps: {first:.4f} with the best rate, {last:.4f} with these")
 assert last < 0.9 * first
+
+plt.style.use(
+    "tableau-colorblind10"
+)  # colours that colour-blind readers can tell apart
+figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+figure.suptitle(f"SGD with momentum, one hidden layer, {len(x)} digits, seed 0")
+left.plot(rates, losses, "o-")
+left.set(xscale="log", yscale="log", xlabel="learning rate", ylabel="held-out loss")
+left.set_title(f"{len(rates)} trainings of {STEPS} steps in one run", fontsize="medium")
+right.plot(log_rates.exp(), "C1--", label=f"best constant rate: loss {first:.2f}")
+right.plot(learned["log_rates"].exp(), "C0o-", label=f"learned: loss {last:.2f}")
+right.set(xlabel="step", ylabel="learning rate", ylim=(0, 3.3))
+right.set_title("A schedule learned through ten steps", fontsize="medium")
+right.legend(loc="upper right")
+
+plt.show()

@@ -6,6 +6,7 @@ their own are a cross-validation.
 """
 
 # %% scikit-learn's digits; 500 of them are held out.
+import matplotlib.pyplot as plt
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
@@ -75,8 +76,8 @@ def turned(pictures: torch.Tensor, degrees: float) -> torch.Tensor:
 
 
 print("\nturned by  accuracy  entropy  mutual information")
-unsure = []
-for degrees in (0.0, 20.0, 40.0, 60.0):
+ANGLES, unsure = (0.0, 20.0, 40.0, 60.0), []
+for degrees in ANGLES:
     seen = predict(fmodel, state.params, state.buffers, turned(x_held, degrees))
     unsure.append((seen.predictive_entropy.mean(), seen.mutual_information.mean()))
     right = accuracy(seen.mean, y_held)
@@ -102,7 +103,7 @@ shares = accuracy(logits, y_held)
 print("\nrate      accuracy")
 for rate, share in zip(rates.tolist(), shares.tolist(), strict=True):
     print(f"{rate:<8.0e}  {share:8.1%}")
-best = int(shares.argmax())
+best, of_rates = int(shares.argmax()), 100 * shares
 assert 0 < best < len(rates) - 1  # too small learns little, too large nothing
 assert shares[best] > shares[0] + 0.2
 assert shares[best] > shares[-1] + 0.2
@@ -128,3 +129,22 @@ print(f"estimate  {shares.mean():.1%} +- {shares.std() / FOLDS**0.5:.1%}")
 held = predict(fmodel, found.params, found.buffers, x_held)
 print(f"held out  {accuracy(held.mean, y_held):.1%}")
 assert abs(float(shares.mean() - accuracy(held.mean, y_held))) < 0.05
+
+plt.style.use(
+    "tableau-colorblind10"
+)  # colours that colour-blind readers can tell apart
+figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+figure.suptitle(f"Networks with one hidden layer on {len(x)} digits, seed 0")
+entropies, informations = (torch.stack(each) for each in zip(*unsure, strict=True))
+left.plot(ANGLES, entropies / upright[0], "o-", label="entropy")
+left.plot(ANGLES, informations / upright[1], "s--", label="mutual information")
+left.set(xlabel="digits turned by, degrees", ylabel="uncertainty, times that at 0")
+left.set_title(f"What {MEMBERS} members do not know", fontsize="medium")
+left.legend(loc="upper left")
+right.plot(rates, of_rates, "C0o-")
+right.set(xscale="log", xlabel="learning rate", ylabel="held-out accuracy, %")
+right.set_title(f"A sweep of {len(rates)} rates in one run", fontsize="medium")
+for axes in (left, right):
+    axes.grid(alpha=0.3)
+
+plt.show()

@@ -39,7 +39,7 @@ class PrivateGradients:
 
     Say what the run may spend, with `epsilon`, `delta`, `epochs` and `batch_size` (the
     expected size of a batch), or pass a `plan`. A pass over `.loader` is an epoch of
-    `round(dataset_size / batch_size)` logical batches. Options of a `DataLoader` that
+    `plan.steps_per_epoch` logical batches. Options of a `DataLoader` that
     do not choose samples (`collate_fn`, `num_workers`, `pin_memory`, ...) are handed on
     to one.
 
@@ -70,8 +70,8 @@ class PrivateGradients:
         loader: the batches, see `PoissonLoader`.
 
     Raises:
-        ValueError: there is a plan beside a budget, neither is whole, it is for
-            another number of samples, or an option chooses samples.
+        ValueError: there are both a plan and a budget, or the budget is not complete;
+            the plan is for another number of samples; an option chooses samples.
         TypeError: the data set has no length, or the module cannot be functional.
 
     Example:

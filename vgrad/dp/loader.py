@@ -120,7 +120,6 @@ class _Draws:
     def __init__(self, plan: Plan, progress: Progress, physical: int | None) -> None:
         self.drawn: deque[Piece] = deque()
         self._plan, self._progress, self._physical = plan, progress, physical
-        self._per_epoch = max(1, round(1 / plan.sampling_rate))
 
     def __iter__(self) -> Iterator[list[int]]:
         drawn = self.drawn
@@ -155,9 +154,9 @@ class _Draws:
 
     def _epoch(self) -> range:
         """Return the steps of the epoch that the run has reached."""
-        last = self._plan.steps - 1
-        start = min(self._progress.step, last) // self._per_epoch * self._per_epoch
-        return range(start, min(start + self._per_epoch, last + 1))
+        length, last = self._plan.steps_per_epoch, self._plan.steps - 1
+        start = min(self._progress.step, last) // length * length
+        return range(start, min(start + length, last + 1))
 
 
 def planned(plan: Plan | None, budget: dict[str, Any], dataset: Any) -> Plan:
