@@ -1,9 +1,10 @@
 """The Poisson batches of a run, loaded as a `DataLoader` loads them."""
 
 import math
+import os
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -32,10 +33,15 @@ class Piece(NamedTuple):
 
 @dataclass
 class Progress:
-    """How far a run has come, and the key that its batches and noise follow from."""
+    """How far a run has come, and the key that its batches and noise follow from.
 
-    key: Tensor
+    Attributes:
+        process: the one that may use the key. A fork of it has the key, too.
+    """
+
+    key: Tensor = field(repr=False)
     step: int = 0
+    process: int = field(default_factory=os.getpid)
 
 
 class PoissonLoader:
