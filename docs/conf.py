@@ -33,7 +33,7 @@ extensions = [
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 nitpicky = True
 # Signatures name types that have no page: torch's, Python's and what transforms return.
-nitpick_ignore_regex = [("py:class", ".*")]
+nitpick_ignore_regex = [("py:class", ".*"), ("py:obj", r"typing\..*")]
 
 default_role = "literal"
 smartquotes_action = "D"  # quotes are code, or as they were written
@@ -94,5 +94,6 @@ def lay_out(app, config):
 def setup(app):
     """Add the parts of `site/`."""
     app.connect("config-inited", lay_out, priority=1)
+    gallery.setup(app)
     linking.setup(app)
     reference.setup(app)

@@ -51,9 +51,8 @@ def entries(site):
 
 def public(package):
     module = importlib.import_module(package)
-    names = getattr(module, "__all__", ())
-    names = [name for name in names if not inspect.ismodule(getattr(module, name))]
-    return {f"{package}.{name}" for name in names}
+    values = {f"{package}.{name}": getattr(module, name) for name in module.__all__}
+    return {name for name, value in values.items() if not inspect.ismodule(value)}
 
 
 @pytest.mark.slow

@@ -2,9 +2,12 @@
 
 import multiprocessing
 import re
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
+
+from sphinx.application import Sphinx
 
 from prose import plain, underlined
 
@@ -54,3 +57,14 @@ def fresh(settings: dict[str, Any], script: str | Path) -> None:
     warnings.simplefilter("error")
     # A figure is shown by whoever runs the script with a window to show it in.
     warnings.filterwarnings("ignore", message=".*non-interactive")
+
+
+def originals(app: Sphinx, exception: Exception | None) -> None:
+    """Let readers download the tutorials themselves."""
+    for path in Path(app.outdir, "_downloads").glob("*/*.py"):
+        shutil.copy(Path(app.confdir).parent / "tutorials" / path.name, path)
+
+
+def setup(app: Sphinx) -> None:
+    """Put the tutorials in their places once all is written."""
+    app.connect("build-finished", originals)

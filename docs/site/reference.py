@@ -7,10 +7,10 @@ is found, under both names in the index.
 import ast
 import importlib
 import inspect
-from collections.abc import Iterator
+import re
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol, get_origin
 
 from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
@@ -18,23 +18,6 @@ from sphinx.pycode import ModuleAnalyzer
 from prose import plain, underlined
 
 PACKAGES = (
-    "vgrad.typing",
-    "vgrad.persample.rules",
-    "vgrad.dp",
-    "vgrad.training",
-    "vgrad.optim.schedules",
-    "vgrad.optim.states",
-    "vgrad.optim",
-    "vgrad.ensemble",
-    "vgrad.precision",
-    "vgrad.compiled",
-    "vgrad.distributed",
-    "vgrad.testing",
-    "vgrad",
-)
-"""A name belongs to the first of these that has it."""
-
-ORDER = (
     "vgrad",
     "vgrad.training",
     "vgrad.dp",
@@ -49,58 +32,6 @@ ORDER = (
     "vgrad.testing",
     "vgrad.typing",
 )
-
-
-ALIASES: dict[str, str] = {}
-"""Where the names are described that are listed on other pages, too."""
-
-
-MODULE = ".. automodule:: {}\n   :no-members:\n\n"
-TARGET = ".. py:function:: {}\n          :no-typesetting:\n\n       "
-
-
-def public(package: str) -> list[str]:
-    """Return the public names of a package that are no modules."""
-    module = importlib.import_module(package)
-    names = getattr(module, "__all__", None) or list(exported(module))
-    return [name for name in names if not inspect.ismodule(getattr(module, name))]
-
-
-def exported(module: ModuleType) -> Iterator[str]:
-    """Yield what a module without `__all__` defines or passes on by name."""
-    for node in ast.parse(inspect.getsource(module)).body:
-        names = []
-        if isinstance(node, ast.ImportFrom):
-            names = [each.asname for each in node.names if each.asname == each.name]
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names = [node.name]
-        elif isinstance(node, ast.Assign):
-            names = [each.id for each in node.targets if isinstance(each, ast.Name)]
-        yield from (name for name in names if name and not name.startswith("_"))
-
-
-def homes() -> dict[int, str]:
-    """Return the package that each public object belongs to, by its identity."""
-    found: dict[int, str] = {}
-    for package in PACKAGES:
-        module = importlib.import_module(package)
-        for name in public(package):
-            found.setdefault(id(getattr(module, name)), f"{package}.{name}")
-    return found
-
-
-def write(folder: Path) -> None:
-    """Write the pages; one that has not changed is kept."""
-    found = homes()
-    texts = {f"{package}.rst": page(package, found) for package in ORDER}
-    names = "\n".join(f"   {name}" for name in ORDER)
-    texts["index.rst"] = f"{underlined('Reference', '=')}{INDEX}{names}\n"
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in texts.items():
-        path = folder / name
-        if not path.exists() or path.read_text() != text:
-            path.write_text(text)
-
 
 INDEX = """
 The docstrings, package by package.
@@ -118,8 +49,40 @@ ALIAS = """
      - {}
 """
 
+ALIASES: dict[str, str] = {}
+"""Where the names are described that are listed on other pages, too."""
 
-def page(package: str, found: dict[int, str]) -> str:
+
+def public(package: str) -> list[str]:
+    """Return the public names of a package that are no modules."""
+    module = importlib.import_module(package)
+    return [name for name in module.__all__ if not inspect.ismodule(vars(module)[name])]
+
+
+def homes() -> dict[tuple[str, int], str]:
+    """Return where each public name belongs: to the innermost package that has it."""
+    found: dict[tuple[str, int], str] = {}
+    for package in sorted(PACKAGES, key=lambda name: -name.count(".")):
+        for name in public(package):
+            value = getattr(importlib.import_module(package), name)
+            found.setdefault((name, id(value)), f"{package}.{name}")
+    return found
+
+
+def write(folder: Path) -> None:
+    """Write the pages; one that has not changed is kept."""
+    found = homes()
+    texts = {f"{package}.rst": page(package, found) for package in PACKAGES}
+    names = "\n".join(f"   {name}" for name in PACKAGES)
+    texts["index.rst"] = f"{underlined('Reference', '=')}{INDEX}{names}\n"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        path = folder / name
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+
+
+def page(package: str, found: dict[tuple[str, int], str]) -> str:
     """Return the page of a package: its docstring, then each name in full.
 
     Names that are described on another page, or by torch, are listed at the end.
@@ -128,7 +91,7 @@ def page(package: str, found: dict[int, str]) -> str:
     own, listed, borrowed = [], "", ""
     for name in public(package):
         value = getattr(module, name)
-        home = found[id(value)]
+        home = found[name, id(value)]
         if getattr(value, "__module__", "").startswith("torch"):
             borrowed += ALIAS.format(name, name, f"``torch.func.{name}``")
         elif home == f"{package}.{name}":
@@ -152,11 +115,12 @@ def described(module: ModuleType, name: str) -> str:
     """Return what makes autodoc describe a name."""
     value = getattr(module, name)
     if inspect.isclass(value):
-        return f"\n.. autoclass:: {name}\n   :members:\n"
+        return f"\n.. autoclass:: {name}\n   :members:\n   :special-members: __call__\n"
     if inspect.isroutine(value):
         return f"\n.. autofunction:: {name}\n"
     text = "\n".join(f"   {line}" for line in comment(module, name))
-    return f"\n.. py:data:: {name}\n\n{text}\n"
+    shown = re.sub(r"\b(\w+\.)+", "", repr(value)) if get_origin(value) else ""
+    return f"\n.. py:data:: {name}\n   :value: {shown}\n\n{text}\n"
 
 
 def comment(module: ModuleType, name: str) -> list[str]:
@@ -172,6 +136,11 @@ def comment(module: ModuleType, name: str) -> list[str]:
 def skipped(app: Sphinx, kind: str, name: str, value: Any, skip: bool, options: Any):
     """Leave out the fields of named tuples, which the docstring of the class has."""
     return True if type(value).__name__ == "_tuplegetter" else None
+
+
+def unsigned(app: Sphinx, kind: str, name: str, value: Any, *_: Any):
+    """Leave out how to make a protocol, of which none is made."""
+    return ("", None) if kind == "class" and Protocol in value.__bases__ else None
 
 
 def escaped(app: Sphinx, kind: str, name: str, value: Any, options: Any, lines: list):
@@ -192,4 +161,5 @@ def setup(app: Sphinx) -> None:
     """Tell autodoc what to leave out and what is text."""
     app.connect("autodoc-skip-member", skipped)
     app.connect("viewcode-follow-imported", followed)
+    app.connect("autodoc-process-signature", unsigned)
     app.connect("autodoc-process-docstring", escaped, priority=100)

@@ -366,10 +366,11 @@ def test_no_two_processes_train_in_one_folder(images, tmp_path, monkeypatch, cap
         ({}, 1438, 8, 720, 1.0),
         ({}, 60_000, 28, 720, 0.082),
         ({}, 50_000, 32, 720, 0.062),
-        ({"model": "mlp"}, 500, 8, 256, 0.18),
-        ({"model": "mlp"}, 60_000, 28, 720, 0.041),
+        ({"model": "mlp"}, 500, 8, 256, 0.089),
+        ({"model": "mlp"}, 60_000, 28, 720, 0.25),
         ({"model": "resnet"}, 2_000, 8, 720, 0.1),
         ({"model": "resnet"}, 2_000, 4, 720, 0.1),
+        ({"model": "resnet"}, 2_000, 28, 720, 0.0082),
         ({"model": "own:make"}, 2_000, 28, 720, 0.1),
         ({"model": "own:make"}, 72, 28, 40, 0.0056),
         ({"batch_size": 36}, 500, 8, 36, 0.05),
@@ -393,10 +394,10 @@ def test_what_was_chosen_is_recorded_and_may_be_given_again(images, tmp_path, ca
         with pytest.raises(Killed):
             main(["train", "--out", str(out), "--data", str(images), *more])
     chosen = said(out)["arguments"]
-    assert (chosen["batch_size"], chosen["lr"]) == (24, 0.017)
+    assert (chosen["batch_size"], chosen["lr"]) == (24, 0.0083)
     message = error(capsys, "train", "--resume", out, "--batch-size", "720")
     assert "expected --batch-size 24, which the run was started with" in message
-    assert resume(out, "--batch-size", "24", "--lr", "0.017") == 0
+    assert resume(out, "--batch-size", "24", "--lr", "0.0083") == 0
 
 
 @SLOW

@@ -1,5 +1,7 @@
 """Transforms of all ranks give what one process does for the whole batch."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -381,6 +383,41 @@ def test_what_fails_between_sums_fails_on_all(ranks):
     assert "rank 1 stopped with ValueError: out of order" in first[1]
     first, _ = ranks(2).run(_as_formed, 2, "recorded", False, False)  # in step again
     assert first[0] < 1e-12
+
+
+def _no_room(size):
+    """Let a bucket of one rank fail before it travels."""
+    mesh = mesh_of(size)
+    rank, joined, calls = mesh.get_local_rank("dp"), torch.cat, []
+    loss, params, buffers, (x, y) = problem("mlp")
+    clipped = data_parallel(vgrad.clipped_grad(loss, max_norm=0.5), mesh)
+    room = collectives._BUCKET
+
+    def failing(tensors):
+        calls.append(None)
+        if rank and len(calls) == 2:
+            raise MemoryError("no room")
+        return joined(tensors)
+
+    collectives._BUCKET = 1
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(collectives, "torch", SimpleNamespace(**vars(torch)))
+        collectives.torch.cat = failing
+        try:
+            clipped(params, buffers, x, y)
+        except Exception as error:
+            told = type(error), str(error)
+        finally:
+            collectives._BUCKET = room
+    return told, clipped(params, buffers, x, y).losses.shape
+
+
+def test_a_bucket_that_fails_leaves_the_ranks_in_step(ranks):
+    (first, shape), (second, _) = ranks(2).run(_no_room, 2)
+    assert second == (MemoryError, "no room")
+    assert first[0] is RankError
+    assert "rank 1 stopped with MemoryError: no room" in first[1]
+    assert shape == (14,)
 
 
 def _refused():

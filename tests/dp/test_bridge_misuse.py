@@ -1,6 +1,7 @@
 """Calls that would break the guarantee raise where they are made."""
 
 import copy
+import os
 
 import pytest
 import torch
@@ -95,6 +96,18 @@ def test_two_passes_at_a_time(run):
     next(iter(private.loader))
     with pytest.raises(RuntimeError, match="expected one pass at a time"):
         next(first)
+
+
+def test_a_fork_that_would_repeat_the_noise(run, monkeypatch):
+    model, private, _ = run
+    batch = next(iter(private.loader))
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    with pytest.raises(RuntimeError, match="made it, got a fork of that, with the sam"):
+        private.backward(*batch)
+    assert model.weight.grad is None
+    private.load_state_dict({**private.state_dict(), "key": secret_key()})
+    private.backward(*next(iter(private.loader)))
+    assert private.step == 1
 
 
 def test_steps_past_the_plan(run):
@@ -221,8 +234,9 @@ def test_the_module_is_moved_within_a_logical_batch():
     private.backward(*next(batches))
     x, y = next(batches)
     model.double()
-    with pytest.raises(RuntimeError, match="Do that between logical batches"):
-        private.backward(x.double(), y)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="Do that between logical batches"):
+            private.backward(x.double(), y)
 
 
 def test_what_raises_has_released_nothing(run):
@@ -235,6 +249,33 @@ def test_what_raises_has_released_nothing(run):
     assert model.weight.grad is None
     private.backward(x, y)
     assert private.step == 1
+
+
+def test_a_release_that_fails_can_be_repeated(run, monkeypatch):
+    model, private, optimizer = run
+    batch = next(batches := iter(private.loader))
+    with monkeypatch.context() as patched:
+        patched.setattr(Plan, "add_noise", lambda *args, **kwargs: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            private.backward(*batch)
+        with pytest.raises(RuntimeError, match="got the next one drawn without it"):
+            next(batches)
+    assert private.step == 0
+    assert model.weight.grad is None
+    private.backward(*batch)
+    optimizer.step()
+    assert private.step == 1
+
+
+def test_an_optimizer_takes_the_place_of_another(run):
+    model, private, _ = run
+    for _ in range(2):
+        optimizer = private.watch(torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in private.loader:
+            private.backward(*batch)
+            optimizer.step()
+        del optimizer
+    assert private.step == 4
 
 
 def test_a_scaler_that_a_fused_optimizer_reads(run):

@@ -52,6 +52,15 @@ def test_a_plan_may_be_said_in_epochs_and_batches():
     assert plan.steps == 3 * 4
 
 
+def test_an_epoch_has_as_many_steps_as_batches_fit_into_the_data():
+    for size in range(1, 60):
+        for batch in range(1, size + 1):
+            plan = dataclasses.replace(
+                PLAN, dataset_size=size, sampling_rate=batch / size
+            )
+            assert plan.steps_per_epoch == round(size / batch), (size, batch)
+
+
 @pytest.mark.parametrize(
     ("drawn", "message"),
     [

@@ -80,9 +80,9 @@ class Settings:
     lr: float = _option(
         None,
         "learning rate of SGD (default: "
-        + "".join(f"{rate:g} for {name}, " for name, rate in models.RATES.items())
-        + f"and in proportion less for images larger than 8 x 8; 0.1 for a factory; "
-        f"for all less with batches below {_BATCH})",
+        + ", ".join(f"{rate:g} for {name}" for name, rate in models.RATES.items())
+        + f"; less, in proportion, for batches below {_BATCH}, and with cnn and resnet "
+        "for images larger than 8 x 8)",
     )
     precision: str = _option(
         "float32",

@@ -213,13 +213,14 @@ class Summing:
         """Add a tensor; one that was added already stays."""
         self._given.setdefault(name, value)
         while self._left and all(name in self._given for name in self._left[0]):
-            names = self._left.pop(0)
+            names = self._left[0]
             parts = [_as_real(self._given[name]).reshape(-1) for name in names]
             flat = torch.cat(parts)
             work = None
             if self._ranks.size > 1:
                 group = self._ranks.group
                 work = distributed.all_reduce(flat, group=group, async_op=True)
+            del self._left[0]  # what fails above stays, for all ranks expect a bucket
             self._sent.append((names, flat, work))
 
     def finished(self, tensors: Params) -> Params:

@@ -1,5 +1,6 @@
 """Private gradients for a loop that has a module and an optimizer of torch."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -39,7 +40,7 @@ class PrivateGradients:
 
     Say what the run may spend, with `epsilon`, `delta`, `epochs` and `batch_size` (the
     expected size of a batch), or pass a `plan`. A pass over `.loader` is an epoch of
-    `round(dataset_size / batch_size)` logical batches. Options of a `DataLoader` that
+    `plan.steps_per_epoch` logical batches. Options of a `DataLoader` that
     do not choose samples (`collate_fn`, `num_workers`, `pin_memory`, ...) are handed on
     to one.
 
@@ -70,8 +71,8 @@ class PrivateGradients:
         loader: the batches, see `PoissonLoader`.
 
     Raises:
-        ValueError: there is a plan beside a budget, neither is whole, it is for
-            another number of samples, or an option chooses samples.
+        ValueError: there are both a plan and a budget, or the budget is not complete;
+            the plan is for another number of samples; an option chooses samples.
         TypeError: the data set has no length, or the module cannot be functional.
 
     Example:
@@ -185,19 +186,12 @@ class PrivateGradients:
             ValueError: the batch has another number of samples than the loader gave.
         """
         piece = self._expected(batch)
-        check_alone()
-        changed = self._live.follow()
+        check_alone(self._progress.process)
+        if self._live.follow(within=piece.number > 0):
+            self._clipped = self._clip()
         if piece.number == 0:
             self._watch.begin()
             self._sums = {}
-        elif changed:
-            raise RuntimeError(
-                "PrivateGradients.backward(*batch): expected one module for all parts "
-                "of a logical batch, got one that was moved, switched or set otherwise "
-                "in between. Do that between logical batches."
-            )
-        if changed:
-            self._clipped = self._clip()
         params, buffers = self._live.values()
         place = (piece.number,) if piece.number else ()  # else as in private_step
         seed = torch_seed(self.key, "loss", self.step, *place)
@@ -209,9 +203,10 @@ class PrivateGradients:
             sums = map_values(torch.add, self._sums, sums)
         elif not piece.last:
             sums = map_values(Tensor.double, sums)
-        self.loader.given, self._sums = None, sums
-        if piece.last:
-            self._release(result.grads)
+        noisy = self._noisy(sums, result.grads) if piece.last else None
+        self.loader.given, self._sums = None, sums  # nothing above is done twice
+        if noisy is not None:
+            self._release(noisy)
         return {
             "loss": widened(result.losses).mean(),
             "samples": torch.tensor(len(result.losses)),
@@ -291,7 +286,7 @@ class PrivateGradients:
                 f"plan, got {state['step']}."
             )
         self._progress.key = state["key"].cpu().clone()
-        self._progress.step = state["step"]
+        self._progress.step, self._progress.process = state["step"], os.getpid()
         self.loader.restart()
         self._watch.forget()
 
@@ -321,12 +316,15 @@ class PrivateGradients:
             )
         return piece
 
-    def _release(self, like: Params) -> None:
-        """Add the noise of the step, count it, and write the gradients."""
-        sums = {name: total.to(like[name].dtype) for name, total in self._sums.items()}
-        noisy = self.plan.add_noise(
+    def _noisy(self, sums: Params, like: Params) -> Params:
+        """Add the noise of the step."""
+        sums = {name: total.to(like[name].dtype) for name, total in sums.items()}
+        return self.plan.add_noise(
             sums, self._clipped.sensitivity, key=self.key, step=self.step
         )
+
+    def _release(self, noisy: Params) -> None:
+        """Count the step, and write its gradients."""
         self._progress.step += 1
         self._sums = {}
         write_grads_(self._live.model, noisy)

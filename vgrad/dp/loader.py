@@ -1,9 +1,10 @@
 """The Poisson batches of a run, loaded as a `DataLoader` loads them."""
 
 import math
+import os
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -32,10 +33,15 @@ class Piece(NamedTuple):
 
 @dataclass
 class Progress:
-    """How far a run has come, and the key that its batches and noise follow from."""
+    """How far a run has come, and the key that its batches and noise follow from.
 
-    key: Tensor
+    Attributes:
+        process: the one that may use the key. A fork of it has the key, too.
+    """
+
+    key: Tensor = field(repr=False)
     step: int = 0
+    process: int = field(default_factory=os.getpid)
 
 
 class PoissonLoader:
@@ -120,7 +126,6 @@ class _Draws:
     def __init__(self, plan: Plan, progress: Progress, physical: int | None) -> None:
         self.drawn: deque[Piece] = deque()
         self._plan, self._progress, self._physical = plan, progress, physical
-        self._per_epoch = max(1, round(1 / plan.sampling_rate))
 
     def __iter__(self) -> Iterator[list[int]]:
         drawn = self.drawn
@@ -155,9 +160,9 @@ class _Draws:
 
     def _epoch(self) -> range:
         """Return the steps of the epoch that the run has reached."""
-        last = self._plan.steps - 1
-        start = min(self._progress.step, last) // self._per_epoch * self._per_epoch
-        return range(start, min(start + self._per_epoch, last + 1))
+        length, last = self._plan.steps_per_epoch, self._plan.steps - 1
+        start = min(self._progress.step, last) // length * length
+        return range(start, min(start + length, last + 1))
 
 
 def planned(plan: Plan | None, budget: dict[str, Any], dataset: Any) -> Plan:

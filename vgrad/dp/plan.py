@@ -105,7 +105,7 @@ class Plan:
 
         How much is drawn is said by `sampling_rate` and `steps`, or by the expected
         `batch_size` and `epochs`, each of `round(dataset_size / batch_size)` steps at
-        the rate `batch_size / dataset_size`.
+        the rate `batch_size / dataset_size` (`.steps_per_epoch`).
 
         Raises:
             ValueError: as the class and `noise_multiplier_for`, or what is drawn is
@@ -157,6 +157,11 @@ class Plan:
     def expected_batch_size(self) -> float:
         """The mean size of a batch, `sampling_rate * dataset_size`, not rounded."""
         return self.sampling_rate * self.dataset_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """How many steps a pass over the data takes, `1 / sampling_rate`, rounded."""
+        return _steps_per_epoch(self.sampling_rate)
 
     def epsilon(self, steps: int | None = None) -> float:
         """Return the epsilon spent after `steps` steps; after all of them by default.
@@ -286,4 +291,10 @@ def _rate_and_steps(
             f"Plan.for_epsilon(batch_size={batch_size}): expected at most the "
             f"{dataset_size} samples of the data set."
         )
-    return batch_size / dataset_size, epochs * round(dataset_size / batch_size)
+    rate = batch_size / dataset_size
+    return rate, epochs * _steps_per_epoch(rate)
+
+
+def _steps_per_epoch(rate: float) -> int:
+    # Halves stay halves, whichever way the rate was rounded.
+    return max(1, round(round(1 / rate, 6)))

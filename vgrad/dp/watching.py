@@ -1,5 +1,6 @@
 """What keeps an optimizer from steps on gradients that are not private."""
 
+import os
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -43,6 +44,7 @@ class Watch:
         """Start as before the first release."""
         self._released: dict[str, Released] = {}
         self._stepped: WeakSet[Optimizer] = WeakSet()
+        self._used = False  # by an optimizer that may be gone
         self._partial = False
 
     @property
@@ -64,7 +66,7 @@ class Watch:
                     f"did not write, got one in {name!r}. Remove loss.backward(), and "
                     f"clear what is left of it with model.zero_grad()."
                 )
-        if self._released and self._optimizers and not self._stepped:
+        if self._released and self._optimizers and not self._used:
             raise RuntimeError(
                 "PrivateGradients.backward(*batch): expected optimizer.step() after "
                 "the last logical batch, got another batch, whose gradients would take "
@@ -110,6 +112,7 @@ class Watch:
         def after(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
             if not self._partial:
                 self._stepped.add(optimizer)
+                self._used = True
 
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
@@ -148,8 +151,14 @@ def _bits(grad: Tensor) -> Tensor:
     return raw[:words].view(torch.int64).sum() + raw[words:].sum()
 
 
-def check_alone() -> None:
-    """Refuse to be one of several processes: each would have a key of its own."""
+def check_alone(process: int) -> None:
+    """Refuse several processes, each with a key of its own, and forks of one key."""
+    if process != os.getpid():
+        raise RuntimeError(
+            "PrivateGradients.backward(*batch): expected the process that made it, got "
+            "a fork of that, with the same key: two runs with the same noise show the "
+            "data. Make PrivateGradients in each process, after the fork."
+        )
     grouped = distributed.is_available() and distributed.is_initialized()
     if grouped and distributed.get_world_size() > 1:
         raise RuntimeError(
