@@ -305,6 +305,13 @@ def test_what_is_inside_a_wrapped_optimizer_is_watched(run):
         inside.step()
 
 
+def test_an_optimizer_of_another_module(run):
+    model, private, _ = run
+    other = torch.optim.SGD(copy.deepcopy(model).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="expected one of the module's own parameters"):
+        private.watch(other)
+
+
 def test_what_is_no_optimizer_of_torch(run):
     with pytest.raises(TypeError, match="expected a torch.optim.Optimizer, got a Line"):
         run[1].watch(nn.Linear(1, 1))

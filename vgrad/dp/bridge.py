@@ -221,6 +221,7 @@ class PrivateGradients:
 
         Raises:
             TypeError: it is not an optimizer of torch.
+            ValueError: it trains none of the module's parameters.
         """
         inside = optimizer
         while hasattr(inside, "optimizer"):  # as accelerate and Lightning wrap them

@@ -92,6 +92,12 @@ class Watch:
         """Look at the gradients before each step of an optimizer."""
         if optimizer in self._optimizers:
             return
+        if _held(optimizer).isdisjoint(map(id, self._parameters().values())):
+            raise ValueError(
+                "PrivateGradients.watch(optimizer): expected one of the module's own "
+                "parameters, got one of others, which it would train without privacy. "
+                "Make it from the parameters of the module that was passed."
+            )
         self._optimizers.add(optimizer)
 
         def before(
@@ -126,8 +132,7 @@ class Watch:
                 "each step, got a step without. Its gradients would be those of an "
                 "earlier batch, or not private."
             )
-        groups = optimizer.param_groups
-        held = {id(each) for group in groups for each in group["params"]}
+        held = _held(optimizer)
         # Where a scaler leaves what a fused optimizer divides by.
         scaled = getattr(optimizer, "grad_scale", None) is not None
         for name, each in self._parameters().items():
@@ -142,6 +147,12 @@ class Watch:
                     f"loss.backward(), call zero_grad() before backward(*batch) and "
                     f"not after it, and switch off gradient clipping and loss scaling."
                 )
+
+
+def _held(optimizer: Optimizer) -> set[int]:
+    """Return the identities of what an optimizer trains."""
+    groups = optimizer.param_groups
+    return {id(each) for group in groups for each in group["params"]}
 
 
 def _bits(grad: Tensor) -> Tensor:
