@@ -187,6 +187,7 @@ class PrivateGradients:
         check_alone(self._progress.process)
         if self._live.follow(within=piece.number > 0):
             self._clipped = self._clip()
+        self._watch.check_written()
         if piece.number == 0:
             self._watch.begin()
             self._sums = {}

@@ -52,20 +52,22 @@ class Watch:
         """Whether the gradients of a whole logical batch are there."""
         return bool(self._released)
 
-    def begin(self) -> None:
-        """Clear the gradients of the last logical batch, if they were released.
-
-        Raises:
-            RuntimeError: a gradient is not from here, or an optimizer has not used its.
-        """
-        parameters = self._parameters()
-        for name, each in parameters.items():
+    def check_written(self) -> None:
+        """Refuse a gradient that is not from here."""
+        for name, each in self._parameters().items():
             if each.grad is not None and not self._wrote(name, each.grad):
                 raise RuntimeError(
                     f"PrivateGradients.backward(*batch): expected no gradient that it "
                     f"did not write, got one in {name!r}. Remove loss.backward(), and "
                     f"clear what is left of it with model.zero_grad()."
                 )
+
+    def begin(self) -> None:
+        """Clear the gradients of the last logical batch, if they were released.
+
+        Raises:
+            RuntimeError: no optimizer has used them.
+        """
         if self._released and self._optimizers and not self._used:
             raise RuntimeError(
                 "PrivateGradients.backward(*batch): expected optimizer.step() after "
@@ -73,7 +75,7 @@ class Watch:
                 "the place of those. Switch gradient accumulation off: what is too "
                 "large for the memory takes physical_batch_size or chunk_size."
             )
-        for each in parameters.values():
+        for each in self._parameters().values():
             each.grad = None
         self.forget()
         self._partial = True
