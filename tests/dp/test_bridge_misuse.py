@@ -206,6 +206,21 @@ def test_plain_gradients_without_a_watch():
     assert private.ready
 
 
+def test_plain_gradients_between_the_parts_of_a_logical_batch():
+    model = nn.Linear(3, 2)
+    private = PrivateGradients(
+        model, F.cross_entropy, DATA, plan=PLAN, physical_batch_size=1
+    )
+    batches = iter(private.loader)
+    private.backward(*next(batches))
+    batch = next(batches)
+    plain(model, *batch)
+    with pytest.raises(RuntimeError, match="expected no gradient .* 'weight'"):
+        private.backward(*batch)
+    model.zero_grad()
+    private.backward(*batch)
+
+
 def test_gradients_are_not_accumulated(run):
     _, private, optimizer = run
     batches = iter(private.loader)
@@ -312,6 +327,13 @@ def test_what_is_inside_a_wrapped_optimizer_is_watched(run):
     assert private.watch(wrapped) is wrapped
     with pytest.raises(RuntimeError, match="before each step, got a step without"):
         inside.step()
+
+
+def test_an_optimizer_of_another_module(run):
+    model, private, _ = run
+    other = torch.optim.SGD(copy.deepcopy(model).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="expected one of the module's own parameters"):
+        private.watch(other)
 
 
 def test_what_is_no_optimizer_of_torch(run):

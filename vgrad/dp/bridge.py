@@ -189,6 +189,7 @@ class PrivateGradients:
         check_alone(self._progress.process)
         if self._live.follow(within=piece.number > 0):
             self._clipped = self._clip()
+        self._watch.check_written()
         if piece.number == 0:
             self._watch.begin()
             self._sums = {}
@@ -223,6 +224,7 @@ class PrivateGradients:
 
         Raises:
             TypeError: it is not an optimizer of torch.
+            ValueError: it trains none of the module's parameters.
         """
         inside = optimizer
         while hasattr(inside, "optimizer"):  # as accelerate and Lightning wrap them

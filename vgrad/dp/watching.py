@@ -52,20 +52,22 @@ class Watch:
         """Whether the gradients of a whole logical batch are there."""
         return bool(self._released)
 
-    def begin(self) -> None:
-        """Clear the gradients of the last logical batch, if they were released.
-
-        Raises:
-            RuntimeError: a gradient is not from here, or an optimizer has not used its.
-        """
-        parameters = self._parameters()
-        for name, each in parameters.items():
+    def check_written(self) -> None:
+        """Refuse a gradient that is not from here."""
+        for name, each in self._parameters().items():
             if each.grad is not None and not self._wrote(name, each.grad):
                 raise RuntimeError(
                     f"PrivateGradients.backward(*batch): expected no gradient that it "
                     f"did not write, got one in {name!r}. Remove loss.backward(), and "
                     f"clear what is left of it with model.zero_grad()."
                 )
+
+    def begin(self) -> None:
+        """Clear the gradients of the last logical batch, if they were released.
+
+        Raises:
+            RuntimeError: no optimizer has used them.
+        """
         if self._released and self._optimizers and not self._used:
             raise RuntimeError(
                 "PrivateGradients.backward(*batch): expected optimizer.step() after "
@@ -73,7 +75,7 @@ class Watch:
                 "the place of those. Switch gradient accumulation off: what is too "
                 "large for the memory takes physical_batch_size or chunk_size."
             )
-        for each in parameters.values():
+        for each in self._parameters().values():
             each.grad = None
         self.forget()
         self._partial = True
@@ -92,6 +94,12 @@ class Watch:
         """Look at the gradients before each step of an optimizer."""
         if optimizer in self._optimizers:
             return
+        if _held(optimizer).isdisjoint(map(id, self._parameters().values())):
+            raise ValueError(
+                "PrivateGradients.watch(optimizer): expected one of the module's own "
+                "parameters, got one of others, which it would train without privacy. "
+                "Make it from the parameters of the module that was passed."
+            )
         self._optimizers.add(optimizer)
 
         def before(
@@ -126,8 +134,7 @@ class Watch:
                 "each step, got a step without. Its gradients would be those of an "
                 "earlier batch, or not private."
             )
-        groups = optimizer.param_groups
-        held = {id(each) for group in groups for each in group["params"]}
+        held = _held(optimizer)
         # Where a scaler leaves what a fused optimizer divides by.
         scaled = getattr(optimizer, "grad_scale", None) is not None
         for name, each in self._parameters().items():
@@ -142,6 +149,12 @@ class Watch:
                     f"loss.backward(), call zero_grad() before backward(*batch) and "
                     f"not after it, and switch off gradient clipping and loss scaling."
                 )
+
+
+def _held(optimizer: Optimizer) -> set[int]:
+    """Return the identities of what an optimizer trains."""
+    groups = optimizer.param_groups
+    return {id(each) for group in groups for each in group["params"]}
 
 
 def _bits(grad: Tensor) -> Tensor:
