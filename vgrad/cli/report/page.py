@@ -60,6 +60,7 @@ body {{ font-family: system-ui, sans-serif; line-height: 1.5; color: #1a1a1a;
   overflow-wrap: anywhere; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
 th, td {{ padding: .2rem .8rem; border-bottom: 1px solid #ddd; text-align: right; }}
+th {{ overflow-wrap: normal; }}
 th:first-child, td:first-child {{ text-align: left; }}
 img {{ max-width: 100%; height: auto; }}
 .warning {{ border-left: .4rem solid #D55E00; padding: .4rem 1rem;
