@@ -413,7 +413,7 @@ def test_no_model_diverges_as_it_is_by_default(tmp_path, model):
     for name in ("metrics", "plain"):
         first, *_, last = lines(out / f"{name}.jsonl")
         assert last["loss"] < first["loss"] < 2.5
-        assert last["test_accuracy"] > 0.2  # of ten classes
+        assert last["test_accuracy"] > 0.3
 
 
 MANY = "1000000000"

@@ -206,8 +206,7 @@ class Summing:
         self._given: Params = {}
         self._left = [*_buckets(like)]
         self._sent: list[tuple[list[str], Tensor, Any]] = []
-        if ranks.size > 1:
-            ranks.check_same(f"{what}, sums", layout=layout(like))
+        ranks.check_same(f"{what}, sums", layout=layout(like))
 
     def give(self, name: str, value: Tensor) -> None:
         """Add a tensor; one that was added already stays."""
@@ -216,10 +215,8 @@ class Summing:
             names = self._left[0]
             parts = [_as_real(self._given[name]).reshape(-1) for name in names]
             flat = torch.cat(parts)
-            work = None
-            if self._ranks.size > 1:
-                group = self._ranks.group
-                work = distributed.all_reduce(flat, group=group, async_op=True)
+            group = self._ranks.group
+            work = distributed.all_reduce(flat, group=group, async_op=True)
             del self._left[0]  # what fails above stays, for all ranks expect a bucket
             self._sent.append((names, flat, work))
 
@@ -229,8 +226,7 @@ class Summing:
             self.give(name, tensors[name])
         found: Params = {}
         for names, flat, work in self._sent:
-            if work is not None:
-                work.wait()
+            work.wait()
             like = [_as_real(self._like[name]) for name in names]
             pieces = flat.split([each.numel() for each in like])
             for name, each, piece in zip(names, like, pieces, strict=True):
