@@ -210,7 +210,7 @@ def test_reports_say_what_ran():
     for size in (4, 4, 4, 5):
         compiled(PARAMS, {}, batch(size))
     four, five = compiled.reports()
-    assert four._replace(build_seconds=0.0, nodes=0) == Report(
+    assert four._replace(build_seconds=0.0, nodes=0, key="") == Report(
         "clipped_grad", four.kind, "replay", "as asked for", calls=2
     )
     assert four.nodes > 5
@@ -255,9 +255,9 @@ WRONG = {
         r"compile\(transform\): .* got a Linear",
     ),
     "a backend": (
-        lambda: vgrad.compile(STEP, backend="cudagraph"),
+        lambda: vgrad.compile(STEP, backend="nvcc"),
         ValueError,
-        r"compile\(backend='cudagraph'\): expected one of .*replay.*inductor.*auto",
+        r"compile\(backend='nvcc'\): expected one of .*replay.*cudagraph.*auto",
     ),
     "a fallback": (
         lambda: vgrad.compile(STEP, fallback="warn"),
@@ -634,3 +634,61 @@ def test_without_a_compiler_the_graph_is_replayed(monkeypatch):
     (report,) = compiled.reports()
     assert (report.backend, report.calls) == ("replay", 1)
     assert report.why.startswith("Inductor fails")
+
+
+def test_explain_shows_captures_and_what_eager_mode_does():
+    loss, params, buffers, draw = problems.built("mlp", torch.float32)
+    transform = vgrad.clipped_grad(loss, max_norm=1.0)
+    compiled = vgrad.compile(transform)
+    batch = draw(6)
+    explain = vgrad.explain(compiled)
+    assert str(explain(params, buffers, *batch)).startswith("no captures yet\n")
+    for size in (6, 6, 4):
+        compiled(params, buffers, *(each[:size] for each in batch))
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        compiled(params, buffers, *batch)
+    found = explain(params, buffers, *batch)
+    assert found.captures == compiled.reports()
+    assert found.eager == vgrad.explain(transform)(params, buffers, *batch)
+    keys = [each.key for each in found.captures]
+    threads = f"{torch.get_num_threads()} threads"
+    sizes = "float32 [8, 5], float32 [8], float32 [3, 8], float32 [3], "
+    assert keys[0] == f"{sizes}float32 [6, 5], int64 [6]; {threads}"
+    assert keys[1] == f"{sizes}float32 [4, 5], int64 [4]; {threads}"
+    assert keys[2] == f"{keys[0]}; autocast of cpu to bfloat16; inference mode"
+    head, first, *_ = str(found).splitlines()
+    titles = ["capture", "backend", "nodes", "build", "calls", "redos", "key", "why"]
+    assert head.split() == titles
+    assert "3 others, float32 [3], float32 [6, 5], int64 [6]; " in first
+    assert str(found).endswith(str(found.eager))
+
+
+def test_explain_shows_why_eager_mode_stays():
+    def loss(params, buffers, x):
+        return params["w"].sum() * x.tolist()[0] if x.sum() else params["w"].sum()
+
+    batch = {"w": torch.ones(2)}, {}, torch.ones(3, 1)
+    compiled = vgrad.compile(vgrad.per_sample_norm(loss))
+    with pytest.warns(vgrad.CompileWarning, match="runs in eager mode"):
+        compiled(*batch)
+    (report,) = vgrad.explain(compiled)(*batch).captures
+    assert report.backend == "eager"
+    assert report.why in str(vgrad.explain(compiled)(*batch))
+    assert "tolist" in report.why
+
+
+def test_explain_of_steps_and_of_ensembles():
+    tx = optim.sgd(0.1)
+    step = vgrad.compile(train_step(squared, tx))
+    state = TrainState.create(tx, {"w": torch.ones(2)}, {})
+    x = torch.ones(3, 2)
+    step(state, x)
+    found = vgrad.explain(step)(state, x)
+    assert found.eager is None
+    assert {each.name for each in found.captures} == {"train_step", "optim.step"}
+    forward = vgrad.compile(vgrad.ensemble_forward(FMODEL))
+    members = vgrad.stack([torch.nn.Linear(2, 1)] * 2)[1:]
+    forward(*members, x)
+    found = vgrad.explain(forward)(*members, x)
+    assert [each.name for each in found.captures] == ["ensemble_forward"]
+    assert found.eager.members == 2

@@ -8,6 +8,7 @@ the ops that it called as a graph, which later calls run again.
 * `Compiled`: what it returns
 * `choices`: the backends that `"auto"` chose, for another run
 * `Report`: what is known of one capture
+* `CompiledExplanation`: what `explain` finds of a compiled function
 * `CompileWarning`: something runs in eager mode that was to be compiled
 * `Backend`, `Fallback`: the names that `compile` takes
 """
@@ -17,11 +18,12 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from vgrad.compiled import buckets
-from vgrad.compiled.captures import Backend, CompileWarning, Fallback, Report
+from vgrad.compiled.captures import Backend, CompileWarning, Fallback
 from vgrad.compiled.captures import Captures as Captures
 from vgrad.compiled.functions import CompiledFunction
 from vgrad.compiled.functions import CompiledStep as CompiledStep
 from vgrad.compiled.quantities import CompiledTransform as CompiledTransform
+from vgrad.compiled.reports import CompiledExplanation, Report
 from vgrad.ensemble.forward import EnsembleForward
 from vgrad.ensemble.gradients import EnsembleGradFn
 from vgrad.persample.engine import Transform
@@ -34,6 +36,7 @@ __all__ = [
     "Backend",
     "CompileWarning",
     "Compiled",
+    "CompiledExplanation",
     "Fallback",
     "Report",
     "choices",
@@ -73,9 +76,13 @@ def compile(
     * `"inductor"` compiles the graph, as `torch.compile` does, in half a minute to
       several minutes for each capture. It takes a C++ compiler; without one there is a
       warning, and replay. Sums are rounded in another order than in eager mode;
-    * `"auto"` times both once for each capture and keeps the faster one. Timings differ
-      from run to run: a resumed run that has to repeat its numbers passes what
-      `choices` made of the first one's reports.
+    * `"cudagraph"` records the ops of a replay as one CUDA graph: their numbers,
+      without the time that their launches take. Arguments, parameters included, are
+      copied into memory of the recording, and results out of it. Where the tensors are
+      not all on one GPU there is a warning, and replay;
+    * `"auto"` times replay and Inductor once for each capture and keeps the faster one.
+      Timings differ from run to run: a resumed run that has to repeat its numbers
+      passes what `choices` made of the first one's reports.
 
     A graph holds for shapes, strides, dtypes and devices of all arguments, for torch's
     switches (autocast, precision of float32, threads, determinism), and for everything

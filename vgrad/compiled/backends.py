@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vgrad.compiled.graph import Graph
+from vgrad.conditions import Unrepeatable
 from vgrad.dtypes import no_autocast
 from vgrad.torch_private import modes, tracing
 
@@ -19,16 +20,19 @@ of 32 takes 51 microseconds in place of 80. On larger ones nothing was gained.
 """
 
 
-def compiled(
-    graph: Graph, tensors: list[Tensor]
-) -> tuple[Callable[..., Sequence[Tensor]] | None, str]:
-    """Compile a graph; without a compiler, say why there is nothing."""
+def compiled(graph: Graph, tensors: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
+    """Compile a graph.
+
+    Raises:
+        Unrepeatable: there is no compiler, or it fails.
+    """
     try:
         inputs = [*tensors, *graph.closed]
         in_cpp = graph.largest <= _SMALL
-        return tracing.compiled(graph.module, inputs, in_cpp=in_cpp), ""
+        return tracing.compiled(graph.module, inputs, in_cpp=in_cpp)
     except Exception as error:
-        return None, f"Inductor fails: {str(error).strip().partition(chr(10))[0]}"
+        line = str(error).strip().partition("\n")[0]
+        raise Unrepeatable(f"Inductor fails: {line}") from error
 
 
 def outputs(

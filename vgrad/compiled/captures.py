@@ -8,22 +8,23 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
 from vgrad import checks, tree
-from vgrad.compiled import backends, verification
+from vgrad.compiled import backends, recording, verification
 from vgrad.compiled.graph import Graph, captured
 from vgrad.compiled.guards import description
 from vgrad.compiled.replay import replayed
-from vgrad.compiled.signature import Signature, is_watched, signature
+from vgrad.compiled.reports import Report
+from vgrad.compiled.signature import Signature, in_words, is_watched, signature
 from vgrad.conditions import Unrepeatable
 from vgrad.generators import ALONE, RandomState, random_state, set_random_state
 from vgrad.persample.engine import constant
 from vgrad.torch_private.tensors import like
 
-Backend = Literal["replay", "inductor", "auto"]
+Backend = Literal["replay", "inductor", "cudagraph", "auto"]
 Fallback = Literal["eager", "error"]
 
 _MOST = 16
@@ -35,30 +36,6 @@ _IN_A_ROW = 3
 
 class CompileWarning(UserWarning):
     """Something runs in eager mode that was to be compiled: right numbers, but slow."""
-
-
-class Report(NamedTuple):
-    """What is known of one capture.
-
-    Attributes:
-        name: the function.
-        kind: a hash of the shapes, dtypes and so on of its arguments.
-        backend: what runs the graph, or "eager" where there is none.
-        why: the reason for that.
-        nodes: how many ops the graph has.
-        build_seconds: what the capture took, compilation included.
-        calls: how often the graph ran.
-        redos: how often its result was dropped and computed in eager mode.
-    """
-
-    name: str
-    kind: str
-    backend: str
-    why: str = ""
-    nodes: int = 0
-    build_seconds: float = 0.0
-    calls: int = 0
-    redos: int = 0
 
 
 @dataclass(eq=False)
@@ -206,7 +183,8 @@ class Captures:
                 self.refuse(function, f"there are {_MOST} captures already")
                 return expected
             kind = hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
-            report = Report(name_of(function), kind, "eager")
+            key = in_words(given.distinct)
+            report = Report(name_of(function), kind, "eager", key=key)
             capture = _Capture(function, given.key, alike, report)
             wanted = (each.requires_grad for each in tree.tensors(expected))
             capture.differentiable = any(wanted)
@@ -257,23 +235,25 @@ class Captures:
             return expected
         backend, why = self._asked_for(capture)
         run: Callable = replay
-        if backend != "replay":
-            compiled, refused = backends.compiled(graph, tensors)
-            if compiled is not None and self._verify:
-                fast = partial(found, compiled)
-                try:
+        try:
+            if backend == "cudagraph":
+                run = recording.recorded(replay, graph, tensors)
+                if self._verify:
+                    verification.same_bits(found(run, *arguments), expected)
+            elif backend != "replay":
+                run = backends.compiled(graph, tensors)
+                if self._verify:
+                    fast = partial(found, run)
                     verification.close(fast, eager, arguments, draws=graph.draws)
-                except Unrepeatable as error:
-                    compiled, refused = None, str(error)
-            if compiled is None:
-                backend, why = "replay", refused
-                self._warn(f"compile({capture.report.name}): replays, since {why}.")
-            else:
-                if backend == "auto":
-                    backend, why = backends.faster(graph, tensors, replay, compiled)
-                if backend == "inductor":
-                    run, result = compiled, found(compiled, *arguments)
-        if run is replay and self._verify:
+        except Unrepeatable as error:
+            run, backend, why = replay, "replay", str(error)
+            self._warn(f"compile({capture.report.name}): replays, since {why}.")
+        if backend == "auto":
+            backend, why = backends.faster(graph, tensors, replay, run)
+            run = replay if backend == "replay" else run
+        if run is not replay:
+            result = found(run, *arguments)
+        elif self._verify:
             verification.same_bits(result, expected)
         capture.run = run
         capture.report = capture.report._replace(
@@ -305,7 +285,7 @@ class Captures:
 
 def name_of(function: Callable) -> str:
     """Return the name under which users know what is captured."""
-    owner: Any = getattr(function, "__self__", None)
+    owner: Any = getattr(function, "__self__", function)
     if hasattr(owner, "options"):
         return owner.options.function
     if hasattr(owner, "name"):

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from vgrad.compiled.captures import Captures, Report
+from vgrad.compiled.captures import Captures
+from vgrad.compiled.reports import CompiledExplanation, Report
 
 
 class CompiledFunction:
@@ -26,6 +27,11 @@ class CompiledFunction:
     def reports(self) -> tuple[Report, ...]:
         """Return what is known of every capture."""
         return self._captures.reports()
+
+    def explain(self, *arguments: Any) -> CompiledExplanation:
+        """Say what is known of captures, and how the function runs in eager mode."""
+        found = self._function.explain(*arguments)
+        return CompiledExplanation(self.reports(), found)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Run the function."""
@@ -61,6 +67,10 @@ class CompiledStep:
     def reports(self) -> tuple[Report, ...]:
         """Return what is known of every capture."""
         return self._captures.reports()
+
+    def explain(self, *_: Any) -> CompiledExplanation:
+        """Say what is known of captures."""
+        return CompiledExplanation(self.reports(), None)
 
     @property
     def plain(self) -> Any:

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from vgrad import batches, tree
 from vgrad.compiled import buckets
-from vgrad.compiled.captures import Captures, Report
+from vgrad.compiled.captures import Captures
+from vgrad.compiled.reports import CompiledExplanation, Report
 from vgrad.persample.engine import Call, Chunk, Problem, Transform, at_a_time
+from vgrad.persample.explain import explain
 from vgrad.persample.gram import GramFn
 from vgrad.persample.weighted import WeightedGradFn, check_weights
 from vgrad.precision.loss_scale import LossScale
@@ -47,6 +49,11 @@ class CompiledTransform:
     def reports(self) -> tuple[Report, ...]:
         """Return what is known of every capture."""
         return self._captures.reports()
+
+    def explain(self, *arguments: Any) -> CompiledExplanation:
+        """Say what is known of captures, and how the transform runs in eager mode."""
+        found = explain(self._transform)(*arguments)
+        return CompiledExplanation(self.reports(), found)
 
     @property
     def plain(self) -> Transform:

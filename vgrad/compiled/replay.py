@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from vgrad.torch_private.kernels import unsafe_view
-from vgrad.torch_private.tensors import OPS, makes_memory, written
+from vgrad.torch_private.tensors import OPS, makes_memory, shared, written
 
 _aten = torch.ops.aten
 
@@ -55,7 +55,7 @@ def _simplify(module: fx.GraphModule) -> None:
     A chain of views becomes one, of the tensor that has the memory, and numbers are
     made once.
     """
-    graph, changed = module.graph, _written_to(module.graph)
+    graph, changed = module.graph, written_to(module.graph)
     known: dict[Any, fx.Node] = {}
     for node in graph.nodes:
         if node.op != "call_function":
@@ -105,20 +105,31 @@ def _plain(module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
     return partial(names["forward"], module)
 
 
-def _written_to(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes whose memory an op writes to, and all that lead to them."""
+def written_to(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes whose memory an op writes to, and those that lie in it."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if not isinstance(node.target, OPS):
-            continue
-        for place, name, _ in written(node.target):
-            left = [node.args[place] if place < len(node.args) else node.kwargs[name]]
+        if isinstance(node.target, OPS):
+            left = [_argument(node, *place[:2]) for place in written(node.target)]
             while left:
                 each = left.pop()
-                if isinstance(each, fx.Node) and each not in found:
+                if isinstance(each, list | tuple):
+                    left += each
+                elif isinstance(each, fx.Node) and each not in found:
                     found.add(each)
-                    left += each.all_input_nodes
+                    left += _shared(each)
     return found
+
+
+def _shared(node: fx.Node) -> list[Any]:
+    """Return the arguments whose memory a node may be in."""
+    if node.target in _VIEWS or not isinstance(node.target, OPS):
+        return node.all_input_nodes
+    return [_argument(node, *place) for place in shared(node.target)]
+
+
+def _argument(node: fx.Node, place: int, name: str) -> Any:
+    return node.args[place] if place < len(node.args) else node.kwargs.get(name)
 
 
 def _base(node: fx.Node) -> tuple[fx.Node, int]:

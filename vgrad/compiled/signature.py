@@ -5,6 +5,7 @@ reduced sums of half precision, cuDNN's choices, warnings.
 """
 
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -85,6 +86,32 @@ def _describe(value: Any, tensors: list[Tensor], found: list[Any]) -> None:
             raise Unrepeatable(
                 f"an argument is a {kind.__module__}.{kind.__qualname__}"
             )
+
+
+def in_words(distinct: Sequence[Tensor]) -> str:
+    """Say what a capture is of: tensors in the order of arguments, torch's switches.
+
+    Example:
+        >>> in_words([torch.ones(2, 3), torch.tensor(1)]).partition(";")[0]
+        'float32 [2, 3], int64 []'
+    """
+    tensors = [f"{_short(each.dtype)} {list(each.shape)}" for each in distinct]
+    switches = [f"{torch.get_num_threads()} threads"]
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            dtype = _short(torch.get_autocast_dtype(device))
+            switches.append(f"autocast of {device} to {dtype}")
+    if torch.is_inference_mode_enabled():
+        switches.append("inference mode")
+    elif not torch.is_grad_enabled():
+        switches.append("no grad")
+    if torch.are_deterministic_algorithms_enabled():
+        switches.append("deterministic")
+    return "; ".join([", ".join(tensors), *switches])
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _surroundings() -> tuple:

@@ -25,11 +25,13 @@ _SEEN = 1e-4
 
 
 def same_bits(found: Any, expected: Any) -> None:
-    """Refuse a replay that is not equal to eager mode.
+    """Refuse a replay that is not equal to eager mode; None is one in doubt.
 
     Raises:
         Unrepeatable: a number differs.
     """
+    if found is None:
+        raise Unrepeatable("its replay doubts samples that eager mode does not")
     pairs = zip(tree.tensors(found), tree.tensors(expected), strict=True)
     for one, other in pairs:
         numbers = (

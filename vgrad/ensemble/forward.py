@@ -22,6 +22,8 @@ from vgrad.typing import Buffers, EnsembleStrategy, Params, Randomness, Tree
 class EnsembleForward(OfRunner):
     """What `ensemble_forward` returns."""
 
+    name = "ensemble_forward"
+
     def __init__(
         self, fmodel: FunctionalModel, runner: Runner, chunk_size: int | None
     ) -> None:

@@ -57,6 +57,8 @@ class EnsembleGrads(NamedTuple):
 class EnsembleGradFn(OfRunner, Generic[Result]):
     """What `ensemble_grad` returns."""
 
+    name = "ensemble_grad"
+
     def __init__(
         self, loss: BatchLossFn | LossFn, runner: Runner, has_aux: bool
     ) -> None:

@@ -15,6 +15,10 @@ fused_adamw_ = torch.ops.aten._fused_adamw_
 """Whole steps in place, on lists of tensors of one device and dtype, as
 `torch.optim.SGD(fused=True)` and its like take them (torch/optim/sgd.py, adam.py)."""
 
+copy_all_ = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+"""Copy each tensor of a list into that of another one, on a GPU by few launches, as the
+loop over parameters in torch/distributed/fsdp/_fully_shard does."""
+
 convolution_backward = torch.ops.aten.convolution_backward
 sigmoid_backward = torch.ops.aten.sigmoid_backward
 tanh_backward = torch.ops.aten.tanh_backward

@@ -137,6 +137,13 @@ def makes_memory(op: Any) -> bool:
     return bool(returns) and all(each.alias_info is None for each in returns)
 
 
+def shared(op: Any) -> Iterator[tuple[int, str]]:
+    """Yield place and name of what an op may return the memory of."""
+    for place, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None:
+            yield place, argument.name
+
+
 def written(op: Any) -> Iterator[tuple[int, str, bool]]:
     """Yield place, name and whether by keyword only of what an op writes into."""
     packet = isinstance(op, torch._ops.OpOverloadPacket)

@@ -181,6 +181,7 @@ class OfBatch:
     loss: Callable[..., tuple[Any, Buffers]]
     has_aux: bool
     donate: bool
+    name: ClassVar = "train_step"
 
     def of(
         self, params: Params, buffers: Buffers, batch: tuple, scale: LossScale
