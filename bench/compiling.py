@@ -28,10 +28,12 @@ from bench.models import Problem
 SUM, STEP = "compiled clipped sum", "private step on Poisson draws"
 """What is timed."""
 
-BACKENDS = ("replay", "inductor", "auto")
+BACKENDS = ("replay", "inductor", "auto", "cudagraph")
 PLAIN = "plain-compiled"
 INDUCTOR = (PLAIN, "vgrad-inductor", "vgrad-auto")
 """Those that take a minute or more to build."""
+
+ON_GPU = ("vgrad-cudagraph",)
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,9 @@ def markdown(measured: list[Row], clock: str = "wall") -> str:
         return ""
     first = rows[0]
     text = [
-        f"{first['date']}: {first['processor']}, {first['threads']} threads, torch "
-        f"{first['torch']}, {clock} time. Ratios to plain SGD.",
+        f"{first['date']}, commit {first.get('commit', 'not known')}: "
+        f"{first['processor']}, {first['threads']} threads, torch {first['torch']}, "
+        f"{clock} time. Ratios to plain SGD.",
     ]
     for device in sorted({row["device"] for row in rows}):
         for kind, value, title in TABLES:

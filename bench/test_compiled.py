@@ -27,7 +27,7 @@ import torch
 
 from bench import memory, steps
 from bench.case import CHECKED_SAMPLES, Case, memory_of, timed
-from bench.compiling import COMPILED, INDUCTOR, PLAIN, STEP, SUM, captures
+from bench.compiling import COMPILED, INDUCTOR, ON_GPU, PLAIN, STEP, SUM, captures
 from bench.contenders import Grads
 from bench.measure import DEVICES, interleaved
 from bench.models import FULL_SIZE, SETTINGS, STEP_BY_STEP
@@ -135,6 +135,8 @@ def case(request: pytest.FixtureRequest, device: str) -> Both:
 
 
 def skip_some(benchmark: Any, case: Both, kind: str, name: str) -> None:
+    if name in ON_GPU and case.device == "cpu":
+        pytest.skip("records what a GPU runs")
     if benchmark.disabled and name in INDUCTOR:
         pytest.skip("takes minutes to compile, and is checked before it is timed")
     if case.name in STEP_BY_STEP and name in INDUCTOR:

@@ -6,7 +6,8 @@ The loop keeps one module and one `torch.optim` optimizer a member; times are gi
 ratios to it, so a number below one is a gain.
 
 Every contender is checked in float64 before it is timed in float32. `peak_bytes` is
-what a call needs above members and batch, in a fresh process (`memory.py`).
+what a call needs above members and batch, in a fresh process (`memory.py`). Steps of
+small members are compiled, too.
 """
 
 import copy
@@ -231,20 +232,27 @@ def vgrad_forward(problem: Problem) -> Contender:
     return run, lambda: {"out": run()}
 
 
-def vgrad_step(problem: Problem) -> Contender:
-    fmodel, params, buffers = vgrad.stack(problem.models)
-    loss = vgrad.batch_loss(fmodel, F.cross_entropy)
-    tx = vgrad.for_members(vgrad.optim.sgd, lr=RATE, momentum=MOMENTUM)
-    step = vgrad.training.ensemble_train_step(
-        loss, tx, in_dims=problem.in_dims, donate=True
-    )
-    state = EnsembleState.create(tx, params, buffers, seed=0)
+def vgrad_step(backend: str | None) -> Callable[[Problem], Contender]:
+    """Make a step of vgrad; a compiled one that is not donated is one graph."""
 
-    def run() -> None:
-        nonlocal state
-        state, _ = step(state, problem.x, problem.y)
+    def make(problem: Problem) -> Contender:
+        fmodel, params, buffers = vgrad.stack(problem.models)
+        loss = vgrad.batch_loss(fmodel, F.cross_entropy)
+        tx = vgrad.for_members(vgrad.optim.sgd, lr=RATE, momentum=MOMENTUM)
+        step: Any = vgrad.training.ensemble_train_step(
+            loss, tx, in_dims=problem.in_dims, donate=backend is None
+        )
+        if backend is not None:
+            step = vgrad.compile(step, backend=backend, fallback="error")
+        state = EnsembleState.create(tx, params, buffers, seed=0)
 
-    return run, lambda: dict(state.params)
+        def run() -> None:
+            nonlocal state
+            state, _ = step(state, problem.x, problem.y)
+
+        return run, lambda: dict(state.params)
+
+    return make
 
 
 CONTENDERS: dict[str, dict[str, Callable[[Problem], Contender]]] = {
@@ -258,10 +266,13 @@ CONTENDERS: dict[str, dict[str, Callable[[Problem], Contender]]] = {
         "loop": loop_step,
         "vmap": vmap_step,
         "tensordict": tensordict_step,
-        "vgrad": vgrad_step,
+        "vgrad": vgrad_step(None),
+        "vgrad-replay": vgrad_step("replay"),
+        "vgrad-inductor": vgrad_step("inductor"),
     },
 }
-NAMES = ("loop", "vmap", "tensordict", "vgrad")
+COMPILED = ("vgrad-replay", "vgrad-inductor")
+NAMES = ("loop", "vmap", "tensordict", "vgrad", *COMPILED)
 GROWTH = {
     SMALL[1]: (1, 2, 4, 8, 16, 32, 64),
     MODELS["simple-cnn"].title: (1, 2, 4, 8, 16),
@@ -323,6 +334,10 @@ def test_ensemble(
     benchmark.group = f"ensemble, {kind}, {setting}, {members} members, {device}"
     if members > LARGEST[device].get(setting, max(SIZES)):
         pytest.skip("too slow for this device")
+    if name in COMPILED and (kind == "forward" or setting not in SMALL):
+        pytest.skip("small steps alone are compiled, whose calls take the longest")
+    if benchmark.disabled and name == "vgrad-inductor":
+        pytest.skip("takes a minute to compile")
     if benchmark.disabled and members != SIZES[0]:
         pytest.skip("checked with few members")
     error = checked(kind, name, setting, device)

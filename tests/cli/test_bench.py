@@ -12,6 +12,7 @@ from vgrad.cli import bench
 ROOT = Path(__file__).parents[2]
 REPORT = {
     "datetime": "2026-01-02T03:04:05",
+    "commit_info": {"id": "0123456789abcdef", "dirty": True, "branch": "secret"},
     "machine_info": {"node": "secret-host", "cpu": {"brand_raw": "A processor"}},
     "benchmarks": [
         {
@@ -35,9 +36,10 @@ REPORT = {
 def test_a_table_says_where_it_was_made_and_nothing_of_the_host():
     rows = bench.rows(REPORT)
     text = bench.markdown(rows)
-    assert "2026-01-02: A processor, 2 threads, torch 2.13.0" in text
+    made = "2026-01-02, of commit 0123456789ab+: A processor, 2 threads, torch 2.13.0"
+    assert made in text
     assert "| loop | 400.0 ms | 50.0 ms | 8.00 | 160 | 1e-13 |" in text
-    assert "secret-host" not in text + json.dumps(rows)
+    assert "secret" not in text + json.dumps(rows)
 
 
 @pytest.mark.parametrize("name", ["loop", 32], ids=["a name", "a size"])

@@ -95,6 +95,8 @@ def checkout(command: str) -> Path:
 
 def rows(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Keep of pytest-benchmark's report what a table needs, and nothing of the host."""
+    source = report["commit_info"]
+    commit = f"{source['id'][:12]}{'+' * source['dirty']}"  # with changes since
     processor = report["machine_info"].get("cpu", {}).get("brand_raw", "unknown")
     return [
         {
@@ -106,6 +108,7 @@ def rows(report: dict[str, Any]) -> list[dict[str, Any]]:
             **each["extra_info"],
             "processor": processor,
             "date": report["datetime"][:10],
+            "commit": commit,
         }
         for each in report["benchmarks"]
     ]
@@ -115,8 +118,9 @@ def markdown(measured: list[dict[str, Any]]) -> str:
     """Return the tables, with the machine and the versions they were made on."""
     first = measured[0]
     text = [
-        f"Made by `python -m vgrad bench --out FILE` on {first['date']}: "
-        f"{first['processor']}, {first['threads']} threads, torch {first['torch']}.",
+        f"Made by `python -m vgrad bench --out FILE` on {first['date']}, of commit "
+        f"{first['commit']}: {first['processor']}, {first['threads']} threads, torch "
+        f"{first['torch']}.",
     ]
     for group, columns, lines in _tables(measured):
         text += ["", f"**{group}**", "", f"| {' | '.join(columns)} |"]
