@@ -7,7 +7,6 @@ arguments into memory that the recording reads, launches it, and copies the resu
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -92,23 +91,47 @@ def recorded(run: Run, graph: Graph, tensors: Sequence[Tensor]) -> Run:
     try:
         with torch.no_grad(), no_autocast(inputs[0].device):
             own = [*map(_memory_like, inputs)]
-            copy_all_(own, _memories(inputs))
+            _copy(_alike(own), own, _memories(inputs))
             recording: Recording = OnCuda(run, [*map(_seen_as, own, inputs)])
     except RuntimeError as error:
         line = str(error).strip().partition("\n")[0]
         raise Unrepeatable(f"recording it fails: {line}") from error
-    return partial(_run, recording, own, threading.Lock())
+    return _Recorded(recording, own)
 
 
-def _run(
-    recording: Recording, own: list[Tensor], lock: threading.Lock, *inputs: Tensor
-) -> list[Tensor]:
-    with lock, recording.turn():
-        copy_all_(own, _memories(inputs))
-        recording.launch()
-        found = [*map(torch.empty_like, recording.outputs)]
-        copy_all_(found, list(recording.outputs))
+class _Recorded:
+    """Runs a recording on arguments, and returns tensors that are the caller's."""
+
+    def __init__(self, recording: Recording, own: Sequence[Tensor]) -> None:
+        """Take the memory that it reads."""
+        self._recording, self._own = recording, own
+        self._into, self._out = _alike(own), _alike(recording.outputs)
+        self._lock = threading.Lock()
+
+    def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
+        """Copy in, launch, copy out."""
+        outputs = self._recording.outputs
+        with self._lock, self._recording.turn():
+            _copy(self._into, self._own, _memories(inputs))
+            self._recording.launch()
+            found = [*map(torch.empty_like, outputs)]
+            _copy(self._out, found, outputs)
         return found
+
+
+def _alike(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Number tensors in groups of a device and dtype, which one launch copies."""
+    found: dict[Any, list[int]] = {}
+    for number, each in enumerate(tensors):
+        found.setdefault((each.device, each.dtype), []).append(number)
+    return [*found.values()]
+
+
+def _copy(
+    groups: list[list[int]], into: Sequence[Tensor], given: Sequence[Tensor]
+) -> None:
+    for numbers in groups:
+        copy_all_([into[n] for n in numbers], [given[n] for n in numbers])
 
 
 def check(module: fx.GraphModule, inputs: Sequence[Tensor], device: str) -> None:
