@@ -17,7 +17,7 @@ from tests import cases, oracle
 from tests.compiled import problems
 from tests.compiled.problems import same_calls
 from vgrad import optim, tree
-from vgrad.compiled import graph, recording
+from vgrad.compiled import backends, graph, recording
 from vgrad.conditions import Unrepeatable
 from vgrad.training import TrainState, private_step, train_step
 
@@ -254,6 +254,28 @@ def test_a_recording_that_fails_or_differs_makes_room_for_a_replay(monkeypatch):
         found = compiled(params, buffers, *batch)
         oracle.assert_exact(found, eager(params, buffers, *batch), 0)
         assert compiled.reports()[0].backend == "replay"
+
+
+@pytest.mark.parametrize("fastest", ["replay", "cudagraph"])
+def test_auto_tries_recordings_on_a_gpu_alone(device, monkeypatch, fastest):
+    def no_compiler(graph, tensors):
+        raise Unrepeatable("there is no compiler")
+
+    def timed(graph, tensors, runs):
+        assert [*runs] == ["replay", "cudagraph"]
+        return fastest, "timed"
+
+    monkeypatch.setattr(backends, "compiled", no_compiler)
+    monkeypatch.setattr(backends, "fastest", timed)
+    loss, params, buffers, draw = built("mlp", device)
+    eager, batch = vgrad.per_sample_norm(loss), draw(4)
+    compiled = vgrad.compile(eager, backend="auto")
+    with pytest.warns(vgrad.CompileWarning, match="replays, since there is no comp"):
+        compiled(params, buffers, *batch)
+    found = compiled(params, buffers, *batch)
+    oracle.assert_exact(found, eager(params, buffers, *batch), 0)
+    (report,) = compiled.reports()
+    assert (report.backend, report.why) == (fastest, "timed")
 
 
 def on_meta(function, *arguments):

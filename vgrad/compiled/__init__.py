@@ -80,9 +80,9 @@ def compile(
       without the time that their launches take. Arguments, parameters included, are
       copied into memory of the recording, and results out of it. Where the tensors are
       not all on one GPU there is a warning, and replay;
-    * `"auto"` times replay and Inductor once for each capture and keeps the faster one.
-      Timings differ from run to run: a resumed run that has to repeat its numbers
-      passes what `choices` made of the first one's reports.
+    * `"auto"` times all of these once for each capture and keeps the fastest (CUDA
+      graphs on a GPU alone). Timings differ from run to run: a resumed run that has to
+      repeat its numbers passes what `choices` made of the first one's reports.
 
     A graph holds for shapes, strides, dtypes and devices of all arguments, for torch's
     switches (autocast, precision of float32, threads, determinism), and for everything

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from vgrad.compiled import recording
 from vgrad.compiled.graph import Graph
 from vgrad.conditions import Unrepeatable
 from vgrad.dtypes import no_autocast
@@ -51,16 +52,24 @@ _ROUNDS = 5
 """Times that each backend runs before one is chosen."""
 
 
-def faster(
-    graph: Graph, tensors: list[Tensor], replay: Callable, compiled: Callable
+def tried(backend: str, tensors: list[Tensor]) -> tuple[str, ...]:
+    """Return what is built beside a replay; a recording by itself on a GPU alone."""
+    if backend != "auto":
+        return () if backend == "replay" else (backend,)
+    on_gpu = any(each.device.type == recording.OnCuda.device for each in tensors)
+    return ("inductor", "cudagraph") if on_gpu else ("inductor",)
+
+
+def fastest(
+    graph: Graph, tensors: list[Tensor], runs: dict[str, Callable]
 ) -> tuple[str, str]:
-    """Time both backends in turns, and choose."""
-    times: dict[Callable, list[float]] = {replay: [], compiled: []}
+    """Time backends in turns, choose, and say what each took."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(_ROUNDS):
-        for run, taken in times.items():
+        for name, run in runs.items():
             start = time.perf_counter()
             bool(outputs(run, graph, tensors)[-1])  # waits for a device
-            taken.append(time.perf_counter() - start)
-    slow, fast = (statistics.median(each) * 1e3 for each in times.values())
-    backend = "inductor" if fast < slow else "replay"
-    return backend, f"replay took {slow:.3g} ms, Inductor {fast:.3g} ms"
+            times[name].append(time.perf_counter() - start)
+    taken = {name: statistics.median(each) * 1e3 for name, each in times.items()}
+    best = min(taken, key=lambda name: taken[name])
+    return best, ", ".join(f"{name} took {x:.3g} ms" for name, x in taken.items())

@@ -234,23 +234,26 @@ class Captures:
             self._doubted(capture)
             return expected
         backend, why = self._asked_for(capture)
-        run: Callable = replay
-        try:
-            if backend == "cudagraph":
-                run = recording.recorded(replay, graph, tensors)
-                if self._verify:
-                    verification.same_bits(found(run, *arguments), expected)
-            elif backend != "replay":
-                run = backends.compiled(graph, tensors)
-                if self._verify:
-                    fast = partial(found, run)
-                    verification.close(fast, eager, arguments, draws=graph.draws)
-        except Unrepeatable as error:
-            run, backend, why = replay, "replay", str(error)
-            self._warn(f"compile({capture.report.name}): replays, since {why}.")
-        if backend == "auto":
-            backend, why = backends.faster(graph, tensors, replay, run)
-            run = replay if backend == "replay" else run
+        runs: dict[str, Callable] = {"replay": replay}
+        for name in backends.tried(backend, tensors):
+            try:
+                if name == "cudagraph":
+                    runs[name] = run = recording.recorded(replay, graph, tensors)
+                    if self._verify:
+                        verification.same_bits(found(run, *arguments), expected)
+                else:
+                    runs[name] = run = backends.compiled(graph, tensors)
+                    if self._verify:
+                        fast = partial(found, run)
+                        verification.close(fast, eager, arguments, draws=graph.draws)
+            except Unrepeatable as error:
+                runs.pop(name, None)
+                why = str(error)
+                self._warn(f"compile({capture.report.name}): replays, since {why}.")
+        if backend == "auto" and len(runs) > 1:
+            backend, why = backends.fastest(graph, tensors, runs)
+        backend = backend if backend in runs else "replay"
+        run = runs[backend]
         if run is not replay:
             result = found(run, *arguments)
         elif self._verify:
