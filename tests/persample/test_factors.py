@@ -222,7 +222,7 @@ def test_a_factor_of_moved_parts(name):
     check_factor(make, gradients)
 
 
-@pytest.mark.parametrize("form", ["gram", "groups", "offsets", "swapped"])
+@pytest.mark.parametrize("form", ["alone", "gram", "groups", "offsets", "swapped"])
 @examples(8)
 @given(data=st.data())
 def test_all_forms_of_a_convolution(form, data):
@@ -255,6 +255,23 @@ def test_all_forms_of_a_convolution(form, data):
         mock.patch.object(costs, "FEW_POSITIONS", few),
     ):
         check_factor(make, conv_gradients)
+
+
+@pytest.mark.parametrize(
+    ("channels", "width", "kernel", "groups", "device", "form"),
+    [
+        (3, 64, 7, 1, "cpu", "alone"),
+        (3, 64, 7, 1, "cuda", "groups"),
+        (8, 64, 7, 1, "cpu", "groups"),  # as many as a block of channels
+        (3, 64, 7, 3, "cpu", "groups"),
+        (3, 32, 3, 1, "cpu", "groups"),  # too little for a call of its own
+    ],
+)
+def test_few_channels_of_large_images_take_a_convolution_each(
+    channels, width, kernel, groups, device, form
+):
+    pixels, weight = (width + kernel - 1) ** 2, (48, channels // groups, kernel, kernel)
+    assert costs.conv_form(pixels, width**2, weight, groups, device) == form
 
 
 def test_gradients_of_large_depthwise_kernels_do_not_drift():

@@ -159,7 +159,7 @@ TRAPS = [
 
 
 @pytest.mark.parametrize(
-    "form", ["gram", "groups", "offsets", "swapped", "vmap", "loop"]
+    "form", ["alone", "gram", "groups", "offsets", "swapped", "vmap", "loop"]
 )
 @pytest.mark.parametrize(("text", "shapes", "x"), TRAPS)
 def test_what_others_get_wrong_is_exact_in_every_form(

@@ -1,4 +1,4 @@
-"""The factor of a convolution's weight, and the four forms of its norms.
+"""The factor of a convolution's weight, and the five forms of its norms.
 
 B samples, C channels in, O channels out, G groups, K numbers in a kernel, T positions
 of the output. The gradient of one sample is, in every group, a sum over positions of
@@ -49,10 +49,12 @@ class Conv(Pair):
         return self.form == "gram"
 
     def grad(self) -> Tensor:
-        """Gradients by one grouped convolution, or by products for every offset."""
+        """Gradients by the form that is cheapest, not by products of positions."""
         form = self.form
         if form == "groups":
             return self._by_groups()
+        if form == "alone":
+            return self._one_by_one()
         return self._by_swapping() if form == "swapped" else self._by_offsets()
 
     def norm(self) -> Norm:
@@ -102,6 +104,13 @@ class Conv(Pair):
         inputs, outputs = (each.flatten(0, 1)[None] for each in pair)
         found = self._weight_gradient(inputs, outputs, self.size)
         return found.view(self.size, *self.shape).to(self.inputs.dtype)
+
+    def _one_by_one(self) -> Tensor:
+        """Form the weight gradient of each sample by a convolution of its own."""
+        inputs, outputs = reductions.products(self.inputs, self.outputs)
+        pairs = zip(inputs.split(1), outputs.split(1), strict=True)
+        found = [self._weight_gradient(*pair, 1) for pair in pairs]
+        return torch.stack(found).to(self.inputs.dtype)
 
     def _by_swapping(self) -> Tensor:
         """Convolve every input channel with the outputs, which are its kernels.

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-ConvForm = Literal["gram", "groups", "offsets", "swapped"]
+ConvForm = Literal["alone", "gram", "groups", "offsets", "swapped"]
 
 OPERATIONS_PER_BYTE = 8
 """Floating-point operations that take as long as writing or reading one byte.
@@ -31,6 +31,12 @@ _CHANNELS = 32
 
 _SMALL_KERNEL = 9
 """Numbers in a kernel up to which grouped convolutions of single channels are fast."""
+
+_BLOCK = 8
+"""Channels that a grouped convolution takes at once; of others it takes one by one."""
+
+_WORTH_A_CALL = 4 * 10**6
+"""Floating-point operations of a sample that outlast a call for it alone."""
 
 FEW_LOOKUPS = 128
 """Positions of a sample up to which lookups are compared in pairs, and not sorted."""
@@ -58,6 +64,8 @@ def conv_form(
 
     On a CPU one grouped convolution wins but for many channels of small maps, and for
     groups of few channels; it has a good kernel for small windows of single channels.
+    The few channels of a large image it takes three to ten times as long for as
+    ordinary convolutions, one a sample.
     """
     outputs, inputs, *kernel = weight
     products = 2 * pixels**2 * inputs * groups + 2 * positions**2 * outputs
@@ -69,8 +77,11 @@ def conv_form(
         return "offsets" if few else "groups"
     if inputs == 1 and _swaps(few, kernel, outputs // groups):
         return "swapped"
-    alone = groups == 1 or inputs == 1
-    enough = alone and _CHANNELS * positions >= inputs * outputs // groups
+    operations = 2 * positions * math.prod(weight)
+    if groups == 1 and inputs % _BLOCK and operations > _WORTH_A_CALL:
+        return "alone"
+    by_itself = groups == 1 or inputs == 1
+    enough = by_itself and _CHANNELS * positions >= inputs * outputs // groups
     return "offsets" if few and (len(kernel) == 1 or not enough) else "groups"
 
 
