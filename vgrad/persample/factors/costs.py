@@ -33,7 +33,7 @@ _SMALL_KERNEL = 9
 """Numbers in a kernel up to which grouped convolutions of single channels are fast."""
 
 _BLOCK = 8
-"""Channels that a grouped convolution takes at once; of others it takes one by one."""
+"""Channels in whose multiples grouped convolutions were measured to be fast."""
 
 _WORTH_A_CALL = 4 * 10**6
 """Floating-point operations of a sample that outlast a call for it alone."""
