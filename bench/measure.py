@@ -17,29 +17,15 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
-import pytest
 import torch
 
 import vgrad
+from tests.cases import DEVICES as DEVICES
 
 ROUNDS = {"cpu": 11, "cuda": 50}
 WARMUP = {"cpu": 2, "cuda": 15}
 FEWEST, MOST = 3, 100
 """Rounds of contenders that are given some seconds, which they fill or exceed."""
-
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.cuda,
-            pytest.mark.skipif(
-                not torch.cuda.is_available(), reason="no CUDA device here"
-            ),
-        ],
-    ),
-]
-
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 

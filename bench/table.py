@@ -141,9 +141,11 @@ def _line(cells: list[str]) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m bench.table", description=__doc__)
-    parser.add_argument("results", type=Path)
+    parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     given = parser.parse_args()
-    report = json.loads(given.results.read_text())
-    measured = report if isinstance(report, list) else bench.rows(report)
+    measured: list[Row] = []
+    for path in given.results:
+        report = json.loads(path.read_text())
+        measured += report if isinstance(report, list) else bench.rows(report)
     print(markdown(measured, given.clock), end="")

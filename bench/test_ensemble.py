@@ -33,7 +33,11 @@ STEPS = 3
 SECONDS = 2.5
 
 # Without this an unused fixture, as under --benchmark-disable, would be an error.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    # What is called compiled has to be.
+    pytest.mark.filterwarnings("error::vgrad.CompileWarning"),
+]
 
 
 def rows(width: int) -> Callable[[int, torch.Generator], tuple[Tensor, Tensor]]:

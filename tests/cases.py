@@ -19,6 +19,18 @@ from tests import oracle
 
 STRATEGIES = ("recorded", "vmap", "loop")
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.cuda,
+            pytest.mark.skipif(
+                not torch.cuda.is_available(), reason="no CUDA device here"
+            ),
+        ],
+    ),
+]
 
 
 @dataclass(frozen=True)

@@ -10,19 +10,9 @@ from hypothesis import strategies as st
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tests.cases import DEVICES
 from tests.examples import examples
 from vgrad.lowering import fold, scaled_dot_product_attention
-
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.cuda,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-        ],
-    ),
-]
 
 
 def normal(*shape, seed=0, dtype=torch.float64, device="cpu"):

@@ -235,6 +235,7 @@ class Captures:
             return expected
         backend, why = self._asked_for(capture)
         runs: dict[str, Callable] = {"replay": replay}
+        refused: dict[str, str] = {}
         for name in backends.tried(backend, tensors):
             try:
                 if name == "cudagraph":
@@ -248,8 +249,10 @@ class Captures:
                         verification.close(fast, eager, arguments, draws=graph.draws)
             except Unrepeatable as error:
                 runs.pop(name, None)
-                why = str(error)
-                self._warn(f"compile({capture.report.name}): replays, since {why}.")
+                refused[name] = why = str(error)
+        for name, text in refused.items():
+            does = "replays" if len(runs) == 1 else f"does without {name}"
+            self._warn(f"compile({capture.report.name}): {does}, since {text}.")
         if backend == "auto" and len(runs) > 1:
             backend, why = backends.fastest(graph, tensors, runs)
         backend = backend if backend in runs else "replay"

@@ -90,8 +90,7 @@ def recorded(run: Run, graph: Graph, tensors: Sequence[Tensor]) -> Run:
     check(graph.module, inputs, OnCuda.device)
     try:
         with torch.no_grad(), no_autocast(inputs[0].device):
-            own = [*map(_memory_like, inputs)]
-            _copy(_alike(own), own, _memories(inputs))
+            own = [memory_of(each).clone() for each in inputs]
             recording: Recording = OnCuda(run, [*map(_seen_as, own, inputs)])
     except RuntimeError as error:
         line = str(error).strip().partition("\n")[0]
@@ -112,7 +111,7 @@ class _Recorded:
         """Copy in, launch, copy out."""
         outputs = self._recording.outputs
         with self._lock, self._recording.turn():
-            _copy(self._into, self._own, _memories(inputs))
+            _copy(self._into, self._own, [*map(memory_of, inputs)])
             self._recording.launch()
             found = [*map(torch.empty_like, outputs)]
             _copy(self._out, found, outputs)
@@ -169,23 +168,15 @@ def check(module: fx.GraphModule, inputs: Sequence[Tensor], device: str) -> None
         raise Unrepeatable("it writes into an argument")
 
 
-def _memories(tensors: Sequence[Tensor]) -> list[Tensor]:
+def memory_of(tensor: Tensor) -> Tensor:
     """Return all numbers from the first of a tensor to its last, as they lie.
 
-    Those that several entries share are copied once, then.
+    Those that several entries share are there once.
     """
-    return [each.detach().as_strided((_extent(each),), (1,)) for each in tensors]
-
-
-def _extent(tensor: Tensor) -> int:
-    if not tensor.numel():
-        return 0
     axes = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in axes)
-
-
-def _memory_like(tensor: Tensor) -> Tensor:
-    return tensor.new_empty(_extent(tensor), requires_grad=False)
+    last = sum((size - 1) * stride for size, stride in axes)
+    extent = 1 + last if tensor.numel() else 0
+    return tensor.detach().as_strided((extent,), (1,))
 
 
 def _seen_as(memory: Tensor, tensor: Tensor) -> Tensor:

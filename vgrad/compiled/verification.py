@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vgrad import tree
+from vgrad.compiled.recording import memory_of
 from vgrad.conditions import Unrepeatable
 from vgrad.dtypes import double
 
@@ -129,11 +130,9 @@ def _moved(arguments: tuple, number: int) -> tuple:
             return tensor
         if not tensor.numel():
             return tensor
-        axes = zip(tensor.shape, tensor.stride(), strict=True)
-        extent = 1 + sum((size - 1) * stride for size, stride in axes)
-        part = torch.rand(extent, generator=generator).to(tensor.device)
+        memory = memory_of(tensor)
+        part = torch.rand(len(memory), generator=generator).to(tensor.device)
         part *= math.sqrt(torch.finfo(tensor.dtype).eps)
-        memory = tensor.detach().as_strided((extent,), (1,))
         smaller = (memory * (1 - part)).to(tensor.dtype)
         return smaller.as_strided(tensor.shape, tensor.stride())
 

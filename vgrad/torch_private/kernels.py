@@ -16,8 +16,8 @@ fused_adamw_ = torch.ops.aten._fused_adamw_
 `torch.optim.SGD(fused=True)` and its like take them (torch/optim/sgd.py, adam.py)."""
 
 copy_all_ = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-"""Copy each tensor of a list into that of another one, on a GPU by few launches, as the
-loop over parameters in torch/distributed/fsdp/_fully_shard does."""
+"""Copy each tensor of a list into that of another one, on a GPU by few launches, as
+torch/optim/asgd.py does."""
 
 convolution_backward = torch.ops.aten.convolution_backward
 sigmoid_backward = torch.ops.aten.sigmoid_backward

@@ -64,8 +64,8 @@ def conv_form(
 
     On a CPU one grouped convolution wins but for many channels of small maps, and for
     groups of few channels; it has a good kernel for small windows of single channels.
-    The few channels of a large image it takes three to ten times as long for as
-    ordinary convolutions, one a sample.
+    For the few channels of a large image it takes longer than an ordinary convolution
+    for each sample, up to eight times.
     """
     outputs, inputs, *kernel = weight
     products = 2 * pixels**2 * inputs * groups + 2 * positions**2 * outputs
