@@ -486,10 +486,10 @@ def test_a_trace_refuses_to_hand_out_values():
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("in_cpp", [False, True])
-def test_a_graph_is_compiled_for_shapes_and_draws_as_eager_mode_does(in_cpp):
+@pytest.mark.parametrize("small", [False, True])
+def test_a_graph_is_compiled_for_shapes_and_draws_as_eager_mode_does(small):
     graph = tracing.traced(lambda x: [x.sin() * torch.rand_like(x)], X)
-    compiled = tracing.compiled(graph, [X], in_cpp=in_cpp)
+    compiled = tracing.compiled(graph, [X], small=small)
     torch.manual_seed(1)
     expected = (X + 1).sin() * torch.rand_like(X)
     torch.manual_seed(1)

@@ -15,6 +15,7 @@ The first is documented as experimental (torch.fx.experimental), the last is wha
 `torch.compile` does once it has a graph. Public names for the two would end the need.
 """
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,13 +46,14 @@ def traced(function: Callable, *inputs: Tensor) -> fx.GraphModule:
 
 
 def compiled(
-    graph: fx.GraphModule, inputs: Sequence[Tensor], *, in_cpp: bool
+    graph: fx.GraphModule, inputs: Sequence[Tensor], *, small: bool
 ) -> Callable[..., Any]:
     """Compile a graph by Inductor for inputs of these shapes.
 
     Random ops stay torch's own, so that they draw what they draw in eager mode, and
-    half precision is rounded after each op, as there. With `in_cpp` the kernels are
-    called from C++, and not from Python.
+    half precision is rounded after each op, as there. The kernels of a `small` graph
+    are called from C++, and not from Python, and each runs on one thread: to wake up
+    another takes longer than all that a kernel does.
 
     Tensors keep their layout on a CPU. Inductor would put the channels of all
     convolutions last, and then reduce over the pixels with large steps through memory,
@@ -63,8 +65,9 @@ def compiled(
     patches = {
         "fallback_random": True,
         "emulate_precision_casts": True,
-        "cpp_wrapper": in_cpp,
     }
+    if small:
+        patches |= {"cpp_wrapper": True, "cpp.min_chunk_size": sys.maxsize}
     if all(each.device.type == "cpu" for each in inputs):
         patches["layout_optimization"] = False
     with warnings.catch_warnings():
