@@ -111,10 +111,11 @@ def drawn(draw: Callable[..., object], stream: int, count: int) -> np.ndarray:
     on how many threads there are.
     """
     found = np.empty(count)
-    on_threads(
+    works = (
         partial(draw, block(stream, number), out=found[part])
         for number, part in blocks(count)
     )
+    on_threads(works, count)
     return found
 
 
@@ -124,10 +125,13 @@ def blocks(count: int) -> Iterator[tuple[int, slice]]:
         yield number, slice(start, start + BLOCK)
 
 
-def on_threads(works: Iterable[Callable[[], object]]) -> None:
-    """Do pieces of work, in any order, on as many threads as torch has."""
-    works = list(works)
-    threads = min(len(works), torch.get_num_threads())
+def on_threads(works: Iterable[Callable[[], object]], count: int) -> None:
+    """Draw `count` numbers in pieces of work, on as many threads as torch has.
+
+    Each draws a block at least: it takes a third of a millisecond to start threads, in
+    which one draws as many numbers.
+    """
+    threads = min(count // BLOCK, torch.get_num_threads())
     if threads < 2:
         for work in works:
             work()
@@ -262,9 +266,12 @@ def drawn_since(before: RandomState, tensors: Iterable[Tensor]) -> bool:
 
 
 def _digest(key: bytes, place: tuple[Place, ...], size: int) -> bytes:
-    # JSON, so that no two places are written alike; halves of characters stay halves.
-    text = json.dumps(place, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    text = _AS_TEXT(place).encode("utf-8", "surrogatepass")  # halves of characters too
     return hashlib.blake2b(text, key=key, digest_size=size).digest()
+
+
+_AS_TEXT = json.JSONEncoder(ensure_ascii=False).encode
+"""Writes no two places alike."""
 
 
 def _bytes(key: Tensor) -> bytes:

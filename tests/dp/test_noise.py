@@ -115,6 +115,14 @@ def test_threads_do_not_change_the_noise(count):
     assert torch.equal(*found)
 
 
+def test_few_numbers_start_no_thread(monkeypatch):
+    monkeypatch.setattr("vgrad.generators.ThreadPoolExecutor", None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert len(noised({str(n): torch.zeros(100) for n in range(50)})) == 50
+    with pytest.raises(TypeError, match="NoneType"):
+        noised({"a": torch.zeros(2 * streams.BLOCK)})
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_sums_get_float32_noise(dtype):
     sums = {"a": torch.linspace(-1, 1, 50_000).to(dtype)}

@@ -54,7 +54,7 @@ and do not look into its memory.
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -138,9 +138,10 @@ def add_gaussian_noise(
     # Adding and subtracting this number rounds a float64 to the grid.
     rounding = 1.5 * 2.0 ** (52 + math.floor(math.log2(deviation * _GRID)))
 
-    found, works = {}, []
+    found, works, count = {}, [], 0
     for name, total in sums.items():
         local, part = _held(total)
+        count += local.numel()
         if _is_plain(local):
             dtype = torch.promote_types(total.dtype, torch.float32)
             noisy = torch.empty(local.shape, dtype=dtype, device="cpu")
@@ -154,7 +155,7 @@ def add_gaussian_noise(
         if shards.is_distributed(total):
             noisy = shards.like(total, noisy)
         found[name] = noisy
-    generators.on_threads(works)
+    generators.on_threads(works, count)
     return found
 
 
@@ -167,11 +168,19 @@ class _Normals:
         self._key = key
         self._member = member
         self._deviation = deviation
-        layout = [f"{name} {tuple(total.shape)}" for name, total in sums.items()]
-        self._seed = generators.torch_seed(key, *layout)
-        counts = [math.ceil(total.numel() / _CUDA_BLOCK) for total in sums.values()]
-        starts = np.cumsum([member * sum(counts), *counts]).tolist()
-        self._starts = dict(zip(sums, starts, strict=False))
+        self._sums = sums
+
+    @cached_property
+    def _seed(self) -> int:
+        layout = [f"{name} {tuple(total.shape)}" for name, total in self._sums.items()]
+        return generators.torch_seed(self._key, *layout)
+
+    @cached_property
+    def _starts(self) -> dict[str, int]:
+        """Say at which of its blocks each sum starts on a CUDA device."""
+        sizes = [math.ceil(x.numel() / _CUDA_BLOCK) for x in self._sums.values()]
+        starts = np.cumsum([self._member * sum(sizes), *sizes]).tolist()
+        return dict(zip(self._sums, starts, strict=False))
 
     def of(self, name: str, like: Tensor, part: Part) -> Tensor:
         """Draw those of a part, in its shape, on its CUDA device or the CPU."""
@@ -182,7 +191,7 @@ class _Normals:
         def keep(share: Share, normals: np.ndarray) -> None:
             found[share.own] = normals[share.places]
 
-        generators.on_threads(self.works(name, part, keep))
+        generators.on_threads(self.works(name, part, keep), found.size)
         return torch.from_numpy(found).view(like.shape)
 
     def works(
