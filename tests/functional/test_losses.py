@@ -29,6 +29,26 @@ def test_a_loss_of_several_numbers_is_refused():
         whole(params, buffers, torch.ones(2, 3), torch.ones(2, 4))
 
 
+def of_labels(criterion, *shape):
+    """The loss of one sample of random labels, and what torch makes of it."""
+    scores = nn.LogSoftmax(1)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(scores)
+    loss = vgrad.sample_loss(fmodel, criterion)
+    torch.manual_seed(0)
+    x, y = torch.randn(3, *shape), torch.randint(3, shape)
+    return loss(params, buffers, x, y), criterion(scores(x[None]), y[None])
+
+
+@pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.NLLLoss])
+def test_weights_that_a_mean_over_one_label_divides_by_are_refused(kind):
+    weight = torch.tensor([1.0, 2.0, 3.0])
+    with pytest.raises(ValueError, match=rf'Pass {kind.__name__}.*reduction="sum"'):
+        of_labels(kind(weight=weight))
+    torch.testing.assert_close(*of_labels(kind(weight=weight, reduction="sum")))
+    torch.testing.assert_close(*of_labels(kind(weight=weight), 4))  # a label each
+    torch.testing.assert_close(*of_labels(kind()))
+
+
 def test_dictionaries_among_the_inputs_become_keyword_arguments():
     model = cases.TwoCalls()
     fmodel, params, buffers = vgrad.make_functional_with_buffers(model)

@@ -115,7 +115,13 @@ def test_an_ensemble_refuses_losses_of_one_sample():
 def test_what_is_no_scalar_is_refused_when_called(name, options):
     make = plain if name == "train_step" else together
     for loss, more, message in (
-        (lambda p, b, x: p["w"] * x[0], {}, r"without dimensions .* got \(2,\)\."),
+        (lambda p, b, x: p["w"] * x[0], {}, r"without .* got torch.float64 \(2,\)\."),
+        (
+            lambda p, b, x: (p["w"] > x).sum(),
+            {},
+            r"a real tensor .* torch.int64 \(\)\.",
+        ),
+        (lambda p, b, x: mean(p, b, x) * 1j, {}, r"a real tensor .* torch.complex"),
         (lambda p, b, x: 1.0, {}, "without dimensions .* got float"),
         (mean, {"has_aux": True}, r"\(scalar, aux\), got a Tensor\."),
         (with_aux, {}, "without dimensions .* got tuple"),

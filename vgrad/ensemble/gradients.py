@@ -15,7 +15,7 @@ from vgrad.ensemble.execution import (
     autocasting,
 )
 from vgrad.functional.gradient import gradient
-from vgrad.functional.losses import check_loss
+from vgrad.functional.losses import check_loss, returned
 from vgrad.generators import (
     RandomState,
     drawn_since,
@@ -299,19 +299,7 @@ def returning_buffers(function: str, loss: Any, *, has_aux: bool) -> Callable:
             value = loss(params, buffers, *batch)
         else:
             value, buffers = with_buffers(params, buffers, *batch)
-        if has_aux and not (isinstance(value, tuple) and len(value) == 2):
-            raise ValueError(
-                f"{function}(loss, has_aux=True): expected a loss that returns "
-                f"(scalar, aux), got a {type(value).__name__}."
-            )
-        scalar = value[0] if has_aux else value
-        if not isinstance(scalar, Tensor) or scalar.ndim:
-            tensor = isinstance(scalar, Tensor)
-            got = tuple(scalar.shape) if tensor else type(scalar).__name__
-            raise ValueError(
-                f"{function}(loss): expected a loss that returns a tensor without "
-                f"dimensions (with has_aux=True a pair of it and aux), got {got}."
-            )
+        returned(function, value, has_aux=has_aux)
         return value, buffers
 
     return run

@@ -25,7 +25,8 @@ def sample_loss(fmodel: FunctionalModel, criterion: Criterion) -> LossFn:
 
     Raises:
         TypeError: `fmodel` is a module.
-        ValueError: when called, if one sample's loss is not a single number.
+        ValueError: when called, if one sample's loss is not a single number, or if the
+            criterion divides it by the weight of its own class.
 
     Example:
         >>> import torch
@@ -52,6 +53,7 @@ class SampleLoss(LossFn):
         """Return the loss of one sample."""
         batch = map_tensors(lambda leaf: leaf.unsqueeze(0), sample)
         inputs, target = _split("sample_loss", batch, self._criterion)
+        _check_weights(self._criterion, target)
         output = _call(self._fmodel, params, buffers, inputs)
         return _value("sample_loss", output, target, self._criterion)
 
@@ -138,6 +140,32 @@ def check_loss(function: str, loss: Any, *, of_batch: bool = False) -> None:
         )
 
 
+def returned(function: str, result: Any, *, has_aux: bool) -> tuple[Tensor, Any]:
+    """Return the scalar and aux, or `()`, of what a loss returned.
+
+    Whole numbers have no slope: plain autograd raises for such a loss, a gradient of
+    zero would be silent.
+
+    Raises:
+        ValueError: it is not a real tensor without dimensions, or no pair of it and aux
+            where there is to be one.
+    """
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise ValueError(
+            f"{function}(loss, has_aux=True): expected a loss that returns "
+            f"(scalar, aux), got a {type(result).__name__}."
+        )
+    value, aux = result if has_aux else (result, ())
+    if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
+        tensor = isinstance(value, Tensor)
+        got = f"{value.dtype} {tuple(value.shape)}" if tensor else type(value).__name__
+        raise ValueError(
+            f"{function}(loss): expected a loss that returns a real tensor without "
+            f"dimensions (with has_aux=True a pair of it and aux), got {got}."
+        )
+    return value, aux
+
+
 def _check_model(function: str, fmodel: Any) -> None:
     """Refuse a model that has not been split yet."""
     if isinstance(fmodel, nn.Module):
@@ -175,6 +203,21 @@ def _call(function: Callable, params: Params, buffers: Buffers, inputs: tuple) -
         else:
             kwargs.update(item)
     return function(params, buffers, *args, **kwargs)
+
+
+def _check_weights(criterion: Criterion, target: Any) -> None:
+    """Refuse a weighted mean over one label, from which the weight is gone."""
+    if not isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss):
+        return
+    label = isinstance(target, Tensor) and not target.is_floating_point()
+    if criterion.weight is not None and criterion.reduction == "mean" and label:
+        if target.numel() == 1:
+            kind = type(criterion).__name__
+            raise ValueError(
+                f"sample_loss(criterion={kind}(weight=...)): expected weights that "
+                f"count, but the mean over one label divides by its own weight. Pass "
+                f'{kind}(weight=..., reduction="sum").'
+            )
 
 
 def _value(function: str, output: Any, target: Any, criterion: Criterion) -> Tensor:

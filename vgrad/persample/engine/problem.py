@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vgrad import batches, checks
+from vgrad.functional.losses import returned
 from vgrad.lowering.draws import Draws
 from vgrad.persample.engine.guard import Fallbacks, LossGuard
 from vgrad.persample.factors.base import Factor
@@ -215,20 +216,7 @@ class Problem:
         with guard.inside(size, self.randomness, casts, alone=alone):
             # Dictionaries of its own, in which the loss may bind names anew.
             result = self.loss(dict(params), dict(self.buffers), *sample)
-        if self.has_aux and not (isinstance(result, tuple) and len(result) == 2):
-            raise ValueError(
-                f"{self.function}(loss, has_aux=True): expected a loss that returns "
-                f"(scalar, aux), got a {type(result).__name__}."
-            )
-        value, aux = result if self.has_aux else (result, ())
-        if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
-            tensor = isinstance(value, Tensor)
-            got = f"{value.dtype} {tuple(value.shape)}" if tensor else type(value)
-            raise ValueError(
-                f"{self.function}(loss): expected a loss that returns a real tensor "
-                f"without dimensions (with has_aux=True a pair of it and aux), got "
-                f"{got}."
-            )
+        value, aux = returned(self.function, result, has_aux=self.has_aux)
         for leaf in tree_leaves(aux):
             if not isinstance(leaf, Tensor):
                 raise TypeError(
