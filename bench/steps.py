@@ -147,9 +147,9 @@ def sgd(task: Task) -> Stepper:
     optimizer = _sgd(params, task.rate)
 
     def step(x: Tensor, y: Tensor) -> None:
-        optimizer.zero_grad()
         task.problem.mean_loss(model(x), y).backward()
         optimizer.step()
+        optimizer.zero_grad()  # at the end, so that its memory counts as the step's
 
     return Stepper(step, lambda: _detached(params))
 
@@ -266,6 +266,7 @@ def _move(params: Grads, grads: Grads, optimizer: torch.optim.Optimizer) -> None
     for name, each in params.items():
         each.grad = grads[name]
     optimizer.step()
+    optimizer.zero_grad()
 
 
 def _detached(params: Grads) -> Grads:
