@@ -179,6 +179,13 @@ def words(streams: Tensor, count: int) -> Tensor:
     return mixed(places * _STRIDE + streams.unsqueeze(-1))
 
 
+def unit(words: Tensor, digits: int, dtype: torch.dtype) -> Tensor:
+    """Make numbers of so many bits between 0 and 1, one excluded; `words` is spent."""
+    words >>= 64 - digits
+    words &= 2**digits - 1
+    return words.to(dtype).mul_(2.0**-digits)
+
+
 def mixed(numbers: Tensor) -> Tensor:
     """Hash each number of 64 bits in place, one to one.
 

@@ -340,6 +340,24 @@ def test_a_generator_of_the_loss_is_refused(strategy):
         grad.on_all({"w": torch.ones(3)}, {}, (torch.ones(2, 3),), keys=KEYS[:2])
 
 
+@pytest.mark.parametrize("kept", [None, torch.zeros(8, dtype=torch.uint8)])
+def test_dropout_that_cudnn_draws_by_itself_is_refused(kept):
+    weights, h = [torch.ones(8, 3), torch.ones(8, 2)], torch.zeros(1, 1, 2)
+
+    def loss(p, b, x):  # as torch.lstm calls it on a GPU
+        options = (2, 2, 0, 1, False, 0.5, True, False, [], kept)
+        net = torch.ops.aten._cudnn_rnn
+        return net(x[:, None] * p["w"], weights, 2, None, h, h, *options)[0].sum()
+
+    options = {"strategy": "loop", "randomness": "different"}
+    own = "those that cuDNN keeps for itself in _cudnn_rnn. Give the net dropout=0"
+    # Without such a state it is torch that refuses, on a CPU.
+    with pytest.raises(RuntimeError, match="Could not run" if kept is None else own):
+        vgrad.per_sample_grad(loss, **options).on_all(
+            {"w": torch.ones(3)}, {}, (torch.ones(2, 4, 3),), keys=KEYS[:2]
+        )
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("strategy", ["auto", "vmap", "loop"])
 def test_random_numbers_of_a_backward_pass_are_refused(strategy):

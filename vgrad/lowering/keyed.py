@@ -24,6 +24,7 @@ from vgrad.generators import (
     random_state,
     set_random_state,
     streams,
+    unit,
     words,
 )
 from vgrad.lowering.questions import Parts, Split, where
@@ -129,6 +130,11 @@ class Keyed(DispatchMode):
                 f"those of a torch.Generator of the loss's own in {name}. Leave its "
                 f"generator out"
             )
+        if given.get("dropout_state") is not None:
+            raise Unkeyed(
+                f"those that cuDNN keeps for itself in {name}. Give the net dropout=0, "
+                f"and put a Dropout between its layers"
+            )
         if name not in SHOWN:
             return self._hidden(name, func, args, kwargs)
         self._at.drew = True
@@ -199,15 +205,14 @@ class Keyed(DispatchMode):
             sources = _replaced(args, kwargs, lambda each: copied[id(each)])
         found = func(*args, **kwargs)
         results = shown_results(func, args, kwargs, found)
-        real = results[0].is_floating_point()
-        if name in _UNIFORM | _NORMAL and real:
+        if name in _UNIFORM | _NORMAL and results[0].is_floating_point():
             self._by_hash(name, results[0], named(func, *sources))
         elif name == "bernoulli":
             given = named(func, *sources)
             chance = given["p"] if given.get("p") is not None else given["self"]
             samples = self._samples(results[0])
             chance = self._expanded(chance, results[0])
-            samples.copy_(_unit(self._words(samples), 53, torch.float64) < chance)
+            samples.copy_(unit(self._words(samples), 53, torch.float64) < chance)
         else:
             self._by_seeds(name, func, sources, results)
         return found
@@ -223,13 +228,15 @@ class Keyed(DispatchMode):
         drawn = self._words(samples)
         if name in _UNIFORM:
             digits = 2 - math.frexp(torch.finfo(result.dtype).eps)[1]
-            unit = _unit(drawn, digits, result.dtype)
+            found = unit(drawn, digits, result.dtype)
             low, high = given.get("from", 0.0), given.get("to", 1.0)
-            samples.copy_(unit if (low, high) == (0, 1) else unit * (high - low) + low)
+            samples.copy_(
+                found if (low, high) == (0, 1) else found * (high - low) + low
+            )
             return
-        unit = _unit(drawn, 53, torch.float64)
-        unit += 2.0**-54  # neither 0 nor 1
-        normal = torch.special.ndtri(unit)
+        found = unit(drawn, 53, torch.float64)
+        found += 2.0**-54  # neither 0 nor 1
+        normal = torch.special.ndtri(found)
         if given.get("std") is not None:
             normal *= self._expanded(given["std"], result)
             normal += self._expanded(given["mean"], result)
@@ -296,13 +303,6 @@ def _does_not(name: str, given: dict[str, Any]) -> bool:
     if name == "native_dropout":
         return given["train"] is False or not given["p"]
     return given.get("dropout_p") == 0  # of attention
-
-
-def _unit(words: Tensor, digits: int, dtype: torch.dtype) -> Tensor:
-    """Make numbers of so many bits between 0 and 1, one excluded; `words` is spent."""
-    words >>= 64 - digits
-    words &= 2**digits - 1
-    return words.to(dtype).mul_(2.0**-digits)
 
 
 def _seed(device: torch.device, seed: int) -> None:
