@@ -108,7 +108,13 @@ def write_parts(
     The entry `name` of a part is `part/name` in the file. A part `""` must be the only
     one, and adds nothing to the names.
     """
-    text = json.dumps(description)
+    try:
+        text = json.dumps(description, allow_nan=False)
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: expected settings that JSON has, got {description} ({error}). "
+            f"Give a number that is not finite as text."
+        ) from error
     metadata = {"vgrad": text}
     everything: dict[str, Tensor] = {}
     for part, tensors in parts.items():

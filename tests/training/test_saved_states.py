@@ -1,5 +1,6 @@
 """A state in a file is the state, or an error says what is wrong with it."""
 
+import math
 import stat
 
 import pytest
@@ -72,6 +73,17 @@ def test_another_state_is_refused(settings, options, message, tmp_path):
     save_state(tmp_path / "state", begun(), settings=SETTINGS)
     with pytest.raises(ValueError, match=message):
         load_state(tmp_path / "state", begun(**options), settings=settings)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_setting_that_json_lacks_is_refused_before_anything_is_written(
+    value, tmp_path
+):
+    save_state(tmp_path / "state", begun())
+    before = (tmp_path / "state").read_bytes()
+    with pytest.raises(ValueError, match="settings that JSON has.*not finite as text"):
+        save_state(tmp_path / "state", begun(), settings={"max_norm": value})
+    assert (tmp_path / "state").read_bytes() == before
 
 
 def test_what_is_no_state_is_refused(tmp_path):

@@ -25,6 +25,7 @@ def save_state(
 
     Raises:
         TypeError: a leaf is no tensor, or has a dtype that the format lacks.
+        ValueError: a setting is a number that is not finite, which JSON lacks.
 
     Example:
         >>> import tempfile
