@@ -50,8 +50,9 @@ def markdown(measured: list[Row], clock: str = "wall") -> str:
     if not rows:
         return ""
     first = rows[0]
+    commits = dict.fromkeys(row.get("commit", "not known") for row in rows)
     text = [
-        f"{first['date']}, commit {first.get('commit', 'not known')}: "
+        f"{first['date']}, commit {', '.join(commits)}: "
         f"{first['processor']}, {first['threads']} threads, torch {first['torch']}, "
         f"{clock} time. Ratios to plain SGD.",
     ]
