@@ -271,3 +271,27 @@ def test_folds_are_trained_where_the_models_are(tmp_path):
     expected = run("cpu")
     for options in ({"at_once": 1}, {"folder": tmp_path}, {"folder": tmp_path}):
         oracle.assert_exact(run("cuda", **options), expected)
+
+
+SLOPE = 2.0
+
+
+class Sloped(torch.autograd.Function):
+    generate_vmap_rule = True
+    forward = staticmethod(lambda x: x.clone())
+    setup_context = staticmethod(lambda ctx, inputs, output: None)
+    backward = staticmethod(lambda ctx, g: g * SLOPE)
+
+
+def test_a_graph_holds_for_what_a_backward_pass_names(monkeypatch):
+    """There torch runs backward passes in threads of its own."""
+
+    def loss(params, buffers, x):
+        return Sloped.apply(params["w"] * x).sum()
+
+    compute = vgrad.compile(vgrad.per_sample_norm(loss))
+    given = {"w": torch.ones(2, device="cuda")}, {}, torch.ones(3, 2, device="cuda")
+    before = [compute(*given) for _ in range(2)][1]
+    monkeypatch.setattr(f"{__name__}.SLOPE", 4.0)
+    assert torch.equal(compute(*given), 2 * before)
+    assert len(compute.reports()) == 2

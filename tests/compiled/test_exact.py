@@ -311,6 +311,22 @@ def test_train_step_with_aux():
     )
 
 
+def test_what_a_caller_does_to_results_stays_with_the_caller():
+    def loss(params, buffers, x):
+        aux = {"two": torch.scalar_tensor(2.0), "three": torch.tensor(3.0)}
+        return (params["w"] * x).sum(), aux | {"row": torch.scalar_tensor(2.0)[None]}
+
+    tx = optim.sgd(0.1)
+    step = vgrad.compile(train_step(loss, tx, has_aux=True), fallback="error")
+    state = TrainState.create(tx, {"w": torch.ones(2)}, {})
+    for _ in range(4):
+        state, metrics = step(state, torch.ones(2))
+        found = [each.item() for each in metrics["aux"].values()]
+        assert found == [2.0, 3.0, 2.0]
+        for each in metrics["aux"].values():
+            each.add_(7)
+
+
 def plan(**changes):
     fields = {
         "dataset_size": 60,
@@ -443,6 +459,24 @@ def test_ensemble_forward(own, strategy):
         (params, buffers, torch.randn(*([3] if own else []), 4, 5)) for _ in range(3)
     ]
     same_calls(compiled, eager, calls)
+    ran(compiled, calls=2)
+
+
+def test_what_is_detached_requires_no_grad():
+    class Own(torch.nn.Linear):
+        def forward(self, x):
+            detached = self.weight.detach()
+            return super().forward(x), detached, detached.view(-1)
+
+    fmodel, params, buffers = vgrad.combine_state_for_ensemble([Own(2, 2)] * 3)
+    eager = vgrad.ensemble_forward(fmodel)
+    compiled = vgrad.compile(eager, fallback="error")
+    assert params["weight"].requires_grad
+    with torch.no_grad():
+        for _ in range(3):
+            for compute in (eager, compiled):
+                found = compute(params, buffers, torch.ones(4, 2))
+                assert not any(each.requires_grad for each in found)
     ran(compiled, calls=2)
 
 

@@ -25,6 +25,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.data import DataLoader
 
 import vgrad
@@ -268,6 +269,9 @@ def negates(held):
     held[0] = -held[0]
 
 
+HOOKS = []
+
+
 @pytest.fixture
 def back(monkeypatch):
     """Put globals back."""
@@ -276,6 +280,9 @@ def back(monkeypatch):
     monkeypatch.setitem(HELD, "beta", 2.0)
     monkeypatch.setitem(os.environ, "VGRAD_BETA", "2.0")
     monkeypatch.setitem(sys.modules, "config_of_user", types.ModuleType("none"))
+    yield
+    while HOOKS:
+        HOOKS.pop().remove()
 
 
 def teacher():
@@ -495,6 +502,13 @@ SEEN = {
         teacher,
         taught,
         lambda teacher: teacher.register_forward_hook(lambda *given: 2 * given[2]),
+    ),
+    "a hook on all modules": Case(
+        teacher,
+        taught,
+        lambda _: HOOKS.append(
+            register_module_forward_hook(lambda *given: 2 * given[2])
+        ),
     ),
     "the mode of a module beside the loss": Case(
         lambda: nn.Sequential(nn.BatchNorm1d(2)).eval(),
@@ -853,6 +867,23 @@ def test_numbers_in_the_batch():
     for value in (1, True, 1.0, 0.0, -0.0, math.nan, float("nan")):
         check(both, params(), {}, X, {"scale": value}, calls=1, note=value)
     assert captures(both[1]) == 6
+
+
+def test_methods_in_the_batch():
+    def loss(params, buffers, x, factor):
+        return (params["w"] * x).sum() * factor()
+
+    tx = vgrad.optim.sgd(0.1)
+    step = vgrad.training.train_step(loss, tx)
+    compiled = vgrad.compile(step, fallback="error")
+    state = vgrad.training.TrainState.create(tx, params(), {})
+    for beta in (2.0, 2.0, 3.0):
+        thing = Plain(beta)
+        for _ in range(3):  # each time another object, of one method
+            found, expected = (f(state, X, thing.value)[1] for f in (compiled, step))
+            assert torch.equal(found["loss"], expected["loss"])
+    reports = [each for each in compiled.reports() if each.name == "train_step"]
+    assert [each.calls for each in reports] == [2, 2, 2]
 
 
 TENSORS = {

@@ -48,7 +48,7 @@ from vgrad.conditions import Unrepeatable
 from vgrad.functional.model import FunctionalModel
 from vgrad.functional.slots import Placeholder
 from vgrad.persample.rules.table import RULES
-from vgrad.torch_private.tensors import registered
+from vgrad.torch_private.tensors import GLOBAL_HOOKS, registered
 
 
 class Closed:
@@ -77,6 +77,8 @@ class Closed:
         self._error: Unrepeatable | None = None
         for each in RULES.values():
             self._add((each.run, getattr(each, "factors", None)), "a rule")
+        for hooks in GLOBAL_HOOKS:
+            self._follow_items(hooks, "a hook of all modules")
         self._follow_all()
 
     @contextmanager

@@ -26,6 +26,7 @@ class Graph(NamedTuple):
     template: Any  # the result, with an empty tensor for each of its tensors
     closed: list[Tensor]  # what the function closes over, further inputs
     guards: Any  # what must not have changed
+    functions: list[Callable]  # among arguments; no other gets the id of one kept here
     nodes: int
     largest: int  # how many numbers the largest tensor has
     draws: bool  # whether there are random ops
@@ -56,7 +57,9 @@ def captured(function: Callable, arguments: tuple) -> Graph:
         own = list(leaves)
         for place, tensor in zip(places, tensors, strict=True):
             own[place] = tensor
-        around = torch.no_grad(), _NoValues(), closed.watched()
+        # Backward passes run here, and not in a GPU's thread, which nobody watches.
+        alone = torch.autograd.set_multithreading_enabled(False)
+        around = torch.no_grad(), alone, _NoValues(), closed.watched()
         with ExitStack() as stack, conditions.collected() as found:
             for each in around:
                 stack.enter_context(each)
@@ -82,6 +85,7 @@ def captured(function: Callable, arguments: tuple) -> Graph:
         kept["template"],
         constants,
         closed.guards,
+        functions,
         len(ops),
         max(sizes),
         draws,

@@ -52,15 +52,19 @@ def replayed(module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
 def _simplify(module: fx.GraphModule) -> None:
     """Take out ops that compute nothing; the numbers stay, bit by bit.
 
-    A chain of views becomes one, of the tensor that has the memory, and numbers are
-    made once.
+    A chain of views becomes one, of the tensor that has the memory. Numbers are made
+    once, unless callers get them, who may write into them.
     """
-    graph, changed = module.graph, written_to(module.graph)
+    graph = module.graph
+    results = graph.output_node().all_input_nodes
+    changed = written_to(graph) | _in_memory_of([*results])
     known: dict[Any, fx.Node] = {}
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         (source, start), place = _base(node), _place(node)
+        if node in results and source.op == "placeholder":
+            continue  # an argument may require grad where what is made of it does not
         if node.target in _SAME:
             node.replace_all_uses_with(node.args[0])
         elif node.target is _NUMBER and node not in changed:
@@ -107,17 +111,26 @@ def _plain(module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
 
 def written_to(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes whose memory an op writes to, and those that lie in it."""
+    return _in_memory_of(
+        [
+            _argument(node, *place[:2])
+            for node in graph.nodes
+            if isinstance(node.target, OPS)
+            for place in written(node.target)
+        ]
+    )
+
+
+def _in_memory_of(left: list[Any]) -> set[fx.Node]:
+    """Return nodes, also in lists, and those in whose memory they may lie."""
     found: set[fx.Node] = set()
-    for node in graph.nodes:
-        if isinstance(node.target, OPS):
-            left = [_argument(node, *place[:2]) for place in written(node.target)]
-            while left:
-                each = left.pop()
-                if isinstance(each, list | tuple):
-                    left += each
-                elif isinstance(each, fx.Node) and each not in found:
-                    found.add(each)
-                    left += _shared(each)
+    while left:
+        each = left.pop()
+        if isinstance(each, list | tuple):
+            left += each
+        elif isinstance(each, fx.Node) and each not in found:
+            found.add(each)
+            left += _shared(each)
     return found
 
 

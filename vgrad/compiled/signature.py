@@ -81,7 +81,8 @@ def _describe(value: Any, tensors: list[Tensor], found: list[Any]) -> None:
         elif is_plain(value):  # as text: 0.0 is not -0.0, and nan is nan
             found.append((kind, repr(value)))
         elif callable(value):  # followed as what the function closes over is
-            found.append(id(value))
+            parts = (getattr(value, name, value) for name in ("__self__", "__func__"))
+            found.append([*map(id, parts)])
         else:
             raise Unrepeatable(
                 f"an argument is a {kind.__module__}.{kind.__qualname__}"

@@ -15,13 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo.guards import TensorGuards
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as modules
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 
 from vgrad.torch_private.lazy import Lazy
 from vgrad.torch_private.levels import outside
 
-__all__ = ["GRAPH", "HOOKS", "IS_VIEW", "MEMORY", "OPS", "BatchNorm", "NormBase"]
+__all__ = ["GLOBAL_HOOKS", "GRAPH", "HOOKS", "IS_VIEW", "MEMORY", "OPS"]
+__all__ += ["BatchNorm", "NormBase"]
 
 GRAPH = ("_grad_fn", "_backward_hooks", "_post_accumulate_grad_hooks")
 """Private attributes that tell of a tensor's graph."""
@@ -42,6 +44,9 @@ HOOKS = (
     "_backward_hooks",
 )
 """Where a module keeps the hooks on its calls."""
+
+GLOBAL_HOOKS = tuple(getattr(modules, f"_global{name}") for name in HOOKS)
+"""Hooks on the calls of all modules, by number."""
 
 
 def version_of(tensor: Tensor) -> int:
