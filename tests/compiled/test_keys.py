@@ -799,6 +799,9 @@ REFUSED = {
         nothing, lambda _: float(os.urandom(1)[0]), why="draws random numbers"
     ),
     "a seed": Case(nothing, seeds, why="seed"),
+    "a place in memory": Case(
+        lambda: X[1:], lambda x: 1.0 + x.storage_offset(), why="memory .storage_offset"
+    ),
     "the time": Case(nothing, lambda _: 1.0 + 0 * time.time(), why="time"),
     "the clock": Case(
         lambda: time.perf_counter, lambda clock: 1.0 + 0 * clock(), why="time"
@@ -867,6 +870,27 @@ def test_numbers_in_the_batch():
     for value in (1, True, 1.0, 0.0, -0.0, math.nan, float("nan")):
         check(both, params(), {}, X, {"scale": value}, calls=1, note=value)
     assert captures(both[1]) == 6
+
+
+@pytest.mark.filterwarnings("ignore::vgrad.CompileWarning")
+def test_a_loss_that_knows_an_argument():
+    closed = X.clone()
+
+    def loss(params, buffers, x):
+        return (params["w"] * x).sum() * (3 if x is closed else 2)
+
+    tx = vgrad.optim.sgd(0.1)
+    step = vgrad.training.train_step(loss, tx)
+    compiled = vgrad.compile(step)
+    state = vgrad.training.TrainState.create(tx, params(), {})
+    for x in (X, X, closed, X):
+        found, expected = (f(state, x)[1] for f in (compiled, step))
+        assert torch.equal(found["loss"], expected["loss"])
+    reports = [each for each in compiled.reports() if each.name == "train_step"]
+    assert [(each.backend, each.calls) for each in reports] == [
+        ("replay", 2),
+        ("eager", 0),
+    ]
 
 
 def test_methods_in_the_batch():

@@ -132,7 +132,6 @@ def of_each(x, count=MEMBERS):
     return torch.stack([x * (1 + n / 3) - n / 5 for n in range(count)])
 
 
-@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
 @every_model
 @every_strategy
 @pytest.mark.parametrize("in_dims", [None, 0])

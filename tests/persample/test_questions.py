@@ -85,7 +85,6 @@ every_loss = pytest.mark.parametrize("name", LOSSES)
 every_strategy = pytest.mark.parametrize("strategy", ["auto", "recorded", "vmap"])
 
 
-@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
 @pytest.mark.filterwarnings("ignore:.*different branches:vgrad.FallbackWarning")
 @every_loss
 @every_strategy

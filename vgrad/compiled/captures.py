@@ -115,7 +115,8 @@ class Captures:
         for capture in self._found:
             if capture.key == given.key and capture.alike(*given.distinct):
                 if capture.function == function:
-                    if capture.graph is None or capture.graph.guards.hold():
+                    graph = capture.graph
+                    if graph is None or graph.guards.hold(given.distinct):
                         return capture
         return None
 
@@ -195,6 +196,7 @@ class Captures:
             set_random_state(before)
             if capture.graph is None:
                 capture.graph = captured(function, arguments)
+                capture.graph.guards.note_arguments(given.distinct)
             return self._verified(capture, arguments, tensors, before, expected)
         except Unrepeatable as error:
             self._give_up(capture, str(error), error)

@@ -8,7 +8,7 @@ import enum
 import operator
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from typing import Any
 
@@ -52,9 +52,10 @@ class Guards:
         self._versions: list[int] = []
         self._arrays: list[np.ndarray] = []
         self._copies: list[tuple] = []
+        self._shared: list[int | None] = []
 
-    def hold(self) -> bool:
-        """Tell whether everything still is what it was."""
+    def hold(self, arguments: Sequence[Tensor] = ()) -> bool:
+        """Tell whether everything still is what it was, for a call of these."""
         return (
             not any(self._empty)
             and [*map(len, self._sized)] == self._sizes
@@ -65,7 +66,16 @@ class Guards:
             and _unchanged(contents(self._cells), self._contents)
             and self._tensors_hold()
             and [*map(_copy, self._arrays)] == self._copies
+            and self._arguments_hold(arguments)
         )
+
+    def _arguments_hold(self, arguments: Sequence[Tensor]) -> bool:
+        """Tell whether arguments are closed over as they were, or not at all.
+
+        A graph is traced with others, so that it holds for those.
+        """
+        found = self._closed_over(arguments)
+        return not any(found) or found == self._shared
 
     def _tensors_hold(self) -> bool:
         """Compare tensors once by what is known of them, and then in one go."""
@@ -127,6 +137,16 @@ class Guards:
         self._described.append(description(tensor))
         self._alike = None
         self._versions.append(_version(tensor))
+
+    def note_arguments(self, arguments: Sequence[Tensor]) -> None:
+        """Note which arguments are closed over, too: a function may ask that."""
+        self._shared = self._closed_over(arguments)
+
+    def _closed_over(self, arguments: Sequence[Tensor]) -> list[int | None]:
+        if not self._tensors:
+            return []
+        ids = {*map(id, self._tensors)}
+        return [id(each) if id(each) in ids else None for each in arguments]
 
     def note_array(self, array: np.ndarray) -> None:
         """Note the values of an array of numpy.

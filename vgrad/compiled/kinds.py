@@ -19,6 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from vgrad.conditions import Unrepeatable
 from vgrad.torch_private.tensors import OPS
@@ -143,7 +144,10 @@ _CLOCKS = {
     datetime.date.today,
 }
 
-_DOUBTFUL = {"urandom", *_SEEDS, *(each.__name__ for each in _CLOCKS)}
+_MEMORY = {"storage_offset", "untyped_storage", "is_set_to", "_is_view"}
+"""What differs between tensors that are alike to a graph; this package asks, too."""
+
+_DOUBTFUL = {"urandom", *_SEEDS, *_MEMORY, *(each.__name__ for each in _CLOCKS)}
 
 
 def check_call(called: Any, frame: types.FrameType) -> None:
@@ -156,5 +160,9 @@ def check_call(called: Any, frame: types.FrameType) -> None:
     if called is os.urandom:
         raise Unrepeatable("it draws random numbers from the operating system")
     code, names = frame.f_code, frame.f_globals
-    if called in _CLOCKS and is_users(names.get("__name__", ""), file_of(code, names)):
+    if not is_users(names.get("__name__", ""), file_of(code, names)):
+        return
+    if called in _CLOCKS:
         raise Unrepeatable("it asks for the time")
+    if isinstance(owner, Tensor) and called.__name__ in _MEMORY:
+        raise Unrepeatable(f"it asks a tensor for its memory ({called.__name__})")

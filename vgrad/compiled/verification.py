@@ -105,7 +105,8 @@ def _errors(
         finite = other.isfinite()
         if not torch.equal(finite, one.isfinite()):
             raise Unrepeatable("compiled code is finite elsewhere than eager mode")
-        one, other, right = (double(each)[finite] for each in (one, other, right))
+        three = (one, other, right)
+        one, other, right = (double(each.detach())[finite] for each in three)
         if not one.numel():
             result.append((0.0, 0.0, 0.0))
             continue

@@ -59,7 +59,9 @@ def members(
         3
     """
     checks.dictionaries("members", params=params, buffers=buffers)
-    stacked, _ = split(function, {**params, **buffers}, shared)
+    stacked = {**params, **buffers}
+    if shared != ():
+        stacked, _ = split(function, stacked, shared)
     if not stacked:
         raise ValueError(
             "members(params, buffers): expected an entry with a member axis, got none."

@@ -270,12 +270,13 @@ def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:
     # Each member draws from where the one before it stopped, unless told otherwise.
     given = () if randomness == "different" else call.tensors()
     results = []
+    members = [*map(call.of, range(call.members))]
     with ALONE, untouched(call.promise()):
         before = random_state(given)
-        for member in range(call.members):
+        for member in members:
             if randomness == "same":
                 set_random_state(before)
-            results.append(function(*call.of(member)))
+            results.append(function(*member))
             if randomness == "error" and drawn_since(before, given):
                 set_random_state(before)
                 raise RuntimeError(

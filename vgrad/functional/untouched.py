@@ -161,8 +161,8 @@ def _written(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
         found += _by_schema(func, args, kwargs)
     elif (name.endswith("_") and not name.endswith("__")) or name in _BY_SIGN:
         found += args[:1] or list(kwargs.values())[:1]
-    if kwargs:
-        found.append(kwargs.get("out"))
+    if kwargs and (out := kwargs.get("out")) is not None:
+        found.append(out)
     if (place := _INPLACE.get(func)) is not None:
         if args[place] if len(args) > place else kwargs.get("inplace"):
             found += args[:1] or [kwargs["input"]]
