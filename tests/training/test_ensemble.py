@@ -702,6 +702,13 @@ def started(tx):
     return tx.init({"w": torch.ones(3, 2)})
 
 
+def continued(members):
+    """Go on with the state of so many members."""
+    tx = for_members(optim.adam(0.1))
+    state = tx.init({"w": torch.ones(members, 2)})
+    tx.update({"w": torch.ones(3, 2)}, state)
+
+
 STOPPING = partial(EarlyStopping.create, 3, patience=1)
 _, LOSS, PARAMS, BUFFERS, _ = build()
 STEP, CREATE = partial(ensemble_train_step, LOSS), EnsembleState.create
@@ -741,6 +748,7 @@ REFUSED = [
     (lambda: started(for_members(optim.sgd, lr=torch.ones(2))), ValueError,
      "expected one number of members, got"),
     (lambda: started(for_members(optim.sgd, lr=-1.0)), ValueError, "lr=-1.0"),
+    (lambda: continued(1), ValueError, r"as many members, got .* \[\[1\], \[3\]\]"),
     (lambda: STOPPING(patience=0), ValueError, "patience=0.*whole number >= 1"),
     (lambda: EarlyStopping.create(0, patience=1), ValueError,
      "members=0.*whole number >= 1"),

@@ -3,14 +3,16 @@
 E members. Every entry is a tensor `[E, *shape]`, the shared ones are `[*shape]`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vgrad import checks, names
 from vgrad.names import Patterns
-from vgrad.tree import tensors
+from vgrad.torch_private import levels
+from vgrad.tree import map_tensors, tensors
 from vgrad.typing import Buffers, Params, Tree
 
 InDims = int | None | Sequence[int | None]
@@ -142,3 +144,24 @@ def means(members: Here, *each: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     triples = zip(shifts, firsts, plain, strict=True)
     centres = [torch.where(s.isfinite(), first + s, mean) for s, first, mean in triples]
     return centres, [x - shift for x, shift in zip(apart, shifts, strict=True)]
+
+
+def mapped(function: Callable, *arguments: Tree) -> Any:
+    """Run a function under a vmap over the first axis of all tensors.
+
+    That is `torch.vmap` without its general treatment of trees, which costs as much as
+    an optimizer's step on small members.
+    """
+    sizes = {each.shape[:1] for each in tensors(arguments)}
+    if len(sizes) > 1 or not all(sizes):
+        found = sorted(map(list, sizes))
+        raise ValueError(
+            f"members: expected parameters and a state of as many members, got tensors "
+            f"whose first axes are {found}. Make the state with init(params)."
+        )
+    ((size,),) = sizes
+    levels.load_decompositions()
+    with levels.vmap_level(size, "error") as level:
+        given = map_tensors(lambda x: levels.add_batch_axis(x, 0, level), arguments)
+        found = function(*given)
+        return map_tensors(lambda x: levels.remove_batch_axis(x, level, size, 0), found)

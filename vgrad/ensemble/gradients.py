@@ -26,7 +26,7 @@ from vgrad.lowering.draws import Draws
 from vgrad.lowering.keyed import check_drawn
 from vgrad.names import Patterns
 from vgrad.persample.engine.guard import UnsupportedOp
-from vgrad.torch_private import levels
+from vgrad.torch_private import levels, modes
 from vgrad.typing import (
     BatchLossFn,
     Buffers,
@@ -198,11 +198,12 @@ class EnsembleGradFn(OfRunner, Generic[Result]):
                 return loss * scales[member].to(loss.device, loss.dtype), found
 
             own, found, _ = gradient(scaled, params)
-            for name, grad in own.items():
-                if dims[name] is None:
-                    grads[name] += grad
-                else:
-                    grads[name][member].copy_(grad)
+            with modes.without_modes():  # which watch the loss
+                for name, grad in own.items():
+                    if dims[name] is None:
+                        grads[name] += grad
+                    else:
+                        grads[name][member].copy_(grad)
             return found
 
         pairs = self._runner.loop(one, call)

@@ -1,7 +1,4 @@
-"""One optimizer for every member: its own counter, norms, rates and decays.
-
-E members
-"""
+"""One optimizer for each of E members: its own counter, norms, rates and decays."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,6 +7,7 @@ import torch
 from torch import Tensor
 
 from vgrad import names
+from vgrad.ensemble.axes import mapped
 from vgrad.names import Patterns
 from vgrad.optim.base import (
     Donated,
@@ -197,7 +195,7 @@ class _Members:
         if mine:
             self._check(given or present)
             values = self._on_device((given, present))
-            found, members = torch.vmap(one)(present, members, given or {}, *values)
+            found, members = mapped(one, present, members, given or {}, *values)
         if self._shared_tx is not None:
             updates, rest = self._shared_tx.update(common_grads, rest, common_params)
             found = {**found, **updates}
