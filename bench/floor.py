@@ -14,7 +14,6 @@ import json
 import math
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from bench.contenders import CLIPPED, plain
 from bench.models import SEVEN
 from vgrad.cli import bench
+from vgrad.torch_private import modes
 
 
 class Cost(NamedTuple):
@@ -96,19 +95,10 @@ class Bytes(TorchDispatchMode):
         return output
 
 
-class _NoModules(nullcontext):
-    """In the place of what tells modules apart."""
-
-    parents = frozenset({"Global"})
-
-
 def cost(run: Callable[[], Any]) -> Cost:
     """Count one run."""
     run()
-    counter = FlopCounterMode(display=False, custom_mapping=FORMULAS)
-    # Its own puts hooks on all modules, with which no pass is recorded.
-    counter.mod_tracker = _NoModules()  # pyright: ignore[reportAttributeAccessIssue]
-    with counter as operations:
+    with modes.flop_counter(FORMULAS) as operations:
         run()
     with Bytes() as moved:
         run()

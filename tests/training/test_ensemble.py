@@ -709,6 +709,12 @@ def continued(members):
     tx.update({"w": torch.ones(3, 2)}, state)
 
 
+def counted_in_python():
+    """Update by an optimizer that returns a number of Python."""
+    tx = optim.GradientTransformation(lambda params: (), lambda grads, *_: (grads, 1))
+    for_members(tx).update({"w": torch.ones(3, 2)}, for_members(tx).init({}))
+
+
 STOPPING = partial(EarlyStopping.create, 3, patience=1)
 _, LOSS, PARAMS, BUFFERS, _ = build()
 STEP, CREATE = partial(ensemble_train_step, LOSS), EnsembleState.create
@@ -749,6 +755,7 @@ REFUSED = [
      "expected one number of members, got"),
     (lambda: started(for_members(optim.sgd, lr=-1.0)), ValueError, "lr=-1.0"),
     (lambda: continued(1), ValueError, r"as many members, got .* \[\[1\], \[3\]\]"),
+    (counted_in_python, ValueError, "expected tensors in .* and state, got a int"),
     (lambda: STOPPING(patience=0), ValueError, "patience=0.*whole number >= 1"),
     (lambda: EarlyStopping.create(0, patience=1), ValueError,
      "members=0.*whole number >= 1"),

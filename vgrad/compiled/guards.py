@@ -47,6 +47,7 @@ class Guards:
         self._cells: list[types.CellType] = []
         self._contents: list[Any] = []
         self._tensors: list[Tensor] = []
+        self._ids: set[int] = set()
         self._described: list[tuple] = []
         self._alike: Callable[..., bool] | None = None
         self._versions: list[int] = []
@@ -134,6 +135,7 @@ class Guards:
     def note_tensor(self, tensor: Tensor) -> None:
         """Note everything about a tensor but its values."""
         self._tensors.append(tensor)
+        self._ids.add(id(tensor))
         self._described.append(description(tensor))
         self._alike = None
         self._versions.append(_version(tensor))
@@ -143,10 +145,9 @@ class Guards:
         self._shared = self._closed_over(arguments)
 
     def _closed_over(self, arguments: Sequence[Tensor]) -> list[int | None]:
-        if not self._tensors:
+        if not self._ids:
             return []
-        ids = {*map(id, self._tensors)}
-        return [id(each) if id(each) in ids else None for each in arguments]
+        return [id(each) if id(each) in self._ids else None for each in arguments]
 
     def note_array(self, array: np.ndarray) -> None:
         """Note the values of an array of numpy.

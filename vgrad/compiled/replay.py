@@ -56,7 +56,7 @@ def _simplify(module: fx.GraphModule) -> None:
     once, unless callers get them, who may write into them.
     """
     graph = module.graph
-    results = graph.output_node().all_input_nodes
+    results = {*graph.output_node().all_input_nodes}
     changed = written_to(graph) | _in_memory_of([*results])
     known: dict[Any, fx.Node] = {}
     for node in graph.nodes:

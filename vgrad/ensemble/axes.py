@@ -12,7 +12,7 @@ from torch import Tensor
 from vgrad import checks, names
 from vgrad.names import Patterns
 from vgrad.torch_private import levels
-from vgrad.tree import map_tensors, tensors
+from vgrad.tree import map_tensors, tensors, tree_leaves
 from vgrad.typing import Buffers, Params, Tree
 
 InDims = int | None | Sequence[int | None]
@@ -152,16 +152,30 @@ def mapped(function: Callable, *arguments: Tree) -> Any:
     That is `torch.vmap` without its general treatment of trees, which costs as much as
     an optimizer's step on small members.
     """
-    sizes = {each.shape[:1] for each in tensors(arguments)}
-    if len(sizes) > 1 or not all(sizes):
+    sizes = {each.shape[:1] for each in _leaves(arguments)}
+    if len(sizes) != 1 or not all(sizes):
         found = sorted(map(list, sizes))
         raise ValueError(
-            f"members: expected parameters and a state of as many members, got tensors "
-            f"whose first axes are {found}. Make the state with init(params)."
+            f"for_members(transformation): expected parameters and a state of as many "
+            f"members, got tensors whose first axes are {found}. Make the state with "
+            f"init(params)."
         )
     ((size,),) = sizes
     levels.load_decompositions()
     with levels.vmap_level(size, "error") as level:
         given = map_tensors(lambda x: levels.add_batch_axis(x, 0, level), arguments)
         found = function(*given)
+        _leaves(found)
         return map_tensors(lambda x: levels.remove_batch_axis(x, level, size, 0), found)
+
+
+def _leaves(tree: Tree) -> list[Tensor]:
+    """Return the leaves of a tree of tensors, and refuse other leaves."""
+    leaves = tree_leaves(tree)
+    for each in leaves:
+        if not isinstance(each, Tensor):
+            raise ValueError(
+                f"for_members(transformation): expected tensors in gradients, updates "
+                f"and state, got a {type(each).__name__}. Make it a tensor."
+            )
+    return leaves

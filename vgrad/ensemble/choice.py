@@ -7,7 +7,6 @@ its caches, and convolutions have no batched kernel there.
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,6 @@ from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from vgrad import checks, names
 from vgrad.conditions import are_collected
@@ -35,7 +33,7 @@ from vgrad.lowering.questions import Parts
 from vgrad.names import Patterns
 from vgrad.persample.engine.guard import Fallbacks
 from vgrad.persample.explanation import aligned
-from vgrad.torch_private import levels
+from vgrad.torch_private import levels, modes
 from vgrad.typing import Buffers, EnsembleStrategy, Params, Randomness
 
 BUSY = 50.0
@@ -285,18 +283,11 @@ def _why(parts: Parts) -> str:
     return f"all at once they stopped at {parts.where}: {parts.why}"
 
 
-class _NoModules(nullcontext):
-    """In the place of what tells modules apart, whose hooks fail inside gradients."""
-
-    parents = frozenset({"Global"})
-
-
 def _by_work(function: Callable, call: Call) -> tuple[str, str]:
     """Count the work of one member, in a forward pass of its own."""
     if call.tensors()[0].device.type != "cpu":
         return "hybrid", "an accelerator has room for all members at once"
-    counter = FlopCounterMode(display=False)
-    counter.mod_tracker = _NoModules()  # pyright: ignore[reportAttributeAccessIssue]
+    counter = modes.flop_counter()
     with kept_random_state(call.tensors()), counter, untouched(call.promise()):
         autocasting(function)(*call.of(0))
     found = counter.get_flop_counts().get("Global", {})  # which is not there for none

@@ -6,13 +6,14 @@ individual ops; calling the function again with the mode on would only hand it o
 again. So `opened` makes a copy of it that does not ask whether a mode is there.
 
 Rests on torch/overrides.py (the stack of modes, innermost last, and the three questions
-that `torch.nn.functional` asks first) and on `torch._C` (blocks without modes and
-subclasses, and autocast's state over all devices). A mode that stays on inside of such
-functions, and a public stack, would end the need.
+that `torch.nn.functional` asks first), on `torch._C` (blocks without modes and
+subclasses, and autocast's state over all devices), and on torch/utils/flop_counter.py
+(what tells modules apart). A mode that stays on inside of such functions, a public
+stack, and an option to count without modules would end the need.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -26,11 +27,13 @@ from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.overrides import resolve_name
 from torch.utils._device import DeviceContext as DeviceMode
+from torch.utils.flop_counter import FlopCounterMode
 
 __all__ = [
     "ASKING",
     "DeviceMode",
     "autocast_is_on",
+    "flop_counter",
     "function_modes",
     "is_python",
     "op_name",
@@ -124,6 +127,23 @@ def opened_attention(projections: Callable) -> Callable:
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/functional.py#L6191
     """
     return opened(F.multi_head_attention_forward, _in_projection_packed=projections)
+
+
+class _NoModules(nullcontext):
+    """In the place of what tells modules apart."""
+
+    parents = frozenset({"Global"})
+
+
+def flop_counter(formulas: Mapping[Any, Any] | None = None) -> FlopCounterMode:
+    """Return torch's counter of operations, which tells no modules apart.
+
+    For that it puts hooks on all modules, which fail inside of gradients and stop a
+    recorded pass. `formulas` are for ops that it does not know.
+    """
+    counter = FlopCounterMode(display=False, custom_mapping=dict(formulas or {}))
+    counter.mod_tracker = _NoModules()  # pyright: ignore[reportAttributeAccessIssue]
+    return counter
 
 
 def unoptimized_scripts() -> AbstractContextManager:
