@@ -119,37 +119,6 @@ def test_torch_private_is_the_only_door_to_what_torch_does_not_promise():
             assert not list(private(path)), path
 
 
-def test_no_module_outgrows_one_idea():
-    long = {path: len(path.read_text().splitlines()) for _, path in modules()}
-    assert not {path: count for path, count in long.items() if count > 335}
-
-
-def test_no_function_outgrows_a_screen():
-    """Docstrings are not counted: they grow with what is promised."""
-    for _, path in modules():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef):
-                first = node.body[ast.get_docstring(node) is not None :]
-                length = node.end_lineno - first[0].lineno + 1 if first else 0
-                assert length <= 60, (path, node.name, length)
-
-
-def test_no_folder_outgrows_a_glance():
-    for folder in [PACKAGE, *(p for p in PACKAGE.rglob("*") if p.is_dir())]:
-        files = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
-        assert len(files - {"__main__.py"}) <= 14, folder
-
-
-TWICE = {"arguments", "attention", "base", "ensemble", "grouping", "noise"}
-TWICE |= {"recurrent", "states"}
-"""File names that two rooms have for the same idea, of their own kind."""
-
-
-def test_a_file_name_says_where_an_idea_is():
-    names = [parts[-1] for parts, path in modules() if path.name != "__init__.py"]
-    assert {name for name in names if names.count(name) > 1} <= TWICE
-
-
 def test_tests_come_in_through_the_doors():
     """What they import is a room or lies on the ground floor: moves break no test."""
     rooms = {
