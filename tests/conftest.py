@@ -54,7 +54,7 @@ def wheel(tmp_path_factory):
     source = out / "source"
     # A copy of what is under version control's eye, so that no build folder is left.
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "vgrad_command.py"):
         (source / name).write_bytes((ROOT / name).read_bytes())
     for folder in ("vgrad", "tests", "bench", "tutorials"):
         for path in (ROOT / folder).rglob("*"):

@@ -64,6 +64,23 @@ def test_every_module_has_a_layer_and_imports_go_one_way():
     assert not wrong
 
 
+def test_the_command_needs_the_standard_library_alone_until_it_runs():
+    """One import of the package, inside a function; only `cli` imports the command."""
+    tree = ast.parse((ROOT / "vgrad_command.py").read_text())
+    names = [
+        node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    foreign = [n for n in names if n.split(".")[0] not in sys.stdlib_module_names]
+    assert foreign == ["vgrad.cli.commands"]
+    assert all(
+        parts[0] in ("cli", "__main__")
+        for parts, path in modules()
+        if "vgrad_command" in path.read_text()
+    )
+
+
 def test_optim_needs_the_ground_floor_only():
     for path in (PACKAGE / "optim").rglob("*.py"):
         assert set(imported(path)) <= LAYERS[0] | LAYERS[1] | {"optim"}
@@ -165,11 +182,11 @@ def test_importing_the_package_loads_nothing_heavy_and_changes_nothing():
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_the_package_alone(wheel):
+def test_the_wheel_holds_the_package_and_the_command_alone(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     inside = {name for name in names if not name.split("/")[0].endswith(".dist-info")}
     expected = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py")}
-    assert inside == {*expected, "vgrad/py.typed"}
+    assert inside == {*expected, "vgrad/py.typed", "vgrad_command.py"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
@@ -177,7 +194,7 @@ def test_the_wheel_holds_the_package_alone(wheel):
 def test_the_wheel_works_where_the_checkout_is_not(wheel, tmp_path):
     target = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(target)
-    code = "import vgrad, torch; print(vgrad.__file__)"
+    code = "import vgrad, torch; print(vgrad.__file__); import vgrad.__main__"
     done = subprocess.run(
         [sys.executable, "-c", code],
         check=True,

@@ -83,13 +83,6 @@ def test_experiments_get_their_arguments_wherever_one_stands(monkeypatch, tmp_pa
     assert ran[1][0][2:] == ["jmp", *expected, "--data", "digits"]
 
 
-def test_experiments_are_refused_by_name(tmp_path):
-    command = [sys.executable, "-m", "vgrad", "experiment", "speed", "--out", tmp_path]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "invalid choice: 'speed' (choose from" in done.stderr
-
-
 @pytest.mark.parametrize("name", ["", "missing/out.json", "."])
 def test_it_needs_a_file_to_write_to(monkeypatch, tmp_path, name):
     monkeypatch.chdir(tmp_path)

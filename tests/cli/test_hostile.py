@@ -429,15 +429,16 @@ def length(value):
     return lambda told: told["lengths"].update({"plain.jsonl": value})
 
 
-RATE = "expected a finite number from -inf to inf in 'lr'"
+RATE = "expected a finite number above 0 in 'lr'"
+MEMBERS = "expected a whole number from 1 to 10000 in 'members'"
 FORGED = {
     "no arguments": (lambda told: told.pop("arguments"), "in 'arguments', got no such"),
     "a list": (told(arguments=[1]), "expected a dictionary in 'arguments'"),
     "one too many": (given(evil=1), "belongs to another version"),
-    "members": (given(members=10**9), "--members 1000000000: expected at most 10000"),
-    "fewer members": (given(members=-1), "members=-1): expected a whole number >= 1"),
+    "members": (given(members=10**9), MEMBERS),
+    "fewer members": (given(members=-1), MEMBERS),
     "other members": (given(members=9_999), "expected 9999 members, got another numb"),
-    "epochs": (given(epochs=10**9), "--epochs 1000000000: expected at most 1000000"),
+    "epochs": (given(epochs=10**9), "from 1 to 1000000 in 'epochs'"),
     "a rate that is text": (given(lr="fast"), RATE),
     "a large rate": (given(lr=10**400), RATE),
     "a negative rate": (given(lr=-(10**400)), RATE),

@@ -52,7 +52,7 @@ def records(count, members=None):
     ],
 )
 def test_a_title_says_which_run_it_is(given, expected):
-    assert report.title(settings.Settings(**given)) == expected
+    assert report.title(job(**given)) == expected
 
 
 def overlap(figure):
@@ -128,7 +128,7 @@ def test_the_most_uncertain_samples_come_first(channels):
 
 
 def test_a_picture_is_drawn_whatever_the_data_are_called(tmp_path):
-    title = report.title(settings.Settings(data="$\\frac$ 数 <b>.npz"))
+    title = report.title(job(data="$\\frac$ 数 <b>.npz"))
     figure = report.curves(title, [], records(2), delta=1e-5)
     drawn = WRITE(figure, tmp_path / "it.png")
     assert drawn.startswith(b"\x89PNG\r\n")
@@ -249,6 +249,7 @@ def job(**given):
         data=SimpleNamespace(y_train=[0] * 7, y_test=[0] * 5),
         ends=[4],
         plan=None,
+        extended=[],
         description={"machine": {EVIL: EVIL}},
     )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import vgrad
-from vgrad.cli import options, settings
+from vgrad.cli import settings
 
 COLUMNS = ("contender", "median", "plain step", "ratio to plain", "samples/s", "error")
 MEMORY = "peak memory"
@@ -31,7 +31,7 @@ def run(out: Path | None, suites: Sequence[str] = ()) -> None:
     root = checkout("bench")
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise FileNotFoundError(
-            f"bench(--out {out}): expected the name of a file in an existing folder."
+            f"--out {out}: expected the name of a file in an existing folder."
         )
     known = {p.stem.removeprefix("test_"): p for p in root.glob("bench/test_*.py")}
     if unknown := set(suites) - set(known):
@@ -62,7 +62,7 @@ def experiment(given: Namespace) -> None:
         SystemExit: one failed, or there is none of such a name.
     """
     root = checkout("experiment")
-    out = options.folder("--out", given.out).absolute()
+    out = settings.folder_of("--out", given.out).absolute()
     command = [sys.executable, "-m", "bench.experiments", *given.names]
     command += ["--out", str(out), "--device", str(settings.device(given.device))]
     if given.full:

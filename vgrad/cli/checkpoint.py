@@ -22,11 +22,12 @@ from torch import Tensor, nn
 
 from vgrad import checks, files, tree
 from vgrad.cli import metrics, models
-from vgrad.cli.descriptions import TABLE, TEXT, check, shape_of, whole
+from vgrad.cli.descriptions import TABLE, check, optional, several, shape_of
 from vgrad.ensemble.store import load_ensemble, load_member, save_ensemble
 from vgrad.files import Description
 from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
 from vgrad.typing import Buffers, Params, Tree
+from vgrad_command import MOST_EPOCHS, TEXT, whole
 
 STATE = "state.safetensors"
 STATE_TEXT = "state.json"
@@ -67,6 +68,7 @@ def read_state(folder: Path) -> tuple[dict[str, Tensor], Description]:
 def check_said(before: Description) -> None:
     """Raise a ValueError if a state lacks what every state says."""
     kinds = {"step": whole(0), **dict.fromkeys(_SECTIONS, TABLE)}
+    kinds["extended"] = optional(several(whole(1, MOST_EPOCHS)))
     check(STATE, before, kinds)
 
 

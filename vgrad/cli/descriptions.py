@@ -1,60 +1,20 @@
 """What the files of a run say about themselves, checked: anybody can write such a file.
 
-A kind says in words what a value has to be, and tests it.
+A kind (`vgrad_command.Kind`) has words for the values that an entry may have, and a
+test.
 """
 
 import math
-import sys
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 from vgrad.cli.models import MOST_CLASSES, Shape
+from vgrad_command import Kind, whole
 
 _MOST_FEATURES = 2**31
 """Numbers in an image, beyond which a layer's size may not fit into 64 bits."""
 
-
-def printable(text: str) -> str:
-    """Return text with escapes in the place of what would steer a terminal or page."""
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
-
-
-class Kind(NamedTuple):
-    """What a value has to be."""
-
-    words: str
-    holds: Callable[[Any], bool]
-
-
-TEXT = Kind("text", lambda value: isinstance(value, str))
-FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 TABLE = Kind("a dictionary", lambda value: isinstance(value, dict))
-
-
-def whole(least: int = -(2**63), most: int = 2**63 - 1) -> Kind:
-    """A whole number of 64 bits within bounds, which are included."""
-    return Kind(
-        f"a whole number from {least} to {most}",
-        lambda value: type(value) is int and least <= value <= most,
-    )
-
-
-def number(least: float = -math.inf, most: float = math.inf) -> Kind:
-    """A finite number within bounds, which are included."""
-    return Kind(
-        f"a finite number from {least} to {most}",
-        lambda value: (
-            type(value) in (int, float)
-            and abs(value) <= sys.float_info.max
-            and least <= value <= most
-        ),
-    )
-
-
-def one_of(names: Collection[str]) -> Kind:
-    """One of these names."""
-    words = f"one of {', '.join(names)}"
-    return Kind(words, lambda value: isinstance(value, str) and value in names)
 
 
 def optional(kind: Kind) -> Kind:

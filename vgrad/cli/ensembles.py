@@ -10,7 +10,7 @@ Estimation using Deep Ensembles, arXiv 1612.01474.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -60,14 +60,14 @@ class PrivateMembers(NamedTuple):
         return self.members[0].loss_scale
 
 
-def prepare(settings: Settings) -> Job:
+def prepare(settings: Settings, extended: Sequence[int] = ()) -> Job:
     """Do for an ensemble what `setup.prepare` does for one model.
 
     Raises:
         FileNotFoundError, ValueError: as `setup.prepare`, or the members that a factory
             made are not alike.
     """
-    settings, found, ends = setup.read(settings)
+    settings, found, ends = setup.read(settings, extended)
     count, device = settings.members, torch.device(settings.device)
     modules = [
         models.build(settings.model, found.shape, seed=member_seed(settings.seed, i))
@@ -81,7 +81,7 @@ def prepare(settings: Settings) -> Job:
     trainers, starts = Pair((), plain), Pair((), start)
     plan, forms = None, {"strategy of members": strategy}
     if settings.private:
-        plan = total = setup.planned(settings, found, steps=ends[-1] * count)
+        plan = total = setup.planned(settings, found, ends)
         of_one = dataclasses.replace(plan, steps=ends[-1])
         trainers = trainers._replace(
             private=Trainer(
@@ -96,6 +96,7 @@ def prepare(settings: Settings) -> Job:
         settings,
         found.to(device),
         plan,
+        extended,
         ends,
         trainers,
         starts,

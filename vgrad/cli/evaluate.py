@@ -7,29 +7,22 @@ import torch
 from torch import Tensor
 
 from vgrad import tree
-from vgrad.cli import checkpoint, data, models, options
-from vgrad.cli.descriptions import (
-    TABLE,
-    check,
-    number,
-    one_of,
-    optional,
-    shape_of,
-    whole,
-)
+from vgrad.cli import checkpoint, data, models
+from vgrad.cli.descriptions import TABLE, check, optional, shape_of
 from vgrad.cli.models import Shape
-from vgrad.cli.settings import device
+from vgrad.cli.settings import device, folder_of
 from vgrad.ensemble.forward import ensemble_forward
 from vgrad.ensemble.prediction import class_prediction
 from vgrad.files import Description
+from vgrad_command import KINDS, PRECISIONS, number, one_of
 
 ROWS = 1024
 """Images at a time, so that memory does not grow with the data."""
 
 _SAID = {
-    "seed": whole(0, 2**32 - 1),
+    "seed": KINDS["seed"],
     # Models of earlier versions do not say, and were trained in float32.
-    "precision": optional(one_of(models.POLICIES)),
+    "precision": optional(one_of(PRECISIONS)),
     "plan": optional(TABLE),
     "epsilon": optional(number(0)),
 }
@@ -65,15 +58,15 @@ def evaluate(given: Namespace) -> None:
     the precision in which it was trained.
     """
     where = device(given.device)
-    folder = options.folder("evaluate", given.folder)
+    path = folder_of("evaluate", given.folder)
     fmodel, params, buffers, description = checkpoint.read_model(
-        folder, named=given.model
+        path, named=given.model
     )
-    check(str(folder), description, _SAID)
+    check(str(path), description, _SAID)
     if description.get("plan") is not None:
-        check(str(folder), description, {"delta": number(0, 1)})
+        check(str(path), description, {"delta": number(0, 1)})
     held = data.load(given.data, seed=description["seed"]).to(where)
-    expected = shape_of(str(folder), description["shape"])
+    expected = shape_of(str(path), description["shape"])
     # A file may happen to lack the last classes.
     if held.shape._replace(classes=0) != expected._replace(classes=0) or (
         held.classes > expected.classes
@@ -84,7 +77,7 @@ def evaluate(given: Namespace) -> None:
         )
     params, buffers = tree.to_device((params, buffers), where)
     run = models.under(description.get("precision") or "float32", fmodel)
-    if checkpoint.holds_ensemble(folder):
+    if checkpoint.holds_ensemble(path):
         run = ensemble_forward(run, strategy="loop")
     share, each = judge(lambda x: run(params, buffers, x), held.x_test, held.y_test)
     print(

@@ -25,6 +25,7 @@ from vgrad.functional.model import FunctionalModel
 from vgrad.generators import kept_random_state
 from vgrad.precision import policy_for
 from vgrad.torch_private import kernels
+from vgrad_command import RATES
 
 MOST_CLASSES = 2**16
 _MOST_PARAMETERS = 2**29
@@ -114,9 +115,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-RATES = {"cnn": 1.0, "resnet": 0.1, "mlp": 0.25, "a factory": 0.1}
 _PIXELS = 64
-"""Learning rates, those of the first two for images of so many pixels."""
+"""In the images for which the learning rates of `cnn` and `resnet` are meant."""
 
 
 def rate(spec: str, shape: Shape) -> float:

@@ -8,6 +8,9 @@ Noise never serves two different releases. Batches and noise of a step follow fr
 key in the state, so the steps after the last state are repeated exactly. A run that
 would differ in anything which changes these steps is refused, and what the lost steps
 left in the metrics is cut off.
+
+A run that was extended has more epochs than it was started for, and the same noise. The
+state says so before the first step beyond the old end.
 """
 
 import fcntl
@@ -15,7 +18,7 @@ import math
 import os
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -30,7 +33,6 @@ from vgrad.cli import (
     launched,
     metrics,
     models,
-    options,
     report,
     setup,
 )
@@ -38,7 +40,7 @@ from vgrad.cli.ensembles import PrivateMembers
 from vgrad.cli.evaluate import judge
 from vgrad.cli.launched import World
 from vgrad.cli.metrics import FIGURES, Record
-from vgrad.cli.settings import Settings
+from vgrad.cli.settings import Settings, folder_of
 from vgrad.cli.setup import Job, Pair, Trainer
 from vgrad.precision import NoOpLossScale
 
@@ -49,11 +51,16 @@ def train(given: Namespace) -> None:
     Raises:
         OSError, ValueError: an argument or file does not fit; nothing was overwritten.
     """
+    if given.extend and not (given.resume and "epochs" in given):
+        raise ValueError(
+            "--extend: expected --resume DIR and --epochs N with it, the number of "
+            "epochs that the longer run has in all."
+        )
     with launched.ranks() as world:
         if given.resume is None:
-            _begin(Settings.started(given), options.folder("--out", given.out), world)
+            _begin(Settings.started(given), folder_of("--out", given.out), world)
         else:
-            _resume(options.folder("--resume", given.resume), given, world)
+            _resume(folder_of("--resume", given.resume), given, world)
 
 
 def _begin(settings: Settings, folder: Path, world: World) -> None:
@@ -82,10 +89,10 @@ def _refuse_taken(folder: Path) -> None:
             )
 
 
-def _prepare(settings: Settings) -> Job:
+def _prepare(settings: Settings, extended: Sequence[int] = ()) -> Job:
     """Prepare the run of one model or of an ensemble."""
-    one = settings.members == 1
-    return setup.prepare(settings) if one else ensembles.prepare(settings)
+    room = setup if settings.members == 1 else ensembles
+    return room.prepare(settings, extended)
 
 
 def _resume(folder: Path, given: Namespace, world: World) -> None:
@@ -118,8 +125,13 @@ def _checked(folder: Path, given: Namespace) -> tuple[Job, Pair, files.Descripti
     checkpoint.check_said(before)
     settings = Settings.recorded(before["arguments"], given)
     checkpoint.check_members(tensors, settings.members)
-    job = _prepare(settings)
-    checkpoint.refuse_differences(before, job.description)
+    ends_at = [settings.epochs, *(before.get("extended") or [])]
+    job = _prepare(settings, _extended(ends_at, given))
+    description = job.description
+    if job.plan:  # that of a run which is extended now has more steps
+        steps = job.ends[ends_at[-1] - 1] * settings.members
+        description = {**description, "plan": {**description["plan"], "steps": steps}}
+    checkpoint.refuse_differences(before, description)
     states = checkpoint.restored(job.start, tensors)
     checkpoint.refuse_progress(
         folder,
@@ -129,6 +141,29 @@ def _checked(folder: Path, given: Namespace) -> tuple[Job, Pair, files.Descripti
         names=metrics.names(job.trainers),
     )
     return job, states, before
+
+
+def _extended(epochs: list[int], given: Namespace) -> list[int]:
+    """Return the epochs to which a run has been extended, or is now.
+
+    `epochs` are those that it was started for, and those to which it has been extended.
+    """
+    if epochs != sorted(set(epochs)):
+        raise ValueError(
+            f"{checkpoint.STATE}: expected more epochs after each extension, got "
+            f"{epochs}. The file was changed after it was written."
+        )
+    extended = epochs[1:]
+    # The same command once more goes on with what it has begun.
+    if not given.extend or extended[-1:] == [given.epochs]:
+        return extended
+    if given.epochs <= epochs[-1]:
+        raise ValueError(
+            f"--extend --epochs {given.epochs}: expected more than the {epochs[-1]} "
+            f"epochs that the run has in all, got no more. Name their new number, or "
+            f"leave both out to go on with the run."
+        )
+    return [*extended, given.epochs]
 
 
 def _steps_taken(states: Pair) -> set[int]:
@@ -150,6 +185,8 @@ def _run(
     # After a kill the files that follow from the state may be one epoch behind it.
     if world.is_first:
         _save(job, folder, states, lengths)
+        # Of a run that is extended: the model is about to spend more than it says.
+        (folder / report.PAGE).unlink(missing_ok=True)
     with report.display(job.ends[-1], len(job.ends)) as shown:
         for number, end in enumerate(job.ends, start=1):
             if end <= int(states.plain.step):
@@ -231,7 +268,7 @@ def _epoch(
 def _save(job: Job, folder: Path, states: Pair, lengths: dict[str, int]) -> None:
     """Save the states and then the model, which may follow from no other state."""
     step = int(states.plain.step)
-    progress = {"step": step, "lengths": lengths}
+    progress = {"step": step, "lengths": lengths, "extended": list(job.extended)}
     checkpoint.save_state(folder, states, {**job.description, **progress})
     which = 0 if job.settings.private else 1
     released, spent = states[which], job.trainers[which].epsilon(step)
@@ -277,8 +314,15 @@ def _announce(job: Job, world: World) -> None:
             f"The budget is that of all members together: {plan.steps} steps on the "
             f"same data."
         )
+    for line in report.extensions(job):
+        report.say(line)
     if settings.reproducible_noise:
         report.say(report.NO_CLAIM)
+    if plan:
+        report.say(
+            "The figures of each epoch are computed from the private data without "
+            "noise: they are not for release."
+        )
 
 
 @contextmanager

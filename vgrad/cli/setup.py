@@ -7,7 +7,8 @@ are drawn.
 
 import dataclasses
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +77,7 @@ class Job(NamedTuple):
     """Everything about a run that does not change while it runs.
 
     Attributes:
+        extended: the epochs to which the run was extended, one number for each time.
         ends: the number of steps at the end of each epoch.
         plan: of the private steps of all members together; None without privacy.
         trainers: a pair of `Trainer`.
@@ -86,13 +88,14 @@ class Job(NamedTuple):
     settings: Settings
     data: Dataset
     plan: dp.Plan | None
+    extended: Sequence[int]
     ends: list[int]
     trainers: Pair
     start: Pair
     description: Description
 
 
-def prepare(settings: Settings) -> Job:
+def prepare(settings: Settings, extended: Sequence[int] = ()) -> Job:
     """Read the data, make the model, plan the noise; nothing is written.
 
     Raises:
@@ -100,10 +103,10 @@ def prepare(settings: Settings) -> Job:
             is larger than the data; or no noise meets the target; or the model takes
             no such images or has no per-sample gradients.
     """
-    settings, found, ends = read(settings)
+    settings, found, ends = read(settings, extended)
     module = models.build(settings.model, found.shape, seed=settings.seed)
     model = tried(settings, found, module)
-    plan = planned(settings, found, steps=ends[-1])
+    plan = planned(settings, found, ends)
     run = models.under(settings.precision, model.function.eval())
     step = train_step(
         batch_loss(model.function, F.cross_entropy),
@@ -123,6 +126,7 @@ def prepare(settings: Settings) -> Job:
         settings,
         found.to(torch.device(settings.device)),
         plan,
+        extended,
         ends,
         Pair(private, plain),
         Pair(private_state(settings, model), start),
@@ -130,26 +134,45 @@ def prepare(settings: Settings) -> Job:
     )
 
 
-def read(settings: Settings) -> tuple[Settings, Dataset, list[int]]:
+def read(
+    settings: Settings, extended: Sequence[int]
+) -> tuple[Settings, Dataset, list[int]]:
     """Return settings that fit the data, the data, and the step each epoch ends at."""
     found = data.load(settings.data, seed=settings.seed)
     settings = settings.fitted(len(found.y_train), found.shape)
     epoch = len(found.y_train) / settings.batch_size
-    ends = [round(number * epoch) for number in range(1, settings.epochs + 1)]
+    *_, last = settings.epochs, *extended
+    ends = [round(number * epoch) for number in range(1, last + 1)]
     return settings, found, ends
 
 
-def planned(settings: Settings, found: Dataset, *, steps: int) -> dp.Plan:
-    """Plan so many private steps on one data set, within the budget."""
+def planned(settings: Settings, found: Dataset, ends: Sequence[int]) -> dp.Plan:
+    """Plan the private steps of all members together.
+
+    The noise is the least that keeps the epochs that the run was started for within the
+    budget. Those to which it was extended have the same noise, and spend more.
+    """
     size = len(found.y_train)
-    return dp.Plan.for_epsilon(
-        settings.epsilon,
-        dataset_size=size,
-        sampling_rate=settings.batch_size / size,
-        max_norm=settings.max_norm,
-        steps=steps,
-        delta=settings.delta,
-    )
+    try:
+        plan = dp.Plan.for_epsilon(
+            settings.epsilon,
+            dataset_size=size,
+            sampling_rate=settings.batch_size / size,
+            max_norm=settings.max_norm,
+            steps=ends[settings.epochs - 1] * settings.members,
+            delta=settings.delta,
+        )
+    except ValueError as error:
+        reason = str(error).rpartition("): ")[2]
+        budget = f"--epsilon {settings.epsilon} --delta {settings.delta}"
+        raise ValueError(f"{budget}: {reason}") from error
+    longer = dataclasses.replace(plan, steps=ends[-1] * settings.members)
+    if longer != plan and longer.epsilon() == math.inf:
+        raise ValueError(
+            f"--extend: expected fewer epochs than {len(ends)}, for which no epsilon "
+            f"can be given at delta {settings.delta}."
+        )
+    return longer
 
 
 def tried(settings: Settings, found: Dataset, module: nn.Module) -> Model:

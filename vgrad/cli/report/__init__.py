@@ -9,6 +9,7 @@ from vgrad.cli.report.console import say as say
 from vgrad.cli.report.console import show_table as show_table
 from vgrad.cli.report.page import NO_CLAIM as NO_CLAIM
 from vgrad.cli.report.page import PAGE as PAGE
+from vgrad.cli.report.page import extensions as extensions
 from vgrad.cli.report.page import release as release
 from vgrad.cli.report.page import write_page as write_page
 from vgrad.cli.report.pictures import COLOURS as COLOURS

@@ -10,8 +10,8 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from vgrad.cli.descriptions import printable
 from vgrad.cli.metrics import RUNS, Record
+from vgrad_command import printable
 
 COLUMNS = ("loss", "held-out accuracy", "epsilon", "samples/s")
 

@@ -5,16 +5,17 @@ Its pictures lie in it, and it has no script. Whatever the user has named is esc
 
 import base64
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 from vgrad import files
 from vgrad.cli import checkpoint
-from vgrad.cli.descriptions import printable
 from vgrad.cli.metrics import FIGURES, RUNS, Record
 from vgrad.cli.report import console, pictures
 from vgrad.cli.setup import Job
+from vgrad_command import printable, spelled
 
 PAGE = "report.html"
 
@@ -89,6 +90,27 @@ def release(job: Job, folder: Path) -> str:
     )
 
 
+def extensions(job: Job) -> list[str]:
+    """Say for each time that a run was extended from what to what, and at which price.
+
+    The noise stays, so each of the new steps spends as much as one of the old ones.
+    """
+    lines = []
+    for before, after in itertools.pairwise([job.settings.epochs, *job.extended]):
+        line = f"Extended from {before} to {after} epochs"
+        if job.plan:
+            spent = [
+                job.trainers.private.epsilon(job.ends[n - 1]) for n in (before, after)
+            ]
+            line += (
+                f" with noise multiplier {job.plan.noise_multiplier:.4g} as before: "
+                f"epsilon rises from {spent[0]:.3f} to {spent[1]:.3f} at delta "
+                f"{job.plan.delta:g}"
+            )
+        lines.append(f"{line}.")
+    return lines
+
+
 def write_page(
     folder: Path,
     job: Job,
@@ -97,13 +119,14 @@ def write_page(
     images: Mapping[str, bytes],
 ) -> None:
     """Write the page of a finished run; `images` are its pictures by file name."""
-    title = _text(pictures.title(job.settings))
+    title = _text(pictures.title(job))
     parts = [
         _HEAD.format(title=title),
         f"<h1>{title}</h1>\n",
         '<p class="warning"><strong>This page is not for release.</strong> Its figures '
         "and pictures come from the private data without noise.</p>\n",
         f"<h2>What may be released</h2>\n<p>{_text(release(job, folder))}</p>\n",
+        *(f"<p>{_text(line)}</p>\n" for line in extensions(job)),
         _withheld(images) if job.plan else "",
         "<h2>At the end</h2>\n",
         _table(("", *console.COLUMNS), console.last_figures(private, plain)),
@@ -174,8 +197,7 @@ def _epochs(private: Sequence[Record], plain: Sequence[Record]) -> str:
 def _settings(job: Job) -> list[tuple[object, ...]]:
     """List the arguments of a run and what follows from them."""
     found: dict[str, object] = {
-        f"--{name.replace('_', '-')}": value
-        for name, value in dataclasses.asdict(job.settings).items()
+        spelled(name): value for name, value in dataclasses.asdict(job.settings).items()
     }
     found["training samples"] = len(job.data.y_train)
     found["held-out samples"] = len(job.data.y_test)

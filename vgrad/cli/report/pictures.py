@@ -18,12 +18,11 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from vgrad import files
-from vgrad.cli.descriptions import printable
 from vgrad.cli.metrics import RUNS, Record
-from vgrad.cli.settings import Settings
 from vgrad.cli.setup import Job, Pair
 from vgrad.ensemble.calibration import reliability
 from vgrad.ensemble.prediction import class_prediction
+from vgrad_command import printable
 
 CURVES = "curves.png"
 RELIABILITY = "reliability.png"
@@ -63,7 +62,7 @@ def draw(
 
     Of an ensemble's two runs the private one, if any, shows what it is unsure of.
     """
-    of_run = title(job.settings)
+    of_run = title(job)
     found = {CURVES: curves(of_run, private, plain, delta=job.settings.delta)}
     if job.settings.members > 1:
         images, labels = job.data.x_test, job.data.y_test
@@ -79,8 +78,9 @@ def draw(
     return found
 
 
-def title(settings: Settings) -> str:
+def title(job: Job) -> str:
     """Say which run it is: data, model, members, privacy and seed."""
+    settings = job.settings
     words = [_short(Path(settings.data).name), _short(settings.model)]
     if settings.members > 1:
         words.append(f"{settings.members} members")
@@ -89,7 +89,10 @@ def title(settings: Settings) -> str:
     elif settings.reproducible_noise:
         words.append("no claim of privacy")
     else:
-        words.append(f"epsilon {settings.epsilon:g} at delta {settings.delta:g}")
+        spent = f"{settings.epsilon:g}"
+        if job.extended and job.plan:
+            spent = f"{job.plan.epsilon():.3f}"
+        words.append(f"epsilon {spent} at delta {settings.delta:g}")
     return ", ".join([*words, f"seed {settings.seed}"])
 
 
