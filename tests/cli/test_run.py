@@ -598,7 +598,7 @@ MEMBERS = ([*THREE, PLAIN], ["plain SGD", "member 0", "member 2"], "private SGD"
     ("more", "texts", "absent"), [ONE, pytest.param(*MEMBERS, marks=SLOW)]
 )
 def test_on_a_terminal_there_is_a_bar_and_a_table(
-    images, tmp_path, monkeypatch, more, texts, absent
+    images, tmp_path, monkeypatch, capsys, more, texts, absent
 ):
     monkeypatch.setenv("TERM", "xterm")
     screen = io.StringIO()
@@ -609,6 +609,26 @@ def test_on_a_terminal_there_is_a_bar_and_a_table(
     shown = screen.getvalue()
     assert all(text in shown for text in ("epoch 2/2", "8/8 steps", *texts))
     assert absent not in shown
+    assert capsys.readouterr().out.count(NO_NOISE) == (PLAIN not in more)
+
+
+NO_NOISE = (
+    "The figures of each epoch are computed from the private data without noise: they "
+    "are not for release.\n"
+)
+
+
+@pytest.mark.parametrize("kind", [[], pytest.param(THREE, marks=SLOW)])
+def test_the_figures_of_the_epochs_are_said_to_have_no_noise(
+    images, tmp_path, capsys, kind
+):
+    out = tmp_path / "run"
+    interrupted(images, out, *kind, where=(checkpoint, "save_state"), after=2)
+    for shown in (capsys.readouterr().out, resume(out) or capsys.readouterr().out):
+        before, _, after = shown.partition(NO_NOISE)
+        assert "epoch " not in before
+        assert after.startswith("epoch ")
+        assert NO_NOISE not in after
 
 
 @SLOW
@@ -619,7 +639,7 @@ def test_the_digits_train_in_silence_but_for_a_line_an_epoch(tmp_path, capfd):
     done = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("\nepoch ") == 2
-    assert len(done.stdout.splitlines()) == 8
+    assert len(done.stdout.splitlines()) == 9
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG\r\n")
     assert main(["evaluate", str(out)]) == 0
     judged, share = capfd.readouterr(), lines(out / "metrics.jsonl")[-1]

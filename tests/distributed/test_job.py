@@ -89,6 +89,25 @@ def test_a_run_goes_on_with_fewer_ranks(tmp_path, ranks):
     assert len(figures(broken)) == 2
 
 
+def test_a_run_is_extended_on_two_ranks(tmp_path, ranks):
+    fixed = "--reproducible-noise"
+    one, two = tmp_path / "one", tmp_path / "two"
+    longer = ["--extend", "--epochs", "3"]
+    assert job(*given(tmp_path, one, fixed))[0] == 0
+    assert job("--resume", str(one), *longer)[0] == 0
+    assert job(*given(tmp_path, two, fixed))[0] == 0
+    found = ranks(2).run(job, "--resume", str(two), *longer)
+    assert [status for status, _ in found] == [0, 0], found
+    assert "Extended from 2 to 3 epochs" in found[0][1]
+    names = [folder / "model.safetensors" for folder in (one, two)]
+    assert distance(*(safetensors.torch.load_file(name) for name in names)) < 5e-6
+    assert len(figures(two)) == 3
+    shorter = ["--extend", "--epochs", "2"]
+    for status, said in ranks(2).run(job, "--resume", str(two), *shorter):
+        assert status == 2
+        assert "expected more than the 3 epochs" in said
+
+
 def _interrupted(arguments):
     """Fail on the first rank, when the second epoch's figures are to be written."""
     from vgrad.cli import metrics
