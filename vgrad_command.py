@@ -441,13 +441,13 @@ def _parsers() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
 
 
 def _refuse_unknown_command(parser: ArgumentParser, name: str) -> None:
-    """Refuse a command that there is not, and name one that is close."""
+    """Refuse an unknown command, and name a close one."""
     if name not in COMMANDS:
         parser.error(f"there is no command {name}{_close(name, COMMANDS)}")
 
 
 def _refuse_unknown_options(parser: ArgumentParser, words: Sequence[str]) -> None:
-    """Refuse an option that there is not, before any that are missing are named."""
+    """Refuse an unknown option, and name a close one, before missing ones are."""
     known = ["--help", *re.findall(r"--[a-z-]+", parser.format_usage())]
     for word in words:
         if word == "--":
@@ -458,7 +458,7 @@ def _refuse_unknown_options(parser: ArgumentParser, words: Sequence[str]) -> Non
 
 
 def _close(name: str, known: Collection[str]) -> str:
-    """Name the entry that is closest to a misspelt one, if any is close."""
+    """Return words that name the entry closest to a misspelt one, if any is close."""
     longer = [each for each in known if each.startswith(name)]
     close = longer or difflib.get_close_matches(name, known)
     return f", but there is {close[0]}" if close else ""

@@ -150,7 +150,7 @@ def planned(settings: Settings, found: Dataset, ends: Sequence[int]) -> dp.Plan:
     """Plan the private steps of all members together.
 
     The noise is the least that keeps the epochs that the run was started for within the
-    budget. Those to which it was extended have the same noise, and spend more.
+    budget. Later ones, of a run that was extended, have the same noise and spend more.
     """
     size = len(found.y_train)
     try:

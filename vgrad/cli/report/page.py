@@ -91,10 +91,7 @@ def release(job: Job, folder: Path) -> str:
 
 
 def extensions(job: Job) -> list[str]:
-    """Say for each time that a run was extended from what to what, and at which price.
-
-    The noise stays, so each of the new steps spends as much as one of the old ones.
-    """
+    """Return a line for each extension of a run, with the rise of epsilon."""
     lines = []
     for before, after in itertools.pairwise([job.settings.epochs, *job.extended]):
         line = f"Extended from {before} to {after} epochs"
