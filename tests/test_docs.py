@@ -6,8 +6,10 @@ block is what it prints. Three dots stand for anything.
 
 import contextlib
 import io
+import json
 import re
 from pathlib import Path
+from statistics import geometric_mean
 
 import pytest
 import torch
@@ -60,6 +62,57 @@ def test_the_readme_runs_and_begins_as_the_docs_do():
     assert names["norms"].shape == (32,)
     assert int(names["state"].step) == names["plan"].steps
     assert BLOCK.search(README)[2] == BLOCK.search(START)[2]
+
+
+def results(name):
+    path = ROOT / "bench" / "results" / "cpu_2_threads" / f"{name}.json"
+    return json.loads(path.read_text())
+
+
+def ratios(table, group, contender="vgrad"):
+    return {
+        row["ratio_to_plain"]: row
+        for row in results(table)
+        if row["group"].startswith(group) and row["contender"] == contender
+    }
+
+
+def test_the_costs_in_the_readme_are_those_measured():
+    costs, text = "", " ".join(README.split())
+    for group in ("compiled clipped sum", "private step"):
+        for contender in ("vgrad", "vgrad-auto"):
+            one = ratios("compiled", group, contender)
+            mean = geometric_mean(one)
+            costs += f"| {mean:.2f} ({min(one):.2f} to {max(one):.2f}, {len(one)}) "
+        costs += "|\n"
+    found = re.findall(
+        r"^\| (?:clipped sum|whole private step), .*?( \|.*)$", README, re.M
+    )
+    assert "".join(f"{each.strip()}\n" for each in found) == costs
+
+    sums, stored = (ratios(*of) for of in (("compiled", ""), ("clipped", "stored")))
+    (noise,) = ratios("per_sample", "noise").values()
+    seconds, rate = noise["median_seconds"], noise["samples_per_second"]
+    *others, largest = sorted(stored)
+    mlp = stored[largest]
+    values = mlp["batch"] * mlp["parameters"]
+    steps = [
+        piece["times"]["private_step"]["seconds"]
+        / piece["times"]["torch's backward and SGD"]["seconds"]
+        for piece in results("experiments/private")["pieces"].values()
+        if "times" in piece
+    ]
+    assert len(others) == 5
+    for claim in (
+        f"an MLP of {sums[max(sums)]['parameters']:,} parameters",
+        f"[{seconds * 1e3:.1f} ms]",
+        f"for {rate * seconds / 1e6:.1f} million parameters",
+        f"{others[0]:.2f} to {others[-1]:.2f} times a forward and backward pass",
+        f"{largest:.2f} times for an MLP whose {mlp['batch']} gradients",
+        f"fill {values * 4 / 1e9:.1f} GB",
+        f"{min(steps):.2f} to {max(steps):.2f} times torch's backward pass and SGD",
+    ):
+        assert claim in text
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "start.md"])

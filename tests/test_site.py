@@ -22,6 +22,28 @@ PACKAGES += ["vgrad.optim.states", "vgrad.distributed"]
 PACKAGES += [f"vgrad.{name}" for name in ("dp", "ensemble", "optim", "precision")]
 PACKAGES += [f"vgrad.{name}" for name in ("training", "compiled", "testing", "typing")]
 
+WINDOW = {"width": 1300, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+
+WIDE = """[...document.querySelectorAll("article pre")]
+    .filter(code => code.scrollWidth > code.clientWidth)
+    .map(code => code.innerText)"""
+"""Code that has to be scrolled to be read."""
+
+LINKS = """[...document.querySelectorAll("article a > code")]
+    .filter(code => code.innerText.includes("_"))"""
+"""Links on names with an underscore."""
+
+UNDERSCORES = f"{LINKS}.length"
+
+STRUCK = f"""{LINKS}.filter(code => {{
+    const pen = document.createElement("canvas").getContext("2d");
+    pen.font = getComputedStyle(code).font;
+    const below = pen.measureText("_").actualBoundingBoxDescent;
+    const link = getComputedStyle(code.parentElement);
+    return !(parseFloat(link.textUnderlineOffset) > below);
+}}).map(code => code.innerText)"""
+"""Links whose line runs through the underscores."""
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
@@ -87,6 +109,26 @@ def test_the_site(site, tmp_path, subtests):
         tags = r'<(?:script|link|img|iframe)[^>]*(?:src|href)="(?:https?:)?//[^>]*'
         assert not re.findall(tags, "".join(pages.values()))
 
+    front = pages[site / "index.html"]
+    with subtests.test("the front page says what vgrad is, and leads to the others"):
+        _, _, article = front.partition("<article")
+        headline, install, example, picture = (
+            article.find(each)
+            for each in (
+                "<strong>Per-sample gradients for PyTorch from one backward pass",
+                "pip install",
+                '<span class="n">per_sample_norm</span>',
+                "one_backward_pass.svg",
+            )
+        )
+        assert 0 < headline < install < article.find('href="start.html"') < example
+        assert example < picture
+        assert article.count('<span class="n">per_sample_norm</span>') == 1
+        sidebar = front[front.index('<nav class="bd-docs-nav') :]
+        assert re.search(r'href="(\w+\.html)"', sidebar)[1] == "start.html"
+        for page in ("tutorials/index", "reference/index", "benchmarks/index"):
+            assert f'href="{page}.html"' in sidebar[: sidebar.index("</nav>")]
+
     with subtests.test("a browser shows it"):
         if not CHROMIUM:
             pytest.skip("there is no Chromium")
@@ -95,3 +137,16 @@ def test_the_site(site, tmp_path, subtests):
                 title, wrong = opened.look(site / f"{page}.html")
                 assert "vgrad" in title
                 assert not wrong, page
+
+    with subtests.test("code and links are legible"):
+        if not CHROMIUM:
+            pytest.skip("there is no Chromium")
+        with browser(tmp_path) as opened:
+            opened.call("Emulation.setDeviceMetricsOverride", **WINDOW)
+            for page in sorted(path for path in pages if "_modules" not in path.parts):
+                if "<pre" in pages[page]:
+                    opened.look(page)
+                    assert not opened.value(WIDE), page
+            opened.look(site / "reference" / "vgrad.html")
+            assert opened.value(UNDERSCORES) > 10
+            assert opened.value(STRUCK) == []

@@ -1,4 +1,4 @@
-"""Per-sample gradients and model ensembles at the price of one backward pass.
+"""Per-sample gradients from one backward pass, and many models as one.
 
 The one convention is `loss(params, buffers, *sample) -> scalar`, a function of one
 sample. What there is, a line each; `help` of a name says more.

@@ -12,13 +12,18 @@ AROUND = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 """Pages that stand beside `docs/` and end the list."""
 
 
+WHERE_TO_READ_ON = "\n## Where to read on\n"
+"""The heading of the README above its list of pages."""
+
+
 def lay_out(root: Path, folder: Path) -> None:
     """Write the sources of the site below a folder; what has not changed is kept."""
     source = folder / "source"
     pages = {path.name: path.read_text() for path in (root / "docs").glob("*.md")}
     pages |= {name: (root / path).read_text() for path, name in AROUND.items()}
-    pages["index.md"] += toctrees(pages["index.md"])
+    pages["index.md"] = front((root / "README.md").read_text(), pages["index.md"])
     texts = {source / name: linked(text) for name, text in pages.items()}
+    texts[source / "index.md"] += toctrees(texts[source / "index.md"])
     for path in (root / "tutorials").glob("*.py"):
         texts[folder / "tutorials" / path.name] = gallery.translated(path.read_text())
     texts[folder / "tutorials" / "GALLERY_HEADER.rst"] = (
@@ -44,34 +49,39 @@ def lay_out(root: Path, folder: Path) -> None:
             shutil.copy2(path, copy)
 
 
+def front(readme: str, index: str) -> str:
+    """Return the front page: the README, whose list of pages gives way to the index."""
+    above, _ = readme.split(WHERE_TO_READ_ON)
+    _, lists = index.split("\nTo begin with:\n")
+    return f"{above}{WHERE_TO_READ_ON}\nTo begin with:\n{lists}"
+
+
 def linked(text: str) -> str:
     """Point links to files of the repository at the pages made of them."""
     text = text.replace("](../bench/results/", "](benchmarks/")
     text = text.replace("](bench/results/", "](benchmarks/")
     text = text.replace("](../bench/README.md", "](benchmarks/index.md")
-    text = text.replace("](../tutorials)", "](tutorials/index.rst)")
+    text = re.sub(r"\]\((?:\.\./)?tutorials\)", "](tutorials/index.rst)", text)
+    text = text.replace("](../vgrad)", "](reference/index.rst)")
     text = re.sub(r"\]\((?:\.\./)?tutorials/(\w+)\.py\)", r"](tutorials/\1.rst)", text)
     for path, name in AROUND.items():
         text = text.replace(f"](../{path}", f"]({name}")
     return text.replace("](docs/", "](")
 
 
-LISTED = re.compile(
-    r"(?:(?<=\n)\n(?:## )?(?P<caption>[^\n]+?)[:.]?)?"
-    r"\n\n(?P<pages>(?:\* .*\n(?:  .*\n)*)+)"
-)
-"""A list of pages, and the line above it."""
+LISTED = re.compile(r"^(.+):\n\n((?:\* .*\n(?:  .*\n)*)+)", flags=re.M)
+"""The line above a list of pages, and the list."""
 
 
-def toctrees(index: str) -> str:
-    """Return the tree of pages that the lists of the index stand for.
+def toctrees(front: str) -> str:
+    """Return the trees of pages behind the lists of the front page.
 
-    What stands above a list is its caption. Tutorials, reference and benchmarks come
-    first.
+    The line above a list is its caption.
     """
-    blocks = [results.tree(["tutorials/index", "reference/index", "benchmarks/index"])]
-    for found in LISTED.finditer(index):
-        names = re.findall(r"^\* \[[^\]]*\]\((\w+)\.md\)", found["pages"], flags=re.M)
-        blocks.append(results.tree(names, found["caption"] or ""))
+    _, lists = front.split(WHERE_TO_READ_ON)
+    blocks = [
+        results.tree(re.findall(r"^\* \[.*?\]\(([\w/]+)\.", pages, flags=re.M), caption)
+        for caption, pages in LISTED.findall(lists)
+    ]
     last = [name.removesuffix(".md") for name in AROUND.values()]
     return "\n" + "\n".join([*blocks, results.tree(last, "The project")])
