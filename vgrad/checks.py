@@ -5,6 +5,7 @@ Each takes the function's name and the arguments by name, so that a call reads
 """
 
 import math
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -49,13 +50,32 @@ def _numbers(
             raise ValueError(f"{function}({name}={value!r}): expected {said}.")
 
 
-def whole(function: str, *, least: int, **values: Any) -> None:
-    """Each value is an int of at least `least`."""
+def whole(function: str, *, least: int, **values: Any) -> list[int]:
+    """Each value is a whole number of at least `least`; all of them as ints.
+
+    Whole numbers of numpy and of tensors without dimensions are among them.
+    """
+    found = []
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        number = _index(value)
+        if number is None or number < least:
             raise ValueError(
                 f"{function}({name}={value!r}): expected a whole number >= {least}."
             )
+        found.append(number)
+    return found
+
+
+def _index(value: Any) -> int | None:
+    """Return a whole number as an int, None for anything else."""
+    if isinstance(value, Tensor) and (value.ndim or value.dtype == torch.bool):
+        return None
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def one_of(function: str, allowed: Collection[Any], **values: Any) -> None:

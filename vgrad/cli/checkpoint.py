@@ -86,7 +86,15 @@ def restored(template: Tree, tensors: dict[str, Tensor]) -> Tree:
     Raises:
         ValueError: names, shapes or dtypes differ.
     """
-    tree.check_fit(STATE, tree.state_dict(template), tensors)
+    expected = tree.state_dict(template)
+    lost = [name for name in expected if name.endswith("plan_digest")]
+    if lost and not any(name in tensors for name in lost):
+        raise ValueError(
+            f"{STATE}: expected states with the digest of their plan, got some of an "
+            f"older vgrad, which do not say under which plan they have spent. Start "
+            f"another run with --out."
+        )
+    tree.check_fit(STATE, expected, tensors)
     return tree.load_state_dict(template, tensors)
 
 
@@ -284,7 +292,7 @@ def load(
     where = Path(folder)
     alone = not holds_ensemble(where)
     if member is not None:
-        checks.whole("load", least=0, member=member)
+        [member] = checks.whole("load", least=0, member=member)
         if alone and (where / MODEL).exists():
             raise ValueError(
                 f"load(member={member}): expected the folder of an ensemble, got "

@@ -15,7 +15,7 @@ import math
 import os
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -40,6 +40,7 @@ from vgrad.cli.launched import World
 from vgrad.cli.metrics import FIGURES, Record
 from vgrad.cli.settings import Settings
 from vgrad.cli.setup import Job, Pair, Trainer
+from vgrad.dp.plan import check_spent
 from vgrad.precision import NoOpLossScale
 
 
@@ -121,6 +122,11 @@ def _checked(folder: Path, given: Namespace) -> tuple[Job, Pair, files.Descripti
     job = _prepare(settings)
     checkpoint.refuse_differences(before, job.description)
     states = checkpoint.restored(job.start, tensors)
+    if job.plan is not None:
+        for state in _each(states.private):
+            check_spent(
+                f"--resume {folder}", job.plan, state.plan_digest, int(state.step)
+            )
     checkpoint.refuse_progress(
         folder,
         before,
@@ -133,12 +139,12 @@ def _checked(folder: Path, given: Namespace) -> tuple[Job, Pair, files.Descripti
 
 def _steps_taken(states: Pair) -> set[int]:
     """Return how many steps each state has taken, each member of an ensemble's too."""
-    return {
-        int(one.step)
-        for state in states
-        if state
-        for one in (state.members if isinstance(state, PrivateMembers) else [state])
-    }
+    return {int(one.step) for state in states if state for one in _each(state)}
+
+
+def _each(state: Any) -> Sequence[Any]:
+    """Return the states of members that take private steps, or the one there is."""
+    return state.members if isinstance(state, PrivateMembers) else [state]
 
 
 def _run(

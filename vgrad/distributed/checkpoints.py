@@ -23,7 +23,7 @@ from vgrad import files, tree
 from vgrad.distributed import pieces
 from vgrad.distributed.pieces import Box
 from vgrad.distributed.ranks import RankError, Ranks
-from vgrad.training.saved_states import check_settings
+from vgrad.training.saved_states import check_fit, check_settings
 from vgrad.typing import T, Tree
 
 Held = Mapping[str, tuple[Box, Tensor]]
@@ -127,7 +127,7 @@ def load_checkpoint(
     with _all_refuse(what, ranks):
         index = pieces.read_index(folder)
         check_settings(folder, index.settings, settings)
-        tree.check_fit(str(folder), tensors, index.tensors)
+        check_fit(folder, tensors, index.tensors)
     ranks.check_same(what, checkpoint=index.checkpoint)
     with _all_refuse(what, ranks), torch.no_grad():
         loaded = tree.tree_map(torch.empty_like, like)

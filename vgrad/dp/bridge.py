@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from vgrad import batches, checks
 from vgrad.dp.live import LiveModule
 from vgrad.dp.loader import Piece, PoissonLoader, Progress, planned
-from vgrad.dp.plan import Plan
+from vgrad.dp.plan import Plan, as_digest, check_spent, spent_under
 from vgrad.dp.watching import Watch, check_alone
 from vgrad.dtypes import widened
 from vgrad.functional.losses import Criterion, sample_loss
@@ -157,6 +157,11 @@ class PrivateGradients:
         return self._progress.step
 
     @property
+    def plan_digest(self) -> Tensor:
+        """That of the plan under which steps were taken, zeros before the first one."""
+        return as_digest(spent_under(self.plan, self.step))
+
+    @property
     def ready(self) -> bool:
         """Whether `.grad` holds the gradients of a whole logical batch.
 
@@ -252,9 +257,8 @@ class PrivateGradients:
         a tensor and plain numbers, which `torch.load(weights_only=True)` reads. Save it
         between logical batches, together with the module and the optimizer.
         """
-        plan = asdict(self.plan)  # whose floats may be those of numpy
-        facts = {n: float(x) if isinstance(x, float) else x for n, x in plan.items()}
-        return {"key": self.key.clone(), "step": self.step, "plan": facts}
+        plan = asdict(self.plan)
+        return {"key": self.key.clone(), "step": self.step, "plan": plan}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned: the same batches and the same noise.
@@ -267,28 +271,41 @@ class PrivateGradients:
 
         Raises:
             ValueError: the state is not complete, or of a run with another plan; one
-                with more steps may go on.
+                with more steps may go on, and one that accounts for both
+                (`Plan.after`).
         """
         function = "PrivateGradients.load_state_dict(state)"
-        checks.same_names(function, ("key", "step", "plan"), state)
-        check_key(function, state["key"])
-        checks.whole(function, least=0, step=state["step"])
-        checks.dictionaries(function, plan=state["plan"])
-        saved, own = state["plan"], asdict(self.plan)
-        drawn = ("dataset_size", "sampling_rate", "noise_multiplier", "max_norm")
-        other = [name for name in drawn if saved.get(name) != own[name]]
-        if other:
+        if set(state) != {"key", "step", "plan"}:
+            got = checks.listed(state) or "nothing"
             raise ValueError(
-                f"{function}: expected {other[0]} = {own[other[0]]!r} as planned, got "
-                f"{saved.get(other[0])!r}. Go on with plan=Plan(**state['plan'])."
+                f"{function}: expected 'key', 'step' and 'plan', as state_dict() "
+                f"returns them, got {got}. The state of a module is for "
+                f"model.load_state_dict."
             )
-        if state["step"] > self.plan.steps:
+        check_key(function, state["key"])
+        [step] = checks.whole(function, least=0, step=state["step"])
+        checks.dictionaries(function, plan=state["plan"])
+        try:
+            saved = Plan(**state["plan"])
+        except TypeError as error:
+            raise ValueError(
+                f"{function}: expected the plan of a run in 'plan', got another "
+                f"dictionary ({error})."
+            ) from error
+        taken = as_digest(spent_under(saved, step))
+        try:
+            check_spent(function, self.plan, taken, step)
+        except ValueError as error:
+            raise ValueError(
+                f"{error} The plan of the state, Plan(**state['plan']), is {saved}."
+            ) from error
+        if step > self.plan.steps:
             raise ValueError(
                 f"{function}: expected at most the {self.plan.steps} steps of the "
-                f"plan, got {state['step']}."
+                f"plan, got {step}."
             )
         self._progress.key = state["key"].cpu().clone()
-        self._progress.step, self._progress.process = state["step"], os.getpid()
+        self._progress.step, self._progress.process = step, os.getpid()
         self.loader.restart()
         self._watch.forget()
 

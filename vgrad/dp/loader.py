@@ -68,7 +68,7 @@ class PoissonLoader:
         """Check the options, and learn what an empty batch looks like."""
         _check(options)
         if physical_batch_size is not None:
-            checks.whole(
+            [physical_batch_size] = checks.whole(
                 "PrivateGradients", least=1, physical_batch_size=physical_batch_size
             )
         self.dataset = dataset
@@ -148,6 +148,13 @@ class _Draws:
                 f"that has taken the {self._plan.steps} steps which its plan accounts "
                 f"for. Plan more epochs from the start."
             )
+        if self._progress.step < self._plan.earlier_steps:
+            raise RuntimeError(
+                f"PrivateGradients.loader: expected a run that has taken the "
+                f"{self._plan.earlier_steps} steps that plan.after(other, steps) "
+                f"counts, got one that has taken {self._progress.step}. Hand on its "
+                f"state with load_state_dict."
+            )
 
     def _pieces(self, step: int) -> Iterator[Piece]:
         """Yield the physical batches of a step, one at least."""
@@ -161,7 +168,9 @@ class _Draws:
     def _epoch(self) -> range:
         """Return the steps of the epoch that the run has reached."""
         length, last = self._plan.steps_per_epoch, self._plan.steps - 1
-        start = min(self._progress.step, last) // length * length
+        first = self._plan.earlier_steps
+        taken = max(0, min(self._progress.step, last) - first)
+        start = first + taken // length * length
         return range(start, min(start + length, last + 1))
 
 

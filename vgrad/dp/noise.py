@@ -127,7 +127,8 @@ def add_gaussian_noise(
         torch.float32
     """
     deviation = _deviation("add_gaussian_noise", noise_multiplier, sensitivity)
-    checks.whole("add_gaussian_noise", least=0, step=step, member=member)
+    checks.dictionaries("add_gaussian_noise", sums=sums)
+    step, member = checks.whole("add_gaussian_noise", least=0, step=step, member=member)
     generators.check_key("add_gaussian_noise", key)
     for name, total in sums.items():
         _check_sum("add_gaussian_noise", name, total)

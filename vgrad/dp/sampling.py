@@ -42,8 +42,8 @@ def poisson_sample(
         >>> poisson_sample(10, 0.3, key=secret_key(seed=0), step=0)
         tensor([0, 4])
     """
-    checks.whole("poisson_sample", least=1, dataset_size=dataset_size)
-    checks.whole("poisson_sample", least=0, step=step)
+    [dataset_size] = checks.whole("poisson_sample", least=1, dataset_size=dataset_size)
+    [step] = checks.whole("poisson_sample", least=0, step=step)
     check_rate("poisson_sample", sampling_rate)
     generators.check_key("poisson_sample", key)
     stream = generators.stream(key, "batch", step)
@@ -83,8 +83,10 @@ class PoissonBatchSampler:
     ) -> None:
         """Check the arguments."""
         function = "PoissonBatchSampler"
-        checks.whole(function, least=1, dataset_size=dataset_size, steps=steps)
-        checks.whole(function, least=0, start=start)
+        dataset_size, steps = checks.whole(
+            function, least=1, dataset_size=dataset_size, steps=steps
+        )
+        [start] = checks.whole(function, least=0, start=start)
         check_rate(function, sampling_rate)
         generators.check_key(function, key)
         if start > steps:

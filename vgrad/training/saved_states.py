@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vgrad import files, tree
 from vgrad.typing import T, Tree
@@ -45,7 +46,8 @@ def load_state(
 
     `like` is a state as the run starts with, which stays as it is. Devices and layouts
     in memory are its own, so that a run goes on with the same kernels and bits. Only
-    the settings given here are compared.
+    the settings given here are compared. Files of states that do not say under which
+    plan they have spent, as older versions wrote them, are refused.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -66,11 +68,25 @@ def load_state(
     called = "a state as save_state writes it"
     parts, description = files.read_parts(path, KIND, [""], called=called)
     check_settings(path, description["settings"], settings)
-    tree.check_fit(str(path), tree.state_dict(like), parts[""])
+    check_fit(path, tree.state_dict(like), parts[""])
     loaded = tree.load_state_dict(like, parts[""])
     return tree.tree_map(
         lambda old, new: torch.empty_like(old).copy_(new), like, loaded
     )
+
+
+def check_fit(
+    path: Path, expected: Mapping[str, Tensor], saved: Mapping[str, Tensor]
+) -> None:
+    """Refuse tensors that are not those expected, as `tree.check_fit` does."""
+    lost = [name for name in expected if name.endswith("plan_digest")]
+    if lost and not any(name in saved for name in lost):
+        raise ValueError(
+            f"{path}: expected a state with {lost[0]!r}, got one of an older vgrad, "
+            f"which does not say under which plan it has spent. If that is known, load "
+            f"it into a NamedTuple of the other fields, and add plan.digest."
+        )
+    tree.check_fit(str(path), expected, saved)
 
 
 def check_settings(
