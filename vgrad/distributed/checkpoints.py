@@ -140,7 +140,8 @@ def gather(state: T, mesh: DeviceMesh | None) -> T:
 
     Called on every rank of the mesh. One of them can write the result, or a part such
     as the parameters, with `vgrad.training.save_state`, for a process without ranks.
-    Plain tensors stay as they are.
+    The file of a state has the secret key; `vgrad.training.release` writes what may be
+    published. Plain tensors stay as they are.
 
     Raises:
         RankError: names, shapes or dtypes differ between ranks.

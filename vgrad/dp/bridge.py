@@ -147,6 +147,11 @@ class PrivateGradients:
         self._sums: Params = {}
 
     @property
+    def model(self) -> nn.Module:
+        """The module that is trained."""
+        return self._live.model
+
+    @property
     def key(self) -> Tensor:
         """The secret key, uint8 `[32]`."""
         return self._progress.key

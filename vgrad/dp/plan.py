@@ -18,7 +18,7 @@ from vgrad.dp.sampling import PoissonBatchSampler, check_rate, poisson_sample
 from vgrad.sensitivity import Sensitivity
 from vgrad.typing import Params
 
-_MECHANISM = "Gaussian noise on clipped sums of Poisson batches"
+MECHANISM = "Gaussian noise on clipped sums of Poisson batches"
 
 
 class Keyed(Protocol):
@@ -258,7 +258,7 @@ class Plan:
         """The bytes of `digest`."""
         before = self.before and [self.before.identity.hex(), self.before.steps]
         numbers = [self.sampling_rate, self.noise_multiplier, self.max_norm]
-        text = json.dumps([_MECHANISM, self.dataset_size, *numbers, before])
+        text = json.dumps([MECHANISM, self.dataset_size, *numbers, before])
         return hashlib.blake2b(text.encode(), digest_size=len(NO_PLAN)).digest()
 
     @property
