@@ -12,11 +12,11 @@ from torch.utils.data import Dataset
 
 from vgrad import batches, checks
 from vgrad.dp.live import LiveModule
-from vgrad.dp.loader import Piece, PoissonLoader, Progress, planned
+from vgrad.dp.loader import Piece, PoissonLoader, Progress, check_names, planned
 from vgrad.dp.plan import Plan, as_digest, check_spent, spent_under
 from vgrad.dp.watching import Watch, check_alone
 from vgrad.dtypes import widened
-from vgrad.functional.losses import Criterion, sample_loss
+from vgrad.functional.losses import Criterion, check_criterion, sample_loss
 from vgrad.functional.writing import write_grads_
 from vgrad.generators import (
     check_key,
@@ -73,7 +73,8 @@ class PrivateGradients:
     Raises:
         ValueError: there are both a plan and a budget, or the budget is not complete;
             the plan is for another number of samples; an option chooses samples.
-        TypeError: the data set has no length, or the module cannot be functional.
+        TypeError: the data set has no length, the module cannot be functional, or an
+            option is none of a `DataLoader`.
 
     Example:
         >>> from torch.utils.data import TensorDataset
@@ -119,12 +120,8 @@ class PrivateGradients:
         **loading: Any,
     ) -> None:
         """Plan the run, with a new key from the operating system if there is none."""
-        if criterion is not None and not callable(criterion):
-            raise TypeError(
-                f"PrivateGradients(criterion): expected a function of output and "
-                f"target, or None for a module that returns its loss, got a "
-                f"{type(criterion).__name__}."
-            )
+        check_criterion("PrivateGradients", criterion)
+        check_names(PrivateGradients, loading)
         budget = {"epsilon": epsilon, "delta": delta, "epochs": epochs}
         budget |= {"batch_size": batch_size, "max_norm": max_norm}
         self.plan = planned(plan, budget, dataset)

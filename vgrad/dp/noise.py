@@ -270,9 +270,9 @@ def check_sensitivity(function: str, sensitivity: Any) -> None:
     if not isinstance(sensitivity, Sensitivity):
         kind = type(sensitivity).__name__
         raise TypeError(
-            f"{function}(sensitivity={sensitivity!r}): expected the Sensitivity of the "
-            f"sum, got a {kind}. Take the one that comes with the sum, "
-            "clipped_grad(...).sensitivity."
+            f"{function}(sensitivity={checks.shown(sensitivity)}): expected the "
+            f"Sensitivity of the sum, got a {kind}. Take the one that comes with the "
+            f"sum, clipped_grad(...).sensitivity."
         )
     if not math.isfinite(sensitivity.value):
         raise ValueError(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from vgrad import optim
+from vgrad import checks, optim
 from vgrad.generators import ALONE, Place, secret_key, set_seed, torch_seed
 from vgrad.optim.base import GradientTransformation, check_transformation
 from vgrad.precision import LossScale, NoOpLossScale, Policy
@@ -152,8 +152,9 @@ def check_scale(function: str, loss_scale: LossScale | None) -> None:
     """Refuse a plain number, among others."""
     if loss_scale is not None and not hasattr(loss_scale, "adjust"):
         raise TypeError(
-            f"{function}(loss_scale={loss_scale!r}): expected a loss scale such as "
-            f"precision.DynamicLossScale(), got a {type(loss_scale).__name__}."
+            f"{function}(loss_scale={checks.shown(loss_scale)}): expected a loss "
+            f"scale such as precision.DynamicLossScale(), got a "
+            f"{type(loss_scale).__name__}."
         )
 
 

@@ -192,8 +192,9 @@ def _check(options: Problem) -> None:
     checks.one_of(function, get_args(Randomness), randomness=options.randomness)
     if loss_scale is not None and not hasattr(loss_scale, "loss_scale"):
         raise TypeError(
-            f"{function}(loss_scale={loss_scale!r}): expected a loss scale such as "
-            f"precision.StaticLossScale(2.0**15), got a {type(loss_scale).__name__}."
+            f"{function}(loss_scale={checks.shown(loss_scale)}): expected a loss "
+            f"scale such as precision.StaticLossScale(2.0**15), got a "
+            f"{type(loss_scale).__name__}."
         )
     scale = torch.as_tensor(getattr(loss_scale, "loss_scale", 1.0))
     if scale.ndim:
