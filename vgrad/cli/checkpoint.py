@@ -26,6 +26,7 @@ from vgrad.cli.descriptions import TABLE, TEXT, check, shape_of, whole
 from vgrad.ensemble.store import load_ensemble, load_member, save_ensemble
 from vgrad.files import Description
 from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
+from vgrad.training.saved_states import lost_digests
 from vgrad.typing import Buffers, Params, Tree
 
 STATE = "state.safetensors"
@@ -87,8 +88,7 @@ def restored(template: Tree, tensors: dict[str, Tensor]) -> Tree:
         ValueError: names, shapes or dtypes differ.
     """
     expected = tree.state_dict(template)
-    lost = [name for name in expected if name.endswith("plan_digest")]
-    if lost and not any(name in tensors for name in lost):
+    if lost_digests(expected, tensors):
         raise ValueError(
             f"{STATE}: expected states with the digest of their plan, got some of an "
             f"older vgrad, which do not say under which plan they have spent. Start "

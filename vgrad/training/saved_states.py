@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vgrad import files, tree
+from vgrad import checks, files, tree
 from vgrad.typing import T, Tree
 
 KIND = "training state in a file"
@@ -79,14 +79,20 @@ def check_fit(
     path: Path, expected: Mapping[str, Tensor], saved: Mapping[str, Tensor]
 ) -> None:
     """Refuse tensors that are not those expected, as `tree.check_fit` does."""
-    lost = [name for name in expected if name.endswith("plan_digest")]
-    if lost and not any(name in saved for name in lost):
+    lost = expected.keys() - saved.keys()
+    if lost_digests(expected, saved):
         raise ValueError(
-            f"{path}: expected a state with {lost[0]!r}, got one of an older vgrad, "
+            f"{path}: expected a state with {checks.listed(lost)}, got an older one, "
             f"which does not say under which plan it has spent. If that is known, load "
             f"it into a NamedTuple of the other fields, and add plan.digest."
         )
     tree.check_fit(str(path), expected, saved)
+
+
+def lost_digests(expected: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> bool:
+    """Return whether a file has all of a state but the digests of plans."""
+    lost = expected.keys() - saved.keys()
+    return bool(lost) and all(name.endswith("plan_digest") for name in lost)
 
 
 def check_settings(
