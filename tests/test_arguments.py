@@ -3,6 +3,7 @@
 import warnings
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -157,3 +158,112 @@ def test_float16_on_a_cpu_is_told_once():
     (warning,) = [each for each in told if "autocast" in str(each.message)]
     assert "float16 on a CPU" in str(warning.message)
     assert "mixed_bfloat16" in str(warning.message)
+
+
+@pytest.mark.parametrize("make", [vgrad.sample_loss, vgrad.batch_loss])
+@pytest.mark.parametrize(
+    ("criterion", "kind"),
+    [("cross_entropy", "str"), (3, "int"), (nn.MSELoss, "type"), ([F.mse_loss], "lis")],
+)
+def test_what_is_no_criterion_is_refused(make, criterion, kind):
+    message = rf"{make.__name__}\(criterion\): expected a function of output and target"
+    with pytest.raises(TypeError, match=rf"{message}.* got a {kind}"):
+        make(FMODEL, criterion)
+    with pytest.raises(TypeError, match=rf"PrivateGradients\(crit.* got a {kind}"):
+        dp.PrivateGradients(MODEL, criterion, [(torch.ones(2), 0)], plan=PLAN)
+
+
+def test_steps_without_a_state_are_refused():
+    x, y = torch.ones(3, 2), torch.ones(3, 1)
+    ensemble_step = training.ensemble_train_step(BATCH_LOSS, TX)
+    private = training.private_step(LOSS, TX, PLAN)
+    plain = training.train_step(BATCH_LOSS, TX)
+    state = training.TrainState.create(TX, PARAMS, BUFFERS)
+    stacked = {name: torch.stack([p, p]).detach() for name, p in PARAMS.items()}
+    members = training.EnsembleState.create(TX, stacked, {})
+    for step in (private, plain, ensemble_step):
+        kind = "EnsembleState" if step is ensemble_step else "TrainState"
+        other = state if step is ensemble_step else members
+        for make in (lambda step: step, vgrad.compile):
+            message = (
+                rf"\(state, \*batch\): expected a {kind}, as {kind}.create makes it, "
+            )
+            for given in (x, dict(PARAMS), other):
+                got = f"got a {type(given).__name__}"
+                with pytest.raises(TypeError, match=message + got):
+                    make(step)(given, x, y)
+
+
+def test_steps_of_ranks_without_a_state_are_refused():
+    from vgrad import distributed
+
+    x, y = torch.ones(3, 2), torch.ones(3, 1)
+    with distributed.alone("dp") as mesh:
+        step = distributed.data_parallel(training.private_step(LOSS, TX, PLAN), mesh)
+        with pytest.raises(TypeError, match=r"data_parallel.* expected a TrainState, "):
+            step(x, y)
+
+
+def test_a_sampler_needs_a_state():
+    message = r"Plan.sampler\(state\): expected a state with a key and a step"
+    for given in (dp.secret_key(), x := {"key": 1, "step": 2}, [*x]):
+        with pytest.raises(TypeError, match=message):
+            PLAN.sampler(given)
+
+
+def test_sums_are_a_dictionary():
+    run = {"noise_multiplier": 1.0, "key": dp.secret_key(), "step": 0}
+    for given in (torch.zeros(3), [torch.zeros(3)]):
+        message = (
+            r"add_gaussian_noise\(sums\): expected a dictionary of tensors by name"
+        )
+        with pytest.raises(TypeError, match=message):
+            dp.add_gaussian_noise(given, vgrad.Sensitivity(1.0), **run)
+        with pytest.raises(TypeError, match=message):
+            PLAN.add_noise(given, vgrad.Sensitivity(0.2), key=run["key"], step=0)
+
+
+@pytest.mark.parametrize(
+    "number", [np.int64(3), torch.tensor(3)], ids=["numpy", "torch"]
+)
+def test_whole_numbers_of_numpy_and_torch_are_those_of_python(number):
+    """The same results as of an int, and no such number in them."""
+    key = dp.secret_key(seed=0)
+    x = torch.arange(10.0).reshape(5, 2)
+    data = (x, x[:, :1])
+    targets = torch.arange(5) % 2
+    sums = {"w": torch.zeros(2)}
+    probabilities = torch.softmax(x, 1)
+    tree = {"w": torch.arange(8.0).reshape(4, 2)}
+
+    def everything(n):
+        plan = dp.Plan(10, 0.5, 1.0, 1.0, n, 1e-5)
+        assert type(plan.steps) is int
+        yield plan
+        yield dp.Plan(n, 0.5, 1.0, 1.0, 4, 1e-5)
+        yield plan.sample(key=key, step=n)
+        yield plan.epsilon(n)
+        yield dp.epsilon(sampling_rate=0.5, noise_multiplier=1.0, steps=n, delta=1e-5)
+        noise = {"noise_multiplier": 1.0, "key": key, "step": n, "member": n}
+        yield dp.add_gaussian_noise(sums, vgrad.Sensitivity(1.0), **noise)
+        yield [*dp.PoissonBatchSampler(n, 0.5, 4, key=key, start=n)]
+        yield dp.secret_key(seed=n, member=n)
+        yield vgrad.per_sample_grad(LOSS, chunk_size=n)(PARAMS, BUFFERS, *data)
+        yield vgrad.per_sample_projection(LOSS, n, seed=n)(PARAMS, BUFFERS, *data)
+        yield ensemble.bootstrap_indices(n, 5, seed=n)
+        yield ensemble.fold_indices(n, 7, seed=n)
+        yield ensemble.member_seed(n, n)
+        yield ensemble.member(tree, n)
+        yield ensemble.reliability(probabilities, targets, bins=n)
+        yield training.EarlyStopping.create(n, patience=n)
+        yield optim.schedules.cosine_with_restarts(1.0, 4, T_mult=n)(torch.arange(9))
+
+    for found, expected in zip(everything(number), everything(3), strict=True):
+        assert type(found) is type(expected)
+        leaves, others = (vgrad.tree.tree_leaves(each) for each in (found, expected))
+        for one, other in zip(leaves, others, strict=True):
+            assert type(one) is type(other)
+            if torch.is_tensor(one):
+                torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+            else:
+                assert one == other

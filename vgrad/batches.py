@@ -131,13 +131,15 @@ def fitting(params: Params, saved_bytes: int, device: torch.device) -> int:
     return max(1, _free_bytes(device) // 2 // max(1, 3 * gradient + 2 * saved_bytes))
 
 
-def check_chunk_size(function: str, chunk_size: ChunkSize) -> None:
-    """Accept None, "auto" and whole numbers above zero."""
-    if chunk_size is None or chunk_size == "auto":
-        return
+def checked_chunk_size(function: str, chunk_size: ChunkSize) -> ChunkSize:
+    """Return None, "auto" or a whole number above zero; refuse anything else."""
+    if chunk_size is None:
+        return None
     if isinstance(chunk_size, str):
         checks.one_of(function, ("auto",), chunk_size=chunk_size)
-    checks.whole(function, least=1, chunk_size=chunk_size)
+        return "auto"
+    [number] = checks.whole(function, least=1, chunk_size=chunk_size)
+    return number
 
 
 def _free_bytes(device: torch.device) -> int:

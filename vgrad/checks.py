@@ -5,6 +5,7 @@ Each takes the function's name and the arguments by name, so that a call reads
 """
 
 import math
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -42,20 +43,62 @@ def _numbers(
         if isinstance(value, bool) or not isinstance(value, int | float):
             kind = type(value).__name__
             raise TypeError(
-                f"{function}({name}={value!r}): expected a number, got a {kind}."
+                f"{function}({name}={shown(value)}): expected a number, got a {kind}."
             )
         if not holds(value):
             said = expected.format(name)
-            raise ValueError(f"{function}({name}={value!r}): expected {said}.")
+            raise ValueError(f"{function}({name}={shown(value)}): expected {said}.")
 
 
-def whole(function: str, *, least: int, **values: Any) -> None:
-    """Each value is an int of at least `least`."""
+def whole(function: str, *, least: int, **values: Any) -> list[int]:
+    """Each value is a whole number of at least `least`; all of them as ints.
+
+    Whole numbers of numpy and of tensors without dimensions are among them.
+    """
+    found = []
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        number = _index(value)
+        if number is None or number < least:
             raise ValueError(
-                f"{function}({name}={value!r}): expected a whole number >= {least}."
+                f"{function}({name}={shown(value)}): expected a whole number >= "
+                f"{least}."
             )
+        found.append(number)
+    return found
+
+
+def shown(value: Any) -> str:
+    """Return the text of an argument for a message, with no value of a tensor or array.
+
+    These may be private data, which an error must not show.
+    """
+    if isinstance(value, Mapping):
+        items = [f"{key!r}: {shown(each)}" for key, each in [*value.items()][:_MOST]]
+    elif isinstance(value, list | tuple | set | frozenset):
+        items = [shown(each) for each in [*value][:_MOST]]
+    elif hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{type(value).__name__} of {value.dtype} {tuple(value.shape)}"
+    else:
+        return repr(value)
+    more = [f"{len(value) - _MOST} more"] if len(value) > _MOST else []
+    first, last = "{}" if isinstance(value, Mapping | set | frozenset) else "[]"
+    return f"{first}{', '.join([*items, *more])}{last}"
+
+
+_MOST = 8
+"""Items of a list that a message shows."""
+
+
+def _index(value: Any) -> int | None:
+    """Return a whole number as an int, None for anything else."""
+    if isinstance(value, Tensor) and (value.ndim or value.dtype == torch.bool):
+        return None
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def one_of(function: str, allowed: Collection[Any], **values: Any) -> None:
@@ -63,7 +106,9 @@ def one_of(function: str, allowed: Collection[Any], **values: Any) -> None:
     for name, value in values.items():
         if value not in allowed:
             names = ", ".join(repr(choice) for choice in allowed)
-            raise ValueError(f"{function}({name}={value!r}): expected one of {names}.")
+            raise ValueError(
+                f"{function}({name}={shown(value)}): expected one of {names}."
+            )
 
 
 def dictionaries(function: str, **values: Any) -> None:

@@ -6,6 +6,7 @@ A file of tensors has parts, each sealed with a hash of its own and readable alo
 import hashlib
 import json
 import os
+import shutil
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ Description = dict[str, Any]
 """What a file says about its tensors, as JSON has it; `kind` says what they are."""
 
 
-def replace(path: Path, content: bytes, *, private: bool = False) -> None:
+def replace(path: Path, *content: bytes | memoryview, private: bool = False) -> None:
     """Write a file so that at any moment either the old or the new content is there.
 
     When this returns, the new one is on the disk. Only its owner can read a private
@@ -32,7 +33,7 @@ def replace(path: Path, content: bytes, *, private: bool = False) -> None:
     descriptor = os.open(partial, flags, 0o600 if private else 0o666)
     try:
         with open(descriptor, "wb") as file:
-            file.write(content)
+            file.writelines(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
@@ -40,6 +41,36 @@ def replace(path: Path, content: bytes, *, private: bool = False) -> None:
         partial.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def new_folder(
+    folder: Path, contents: Mapping[str, Iterable[bytes | memoryview]]
+) -> None:
+    """Make a folder of files, which is there with all of them or not at all.
+
+    Raises:
+        FileExistsError: there is a folder by this name with anything in it, or a file.
+    """
+    folder = folder.absolute()
+    empty = folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir())
+    if os.path.lexists(folder) and not empty:
+        raise FileExistsError(
+            f"{folder}: expected a new or an empty folder, got one with other content, "
+            f"or a file. Name another folder."
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f".{folder.name}.partial")
+    if partial.exists():
+        shutil.rmtree(partial)  # left by a process that was killed
+    partial.mkdir()
+    try:
+        for name, content in contents.items():
+            replace(partial / name, *content)
+        os.rename(partial, folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    sync_folder(folder.parent)
 
 
 def open_own(path: Path, flags: int) -> int:
@@ -119,16 +150,34 @@ def write_parts(
     everything: dict[str, Tensor] = {}
     for part, tensors in parts.items():
         prefix = _prefix(part)
-        plain = {f"{prefix}{name}": _plain(value) for name, value in tensors.items()}
-        metadata[f"{prefix}sha256"] = _seal(text, plain)
-        everything |= plain
+        named = {f"{prefix}{name}": plain(value) for name, value in tensors.items()}
+        metadata[f"{prefix}sha256"] = _seal(text, named)
+        everything |= named
+    replace(path, *serialized(str(path), everything, metadata), private=private)
+
+
+def serialized(
+    where: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> list[bytes | memoryview]:
+    """Return a file of `plain` tensors in parts, the same bytes for the same content.
+
+    Raises:
+        TypeError: the format lacks a dtype.
+    """
     try:
-        content = safetensors.torch.save(everything, metadata)
+        content = safetensors.torch.save(dict(tensors), dict(metadata))
     except KeyError as error:
         raise TypeError(
-            f"{path}: expected dtypes that the safetensors format has, got {error}."
+            f"{where}: expected dtypes that the safetensors format has, got {error}."
         ) from error
-    replace(path, content, private=private)
+    # A length, the header as JSON, the numbers. safetensors writes the metadata in
+    # another order each time.
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    header["__metadata__"] = dict(sorted(metadata.items()))
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(8, "little"), text, memoryview(content)[end:]]
 
 
 def read_parts(
@@ -228,7 +277,7 @@ def _prefix(part: str) -> str:
     return f"{part}/" if part else ""
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def plain(tensor: Tensor) -> Tensor:
     """Return a tensor on the CPU that shares its memory with no other."""
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 

@@ -485,6 +485,21 @@ def test_states_after_other_steps_are_refused(one, capsys, which, value):
     )
 
 
+def test_a_state_that_has_spent_under_another_plan_changes_nothing(one, capsys):
+    forge(one, told(), {".private.plan_digest": torch.ones(32, dtype=torch.uint8)})
+    before = contents(one)
+    message = error(capsys, "train", "--resume", one)
+    assert f"--resume {one}: expected a state whose private steps were taken" in message
+    assert contents(one) == before
+
+
+def test_a_state_that_does_not_say_its_plan_is_refused(one, capsys):
+    held, description = checkpoint.read_state(one)
+    held = {name: each for name, each in held.items() if "digest" not in name}
+    files.write_tensors(one / "state.safetensors", held, description)
+    assert "some of an older vgrad" in error(capsys, "train", "--resume", one)
+
+
 @pytest.mark.slow
 def test_the_states_of_members_are_all_after_the_same_steps(images, tmp_path, capsys):
     out = tmp_path / "run"

@@ -371,3 +371,47 @@ def _masks(size):
 def test_plain_steps_draw_other_numbers_on_other_ranks(ranks):
     first, second = ranks(2).run(_masks, 2)
     assert not torch.equal(first, second)
+
+
+def _after(mesh, shards, folder):
+    """Take steps under a plan and under one after it; return the steps' parameters."""
+    loss, params, buffers, data = problem("mlp", torch.float64, SAMPLES)
+    first, second, tx = plan_of(2), plan_of(2, 0.4, 1.5), optim.sgd(0.1)
+    both = second.after(first, 2)
+    if shards:
+        params = distributed.shard(params, mesh)
+    state = TrainState.create(tx, params, buffers, seed=5)
+    for plan in (first, both):
+        step = private_step(loss, tx, plan)
+        batches = plan.sampler(state)
+        if mesh is not None:
+            step = data_parallel(step, mesh)
+            batches = distributed.local_batches(batches, mesh)
+        for rows in batches:
+            state, _ = step(state, *(each[rows] for each in data))
+        assert torch.equal(state.plan_digest, plan.digest)
+        if plan is first:
+            distributed.save_checkpoint(folder, state, mesh)
+            state = distributed.load_checkpoint(folder, state.fork(), mesh)
+            wrong = private_step(loss, tx, second)
+            if mesh is not None:
+                wrong = data_parallel(wrong, mesh)
+            with pytest.raises(
+                ValueError, match="got one that has spent under another"
+            ):
+                wrong(state, *(each[:0] for each in data))
+    return distributed.gather(state.params, mesh)
+
+
+def _after_on_ranks(size, shards, folder):
+    return _after(mesh_of(size), shards, folder)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_another_plan_is_refused_on_all_ranks_unless_it_counts_both(
+    ranks, shards, tmp_path
+):
+    expected = _after(None, False, tmp_path / "one")
+    for found in ranks(2).run(_after_on_ranks, 2, shards, str(tmp_path / "two")):
+        for name, each in expected.items():
+            torch.testing.assert_close(found[name], each)

@@ -2,14 +2,19 @@
 
 import copy
 import os
+import re
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from vgrad.dp import Plan, PrivateGradients, secret_key
+import vgrad
+from vgrad import optim
+from vgrad.dp import Plan, PrivateGradients, add_gaussian_noise, collate, secret_key
+from vgrad.training import private_step, train_step
 
 PLAN = Plan(
     dataset_size=20,
@@ -339,3 +344,86 @@ def test_an_optimizer_of_another_module(run):
 def test_what_is_no_optimizer_of_torch(run):
     with pytest.raises(TypeError, match="expected a torch.optim.Optimizer, got a Line"):
         run[1].watch(nn.Linear(1, 1))
+
+
+BUDGET = {"epsilon": 3.0, "delta": 1e-3, "epochs": 1, "batch_size": 2, "max_norm": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [
+        ("max_grad_norm", "max_norm."),
+        ("noise_multiplier", "plan=Plan(noise_multiplier=...)."),
+        ("target_epsilon", "epsilon."),
+        ("target_delta", "delta."),
+        ("module", "model."),
+        ("data_loader", "the dataset of that."),
+        ("max_physical_batch_size", "physical_batch_size."),
+        ("sample_rate", "plan=Plan(sampling_rate=...)."),
+        ("optimizer", "it to .watch(optimizer)."),
+        ("maxnorm", "max_norm."),
+        ("chunksize", "chunk_size."),
+        ("num_worker", "num_workers."),
+    ],
+)
+def test_a_misspelt_option_is_named_with_the_right_one(name, right):
+    message = f"PrivateGradients({name}=...): expected options of its own or of a "
+    message += f"DataLoader, got {name!r}. Pass {right}"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        PrivateGradients(nn.Linear(3, 2), F.cross_entropy, DATA, **BUDGET, **{name: 1})
+    # In the place of the option, as a call for another library has it.
+    budget = {n: each for n, each in BUDGET.items() if f"{n}." != right}
+    with pytest.raises(TypeError, match=re.escape(f"Pass {right}")):
+        PrivateGradients(nn.Linear(3, 2), F.cross_entropy, DATA, **budget, **{name: 1})
+
+
+def test_an_option_that_is_like_no_other_is_named():
+    message = (
+        r"\(zzz=...\): expected options of its own or of a DataLoader, got 'zzz'.$"
+    )
+    with pytest.raises(TypeError, match=message):
+        PrivateGradients(nn.Linear(3, 2), F.cross_entropy, DATA, plan=PLAN, zzz=1)
+    with pytest.raises(TypeError, match="missing 1 required positional .*'dataset'"):
+        PrivateGradients(nn.Linear(3, 2), F.cross_entropy, data_loader=DATA, **BUDGET)
+
+
+SECRET = 123456.75
+SECRETS = ("123456", "1.2346e+05", "1.23457e+05", "1234567")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda data: collate(data, lambda samples: default_collate(samples * 2)),
+        lambda data: collate(data, lambda samples: (samples, SECRET)),
+        lambda data: collate(data, partial(default_collate, hidden=data[:])),
+        lambda data: PrivateGradients(
+            nn.Linear(3, 2), F.mse_loss, data, plan=PLAN, batch_sampler=data[0]
+        ),
+        lambda data: PLAN.sample(key=secret_key(seed=0), step=data[0][0]),
+        lambda data: PLAN.epsilon(data[:3][1]),
+        lambda data: Plan(data[0][0].numpy(), 0.5, 1.0, 1.0, 4, 1e-3),
+        lambda data: add_gaussian_noise(
+            {"w": data[0][0]},
+            {"w": data[0][0]},
+            noise_multiplier=1.0,
+            key=secret_key(seed=0),
+            step=0,
+        ),
+        lambda data: add_gaussian_noise(
+            {"w": data[0][0]}, [data[0][1]], noise_multiplier=data[0][1], key=0, step=0
+        ),
+        lambda data: vgrad.clipped_grad(data[0][0], max_norm=1.0),
+        lambda data: vgrad.clipped_grad(lambda: 0, max_norm=data[0][1]),
+        lambda data: vgrad.clipped_grad(lambda: 0, max_norm=1.0, chunk_size=data[0][0]),
+        lambda data: vgrad.per_sample_norm(lambda: 0, strategy=data[:3]),
+        lambda data: vgrad.per_sample_norm(lambda: 0, loss_scale=data[0][1]),
+        lambda data: private_step(lambda: 0, optim.sgd(0.1), PLAN)(*data[:3]),
+        lambda data: train_step(lambda: 0, optim.sgd(0.1))(*data[:3]),
+    ],
+)
+def test_no_error_shows_a_value_of_the_data(call):
+    data = TensorDataset(torch.full((20, 3), SECRET), torch.full((20,), SECRET))
+    with pytest.raises((TypeError, ValueError)) as caught:
+        call(data)
+    assert not any(secret in str(caught.value) for secret in SECRETS)

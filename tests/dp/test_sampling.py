@@ -6,7 +6,7 @@ from itertools import islice, pairwise
 import pytest
 import torch
 from scipy import stats
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset
 
 from tests import streams
 from vgrad.dp import PoissonBatchSampler, collate, poisson_sample, secret_key
@@ -214,3 +214,60 @@ def test_arguments_out_of_range_are_refused(name):
     if argument != "step":
         with pytest.raises(error, match=re.escape(f"PoissonBatchSampler({message}")):
             PoissonBatchSampler(**({"steps": 1} | given))
+
+
+def of_batches():
+    return PoissonBatchSampler(8, 0.5, 4, key=secret_key(seed=0))
+
+
+class Wrapped(BatchSampler):
+    """A sampler of batches that goes over those of another one, as accelerate has."""
+
+    def __init__(self, batches):
+        self.batch_sampler = batches
+
+    def __iter__(self):
+        yield from self.batch_sampler
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_in_the_place_of_single_indices_are_refused(size, drop_last, workers):
+    data = TensorDataset(torch.arange(8.0))
+    options = {"batch_size": size, "drop_last": drop_last, "num_workers": workers}
+    loader = DataLoader(data, sampler=of_batches(), **options)
+    message = (
+        r"DataLoader\(sampler\): expected single indices, got a PoissonBatchSampler"
+    )
+    with pytest.raises(TypeError, match=message):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda data: {"batch_sampler": of_batches(), "collate_fn": collate(data)},
+        lambda data: {
+            "batch_sampler": Wrapped(of_batches()),
+            "collate_fn": collate(data),
+        },
+        lambda data: {"sampler": of_batches(), "batch_size": None},
+    ],
+)
+def test_batches_are_drawn_where_they_are_batches(how, options):
+    data = TensorDataset(torch.arange(8.0))
+    loader = DataLoader(data, **how(data), **options)
+    assert [x.tolist() for (x,) in loader] == [*of_batches()]
+
+
+def test_parts_of_batches_are_no_single_indices_either():
+    from vgrad import distributed
+
+    with distributed.alone("dp") as mesh:
+        parts = distributed.local_batches(of_batches(), mesh)
+    data = TensorDataset(torch.arange(8.0))
+    with pytest.raises(TypeError, match="expected single indices, got a LocalBatches"):
+        next(iter(DataLoader(data, sampler=parts)))
+    assert len([*DataLoader(data, batch_sampler=parts, collate_fn=collate(data))]) == 4

@@ -26,6 +26,7 @@ from vgrad.cli.descriptions import TABLE, check, optional, several, shape_of
 from vgrad.ensemble.store import load_ensemble, load_member, save_ensemble
 from vgrad.files import Description
 from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
+from vgrad.training.saved_states import lost_digests
 from vgrad.typing import Buffers, Params, Tree
 from vgrad_command import MOST_EPOCHS, TEXT, whole
 
@@ -88,7 +89,14 @@ def restored(template: Tree, tensors: dict[str, Tensor]) -> Tree:
     Raises:
         ValueError: names, shapes or dtypes differ.
     """
-    tree.check_fit(STATE, tree.state_dict(template), tensors)
+    expected = tree.state_dict(template)
+    if lost_digests(expected, tensors):
+        raise ValueError(
+            f"{STATE}: expected states with the digest of their plan, got some of an "
+            f"older vgrad, which do not say under which plan they have spent. Start "
+            f"another run with --out."
+        )
+    tree.check_fit(STATE, expected, tensors)
     return tree.load_state_dict(template, tensors)
 
 
@@ -286,7 +294,7 @@ def load(
     where = Path(folder)
     alone = not holds_ensemble(where)
     if member is not None:
-        checks.whole("load", least=0, member=member)
+        [member] = checks.whole("load", least=0, member=member)
         if alone and (where / MODEL).exists():
             raise ValueError(
                 f"load(member={member}): expected the folder of an ensemble, got "

@@ -42,6 +42,7 @@ from vgrad.cli.launched import World
 from vgrad.cli.metrics import FIGURES, Record
 from vgrad.cli.settings import Settings, folder_of
 from vgrad.cli.setup import Job, Pair, Trainer
+from vgrad.dp.plan import check_spent
 from vgrad.precision import NoOpLossScale
 
 
@@ -133,6 +134,11 @@ def _checked(folder: Path, given: Namespace) -> tuple[Job, Pair, files.Descripti
         description = {**description, "plan": {**description["plan"], "steps": steps}}
     checkpoint.refuse_differences(before, description)
     states = checkpoint.restored(job.start, tensors)
+    if job.plan is not None:
+        for state in _each(states.private):
+            check_spent(
+                f"--resume {folder}", job.plan, state.plan_digest, int(state.step)
+            )
     checkpoint.refuse_progress(
         folder,
         before,
@@ -168,12 +174,12 @@ def _extended(epochs: list[int], given: Namespace) -> list[int]:
 
 def _steps_taken(states: Pair) -> set[int]:
     """Return how many steps each state has taken, each member of an ensemble's too."""
-    return {
-        int(one.step)
-        for state in states
-        if state
-        for one in (state.members if isinstance(state, PrivateMembers) else [state])
-    }
+    return {int(one.step) for state in states if state for one in _each(state)}
+
+
+def _each(state: Any) -> Sequence[Any]:
+    """Return the states of members that take private steps, or the one there is."""
+    return state.members if isinstance(state, PrivateMembers) else [state]
 
 
 def _run(

@@ -30,9 +30,12 @@ def check(batch_sizes: Sequence[int]) -> tuple[int, ...]:
             f"compile(batch_sizes={batch_sizes!r}): expected at least one size in a "
             f"list, such as [256, 320]."
         )
-    for size in batch_sizes:
-        checks.whole("compile", least=1, batch_sizes=size)
-    return tuple(sorted(set(batch_sizes)))
+    sizes = {
+        number
+        for size in batch_sizes
+        for number in checks.whole("compile", least=1, batch_sizes=size)
+    }
+    return tuple(sorted(sizes))
 
 
 def of_plan(plan: Plan) -> tuple[int, ...]:

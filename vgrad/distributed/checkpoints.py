@@ -23,7 +23,7 @@ from vgrad import files, tree
 from vgrad.distributed import pieces
 from vgrad.distributed.pieces import Box
 from vgrad.distributed.ranks import RankError, Ranks
-from vgrad.training.saved_states import check_settings
+from vgrad.training.saved_states import check_fit, check_settings
 from vgrad.typing import T, Tree
 
 Held = Mapping[str, tuple[Box, Tensor]]
@@ -127,7 +127,7 @@ def load_checkpoint(
     with _all_refuse(what, ranks):
         index = pieces.read_index(folder)
         check_settings(folder, index.settings, settings)
-        tree.check_fit(str(folder), tensors, index.tensors)
+        check_fit(folder, tensors, index.tensors)
     ranks.check_same(what, checkpoint=index.checkpoint)
     with _all_refuse(what, ranks), torch.no_grad():
         loaded = tree.tree_map(torch.empty_like, like)
@@ -140,7 +140,8 @@ def gather(state: T, mesh: DeviceMesh | None) -> T:
 
     Called on every rank of the mesh. One of them can write the result, or a part such
     as the parameters, with `vgrad.training.save_state`, for a process without ranks.
-    Plain tensors stay as they are.
+    The file of a state has the secret key; `vgrad.training.release` writes what may be
+    published. Plain tensors stay as they are.
 
     Raises:
         RankError: names, shapes or dtypes differ between ranks.

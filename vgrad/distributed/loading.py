@@ -1,11 +1,14 @@
 """Logical batches, cut among ranks."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from vgrad import checks
 from vgrad.distributed.ranks import Ranks
+from vgrad.dp.sampling import check_drawer
 
 
 class BatchSampler(Protocol):
@@ -54,8 +57,8 @@ def local_batches(
     with ranks.together("local_batches"):
         if own is not None and (not isinstance(own, range) or own.step != 1):
             raise ValueError(
-                f"local_batches(own={own!r}): expected the range of indices that this "
-                f"rank has, such as range(0, 1000)."
+                f"local_batches(own={checks.shown(own)}): expected the range of "
+                f"indices that this rank has, such as range(0, 1000)."
             )
     held = None if own is None else [own.start, own.stop]
     same = {"batches": len(sampler), "draws": getattr(sampler, "digest", None)}
@@ -103,6 +106,7 @@ class LocalBatches:
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield one part after another."""
+        check_drawer(self, sys._getframe(1))
         for batch in self._sampler:
             yield self._part(batch)
 

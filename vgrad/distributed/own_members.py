@@ -36,7 +36,7 @@ def part(count: int, rank: int, size: int) -> range:
         >>> [list(part(5, rank, 3)) for rank in range(3)]
         [[0, 1], [2, 3], [4]]
     """
-    checks.whole("part", least=1, members=count)
+    [count] = checks.whole("part", least=1, members=count)
     if count < size:
         raise ValueError(
             f"part(members={count}): expected a member or more for each of the {size} "

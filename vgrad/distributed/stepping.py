@@ -22,7 +22,7 @@ from vgrad.generators import torch_seed
 from vgrad.precision import all_finite
 from vgrad.training.plain import OfBatch, TrainStep
 from vgrad.training.private import PrivateStep
-from vgrad.training.state import TrainState
+from vgrad.training.state import TrainState, check_state
 from vgrad.tree import map_tensors, map_values, tensors
 from vgrad.typing import Buffers, T, Tree
 
@@ -50,6 +50,7 @@ class ParallelStep:
         name = "private_step" if isinstance(step, PrivateStep) else "train_step"
         what = f"data_parallel({name})"
         try:
+            check_state(what, state, TrainState)
             size = batches.read(name, batch).size
         except BaseException as error:
             self._ranks.agree(what, error=error)

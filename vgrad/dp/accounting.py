@@ -8,9 +8,9 @@ exactly one sample more. The numbers come from the library `dp-accounting`.
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -19,12 +19,23 @@ from vgrad.dp.sampling import check_rate
 
 Accountant = Literal["pld", "rdp"]
 
+
+class Steps(NamedTuple):
+    """Steps of DP-SGD that draw and add noise alike."""
+
+    sampling_rate: float
+    noise_multiplier: float
+    steps: int
+
+
 # Below, epsilon is in the hundreds and exponentials of privacy losses overflow.
 _LEAST_NOISE = 0.05
 _MOST_NOISE = 2.0**40
 # Beyond, the grid of privacy losses would be too coarse for one step.
 _MOST_STEPS = 10**10
 _TOLERANCE = 1e-4
+# Epsilon was at most 0.1 % above that of a grid 16 times as fine, in two seconds.
+_MOST_REFINED = 64
 
 
 def epsilon(
@@ -61,13 +72,31 @@ def epsilon(
         >>> round(spent, 2)
         1.83
     """
-    checks.whole("epsilon", least=0, steps=steps)
+    [steps] = checks.whole("epsilon", least=0, steps=steps)
     _check("epsilon", sampling_rate, steps, delta, accountant)
     checks.non_negative("epsilon", noise_multiplier=noise_multiplier)
     checks.finite("epsilon", noise_multiplier=noise_multiplier)
-    if steps == 0:
+    taken = Steps(sampling_rate, noise_multiplier, steps)
+    return composed([taken], delta, accountant)
+
+
+def composed(
+    taken: Sequence[Steps], delta: float, accountant: Accountant = "pld"
+) -> float:
+    """Bound the epsilon of steps of several kinds on one data set, all checked."""
+    counts: dict[tuple[float, float], int] = {}
+    for each in taken:
+        # More noise spends less, and its square would overflow.
+        kind = each.sampling_rate, min(each.noise_multiplier, _MOST_NOISE)
+        counts[kind] = counts.get(kind, 0) + each.steps
+    kinds = [Steps(*kind, steps) for kind, steps in counts.items() if steps]
+    if not kinds:
         return 0.0
-    return _spent(sampling_rate, noise_multiplier, steps, delta, accountant)
+    if any(each.noise_multiplier < _LEAST_NOISE for each in kinds):
+        return math.inf
+    library = _library()
+    with _quiet():
+        return float(ACCOUNTANTS[accountant](library, kinds, delta))
 
 
 def noise_multiplier_for(
@@ -95,7 +124,7 @@ def noise_multiplier_for(
         >>> round(found, 2)
         9.91
     """
-    checks.whole("noise_multiplier_for", least=1, steps=steps)
+    [steps] = checks.whole("noise_multiplier_for", least=1, steps=steps)
     _check("noise_multiplier_for", sampling_rate, steps, delta, accountant)
     checks.positive("noise_multiplier_for", epsilon=epsilon)
     checks.finite("noise_multiplier_for", epsilon=epsilon)
@@ -112,7 +141,7 @@ def noise_multiplier_for(
     @functools.cache
     def excess(log_noise: float) -> float:
         noise = math.exp(log_noise)
-        spent = _spent(sampling_rate, noise, steps, delta, accountant)
+        spent = composed([Steps(sampling_rate, noise, steps)], delta, accountant)
         if spent in (0.0, math.inf):
             return -1.0 if spent == 0.0 else 1.0  # the side is all that counts
         # The logarithm of epsilon is nearly linear in that of the noise.
@@ -174,25 +203,6 @@ def _check(
     checks.one_of(function, ACCOUNTANTS, accountant=accountant)
 
 
-def _spent(
-    sampling_rate: float,
-    noise_multiplier: float,
-    steps: int,
-    delta: float,
-    accountant: Accountant,
-) -> float:
-    """Return epsilon for arguments that have been checked."""
-    if noise_multiplier < _LEAST_NOISE:
-        return math.inf
-    library = _library()
-    # More noise spends less, and its square would overflow.
-    noise = library.GaussianDpEvent(min(noise_multiplier, _MOST_NOISE))
-    step = library.PoissonSampledDpEvent(sampling_rate, noise)
-    event = library.SelfComposedDpEvent(step, steps)
-    with _quiet():
-        return float(ACCOUNTANTS[accountant](library, event, delta))
-
-
 def _library() -> Any:
     """Import `dp-accounting`, which only accounting needs."""
     try:
@@ -229,14 +239,17 @@ def _quiet() -> Iterator[None]:
         root.removeHandler(handler)
 
 
-def _rdp_epsilon(library: Any, event: Any, delta: float) -> float:
+def _rdp_epsilon(library: Any, kinds: Sequence[Steps], delta: float) -> float:
     neighbours = library.NeighboringRelation.ADD_OR_REMOVE_ONE
     accountant = library.rdp.RdpAccountant(neighboring_relation=neighbours)
-    return accountant.compose(event).get_epsilon(delta)
+    for rate, noise, steps in kinds:
+        step = library.PoissonSampledDpEvent(rate, library.GaussianDpEvent(noise))
+        accountant.compose(library.SelfComposedDpEvent(step, steps))
+    return accountant.get_epsilon(delta)
 
 
-def _pld_epsilon(library: Any, event: Any, delta: float) -> float:
-    sampled, steps = event.event, event.count
+def _pld_epsilon(library: Any, kinds: Sequence[Steps], delta: float) -> float:
+    steps = sum(each.steps for each in kinds)
     # The library composes with an FFT and does not count its rounding errors, which
     # move delta by up to a quarter of this (measured against the closed form of the
     # Gaussian mechanism). Without it the epsilon of a small delta would be too low.
@@ -249,26 +262,34 @@ def _pld_epsilon(library: Any, event: Any, delta: float) -> float:
             f"{_MOST_STEPS:.0e} steps, since the grid of this accountant is too coarse "
             f'for more. Use accountant="rdp".'
         )
-    rate, noise = sampled.sampling_probability, sampled.event.noise_multiplier
+    # Distributions are composed on one grid. The finest one may have too many points
+    # for the losses of other kinds.
+    widths = [_grid_width(*each) for each in kinds]
+    width = max(min(widths), max(widths) / _MOST_REFINED)
+    losses = [_losses(library, each, width) for each in kinds]
+    total = functools.reduce(lambda one, other: one.compose(other), losses)
+    return total.get_epsilon_for_delta(delta)
+
+
+def _losses(library: Any, kind: Steps, width: float) -> Any:
+    """Return the distribution of the privacy loss of steps of one kind."""
     one = library.pld.privacy_loss_distribution.from_gaussian_mechanism(
-        noise,
-        value_discretization_interval=_grid_width(rate, noise, steps),
-        sampling_prob=rate,
+        kind.noise_multiplier,
+        value_discretization_interval=width,
+        sampling_prob=kind.sampling_rate,
         neighboring_relation=library.NeighboringRelation.ADD_OR_REMOVE_ONE,
     )
     # In two stages. In one the library would bound the result by Chernoff's inequality
     # at orders that fit the number of points it starts from, and raise that number to
     # the power of the steps: to a gigabit after 10^8.
-    few = math.isqrt(steps)
-    times, rest = divmod(steps, few)
-    composed = one.self_compose(few).self_compose(times)
-    if rest:
-        composed = composed.compose(one.self_compose(rest))
-    return composed.get_epsilon_for_delta(delta)
+    few = math.isqrt(kind.steps)
+    times, rest = divmod(kind.steps, few)
+    found = one.self_compose(few).self_compose(times)
+    return found.compose(one.self_compose(rest)) if rest else found
 
 
 def _grid_width(rate: float, noise: float, steps: int) -> float:
-    """Return the spacing of the grid of privacy losses.
+    """Return the spacing of the grid of privacy losses for steps of one kind.
 
     Every spacing gives a valid bound. A fine one gives a tight bound, and costs time
     and memory in proportion to the number of points.

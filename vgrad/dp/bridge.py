@@ -12,11 +12,11 @@ from torch.utils.data import Dataset
 
 from vgrad import batches, checks
 from vgrad.dp.live import LiveModule
-from vgrad.dp.loader import Piece, PoissonLoader, Progress, planned
-from vgrad.dp.plan import Plan
+from vgrad.dp.loader import Piece, PoissonLoader, Progress, check_names, planned
+from vgrad.dp.plan import Plan, as_digest, check_spent, spent_under
 from vgrad.dp.watching import Watch, check_alone
 from vgrad.dtypes import widened
-from vgrad.functional.losses import Criterion, sample_loss
+from vgrad.functional.losses import Criterion, check_criterion, sample_loss
 from vgrad.functional.writing import write_grads_
 from vgrad.generators import (
     check_key,
@@ -73,7 +73,8 @@ class PrivateGradients:
     Raises:
         ValueError: there are both a plan and a budget, or the budget is not complete;
             the plan is for another number of samples; an option chooses samples.
-        TypeError: the data set has no length, or the module cannot be functional.
+        TypeError: the data set has no length, the module cannot be functional, or an
+            option is none of a `DataLoader`.
 
     Example:
         >>> from torch.utils.data import TensorDataset
@@ -119,12 +120,8 @@ class PrivateGradients:
         **loading: Any,
     ) -> None:
         """Plan the run, with a new key from the operating system if there is none."""
-        if criterion is not None and not callable(criterion):
-            raise TypeError(
-                f"PrivateGradients(criterion): expected a function of output and "
-                f"target, or None for a module that returns its loss, got a "
-                f"{type(criterion).__name__}."
-            )
+        check_criterion("PrivateGradients", criterion)
+        check_names(PrivateGradients, loading)
         budget = {"epsilon": epsilon, "delta": delta, "epochs": epochs}
         budget |= {"batch_size": batch_size, "max_norm": max_norm}
         self.plan = planned(plan, budget, dataset)
@@ -147,6 +144,11 @@ class PrivateGradients:
         self._sums: Params = {}
 
     @property
+    def model(self) -> nn.Module:
+        """The module that is trained."""
+        return self._live.model
+
+    @property
     def key(self) -> Tensor:
         """The secret key, uint8 `[32]`."""
         return self._progress.key
@@ -155,6 +157,11 @@ class PrivateGradients:
     def step(self) -> int:
         """How many logical batches were released."""
         return self._progress.step
+
+    @property
+    def plan_digest(self) -> Tensor:
+        """That of the plan under which steps were taken, zeros before the first one."""
+        return as_digest(spent_under(self.plan, self.step))
 
     @property
     def ready(self) -> bool:
@@ -252,9 +259,8 @@ class PrivateGradients:
         a tensor and plain numbers, which `torch.load(weights_only=True)` reads. Save it
         between logical batches, together with the module and the optimizer.
         """
-        plan = asdict(self.plan)  # whose floats may be those of numpy
-        facts = {n: float(x) if isinstance(x, float) else x for n, x in plan.items()}
-        return {"key": self.key.clone(), "step": self.step, "plan": facts}
+        plan = asdict(self.plan)
+        return {"key": self.key.clone(), "step": self.step, "plan": plan}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned: the same batches and the same noise.
@@ -267,28 +273,41 @@ class PrivateGradients:
 
         Raises:
             ValueError: the state is not complete, or of a run with another plan; one
-                with more steps may go on.
+                with more steps may go on, and one that accounts for both
+                (`Plan.after`).
         """
         function = "PrivateGradients.load_state_dict(state)"
-        checks.same_names(function, ("key", "step", "plan"), state)
-        check_key(function, state["key"])
-        checks.whole(function, least=0, step=state["step"])
-        checks.dictionaries(function, plan=state["plan"])
-        saved, own = state["plan"], asdict(self.plan)
-        drawn = ("dataset_size", "sampling_rate", "noise_multiplier", "max_norm")
-        other = [name for name in drawn if saved.get(name) != own[name]]
-        if other:
+        if set(state) != {"key", "step", "plan"}:
+            got = checks.listed(state) or "nothing"
             raise ValueError(
-                f"{function}: expected {other[0]} = {own[other[0]]!r} as planned, got "
-                f"{saved.get(other[0])!r}. Go on with plan=Plan(**state['plan'])."
+                f"{function}: expected 'key', 'step' and 'plan', as state_dict() "
+                f"returns them, got {got}. The state of a module is for "
+                f"model.load_state_dict."
             )
-        if state["step"] > self.plan.steps:
+        check_key(function, state["key"])
+        [step] = checks.whole(function, least=0, step=state["step"])
+        checks.dictionaries(function, plan=state["plan"])
+        try:
+            saved = Plan(**state["plan"])
+        except TypeError as error:
+            raise ValueError(
+                f"{function}: expected the plan of a run in 'plan', got another "
+                f"dictionary ({error})."
+            ) from error
+        taken = as_digest(spent_under(saved, step))
+        try:
+            check_spent(function, self.plan, taken, step)
+        except ValueError as error:
+            raise ValueError(
+                f"{error} The plan of the state, Plan(**state['plan']), is {saved}."
+            ) from error
+        if step > self.plan.steps:
             raise ValueError(
                 f"{function}: expected at most the {self.plan.steps} steps of the "
-                f"plan, got {state['step']}."
+                f"plan, got {step}."
             )
         self._progress.key = state["key"].cpu().clone()
-        self._progress.step, self._progress.process = state["step"], os.getpid()
+        self._progress.step, self._progress.process = step, os.getpid()
         self.loader.restart()
         self._watch.forget()
 

@@ -1,9 +1,11 @@
 """The Poisson batches of a run, loaded as a `DataLoader` loads them."""
 
+import difflib
+import inspect
 import math
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,6 +19,25 @@ from vgrad.typing import Tree
 
 _OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order")
 """Options of a DataLoader that say what is in a batch, or mix the batches."""
+
+
+_ELSEWHERE = {
+    "module": "model",
+    "data_loader": "the dataset of that",
+    "max_grad_norm": "max_norm",
+    "target_epsilon": "epsilon",
+    "target_delta": "delta",
+    "expected_batch_size": "batch_size",
+    "max_physical_batch_size": "physical_batch_size",
+    "noise_multiplier": "plan=Plan(noise_multiplier=...)",
+    "sample_rate": "plan=Plan(sampling_rate=...)",
+    "sampling_rate": "plan=Plan(sampling_rate=...)",
+    "steps": "plan=Plan(steps=...)",
+    "accountant": "plan=Plan(accountant=...)",
+    "noise_generator": "key",
+    "optimizer": "it to .watch(optimizer)",
+}
+"""What takes the place of options of Opacus, and of what a plan says."""
 
 
 class Piece(NamedTuple):
@@ -68,7 +89,7 @@ class PoissonLoader:
         """Check the options, and learn what an empty batch looks like."""
         _check(options)
         if physical_batch_size is not None:
-            checks.whole(
+            [physical_batch_size] = checks.whole(
                 "PrivateGradients", least=1, physical_batch_size=physical_batch_size
             )
         self.dataset = dataset
@@ -148,6 +169,13 @@ class _Draws:
                 f"that has taken the {self._plan.steps} steps which its plan accounts "
                 f"for. Plan more epochs from the start."
             )
+        if self._progress.step < self._plan.earlier_steps:
+            raise RuntimeError(
+                f"PrivateGradients.loader: expected a run that has taken the "
+                f"{self._plan.earlier_steps} steps that plan.after(other, steps) "
+                f"counts, got one that has taken {self._progress.step}. Hand on its "
+                f"state with load_state_dict."
+            )
 
     def _pieces(self, step: int) -> Iterator[Piece]:
         """Yield the physical batches of a step, one at least."""
@@ -161,7 +189,9 @@ class _Draws:
     def _epoch(self) -> range:
         """Return the steps of the epoch that the run has reached."""
         length, last = self._plan.steps_per_epoch, self._plan.steps - 1
-        start = min(self._progress.step, last) // length * length
+        first = self._plan.earlier_steps
+        taken = max(0, min(self._progress.step, last) - first)
+        start = first + taken // length * length
         return range(start, min(start + length, last + 1))
 
 
@@ -196,11 +226,24 @@ def planned(plan: Plan | None, budget: dict[str, Any], dataset: Any) -> Plan:
     return plan
 
 
+def check_names(own: Callable, options: dict[str, Any]) -> None:
+    """Refuse options that neither the function `own` nor a `DataLoader` has."""
+    loading = inspect.signature(DataLoader).parameters
+    for name in options.keys() - loading:
+        known = [*inspect.signature(own).parameters, *loading]
+        near = [_ELSEWHERE.get(name), *difflib.get_close_matches(name, known, 1)]
+        right = next(filter(None, near), None)
+        raise TypeError(
+            f"PrivateGradients({name}=...): expected options of its own or of a "
+            f"DataLoader, got {name!r}.{f' Pass {right}.' if right else ''}"
+        )
+
+
 def _check(options: dict[str, Any]) -> None:
     """Refuse options that choose samples."""
     if taken := [name for name in _OURS if name in options]:
         raise ValueError(
-            f"PrivateGradients({taken[0]}={options[taken[0]]!r}): expected options of "
-            f"a DataLoader that do not choose samples, which is the plan's part: "
-            f"collate_fn, num_workers, pin_memory and such."
+            f"PrivateGradients({taken[0]}={checks.shown(options[taken[0]])}): expected "
+            f"options of a DataLoader that do not choose samples, which is the plan's "
+            f"part: collate_fn, num_workers, pin_memory and such."
         )

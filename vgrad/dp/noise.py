@@ -127,7 +127,8 @@ def add_gaussian_noise(
         torch.float32
     """
     deviation = _deviation("add_gaussian_noise", noise_multiplier, sensitivity)
-    checks.whole("add_gaussian_noise", least=0, step=step, member=member)
+    checks.dictionaries("add_gaussian_noise", sums=sums)
+    step, member = checks.whole("add_gaussian_noise", least=0, step=step, member=member)
     generators.check_key("add_gaussian_noise", key)
     for name, total in sums.items():
         _check_sum("add_gaussian_noise", name, total)
@@ -269,9 +270,9 @@ def check_sensitivity(function: str, sensitivity: Any) -> None:
     if not isinstance(sensitivity, Sensitivity):
         kind = type(sensitivity).__name__
         raise TypeError(
-            f"{function}(sensitivity={sensitivity!r}): expected the Sensitivity of the "
-            f"sum, got a {kind}. Take the one that comes with the sum, "
-            "clipped_grad(...).sensitivity."
+            f"{function}(sensitivity={checks.shown(sensitivity)}): expected the "
+            f"Sensitivity of the sum, got a {kind}. Take the one that comes with the "
+            f"sum, clipped_grad(...).sensitivity."
         )
     if not math.isfinite(sensitivity.value):
         raise ValueError(

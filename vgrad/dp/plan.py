@@ -1,10 +1,14 @@
 """One object for a private training run, so that its parts cannot disagree."""
 
+import hashlib
+import json
 import math
 import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from vgrad import checks, generators
@@ -14,9 +18,14 @@ from vgrad.dp.sampling import PoissonBatchSampler, check_rate, poisson_sample
 from vgrad.sensitivity import Sensitivity
 from vgrad.typing import Params
 
+MECHANISM = "Gaussian noise on clipped sums of Poisson batches"
+
 
 class Keyed(Protocol):
-    """A state of a run, from whose key and step its randomness follows."""
+    """A state of a run, from whose key and step its randomness follows.
+
+    If it has a `plan_digest` (see `Plan.digest`), that is checked.
+    """
 
     @property
     def key(self) -> Tensor:
@@ -41,8 +50,14 @@ class Plan:
     Choose `delta` well below `1 / dataset_size`: a `delta` of that size would allow
     releasing one sample as it is. A larger one warns.
 
+    A state that has spent under one plan goes on under another only if the other one
+    accounts for both, as `after` makes it.
+
+    Attributes:
+        before: the plan that a run had before this one, with the steps taken under it.
+
     Raises:
-        TypeError: a field is not a number.
+        TypeError: a field is not a number, or `before` no plan.
         ValueError: a field is outside its range.
 
     Example:
@@ -67,10 +82,15 @@ class Plan:
     steps: int
     delta: float
     accountant: accounting.Accountant = "pld"
+    before: "Plan | None" = None
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        checks.whole("Plan", least=1, dataset_size=self.dataset_size, steps=self.steps)
+        counts = {"dataset_size": self.dataset_size, "steps": self.steps}
+        for name, number in zip(
+            counts, checks.whole("Plan", least=1, **counts), strict=True
+        ):
+            object.__setattr__(self, name, number)
         check_rate("Plan", self.sampling_rate)
         checks.non_negative("Plan", noise_multiplier=self.noise_multiplier)
         checks.positive("Plan", max_norm=self.max_norm)
@@ -79,6 +99,12 @@ class Plan:
         )
         checks.between("Plan", 0, 1, delta=self.delta)
         checks.one_of("Plan", accounting.ACCOUNTANTS, accountant=self.accountant)
+        # Numbers of one value are one plan, wherever they come from.
+        for name in ("sampling_rate", "noise_multiplier", "max_norm", "delta"):
+            object.__setattr__(self, name, float(getattr(self, name)))
+        if isinstance(self.before, Mapping):  # as dataclasses.asdict writes it
+            object.__setattr__(self, "before", Plan(**self.before))
+        self._check_before()
         if self.delta > 1 / self.dataset_size:
             warnings.warn(
                 f"Plan(delta={self.delta!r}): expected at most 1 / dataset_size = "
@@ -153,6 +179,88 @@ class Plan:
             accountant=accountant,
         )
 
+    def _check_before(self) -> None:
+        if not isinstance(self.before, Plan | None):
+            raise TypeError(
+                f"Plan(before): expected a Plan, got a {type(self.before).__name__}."
+            )
+        if self.steps <= self.earlier_steps:
+            raise ValueError(
+                f"Plan(steps={self.steps}, before=...): expected more than the "
+                f"{self.earlier_steps} steps that were taken before, which count. Make "
+                f"it with plan.after(other, steps)."
+            )
+
+    def after(self, other: "Plan", steps: int) -> "Plan":
+        """Return this plan for a run that has taken `steps` steps under another one.
+
+        Both are one account: `epsilon` includes all that was spent under `other`, and
+        steps are counted from the start of the run, as `state.step` counts them, those
+        of plans before `other` included. The new plan ends `steps` steps later than
+        this one. It takes the state that `other` left,
+        which no other plan takes. Data sets may differ: the bound is for each person in
+        any of them.
+
+        Raises:
+            TypeError: `other` is no plan.
+            ValueError: `other` has fewer steps, or this plan follows another already.
+
+        Example:
+            >>> run = {"dataset_size": 1000, "max_norm": 1.0, "delta": 1e-5}
+            >>> first = Plan(sampling_rate=0.1, noise_multiplier=2.0, steps=50, **run)
+            >>> then = Plan(sampling_rate=0.2, noise_multiplier=4.0, steps=20, **run)
+            >>> both = then.after(first, 50)
+            >>> both.steps, round(both.epsilon(50), 2), round(both.epsilon(), 2)
+            (70, 1.65, 1.9)
+        """
+        if not isinstance(other, Plan):
+            raise TypeError(
+                f"Plan.after(other): expected the Plan that the run had before, got a "
+                f"{type(other).__name__}."
+            )
+        if self.before is not None:
+            raise ValueError(
+                "Plan.after(other): expected a plan of its own, got one that follows "
+                "another already. Call it on the plan that was passed to that one."
+            )
+        [steps] = checks.whole("Plan.after", least=0, steps=steps)
+        if steps > other.steps:
+            raise ValueError(
+                f"Plan.after(other, steps={steps}): expected at most the "
+                f"{other.steps} steps of the plan before, got {steps}."
+            )
+        while steps and steps <= other.earlier_steps:  # none was taken under `other`
+            assert other.before is not None
+            other = other.before
+        if steps == 0:
+            return self
+        return replace(
+            self, steps=steps + self.steps, before=replace(other, steps=steps)
+        )
+
+    @property
+    def earlier_steps(self) -> int:
+        """How many steps were taken under the plans before this one."""
+        return 0 if self.before is None else self.before.steps
+
+    @property
+    def digest(self) -> Tensor:
+        """The identity of the plan, uint8 `[32]`, which a state carries.
+
+        It is a hash of the size of the data set, sampling rate, noise multiplier, bound
+        and mechanism, and of the plans before with their steps. Plans that differ in
+        steps, delta or accountant alone have the same one.
+        """
+        return as_digest(self.identity)
+
+    @property
+    def identity(self) -> bytes:
+        """The bytes of `digest`."""
+        before = self.before and [self.before.identity.hex(), self.before.steps]
+        numbers = [self.sampling_rate, self.noise_multiplier, self.max_norm]
+        text = json.dumps([MECHANISM, self.dataset_size, *numbers, before])
+        return hashlib.blake2b(text.encode(), digest_size=len(NO_PLAN)).digest()
+
     @property
     def expected_batch_size(self) -> float:
         """The mean size of a batch, `sampling_rate * dataset_size`, not rounded."""
@@ -166,24 +274,27 @@ class Plan:
     def epsilon(self, steps: int | None = None) -> float:
         """Return the epsilon spent after `steps` steps; after all of them by default.
 
+        Steps are counted from the start of the run, those of plans before included.
+
         Raises:
             ValueError: `steps` is not a whole number from 0 to the steps of the plan.
             ImportError: `dp-accounting` is not installed.
         """
         taken = self.steps if steps is None else steps
-        checks.whole("Plan.epsilon", least=0, steps=taken)
+        [taken] = checks.whole("Plan.epsilon", least=0, steps=taken)
         if taken > self.steps:
             raise ValueError(
                 f"Plan.epsilon(steps={taken}): expected at most the {self.steps} steps "
                 f"of the plan, got {taken}. Make a plan with more steps."
             )
-        return accounting.epsilon(
-            sampling_rate=self.sampling_rate,
-            noise_multiplier=self.noise_multiplier,
-            steps=taken,
-            delta=self.delta,
-            accountant=self.accountant,
-        )
+        return accounting.composed(self.account(taken), self.delta, self.accountant)
+
+    def account(self, steps: int) -> list[accounting.Steps]:
+        """List the steps of each kind that the first `steps` steps are."""
+        earlier = min(steps, self.earlier_steps)
+        found = [] if self.before is None else self.before.account(earlier)
+        rate, noise = self.sampling_rate, self.noise_multiplier
+        return [*found, accounting.Steps(rate, noise, steps - earlier)]
 
     def sample(self, *, key: Tensor, step: int) -> Tensor:
         """Draw the Poisson batch of one step. -> indices, int64 [B], B varies.
@@ -203,8 +314,22 @@ class Plan:
         nothing can detect that.
 
         Raises:
-            ValueError: the state has taken more steps than the plan has.
+            TypeError: the state has no key and no step.
+            ValueError: the state has taken more steps than the plan has, or has spent
+                under another plan.
         """
+        if not (hasattr(state, "key") and hasattr(state, "step")):
+            raise TypeError(
+                f"Plan.sampler(state): expected a state with a key and a step, such as "
+                f"a TrainState, got a {type(state).__name__}. The batch of one step "
+                f"alone is plan.sample(key=key, step=step)."
+            )
+        check_spent(
+            "Plan.sampler(state)",
+            self,
+            getattr(state, "plan_digest", None),
+            int(state.step),
+        )
         return PoissonBatchSampler(
             self.dataset_size,
             self.sampling_rate,
@@ -254,13 +379,78 @@ class Plan:
 
     def _own(self, key: Tensor) -> Tensor:
         """Derive the plan's own key, so that two plans never share batches or noise."""
+        before = () if self.before is None else (self.identity.hex(),)
         return generators.subkey(
             key,
             self.dataset_size,
-            float(self.sampling_rate),
-            float(self.noise_multiplier),
-            float(self.max_norm),
+            self.sampling_rate,
+            self.noise_multiplier,
+            self.max_norm,
+            *before,
         )
+
+
+NO_PLAN = bytes(32)
+"""The identity in a state that has spent under no plan."""
+
+
+def as_digest(identity: bytes) -> Tensor:
+    """Return the identity of a plan as a state carries it, uint8 `[32]`."""
+    return torch.frombuffer(bytearray(identity), dtype=torch.uint8)
+
+
+def spent_under(plan: Plan, steps: int) -> bytes:
+    """Return the identity of the plan under which the last of so many steps was taken.
+
+    That is one of the plans before if this one has not begun.
+    """
+    while plan.before is not None and steps <= plan.before.steps:
+        plan = plan.before
+    return plan.identity if steps else NO_PLAN
+
+
+def check_spent(function: str, plan: Plan, digest: Tensor | None, steps: int) -> bytes:
+    """Return the identity of a plan that accounts for a run of so many steps.
+
+    `digest` is that of the plan under which they were taken, None if it is not known.
+
+    Raises:
+        ValueError: the plan does not account for them.
+    """
+    own, before = plan.identity, plan.before
+    spent = None if digest is None else _read(function, digest)
+    follows = before is not None and spent == before.identity
+    early = before is not None and steps < before.steps
+    if early or (follows and steps > plan.earlier_steps):
+        raise ValueError(
+            f"{function}: expected a state that has taken the {plan.earlier_steps} "
+            f"steps that plan.after(other, steps) counts, got one that has taken "
+            f"{steps}. Pass the number of steps that were taken."
+        )
+    if follows or spent in (None, own) or (before is None and spent == NO_PLAN):
+        return own
+    if spent == NO_PLAN:
+        raise ValueError(
+            f"{function}: expected a state that has spent under the plan before this "
+            f"one, got one that has spent under none. Leave out plan.after."
+        )
+    raise ValueError(
+        f"{function}: expected a state whose private steps were taken under this plan, "
+        f"got one that has spent under another, of another dataset_size, "
+        f"sampling_rate, noise_multiplier, max_norm or history. "
+        f"plan.after(other, steps) makes the plan that accounts for both."
+    )
+
+
+def _read(function: str, digest: Tensor) -> bytes:
+    """Return the bytes of the digest in a state."""
+    if digest.dtype != torch.uint8 or digest.shape != (len(NO_PLAN),):
+        raise ValueError(
+            f"{function}: expected a state with a plan_digest of uint8 "
+            f"({len(NO_PLAN)},), got {digest.dtype} {tuple(digest.shape)}. Take the "
+            f"states of an ensemble one by one."
+        )
+    return digest.cpu().numpy().tobytes()
 
 
 def _rate_and_steps(
@@ -279,7 +469,7 @@ def _rate_and_steps(
             f"batch_size={batch_size!r}, epochs={epochs!r}): expected either "
             f"sampling_rate and steps or batch_size and epochs."
         )
-    checks.whole(
+    dataset_size, batch_size, epochs = checks.whole(
         "Plan.for_epsilon",
         least=1,
         dataset_size=dataset_size,

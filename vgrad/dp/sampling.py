@@ -7,14 +7,16 @@ which may be considerably worse (arXiv 2403.17673): for sampling without replace
 epsilon was found above 10 where Poisson sampling gives about 1 (arXiv 2405.20769).
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import BatchSampler, Dataset, default_collate
 
 from vgrad import checks, generators
 from vgrad.tree import tree_leaves, tree_map
@@ -42,8 +44,8 @@ def poisson_sample(
         >>> poisson_sample(10, 0.3, key=secret_key(seed=0), step=0)
         tensor([0, 4])
     """
-    checks.whole("poisson_sample", least=1, dataset_size=dataset_size)
-    checks.whole("poisson_sample", least=0, step=step)
+    [dataset_size] = checks.whole("poisson_sample", least=1, dataset_size=dataset_size)
+    [step] = checks.whole("poisson_sample", least=0, step=step)
     check_rate("poisson_sample", sampling_rate)
     generators.check_key("poisson_sample", key)
     stream = generators.stream(key, "batch", step)
@@ -64,6 +66,8 @@ class PoissonBatchSampler:
     Raises:
         TypeError, ValueError: as `poisson_sample`, or `steps` is not a whole number of
             at least one, or `start` not one from zero to `steps`.
+        TypeError: when a pass begins, if a `DataLoader` has it as `sampler=`, which
+            would take each batch for one sample.
         RuntimeError: when a second pass begins.
 
     Example:
@@ -83,8 +87,10 @@ class PoissonBatchSampler:
     ) -> None:
         """Check the arguments."""
         function = "PoissonBatchSampler"
-        checks.whole(function, least=1, dataset_size=dataset_size, steps=steps)
-        checks.whole(function, least=0, start=start)
+        dataset_size, steps = checks.whole(
+            function, least=1, dataset_size=dataset_size, steps=steps
+        )
+        [start] = checks.whole(function, least=0, start=start)
         check_rate(function, sampling_rate)
         generators.check_key(function, key)
         if start > steps:
@@ -109,6 +115,7 @@ class PoissonBatchSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         """Draw the batches one by one."""
+        check_drawer(self, sys._getframe(1))
         # Checked when the first batch is drawn: a DataLoader with workers makes two
         # iterators and uses one.
         if self._served:
@@ -121,6 +128,22 @@ class PoissonBatchSampler:
         size, rate = self.dataset_size, self.sampling_rate
         for step in range(self.start, self.steps):
             yield poisson_sample(size, rate, key=self._key, step=step).tolist()
+
+
+def check_drawer(sampler: Any, frame: FrameType) -> None:
+    """Refuse a sampler of batches in the place of a sampler of single indices.
+
+    `frame` is that which draws from it. A `DataLoader` tells a sampler nothing, but
+    draws from one of single indices by a `BatchSampler`.
+    """
+    drawer = frame.f_locals.get("self")
+    single = getattr(drawer, "sampler", None) is sampler
+    if isinstance(drawer, BatchSampler) and single:
+        raise TypeError(
+            f"DataLoader(sampler): expected single indices, got a "
+            f"{type(sampler).__name__}, each of whose batches would be one sample. "
+            f"Pass it as batch_sampler=, with collate_fn=vgrad.dp.collate(dataset)."
+        )
 
 
 def collate(
@@ -147,13 +170,20 @@ def collate(
     for leaf in tree_leaves(one):
         if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != 1:
             raise TypeError(
-                f"collate(collate_fn={collate_fn!r}): expected tensors with one row "
-                f"for one sample, got {leaf!r}. Return a tree of tensors with the "
-                "batch dimension in front, and nothing else."
+                f"collate(collate_fn): expected tensors with one row for one sample, "
+                f"got {_described(leaf)}. Return a tree of tensors with the batch "
+                f"dimension in front, and nothing else."
             )
     empty = tree_map(lambda leaf: leaf[:0], one)
     # A partial, unlike a closure, can be sent to the workers of a DataLoader.
     return partial(_collate, collate_fn, empty)
+
+
+def _described(leaf: Any) -> str:
+    """Return the kind of a leaf, and nothing of its value, which is private."""
+    if isinstance(leaf, Tensor):
+        return f"a tensor of {leaf.dtype} {tuple(leaf.shape)}"
+    return f"a {type(leaf).__name__}"
 
 
 def _collate(

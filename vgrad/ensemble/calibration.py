@@ -73,7 +73,7 @@ def calibration(
         >>> found.expected_calibration_error, found.brier_score
         (tensor(0.3500), tensor(0.3700))
     """
-    _check("calibration", probabilities, targets, bins)
+    bins = _check("calibration", probabilities, targets, bins)
     p, targets = probabilities.detach().double(), targets.long()
     shown = _in_bins(p, targets, bins)
     gaps = (shown.accuracy - shown.confidence).abs() * shown.count / len(p)
@@ -109,7 +109,7 @@ def reliability(
         >>> found.count
         tensor([0, 0, 2, 1])
     """
-    _check("reliability", probabilities, targets, bins)
+    bins = _check("reliability", probabilities, targets, bins)
     return _in_bins(probabilities, targets, bins)
 
 
@@ -128,9 +128,9 @@ def _in_bins(probabilities: Tensor, targets: Tensor, bins: int) -> Reliability:
     return Reliability(mean(confidence), mean(predicted == targets), count)
 
 
-def _check(function: str, probabilities: Tensor, targets: Tensor, bins: int) -> None:
-    """Accept probabilities `[N, C]` and classes `[N]` that are among the C."""
-    checks.whole(function, least=1, bins=bins)
+def _check(function: str, probabilities: Tensor, targets: Tensor, bins: int) -> int:
+    """Accept probabilities `[N, C]` and classes among the C, `[N]`; return `bins`."""
+    [bins] = checks.whole(function, least=1, bins=bins)
     if not probabilities.is_floating_point():
         raise TypeError(
             f"{function}(probabilities): expected floating point numbers, got "
@@ -165,3 +165,4 @@ def _check(function: str, probabilities: Tensor, targets: Tensor, bins: int) -> 
             f"{function}(targets): expected classes from 0 to {classes - 1}, got "
             f"{int(targets.min())} to {int(targets.max())}."
         )
+    return bins

@@ -161,5 +161,5 @@ def ensemble_forward(
     """
     runner = Runner("ensemble_forward", in_dims, randomness, strategy, shared)
     if chunk_size is not None:
-        checks.whole("ensemble_forward", least=1, chunk_size=chunk_size)
+        [chunk_size] = checks.whole("ensemble_forward", least=1, chunk_size=chunk_size)
     return EnsembleForward(fmodel, runner, chunk_size)

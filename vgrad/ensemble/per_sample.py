@@ -129,7 +129,7 @@ class EnsembleClippedGradFn(EnsemblePerSampleFn[Result]):
                 else as `dp.add_gaussian_noise`.
         """
         checks.dictionaries("add_noise", grads=grads)
-        checks.whole("add_noise", least=0, first=first)
+        [first] = checks.whole("add_noise", least=0, first=first)
         sizes = {len(value) for value in grads.values()}
         count = max(sizes, default=0)
         one = isinstance(noise_multiplier, int | float)

@@ -264,7 +264,7 @@ def outputs_of(
 ) -> Iterator[Tensor]:
     """Yield what all members say about each chunk of samples, `[E, chunk, ...]`."""
     if chunk_size is not None:
-        checks.whole(function, least=1, chunk_size=chunk_size)
+        [chunk_size] = checks.whole(function, least=1, chunk_size=chunk_size)
     batch = batches.read(function, inputs)
     # An empty batch is run too: it knows the shape of its outputs.
     for start, stop in list(batches.chunks(batch.size, chunk_size)) or [(0, 0)]:

@@ -36,10 +36,9 @@ def bootstrap_indices(
         torch.Size([3, 5, 2])
     """
     function = "bootstrap_indices"
-    checks.whole(function, least=1, members=members, n=n)
-    size = n if size is None else size
-    checks.whole(function, least=1, size=size)
-    checks.whole(function, least=0, seed=seed)
+    members, n = checks.whole(function, least=1, members=members, n=n)
+    [size] = checks.whole(function, least=1, size=n if size is None else size)
+    [seed] = checks.whole(function, least=0, seed=seed)
     source = torch.Generator().manual_seed(seed)
     return torch.randint(n, (members, size), generator=source)
 
@@ -64,9 +63,9 @@ def fold_indices(folds: int, n: int, *, seed: int) -> tuple[Tensor, Tensor]:
         >>> sorted([*train[0].tolist(), *validation[0].tolist()])
         [0, 1, 2, 3, 4, 5, 6]
     """
-    checks.whole("fold_indices", least=2, folds=folds)
-    checks.whole("fold_indices", least=0, seed=seed)
-    checks.whole("fold_indices", least=1, n=n)
+    [folds] = checks.whole("fold_indices", least=2, folds=folds)
+    [seed] = checks.whole("fold_indices", least=0, seed=seed)
+    [n] = checks.whole("fold_indices", least=1, n=n)
     if n < folds:
         raise ValueError(
             f"fold_indices(folds={folds}, n={n}): expected at least one sample a fold, "

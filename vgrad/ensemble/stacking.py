@@ -103,7 +103,7 @@ def init_ensemble(
         >>> torch.equal(params["weight"][3], factory().weight)
         True
     """
-    checks.whole("init_ensemble", least=1, n=n)
+    [n] = checks.whole("init_ensemble", least=1, n=n)
     return stack(made("init_ensemble", lambda i: factory(), range(n), seed=seed))
 
 
@@ -114,7 +114,7 @@ def made(
 
     Torch's generators are put back.
     """
-    checks.whole(function, least=0, seed=seed)
+    [seed] = checks.whole(function, least=0, seed=seed)
     devices = range(torch.cuda.device_count())
     models = []
     with ALONE, torch.random.fork_rng(devices, device_type="cuda"):
@@ -144,7 +144,7 @@ def member_seed(seed: int, i: int) -> int:
         >>> member_seed(0, 0), member_seed(0, 1), member_seed(1, 0)
         (3543877940, 977323547, 1229769225)
     """
-    checks.whole("member_seed", least=0, seed=seed, i=i)
+    seed, i = checks.whole("member_seed", least=0, seed=seed, i=i)
     if i >= 2**32:
         raise ValueError(f"member_seed(i={i}): expected i < 2**32.")
     left, right = divmod(i, 2**16)
@@ -201,7 +201,7 @@ def member(params: Params, i: int, *, shared: Patterns = ()) -> dict[str, Tensor
         {'weight': tensor([3., 4.])}
     """
     checks.dictionaries("member", params=params)
-    checks.whole("member", least=0, i=i)
+    [i] = checks.whole("member", least=0, i=i)
     stacked, whole = split("member", params, shared)
     if stacked and i >= members(stacked, {}):
         raise ValueError(

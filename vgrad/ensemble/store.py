@@ -130,7 +130,7 @@ def load_member(
     """
     path = Path(path)
     templates = _merged("load_member", params, buffers)
-    checks.whole("load_member", least=0, i=i)
+    [i] = checks.whole("load_member", least=0, i=i)
     count, shared = _open(path)
     if i >= count:
         raise ValueError(

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vgrad import checks
 from vgrad.functional.model import FunctionalModel
 from vgrad.tree import copied, map_tensors
 from vgrad.typing import BatchLossFn, Buffers, LossFn, Params, Tree
@@ -24,7 +25,7 @@ def sample_loss(fmodel: FunctionalModel, criterion: Criterion) -> LossFn:
     transformers).
 
     Raises:
-        TypeError: `fmodel` is a module.
+        TypeError: `fmodel` is a module, or the criterion no function.
         ValueError: when called, if one sample's loss is not a single number, or if the
             criterion divides it by the weight of its own class.
 
@@ -38,6 +39,7 @@ def sample_loss(fmodel: FunctionalModel, criterion: Criterion) -> LossFn:
         torch.Size([])
     """
     _check_model("sample_loss", fmodel)
+    check_criterion("sample_loss", criterion)
     return SampleLoss(fmodel, criterion)
 
 
@@ -66,7 +68,7 @@ def batch_loss(fmodel: FunctionalModel, criterion: Criterion) -> "BatchLoss":
     returns the buffers as the forward pass left them.
 
     Raises:
-        TypeError: `fmodel` is a module.
+        TypeError: `fmodel` is a module, or the criterion no function.
         ValueError: when called, if the criterion did not reduce to a single number.
 
     Example:
@@ -81,6 +83,7 @@ def batch_loss(fmodel: FunctionalModel, criterion: Criterion) -> "BatchLoss":
         tensor(1)
     """
     _check_model("batch_loss", fmodel)
+    check_criterion("batch_loss", criterion)
     return BatchLoss(fmodel, criterion)
 
 
@@ -136,7 +139,8 @@ def check_loss(function: str, loss: Any, *, of_batch: bool = False) -> None:
         )
     if not callable(loss):
         raise TypeError(
-            f"{function}(loss={loss!r}): {expected}, for example from {maker}."
+            f"{function}(loss={checks.shown(loss)}): {expected}, for example from "
+            f"{maker}."
         )
 
 
@@ -173,6 +177,19 @@ def _check_model(function: str, fmodel: Any) -> None:
             f"{function}(fmodel): expected what make_functional_with_buffers returns, "
             f"got a module, {type(fmodel).__name__}. Split it: fmodel, params, buffers "
             f"= make_functional_with_buffers(model)."
+        )
+
+
+def check_criterion(function: str, criterion: Any) -> None:
+    """Refuse the name of a criterion, or its class, among others."""
+    if criterion is not None and (
+        not callable(criterion) or isinstance(criterion, type)
+    ):
+        kind = type(criterion).__name__
+        raise TypeError(
+            f"{function}(criterion): expected a function of output and target such as "
+            f"torch.nn.functional.cross_entropy or torch.nn.CrossEntropyLoss(), or "
+            f"None for a model that returns its loss, got a {kind}."
         )
 
 

@@ -119,8 +119,8 @@ def per_sample_projection(
         tensor([9.0000, 4.0000])
     """
     function = "per_sample_projection"
-    checks.whole(function, least=1, dim=dim)
-    checks.whole(function, least=0, seed=seed)
+    [dim] = checks.whole(function, least=1, dim=dim)
+    [seed] = checks.whole(function, least=0, seed=seed)
     checks.one_of(function, get_args(Kind), kind=kind)
     directions = _Directions(dim, seed, kind)
     options = Problem(

@@ -142,7 +142,7 @@ def alignment_report(
             f"make_functional_with_buffers returns."
         )
     checks.dictionaries("alignment_report", params=params, buffers=buffers)
-    checks.whole("alignment_report", least=1, multiple=multiple)
+    [multiple] = checks.whole("alignment_report", least=1, multiple=multiple)
     leaves = tree_leaves((params, buffers, args, kwargs))
     cuda = {x.device.index for x in leaves if isinstance(x, Tensor) and x.is_cuda}
     watch = _Watch({**params, **buffers}, multiple)

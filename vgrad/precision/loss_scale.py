@@ -174,7 +174,8 @@ class DynamicLossScale(_Scaling):
         numbers = {"factor": self.factor, "min": self.min, "max": self.max}
         given = isinstance(init, Tensor)
         _check("DynamicLossScale", **numbers, **({} if given else {"init": init}))
-        checks.whole("DynamicLossScale", least=1, period=self.period)
+        [period] = checks.whole("DynamicLossScale", least=1, period=self.period)
+        object.__setattr__(self, "period", period)
         if self.factor <= 1:
             raise ValueError(
                 f"DynamicLossScale(factor={self.factor!r}): expected factor > 1."

@@ -5,6 +5,7 @@
 * `ensemble_train_step`: one step of all members
 * `TrainState`, `EnsembleState`: all that a step changes
 * `save_state`, `load_state`: a state in a file
+* `release`: parameters and buffers in files for others, with the claim of privacy
 * `cross_validate`: train each model on all but its fold, and judge it on the fold
 * `CrossValidation`, `FoldEpoch`: what that finds, in the end and after each epoch
 * `EarlyStopping`: which members no longer improve
@@ -16,6 +17,7 @@ from vgrad.training.early_stopping import EarlyStopping
 from vgrad.training.ensemble import EnsembleState, ensemble_train_step
 from vgrad.training.plain import train_step
 from vgrad.training.private import private_step
+from vgrad.training.released import release
 from vgrad.training.saved_states import load_state, save_state
 from vgrad.training.state import Step, TrainState
 
@@ -30,6 +32,7 @@ __all__ = [
     "ensemble_train_step",
     "load_state",
     "private_step",
+    "release",
     "save_state",
     "train_step",
 ]

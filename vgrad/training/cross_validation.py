@@ -148,9 +148,11 @@ def cross_validate(
     function = "cross_validate"
     check_transformation(function, tx)
     size = batches.read(function, data).size
-    checks.whole(function, least=1, epochs=epochs, batch_size=batch_size)
+    epochs, batch_size = checks.whole(
+        function, least=1, epochs=epochs, batch_size=batch_size
+    )
     if at_once is not None:
-        checks.whole(function, least=1, at_once=at_once)
+        [at_once] = checks.whole(function, least=1, at_once=at_once)
     if metric is not None and criterion is None:
         raise ValueError(
             f"{function}(criterion=None, metric): expected a criterion, which takes an "

@@ -35,8 +35,9 @@ class EarlyStopping(NamedTuple):
         cls, members: int, *, patience: int, min_delta: float = 0.0
     ) -> "EarlyStopping":
         """Start with nothing seen; a lower value is a better one."""
-        checks.whole("EarlyStopping.create", least=1, members=members)
-        checks.whole("EarlyStopping.create", least=1, patience=patience)
+        members, patience = checks.whole(
+            "EarlyStopping.create", least=1, members=members, patience=patience
+        )
         checks.non_negative("EarlyStopping.create", min_delta=min_delta)
         return cls(
             torch.full((members,), torch.inf, dtype=torch.float64),

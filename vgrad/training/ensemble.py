@@ -31,6 +31,7 @@ from vgrad.training.state import (
     Step,
     TrainState,
     at_once,
+    check_state,
     device_of,
     first_scale,
     kept_dtypes,
@@ -107,7 +108,15 @@ class EnsembleState(NamedTuple):
         tx = of_members(function, tx, shared)
         start = TrainState.create(tx, params, buffers, seed=seed, loss_scale=loss_scale)
         active = torch.ones(count, dtype=torch.bool, device=device_of(params))
-        return cls(*start[:-1], of_each(start.loss_scale, count), active)
+        return cls(
+            params=start.params,
+            buffers=start.buffers,
+            optimizer=start.optimizer,
+            step=start.step,
+            key=start.key,
+            loss_scale=of_each(start.loss_scale, count),
+            active=active,
+        )
 
     def fork(self) -> "EnsembleState":
         """Return the same state with a new secret key, as `TrainState.fork` does."""
@@ -208,6 +217,7 @@ class EnsembleStep:
         self, state: EnsembleState, /, *batch: Tree
     ) -> tuple[EnsembleState, Metrics]:
         """Return the state after the step, and what the step found."""
+        check_state("ensemble_train_step(loss, tx)", state, EnsembleState)
         # What stops members early may count on the CPU.
         active = state.active.to(device_of(state.params))
         state = state._replace(active=active)

@@ -30,6 +30,7 @@ from vgrad.training.state import (
     Step,
     TrainState,
     at_once,
+    check_state,
     first_scale,
     kept_dtypes,
     own_randomness,
@@ -135,6 +136,7 @@ class TrainStep:
         self, state: TrainState, /, *batch: Tree
     ) -> tuple[TrainState, Metrics]:
         """Return the state after the step, and what the step found."""
+        check_state("train_step(loss, tx)", state, TrainState)
         scale = scale_of(state, self.first)
         scaled = not isinstance(scale, NoOpLossScale)
         given = state.params, state.buffers, batch, scale

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from vgrad import batches
-from vgrad.dp.plan import Plan
+from vgrad.dp.plan import Plan, as_digest, check_spent
 from vgrad.dtypes import widened
 from vgrad.functional.losses import check_loss
 from vgrad.optim.base import GradientTransformation, check_transformation
@@ -18,6 +18,7 @@ from vgrad.training.state import (
     Step,
     TrainState,
     at_once,
+    check_state,
     first_scale,
     own_randomness,
     scale_of,
@@ -52,7 +53,8 @@ def private_step(
     Noise follows from the state's key and step. A step repeated from the same state on
     the same batch is the same release, so a run may resume from a checkpoint; batches
     must then come from `plan.sampler(state)`, which repeats them too. A step on another
-    batch, or with another loss or optimizer, needs `state.fork()` first.
+    batch, or with another loss or optimizer, needs `state.fork()` first. A state that
+    has spent under another plan needs one that accounts for both, `plan.after`.
 
     The metrics are `loss` (mean over the batch, NaN where it is empty), `samples`,
     `clipped` and `nonfinite`. They are computed from the private data without noise:
@@ -86,7 +88,8 @@ def private_step(
             transformation or `plan` no plan.
         RuntimeError: when called, if the plan's steps have all been taken, or the state
             says that fewer than none were.
-        ValueError: when called, if the batch has more samples than the data set.
+        ValueError: when called, if the batch has more samples than the data set, or the
+            state has spent under another plan.
     """
     check_loss("private_step", loss)
     check_transformation("private_step", tx)
@@ -131,7 +134,10 @@ class PrivateStep:
         self, state: TrainState, /, *batch: Tree
     ) -> tuple[TrainState, Metrics]:
         """Return the state after the step, and what the step found."""
+        check_state("private_step(loss, tx, plan)", state, TrainState)
         plan, taken = self.plan, int(state.step)
+        digest, where = state.plan_digest, "private_step(plan)(state)"
+        identity = check_spent(where, plan, digest, taken)
         _check(plan, taken, batches.read("private_step", batch).size)
         scale = scale_of(state, self.first)
         scaled = not isinstance(scale, NoOpLossScale)
@@ -157,6 +163,7 @@ class PrivateStep:
             params=params,
             optimizer=optimizer,
             step=state.step + 1,
+            plan_digest=as_digest(identity).to(digest.device),
             loss_scale=scale.adjust(result.nonfinite == 0),
         )
         return new, metrics

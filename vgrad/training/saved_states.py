@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from vgrad import files, tree
+from vgrad import checks, files, tree
 from vgrad.typing import T, Tree
 
 KIND = "training state in a file"
@@ -45,7 +46,8 @@ def load_state(
 
     `like` is a state as the run starts with, which stays as it is. Devices and layouts
     in memory are its own, so that a run goes on with the same kernels and bits. Only
-    the settings given here are compared.
+    the settings given here are compared. Files of states that do not say under which
+    plan they have spent, as older versions wrote them, are refused.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -66,11 +68,31 @@ def load_state(
     called = "a state as save_state writes it"
     parts, description = files.read_parts(path, KIND, [""], called=called)
     check_settings(path, description["settings"], settings)
-    tree.check_fit(str(path), tree.state_dict(like), parts[""])
+    check_fit(path, tree.state_dict(like), parts[""])
     loaded = tree.load_state_dict(like, parts[""])
     return tree.tree_map(
         lambda old, new: torch.empty_like(old).copy_(new), like, loaded
     )
+
+
+def check_fit(
+    path: Path, expected: Mapping[str, Tensor], saved: Mapping[str, Tensor]
+) -> None:
+    """Refuse tensors that are not those expected, as `tree.check_fit` does."""
+    lost = expected.keys() - saved.keys()
+    if lost_digests(expected, saved):
+        raise ValueError(
+            f"{path}: expected a state with {checks.listed(lost)}, got an older one, "
+            f"which does not say under which plan it has spent. If that is known, load "
+            f"it into a NamedTuple of the other fields, and add plan.digest."
+        )
+    tree.check_fit(str(path), expected, saved)
+
+
+def lost_digests(expected: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> bool:
+    """Return whether a file has all of a state but the digests of plans."""
+    lost = expected.keys() - saved.keys()
+    return bool(lost) and all(name.endswith("plan_digest") for name in lost)
 
 
 def check_settings(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from vgrad import optim
+from vgrad import checks, optim
 from vgrad.generators import ALONE, Place, secret_key, set_seed, torch_seed
 from vgrad.optim.base import GradientTransformation, check_transformation
 from vgrad.precision import LossScale, NoOpLossScale, Policy
@@ -58,6 +58,8 @@ class TrainState(NamedTuple):
         key: the secret key, uint8 `[32]`. With the step it fixes all that a step draws:
             the batch of `plan.sampler(state)`, noise, dropout. Whoever has it can
             remove the noise: keep it as private as the data.
+        plan_digest: that of the plan under which private steps were taken, uint8
+            `[32]`, zeros before the first one; see `dp.Plan.after`.
         loss_scale: the loss scale of the next step, a tree of tensors too.
     """
 
@@ -66,6 +68,7 @@ class TrainState(NamedTuple):
     optimizer: Tree
     step: Tensor
     key: Tensor
+    plan_digest: Tensor
     loss_scale: LossScale = NoOpLossScale()
 
     def __repr__(self) -> str:
@@ -105,7 +108,8 @@ class TrainState(NamedTuple):
         device = device_of(params)
         scale = NoOpLossScale() if loss_scale is None else to_device(loss_scale, device)
         key = secret_key(seed=seed)
-        return cls(params, buffers, tx.init(params), torch.tensor(0), key, scale)
+        start, no_plan = torch.tensor(0), torch.zeros_like(key)
+        return cls(params, buffers, tx.init(params), start, key, no_plan, scale)
 
     def fork(self) -> "TrainState":
         """Return the same state with a new secret key.
@@ -113,7 +117,8 @@ class TrainState(NamedTuple):
         A state that was copied or saved repeats its steps: that is how a run resumes.
         If two runs resume from it and differ in anything (data, loss, optimizer), all
         but one need a fork. Otherwise both add the same noise to different sums, and
-        the difference of what they release shows the private data.
+        the difference of what they release shows the private data. What was spent, and
+        the plan of it, stays in the account of each of them.
 
         Example:
             >>> from vgrad import optim
@@ -124,9 +129,21 @@ class TrainState(NamedTuple):
         return self._replace(key=secret_key())
 
 
+def check_state(function: str, state: Any, kind: type) -> None:
+    """Refuse a batch without a state, among others."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"{function}(state, *batch): expected a {kind.__name__}, as "
+            f"{kind.__name__}.create makes it, got a {type(state).__name__}. A step "
+            f"takes the state and then the batch, and returns the next state."
+        )
+
+
 def without_key(state: Any) -> str:
     """Print a state without its secret, so that no log or traceback holds it."""
     shown = {**state._asdict(), "key": "<secret>"}
+    if "plan_digest" in shown:
+        shown["plan_digest"] = "<digest>"
     fields = ", ".join(f"{name}={value}" for name, value in shown.items())
     return f"{type(state).__name__}({fields})"
 
@@ -135,8 +152,9 @@ def check_scale(function: str, loss_scale: LossScale | None) -> None:
     """Refuse a plain number, among others."""
     if loss_scale is not None and not hasattr(loss_scale, "adjust"):
         raise TypeError(
-            f"{function}(loss_scale={loss_scale!r}): expected a loss scale such as "
-            f"precision.DynamicLossScale(), got a {type(loss_scale).__name__}."
+            f"{function}(loss_scale={checks.shown(loss_scale)}): expected a loss "
+            f"scale such as precision.DynamicLossScale(), got a "
+            f"{type(loss_scale).__name__}."
         )
 
 

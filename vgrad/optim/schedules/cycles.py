@@ -48,7 +48,7 @@ def cosine_with_restarts(
         tensor([1.0000, 1.0000, 0.5000, 1.0000], dtype=torch.float64)
     """
     check_lengths("cosine_with_restarts", steps=steps)
-    checks.whole("cosine_with_restarts", least=1, T_mult=T_mult)
+    [T_mult] = checks.whole("cosine_with_restarts", least=1, T_mult=T_mult)
     check_rates("cosine_with_restarts", lr=lr, eta_min=eta_min)
 
     def formula(t: Tensor, high: Tensor, first: Tensor, low: Tensor) -> Tensor:

@@ -53,7 +53,8 @@ class Transform(Generic[Result]):
     def __init__(self, options: Problem, quantity: Quantity | None = None) -> None:
         """Check the options; without a quantity a subclass has its own `called`."""
         _check(options)
-        self.options = options
+        size = batches.checked_chunk_size(options.function, options.chunk_size)
+        self.options = replace(options, chunk_size=size)
         self._quantity = quantity
 
     @property
@@ -188,12 +189,12 @@ def _check(options: Problem) -> None:
     function, loss_scale = options.function, options.loss_scale
     check_loss(function, options.loss)
     checks.one_of(function, get_args(Strategy), strategy=options.strategy)
-    batches.check_chunk_size(function, options.chunk_size)
     checks.one_of(function, get_args(Randomness), randomness=options.randomness)
     if loss_scale is not None and not hasattr(loss_scale, "loss_scale"):
         raise TypeError(
-            f"{function}(loss_scale={loss_scale!r}): expected a loss scale such as "
-            f"precision.StaticLossScale(2.0**15), got a {type(loss_scale).__name__}."
+            f"{function}(loss_scale={checks.shown(loss_scale)}): expected a loss "
+            f"scale such as precision.StaticLossScale(2.0**15), got a "
+            f"{type(loss_scale).__name__}."
         )
     scale = torch.as_tensor(getattr(loss_scale, "loss_scale", 1.0))
     if scale.ndim:

@@ -1,0 +1,138 @@
+"""What of a private run may be published: parameters, buffers and the plan's claim."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from vgrad import files
+from vgrad.dp import Plan, PrivateGradients
+from vgrad.dp.plan import MECHANISM, check_spent
+from vgrad.sensitivity import Neighbours
+from vgrad.torch_private import shards
+from vgrad.training.state import TrainState
+
+MODEL = "model.safetensors"
+CLAIM = "privacy.json"
+
+_NEIGHBOURS: Neighbours = "add_or_remove_one"
+
+
+def release(
+    folder: Path | str, state: TrainState | PrivateGradients, plan: Plan | None = None
+) -> None:
+    """Write parameters and buffers with the plan's claim of privacy, and nothing else.
+
+    `model.safetensors` holds the tensors by name, for `safetensors.torch.load_file` and
+    any other reader of the format, and the claim in its metadata. `privacy.json` is the
+    claim for people: epsilon, delta, neighbours, mechanism, and how many steps of which
+    sampling rate and noise multiplier, those of plans before included. There is no key,
+    no loss, norm or count of clipped samples, no optimizer state and no order of data;
+    nor the size of the data set, in which neighbours differ. `save_state` writes the
+    secret key: never publish its files.
+
+    The folder is new or empty, and is there with both files or not at all. The same
+    state gives the same bytes. `PrivateGradients` has its plan; a `TrainState` needs
+    the one that its steps were taken under, whose digest it carries. Sharded states go
+    through `distributed.gather`, for one rank to write.
+
+    The claim is that of one release of one run. Releases of several runs on one data
+    set, such as the members of an ensemble, add up. It covers private steps alone:
+    whatever `train_step` and a buffer have learned from private data is released as it
+    is, and a key from a seed that can be guessed hides nothing.
+
+    Raises:
+        TypeError: the state is none of one private run, or is sharded, or there is no
+            plan.
+        ValueError: it was not taken under this plan, has taken no private step, or
+            epsilon is infinite.
+        FileExistsError: there is something in the folder, or a file by its name.
+        ImportError: `dp-accounting` is not installed.
+
+    Example:
+        >>> import tempfile
+        >>> import safetensors.torch
+        >>> import torch
+        >>> from vgrad import optim
+        >>> from vgrad.training import private_step
+        >>> plan = Plan(100, 0.1, 1.0, max_norm=1.0, steps=10, delta=1e-5)
+        >>> step = private_step(lambda p, b, x: p["w"] @ x, optim.sgd(0.1), plan)
+        >>> state = TrainState.create(optim.sgd(0.1), {"w": torch.zeros(2)}, {})
+        >>> state, _ = step(state, torch.ones(9, 2))
+        >>> with tempfile.TemporaryDirectory() as parent:
+        ...     release(f"{parent}/model", state, plan)
+        ...     safetensors.torch.load_file(f"{parent}/model/model.safetensors").keys()
+        dict_keys(['w'])
+    """
+    if isinstance(state, PrivateGradients):
+        if plan is not None:
+            raise TypeError(
+                "release(folder, state, plan): expected no plan beside a "
+                "PrivateGradients, which has its own, got one. Leave it out."
+            )
+        plan, held = state.plan, _of_module(state)
+    elif isinstance(state, TrainState):
+        held = {**state.params, **state.buffers}
+    else:
+        raise TypeError(
+            f"release(folder, state): expected the TrainState of a private run, or its "
+            f"PrivateGradients, got a {type(state).__name__}."
+        )
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"release(folder, state, plan): expected the dp.Plan under which the steps "
+            f"of the state were taken, got a {type(plan).__name__}."
+        )
+    if sharded := [name for name in held if shards.is_distributed(held[name])]:
+        raise TypeError(
+            f"release(folder, state): expected plain tensors, got a DTensor in "
+            f"{sharded[0]!r}. Pass distributed.gather(state, mesh), on one rank."
+        )
+    text = json.dumps(_claim(state, plan), indent=2)
+    metadata = {"format": "pt", "privacy": text}
+    tensors = {name: files.plain(value) for name, value in held.items()}
+    model = files.serialized(MODEL, tensors, metadata)
+    contents = {MODEL: model, CLAIM: [f"{text}\n".encode()]}
+    files.new_folder(Path(folder), contents)
+
+
+def _of_module(private: PrivateGradients) -> dict[str, Tensor]:
+    """Return parameters and buffers by their first names, as a module loads them."""
+    model, saved = private.model, private.model.state_dict()
+    buffers = {n: each for n, each in model.named_buffers() if n in saved}
+    return {**dict(model.named_parameters()), **buffers}
+
+
+def _claim(state: TrainState | PrivateGradients, plan: Plan) -> dict[str, Any]:
+    """Return what a plan says of a state, as JSON has it."""
+    function = "release(folder, state, plan)"
+    if isinstance(state.step, Tensor) and state.step.ndim:
+        raise TypeError(
+            f"{function}: expected the state of one run, got several that are stacked, "
+            f"{tuple(state.step.shape)}. Release one by one; their claims add up."
+        )
+    steps = int(state.step)
+    check_spent(function, plan, state.plan_digest, steps)
+    if not state.plan_digest.any():
+        raise ValueError(
+            f"{function}: expected a state that has taken private steps, got one that "
+            f"has taken none, of which there is nothing to claim. "
+            f"safetensors.torch.save_file(state.params, path) writes it."
+        )
+    epsilon = plan.epsilon(steps)
+    if not math.isfinite(epsilon):
+        raise ValueError(
+            f"{function}: expected a plan of a finite epsilon, got {epsilon} after "
+            f"{steps} steps. A plan without noise claims nothing."
+        )
+    return {
+        "epsilon": epsilon,
+        "delta": plan.delta,
+        "neighbours": _NEIGHBOURS,
+        "mechanism": MECHANISM,
+        "steps": steps,
+        "account": [each._asdict() for each in plan.account(steps) if each.steps],
+        "accountant": plan.accountant,
+    }
