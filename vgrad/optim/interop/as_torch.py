@@ -205,7 +205,9 @@ class _Adapter(Optimizer):
             grads = {n: torch.sin(p.cumsum(0) + number) for n, p in small.items()}
             found, state = update(grads, state, small)
             others, other = update(grads, other, small)
-            given = [(x, others[name]) for name, x in found.items() if x is not None]
+            given: list[Any] = [
+                (x, others[n]) for n, x in found.items() if x is not None
+            ]
             if not all(torch.equal(one, two) for one, two in given):
                 return True
             moved += any(one.any() for one, _ in given)
