@@ -38,9 +38,11 @@ OPTIMIZERS = {
         optim.sgd(0.1),
         optim.ema_parameters(0.9),
     ),
+    "noisy": lambda: optim.chain(optim.add_noise(0.1, 0.55, seed=3), optim.adam(0.1)),
+    "injected": lambda: optim.inject_hyperparams(optim.adafactor, lr=0.1),
     "muon": lambda: optim.partition(
         {
-            "matrix": optim.muon(0.1),
+            "matri*": optim.muon(0.1),
             "*": optim.apply_if_finite(optim.adam(0.1), max_consecutive_errors=1),
         },
     ),
@@ -68,12 +70,16 @@ def _trained(size, name):
     torch.manual_seed(0)
     whole = {
         "matrix": torch.randn(5, 4),
+        "matrix of one row": torch.randn(1, 6),
+        "matrix of none": torch.randn(0, 3),
         "images": torch.randn(8, 3, 2, 2),
+        "image": torch.randn(1, 3, 2, 2),
         "vector": torch.randn(3),
         "one": torch.randn(1),
         "scale": torch.tensor(0.7),
     }
     parts = shard(whole, mesh)
+    places = {each: part.placements for each, part in parts.items()}
     tx = OPTIMIZERS[name]()
     state, state_of_parts = tx.init(whole), tx.init(parts)
     for step in range(3):
@@ -85,10 +91,37 @@ def _trained(size, name):
             parts, state_of_parts = optim.step(
                 tx, grads, state_of_parts, parts, donate=donate
             )
+        assert {each: part.placements for each, part in parts.items()} == places
     oracle.assert_exact(gather(parts, mesh), whole, 1e-6)
     found = _whole(state_of_parts)
     exact = {str(number): each for number, each in enumerate(tensors(state))}
     oracle.assert_exact(found, exact, 1e-6)
+
+
+def _noised(size, dtype):
+    """Return what noise adds to sharded gradients, and to whole ones; in two steps."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
+    shapes = {"a": (5, 4), "row": (1, 6), "zero": (0, 3), "one": (3,), "scale": ()}
+    whole = {name: torch.ones(shape, dtype=dtype) for name, shape in shapes.items()}
+    parts, tx = shard(whole, mesh), optim.add_noise(0.1, 0.55, seed=3)
+    state, own = tx.init(whole), tx.init(parts)
+    for _ in range(2):
+        expected, state = tx.update(whole, state)
+        found, own = tx.update(parts, own)
+    assert all(found[name].placements == parts[name].placements for name in parts)
+    found = gather(found, mesh)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_has_the_same_bits_on_any_number_of_ranks(ranks, dtype):
+    """Tensors that come along, and the number of ranks, change none."""
+    first, *others = (
+        found for size in (2, 4) for found in ranks(size).run(_noised, size, dtype)
+    )
+    for found in others:
+        assert all(torch.equal(found[name], first[name]) for name in first)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

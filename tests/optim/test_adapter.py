@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler
 
 from tests.optim.problems import go_on, leaves_of, perceptron, train, values
 from tests.oracle import assert_exact
+from vgrad import optim as ours
 from vgrad.optim import (
     adam,
     adamw,
@@ -99,6 +100,7 @@ def test_the_state_is_made_of_the_parameters_of_the_first_step():
     optimizer = as_torch(chain(sgd(0.5), ema_parameters(0.5)), model.named_parameters())
     loaded = {"weight": torch.ones(1, 2), "bias": torch.ones(1)}
     model.load_state_dict(loaded)
+    model.bias.grad = torch.zeros(1)
     optimizer.step()
     assert averaged_parameters(optimizer._tree)["bias"] == 1.0
 
@@ -226,6 +228,7 @@ def test_schedules_of_the_transformation_run_and_cannot_be_overruled():
 # What an adapted optimizer refuses.
 
 MODEL = nn.Linear(2, 2)
+FLAT = torch.arange(12.0)
 SHARED = {"encoder": MODEL.weight, "decoder": nn.Parameter(MODEL.weight.data)}
 
 
@@ -235,6 +238,19 @@ SHARED = {"encoder": MODEL.weight, "decoder": nn.Parameter(MODEL.weight.data)}
         (MODEL.parameters(), TypeError, "pairs of a name and a parameter, got a Param"),
         ([("a", p) for p in MODEL.parameters()], ValueError, "one name for several"),
         (SHARED, ValueError, "memory of their own.*'encoder'.*'decoder'"),
+        (
+            {"a": FLAT[:8], "c": FLAT[8:], "b": FLAT[2:4]},
+            ValueError,
+            "of their own, got 'a' and 'b', where",
+        ),
+        ({"a": FLAT[::2], "b": FLAT[3:6]}, ValueError, "own, got 'a' and 'b', where"),
+        ({"a": FLAT[:1].expand(3)}, ValueError, "of their own, got 'a', where"),
+        ({"a": FLAT.as_strided((3, 3), (1, 1))}, ValueError, "own, got 'a', where"),
+        (
+            {"a": FLAT[:8], "b": FLAT[4:].view(torch.float64)},
+            ValueError,
+            "got 'a' and 'b', where",
+        ),
     ],
 )
 def test_parameters_come_in_pairs_under_names_and_in_memory_of_their_own(
@@ -294,3 +310,136 @@ def test_a_copy_of_an_adapted_optimizer_is_one_of_its_own():
 def test_parameters_without_memory_share_none():
     model = nn.Linear(2, 2, device="meta")
     assert len(as_torch(sgd(0.1), model.named_parameters()).param_groups) == 1
+
+
+@pytest.mark.parametrize("tx", [sgd(0.5), lion(0.5)])
+def test_parts_of_one_memory_that_do_not_overlap_are_stepped_there(tx):
+    flat = torch.zeros(3, 8)
+    params = {"even": flat[:, :5:2], "odd": flat[:, 1:4:2], "rest": flat[:, 5:].t()}
+    optimizer = as_torch(tx, params)
+    for param in params.values():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert torch.equal(flat, torch.full((3, 8), -0.5))
+
+
+# Parameters that are trained later. Reference: the optimizers of torch.
+
+COUNTED = {
+    "adam": (adam, optim.Adam, {}),
+    "adamw": (adamw, optim.AdamW, {"amsgrad": True}),
+    "nadam": (ours.nadam, optim.NAdam, {}),
+    "radam": (ours.radam, optim.RAdam, {}),
+    "adamax": (ours.adamax, optim.Adamax, {}),
+    "asgd": (asgd, optim.ASGD, {"lambd": 0.1}),
+    "adagrad": (ours.adagrad, optim.Adagrad, {"lr_decay": 0.5}),
+    "adafactor": (ours.adafactor, optim.Adafactor, {}),
+    "dampened": (sgd, optim.SGD, {"momentum": 0.9, "dampening": 0.5}),
+}
+UNCOUNTED = {
+    "sgd": (sgd, optim.SGD, {"weight_decay": 0.1}),
+    "momentum": (sgd, optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "adagrad": (ours.adagrad, optim.Adagrad, {}),
+    "adadelta": (ours.adadelta, optim.Adadelta, {}),
+    "rmsprop": (ours.rmsprop, optim.RMSprop, {"centered": True, "momentum": 0.9}),
+    "rprop": (ours.rprop, optim.Rprop, {}),
+}
+LATER = [{"a"}, {"a"}, {"a", "b"}, {"a", "b"}]
+GONE = [{"a", "b"}, {"a", "b"}, {"a"}, {"a"}]
+BACK = [{"a", "b"}, {"a"}, {"a", "b"}, {"b"}]
+NEVER = [{"a"}, {"a"}, set(), {"a"}, {"a"}]
+
+
+def stepped(optimizer, leaves, plan):
+    for number, names in enumerate(plan):
+        for name, leaf in leaves.items():
+            grad = torch.linspace(-1, 2, 6).double().view(2, 3) * (number + 1)
+            leaf.grad = grad if name in names else None
+        optimizer.step()
+
+
+def both(make, kind, options):
+    """Return our optimizer and that of torch, each with its parameters."""
+    start = {name: torch.ones(2, 3, dtype=torch.float64) for name in "ab"}
+    mine, theirs = leaves_of(start), leaves_of(start)
+    tx = make(0.1, **options)
+    return (as_torch(tx, mine), mine), (kind(theirs.values(), 0.1, **options), theirs)
+
+
+@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("plan", [GONE, NEVER], ids=["gone", "never"])
+def test_parameters_that_stay_behind_stay(name, plan):
+    pairs = both(*COUNTED[name])
+    for optimizer, leaves in pairs:
+        stepped(optimizer, leaves, plan)
+    # NAdam and ASGD of torch keep numbers in float32.
+    assert_exact(values(pairs[0][1]), values(pairs[1][1]), 1e-6)
+
+
+@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("plan", [LATER, BACK], ids=["later", "back"])
+def test_counts_that_torch_has_for_each_parameter_are_refused(name, plan):
+    (optimizer, leaves), _ = both(*COUNTED[name])
+    first = next(n for n in range(1, 4) if "b" not in plan[n - 1] and "b" in plan[n])
+    stepped(optimizer, leaves, plan[:first])
+    before = values(leaves)
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"step: expected gradients .* of 'b': torch"
+        ):
+            stepped(optimizer, leaves, plan[first : first + 1])
+    assert_exact(values(leaves), before, 0)
+
+
+@pytest.mark.parametrize("name", UNCOUNTED)
+@pytest.mark.parametrize("plan", [LATER, GONE, BACK, NEVER])
+def test_a_parameter_may_come_and_go_where_steps_are_not_counted(name, plan):
+    pairs = both(*UNCOUNTED[name])
+    for optimizer, leaves in pairs:
+        stepped(optimizer, leaves, plan)
+    assert_exact(values(pairs[0][1]), values(pairs[1][1]), 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("tx", "refused"),
+    [
+        (lookahead(sgd(0.1, momentum=0.9)), False),
+        (sgd(lambda count: 0.1 / (1 + count.double()), momentum=0.9), False),
+        (lion(lambda count: 0.1 / (1 + count.double())), False),
+        (ours.chain(sgd(0.1, momentum=0.9), ema_parameters(0.9)), False),
+        (inject_hyperparams(sgd, lr=0.1, momentum=0.9), False),
+        (ours.multi_steps(sgd(0.1, momentum=0.9), 3), False),
+        (ours.multi_steps(sgd(0.1, momentum=0.9, dampening=0.5), 3), True),
+        (ours.multi_steps(adam(0.1), 2), True),
+        (inject_hyperparams(adam, lr=0.1), True),
+        (partition({"a": sgd(0.1), "*": adam(0.1)}), True),
+        (lookahead(ours.masked(adam(0.1), ["b"])), True),
+    ],
+)
+def test_counts_are_found_inside_of_other_transformations(tx, refused):
+    leaves = leaves_of({name: torch.ones(2, 3).double() for name in "ab"})
+    optimizer = as_torch(tx, leaves)
+    stepped(optimizer, leaves, [{"a"}])
+    if not refused:
+        return stepped(optimizer, leaves, [{"a", "b"}])
+    with pytest.raises(ValueError, match="torch counts the steps of each parameter"):
+        stepped(optimizer, leaves, [{"a", "b"}])
+
+
+def test_parameters_that_are_behind_are_those_of_a_file_and_of_a_copy():
+    (optimizer, leaves), _ = both(adam, optim.Adam, {})
+    stepped(optimizer, leaves, [{"a"}])
+    copied = copy.deepcopy(optimizer)
+    held = dict(zip("ab", copied.param_groups[0]["params"], strict=True))
+    other = as_torch(adam(0.1), leaves)
+    other.load_state_dict(saved(optimizer))
+    for each, own in ((copied, held), (other, leaves)):
+        assert each.param_groups[0]["behind"] == ["b"]
+        with pytest.raises(
+            ValueError, match="torch counts the steps of each parameter"
+        ):
+            stepped(each, own, [{"a", "b"}])
+    earlier = saved(optimizer)
+    del earlier["param_groups"][0]["behind"]
+    other.load_state_dict(earlier)
+    stepped(other, leaves, [{"a"}])

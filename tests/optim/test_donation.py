@@ -160,3 +160,120 @@ def test_one_tensor_under_two_names_is_stepped_once_for_each_gradient(other):
     params, _ = optim.step(tx, grads, tx.init(params), params, donate=True)
     assert params["a"].tolist() == [0.5, 0.5]
     assert params["b"].tolist() == ([1, 1] if other is None else [0.5, 0.5])
+
+
+def overlapping(kind):
+    """Return parameters, gradients and a change of the state, of one memory in part."""
+    flat = torch.arange(12.0, dtype=torch.float64)
+    ones = {name: torch.ones(4, dtype=torch.float64) for name in "ab"}
+    params = {"a": flat[:4], "b": flat[4:8]}
+    if kind == "parameters":
+        return {"a": flat[:4], "b": flat[2:6]}, ones, {}
+    if kind == "one in the other":
+        return {"a": flat[:8], "b": flat[2:4]}, {"a": flat[4:].exp(), "b": None}, {}
+    if kind == "two storages":
+        array = flat.numpy()
+        parts = {"a": torch.from_numpy(array[:4]), "b": torch.from_numpy(array[2:6])}
+        return parts, ones, {}
+    if kind == "one without a gradient":
+        return {"a": flat[:4], "b": flat[2:6]}, {**ones, "b": None}, {}
+    if kind == "a gradient is a parameter":
+        return params, params, {}
+    if kind == "a gradient is another parameter":
+        return params, {"a": params["b"], "b": params["a"]}, {}
+    if kind == "a gradient overlaps":
+        return params, {**ones, "b": flat[6:10]}, {}
+    if kind == "the state is a parameter":
+        return params, ones, {"a": params["b"]}
+    if kind == "the state overlaps":
+        return params, ones, {"b": flat[2:6]}
+    if kind == "the state is a gradient":
+        return params, ones, {"b": ones["a"]}
+    raise ValueError(kind)
+
+
+FUSED = {
+    "sgd": lambda: optim.sgd(0.1, weight_decay=0.5),
+    "momentum": lambda: optim.sgd(0.1, momentum=0.9, weight_decay=0.5),
+    "adamw": lambda: optim.adamw(0.1, weight_decay=0.5),
+}
+
+
+def started(tx, params, changed):
+    """Return the state of a transformation, its first moment changed."""
+    state = tx.init(params)
+    field = {"momentum", "mean"}
+    return tuple(
+        part._replace(**{name: {**getattr(part, name), **changed}})
+        if (name := next(iter(field & {*getattr(part, "_fields", ())}), None))
+        else part
+        for part in state
+    )
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "a gradient is a parameter",
+        "a gradient is another parameter",
+        "a gradient overlaps",
+        "the state is a parameter",
+        "the state overlaps",
+        "the state is a gradient",
+    ],
+)
+def test_gradients_and_states_in_the_memory_of_parameters_are_read_in_time(name, kind):
+    tx, copied = FUSED[name](), overlapping(kind)
+    own = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, copied)
+    expected = optim.step(tx, own[1], started(tx, own[0], own[2]), own[0])
+    params, grads, changed = overlapping(kind)
+    kept = {n: grad.clone() for n, grad in grads.items()}
+    grads = dict(grads)  # the dictionary of parameters is given away
+    state = started(tx, params, changed)
+    found = optim.step(tx, grads, state, params, donate=True)
+    assert_exact(found, expected, 1e-12)
+    assert_exact(grads, kept, 0)
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize(
+    "kind",
+    ["parameters", "one in the other", "two storages", "one without a gradient"],
+)
+def test_parameters_that_overlap_in_part_are_refused_before_a_kernel_writes(name, kind):
+    tx, (params, grads, _) = FUSED[name](), overlapping(kind)
+    kept = {n: param.clone() for n, param in params.items()}
+    with pytest.raises(
+        ValueError, match=r"step\(donate=True\).*'a' and 'b', which ove"
+    ):
+        optim.step(tx, grads, tx.init(params), params, donate=True)
+    assert_exact(params, kept, 0)
+    pure, _ = optim.step(tx, grads, tx.init(params), params)
+    owned = {n: param.clone() for n, param in params.items()}
+    assert_exact(
+        optim.step(tx, grads, tx.init(owned), owned, donate=True)[0], pure, 1e-12
+    )
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_parameters_side_by_side_in_one_memory_are_stepped_there(name):
+    tx, flat = FUSED[name](), torch.arange(12.0)
+    params = {"a": flat[4:8], "b": flat[:4], "none": flat[4:4], "c": flat[8:]}
+    grads = {n: torch.ones_like(param) for n, param in params.items()}
+    places = [param.data_ptr() for param in params.values()]
+    expected, _ = optim.step(tx, grads, tx.init(params), params)
+    found, _ = optim.step(tx, grads, tx.init(params), params, donate=True)
+    assert_exact(found, expected, 1e-6)
+    assert [param.data_ptr() for param in found.values()] == places
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_columns_of_one_matrix_are_not_handed_to_the_kernel(name):
+    tx, whole = FUSED[name](), torch.arange(12.0).reshape(3, 4)
+    params = {"left": whole[:, :2], "right": whole[:, 2:]}
+    grads = {n: torch.ones(3, 2) for n in params}
+    expected, _ = optim.step(tx, grads, tx.init(params), params)
+    found, _ = optim.step(tx, grads, tx.init(params), params, donate=True)
+    assert_exact(found, expected, 0)
+    assert torch.equal(whole, torch.arange(12.0).reshape(3, 4))

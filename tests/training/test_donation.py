@@ -183,3 +183,98 @@ def test_metrics_that_are_parameters_stay_as_they_were(members):
     _, metrics = make(loss, tx, donate=True, has_aux=True)(state)
     assert torch.equal(metrics["loss"], before)
     assert torch.equal(metrics["aux"]["w"], before)
+
+
+SIZE = 30_000  # of members that are large enough for a kernel call each
+
+
+def test_members_that_overlap_are_refused_before_one_is_stepped():
+    """Each member alone is in memory of its own, but the second one of `a` is not."""
+    flat = torch.arange(3.0 * SIZE, dtype=torch.float64)
+    params = {"a": flat[: 2 * SIZE].view(2, -1), "b": flat[SIZE:].view(2, -1)}
+    tx = vgrad.for_members(optim.sgd, lr=torch.tensor([0.1, 0.2]).double())
+    grads, kept = {n: torch.ones_like(p) for n, p in params.items()}, flat.clone()
+    with pytest.raises(ValueError, match="'a' and 'b', which overlap"):
+        optim.step(tx, grads, tx.init(params), params, donate=True)
+    assert torch.equal(flat, kept)
+
+
+def test_gradients_in_the_memory_of_other_members_are_read_in_time():
+    tx = vgrad.for_members(optim.sgd, lr=torch.tensor([0.1, 0.2]).double())
+    start = torch.arange(2.0 * SIZE, dtype=torch.float64).view(2, -1)
+    expected = start - torch.tensor([[0.1], [0.2]]).double() * start.flip(0)
+    # The gradient of the second member is the first one's parameter.
+    whole = torch.stack([start[1], start[0], start[1]])
+    params, grads = {"w": whole[1:]}, {"w": whole[:2]}
+    found, _ = optim.step(tx, grads, tx.init(params), params, donate=True)
+    assert_exact(found["w"], expected, 1e-12)
+
+
+BUFFERS = {
+    "kept": lambda p: {"own": p["w"]},
+    "in part": lambda p: {"own": p["w"][:, 1:]},
+    "made": lambda p: {"own": torch.zeros_like(p["w"])},
+}
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+@pytest.mark.parametrize("kind", ["plain", "private", "members"])
+def test_buffers_in_the_memory_of_parameters_stay_as_they_were(kind, name):
+    class Loss:
+        def __call__(self, params, buffers, *batch):
+            return params["w"].square().sum()
+
+        def with_buffers(self, params, buffers, *batch):
+            new = {"own": params["w"].detach()} if name == "made" else buffers
+            return self(params, buffers), new
+
+    shape = (2, 4)  # of two members, or of one model
+    params = {"w": torch.ones(shape, dtype=torch.float64)}
+    make, batch = {
+        "plain": (vgrad.training.train_step, ()),
+        "private": (private, (torch.ones(4, 2, 4),)),
+        "members": (ensemble_train_step, ()),
+    }[kind]
+    state_of = EnsembleState if kind == "members" else vgrad.training.TrainState
+    found = []
+    for donate in (False, True):
+        own = {"w": params["w"].clone()}
+        buffers = BUFFERS[name](own)
+        tx = optim.sgd(0.1)
+        state = state_of.create(tx, own, buffers, seed=0)
+        state, _ = make(Loss(), tx, donate=donate)(state, *batch)
+        found.append((state.params, state.buffers))
+    assert_exact(found[1], found[0], 1e-12)
+
+
+def private(loss, tx, *, donate):
+    plan = vgrad.dp.Plan(
+        dataset_size=8,
+        sampling_rate=0.5,
+        noise_multiplier=1.0,
+        max_norm=1.0,
+        steps=3,
+        delta=1e-5,
+    )
+
+    def of_sample(params, buffers, x):
+        return (params["w"] * x).sum()
+
+    return vgrad.training.private_step(of_sample, tx, plan, donate=donate)
+
+
+def test_aux_of_a_private_step_stays_as_it_was():
+    tx = optim.sgd(0.1)
+    found = []
+
+    def loss(params, buffers, x):
+        return (params["w"] * x).sum(), {"w": params["w"]}
+
+    plan = private(loss, tx, donate=True).plan
+    for donate in (False, True):
+        step = vgrad.training.private_step(loss, tx, plan, donate=donate, has_aux=True)
+        params = {"w": torch.ones(3)}
+        state = vgrad.training.TrainState.create(tx, params, {}, seed=0)
+        _, metrics = step(state, torch.ones(4, 3))
+        found.append(metrics["aux"])
+    assert_exact(found[1], found[0], 0)

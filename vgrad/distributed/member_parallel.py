@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vgrad import files
+from vgrad.distributed.options import Options
 from vgrad.distributed.own_members import part
 from vgrad.distributed.ranks import Ranks
 from vgrad.dtypes import widened
@@ -96,7 +97,21 @@ def member_parallel(
         (torch.Size([3, 1, 2]), torch.Size([3]))
     """
     ranks = Ranks.of("member_parallel", mesh, axis)
-    return _of_some(function, OtherRanks(ranks, part(members, ranks.rank, ranks.size)))
+    numbers = part(members, ranks.rank, ranks.size)
+    return _of_some(function, OtherRanks(ranks, numbers, _options(function)))
+
+
+def _options(function: Any) -> Options:
+    """Read the options of a step or a function; clipping is that of each member."""
+    if isinstance(function, EnsembleStep):
+        parts: dict[str, Any] = {"tx": function.tx, "donate": function.donate}
+        parts |= {"in_dims": function.in_dims, "loss_scale": function.first}
+        function = function.gradient
+    else:
+        parts = {"kind": type(function).__name__}
+    for name in ("randomness", "shared", "has_aux", "fmodel"):
+        parts[name] = getattr(function, name, None)
+    return Options(getattr(function, "loss", None), **parts)
 
 
 def _of_some(function: Any, others: "OtherRanks") -> Any:
@@ -122,10 +137,12 @@ class OtherRanks:
     Attributes:
         ranks: all ranks of the ensemble.
         numbers: the numbers of this rank's members.
+        options: those of the step or the function.
     """
 
     ranks: Ranks
     numbers: range
+    options: Options
 
     def check(self, given: int) -> None:
         """Refuse other members than those of this rank."""
@@ -142,6 +159,7 @@ class OtherRanks:
         with self.ranks.together("ensemble_train_step") as facts:
             self.check(len(state.active))
             result, aux = compute()
+            facts["options"] = self.options
             facts["step"] = int(state.step)
             facts["buffers"] = _seen(result.buffers, shared)
         anyone = state.active.any()
@@ -157,7 +175,8 @@ class OtherRanks:
     def key(self, what: str) -> Tensor:
         """Draw a key on the first rank, which advances the generators of all ranks."""
         drawn = [int(each) for each in torch.randint(2**31, (2,))]
-        high, low = self.ranks.agree(what, seed=drawn)[0]["seed"]
+        notes = self.ranks.check_same(what, {"seed": drawn}, options=self.options)
+        high, low = notes[0]["seed"]
         return secret_key(seed=high << 31 | low)
 
     def summed(self, grads: Params, anyone: Tensor) -> tuple[Params, Tensor]:
@@ -203,6 +222,7 @@ class ParallelFunction:
             found: Any = self._drawn(method, key, params, buffers, batch, options)
             whole = split(what, {**params, **buffers}, function.shared)[1]
             if meets:
+                facts["options"] = others.options
                 result: Any = found if isinstance(found, EnsembleGrads) else found[0]
                 left: Any = result.buffers if sums else found[1]
                 facts["buffers"] = _seen(left, [*whole])

@@ -5,7 +5,7 @@ W ranks, each with its own part of a batch, which may be empty. B samples altoge
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from vgrad import batches
 from vgrad.compiled import CompiledTransform
+from vgrad.distributed.options import Options, of_transform
 from vgrad.distributed.ranks import RankError, Ranks, Summing
 from vgrad.distributed.sharded import sharded_call
 from vgrad.dtypes import wide
@@ -34,10 +35,16 @@ class ParallelTransform:
     It has the attributes of what it was made of.
     """
 
-    def __init__(self, transform: Transform | CompiledTransform, ranks: Ranks) -> None:
-        """Keep the transform."""
+    def __init__(
+        self,
+        transform: Transform | CompiledTransform,
+        ranks: Ranks,
+        options: Options | None = None,
+    ) -> None:
+        """Keep the transform, whose options may have been read already."""
         self._transform = transform
         self._ranks = ranks
+        self._options = options or Options(**of_transform(plain_of(transform)))
         self._takes_weights = isinstance(plain_of(transform), WeightedGradFn)
 
     def __getattr__(self, name: str) -> Any:
@@ -49,7 +56,7 @@ class ParallelTransform:
     def with_loss_scale(self, loss_scale: LossScale | None) -> "ParallelTransform":
         """Return the same function with another loss scale."""
         scaled = self.__getattr__("with_loss_scale")(loss_scale)
-        return ParallelTransform(scaled, self._ranks)
+        return ParallelTransform(scaled, self._ranks, self._options)
 
     def __call__(self, *arguments: Any, mask: Tensor | None = None) -> Any:
         """Compute the quantity of the whole batch, of which this rank has a part."""
@@ -69,7 +76,8 @@ class ParallelTransform:
                 batches.check_mask(function, mask, read.size)
             counted = read.size if mask is None else int(mask.sum())
             seed = int(torch.randint(2**62, ())) if draws else None
-        notes = meeting.told(samples=counted, given=read.size, seed=seed)
+        own = {"samples": counted, "given": read.size, "seed": seed}
+        notes = meeting.told(own, options=self._options)
         sizes = [note["samples"] for note in notes]
         held = [note["given"] for note in notes]
         seed, size = notes[0]["seed"], read.size
@@ -129,7 +137,7 @@ class ParallelTransform:
             kinds = [(str(leaf.dtype)[6:], *leaf.shape[1:]) for leaf in lists]
             text = json.dumps(kinds).encode()
             digest = hashlib.blake2b(text, digest_size=16).hexdigest()
-        notes = meeting.told(kinds=digest, length=len(text))
+        notes = meeting.told({"kinds": digest, "length": len(text)})
         filled = [rank for rank, size in enumerate(given) if size] or [0]
         first = notes[filled[0]]
         if any(notes[rank]["kinds"] != first["kinds"] for rank in filled):
@@ -178,14 +186,22 @@ class _Meeting:
             if self._begun is not None:
                 self._begun.given_up()
             if not self._met:
-                self.told(error=error)
+                self.failed(error)
             raise
 
-    def told(self, **facts: Any) -> list[dict[str, Any]]:
-        """Meet."""
+    def told(
+        self, own: Mapping[str, Any] | None = None, **same: Any
+    ) -> list[dict[str, Any]]:
+        """Meet, and refuse facts that are to be the same but differ."""
         self._met = True
         self._place += 1
-        return self._ranks.agree(f"{self.what}, {self._place}", **facts)
+        return self._ranks.check_same(f"{self.what}, {self._place}", own, **same)
+
+    def failed(self, error: BaseException) -> None:
+        """Meet, to say that this rank cannot go on."""
+        self._met = True
+        self._place += 1
+        self._ranks.agree(f"{self.what}, {self._place}", error=error)
 
     def call(self, problem: Problem) -> Call:
         """Return a call in which all ranks take part."""

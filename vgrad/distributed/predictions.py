@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from vgrad.distributed.options import Options
 from vgrad.distributed.ranks import RankError, Ranks
 from vgrad.ensemble.axes import Here
 from vgrad.ensemble.forward import ensemble_forward
@@ -77,7 +78,8 @@ def predict(
     ranks = Ranks.of(function, mesh, axis)
     forward = partial(ensemble_forward, strategy=strategy, shared=shared)
     chunks = _outputs(function, fmodel, forward, params, buffers, inputs, chunk_size)
-    parts = _over_ranks(function, ranks, chunks, summarised)
+    options = _options(fmodel, shared=shared)
+    parts = _over_ranks(function, ranks, options, chunks, summarised)
     return EnsemblePrediction(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
 
@@ -130,11 +132,18 @@ def predict_values(
     def summary(outputs: Tensor, members: Here) -> ValuePrediction:
         return summarised_values(outputs, quantiles, members)
 
-    parts = _over_ranks(function, ranks, chunks, summary)
+    options = _options(fmodel, shared=shared, quantiles=quantiles)
+    parts = _over_ranks(function, ranks, options, chunks, summary)
     means, variances, found = zip(*parts, strict=True)
     return ValuePrediction(
         torch.cat(means), torch.cat(variances), torch.cat(found, dim=1)
     )
+
+
+def _options(fmodel: FunctionalModel, **parts: Any) -> Options:
+    """Read the options of a prediction; anything but a model is refused later."""
+    model = fmodel.eval() if isinstance(fmodel, FunctionalModel) else None
+    return Options(fmodel=model, **parts)
 
 
 def _outputs(
@@ -172,6 +181,7 @@ class _OverRanks(Here):
 def _over_ranks(
     function: str,
     ranks: Ranks,
+    options: Options,
     chunks: Iterator[Tensor],
     summary: Callable[[Tensor, Here], T],
 ) -> list[T]:
@@ -188,7 +198,8 @@ def _over_ranks(
             raise
         kind = None if outputs is None else [str(outputs.dtype), *outputs.shape[1:]]
         count = 0 if outputs is None else len(outputs)
-        notes = ranks.agree(function, outputs=kind, members=count)
+        own = {"outputs": kind, "members": count}
+        notes = ranks.check_same(function, own, options=options)
         kinds = [note["outputs"] for note in notes]
         if any(each != kind for each in kinds):
             raise RankError(

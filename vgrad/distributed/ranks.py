@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, distributed
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from vgrad import checks
+from vgrad.distributed.options import Options, differences
 from vgrad.typing import Params
 
 _NOTE = 1024
@@ -119,10 +120,17 @@ class Ranks(NamedTuple):
     ) -> list[dict[str, Any]]:
         """Refuse facts that differ between ranks; return them with the `own` of each.
 
+        Of `options`, an `Options`, a hash is sent; the error has the values.
+
         Raises:
             RankError: they do; or as `agree`.
         """
+        options = facts.get("options")
+        if options is not None:
+            facts["options"] = options.digest()
         found = self.agree(what, **(own or {}), **facts)
+        if options is not None and len({note["options"] for note in found}) > 1:
+            self._refuse(what, options)
         for name in facts:
             values = [note[name] for note in found]
             if any(value != values[0] for value in values):
@@ -131,6 +139,20 @@ class Ranks(NamedTuple):
                     f"ranks 0 to {self.size - 1}."
                 )
         return found
+
+    def _refuse(self, what: str, options: Options) -> NoReturn:
+        """Raise on all ranks, which have found out that options differ."""
+        text = json.dumps(options.facts()).encode()
+        notes = self.agree(f"{what}, options", length=len(text))
+        sizes = [note["length"] for note in notes]
+        own = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device)
+        texts = self.joined(own, sizes).cpu().split(sizes)
+        facts = [json.loads(bytes(each.tolist())) for each in texts]
+        raise RankError(
+            f"{what}: expected the same options, loss and optimizer on all ranks, got "
+            f"{differences(facts)} on ranks 0 to {self.size - 1}. Make it of the same "
+            f"values on every rank; those that a loss may have for itself are tensors."
+        )
 
     @contextmanager
     def together(self, what: str) -> Iterator[dict[str, Any]]:

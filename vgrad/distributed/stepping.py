@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from vgrad import batches, files
+from vgrad.distributed.options import Options
 from vgrad.distributed.ranks import Ranks, layout
 from vgrad.dtypes import wide
 from vgrad.generators import torch_seed
@@ -38,6 +39,7 @@ class ParallelStep:
         self._step = step
         self._ranks = ranks
         self._expected: tuple[int, str] | None = None
+        self._options = _options(step)
 
     @property
     def plan(self) -> Any:
@@ -56,7 +58,7 @@ class ParallelStep:
             self._ranks.agree(what, error=error)
             raise
         taken, key = int(state.step), _digest([state.key])
-        facts = {"step": taken, "key": key, "state": None}
+        facts = {"step": taken, "key": key, "state": None, "options": self._options}
         if isinstance(step, PrivateStep):
             facts["plan"] = repr(step.plan)
         if self._expected != (taken, key):  # it is not where the last step ended
@@ -104,6 +106,14 @@ def replicated(tree: T, mesh: DeviceMesh, *, data: str = "dp") -> T:
     named = {str(number): each for number, each in enumerate(found)}
     ranks.check_same(what, layout=layout(named))
     return map_tensors(ranks.of_first, tree)
+
+
+def _options(step: TrainStep | PrivateStep) -> Options:
+    """Read the options of a step; a transform within it compares its own."""
+    parts = {"tx": step.tx, "donate": step.donate, "has_aux": step.has_aux}
+    parts["loss_scale"] = step.first
+    own = step.gradients if isinstance(step, TrainStep) else None
+    return Options(own.loss if isinstance(own, OfBatch) else None, **parts)
 
 
 def _averaged(ranks: Ranks, compute: Callable[[], tuple], state: TrainState) -> tuple:

@@ -20,7 +20,11 @@ from vgrad.typing import Buffers, EnsembleStrategy, Params, Randomness, Tree
 
 
 class EnsembleForward(OfRunner):
-    """What `ensemble_forward` returns."""
+    """What `ensemble_forward` returns.
+
+    Attributes:
+        fmodel: the model of one member.
+    """
 
     name = "ensemble_forward"
 
@@ -28,7 +32,7 @@ class EnsembleForward(OfRunner):
         self, fmodel: FunctionalModel, runner: Runner, chunk_size: int | None
     ) -> None:
         """Keep the options."""
-        self._fmodel = fmodel
+        self.fmodel = fmodel
         self._runner = runner
         self._chunk_size = chunk_size
 
@@ -36,11 +40,11 @@ class EnsembleForward(OfRunner):
         """Return the outputs, each tensor with the member axis in front."""
         call = self._runner.call(params, buffers, batch)
         if self._chunk_size is None:
-            return self._of(self._fmodel, call)
+            return self._of(self.fmodel, call)
         with LossGuard(given={}):  # statistics of a chunk are not the batch's
             parts = [
                 self._chunk(number)._of(
-                    self._fmodel, self._runner.call(params, buffers, rows)
+                    self.fmodel, self._runner.call(params, buffers, rows)
                 )
                 for number, rows in enumerate(self._chunks(call, batch))
             ]
@@ -61,7 +65,7 @@ class EnsembleForward(OfRunner):
                 f"expected chunk_size=None, since buffers depend on the whole batch."
             )
         call = self._runner.call(params, buffers, batch)
-        return self._of(self._fmodel.call_and_update, call, with_buffers=True)
+        return self._of(self.fmodel.call_and_update, call, with_buffers=True)
 
     def explain(
         self, params: Params, buffers: Buffers, /, *batch: Tree
@@ -71,7 +75,7 @@ class EnsembleForward(OfRunner):
         if self._chunk_size is not None:
             rows, *_ = self._chunks(call, batch)
             call = self._runner.call(params, buffers, rows)
-        return self._runner.explain(self._fmodel, call)
+        return self._runner.explain(self.fmodel, call)
 
     def _chunk(self, number: int) -> "EnsembleForward":
         """Return the same for one chunk: members draw other numbers in each."""

@@ -55,7 +55,12 @@ class EnsembleGrads(NamedTuple):
 
 
 class EnsembleGradFn(OfRunner, Generic[Result]):
-    """What `ensemble_grad` returns."""
+    """What `ensemble_grad` returns.
+
+    Attributes:
+        loss: that of a batch for one member.
+        has_aux: whether it returns aux too.
+    """
 
     name = "ensemble_grad"
 
@@ -63,10 +68,10 @@ class EnsembleGradFn(OfRunner, Generic[Result]):
         self, loss: BatchLossFn | LossFn, runner: Runner, has_aux: bool
     ) -> None:
         """Keep the options."""
-        self._loss = loss
+        self.loss = loss
         self._run = returning_buffers("ensemble_grad", loss, has_aux=has_aux)
         self._runner = runner
-        self._has_aux = has_aux
+        self.has_aux = has_aux
         self._unreached: set[frozenset[str]] = set()
 
     def __call__(
@@ -90,14 +95,14 @@ class EnsembleGradFn(OfRunner, Generic[Result]):
                 f"expected a number, or one for each of the {call.members} members."
             )
         with torch.enable_grad():  # a loss may differentiate on its own
-            strategy, _ = self._runner.choose(self._loss, call)
+            strategy, _ = self._runner.choose(self.loss, call)
         if strategy == "loop" and not levels.inside_transform():
             grads, values, new = self._by_members(call, loss_scale)
         else:
             grads, values, new = self._at_once(call, strategy, loss_scale)
         losses, aux = self._parted(values)
         result = EnsembleGrads(grads, losses, new)
-        found: Any = (result, aux) if self._has_aux else result
+        found: Any = (result, aux) if self.has_aux else result
         return found
 
     def explain(
@@ -105,11 +110,11 @@ class EnsembleGradFn(OfRunner, Generic[Result]):
     ) -> EnsembleExplanation:
         """Say which strategy is taken, why, and the form of each op."""
         call = self._runner.call(params, buffers, batch)
-        return self._runner.explain(self._loss, call)
+        return self._runner.explain(self.loss, call)
 
     def _parted(self, value: Any) -> tuple[Tensor, Tree]:
         """Return loss and aux of what the loss returned."""
-        return value if self._has_aux else (value, ())
+        return value if self.has_aux else (value, ())
 
     def _at_once(
         self, call: Call, strategy: str, loss_scale: Tensor | float

@@ -9,6 +9,7 @@ from torch import Tensor
 from vgrad import names
 from vgrad.ensemble.axes import mapped
 from vgrad.names import Patterns
+from vgrad.optim.arguments import check_parts, disjoint
 from vgrad.optim.base import (
     Donated,
     GradientTransformation,
@@ -221,6 +222,9 @@ class _Members:
         if self._alike and all(bool((each == each[0]).all()) for each in counts):
             members = _as_one(self._alike, grads, state.members, params)
         elif sum(value[0].numel() for value in params.values()) < LEAST:
+            return None
+        elif not disjoint([*held, *tensors(dict(grads))]):
+            check_parts(params)
             return None
         else:
             members = self._one_by_one(grads, state.members, params)

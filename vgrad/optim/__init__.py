@@ -15,7 +15,8 @@ What holds for all of them, unless they say otherwise:
   `torch.optim` gives NaN. Gradients through the update stay finite there.
 * `maximize` turns the gradients around; weight decay remains a decay.
 * Step counters belong to the optimizer, not to each parameter. A parameter whose
-  gradient is None misses a step, but bias corrections and dampening count it.
+  gradient is None misses a step, but bias corrections and dampening count it. Where
+  that matters, `as_torch` refuses a gradient of such a parameter later on.
 
 What an optimizer is, and how it is used:
 

@@ -189,10 +189,13 @@ def step(
     again, and into the old parameters: `sgd`, `adam` and `adamw` make the step by one
     kernel of torch, at the speed of its fused optimizers. The given dictionaries are
     left empty, so that using them again raises; tensors that are also held elsewhere,
-    for example by a module, may have changed. The gradients are never changed.
+    for example by a module, may have changed. The gradients are never changed: where
+    one, or a part of the state, has the memory of a parameter, the step is a pure one,
+    as it is for one tensor under two names.
 
     Raises:
         TypeError: `tx` is no transformation, but, say, an optimizer of `torch.optim`.
+        ValueError: parameters that a kernel would write overlap in part.
 
     Example:
         >>> from vgrad.optim import sgd

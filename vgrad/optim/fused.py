@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arguments import Number, is_schedule, is_zero
+from vgrad.optim.arguments import Number, apart, check_parts, is_schedule, is_zero
 from vgrad.optim.base import Donated, Grads
 from vgrad.optim.transforms import ScheduleState
 from vgrad.torch_private import kernels, levels
 from vgrad.typing import Params, Schedule, Tree
 
 _DEVICE, _DTYPE, _SHAPE = map(attrgetter, ("device", "dtype", "shape"))
-_REQUIRES_GRAD = attrgetter("requires_grad")
+_IS_CPU = attrgetter("is_cpu")
+_BYTES, _REQUIRES_GRAD = map(attrgetter, ("nbytes", "requires_grad"))
 
 
 def donated_sgd(
@@ -149,12 +150,15 @@ def _own(state: Tree, kind: type) -> tuple[int, Any]:
 
 def _groups(
     params: Params, grads: Grads, moments: list[Params]
-) -> list[tuple[list[Tensor], ...]] | None:
+) -> list[list[list[Tensor]]] | None:
     """Make lists of parameters, gradients and moments, for each device and dtype.
 
-    Returns None if a tensor is not plain: the kernels walk through memory and check
-    neither strides nor dtypes. For a thousand small tensors checking one by one costs
-    more than the step, so the checks go through whole lists.
+    Returns None if a tensor is not plain or not alone in its memory: the kernels walk
+    through memory and check neither strides nor dtypes. For a thousand small tensors
+    checking one by one costs more than the step, so the checks go through whole lists.
+
+    Raises:
+        ValueError: two parameters overlap without being one.
     """
     if levels.inside_transform() or torch.compiler.is_compiling():
         return None
@@ -164,32 +168,41 @@ def _groups(
         if parts is None:
             return None
         params, grads, *moments = parts
-    places = [param.data_ptr() for param in params.values()]
-    if len(set(places)) < len(places) and _share_memory(params):
-        return None
     names = [name for name, grad in grads.items() if grad is not None]
     trees: list[Any] = [params, grads, *moments]
-    columns: list[list[Tensor]] = [[tree[name] for name in names] for tree in trees]
-    own, given, *kept = columns
+    columns: list[list[Tensor]] = [list(map(each.__getitem__, names)) for each in trees]
+    own, given, *_ = columns
     if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, itertools.chain(*columns))):
         return None
 
-    def alike(of: Callable[[Tensor], Any], others: list[list[Tensor]]) -> bool:
-        expected = list(map(of, own))
-        return all(list(map(of, each)) == expected for each in others)
+    def alike(of: Callable[[Tensor], Any]) -> list[Any] | None:
+        first, *others = (list(map(of, each)) for each in columns)
+        return first if all(each == first for each in others) else None
 
-    if not all(alike(of, columns[1:]) for of in (_DTYPE, _SHAPE, _DEVICE)):
+    shapes, dtypes = alike(_SHAPE), alike(_DTYPE)
+    if shapes is None or dtypes is None:
         return None
-    if not all(map(Tensor.is_contiguous, itertools.chain(*columns))):
-        if not (alike(Tensor.stride, kept) and all(map(_dense, own))):
+    on_cpu = all(map(_IS_CPU, itertools.chain(*columns)))
+    if not on_cpu and alike(_DEVICE) is None:
+        return None
+    idle = [params[name] for name, grad in grads.items() if grad is None]
+    if not all(map(Tensor.is_contiguous, itertools.chain(*columns, idle))):
+        columns[1] = list(map(_like, own, given))
+        if alike(Tensor.stride) is None or not all(map(_dense, [*own, *idle])):
             return None
-        given = [_like(param, grad) for param, grad in zip(own, given, strict=True)]
-    groups: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, ...]]] = {}
-    for row in zip(own, given, *kept, strict=True):
-        groups.setdefault((row[0].device, row[0].dtype), []).append(row)
-    if any(dtype not in (torch.float32, torch.float64) for _, dtype in groups):
+    sizes = list(map(_BYTES, own)) * len(columns) + list(map(_BYTES, idle))
+    held = itertools.chain(*columns, idle)
+    if not apart(list(map(Tensor.data_ptr, held)), sizes):
+        check_parts(params)
         return None
-    return [tuple(map(list, zip(*rows, strict=True))) for rows in groups.values()]
+    if not {*dtypes} <= {torch.float32, torch.float64}:
+        return None
+    if on_cpu and len({*dtypes}) == 1:
+        return [columns]
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, ...]]] = {}
+    for row in zip(*columns, strict=True):
+        groups.setdefault((row[0].device, row[0].dtype), []).append(row)
+    return [list(map(list, zip(*rows, strict=True))) for rows in groups.values()]
 
 
 def _parts(trees: list[Any]) -> list[Any] | None:
@@ -203,12 +216,6 @@ def _parts(trees: list[Any]) -> list[Any] | None:
         parts = {n: t.to_local() if cuts[n] else t for n, t in given.items()}
         found.append({name: parts.get(name) for name in tree})
     return found
-
-
-def _share_memory(params: Params) -> bool:
-    """Tell whether one tensor has two names: each update would change both."""
-    places = [param.data_ptr() for param in params.values() if param.numel()]
-    return len(set(places)) < len(places)
 
 
 def _like(param: Tensor, grad: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from vgrad.dtypes import widened
 from vgrad.optim.arguments import Number, check_real, plain
 from vgrad.optim.arithmetic import counter, scalar
 from vgrad.optim.base import GradientTransformation, Grads, Updates
+from vgrad.torch_private import shards
 from vgrad.typing import Params
 
 _WORD = 2**32 - 1
@@ -50,7 +51,8 @@ def add_noise(
     give members their own noise, put `init` under `torch.vmap` with seeds of shape [E].
 
     Draws have 32 random bits and never exceed 6.8 standard deviations. Drawing takes
-    about four times the memory of the parameters in float32.
+    about four times the memory of the parameters in float32, where they are cut among
+    ranks too: each rank draws all of it, and any number of ranks adds the same bits.
 
     Raises:
         ValueError: `eta` or `gamma` is negative or infinite, or the seed is not a whole
@@ -112,10 +114,13 @@ def _normal(like: Params, seed: Tensor, count: Tensor) -> Params:
     angle = 2 * math.pi * torch.stack((third, fourth))
     flat = torch.cat((radius * angle.cos(), radius * angle.sin())).flatten()
     parts = flat[: sum(sizes)].split(sizes)
-    return {
-        name: part.reshape(value.shape).to(value.device, value.dtype)
-        for (name, value), part in zip(like.items(), parts, strict=True)
-    }
+
+    def placed(part: Tensor, value: Tensor) -> Tensor:
+        part = part.reshape(value.shape).to(value.device, value.dtype)
+        return shards.cut(part, value) if shards.is_distributed(value) else part
+
+    pairs = zip(like.items(), parts, strict=True)
+    return {name: placed(part, value) for (name, value), part in pairs}
 
 
 def philox(counter: Words, key: Words) -> Words:

@@ -49,6 +49,46 @@ def offsets(tensor: Any) -> tuple[int, ...]:
     return tuple(found)
 
 
+def cut(whole: Tensor, like: Any) -> Tensor:
+    """Make a DTensor of a tensor that every rank has, placed like another one.
+
+    Where the ranks of that one hold terms of its entries, all of them have the whole.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    module: Any = sys.modules[_MODULE]
+    terms = strange(like)
+    placements = [module.Replicate() if x in terms else x for x in like.placements]
+    mesh = like.device_mesh
+    shape, starts = compute_local_shape_and_global_offset(like.shape, mesh, placements)
+    part = whole
+    for dim, (start, size) in enumerate(zip(starts, shape, strict=True)):
+        part = part.narrow(dim, min(start, whole.shape[dim]), size)
+    return type(like).from_local(
+        part.contiguous(),
+        mesh,
+        placements,
+        run_check=False,
+        shape=like.shape,
+        stride=torch.empty(like.shape, device="meta").stride(),
+    )
+
+
+def reduced(tensor: Any, like: Any, dim: int) -> Tensor:
+    """Place a DTensor like another one, but whole on all ranks along a dimension."""
+    module: Any = sys.modules[_MODULE]
+    along = dim % like.ndim
+    placements = [
+        module.Replicate() if x.is_shard(along) else x for x in like.placements
+    ]
+    return tensor.redistribute(placements=placements)
+
+
+def placed(tensor: Any, like: Any) -> Tensor:
+    """Place a DTensor like another one."""
+    return tensor.redistribute(placements=like.placements)
+
+
 def like(tensor: Any, part: Tensor) -> Tensor:
     """Make a DTensor of the parts of all ranks, placed like another one."""
     return type(tensor).from_local(

@@ -35,6 +35,7 @@ from vgrad.training.state import (
     device_of,
     first_scale,
     kept_dtypes,
+    may_write,
     own_randomness,
     scale_of,
     under,
@@ -280,14 +281,11 @@ class EnsembleStep:
             # Looking at values costs nothing on a CPU, and choosing a pass over all.
             looks = trained.is_cpu and not whole and not are_collected()
             everyone = looks and bool(trained.all())
-            params, optimizer = optim.step(
-                self.tx,
-                grads,
-                state.optimizer,
-                state.params,
-                donate=self.donate and everyone,
-            )
             buffers = kept_dtypes(buffers, state.buffers)
+            donate = self.donate and everyone and may_write(state.params, buffers)
+            params, optimizer = optim.step(
+                self.tx, grads, state.optimizer, state.params, donate=donate
+            )
             new = state._replace(params=params, buffers=buffers, optimizer=optimizer)
             if not everyone:
                 anyone = active.any() if anyone is None else anyone

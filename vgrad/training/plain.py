@@ -149,8 +149,9 @@ class TrainStep:
             grads, value, aux, buffers, finite = found
             # What is skipped needs the old state; to look is free on a CPU alone.
             taken = not scaled or (self.donate and finite.is_cpu and bool(finite))
+            donate = self.donate and taken
             params, optimizer = updated(
-                self.run, self.tx, grads, state, donate=self.donate and taken
+                self.run, self.tx, grads, state, buffers, donate=donate
             )
             new = (params, buffers, optimizer)
             if not taken:

@@ -148,9 +148,8 @@ class PrivateStep:
             grads = plan.add_noise(
                 result.grads, compute.sensitivity, key=state.key, step=taken
             )
-            params, optimizer = updated(
-                self.run, self.tx, grads, state, donate=self.donate
-            )
+            given = self.run, self.tx, grads, state, state.buffers
+            params, optimizer = updated(*given, donate=self.donate)
         metrics = {
             "loss": widened(result.losses).mean(),
             "samples": torch.tensor(len(result.losses)),

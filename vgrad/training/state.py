@@ -9,9 +9,11 @@ from torch import Tensor
 
 from vgrad import checks, optim
 from vgrad.generators import ALONE, Place, secret_key, set_seed, torch_seed
+from vgrad.optim.arguments import disjoint
 from vgrad.optim.base import GradientTransformation, check_transformation
 from vgrad.precision import LossScale, NoOpLossScale, Policy
 from vgrad.precision.modules import loss_under
+from vgrad.torch_private import levels
 from vgrad.tree import map_values, to_device
 from vgrad.typing import Buffers, Params, Tree
 
@@ -38,13 +40,29 @@ def at_once(function: Callable, *arguments: Any) -> Any:
 
 
 def updated(
-    run: Run, tx: GradientTransformation, grads: Params, state: Any, *, donate: bool
+    run: Run,
+    tx: GradientTransformation,
+    grads: Params,
+    state: Any,
+    buffers: Buffers,
+    *,
+    donate: bool,
 ) -> tuple[Params, Tree]:
-    """Run the optimizer, by the kernel that writes in place where that is allowed."""
+    """Run the optimizer, by the kernel that writes in place where that is allowed.
+
+    The buffers are those of the next state.
+    """
     given = (tx, grads, state.optimizer, state.params)
-    if donate and tx.donated is not None:
+    if donate and tx.donated is not None and may_write(state.params, buffers):
         return optim.step(*given, donate=True)
     return run(optim.step, *given)
+
+
+def may_write(params: Params, buffers: Buffers) -> bool:
+    """Return whether no buffer, which stays, has the memory of a parameter."""
+    if not buffers or levels.inside_transform() or torch.compiler.is_compiling():
+        return True
+    return disjoint([*params.values(), *buffers.values()])
 
 
 class TrainState(NamedTuple):

@@ -10,11 +10,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from vgrad import tree
+from vgrad import checks, tree
+from vgrad.optim.arguments import sharing
+from vgrad.optim.averaging import AverageState
 from vgrad.optim.base import GradientTransformation, check_transformation, step
 from vgrad.optim.hyperparams import HyperparamsState, with_hyperparams
+from vgrad.optim.interop.counterparts import FIELDS
+from vgrad.optim.methods.adaptive import RssState
+from vgrad.optim.transforms import ScheduleState
 from vgrad.tree import tree_leaves, tree_map
 from vgrad.typing import Params, Tree
+
+_COUNTED = tuple({kind for kind in FIELDS if "count" in kind._fields} - {ScheduleState})
+"""States whose count torch has for each parameter; schedules count for all of them,
+but for those of `asgd` and `adagrad`."""
 
 
 def as_torch(
@@ -27,7 +36,9 @@ def as_torch(
     of torch. `params` are `model.named_parameters()` or a dictionary of them; their
     `.grad` is read, and they are written in place. State: that of the transformation,
     made at the first step. `state_dict` returns copies of its tensors, named by
-    `vgrad.tree.state_dict`, and the parameter group.
+    `vgrad.tree.state_dict`, and the parameter group. A step without any gradient
+    changes nothing; `param_groups[0]["behind"]` names the parameters that had none at
+    an earlier step.
 
     If the transformation is made by `inject_hyperparams`, its hyperparameters are in
     `param_groups[0]`, and the next step uses what a scheduler writes there; those that
@@ -38,10 +49,12 @@ def as_torch(
     Raises:
         TypeError: the transformation is none, or the parameters are not pairs of a name
             and a tensor.
-        ValueError: a name comes twice, or two parameters share memory without being
-            one; a group is added later; a scheduler asks for a rate that the
-            transformation does not read; in `step`, a gradient is sparse, or such a
-            rate was set; in `load_state_dict`, names, shapes or dtypes differ.
+        ValueError: a name comes twice, or parameters share memory; a group is added
+            later; a scheduler asks for a rate that the transformation does not read;
+            in `step`, a gradient is sparse, such a rate was set, or a parameter that
+            was behind has a gradient, where updates depend on the steps that torch
+            counts for each parameter; in `load_state_dict`, names, shapes or dtypes
+            differ.
 
     Example:
         >>> from vgrad.optim import inject_hyperparams, sgd
@@ -85,12 +98,14 @@ class _Adapter(Optimizer):
         self._names = tuple(params)
         # Made at the first step, as in torch: until then parameters may be moved.
         self._tree: Tree | None = None
+        self._counted: bool | None = None  # computed when a parameter needs it
         first = transformation.init(params)
         shown = _settable(transformation, first, params)
         held = first.hyperparams if isinstance(first, HyperparamsState) else {}
         self._shown = tuple(shown)
         self._unread = {"lr", *held} - set(shown)
-        super().__init__([_Group(params=list(params.items()))], shown)
+        group = _Group(params=list(params.items()), behind=[])
+        super().__init__([group], shown)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -109,6 +124,19 @@ class _Adapter(Optimizer):
                 )
         state = self._transformation.init(params) if self._tree is None else self._tree
         state = self._with_numbers(state)
+        if all(grad is None for grad in grads.values()):
+            return loss
+        (group,) = self.param_groups
+        late = [name for name in group["behind"] if grads[name] is not None]
+        if late and self._counted is None:
+            self._counted = self._is_counted(params)
+        if late and self._counted:
+            raise ValueError(
+                f"as_torch(...).step: expected gradients of the parameters that had "
+                f"one at every step, got others of {checks.listed(late)}: torch counts "
+                f"the steps of each parameter, this transformation those of all. Make "
+                f"an optimizer of its own for parameters that are trained later."
+            )
         # A fresh dictionary is given away; the parameters are written in any case.
         new, self._tree = step(
             self._transformation, grads, state, dict(params), donate=True
@@ -116,6 +144,8 @@ class _Adapter(Optimizer):
         for name, param in params.items():
             if new[name] is not param:
                 param.copy_(new[name])
+        behind = {*group["behind"], *(name for name in grads if grads[name] is None)}
+        group["behind"] = sorted(behind)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,12 +164,13 @@ class _Adapter(Optimizer):
             new = tree.load_state_dict(template, state_dict["state"])
             new = tree_map(torch.clone, new)
         super().load_state_dict({**state_dict, "state": {}})
-        self.param_groups = [_Group(group) for group in self.param_groups]
+        # A group that was saved by an earlier version names none.
+        self.param_groups = [_Group({"behind": [], **g}) for g in self.param_groups]
         self._tree = new
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything: torch's own method leaves out what a subclass adds."""
-        names = ("_transformation", "_names", "_tree", "_shown", "_unread")
+        names = ("_transformation", "_names", "_tree", "_counted", "_shown", "_unread")
         own = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **own}
 
@@ -157,6 +188,33 @@ class _Adapter(Optimizer):
         (group,) = self.param_groups
         return dict(zip(self._names, group["params"], strict=True))
 
+    def _is_counted(self, params: Params) -> bool:
+        """Return whether updates depend on counts that torch has for each parameter.
+
+        They do if other counts lead to other updates, of small parameters.
+        """
+        update, small = self._transformation.update, {}
+        for name, param in params.items():
+            first, rest = param.shape[:1], param.shape[1:]  # of members, perhaps
+            shape = (*first, *(min(size, 2) for size in rest))
+            small[name] = torch.ones(shape, dtype=param.dtype, device=param.device)
+        state = self._with_numbers(self._transformation.init(small))
+        (other,) = _later((state,))
+        moved = 0
+        for number in range(1000):  # `multi_steps` leaves most parameters as they are
+            grads = {n: torch.sin(p.cumsum(0) + number) for n, p in small.items()}
+            found, state = update(grads, state, small)
+            others, other = update(grads, other, small)
+            given: list[Any] = [
+                (x, others[n]) for n, x in found.items() if x is not None
+            ]
+            if not all(torch.equal(one, two) for one, two in given):
+                return True
+            moved += any(one.any() for one, _ in given)
+            if moved == 3:
+                break
+        return False
+
     def _with_numbers(self, state: Tree) -> Tree:
         """Put the numbers of the parameter group into the state."""
         (group,) = self.param_groups
@@ -170,6 +228,22 @@ class _Adapter(Optimizer):
         if not self._shown:
             return state
         return with_hyperparams(state, **{name: group[name] for name in self._shown})
+
+
+def _later(states: tuple) -> tuple:
+    """Put one more into the counts that torch has for each parameter."""
+    decays = any(isinstance(each, AverageState | RssState) for each in states)
+    counted = (*_COUNTED, ScheduleState) if decays else _COUNTED
+
+    def later(state: Any) -> Any:
+        if isinstance(state, counted):
+            return state._replace(count=state.count + 1)
+        if not isinstance(state, tuple):
+            return state
+        new = _later(tuple(state))
+        return type(state)(*new) if hasattr(state, "_fields") else new
+
+    return tuple(later(state) for state in states)
 
 
 def _named(params: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Params:
@@ -187,15 +261,12 @@ def _named(params: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Param
             "as_torch(params): expected a name for each parameter, got one name for "
             "several."
         )
-    places: dict[int, str] = {}
-    for name, param in named.items():
-        first = places.setdefault(param.data_ptr(), name)
-        if first != name and param.numel() and not param.is_meta:
-            raise ValueError(
-                f"as_torch(params): expected parameters with memory of their own, got "
-                f"{first!r} and {name!r}, of which one update would overwrite the "
-                f"other. Let the modules hold one parameter."
-            )
+    for pair in sharing(named):
+        raise ValueError(
+            f"as_torch(params): expected parameters with memory of their own, got "
+            f"{' and '.join(map(repr, dict.fromkeys(pair)))}, where one update would "
+            f"overwrite another. Let the modules hold one parameter, or clones."
+        )
     return named
 
 

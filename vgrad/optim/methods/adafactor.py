@@ -26,7 +26,7 @@ from vgrad.optim.arithmetic import (
 from vgrad.optim.base import GradientTransformation, Grads, Updates, chain
 from vgrad.optim.clipping import clip_by_block_rms
 from vgrad.optim.transforms import ScheduleState, ascent
-from vgrad.tree import map_values
+from vgrad.torch_private import shards
 from vgrad.typing import Params, Schedule
 
 
@@ -70,10 +70,14 @@ def scale_by_factored_rms(
     def init(params: Params) -> FactoredState:
         check_real("scale_by_factored_rms", params)
         wide = {name: p for name, p in params.items() if p.ndim > 1}
-        rows = map_values(lambda p: p.new_empty((*p.shape[:-1], 1)), wide)
-        columns = map_values(
-            lambda p: p.new_empty((*p.shape[:-2], 1, p.shape[-1])), wide
-        )
+
+        def empty(dim: int) -> Params:
+            shapes = {n: [*p.shape] for n, p in wide.items()}
+            for shape in shapes.values():
+                shape[dim] = 1
+            return {n: _cut(p.new_empty(shapes[n]), p, dim) for n, p in wide.items()}
+
+        rows, columns = empty(-1), empty(-2)
         rest = {name: p for name, p in params.items() if p.ndim < 2}
         return FactoredState(counter(params), zeros(rows), zeros(columns), zeros(rest))
 
@@ -101,7 +105,8 @@ def scale_by_factored_rms(
                 row, column = rows[name], columns[name]
                 least = _least(eps, row)
                 square = row * column / row.mean(-2, keepdim=True).clamp_min(least)
-            return widened(grad) * square.clamp_min(least * least).rsqrt()
+            found = widened(grad) * square.clamp_min(least * least).rsqrt()
+            return shards.placed(found, grad) if shards.is_distributed(grad) else found
 
         updates = {n: g if g is None else direction(n, g) for n, g in grads.items()}
         return updates, FactoredState(count, rows, columns, squares)
@@ -186,7 +191,15 @@ def _mean(square: Tensor | None, dim: int | None) -> Tensor | None:
     """Return the mean over a dimension, zero over none of length; `None` takes none."""
     if square is None or dim is None:
         return square
-    return square.sum(dim, keepdim=True) / max(square.shape[dim], 1)
+    return _cut(square.sum(dim, keepdim=True) / max(square.shape[dim], 1), square, dim)
+
+
+def _cut(mean: Tensor, square: Tensor, dim: int) -> Tensor:
+    """Cut a mean over a dimension among the ranks that the squares are cut among.
+
+    torch would cut some of one row along their columns, or leave them whole.
+    """
+    return shards.reduced(mean, square, dim) if shards.is_distributed(square) else mean
 
 
 def _least(eps: Number | None, like: Tensor) -> Number:
