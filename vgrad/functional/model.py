@@ -14,7 +14,7 @@ from vgrad.functional.held import Held
 from vgrad.functional.untouched import Promise, untouched
 from vgrad.functional.writing import write_values_
 from vgrad.torch_private import levels, modes
-from vgrad.torch_private.tensors import hooks, version_of
+from vgrad.torch_private.tensors import version_of
 from vgrad.tree import copied, tensors
 from vgrad.typing import Buffers, Params
 
@@ -46,15 +46,7 @@ class FunctionalModel:
         self._lock = threading.RLock()
         self._running = False
         firsts = self._entries.firsts
-        registries = slots.registries(skeleton)
-        attributes = slots.attributes(skeleton, set(firsts))
-        self._registered = slots.places(registries, firsts)
-        self._referenced = slots.places(attributes, firsts)
-        self._pristine = [(each, copy.copy(each)) for each in registries + attributes]
-        hooked = [each for module in skeleton.modules() for each in hooks(module)]
-        self._pristine += [(each, copy.copy(each)) for each in hooked if each]
-        self._unhooked = [each for each in hooked if not each]
-        self._loose = slots.loose(attributes, firsts)
+        self._slots = self._find_slots(skeleton, firsts)
         own_buffers = slots.own_buffers(skeleton)
         copied = own_buffers | slots.renormalised(skeleton)
         self._hooked = refused.backward_hooks(skeleton)
@@ -117,7 +109,7 @@ class FunctionalModel:
     @property
     def constants(self) -> list[Tensor]:
         """The tensors in plain attributes of the module, which each call copies."""
-        return [value for _, _, value in self._loose]
+        return [value for _, _, value in self._slots.loose]
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield all modules, whose tensors are placeholders."""
@@ -136,7 +128,7 @@ class FunctionalModel:
                 real_or_complex = value.is_floating_point() or value.is_complex()
                 trained = name in params and real_or_complex
                 own[name] = nn.Parameter(value, requires_grad=trained)
-        FunctionalModel(module, self._entries.constants)._fill(own)
+        FunctionalModel(module, self._entries.constants)._slots.fill(own)
         for each in module.modules():
             if isinstance(each, nn.RNNBase):
                 each.flatten_parameters()  # cuDNN wants the weights in one block
@@ -160,6 +152,9 @@ class FunctionalModel:
         kind = type(self._skeleton).__name__
         return f"FunctionalModel({kind}, {len(self.names)} tensors)"
 
+    def _find_slots(self, skeleton: nn.Module, firsts: dict[int, str]) -> slots.Slots:
+        return slots.Slots(skeleton, firsts)
+
     def _run(
         self, values: dict[str, Tensor], args: tuple, kwargs: dict
     ) -> tuple[Any, dict[str, Tensor]]:
@@ -178,7 +173,7 @@ class FunctionalModel:
             args, kwargs = copied((args, kwargs))
         versions = _versions(own, self._copied)
         written = [own[name] for name in self._copied]
-        held = Held(self._pristine, self._unhooked, self._lock, written)
+        held = Held(self._slots, self._lock, written)
         again = None if self._only_torch else held.again
         promise = Promise({n: own[n] for n in self._watched}, _EXPECTED, _ADVICE, again)
         with self._lock:
@@ -190,9 +185,7 @@ class FunctionalModel:
                 )
             self._running = True
             try:
-                self._fill(own)
-                for container, key, value in self._loose:
-                    container[key] = value.clone()
+                self._slots.fill(own)
                 with untouched(promise):
                     output = self._skeleton(*args, **kwargs)
                 left = {name: self._left(name, own[name]) for name in own}
@@ -204,16 +197,9 @@ class FunctionalModel:
                 raise RuntimeError(f"{_EXPECTED}, but it changed {name!r}. {_ADVICE}")
         return output, left
 
-    def _fill(self, values: Mapping[str, Tensor]) -> None:
-        """Put the values wherever the module holds them."""
-        for places in (self._registered, self._referenced):
-            for name, held in places.items():
-                for container, key in held:
-                    container[key] = values[name]
-
     def _left(self, name: str, given: Tensor) -> Tensor:
         """Return what the forward pass left registered under a name and its aliases."""
-        found = [held.get(key) for held, key in self._registered.get(name, [])]
+        found = [held.get(key) for held, key in self._slots.registered.get(name, [])]
         changed = [value for value in found if value is not given]
         new = changed[0] if changed else given
         if not isinstance(new, Tensor) or any(value is not new for value in changed):
