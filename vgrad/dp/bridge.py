@@ -19,6 +19,7 @@ from vgrad.dtypes import widened
 from vgrad.functional.losses import Criterion, sample_loss
 from vgrad.functional.writing import write_grads_
 from vgrad.generators import (
+    ALONE,
     check_key,
     kept_random_state,
     secret_key,
@@ -50,8 +51,9 @@ class PrivateGradients:
     as by `sample_loss`: `None` for a module that returns its loss. A sample of the data
     set holds the data of one person, and must not depend on the others.
 
-    The module's values and mode are read at every `backward`. Its buffers do not
-    change, and batch normalisation in training mode raises.
+    Each `backward` computes on the module itself, with its values, mode and attributes
+    of that moment. Its buffers, and attributes that its forward pass writes, are put
+    back; batch normalisation in training mode raises.
 
     What can be noticed raises: another number of samples than the loader gave, a batch
     that is skipped or used twice, steps past the plan, gradients that something else
@@ -138,7 +140,8 @@ class PrivateGradients:
             physical_batch_size=physical_batch_size,
             options=loading,
         )
-        self._live = LiveModule(model)
+        with ALONE:
+            self._live = LiveModule(model)
         self._watch = Watch(self._live)
         self._criterion = criterion
         self._options: Any = {"strategy": strategy, "chunk_size": chunk_size}
@@ -187,24 +190,26 @@ class PrivateGradients:
         """
         piece = self._expected(batch)
         check_alone(self._progress.process)
-        if self._live.follow(within=piece.number > 0):
-            self._clipped = self._clip()
-        self._watch.check_written()
-        if piece.number == 0:
-            self._watch.begin()
-            self._sums = {}
-        params, buffers = self._live.values()
         place = (piece.number,) if piece.number else ()  # else as in private_step
         seed = torch_seed(self.key, "loss", self.step, *place)
-        with torch.no_grad(), kept_random_state(params.values()):
-            set_seed(seed, params.values())
-            result = self._clipped(params, buffers, *batch)
+        with ALONE:  # calls of one module from several threads take turns
+            if self._live.follow(within=piece.number > 0):
+                self._clipped = self._clip()
+            self._watch.check_written()
+            if piece.number == 0:
+                self._watch.check_used()
+            params, buffers = self._live.values()
+            with torch.no_grad(), kept_random_state(params.values()):
+                set_seed(seed, params.values())
+                result = self._live.run(self._clipped, params, buffers, *batch)
         sums = result.grads
         if piece.number:
             sums = map_values(torch.add, self._sums, sums)
         elif not piece.last:
             sums = map_values(Tensor.double, sums)
         noisy = self._noisy(sums, result.grads) if piece.last else None
+        if piece.number == 0:
+            self._watch.begin()
         self.loader.given, self._sums = None, sums  # nothing above is done twice
         if noisy is not None:
             self._release(noisy)

@@ -263,7 +263,10 @@ def taken(container: Any) -> Any:
         return dict(container)
     if isinstance(container, list | deque):
         return [*container]
-    return container.contents() if isinstance(container, Fields) else container.copy()
+    if isinstance(container, Fields):
+        return container.contents()
+    has_copy = isinstance(container, set | np.ndarray)
+    return container.copy() if has_copy else container[:]
 
 
 def same(container: Any, before: Any) -> bool:
