@@ -208,11 +208,7 @@ class PrivateGradients:
         elif not piece.last:
             sums = map_values(Tensor.double, sums)
         noisy = self._noisy(sums, result.grads) if piece.last else None
-        if piece.number == 0:
-            self._watch.begin()
-        self.loader.given, self._sums = None, sums  # nothing above is done twice
-        if noisy is not None:
-            self._release(noisy)
+        self._take(piece, sums, noisy)
         return {
             "loss": widened(result.losses).mean(),
             "samples": torch.tensor(len(result.losses)),
@@ -330,9 +326,23 @@ class PrivateGradients:
             sums, self._clipped.sensitivity, key=self.key, step=self.step
         )
 
-    def _release(self, noisy: Params) -> None:
-        """Count the step, and write its gradients."""
-        self._progress.step += 1
-        self._sums = {}
-        write_grads_(self._live.model, noisy)
-        self._watch.release()
+    def _take(self, piece: Piece, sums: Params, noisy: Params | None) -> None:
+        """Keep the sums of a batch, or write gradients: all or, on error, nothing."""
+        params = [*self._live.parameters.values()]
+        grads, watched = [each.grad for each in params], vars(self._watch).copy()
+        before, step = self._sums, self.step
+        try:
+            self.loader.given, self._sums = None, sums  # the batch is not used twice
+            if piece.number == 0:
+                self._watch.begin()
+            if noisy is not None:
+                self._sums, self._progress.step = {}, step + 1
+                write_grads_(self._live.model, noisy)
+                self._watch.release()
+        except BaseException:
+            self.loader.given, self._sums = piece, before
+            self._progress.step = step
+            for parameter, grad in zip(params, grads, strict=True):
+                parameter.grad = grad
+            vars(self._watch).update(watched)
+            raise

@@ -95,10 +95,10 @@ _CLEARED = (dict, OrderedDict, list, set, deque)
 """Classes of containers that are empty more often than not."""
 
 _KNOWN = (dict, list, set, deque, tuple, frozenset, bytearray, array, np.ndarray)
-_KNOWN += (FunctionType, BuiltinFunctionType, CellType, MethodType, partial)
+_KNOWN += (FunctionType, BuiltinFunctionType, CellType, MethodType, partial, ref)
 """Classes whose contents are known."""
 
-_APART = (type, ModuleType, Dataset, DataLoader, Optimizer, ref, *private.OPS)
+_APART = (type, ModuleType, Dataset, DataLoader, Optimizer, *private.OPS)
 """Classes of objects that no forward pass changes, though it may use them."""
 
 _MACHINERY = ("vgrad.", "torch._", "torch.distributed.", "torch.fx.", "logging")
@@ -204,6 +204,9 @@ class LiveSlots(Slots):
         elif isinstance(value, BuiltinFunctionType):
             self._check_fixed(path, [value.__self__])
             yield path, value.__self__
+        elif isinstance(value, ref):
+            self._check_fixed(path, [value()])
+            yield path, value()
         elif isinstance(value, partial):
             self._check_fixed(path, value.args)
             yield from ((path, each) for each in (value.func, value.args))
@@ -257,6 +260,8 @@ class LiveSlots(Slots):
                 self._note(tensor)
             if found:
                 self._exchanged.append((container, key, value))
+            if type(key) not in _PLAIN and value is not key:
+                yield path, key
             if type(value) not in _PLAIN:
                 yield f"{path}.{key}".lstrip(".") if type(key) is str else path, value
 

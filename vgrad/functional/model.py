@@ -6,6 +6,7 @@ from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from vgrad import checks
 from vgrad.functional import refused, slots
@@ -50,6 +51,7 @@ class FunctionalModel:
         own_buffers = slots.own_buffers(skeleton)
         copied = own_buffers | slots.renormalised(skeleton)
         self._hooked = refused.backward_hooks(skeleton)
+        self._parametrized = any(map(is_parametrized, skeleton.modules()))
         self.names = tuple(self._entries.aliases)
         self.buffer_names = tuple(n for key, n in firsts.items() if key in own_buffers)
         self._copied = {name for key, name in firsts.items() if key in copied}
@@ -161,6 +163,8 @@ class FunctionalModel:
         """Call the module with copies of what it may change; return what it left."""
         if self._hooked and levels.inside_transform():
             refused.refuse_hooks(self._hooked)
+        if self._parametrized:
+            refused.refuse_cached()
         own = {
             name: value.clone() if name in self._copied else value
             for name, value in values.items()
