@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from vgrad import batches, checks
 from vgrad.dp.live import LiveModule
 from vgrad.dp.loader import Piece, PoissonLoader, Progress, planned
+from vgrad.dp.padding import Padded, check_padded
 from vgrad.dp.plan import Plan
 from vgrad.dp.watching import Watch, check_alone
 from vgrad.dtypes import widened
@@ -67,6 +68,8 @@ class PrivateGradients:
             `"loop"` sample by sample; `"auto"` takes the first of these that can.
         chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
         randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
+        check_collate: look once, with some of the first 64 samples, whether a loss
+            changes where `collate_fn` pads a sample to the length of another one.
 
     Attributes:
         plan: what sampling, noise and accounting have in common.
@@ -117,6 +120,7 @@ class PrivateGradients:
         strategy: Strategy = "auto",
         chunk_size: ChunkSize = None,
         randomness: Randomness = "different",
+        check_collate: bool = True,
         key: Tensor | None = None,
         **loading: Any,
     ) -> None:
@@ -138,6 +142,7 @@ class PrivateGradients:
             self._progress,
             dataset,
             physical_batch_size=physical_batch_size,
+            check_collate=check_collate,
             options=loading,
         )
         with ALONE:
@@ -146,7 +151,7 @@ class PrivateGradients:
         self._criterion = criterion
         self._options: Any = {"strategy": strategy, "chunk_size": chunk_size}
         self._options |= {"randomness": randomness}
-        self._clipped = self._clip()
+        self._clipped, self._function = self._clip(), self._live.function
         self._sums: Params = {}
 
     @property
@@ -184,8 +189,8 @@ class PrivateGradients:
 
         Raises:
             RuntimeError: the batch is not the loader's or was used before, `.grad`
-                holds what was written elsewhere, the module is another one, or there
-                are several processes.
+                holds what was written elsewhere, the module is another one, its losses
+                depend on the padding of a batch, or there are several processes.
             ValueError: the batch has another number of samples than the loader gave.
         """
         piece = self._expected(batch)
@@ -193,11 +198,14 @@ class PrivateGradients:
         place = (piece.number,) if piece.number else ()  # else as in private_step
         seed = torch_seed(self.key, "loss", self.step, *place)
         with ALONE:  # calls of one module from several threads take turns
-            if self._live.follow(within=piece.number > 0):
-                self._clipped = self._clip()
+            function = self._live.follow(within=piece.number > 0)
+            if function is not self._function:
+                self._clipped, self._function = self._clip(), function
             self._watch.check_written()
             if piece.number == 0:
                 self._watch.check_used()
+            if self.loader.padded is not None and piece.rows:
+                self._check_padded(self.loader.padded, batch)
             params, buffers = self._live.values()
             with torch.no_grad(), kept_random_state(params.values()):
                 set_seed(seed, params.values())
@@ -300,6 +308,12 @@ class PrivateGradients:
             normalize_by=self.plan.expected_batch_size,
             **self._options,
         )
+
+    def _check_padded(self, padded: Padded, batch: Tree) -> None:
+        """Look once whether padding changes losses."""
+        model, shown = self._live.model, self.loader.shown
+        check_padded(model, self._criterion, padded, shown, batch)
+        self.loader.padded = self.loader.shown = None
 
     def _expected(self, batch: tuple) -> Piece:
         """Return the batch that the loader gave, if this may be it."""

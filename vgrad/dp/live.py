@@ -19,8 +19,8 @@ class LiveModule:
         self._read()
         self._parts = _parts(model)
 
-    def follow(self, *, within: bool) -> bool:
-        """Return whether the module has changed, other than in its numbers.
+    def follow(self, *, within: bool) -> LiveModel:
+        """Return the module as a function, another one if it has been set otherwise.
 
         `within` a logical batch it may not be moved, switched or frozen.
 
@@ -29,7 +29,7 @@ class LiveModule:
                 a logical batch.
         """
         if self.function.is_current():
-            return False
+            return self.function
         if _parts(self.model) != self._parts:
             raise RuntimeError(
                 f"PrivateGradients({type(self.model).__name__}): expected the modules "
@@ -44,7 +44,7 @@ class LiveModule:
                 "in between. Do that between logical batches."
             )
         self._read()
-        return True
+        return self.function
 
     def values(self) -> tuple[Params, Buffers]:
         """Return the trained tensors and the others, detached and not copied."""

@@ -14,6 +14,7 @@ from vgrad.functional.entries import Entries
 from vgrad.functional.held import Held
 from vgrad.functional.untouched import Promise, untouched
 from vgrad.functional.writing import write_values_
+from vgrad.generators import ALONE
 from vgrad.torch_private import levels, modes
 from vgrad.torch_private.tensors import version_of
 from vgrad.tree import copied, tensors
@@ -259,6 +260,13 @@ def make_functional_with_buffers(
         >>> list(params), list(buffers)
         (['weight', 'bias'], [])
     """
+    with ALONE:  # a call of PrivateGradients may run the module in another thread
+        return _split(model, disable_autograd_tracking)
+
+
+def _split(
+    model: nn.Module, disable_autograd_tracking: bool
+) -> tuple[FunctionalModel, Params, Buffers]:
     refused.check_plain("make_functional_with_buffers", model)
     refused.check_closures(model)
     own_buffers = slots.own_buffers(model)
