@@ -629,24 +629,42 @@ def test_batch_norm_in_evaluation_mode_and_lazy_layers_that_were_run():
     check_steps(model.eval())
 
 
-def test_a_module_that_adds_to_grad_on_its_own_is_refused():
-    model = nn.Linear(4, 3).double()
-    weight = weakref.ref(model.weight)
+class Special(nn.Parameter):
+    """A class of parameters of the user's own."""
 
-    def hook(module, args, out):
-        with torch.enable_grad():
-            HIDDEN[0]().square().sum().backward()
 
-    HIDDEN[0] = weight
-    private = bridge(model, strategy="loop")
-    model.register_forward_hook(hook)
+HIDDEN: list = [None]
+
+
+class OfItsClass(nn.Linear):
+    """Uses its weight by a global name."""
+
+    kept = None
+
+    def forward(self, x):
+        return super().forward(x) * HIDDEN[0].sum()
+
+
+@pytest.mark.parametrize("by_class", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parameters_used_by_other_names_are_refused(monkeypatch, strategy, by_class):
+    model = OfItsClass(4, 3).double()
+    if strategy == "loop":
+        model.weight = Special(model.weight.detach())
+    kind = type(model.weight)
+    private = bridge(model, strategy=strategy)
     batch = next(iter(private.loader))
-    with pytest.raises(RuntimeError, match="leaves .grad of its parameters alone"):
+    if by_class:
+        monkeypatch.setattr(OfItsClass, "kept", [model.weight])
+        monkeypatch.setattr(OfItsClass, "forward", of_its_class)
+    HIDDEN[0] = model.weight
+    with pytest.raises(RuntimeError, match="held where it cannot be exchanged"):
         private.backward(*batch)
-    assert model.weight.grad is None
+    assert type(model.weight) is kind
 
 
-HIDDEN = [None]
+def of_its_class(model, x):
+    return nn.Linear.forward(model, x) * model.kept[0].sum()
 
 
 def test_runs_that_share_a_module_take_turns_in_threads():

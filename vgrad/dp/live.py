@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from vgrad.functional.live import LiveModel
-from vgrad.torch_private.tensors import version_of
 from vgrad.typing import Buffers, Params
 
 
@@ -53,30 +52,15 @@ class LiveModule:
         return params, buffers
 
     def run(self, function: Callable, *args: Any) -> Any:
-        """Call a function that runs the module, and put the module back.
-
-        Raises:
-            RuntimeError: code of the module has written into `.grad`.
-        """
-        before = [(x, x.grad, _version(x.grad)) for x in self.parameters.values()]
+        """Call a function that runs the module, and put the module back."""
         try:
-            result = function(*args)
+            return function(*args)
         finally:
             try:
                 self.function.restore()
             except BaseException:  # an interrupt
                 self.function.restore()
                 raise
-        for parameter, grad, version in before:
-            if parameter.grad is not grad or _version(grad) != version:
-                parameter.grad = None
-                raise RuntimeError(
-                    "PrivateGradients.backward(*batch): expected a module that leaves "
-                    ".grad of its parameters alone, got one that adds to it in its own "
-                    "backward pass, which no clipping sees. Use the parameters by the "
-                    "attributes of their modules."
-                )
-        return result
 
     def _tensors(self) -> Any:
         return self.function.values.items()
@@ -91,10 +75,6 @@ class LiveModule:
             )
         self.function = function
         self._settings = _settings(self.model)
-
-
-def _version(grad: Tensor | None) -> int:
-    return 0 if grad is None else version_of(grad)
 
 
 def _parts(model: nn.Module) -> list[tuple[str, int]]:

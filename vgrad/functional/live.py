@@ -35,6 +35,7 @@ from vgrad.functional.model import FunctionalModel
 from vgrad.functional.origins import Origins
 from vgrad.functional.slots import (
     Fields,
+    Placeholder,
     Slots,
     Stale,
     placeholder,
@@ -123,6 +124,8 @@ class LiveSlots(Slots):
         self._loose: dict[int, Tensor] = {}
         self._marked: list[tuple[int, dict[str, Any]]] = []
         self._seen: dict[int, Any] = {}
+        trained = (each for each in model.parameters() if each.requires_grad)
+        self._trained = [(each, type(each)) for each in trained]
         self._filled = False
         with modes.without_modes():
             self._look(model)
@@ -149,6 +152,8 @@ class LiveSlots(Slots):
             attributes["_compiled_call_impl"] = None
         for key, marks in self._marked:
             vars(by_id[key]).update(marks)
+        for parameter, _ in self._trained:  # raises if it is used, as by a global
+            parameter.__class__ = Placeholder
 
     def end(self) -> None:
         """Leave the module as the call has left it, for the backward pass."""
@@ -156,6 +161,8 @@ class LiveSlots(Slots):
     def restore(self) -> None:
         """Make everything what it was; once more after an interrupt."""
         if self._filled:
+            for parameter, kind in self._trained:
+                parameter.__class__ = kind
             super().end()
             self._filled = False
 
@@ -323,13 +330,13 @@ def _left_out(value: Any, attributes: dict[str, Any]) -> set[int]:
 
     A module of Lightning has its trainer so, which holds all else there is.
     """
-    getstate = type(value).__getstate__
     state = None
-    if getstate not in _ORDINARY:
+    if type(value).__getstate__ not in _ORDINARY:
         with suppress(Exception):  # parametrized modules refuse to be pickled
-            state = getstate(value)
+            state = value.__getstate__()
     if not isinstance(state, dict):
         return set()
     kept = set(map(id, state.values()))
-    objects = (each for each in attributes.values() if not isinstance(each, _KNOWN))
+    known = (*_KNOWN, Tensor, nn.Module)
+    objects = (each for each in attributes.values() if not isinstance(each, known))
     return {id(each) for each in objects} - kept
