@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from vgrad.torch_private import (
@@ -604,3 +605,10 @@ def test_lazy_tensors_are_computed_where_an_op_reads_them():
             read()
     with pytest.raises(RuntimeError, match="not supported for tensor subclasses"):
         made.tolist()
+
+
+def test_blocks_that_cache_parametrizations_are_counted():
+    assert not tensors.keeps_parametrized()
+    with parametrize.cached(), parametrize.cached():
+        assert tensors.keeps_parametrized()
+    assert not tensors.keeps_parametrized()

@@ -39,12 +39,13 @@ BLOCK = 2**16
 """Numbers of one stream that are drawn at once, from a counter of their own."""
 
 ALONE = threading.RLock()
-"""Held by any thread that borrows torch's own generators, or catches warnings.
+"""Held by any thread that borrows torch's generators, a module, or caught warnings.
 
-Both exist once per process: a second thread that sets a generator in between, or draws
-from it, would change the numbers of the first, and leave it in the wrong state. One
-lock serves both, since two could be taken in two orders. Code that draws from torch's
-generators without it, as a plain call of a model with dropout does, is not kept out.
+Generators and warnings exist once per process: a second thread that sets a generator in
+between, or draws from it, would change the numbers of the first, and leave it in the
+wrong state. One lock serves all, since two could be taken in two orders. Code that
+draws from torch's generators without it, as a plain call of a model with dropout does,
+is not kept out.
 """
 
 

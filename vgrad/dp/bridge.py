@@ -13,12 +13,14 @@ from torch.utils.data import Dataset
 from vgrad import batches, checks
 from vgrad.dp.live import LiveModule
 from vgrad.dp.loader import Piece, PoissonLoader, Progress, check_names, planned
+from vgrad.dp.padding import Padded, check_padded
 from vgrad.dp.plan import Plan, as_digest, check_spent, spent_under
 from vgrad.dp.watching import Watch, check_alone
 from vgrad.dtypes import widened
 from vgrad.functional.losses import Criterion, check_criterion, sample_loss
 from vgrad.functional.writing import write_grads_
 from vgrad.generators import (
+    ALONE,
     check_key,
     kept_random_state,
     secret_key,
@@ -50,8 +52,9 @@ class PrivateGradients:
     as by `sample_loss`: `None` for a module that returns its loss. A sample of the data
     set holds the data of one person, and must not depend on the others.
 
-    The module's values and mode are read at every `backward`. Its buffers do not
-    change, and batch normalisation in training mode raises.
+    Each `backward` computes on the module itself, with its values, mode and attributes
+    of that moment. Its buffers, and attributes that its forward pass writes, are put
+    back; batch normalisation in training mode raises.
 
     What can be noticed raises: another number of samples than the loader gave, a batch
     that is skipped or used twice, steps past the plan, gradients that something else
@@ -65,6 +68,8 @@ class PrivateGradients:
             `"loop"` sample by sample; `"auto"` takes the first of these that can.
         chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
         randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
+        check_collate: look once, with some of the first 64 samples, whether a loss
+            changes where `collate_fn` pads a sample to the length of another one.
 
     Attributes:
         plan: what sampling, noise and accounting have in common.
@@ -116,6 +121,7 @@ class PrivateGradients:
         strategy: Strategy = "auto",
         chunk_size: ChunkSize = None,
         randomness: Randomness = "different",
+        check_collate: bool = True,
         key: Tensor | None = None,
         **loading: Any,
     ) -> None:
@@ -133,14 +139,16 @@ class PrivateGradients:
             self._progress,
             dataset,
             physical_batch_size=physical_batch_size,
+            check_collate=check_collate,
             options=loading,
         )
-        self._live = LiveModule(model)
+        with ALONE:
+            self._live = LiveModule(model)
         self._watch = Watch(self._live)
         self._criterion = criterion
         self._options: Any = {"strategy": strategy, "chunk_size": chunk_size}
         self._options |= {"randomness": randomness}
-        self._clipped = self._clip()
+        self._clipped, self._function = self._clip(), self._live.function
         self._sums: Params = {}
 
     @property
@@ -188,33 +196,34 @@ class PrivateGradients:
 
         Raises:
             RuntimeError: the batch is not the loader's or was used before, `.grad`
-                holds what was written elsewhere, the module is another one, or there
-                are several processes.
+                holds what was written elsewhere, the module is another one, its losses
+                depend on the padding of a batch, or there are several processes.
             ValueError: the batch has another number of samples than the loader gave.
         """
         piece = self._expected(batch)
         check_alone(self._progress.process)
-        if self._live.follow(within=piece.number > 0):
-            self._clipped = self._clip()
-        self._watch.check_written()
-        if piece.number == 0:
-            self._watch.begin()
-            self._sums = {}
-        params, buffers = self._live.values()
         place = (piece.number,) if piece.number else ()  # else as in private_step
         seed = torch_seed(self.key, "loss", self.step, *place)
-        with torch.no_grad(), kept_random_state(params.values()):
-            set_seed(seed, params.values())
-            result = self._clipped(params, buffers, *batch)
+        with ALONE:  # calls of one module from several threads take turns
+            function = self._live.follow(within=piece.number > 0)
+            if function is not self._function:
+                self._clipped, self._function = self._clip(), function
+            self._watch.check_written()
+            if piece.number == 0:
+                self._watch.check_used()
+            if self.loader.padded is not None and piece.rows:
+                self._check_padded(self.loader.padded, batch)
+            params, buffers = self._live.values()
+            with torch.no_grad(), kept_random_state(params.values()):
+                set_seed(seed, params.values())
+                result = self._live.run(self._clipped, params, buffers, *batch)
         sums = result.grads
         if piece.number:
             sums = map_values(torch.add, self._sums, sums)
         elif not piece.last:
             sums = map_values(Tensor.double, sums)
         noisy = self._noisy(sums, result.grads) if piece.last else None
-        self.loader.given, self._sums = None, sums  # nothing above is done twice
-        if noisy is not None:
-            self._release(noisy)
+        self._take(piece, sums, noisy)
         return {
             "loss": widened(result.losses).mean(),
             "samples": torch.tensor(len(result.losses)),
@@ -319,6 +328,12 @@ class PrivateGradients:
             **self._options,
         )
 
+    def _check_padded(self, padded: Padded, batch: Tree) -> None:
+        """Look once whether padding changes losses."""
+        model, shown = self._live.model, self.loader.shown
+        check_padded(model, self._criterion, padded, shown, batch)
+        self.loader.padded = self.loader.shown = None
+
     def _expected(self, batch: tuple) -> Piece:
         """Return the batch that the loader gave, if this may be it."""
         piece = self.loader.given
@@ -344,9 +359,23 @@ class PrivateGradients:
             sums, self._clipped.sensitivity, key=self.key, step=self.step
         )
 
-    def _release(self, noisy: Params) -> None:
-        """Count the step, and write its gradients."""
-        self._progress.step += 1
-        self._sums = {}
-        write_grads_(self._live.model, noisy)
-        self._watch.release()
+    def _take(self, piece: Piece, sums: Params, noisy: Params | None) -> None:
+        """Keep the sums of a batch, or write gradients: all or, on error, nothing."""
+        params = [*self._live.parameters.values()]
+        grads, watched = [each.grad for each in params], vars(self._watch).copy()
+        before, step = self._sums, self.step
+        try:
+            self.loader.given, self._sums = None, sums  # the batch is not used twice
+            if piece.number == 0:
+                self._watch.begin()
+            if noisy is not None:
+                self._sums, self._progress.step = {}, step + 1
+                write_grads_(self._live.model, noisy)
+                self._watch.release()
+        except BaseException:
+            self.loader.given, self._sums = piece, before
+            self._progress.step = step
+            for parameter, grad in zip(params, grads, strict=True):
+                parameter.grad = grad
+            vars(self._watch).update(watched)
+            raise

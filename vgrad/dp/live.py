@@ -1,35 +1,34 @@
 """A module that an optimizer changes in place, as a function of its present values."""
 
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
-from vgrad.torch_private.tensors import has_forward_hooks, version_of
+from vgrad.functional.live import LiveModel
 from vgrad.typing import Buffers, Params
-
-_REGISTERED = ("_parameters", "_buffers", "_modules")
-_PLAIN = (bool, int, float, str, type(None))
 
 
 class LiveModule:
-    """Reads a module afresh: its values, its mode, and what its layers are set to."""
+    """Computes on the module itself, and looks at it again where it has changed."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Split the module for the first time."""
+        """Look at the module for the first time."""
         self.model = model
-        self._split()
+        self._read()
         self._parts = _parts(model)
 
-    def follow(self, *, within: bool) -> bool:
-        """Split again if the module was moved, switched or set otherwise: was it?
+    def follow(self, *, within: bool) -> LiveModel:
+        """Return the module as a function, another one if it has been set otherwise.
 
-        `within` a logical batch only what plain attributes hold may be another.
+        `within` a logical batch it may not be moved, switched or frozen.
 
         Raises:
             RuntimeError: it has other modules or parameters, or other settings within
                 a logical batch.
         """
+        if self.function.is_current():
+            return self.function
         if _parts(self.model) != self._parts:
             raise RuntimeError(
                 f"PrivateGradients({type(self.model).__name__}): expected the modules "
@@ -37,43 +36,45 @@ class LiveModule:
                 f"optimizer knows. Build the model first, then PrivateGradients, and "
                 f"hand on the state_dict() of a run that has begun."
             )
-        settings, held = _settings(self.model), _held(self.model)
-        if within and settings != self._settings:
+        if within and _settings(self.model) != self._settings:
             raise RuntimeError(
                 "PrivateGradients.backward(*batch): expected one module for all parts "
                 "of a logical batch, got one that was moved, switched or set otherwise "
                 "in between. Do that between logical batches."
             )
-        if (settings, held) == (self._settings, self._held):
-            return False
-        self._split()
-        return True
+        self._read()
+        return self.function
 
     def values(self) -> tuple[Params, Buffers]:
-        """Return what is trained and what is not, detached and not copied."""
-        held = {**self.parameters(), **dict(self.model.named_buffers())}
-        held = {name: held[name] for name in self.function.names}
-        params = {name: each for name, each in held.items() if each.requires_grad}
-        buffers = {name: held[name] for name in held.keys() - params.keys()}
-        return _detached(params), _detached(buffers)
+        """Return the trained tensors and the others, detached and not copied."""
+        params = {n: x.detach() for n, x in self._tensors() if x.requires_grad}
+        buffers = {n: x.detach() for n, x in self._tensors() if not x.requires_grad}
+        return params, buffers
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters by their first names."""
-        return dict(self.model.named_parameters())
+    def run(self, function: Callable, *args: Any) -> Any:
+        """Call a function that runs the module, and put the module back."""
+        try:
+            return function(*args)
+        finally:
+            try:
+                self.function.restore()
+            except BaseException:  # an interrupt
+                self.function.restore()
+                raise
 
-    def _split(self) -> None:
-        function, params, _ = make_functional_with_buffers(self.model)
-        if not params:
+    def _tensors(self) -> Any:
+        return self.function.values.items()
+
+    def _read(self) -> None:
+        function = LiveModel("PrivateGradients", self.model)
+        self.parameters = dict(self.model.named_parameters())
+        if not any(each.requires_grad for each in self.parameters.values()):
             raise ValueError(
                 f"PrivateGradients({type(self.model).__name__}): expected a parameter "
                 f"that requires grad, got none."
             )
-        self.function: FunctionalModel = function
-        self._settings, self._held = _settings(self.model), _held(self.model)
-
-
-def _detached(tensors: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: tensor.detach() for name, tensor in tensors.items()}
+        self.function = function
+        self._settings = _settings(self.model)
 
 
 def _parts(model: nn.Module) -> list[tuple[str, int]]:
@@ -84,51 +85,6 @@ def _parts(model: nn.Module) -> list[tuple[str, int]]:
 
 
 def _settings(model: nn.Module) -> list[Any]:
-    """Return modes, numbers, dtypes and hooks, which a copy would not follow."""
-    found: list[Any] = [
-        (each.dtype, each.device, each.requires_grad) for each in model.parameters()
-    ]
-    found += [(name, x.dtype, x.device, x.shape) for name, x in model.named_buffers()]
-    for module in model.modules():
-        attributes = vars(module).items()
-        found.append({k: v for k, v in attributes if isinstance(v, _PLAIN)})
-        found.append(has_forward_hooks(module))
-    return found
-
-
-def _held(model: nn.Module) -> list[Any]:
-    """Return what else plain attributes hold: tensors, functions, lists of them.
-
-    Objects are told apart by their identity, whatever changes inside of them.
-    """
-    own = {id(each) for each in (*model.parameters(), *model.buffers())}
-
-    def frozen(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return [frozen(each) for each in value]
-        if isinstance(value, dict):
-            return [(frozen(key), frozen(each)) for key, each in value.items()]
-        if isinstance(value, Tensor) and id(value) not in own:
-            return _Same(value), None if value.is_inference() else version_of(value)
-        return value if isinstance(value, _PLAIN) else _Same(value)
-
-    attributes = (vars(module).items() for module in model.modules())
-    return [
-        (name, frozen(value))
-        for each in attributes
-        for name, value in each
-        if not isinstance(value, _PLAIN)
-        and not (isinstance(value, dict) and (name in _REGISTERED or not value))
-    ]
-
-
-class _Same:
-    """An object that equals itself alone, kept so that no other takes its place."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other._value is self._value
-
-    __hash__ = None  # pyright: ignore
+    """Return modes and dtypes, and which parameters are trained."""
+    modes = [each.training for each in model.modules()]
+    return modes + [(x.dtype, x.device, x.requires_grad) for x in model.parameters()]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from vgrad import checks
+from vgrad.dp.padding import padded
 from vgrad.dp.plan import Plan
 from vgrad.dp.sampling import collate
 from vgrad.typing import Tree
@@ -75,6 +76,8 @@ class PoissonLoader:
     Attributes:
         dataset: the data set.
         given: the batch that was yielded last, until it is used.
+        padded: samples by which `backward` looks at padding, until it has.
+        shown: the tensors that were yielded last, until then.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class PoissonLoader:
         dataset: Dataset[Any],
         *,
         physical_batch_size: int | None,
+        check_collate: bool,
         options: dict[str, Any],
     ) -> None:
         """Check the options, and learn what an empty batch looks like."""
@@ -98,6 +102,9 @@ class PoissonLoader:
         self._draws = _Draws(plan, progress, physical_batch_size)
         own = options.get("collate_fn") or default_collate
         options = {**options, "collate_fn": collate(dataset, own)}
+        looks = check_collate and own is not default_collate
+        self.padded = padded(dataset, own) if looks else None
+        self.shown: Tree = None
         self._batches = DataLoader(dataset, batch_sampler=self._draws, **options)
 
     def __len__(self) -> int:
@@ -116,6 +123,7 @@ class PoissonLoader:
         turn, expected = self._turn, self._draws.drawn
         for batch in self._batches:
             self.given = expected.popleft()
+            self.shown = None if self.padded is None else batch
             yield batch
             if turn != self._turn:
                 raise RuntimeError(

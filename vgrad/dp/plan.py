@@ -311,7 +311,8 @@ class Plan:
         The state is a `TrainState`, a `PrivateGradients` or anything else with a `key`
         and a `step`, from which the batches follow: a state that was saved gives those
         that the lost run drew. Steps on batches of your own are not the plan's, and
-        nothing can detect that.
+        nothing can detect that. Nor can it look at samples: pad them to a fixed length,
+        or use a mask, since padding to the longest of a batch breaks the bound.
 
         Raises:
             TypeError: the state has no key and no step.

@@ -36,7 +36,7 @@ class Watch:
 
     def __init__(self, live: LiveModule) -> None:
         """Start before the first release."""
-        self._parameters = live.parameters
+        self._live = live
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self.forget()
 
@@ -54,7 +54,7 @@ class Watch:
 
     def check_written(self) -> None:
         """Refuse a gradient that is not from here."""
-        for name, each in self._parameters().items():
+        for name, each in self._live.parameters.items():
             if each.grad is not None and not self._wrote(name, each.grad):
                 raise RuntimeError(
                     f"PrivateGradients.backward(*batch): expected no gradient that it "
@@ -62,12 +62,8 @@ class Watch:
                     f"clear what is left of it with model.zero_grad()."
                 )
 
-    def begin(self) -> None:
-        """Clear the gradients of the last logical batch, if they were released.
-
-        Raises:
-            RuntimeError: no optimizer has used them.
-        """
+    def check_used(self) -> None:
+        """Refuse another logical batch before an optimizer has used the last one."""
         if self._released and self._optimizers and not self._used:
             raise RuntimeError(
                 "PrivateGradients.backward(*batch): expected optimizer.step() after "
@@ -75,7 +71,10 @@ class Watch:
                 "the place of those. Switch gradient accumulation off: what is too "
                 "large for the memory takes physical_batch_size or chunk_size."
             )
-        for each in self._parameters().values():
+
+    def begin(self) -> None:
+        """Clear the gradients of the last logical batch."""
+        for each in self._live.parameters.values():
             each.grad = None
         self.forget()
         self._partial = True
@@ -86,7 +85,7 @@ class Watch:
     def release(self) -> None:
         """Remember the gradients that have just been written."""
         self._partial = False
-        for name, each in self._parameters().items():
+        for name, each in self._live.parameters.items():
             if each.grad is not None:
                 self._released[name] = Released.of(each.grad)
 
@@ -94,7 +93,7 @@ class Watch:
         """Look at the gradients before each step of an optimizer."""
         if optimizer in self._optimizers:
             return
-        if _held(optimizer).isdisjoint(map(id, self._parameters().values())):
+        if _held(optimizer).isdisjoint(map(id, self._live.parameters.values())):
             raise ValueError(
                 "PrivateGradients.watch(optimizer): expected one of the module's own "
                 "parameters, got one of others, which it would train without privacy. "
@@ -137,7 +136,7 @@ class Watch:
         held = _held(optimizer)
         # Where a scaler leaves what a fused optimizer divides by.
         scaled = getattr(optimizer, "grad_scale", None) is not None
-        for name, each in self._parameters().items():
+        for name, each in self._live.parameters.items():
             if id(each) not in held:
                 continue
             released = self._released.get(name)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vgrad.functional import refused
+from vgrad.generators import ALONE
 from vgrad.torch_private import levels
 from vgrad.torch_private import tensors as private
 
@@ -85,7 +86,8 @@ def replace_batch_norm(model: nn.Module) -> nn.Module:
         32
     """
     refused.check_plain("replace_batch_norm", model)
-    copied = copy.deepcopy(model)
+    with ALONE:  # no other thread computes on the module
+        copied = copy.deepcopy(model)
     memo: dict[int, nn.Module] = {}
 
     def replaced(module: nn.Module) -> nn.Module:

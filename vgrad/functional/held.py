@@ -1,18 +1,13 @@
 """What a module holds during a call, for the parts of it that run again later."""
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor
 
-from vgrad.functional import slots
-from vgrad.functional.slots import Container
+from vgrad.functional.slots import Slots, State, restore, taken
 from vgrad.torch_private import levels, modes
-
-State = list[tuple[Any, Any]]
-"""Containers, and copies of what they held."""
 
 
 class Held:
@@ -23,19 +18,14 @@ class Held:
     """
 
     def __init__(
-        self,
-        pristine: State,
-        unhooked: Sequence[Container],
-        lock: AbstractContextManager,
-        written: Sequence[Tensor],
+        self, slots: Slots, lock: AbstractContextManager, written: Sequence[Tensor]
     ) -> None:
-        """Take what the containers hold outside of calls; some hold nothing.
+        """Take the slots of the module, which hold no values outside of calls.
 
         `written` are the tensors of the call that its forward pass may write into.
         """
+        self._slots = slots
         self._written = {id(each) for each in written}
-        self._pristine = pristine
-        self._unhooked = unhooked
         self._lock = lock
         self._wanted = False
         self._left: State = []
@@ -48,13 +38,10 @@ class Held:
     def end(self) -> None:
         """Make the containers what they were before the call."""
         if self._wanted:
-            self._left = [(each, copy.copy(each)) for each, _ in self._pristine]
+            self._left = [(each, taken(each)) for each, _ in self._slots.state]
             with modes.without_modes():
                 _exchanged([values for _, values in self._left], self._kept)
-        _restore(self._pristine)
-        if any(self._unhooked):  # asked first, since there are many
-            for each in self._unhooked:
-                each.clear()
+        self._slots.end()
 
     def _kept(self, value: Tensor) -> Tensor:
         """Return what a repetition finds in the place of a tensor.
@@ -73,29 +60,25 @@ class Held:
     @contextmanager
     def _in_place(self) -> Iterator[None]:
         with self._lock:
-            before = [(each, copy.copy(each)) for each, _ in self._left]
-            _restore(self._left)
+            before = [(each, taken(each)) for each, _ in self._left]
+            restore(self._left)
             try:
                 yield
             finally:
-                _restore(before)
+                restore(before)
 
 
-def _restore(state: State) -> None:
-    for container, values in state:
-        slots.restore(container, values)
-
-
-def _exchanged(copies: Sequence[Container], change: Callable[[Tensor], Tensor]) -> None:
+def _exchanged(copies: Sequence[Any], change: Callable[[Tensor], Tensor]) -> None:
     """Put other tensors in the place of some, the same one wherever one is held."""
     known: dict[int, tuple[Tensor, Tensor]] = {}  # the first is kept for its id
     for values in copies:
-        is_dict = isinstance(values, dict)
-        put: Any = dict.__setitem__ if is_dict else list.__setitem__
-        for key, value in [*values.items()] if is_dict else [*enumerate(values)]:
+        if not isinstance(values, dict | list):
+            continue
+        pairs = values.items() if isinstance(values, dict) else enumerate(values)
+        for key, value in [*pairs]:
             if not isinstance(value, Tensor):
                 continue
             if id(value) not in known:
                 known[id(value)] = value, change(value)
             if (new := known[id(value)][1]) is not value:
-                put(values, key, new)
+                values[key] = new

@@ -6,6 +6,7 @@ from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from vgrad import checks
 from vgrad.functional import refused, slots
@@ -13,8 +14,9 @@ from vgrad.functional.entries import Entries
 from vgrad.functional.held import Held
 from vgrad.functional.untouched import Promise, untouched
 from vgrad.functional.writing import write_values_
+from vgrad.generators import ALONE
 from vgrad.torch_private import levels, modes
-from vgrad.torch_private.tensors import hooks, version_of
+from vgrad.torch_private.tensors import version_of
 from vgrad.tree import copied, tensors
 from vgrad.typing import Buffers, Params
 
@@ -46,18 +48,11 @@ class FunctionalModel:
         self._lock = threading.RLock()
         self._running = False
         firsts = self._entries.firsts
-        registries = slots.registries(skeleton)
-        attributes = slots.attributes(skeleton, set(firsts))
-        self._registered = slots.places(registries, firsts)
-        self._referenced = slots.places(attributes, firsts)
-        self._pristine = [(each, copy.copy(each)) for each in registries + attributes]
-        hooked = [each for module in skeleton.modules() for each in hooks(module)]
-        self._pristine += [(each, copy.copy(each)) for each in hooked if each]
-        self._unhooked = [each for each in hooked if not each]
-        self._loose = slots.loose(attributes, firsts)
+        self._slots = self._find_slots(skeleton, firsts)
         own_buffers = slots.own_buffers(skeleton)
         copied = own_buffers | slots.renormalised(skeleton)
         self._hooked = refused.backward_hooks(skeleton)
+        self._parametrized = any(map(is_parametrized, skeleton.modules()))
         self.names = tuple(self._entries.aliases)
         self.buffer_names = tuple(n for key, n in firsts.items() if key in own_buffers)
         self._copied = {name for key, name in firsts.items() if key in copied}
@@ -117,7 +112,7 @@ class FunctionalModel:
     @property
     def constants(self) -> list[Tensor]:
         """The tensors in plain attributes of the module, which each call copies."""
-        return [value for _, _, value in self._loose]
+        return [value for _, _, value in self._slots.loose]
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield all modules, whose tensors are placeholders."""
@@ -136,7 +131,7 @@ class FunctionalModel:
                 real_or_complex = value.is_floating_point() or value.is_complex()
                 trained = name in params and real_or_complex
                 own[name] = nn.Parameter(value, requires_grad=trained)
-        FunctionalModel(module, self._entries.constants)._fill(own)
+        FunctionalModel(module, self._entries.constants)._slots.fill(own)
         for each in module.modules():
             if isinstance(each, nn.RNNBase):
                 each.flatten_parameters()  # cuDNN wants the weights in one block
@@ -160,12 +155,17 @@ class FunctionalModel:
         kind = type(self._skeleton).__name__
         return f"FunctionalModel({kind}, {len(self.names)} tensors)"
 
+    def _find_slots(self, skeleton: nn.Module, firsts: dict[int, str]) -> slots.Slots:
+        return slots.Slots(skeleton, firsts)
+
     def _run(
         self, values: dict[str, Tensor], args: tuple, kwargs: dict
     ) -> tuple[Any, dict[str, Tensor]]:
         """Call the module with copies of what it may change; return what it left."""
         if self._hooked and levels.inside_transform():
             refused.refuse_hooks(self._hooked)
+        if self._parametrized:
+            refused.refuse_cached()
         own = {
             name: value.clone() if name in self._copied else value
             for name, value in values.items()
@@ -178,7 +178,7 @@ class FunctionalModel:
             args, kwargs = copied((args, kwargs))
         versions = _versions(own, self._copied)
         written = [own[name] for name in self._copied]
-        held = Held(self._pristine, self._unhooked, self._lock, written)
+        held = Held(self._slots, self._lock, written)
         again = None if self._only_torch else held.again
         promise = Promise({n: own[n] for n in self._watched}, _EXPECTED, _ADVICE, again)
         with self._lock:
@@ -190,9 +190,7 @@ class FunctionalModel:
                 )
             self._running = True
             try:
-                self._fill(own)
-                for container, key, value in self._loose:
-                    container[key] = value.clone()
+                self._slots.fill(own)
                 with untouched(promise):
                     output = self._skeleton(*args, **kwargs)
                 left = {name: self._left(name, own[name]) for name in own}
@@ -204,16 +202,9 @@ class FunctionalModel:
                 raise RuntimeError(f"{_EXPECTED}, but it changed {name!r}. {_ADVICE}")
         return output, left
 
-    def _fill(self, values: Mapping[str, Tensor]) -> None:
-        """Put the values wherever the module holds them."""
-        for places in (self._registered, self._referenced):
-            for name, held in places.items():
-                for container, key in held:
-                    container[key] = values[name]
-
     def _left(self, name: str, given: Tensor) -> Tensor:
         """Return what the forward pass left registered under a name and its aliases."""
-        found = [held.get(key) for held, key in self._registered.get(name, [])]
+        found = [held.get(key) for held, key in self._slots.registered.get(name, [])]
         changed = [value for value in found if value is not given]
         new = changed[0] if changed else given
         if not isinstance(new, Tensor) or any(value is not new for value in changed):
@@ -269,6 +260,13 @@ def make_functional_with_buffers(
         >>> list(params), list(buffers)
         (['weight', 'bias'], [])
     """
+    with ALONE:  # a call of PrivateGradients may run the module in another thread
+        return _split(model, disable_autograd_tracking)
+
+
+def _split(
+    model: nn.Module, disable_autograd_tracking: bool
+) -> tuple[FunctionalModel, Params, Buffers]:
     refused.check_plain("make_functional_with_buffers", model)
     refused.check_closures(model)
     own_buffers = slots.own_buffers(model)

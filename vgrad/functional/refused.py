@@ -109,3 +109,17 @@ def refuse_hooks(hooked: list[str]) -> None:
         f"transforms of torch.func skip, got some on {checks.listed(hooked)}. Remove "
         f'them, or use strategy="loop".'
     )
+
+
+def refuse_cached() -> None:
+    """Raise inside `parametrize.cached()`, which would keep tensors from call to call.
+
+    Raises:
+        RuntimeError: the call is in such a block.
+    """
+    if private.keeps_parametrized():
+        raise RuntimeError(
+            "fmodel(params, buffers): expected a call outside of "
+            "torch.nn.utils.parametrize.cached(), which keeps the tensors of one call "
+            "for the next, got one inside. Leave the block first."
+        )

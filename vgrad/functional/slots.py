@@ -1,10 +1,13 @@
 """Where a module holds its tensors: registered, or in a plain attribute."""
 
 import copy
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -154,9 +157,50 @@ def placeholder(tensor: Tensor, kind: type[Placeholder] = Placeholder) -> Placeh
         return empty.as_subclass(kind)
 
 
-def registries(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the dictionaries in which the modules register tensors."""
-    return [held for m in model.modules() for held in private.registered(m)[:2]]
+class Slots:
+    """The places of tensors in a module of placeholders, and what else it holds.
+
+    Attributes:
+        registered: by first name, the registries and keys that hold a tensor.
+        loose: tensors that are neither parameters nor buffers, and their places.
+        state: the containers that a call may change, and what they held before it.
+    """
+
+    def __init__(self, skeleton: nn.Module, firsts: dict[int, str]) -> None:
+        """Find the slots of tensors, by id, that have these first names."""
+        registries = [
+            held for m in skeleton.modules() for held in private.registered(m)[:2]
+        ]
+        containers = attributes(skeleton, set(firsts))
+        self.registered = _places(registries, firsts)
+        self._referenced = _places(containers, firsts)
+        self.loose = [
+            (container, key, value)
+            for container, key, value in _entries(containers)
+            if isinstance(value, Tensor)
+            and id(value) not in firsts
+            and not isinstance(value, Stale)
+        ]
+        hooked = [each for m in skeleton.modules() for each in private.hooks(m)]
+        changing = registries + containers + [each for each in hooked if each]
+        self.state: State = [(each, taken(each)) for each in changing]
+        self._empty = [each for each in hooked if not each]
+
+    def fill(self, values: Mapping[str, Tensor]) -> None:
+        """Put values wherever the module holds tensors, and copies of loose ones."""
+        for places in (self.registered, self._referenced):
+            for name, held in places.items():
+                for container, key in held:
+                    container[key] = values[name]
+        for container, key, value in self.loose:
+            container[key] = value.clone()
+
+    def end(self) -> None:
+        """End a call: make the containers what they were before it."""
+        restore(self.state)
+        if any(self._empty):  # asked first, since there are many
+            for each in self._empty:
+                each.clear()
 
 
 def attributes(model: nn.Module, tensors: set[int]) -> list[Container]:
@@ -174,7 +218,7 @@ def attributes(model: nn.Module, tensors: set[int]) -> list[Container]:
     return found
 
 
-def places(
+def _places(
     containers: Sequence[Any], names: dict[int, str]
 ) -> dict[str, list[tuple[Any, Any]]]:
     """Return, by name, each container and key (or index) that holds the tensor."""
@@ -185,31 +229,109 @@ def places(
     return found
 
 
-def loose(
-    containers: Sequence[Any], names: dict[int, str]
-) -> list[tuple[Any, Any, Tensor]]:
-    """Return the tensors that are neither parameters nor buffers, and their places."""
-    return [
-        (container, key, value)
-        for container, key, value in _entries(containers)
-        if isinstance(value, Tensor)
-        and id(value) not in names
-        and not isinstance(value, Stale)
-    ]
+State = list[tuple[Any, Any]]
+"""Containers, and copies of their contents."""
 
 
-def restore(container: Container, before: Container) -> None:
-    """Make a container what it was, keeping the object."""
-    if type(container) is dict:
-        container.clear()
-        container.update(before)
-    elif isinstance(container, dict):  # whose class may forbid to change it
-        kind: Any = OrderedDict if isinstance(container, OrderedDict) else dict
-        kind.clear(container)
-        for key, value in dict(before).items():
-            kind.__setitem__(container, key, value)
+class Fields:
+    """Values that an object holds by descriptors, as slots and cells do."""
+
+    def __init__(self, owner: Any, descriptors: Sequence[Any]) -> None:
+        """Take the object, and the descriptors of its class."""
+        self.owner = owner
+        self._descriptors = descriptors
+
+    def contents(self) -> dict[Any, Any]:
+        """Return the values that are set, by descriptor."""
+        found = {}
+        for each in self._descriptors:
+            with suppress(AttributeError, ValueError):  # not set
+                found[each] = each.__get__(self.owner)
+        return found
+
+    def put_back(self, before: dict[Any, Any]) -> None:
+        """Set what was set before, and nothing else."""
+        for each in self.contents().keys() - before.keys():
+            each.__delete__(self.owner)
+        for each, value in before.items():
+            each.__set__(self.owner, value)
+
+
+def taken(container: Any) -> Any:
+    """Return a copy of the contents of a container, which `restore` puts back."""
+    if isinstance(container, dict):
+        return dict(container)
+    if isinstance(container, list | deque):
+        return [*container]
+    if isinstance(container, Fields):
+        return container.contents()
+    has_copy = isinstance(container, set | np.ndarray)
+    return container.copy() if has_copy else container[:]
+
+
+def same(container: Any, before: Any) -> bool:
+    """Return whether a container holds the objects, or the numbers, of before."""
+    if isinstance(container, dict):
+        return (
+            len(container) == len(before)
+            and all(map(is_, container.values(), before.values()))
+            and all(map(is_, container, before))
+        )
+    if isinstance(container, list | deque):
+        return len(container) == len(before) and all(map(is_, container, before))
+    if isinstance(container, Fields):
+        return same(container.contents(), before)
+    if isinstance(container, np.ndarray):
+        return container.dtype == before.dtype and _bits(container) == _bits(before)
+    return container == before
+
+
+def _bits(array: np.ndarray) -> tuple[Any, bytes]:
+    return array.shape, array.tobytes()
+
+
+def put(container: Any, key: Any, value: Any) -> None:
+    """Exchange an entry of a container; the key of one in a set is its old value."""
+    if isinstance(container, dict):
+        _kind(container).__setitem__(container, key, value)
+    elif isinstance(container, set):
+        container.discard(key)
+        container.add(value)
+    elif isinstance(container, Fields):
+        key.__set__(container.owner, value)
     else:
-        container[:] = before
+        container[key] = value
+
+
+def restore(state: State) -> None:
+    """Make containers what they were, keeping the objects.
+
+    An interrupt leaves some of them as they are; another call restores these.
+    """
+    for container, before in state:
+        if same(container, before):
+            continue
+        if isinstance(container, dict):
+            kind = _kind(container)
+            if [*map(id, container)] != [*map(id, before)]:
+                kind.clear(container)
+            for key, value in before.items():
+                kind.__setitem__(container, key, value)
+        elif isinstance(container, Fields):
+            container.put_back(before)
+        elif isinstance(container, np.ndarray):
+            container[...] = before
+        elif isinstance(container, set | deque):
+            container.clear()
+            add = container.update if isinstance(container, set) else container.extend
+            add(before)
+        else:
+            container[:] = before
+
+
+def _kind(container: dict) -> Any:
+    """Return the class that changes a dictionary whose own may forbid it."""
+    return OrderedDict if isinstance(container, OrderedDict) else dict
 
 
 def _entries(containers: Sequence[Any]) -> Iterator[tuple[Any, Any, Any]]:

@@ -7,13 +7,15 @@ from torch import Tensor, nn
 
 from vgrad import checks
 from vgrad.functional import slots
+from vgrad.generators import ALONE
 from vgrad.typing import Params
 
 
 def write_values_(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Write a value into every tensor of a module, under each of its names."""
     function = "copy_to_(model, params, buffers)"
-    targets = dict(slots.named_tensors(model))
+    with ALONE:  # no other thread computes on the module
+        targets = dict(slots.named_tensors(model))
     checks.same_names(function, targets, values)
     shapes = {name: target.shape for name, target in targets.items()}
     checks.same_shapes(function, shapes, values)
@@ -46,7 +48,8 @@ def write_grads_(model: nn.Module, grads: Params) -> None:
         >>> model.weight.grad
         tensor([[1., 1.]])
     """
-    targets = dict(model.named_parameters(remove_duplicate=False))
+    with ALONE:
+        targets = dict(model.named_parameters(remove_duplicate=False))
     unexpected = grads.keys() - targets.keys()
     if unexpected:
         raise ValueError(

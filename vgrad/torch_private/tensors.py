@@ -3,8 +3,9 @@
 Torch documents none of it, but its own Python code relies on all of it: on `_version`,
 `_base` and the hooks of a tensor in torch/_tensor.py, on `_make_subclass` in
 torch/nn/parameter.py, on storages in torch/multiprocessing/reductions.py, on the
-registries and hooks of modules in torch/nn/modules/module.py, on the schemas of ops in
-torch/_ops.py, on comparisons of tensors in torch/_dynamo/guards.py. Documented
+registries and hooks of modules in torch/nn/modules/module.py, on the counter of cached
+blocks in torch/nn/utils/parametrize.py, on the schemas of ops in torch/_ops.py, on
+comparisons of tensors in torch/_dynamo/guards.py. Documented
 attributes of the same meaning would end the need.
 """
 
@@ -18,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as modules
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.utils import parametrize
 
 from vgrad.torch_private.lazy import Lazy
 from vgrad.torch_private.levels import outside
@@ -113,6 +115,11 @@ def persistent(module: nn.Module) -> Iterator[Tensor | None]:
 def is_compiled(module: nn.Module) -> bool:
     """Tell whether a module is what `torch.compile` makes of another one."""
     return "_orig_mod" in module._modules
+
+
+def keeps_parametrized() -> bool:
+    """Return whether a block of `parametrize.cached()` runs: results stay in there."""
+    return parametrize._cache_enabled > 0
 
 
 def copied_attributes(module: nn.Module) -> dict[str, Any]:
