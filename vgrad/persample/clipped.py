@@ -44,6 +44,15 @@ from vgrad.typing import (
     Tree,
 )
 
+_ROUNDING = 1e-6
+"""By how much more than its bound a sample may add."""
+
+_OTHER = 1e-3
+"""Relative to the weight of a sample, a difference that rounding does not make.
+
+Two backward passes of one graph differ by the order in which a device adds up.
+"""
+
 
 class ClippedGrad(NamedTuple):
     """What `clipped_grad` computes. Only `grads`, with noise, is private.
@@ -218,7 +227,20 @@ class ClippedGradFn(Transform[Result]):
             doubtful = unlikely(torch.cat([~decision.plain, *found.doubts]))
             return None if part.anywhere(doubtful) else decision.weights
 
-        return Twice(part.mask, decide=weights, summed=part.summed)
+        def fit(found: Twice, weights: Mapping[str, Tensor]) -> bool:
+            parts = self._clip.parts(part.params)
+            with no_autocast(part.device):
+                right = self._decide(part)(found.norms)
+                fine = [right.plain]
+                for names, bound in parts:
+                    weight = weights[names[0]].double()
+                    norm = Norm.joint([found.norms[name] for name in names]).upper
+                    fine.append(weight * norm <= bound * (1 + _ROUNDING))
+                    fine.append(weight >= right.weights[names[0]] * (1 - _OTHER))
+                other = unlikely(torch.cat([~torch.stack(fine).all(0), *found.doubts]))
+            return not part.anywhere(other)
+
+        return Twice(part.mask, decide=weights, fit=fit, summed=part.summed)
 
     def _decide(self, part: Problem) -> Callable[[Mapping[str, Norm]], Decision]:
         """Return what says from the norms what becomes of the samples of a chunk."""
