@@ -128,7 +128,10 @@ def clipped_grad(
     With `passes=2` a recorded backward pass keeps nothing but the norms, and a second
     one sums with the weights that follow from them: more time, and no factors in
     memory. That pays where the loss checkpoints its activations, which otherwise take
-    more. Samples near the ends of the dtype have their factors kept all the same.
+    more. The second pass measures the norms of what it sums: where they are others, as
+    of checkpoints that draw new random numbers, the samples run once more and factors
+    are kept, as they are for samples near the ends of the dtype. A loss with nodes that
+    are not torch's own runs forward before each pass.
 
     Guarantee: no sample adds more than `max_norm (1 + 1e-6) / normalize_by` in L2 norm,
     or with `rescale` `(1 + 1e-6) / normalize_by`, in the arithmetic that ran, with

@@ -16,9 +16,8 @@ from vgrad.torch_private.tensors import OPS
 
 __all__ = ["foreign", "is_foreign_op", "nodes"]
 
-_OWN = frozenset(
-    each for each in vars(torch._C._functions).values() if isinstance(each, type)
-)
+_COMPILED: Any = torch._C
+_OWN = {each for each in vars(_COMPILED._functions).values() if isinstance(each, type)}
 
 
 def nodes(tensors: Iterable[Tensor]) -> Iterator[Any]:

@@ -225,8 +225,8 @@ class Sites:
         expanded = [site for site in sites if site.expansion is not None]
         inputs: list[Any] = [site.expansion for site in expanded]
         inputs += [site.handed for site in sites]
-        for site in expanded if self.owns else ():
-            copy_at_once(site.expansion)
+        for expansion in inputs[: len(expanded)] if self.owns else ():
+            copy_at_once(expansion)
         if losses.requires_grad:
             grads = torch.autograd.grad(
                 losses,
