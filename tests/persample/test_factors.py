@@ -19,10 +19,10 @@ from vgrad.persample.factors import (
     Probes,
     Rows,
     Tied,
+    base,
     combined,
     costs,
 )
-from vgrad.persample.factors.base import Factor, Positions, owned
 
 SHORT = examples(15)
 
@@ -287,7 +287,7 @@ def test_gradients_of_large_depthwise_kernels_do_not_drift():
 def test_an_owned_factor_shares_no_memory_whatever_its_kind():
     """Nothing else may write into it; forms that are not known become gradients."""
 
-    class Own(Factor):
+    class Own(base.Factor):
         def __init__(self, g, how):
             self.g, self.how, self.size, self.shape = g, how, len(g), g.shape[1:]
 
@@ -307,12 +307,12 @@ def test_an_owned_factor_shares_no_memory_whatever_its_kind():
 
     g = randn(3, 2)
     for how in (None, lambda: g):
-        mine = owned(Own(g, how))
+        mine = base.owned(Own(g, how))
         assert isinstance(mine, Own if how is None else Dense)
         assert torch.equal(mine.grad(), g)
         assert mine.grad().data_ptr() != g.data_ptr()
-    assert owned(Dense(g), g).grad() is g
-    outputs = Positions(g[:, None, None])
+    assert base.owned(Dense(g), g).grad() is g
+    outputs = base.Positions(g[:, None, None])
     outer = Outer(randn(3, 1, 1, 4), outputs.tensor, torch.Size((2, 4)), outputs)
-    assert owned(outer).shared is None
-    assert owned(outer, g).shared is outputs
+    assert base.owned(outer).shared is None
+    assert base.owned(outer, g).shared is outputs
