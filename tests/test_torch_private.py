@@ -20,6 +20,7 @@ from vgrad.torch_private import (
     levels,
     messages,
     modes,
+    nodes,
     old_style,
     random_ops,
     shards,
@@ -612,3 +613,24 @@ def test_blocks_that_cache_parametrizations_are_counted():
     with parametrize.cached(), parametrize.cached():
         assert tensors.keeps_parametrized()
     assert not tensors.keeps_parametrized()
+
+
+def test_nodes_and_ops_that_are_not_torchs_own_are_named():
+    x = X.clone().requires_grad_()
+    own = F.layer_norm(torch.sin(x) @ x.t(), (3,)).view(9)[:2].expand(4, 2).sum()
+    assert len([*nodes.nodes([own])]) >= 8
+    assert nodes.foreign([own, X]) == []
+    assert nodes.foreign([own + Old.apply(x * 1).sum()]) == ["OldBackward"]
+
+    @torch.library.custom_op("vgrad_nodes::double", mutates_args=())
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    double.register_autograd(lambda ctx, grad: grad * 2)
+    assert len(nodes.foreign([double(x)])) == 1
+    with Listing() as mode:
+        torch.ops.vgrad_nodes.double(X)
+        torch.ops.aten.mul(X, X)
+        torch.ops.aten.mul.Tensor(X, X)
+        X + X
+    assert [*map(nodes.is_foreign_op, mode.seen)] == [True, False, False, False]

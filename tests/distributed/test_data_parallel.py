@@ -6,11 +6,20 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import vgrad
 from tests.distributed.nets import MODELS, problem
 from vgrad import distributed
-from vgrad.distributed import RankError, alone, data_parallel
+from vgrad.distributed import (
+    RankError,
+    Ranks,
+    alone,
+    data_parallel,
+    gather,
+    shard,
+    sharded,
+)
 from vgrad.distributed import ranks as collectives
 from vgrad.dp import PoissonBatchSampler, secret_key
 from vgrad.tree import tree_leaves
@@ -492,3 +501,47 @@ def test_batches_are_cut_without_rest_and_without_overlap(some):
     for place, batch in enumerate(batches):
         sizes = [len(result[0][place]) for result in results]
         assert max(sizes) - min(sizes) <= 1, batch
+
+
+class _Changing:
+    """A net whose checkpoint has other values each time that it runs, on some ranks."""
+
+    def __init__(self, scales):
+        self.scales = scales
+        self.calls = 0
+
+    def inner(self, h, w):
+        self.calls += 1
+        scale = self.scales[self.calls % len(self.scales)]
+        return F.linear(h.tanh() * torch.full_like(h, scale), w)
+
+    def __call__(self, params, buffers, x):
+        h = F.linear(x, params["a"])
+        return checkpoint(self.inner, h, params["b"], use_reentrant=False).sum() * 1e3
+
+
+def _changing(size):
+    mesh = mesh_of(size)
+    ranks = Ranks.of("test", mesh, "dp")
+    torch.manual_seed(0)
+    params = {"a": torch.randn(4, 3), "b": torch.randn(5, 4)}
+    x = torch.randn(2 * size, 3)
+    part = x[2 * ranks.rank : 2 * ranks.rank + 2]
+    expected = vgrad.clipped_grad(_Changing((1,)), max_norm=0.5)(params, {}, x).grads
+    worst = []
+    for scales in ((1,), (1, 10, 100, 1000)):
+        scales = scales if ranks.rank == 0 else (1,)
+        clip = vgrad.clipped_grad(
+            _Changing(scales), max_norm=0.5, passes=2, strategy="recorded"
+        )
+        worst.append(
+            errors(data_parallel(clip, mesh)(params, {}, part).grads, expected)
+        )
+        found = sharded.sharded_call(clip, ranks, shard(params, mesh), {}, (part,))
+        worst.append(errors(gather(found.grads, mesh), expected))
+    return worst
+
+
+def test_ranks_drop_sums_of_two_kinds_of_gradients(some):
+    for worst in some.run(_changing, some.size):
+        assert max(worst) < 2e-6, worst

@@ -1,11 +1,13 @@
 """Clipped sums from two backward passes, which keep no factors in between."""
 
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import vgrad
 from tests import cases, oracle
@@ -139,3 +141,123 @@ def test_random_numbers_are_those_of_one_forward_pass():
     )
     assert_equal(one, two)
     assert len(calls) == 2
+
+
+class Changing:
+    """A net whose checkpoint has other values each time that it runs.
+
+    Its gradients are so large that each sample is clipped: the right sum is the same
+    whatever the scale, as long as weights and gradients have one.
+    """
+
+    def __init__(self, scales: tuple[float, ...]):
+        self.scales = scales
+        self.calls = 0
+
+    def inner(self, h, w):
+        self.calls += 1
+        scale = self.scales[self.calls % len(self.scales)]
+        return F.linear(h.tanh() * torch.full_like(h, scale), w)
+
+    def __call__(self, p: dict[str, Tensor], b: dict, x: Tensor) -> Tensor:
+        h = F.linear(x, p["a.w"])
+        y = checkpoint(self.inner, h, p["b.w"], use_reentrant=False)
+        return y.sum() * 1e3
+
+
+LARGE = {"a.w": randn(4, 3, seed=5), "b.w": randn(5, 4, seed=6)}
+ROWS = randn(7, 3, seed=7)
+REDONE = "expected a loss of which two backward passes compute the same gradients"
+
+
+def large(clipping: str) -> dict[str, Tensor]:
+    grads = oracle.loss_gradients(Changing((1.0,)), LARGE, {}, (ROWS,), 7)
+    if clipping != "per_layer":
+        return {name: each[None] for name, each in oracle.clipped(grads, 1.0).items()}
+    found = {n: oracle.clipped({n: each}, 0.5**0.5)[n] for n, each in grads.items()}
+    return {name: each[None] for name, each in found.items()}
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 3}, {"mask": True}], ids=str)
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+@pytest.mark.parametrize("scales", [(1, 10, 100, 1000), (1000, 100, 10, 1), (1, 1, 9)])
+def test_weights_never_meet_gradients_of_another_pass(scales, clipping, options):
+    mask = torch.arange(7) != 2 if options.get("mask") else None
+    rest = {name: each for name, each in options.items() if name != "mask"}
+    clip = vgrad.clipped_grad(
+        Changing(scales), max_norm=1.0, clipping=clipping, passes=2, **rest
+    )
+    with pytest.warns(vgrad.FallbackWarning, match=REDONE):
+        found = clip(LARGE, {}, ROWS, mask=mask)
+    if mask is None:
+        expected = {name: each[0] for name, each in large(clipping).items()}
+        oracle.assert_exact(found.grads, expected, 1e-6)
+    for row in ROWS[:2]:
+        alone = clip(LARGE, {}, row[None]).grads.values()
+        assert sum(float(each.square().sum()) for each in alone) <= (1 + 1e-6) ** 2
+
+
+def test_automatic_weights_are_those_of_the_same_pass():
+    options = {"max_norm": 1.0, "clipping": "automatic", "passes": 2}
+    clip = vgrad.clipped_grad(Changing((1, 10, 100, 1000)), **options)
+    with pytest.warns(vgrad.FallbackWarning, match=REDONE):
+        found = clip(LARGE, {}, ROWS).grads
+    expected = {name: each[0] for name, each in large("flat").items()}
+    oracle.assert_exact(found, expected, 1e-4)  # but for 0.01 beside the norms
+
+
+@pytest.mark.parametrize("draw", ["dropout", "rand"])
+@pytest.mark.parametrize("randomness", ["different", "same"])
+@pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
+@pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
+def test_checkpoints_that_draw_anew_keep_the_bound(draw, randomness, clipping):
+    def inner(w: Tensor, x: Tensor) -> Tensor:
+        y = F.linear(x, w).square()
+        return F.dropout(y, 0.9) if draw == "dropout" else y * (torch.rand(()) < 0.5)
+
+    def loss(p: dict[str, Tensor], b: dict, x: Tensor) -> Tensor:
+        how = {"use_reentrant": False, "preserve_rng_state": False}
+        return 1e3 * checkpoint(inner, p["w"], x, **how).sum()
+
+    options = {"randomness": randomness, "clipping": clipping, "strategy": "recorded"}
+    clip = vgrad.clipped_grad(loss, max_norm=1.0, passes=2, **options)
+    torch.manual_seed(0)
+    params, x = {"w": torch.ones(1, 1)}, torch.ones(1, 1)
+    norms = [float(clip(params, {}, x).grads["w"].norm()) for _ in range(30)]
+    assert max(norms) <= 1 + 1e-6
+    assert len({round(norm, 3) for norm in norms}) == 2  # zeros, and what is clipped
+
+
+def test_the_random_state_goes_on_where_one_pass_leaves_it():
+    def inner(h: Tensor) -> Tensor:
+        return F.dropout(h, 0.5)
+
+    def loss(p: dict[str, Tensor], b: dict, x: Tensor) -> Tensor:
+        h = F.linear(x, p["a.w"])
+        return checkpoint(inner, h, use_reentrant=False).square().sum()
+
+    after = []
+    for passes in (1, 2):
+        torch.manual_seed(3)
+        clip = vgrad.clipped_grad(
+            loss, max_norm=1.0, passes=passes, randomness="different"
+        )
+        after.append((clip(LARGE, {}, ROWS).grads["a.w"], torch.rand(4)))
+    assert all(torch.equal(*each) for each in zip(*after, strict=True))
+
+
+@pytest.mark.compiled
+def test_captures_drop_sums_of_two_kinds_of_gradients():
+    def inner(w: Tensor, x: Tensor) -> Tensor:
+        return F.dropout(F.linear(x, w).square(), 0.9)
+
+    def loss(p: dict[str, Tensor], b: dict, x: Tensor) -> Tensor:
+        how = {"use_reentrant": False, "preserve_rng_state": False}
+        return 1e3 * checkpoint(inner, p["w"], x, **how).sum()
+
+    clip = vgrad.clipped_grad(loss, max_norm=1.0, passes=2, randomness="different")
+    compute, params = vgrad.compile(clip), {"w": torch.ones(1, 1)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = [compute(params, {}, torch.ones(1, 1)).grads["w"] for _ in range(30)]
+    assert max(float(each.norm()) for each in found) <= 1 + 1e-6

@@ -101,6 +101,7 @@ class _Call:
         ]
         self._graphs: list[tuple[Sequence[Tensor], list[Tensor]]] = []
         self._form: Any = None  # the output, with an ellipsis for each tensor
+        self._shared = False  # whether one call stands for all samples
 
     def run(
         self, given: Sequence[Mapped], size: int, one: Callable
@@ -108,14 +109,10 @@ class _Call:
         """Return the outputs, stacked if an argument is mapped, and whether one is."""
         tensors = [tensor for tensor, _ in given]
         mapped = any(axis is not None for _, axis in given)
-        versions = [version_of(each) for each in tensors]
+        self._shared = not mapped
         columns = [_column(*each, size if mapped else 1) for each in given]
-        try:
-            with undrawn(tensors, self.refusal):
-                rows = [one(row) for row in zip(*columns, strict=True)]
-        finally:
-            if versions != [version_of(each) for each in tensors]:
-                raise self.refusal("arguments left as they are", "one written in place")
+        with undrawn(tensors, self.refusal):
+            rows = [one(row) for row in zip(*columns, strict=True)]
         if not mapped:
             return rows[0], False
         kinds = [[(e.shape, e.dtype, e.device, e.layout) for e in row] for row in rows]
@@ -125,11 +122,19 @@ class _Call:
 
     def one(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors among the outputs of one call."""
+        # Views of views, at which each sample's gradient is copied before another call
+        # runs, which may write it to the same memory.
+        tensors = [each[None][0] if each.requires_grad else each for each in tensors]
         own = iter(tensors)
         leaves = [next(own) if isinstance(e, Tensor) else e for e in self._leaves]
         args, kwargs = tree_unflatten(leaves, self._spec)
-        with _Watch(self, tensors):
-            output = self._function.apply(*args, **kwargs)
+        versions = [version_of(each) for each in tensors]
+        try:
+            with _Watch(self, tensors):
+                output = self._function.apply(*args, **kwargs)
+        finally:
+            if versions != [version_of(each) for each in tensors]:
+                raise self.refusal("arguments left as they are", "one written in place")
         found = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
         form = tree_map(lambda e: ... if isinstance(e, Tensor) else e, output)
         if self._form is None:
@@ -140,7 +145,7 @@ class _Call:
         places = {memory(each) for each in tensors}
         if any(not e.requires_grad and memory(e) in places for e in found):
             raise self.refusal("outputs in memory of their own", "an argument's")
-        return found
+        return [each.clone() for each in found]  # so may the next call
 
     def is_foreign(self, tensor: Tensor) -> bool:
         """Tell whether a tensor that was no argument belongs to the loss."""
@@ -153,12 +158,16 @@ class _Call:
 
     def apart(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Do as `one`, and keep the graph of this call."""
+        leaves, found = self._graph(tensors)
+        self._graphs.append((leaves, found))
+        return [each.detach() for each in found]
+
+    def _graph(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return leaves for the arguments of a call, and its outputs."""
         pairs = zip(tensors, self._wanted, strict=True)
         leaves = [each.detach().requires_grad_(wanted) for each, wanted in pairs]
         with torch.set_grad_enabled(self._grad):
-            found = self.one(leaves)
-        self._graphs.append((leaves, found))
-        return [each.detach() for each in found]
+            return leaves, self.one(leaves)
 
     def constants(self, outputs: Iterable[Tensor]) -> list[Tensor]:
         """Return the outputs of all samples through which no call has a gradient."""
@@ -199,7 +208,9 @@ class _Call:
 
     def _back(self, number: int, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the backward pass of one sample's call, or of the one that all share."""
-        leaves, outputs = self._graphs[number % len(self._graphs)]
+        leaves, outputs = self._graphs[0 if self._shared else number]
+        if self._shared:  # and a backward pass may write into what was saved
+            leaves, outputs = self._graph([each.clone() for each in leaves])
         wanted = [each for each in leaves if each.requires_grad]
         ends = [
             (output, grad)
@@ -218,7 +229,8 @@ class _Call:
                     allow_unused=True,
                 )
             )
-        return [next(found) if each.requires_grad else None for each in leaves]
+        own = (next(found) if each.requires_grad else None for each in leaves)
+        return [None if each is None else each.clone() for each in own]
 
 
 class _Apart(torch.autograd.Function):
@@ -296,10 +308,13 @@ def _split(tensor: Tensor, level: int) -> Mapped:
 
 
 def _column(tensor: Tensor, axis: int | None, size: int) -> Sequence[Tensor]:
-    """Return what each sample's call gets."""
+    """Return each sample's tensor, on memory that no other sample's call can write."""
     if axis is None:
-        return [tensor] * size
-    return [each.contiguous() for each in tensor.unbind()]
+        return [tensor.clone() for _ in range(size)] if size > 1 else [tensor]
+    rows = tensor.unbind()
+    if not tensor.stride(0):
+        return [each.clone() for each in rows]
+    return [each.contiguous() for each in rows]
 
 
 def _filled(leaf: Tensor, grads: Sequence[Tensor | None]) -> Tensor | None:

@@ -44,6 +44,15 @@ from vgrad.typing import (
     Tree,
 )
 
+_ROUNDING = 1e-6
+"""By how much more than its bound a sample may add."""
+
+_OTHER = 1e-3
+"""Relative to the weight of a sample, a difference that rounding does not make.
+
+Two backward passes of one graph differ by the order in which a device adds up.
+"""
+
 
 class ClippedGrad(NamedTuple):
     """What `clipped_grad` computes. Only `grads`, with noise, is private.
@@ -119,7 +128,10 @@ def clipped_grad(
     With `passes=2` a recorded backward pass keeps nothing but the norms, and a second
     one sums with the weights that follow from them: more time, and no factors in
     memory. That pays where the loss checkpoints its activations, which otherwise take
-    more. Samples near the ends of the dtype have their factors kept all the same.
+    more. The second pass measures the norms of what it sums: where they are others, as
+    of checkpoints that draw new random numbers, the samples run once more and factors
+    are kept, as they are for samples near the ends of the dtype. A loss with nodes that
+    are not torch's own runs forward before each pass.
 
     Guarantee: no sample adds more than `max_norm (1 + 1e-6) / normalize_by` in L2 norm,
     or with `rescale` `(1 + 1e-6) / normalize_by`, in the arithmetic that ran, with
@@ -218,7 +230,20 @@ class ClippedGradFn(Transform[Result]):
             doubtful = unlikely(torch.cat([~decision.plain, *found.doubts]))
             return None if part.anywhere(doubtful) else decision.weights
 
-        return Twice(part.mask, decide=weights, summed=part.summed)
+        def fit(found: Twice, weights: Mapping[str, Tensor]) -> bool:
+            parts = self._clip.parts(part.params)
+            with no_autocast(part.device):
+                right = self._decide(part)(found.norms)
+                fine = [right.plain]
+                for names, bound in parts:
+                    weight = weights[names[0]].double()
+                    norm = Norm.joint([found.norms[name] for name in names]).upper
+                    fine.append(weight * norm <= bound * (1 + _ROUNDING))
+                    fine.append(weight >= right.weights[names[0]] * (1 - _OTHER))
+                other = unlikely(torch.cat([~torch.stack(fine).all(0), *found.doubts]))
+            return not part.anywhere(other)
+
+        return Twice(part.mask, decide=weights, fit=fit, summed=part.summed)
 
     def _decide(self, part: Problem) -> Callable[[Mapping[str, Norm]], Decision]:
         """Return what says from the norms what becomes of the samples of a chunk."""

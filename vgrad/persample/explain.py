@@ -54,7 +54,8 @@ def explain(transform: Any) -> Any:
     Each use of a parameter leaves a factor. Where the op has no rule that fits, the
     parameter is expanded over the samples: exact, but all gradients are stored. What is
     used several times, or computed from parameters, has one more row for each
-    parameter's sum; only that one then takes memory.
+    parameter's sum; only that one then takes memory. `.foreign` names nodes that may
+    write in place into any tensor, for which factors hold `.copied` bytes as copies.
 
     Raises:
         TypeError: `transform` is something else.
@@ -169,7 +170,9 @@ def _run(problem: Problem, strategy: str, why: str) -> tuple["_Found", Explanati
     largest, found = max(parts, key=lambda part: part[0])
     sizes = tuple(size for size, _ in parts)
     splits = tuple((problem.fallbacks.splits - before).items())
-    told = Explanation(problem.function, strategy, why, largest, (), sizes, splits)
+    foreign = tuple(sorted(problem.fallbacks.foreign))
+    of_parts = sizes, splits, foreign, found.copied
+    told = Explanation(problem.function, strategy, why, largest, (), *of_parts)
     return found, told
 
 
@@ -183,9 +186,11 @@ class _Found(Collector):
         self._uses: list[Row] = []
         self._computed: set[str] = set()
         self.wholes: dict[str, Row] = {}
+        self.copied = 0
 
     def tell(self, use: Use) -> None:
         """Note a use."""
+        self.copied += use.copied
         why = "has a rule" if use.ruled else EXPANDED
         if use.computed:
             self._computed.update(use.names)

@@ -42,6 +42,9 @@ class Explanation:
         parts: the sizes of the parts of the first chunk; one, if it does not split.
         splits: the lines that ask what its samples answer differently, and how often it
             or one of its parts splits there.
+        foreign: the nodes of the graph and the ops that are not torch's own, which may
+            write into any tensor that they reach.
+        copied: bytes that factors hold as copies for that reason.
     """
 
     function: str
@@ -51,6 +54,8 @@ class Explanation:
     rows: tuple[Row, ...]
     parts: tuple[int, ...] = ()
     splits: tuple[tuple[str, int], ...] = ()
+    foreign: tuple[str, ...] = ()
+    copied: int = 0
 
     def __str__(self) -> str:
         """Return an aligned table in plain text."""
@@ -67,6 +72,11 @@ class Explanation:
                 f"\n\n{sum(self.parts)} samples run in {len(self.parts)} parts, of "
                 f"which this is the largest. They take different branches at\n"
             ) + "\n".join(lines)
+        if self.foreign:
+            title += (
+                f"\n\nFactors hold copies, {self.copied:,} bytes, since these are not "
+                f"torch's own and may write in place: {', '.join(self.foreign)}"
+            )
         return f"{title}\n\n{aligned([head, *cells], right={4})}"
 
 

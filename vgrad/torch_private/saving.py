@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointFunction as Reentrant
 from torch.utils.checkpoint import checkpoint
 
 from vgrad.torch_private import levels
+from vgrad.torch_private.nodes import nodes
 from vgrad.torch_private.tensors import version_of
 
 __all__ = [
@@ -116,16 +117,7 @@ def reenters(loss: Tensor) -> bool:
     It adds to the `.grad` of what it reaches: a backward pass that asks for other
     gradients does not even come to it.
     """
-    found: set[Any] = set()
-    nodes: list[Any] = [loss.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in found:
-            if isinstance(node, _OF_REENTRANT):
-                return True
-            found.add(node)
-            nodes += [each for each, _ in node.next_functions]
-    return False
+    return any(isinstance(node, _OF_REENTRANT) for node in nodes([loss]))
 
 
 _OF_REENTRANT = Reentrant._backward_cls  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,9 +1,10 @@
 """The tensors that a rule keeps until the backward pass, and their versions."""
 
 import gc
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ref
 
 from torch import Tensor
 
@@ -12,21 +13,35 @@ from vgrad.torch_private.saving import Hooks
 from vgrad.torch_private.tensors import version_of
 
 
-def check_unchanged(op: str, kept: list[tuple[Tensor, int]]) -> None:
-    """Compare the versions of tensors with those that they had."""
-    for tensor, version in kept:
-        if version_of(tensor) != version:
+class Stamp(NamedTuple):
+    """The version that a tensor had, which an op needs unchanged."""
+
+    op: str
+    tensor: ref[Tensor]
+    version: int
+
+
+def stamped(op: str, value: Any) -> list[Stamp]:
+    """Stamp the tensors that a function or another object refers to."""
+    return [Stamp(op, ref(each), version_of(each)) for each in captured(value)]
+
+
+def check_unchanged(stamps: Iterable[Stamp]) -> None:
+    """Compare the versions of tensors that are left with those that they had."""
+    for stamp in stamps:
+        tensor = stamp.tensor()
+        if tensor is not None and version_of(tensor) != stamp.version:
             raise RuntimeError(
-                f"{op}: expected an input that stays as it is until the backward pass, "
-                f"but an op of the loss wrote into it in place."
+                f"{stamp.op}: expected an input that stays as it is until the backward "
+                f"pass is over, but an op of the loss wrote into it in place."
             )
 
 
-def captured(maker: Maker) -> list[Tensor]:
-    """Return the tensors that a function refers to, itself or through other objects."""
+def captured(value: Any) -> list[Tensor]:
+    """Return the tensors that an object refers to, itself or through others."""
     found: list[Tensor] = []
     seen: set[int] = set()
-    left: list[Any] = [maker]
+    left: list[Any] = [value]
     while left:
         value = left.pop()
         known = id(value) in seen or isinstance(value, type | ModuleType)

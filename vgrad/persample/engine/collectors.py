@@ -42,7 +42,8 @@ class Collector(Protocol):
     Attributes:
         tell: optional callback, invoked once per use while a loss is recorded.
         look: optional, takes the factors of a recorded backward pass after which a
-            second one hands all of them to `take`, and `again` is called in between.
+            second one hands all of them to `take`. `again` is called in between, and
+            `once` at the end.
     """
 
     tell: Callable[[Use], None] | None = None
@@ -54,6 +55,9 @@ class Collector(Protocol):
 
     def again(self) -> None:
         """Learn that a second backward pass begins."""
+
+    def once(self) -> "Collector | None":
+        """Return a collector for one pass, if the two did not fit together."""
 
 
 @dataclass
@@ -239,23 +243,23 @@ class Twice(Settled):
     """Does what `Settled` does in two backward passes, between which it keeps nothing.
 
     The first is for the norms, of which `decide` makes the weights of each parameter.
-    The second sums, unless `decide` returns None: then factors are kept after all.
+    The second sums, unless `decide` returns None: then factors are kept after all. It
+    measures the norms of the very factors that it sums, with which the weights must
+    `fit`: what runs again in a backward pass may have other values.
     """
 
     decide: Callable[["Twice"], Mapping[str, Tensor] | None] | None = None
+    fit: Callable[["Twice", Mapping[str, Tensor]], bool] | None = None
     summed: Summed = whole
     sums: Params = field(default_factory=dict)
     _weights: Mapping[str, Tensor] | None = None
-    _kept: dict[str, bool] = field(default_factory=dict)
 
     def take(self, name: str, factor: Factor) -> None:
-        """Compute the norms of one parameter, or sum its gradients."""
-        if self._weights is not None:
-            form = factor if self._kept[name] else factor.settled()[0]
-            self.sums[name] = self.summed(name, form.weighted(self._weights[name]))
-            return
+        """Compute the norms of one parameter, and perhaps sum its gradients."""
         super().take(name, factor)
-        self._kept[name] = self.factors[name] is factor
+        if self._weights is not None:
+            form = self.factors.pop(name)
+            self.sums[name] = self.summed(name, form.weighted(self._weights[name]))
 
     def look(self, name: str, factor: Factor) -> None:
         """Compute the norms of one parameter alone."""
@@ -266,6 +270,13 @@ class Twice(Settled):
         """Decide between the passes."""
         assert self.decide is not None
         self._weights = self.decide(self)
+
+    def once(self) -> Settled | None:
+        """Return a collector for one pass, if the sums are not to be used."""
+        assert self.fit is not None
+        if self._weights is None or self.fit(self, self._weights):
+            return None
+        return Settled(self.mask)
 
 
 def _slices(keep: Tensor, *shapes: torch.Size) -> Sequence[Tensor]:

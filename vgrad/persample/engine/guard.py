@@ -235,6 +235,7 @@ class Fallbacks:
         self.draws: bool | None = None  # whether a loss with keys has drawn so far
         self.splits: Counter[str] = Counter()  # chunks that fell into parts, by line
         self.looped: dict[str, str] = {}  # functions that no vmap ran, and their lines
+        self.foreign: set[str] = set()  # nodes and ops that are not torch's own
 
     def tell(self, parts: Parts, function: str, one: str = "sample") -> None:
         """Note that a chunk falls into parts; warn once where these are small."""

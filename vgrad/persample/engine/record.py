@@ -27,6 +27,7 @@ from vgrad.persample.engine.taps import Taps
 from vgrad.persample.factors.base import Factor
 from vgrad.persample.rules.table import Lowering, Rule
 from vgrad.torch_private import levels, modes, saving
+from vgrad.torch_private.nodes import foreign, is_foreign_op
 from vgrad.torch_private.tensors import leaf
 from vgrad.tree import tree_map_only
 from vgrad.typing import Tree
@@ -60,6 +61,7 @@ class Recorder(LossGuard):
         self._repeats = False  # whether a checkpoint runs again
         self._later: list[list[Callable[[], AbstractContextManager]]] = []
         self._taps = Taps(self._sites)
+        self._foreign: dict[str, None] = {}  # ops of libraries
         self._ends: dict[int, Tensor] = {}
         self.params = self._sites.params
         self.unreached = self._sites.unreached
@@ -80,6 +82,7 @@ class Recorder(LossGuard):
                 "are, by an activation checkpoint or by save_on_cpu, got other hooks "
                 'on saved tensors, which would see all samples. Use strategy="loop".'
             )
+        self._sites.repeats = True
         super().saves(pack)
 
     def until_later(
@@ -120,6 +123,17 @@ class Recorder(LossGuard):
         """Refuse results that are not those of one sample."""
         self._truth.end(tree.tensors(result))
         self._truth = self._truth.afresh()  # nor does it keep their memory
+
+    def foreign(self, losses: Tensor) -> list[str]:
+        """Name the nodes and ops, not torch's own, that run in a backward pass.
+
+        They may write into all tensors that they reach, also in ways that move no
+        version. So factors hold copies from here on.
+        """
+        found = foreign([losses, *self._sites.sources])
+        found = list(dict.fromkeys([*found, *self._foreign]))
+        self._sites.owns = bool(found)
+        return found
 
     def backward(self, losses: Tensor, scales: Tensor, *, last: bool = True) -> None:
         """Run a backward pass, and hand on the factors of every parameter.
@@ -182,6 +196,8 @@ class Recorder(LossGuard):
         batched: bool,
     ) -> Any:
         """Run one call that computes something."""
+        if is_foreign_op(func):
+            self._foreign[str(func)] = None
         entry = self._rules.get(func)
         here = levels.current_level() == self._level
         if entry is not None and here:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from vgrad.lowering.truthful import GRAPH, HOOKS, MEMORY
 from vgrad.persample.engine import views
+from vgrad.persample.engine.captured import Stamp, check_unchanged, stamped
 from vgrad.persample.engine.guard import UnsupportedOp
-from vgrad.persample.factors.base import Dense, Factor, Zero
+from vgrad.persample.factors.base import Dense, Factor, Zero, owned
 from vgrad.persample.factors.combined import Moved, Replay, disjoint, merged
 from vgrad.persample.factors.outer import Outer
 from vgrad.torch_private import levels
@@ -50,6 +51,7 @@ class Use(NamedTuple):
     factor: Factor  # the gradients of what the ops took
     ruled: bool  # the ops have rules that fit
     computed: bool  # what they took was computed from parameters and is no view of one
+    copied: int  # bytes of the factor that it holds as copies of its own
 
 
 @dataclass(eq=False)
@@ -57,7 +59,7 @@ class _Parameter:
     """One parameter: its own site, and the factors that arrived and are expected."""
 
     root: Site
-    found: list[tuple[Site, Factor]] = field(default_factory=list)
+    found: list[tuple[Site, Factor, list[Stamp]]] = field(default_factory=list)
     expected: int = 0
     pending: int = 0
     late: bool = False  # some are known only after the whole backward pass
@@ -69,7 +71,15 @@ class Sites:
     `take(name, factor)` is called once for each parameter, as soon as all its factors
     are there. `tell` is an optional callback, invoked once per use. In the end
     `unreached` names the parameters for which nothing came.
+
+    Attributes:
+        owns: whether a node of the graph may write into any tensor that it reaches, so
+            that factors hold copies.
+        repeats: whether ops of the loss run again in the backward pass.
     """
+
+    owns = False
+    repeats = False
 
     def __init__(
         self,
@@ -84,6 +94,7 @@ class Sites:
         self._tell = tell
         self._known: dict[int, Site] = {}
         self._waiting: dict[str, _Parameter] = {}
+        self._stamps: list[Stamp] = []
         self.params: Params = {}
         self.unreached: set[str] = set()
         for name, value in params.items():
@@ -181,9 +192,21 @@ class Sites:
         for name in site.names:
             self._waiting[name].expected += 1
 
-    def arrived(self, site: Site, factor: Factor | None, op: str) -> None:
-        """Accept what was expected; without a gradient there is no factor."""
+    @property
+    def sources(self) -> list[Tensor]:
+        """The tensors computed from parameters alone, with their graphs."""
+        derived = [each for each in self._known.values() if each.replay is None]
+        return [site.source for site in derived]
+
+    def arrived(
+        self, site: Site, factor: Factor | None, op: str, own: Tensor | None = None
+    ) -> None:
+        """Accept what was expected; without a gradient there is no factor.
+
+        The memory of `own` belongs to the factor.
+        """
         if factor is not None:
+            factor = owned(factor, own) if self.owns else factor
             self._keep(site, factor, {op: True})
         for name in site.names:
             parameter = self._waiting[name]
@@ -202,6 +225,8 @@ class Sites:
         expanded = [site for site in sites if site.expansion is not None]
         inputs: list[Any] = [site.expansion for site in expanded]
         inputs += [site.handed for site in sites]
+        for expansion in inputs[: len(expanded)] if self.owns else ():
+            copy_at_once(expansion)
         if losses.requires_grad:
             grads = torch.autograd.grad(
                 losses,
@@ -214,16 +239,24 @@ class Sites:
             for site, grad in zip(expanded, grads, strict=False):
                 if grad is not None:
                     self._keep(site, Dense(grad), site.asked)
+        if self.owns:
+            self._pull_back_once()
         for name in list(self._waiting):
             self._complete(name)
         if not last:
             self._waiting = parameters
+        check_unchanged(self._stamps)
 
     def _keep(self, site: Site, factor: Factor, ops: Mapping[str, bool]) -> None:
         """Note a factor, under the parameter itself where the way there is short."""
         if self._tell is not None:
             ruled, computed = all(ops.values()), site.replay is None
-            self._tell(Use(site.names, tuple(ops), factor, ruled, computed))
+            copied = factor.bytes if self.owns else 0
+            self._tell(Use(site.names, tuple(ops), factor, ruled, computed, copied))
+        stamps = []
+        if self.repeats and not self.owns:
+            stamps = stamped(", ".join(ops), factor)
+            self._stamps += stamps
         while site.parent is not None:
             if site.transposed:
                 if not isinstance(factor, Outer) or not factor.is_matrix:
@@ -232,7 +265,7 @@ class Sites:
                 factor = Outer(factor.outputs, factor.inputs, shape)
             site = site.parent
         for name in site.names:
-            self._waiting[name].found.append((site, factor))
+            self._waiting[name].found.append((site, factor, stamps))
 
     def _complete(self, name: str) -> None:
         """Hand on what was found for a parameter, as one factor."""
@@ -240,7 +273,8 @@ class Sites:
         root, found = parameter.root, parameter.found
         parameter.found = []
         parts: dict[Site, list[Factor]] = {}
-        for site, factor in found:
+        for site, factor, stamps in found:
+            check_unchanged(stamps)
             parts.setdefault(site, []).append(factor)
         del found, parameter
         whole = {site: merged(factors) for site, factors in parts.items()}
@@ -258,6 +292,36 @@ class Sites:
             apart = disjoint(replays, root.plain)
             self._take(name, moved if apart else Dense(moved.grad()))
 
+    def _pull_back_once(self) -> None:
+        """Run one backward pass through all that was computed from parameters.
+
+        Its nodes may write into what they saved, so none runs twice.
+        """
+        late: dict[Site, list[Factor]] = {}
+        for parameter in self._waiting.values():
+            parts: dict[Site, list[Factor]] = {}
+            for site, factor, _ in parameter.found:
+                if site.replay is None:
+                    parts.setdefault(site, []).append(factor)
+            late = parts | late  # a site is found at each of its parameters
+            parameter.found = [each for each in parameter.found if each[0] not in parts]
+        if not late:
+            return
+        names = {name for site in late for name in site.names}
+        roots = [self._waiting[name].root for name in names]
+        grads = [
+            merged(factors).grad().to(site.source.dtype, copy=True)
+            for site, factors in late.items()
+        ]
+
+        def back(*grads: Tensor) -> tuple[Tensor, ...]:
+            sources = [site.source for site in late], [root.source for root in roots]
+            return torch.autograd.grad(*sources, grads, materialize_grads=True)
+
+        # Unlike is_grads_batched, which ends the process where such a node reads .data.
+        for root, grad in zip(roots, torch.vmap(back)(*grads), strict=True):
+            self._waiting[root.names[0]].found.append((root, Dense(grad), []))
+
     def _pulled_back(self, site: Site, root: Site, factor: Factor) -> Factor:
         """Differentiate what was computed of parameters, for every sample."""
         grads = factor.grad().to(site.source.dtype)
@@ -270,6 +334,11 @@ class Sites:
             allow_unused=True,
         )
         return Zero(self._size, root.plain) if found is None else Dense(found)
+
+
+def copy_at_once(tensor: Tensor) -> None:
+    """Copy the gradient of a tensor as it comes there, before another node writes."""
+    tensor.register_hook(lambda grad: None if grad is None else grad.clone())
 
 
 def replaced(tree: Any, by: Mapping[int, Tensor]) -> Any:

@@ -6,7 +6,13 @@ memory does not grow with the batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    closing,
+    contextmanager,
+    nullcontext,
+)
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -14,8 +20,10 @@ import torch
 from torch import Tensor
 
 from vgrad import checks, tree
+from vgrad.conditions import Unrepeatable, are_collected
 from vgrad.dtypes import no_autocast
 from vgrad.generators import (
+    RandomState,
     drawn_since,
     kept_random_state,
     random_state,
@@ -32,10 +40,12 @@ from vgrad.persample.engine.guard import (
 )
 from vgrad.persample.engine.problem import Problem
 from vgrad.persample.engine.record import Recorder
+from vgrad.persample.engine.sites import copy_at_once
 from vgrad.persample.factors.base import Dense, Factor
 from vgrad.persample.rules.table import RULES
 from vgrad.torch_private import levels, modes, old_style, saving
 from vgrad.torch_private.lazy import Lazy
+from vgrad.torch_private.nodes import foreign
 from vgrad.tree import tree_map_only
 from vgrad.typing import Params, Tree
 
@@ -61,41 +71,77 @@ def recorded(problem: Problem, collect: Collect) -> Chunk:
             f'transforms of torch.func. Use strategy="vmap" inside them.'
         )
     collected = collect()
+    twice = collected.look is not None
+    draws = twice and problem.randomness != "error"
+    state = random_state(problem.tensors) if draws else None
+    found = _recorded(problem, collected, state)
+    if not twice or (kept := collected.once()) is None:
+        return found
+    problem.fallbacks.warn(
+        f"{problem.function}(passes=2): expected a loss of which two backward passes "
+        f"compute the same gradients, got others in the second one, as checkpoints "
+        f"have that draw new random numbers. Samples run once more, and factors are "
+        f"kept; pass preserve_rng_state=True to checkpoints, or passes=1."
+    )
+    if state is not None:
+        set_random_state(state)
+    return _recorded(problem, kept)
+
+
+def _recorded(
+    problem: Problem, collected: Collector, state: RandomState | None = None
+) -> Chunk:
+    """Record the loss, and hand the factors of one backward pass or two on.
+
+    `state` is that of the generators now, where random numbers may be drawn.
+    """
     accept = collected.look or collected.take
+    # Of the caller's grad mode. A sample that requires grad says so to the loss, but
+    # leads to the caller no more.
+    again, inputs = problem.differentiable, problem.batch.inputs
 
     def take(name: str, factor: Factor) -> None:
         with torch.no_grad():
             accept(name, problem.unscaled(factor))
 
-    recorder = Recorder(RULES, problem, problem.batch.size, take, collected.tell)
+    def run() -> tuple[Recorder, Tensor, Tree]:
+        recorder = Recorder(RULES, problem, problem.batch.size, take, collected.tell)
+        around.enter_context(closing(recorder))
 
-    def one(tensors: tuple[Tensor, ...]) -> tuple:
-        result = problem.run_loss(recorder.params, tensors, recorder)
-        recorder.check_result(result)
-        return result
+        def one(tensors: tuple[Tensor, ...]) -> tuple:
+            result = problem.run_loss(recorder.params, tensors, recorder)
+            recorder.check_result(result)
+            return result
 
-    # A sample that requires grad says so to the loss, but leads to the caller no more.
-    again = problem.differentiable
-    tensors = tuple(
-        recorder.anchor(each) if again and each.requires_grad else each.detach()
-        for each in problem.batch.inputs
-    )
-    # A checkpoint around the call runs all of it again.
-    with (
-        closing(recorder),
-        _clear_errors(problem),
-        torch.enable_grad(),
-        saving.plain(),
-    ):
-        mapped = torch.vmap(one, randomness=problem.randomness)
-        losses, aux = mapped(tensors)
-        with no_autocast(losses.device), _same_numbers(problem):
-            scales = problem.cotangent(losses)
-            if collected.look is not None:
-                recorder.backward(losses, scales, last=False)
+        tensors = tuple(
+            recorder.anchor(each) if again and each.requires_grad else each.detach()
+            for each in inputs
+        )
+        losses, aux = torch.vmap(one, randomness=problem.randomness)(tensors)
+        return recorder, losses, aux
+
+    with ExitStack() as around:
+        around.enter_context(_clear_errors(problem))
+        around.enter_context(torch.enable_grad())
+        around.enter_context(saving.plain())  # a checkpoint around runs all again
+        recorder, losses, aux = run()
+        others = recorder.foreign(losses)
+        problem.fallbacks.foreign.update(others)
+        if collected.look is not None:
+            with no_autocast(losses.device), _same_numbers(problem):
+                scales = problem.cotangent(losses)
+                recorder.backward(losses, scales, last=bool(others))
                 accept = collected.take
                 collected.again()
-            recorder.backward(losses, scales)
+            if others:  # nodes that may have written into what they saved
+                if state is not None:
+                    if are_collected():
+                        raise Unrepeatable("it draws the same random numbers twice")
+                    set_random_state(state)
+                recorder, losses, aux = run()
+                recorder.foreign(losses)
+        with no_autocast(losses.device), _same_numbers(problem):
+            recorder.backward(losses, problem.cotangent(losses))
     _check_unreached(problem, frozenset(recorder.unreached))
     losses, aux = tree_map_only(Tensor, torch.Tensor.detach, (losses, aux))
     return Chunk(collected, losses, aux, recorded=True)
@@ -167,7 +213,10 @@ def alone(problem: Problem) -> tuple[Params, Tensor, Tree]:
 
 
 def saved_bytes(problem: Problem) -> int:
-    """Return how many bytes autograd keeps for the backward pass of one sample."""
+    """Return how many bytes autograd keeps for the backward pass of one sample.
+
+    Factors hold as much again where a node is not torch's own: see `Recorder.foreign`.
+    """
     seen: dict[int, int] = {}
 
     def count(tensor: Tensor) -> Tensor:
@@ -178,8 +227,8 @@ def saved_bytes(problem: Problem) -> int:
 
     hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
     with hooks, _trial(problem):
-        _first(problem, _leaves(problem))
-    return sum(seen.values())
+        loss = _first(problem, _leaves(problem))
+    return sum(seen.values()) * (2 if foreign([loss]) else 1)
 
 
 def _first(problem: Problem, params: Params, *, again: bool = False) -> Tensor:
@@ -253,6 +302,7 @@ def _plain_gradient(of_params: Callable, problem: Problem) -> tuple:
     params = problem.params.values() if create_graph else ()
     with torch.enable_grad():
         value, aux = of_params(leaves)
+        _copied_at_once(value, leaves)
         if not value.requires_grad:  # nothing that is differentiated has a part in it
             zeros = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
             return zeros, value, aux
@@ -281,9 +331,22 @@ def _plain_gradient(of_params: Callable, problem: Problem) -> tuple:
     return dict(zip(leaves, grads, strict=True)), value, aux
 
 
+def _copied_at_once(value: Tensor, params: Params) -> None:
+    """Copy gradients as they come to parameters, before another node writes there."""
+    if foreign([value]):
+        for each in params.values():
+            copy_at_once(each)
+
+
 def _functional_gradient(of_params: Callable, problem: Problem) -> tuple:
     """Differentiate by torch.func, which works inside its other transforms."""
-    forward = torch.func.vjp(of_params, dict(problem.params), has_aux=True)
+
+    def watched(params: Params) -> tuple[Tensor, Tree]:
+        value, aux = of_params(params)
+        _copied_at_once(value, params)
+        return value, aux
+
+    forward = torch.func.vjp(watched, dict(problem.params), has_aux=True)
     value, pullback, aux = cast(tuple[Tensor, Callable, Tree], forward)
     # As in eager training, autocast covers the forward pass alone.
     with no_autocast(value.device):

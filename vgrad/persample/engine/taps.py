@@ -7,11 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from vgrad.lowering.truthful import own_backward_pass
-from vgrad.persample.engine.captured import captured, check_unchanged
+from vgrad.persample.engine.captured import check_unchanged, stamped
 from vgrad.persample.engine.guard import UnsupportedOp
 from vgrad.persample.engine.sites import Site, Sites
 from vgrad.persample.rules.table import Maker
-from vgrad.torch_private.tensors import version_of, viewed
+from vgrad.torch_private.nodes import nodes
+from vgrad.torch_private.tensors import viewed
 
 
 class Taps:
@@ -59,8 +60,7 @@ class Taps:
         whole, output = _with_node(output)
         number, shape = whole.output_nr, output.shape
         left = [
-            (site, maker, [(t, version_of(t)) for t in captured(maker)] if kept else [])
-            for site, maker in uses
+            (site, maker, stamped(op, maker) if kept else []) for site, maker in uses
         ]
         for site, _ in uses:
             self._sites.expect(site)
@@ -68,13 +68,16 @@ class Taps:
         def hook(grads: tuple[Tensor | None, ...]) -> Any:
             self.check_open()
             g = grads[number]
+            if g is not None:
+                g = g.reshape(shape)
+                g = g.clone() if self._sites.owns else g
             again = [] if self._last else left.copy()
             while left:
-                site, maker, kept = left.pop()
-                check_unchanged(op, kept)
-                factor = None if g is None else maker(g.reshape(shape))
-                del maker, kept  # so that inputs are freed as early as possible
-                self._sites.arrived(site, factor, op)
+                site, maker, stamps = left.pop()
+                check_unchanged(stamps)
+                factor = None if g is None else maker(g)
+                del maker, stamps  # so that inputs are freed as early as possible
+                self._sites.arrived(site, factor, op, g)
                 del factor
             left.extend(again)
             return (None,) * len(grads) if ends else None
@@ -87,7 +90,9 @@ class Taps:
     def check_reached(self, losses: Tensor) -> None:
         """Refuse a graph with hooks to which the backward pass did not come."""
         waiting = {number for number, uses in self._waiting.items() if uses}
-        if waiting and not waiting.isdisjoint(_numbers(losses)):
+        if waiting and not waiting.isdisjoint(
+            node._sequence_nr() for node in nodes([losses])
+        ):
             raise UnsupportedOp(
                 "loss: expected ops that a function mode sees, got one that it does "
                 "not, whose result requires grad through something else than "
@@ -107,18 +112,6 @@ def _with_node(output: Tensor) -> tuple[Tensor, Tensor]:
         return base, output
     copy = output.clone()
     return copy, copy
-
-
-def _numbers(losses: Tensor) -> set[int]:
-    """Return the numbers of all nodes of a graph."""
-    found: set[int] = set()
-    nodes: list[Any] = [losses.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node._sequence_nr() not in found:
-            found.add(node._sequence_nr())
-            nodes += [each for each, _ in node.next_functions]
-    return found
 
 
 def _same_memory(base: Tensor, view: Tensor) -> bool:

@@ -6,10 +6,11 @@ gradients where that is cheaper. Products of matrices run in
 `promote_types(dtype, float32)`, or wider where torch may round their factors.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from vgrad.conditions import at_once
 from vgrad.dtypes import double, wide
 from vgrad.persample.factors import reductions, sums
 from vgrad.persample.factors.reductions import Norm
+from vgrad.torch_private.tensors import memory
 
 
 class Probes(NamedTuple):
@@ -258,3 +260,36 @@ class Pair(Factor):
 
     def _of(self, inputs: Tensor, outputs: Tensor) -> Self:
         return replace(self, inputs=inputs, outputs=outputs)
+
+
+def owned(factor: Factor, but: Tensor | None = None) -> Factor:
+    """Return the same gradients, in memory that only the factor refers to.
+
+    Tensors on the memory of `but` are kept as they are.
+    """
+    if isinstance(factor, Zero):  # whose tensor has no values that count
+        return factor
+    spared = None if but is None else memory(but)
+    values = {name: _owned(each, spared) for name, each in vars(factor).items()}
+    if any(each is ... for each in values.values()):  # of a kind that is not known
+        return Dense(factor.grad().clone())
+    same = copy.copy(factor)
+    vars(same).update(values)
+    return same
+
+
+def _owned(value: Any, spared: int | None) -> Any:
+    """Copy an attribute of a factor; an ellipsis where that cannot be done."""
+    match value:
+        case Tensor():
+            own = spared is not None and memory(value) == spared
+            return value if own else value.clone()
+        case Positions():  # which another parameter's factor refers to as well
+            return value if _owned(value.tensor, spared) is value.tensor else None
+        case Factor():
+            return owned(value)
+        case None | bool() | int() | float() | str() | torch.dtype():
+            return value
+        case tuple() if all(isinstance(each, int) for each in value):
+            return value
+    return ...
