@@ -1,10 +1,16 @@
 PYTHON ?= python3
 RUN := .venv/bin
 
-.PHONY: demo test quick compiled large test-random zoo docs bench experiments clean
+# The oldest and the newest Python of `make versions`.
+FLOOR ?= python3.11
+NEWEST ?= python3.13
+
+.PHONY: demo test quick compiled large versions test-random zoo docs bench experiments clean
 
 # One thread for each of several processes: the ops of tests are too small for two.
-PYTEST := OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n auto --dist worksteal
+XDIST := -m pytest -n auto --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(RUN)/python $(XDIST)
+QUICK := tests -q -m "not slow and not compiled and not large"
 
 demo: .venv/installed
 	$(RUN)/python -m vgrad train --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -17,7 +23,7 @@ test: .venv/installed
 
 quick: .venv/installed
 	$(RUN)/ruff check .
-	$(PYTEST) tests -q -m "not slow and not compiled and not large"
+	$(PYTEST) $(QUICK)
 
 compiled: .venv/installed
 	$(PYTEST) tests -m "slow and compiled"
@@ -25,11 +31,16 @@ compiled: .venv/installed
 large: .venv/installed
 	$(RUN)/python -m pytest tests -m large
 
+# The oldest torch of pyproject.toml, and the newest Python, with the builds of PyPI.
+versions: .venv-floor/installed .venv-newest/installed
+	OMP_NUM_THREADS=1 .venv-floor/bin/python $(XDIST) $(QUICK)
+	OMP_NUM_THREADS=1 .venv-newest/bin/python $(XDIST) $(QUICK)
+
 test-random: .venv/installed
 	$(PYTEST) tests -m hypothesis --hypothesis-profile=random
 
 zoo: .venv-zoo/installed
-	OMP_NUM_THREADS=1 .venv-zoo/bin/python -m pytest -n auto --dist worksteal \
+	OMP_NUM_THREADS=1 .venv-zoo/bin/python $(XDIST) \
 	  tests/zoo tests/persample/test_transformers.py tests/test_examples.py
 
 # The figures of tutorials that did not change are kept; `make clean` removes them.
@@ -59,5 +70,22 @@ experiments: .venv/installed
 	.venv-zoo/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[test,zoo,examples]"
 	touch $@
 
+.venv-floor/installed: pyproject.toml constraints.txt
+	rm -rf .venv-floor
+	$(FLOOR) -m venv .venv-floor
+	sed -n 's/^dependencies = .*"torch>=\([0-9.]*\)".*/torch==\1/p' pyproject.toml \
+	  > .venv-floor/constraints.txt
+	grep -v '^torch==' constraints.txt >> .venv-floor/constraints.txt
+	.venv-floor/bin/python -m pip install --quiet \
+	  --constraint .venv-floor/constraints.txt --editable ".[test]"
+	touch $@
+
+.venv-newest/installed: pyproject.toml constraints.txt
+	rm -rf .venv-newest
+	$(NEWEST) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet \
+	  --constraint constraints.txt --editable ".[test]"
+	touch $@
+
 clean:
-	rm -rf .venv .venv-zoo build dist *.egg-info
+	rm -rf .venv .venv-floor .venv-newest .venv-zoo build dist *.egg-info

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from vgrad.torch_private import (
     kernels,
@@ -23,6 +24,7 @@ from vgrad.torch_private import (
     nodes,
     old_style,
     random_ops,
+    saving,
     shards,
     tensors,
     tracing,
@@ -333,7 +335,64 @@ class TestModes:
         assert torch._C._get_graph_executor_optimize()
 
 
+class TestSaving:
+    """Checkpoints need help before torch 2.12, and less of it before 2.13."""
+
+    def test_arguments_are_saved_by_a_function_before_torch_2_12(self):
+        assert (saving.SAVES_ARGUMENTS is None) == (torch.__version__ >= (2, 12))
+
+    def test_saved_arguments_are_those_of_the_call(self):
+        x = torch.ones(2)
+        saved = saving.SavedArguments({"y": 1}, x, None)
+        assert saved.grad_fn is saved
+        found = saved.get_args(saved.saved_tensors)
+        assert found == [{"y": 1}, x, None]
+        assert found[1] is x
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            saved.get_args(())
+        with torch.no_grad():
+            assert saving.SavedArguments(x).grad_fn is None
+
+    @pytest.mark.parametrize("requires_grad", [False, True])
+    def test_hooks_at_work_pack_saved_arguments(self, requires_grad):
+        packed = []
+        x = torch.ones(2, requires_grad=requires_grad)
+        hooks = torch.autograd.graph.saved_tensors_hooks(packed.append, lambda _: x * 3)
+        with hooks:
+            saved = saving.SavedArguments(x)
+        assert packed == [x]
+        (found,) = saved.get_args(())
+        assert found.tolist() == [3, 3]
+        assert found.requires_grad == requires_grad
+        assert found.is_leaf
+
+    def test_an_exception_leaves_no_hooks_of_checkpoints(self):
+        def fails(x):
+            raise ValueError("failed")
+
+        def region(x):
+            return checkpoint(fails, x.sin(), use_reentrant=False)
+
+        with pytest.raises(ValueError, match="failed") as caught:
+            checkpoint(region, X, use_reentrant=False)
+        assert (saving.hooks() is None) == (torch.__version__ >= (2, 13))
+        saving.close(caught.value)
+        assert saving.hooks() is None
+
+
 class TestKernels:
+    def test_attention_without_heads_is_empty(self):
+        x = torch.ones(3, 0, 5, 4)
+        assert kernels.attention(x, x, x).shape == (3, 0, 5, 4)
+
+    def test_kernels_of_autocast_are_known(self):
+        assert kernels.has_autocast("mm", "cuda")
+        assert not kernels.has_autocast("relu", "cuda")
+        assert kernels.has_autocast("prod", "cpu")
+        listed = kernels.has_autocast("rms_norm", "cuda")
+        assert listed == (torch.__version__ >= (2, 12))
+
     def test_an_unsafe_view_is_no_view_to_autograd(self):
         x = torch.zeros(2, 3, requires_grad=True) * 1
         assert tensors.viewed(kernels.unsafe_view(x, (6,))) is None

@@ -289,6 +289,8 @@ def test_a_forward_pass_that_writes_into_a_parameter_has_not_done_so(
 
     fmodel, params, buffers = split(Writes(2, 2), disable_autograd_tracking=not tracked)
     before, refused = bits(params), "alone, got .*weight|`data` under vmap"
+    if torch.__version__ < (2, 12):  # where jacrev makes tensors of inference mode
+        refused += "|Cannot set version_counter for inference tensor"
     x, stacked = torch.ones(1, 2), {n: torch.stack([p]) for n, p in params.items()}
     for call in (
         lambda: fmodel(params, buffers, x),

@@ -195,7 +195,7 @@ def test_forward_and_backward_call_no_kernel_per_sample():
 
 @pytest.mark.parametrize("shape", [(7, 5, 4), (7, 2, 5, 4), (7, 3, 2, 5, 4)])
 def test_all_samples_share_one_fused_kernel(shape):
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         vmap(scaled_dot_product_attention)(*inputs(*shape))
     names = [event.name for event in profile.events()]
     called = [name for name in names if "_scaled_dot_product" in name]

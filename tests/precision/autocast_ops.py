@@ -392,9 +392,6 @@ PYTHON = {
     "grid_sample":
         ((1, 2, 4, 4), lambda x: grid(x, F.grid_sample, "bilinear", "zeros", False)),
     "cross_entropy": LOSSES["cross_entropy_loss"],
-    "linear_cross_entropy":
-        ((2, 3), (4, 3),
-         lambda x, w: F.linear_cross_entropy(x, w.to(x.dtype), labels(x))),
     "gaussian_nll_loss": ((2, 3), (2, 3), lambda x, y: F.gaussian_nll_loss(x, y, 1.0)),
     "multilabel_soft_margin_loss":
         ((2, 3), lambda x: F.multilabel_soft_margin_loss(x, halves(x))),
@@ -420,5 +417,10 @@ PYTHON = {
         ),
     ),
 }  # fmt: skip
+if hasattr(F, "linear_cross_entropy"):  # from torch 2.13 on
+    PYTHON["linear_cross_entropy"] = (
+        *((2, 3), (4, 3)),
+        lambda x, w: F.linear_cross_entropy(x, w.to(x.dtype), labels(x)),
+    )
 PYTHON |= {name: CPU[name] for name in CPU if hasattr(F, name) and name not in PYTHON}
 """Functions that `torch.nn.functional` defines in Python, among others."""

@@ -143,6 +143,8 @@ INTERNAL = {
         "_thnn_fused_lstm_cell": "lstm_cell, which is cast before",
     },
 }
+if torch._C._has_cudnn:  # a build for CUDA, with or without a GPU
+    INTERNAL["cuda"]["_cudnn_rnn"] = "lstm, gru and the others, which are cast before"
 """Ops with a kernel of autocast that no function of a model calls, and who does."""
 
 

@@ -21,8 +21,13 @@ def gradient(function: Callable, params: Params) -> tuple[Params, Any, set[str]]
 
     Last come the names of parameters to which no graph leads, as far as that is known.
     """
-    inferred = torch.is_inference_mode_enabled()  # plain autograd records nothing there
-    if inferred or levels.inside_transform():
+    if torch.is_inference_mode_enabled():
+        # Plain autograd saves no tensor that was made there, and before torch 2.12
+        # gradients of torch.func are zero inside.
+        with torch.inference_mode(False), torch.no_grad():
+            grads, rest = torch.func.grad(function, has_aux=True)(params)
+        return grads, rest, set()
+    if levels.inside_transform():
         grads, rest = torch.func.grad(function, has_aux=True)(params)
         return grads, rest, set()
     with torch.enable_grad():

@@ -55,6 +55,12 @@ class Untouched(TorchFunctionMode):
             self._saved.add(found[0])
         return super().__enter__()
 
+    def __exit__(self, *raised: Any) -> None:
+        """End; no checkpoint that an exception has passed is left open."""
+        super().__exit__(*raised)
+        if raised[1] is not None:
+            saving.close(raised[1])
+
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:

@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vgrad.dtypes import no_autocast
 from vgrad.torch_private import levels
+from vgrad.torch_private.kernels import attention
 
 Kernel = Callable[..., Tensor]
 
@@ -60,7 +60,7 @@ def scaled_dot_product_attention(
         torch.Size([7, 2, 5, 4])
     """
     options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    kernel = partial(F.scaled_dot_product_attention, **options)
+    kernel = partial(attention, **options)
     if levels.current_level() is None:
         return kernel(query, key, value, attn_mask, dropout_p)
     if is_causal and attn_mask is not None:  # some backends of torch let it pass

@@ -77,7 +77,10 @@ class autocast(torch.autocast):
     def __call__(self, func: Callable) -> Callable:
         """Decorate a function: each call is a region of its own, in any thread."""
         if not callable(func):
-            return super().__call__(func)  # which raises
+            raise TypeError(
+                f"autocast({self.device!r})(func): expected a function to decorate, "
+                f"got {type(func).__name__}. Use `with autocast(...):` around a block."
+            )
         options = (self.device, self.fast_dtype, self._enabled, self._cache_enabled)
 
         @wraps(func)

@@ -7,6 +7,8 @@ listed with what becomes of them.
 
 from enum import Enum
 
+from vgrad.torch_private.kernels import has_autocast
+
 
 class Kind(Enum):
     """What is done around an op while autocast is on."""
@@ -97,6 +99,9 @@ _CUDA = _table(
     + "sum_to_size trapz trapezoid cumulative_trapezoid pairwise_distance",
     REFUSED="binary_cross_entropy",
 )
+
+if not has_autocast("rms_norm", "cuda"):  # before torch 2.12
+    del _CUDA["rms_norm"]
 
 KINDS: dict[str, dict[str, Kind]] = {"cpu": _CPU, "cuda": _CUDA}
 """By device type and name; what is in no list runs in the dtypes it is given."""

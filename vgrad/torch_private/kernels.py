@@ -4,7 +4,12 @@ All are in aten/src/ATen/native/native_functions.yaml. Documented functions that
 same would end the need.
 """
 
+from typing import Any
+
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 unsafe_view = torch.ops.aten._unsafe_view
 """View a tensor that nobody else holds: autograd sees no view, so writes are free."""
@@ -33,6 +38,19 @@ is_left_aligned = torch._nested_tensor_from_mask_left_aligned  # pyright: ignore
 """Tells whether a mask hides nothing but the end, for which a TransformerEncoder has a
 kernel of inference (torch/nn/modules/transformer.py)."""
 
+
+def attention(query: Tensor, *inputs: Any, **options: Any) -> Tensor:
+    """Call `F.scaled_dot_product_attention`; without heads, not its fused kernel.
+
+    Before torch 2.12 that of a CPU divides by the number of heads, which ends the
+    process (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp).
+    """
+    if query.shape[-3:-2] != (0,):
+        return F.scaled_dot_product_attention(query, *inputs, **options)
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(query, *inputs, **options)
+
+
 fp32_precision = torch._C._get_fp32_precision_getter
 """What torch's switch for a backend's op says: `torch.backends.cuda.matmul` and so on
 read it by this function, which costs a tenth of them (torch/backends/__init__.py)."""
@@ -51,3 +69,9 @@ def cpu_multiplies(dtype: torch.dtype) -> bool:
     """
     name = _ON_CPU.get(str(dtype).removeprefix("torch."), "")
     return getattr(torch.ops.mkldnn, name, lambda: True)()
+
+
+def has_autocast(op: str, device: str) -> bool:
+    """Return whether an op of aten has a kernel of autocast for a type of device."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has(f"aten::{op}", f"Autocast{device.upper()}")

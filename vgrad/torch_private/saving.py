@@ -8,10 +8,17 @@ Rests on torch/utils/checkpoint.py: on the hooks of a `_CheckpointFrame`, whose
 `recompute_fn` is what runs, and on those of the run that is a repetition; and on
 `torch._C._autograd` for the hooks at work. A hook around the repetition that users can
 set would end the need.
+
+Before torch 2.12 a checkpoint saves its arguments by an autograd.Function without a
+vmap rule, `_NoopSaveInputs`, and reads no more of its result than the `grad_fn`:
+`SavedArguments` takes its place. Before torch 2.13 the hooks of a checkpoint stay at
+work after an exception, until its traceback is freed: `close` ends them.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -20,16 +27,20 @@ from torch._C._autograd import (  # pyright: ignore[reportMissingModuleSource]
     _top_saved_tensors_default_hooks as _top,
 )
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import CheckpointFunction as Reentrant
 from torch.utils.checkpoint import checkpoint
 
 from vgrad.torch_private import levels
 from vgrad.torch_private.nodes import nodes
-from vgrad.torch_private.tensors import version_of
+from vgrad.torch_private.tensors import leaf, version_of
 
 __all__ = [
+    "SAVES_ARGUMENTS",
     "Hooks",
     "Reentrant",
+    "SavedArguments",
+    "close",
     "hooks",
     "keeps_values",
     "plain",
@@ -105,10 +116,85 @@ def _inputs(frame: Any) -> Sequence[Any]:
     return saver.get_args(saver.saved_tensors)
 
 
+def close(error: BaseException) -> None:
+    """End the hooks of the checkpoints that an exception has passed, innermost first.
+
+    From torch 2.13 on `checkpoint` does it.
+    """
+    if _CLOSED_BY_TORCH:
+        return
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    for frame in reversed(frames):
+        if frame.f_code is _CHECKPOINT and "gen" in frame.f_locals:
+            frame.f_locals["gen"].close()
+
+
+_CLOSED_BY_TORCH = torch.__version__ >= "2.13"
+_CHECKPOINT = inspect.unwrap(checkpoint).__code__
+
+
 def _versions(args: Sequence[Any]) -> list[int]:
     """Return how often tensors of transforms changed, of which autograd is not told."""
     wrapped = [t for t in args if isinstance(t, Tensor) and levels.is_wrapped(t)]
     return [version_of(levels.stored(each)) for each in wrapped]
+
+
+SAVES_ARGUMENTS = getattr(checkpoints, "_NoopSaveInputs", None)
+"""The autograd.Function by which a checkpoint saves its arguments before torch 2.12."""
+
+
+class SavedArguments:
+    """The arguments of a checkpoint, kept like tensors that autograd saves.
+
+    Stands for the result of `SAVES_ARGUMENTS`, and for the node of that in the graph.
+    """
+
+    saved_tensors = ()
+
+    def __init__(self, *args: Any) -> None:
+        """Save arguments, by the hooks at work if there are some."""
+        self._records = torch.is_grad_enabled()
+        found = hooks()
+        self._args = [
+            _saved(arg, found) if isinstance(arg, Tensor) else lambda arg=arg: arg
+            for arg in args
+        ]
+
+    @property
+    def grad_fn(self) -> "SavedArguments | None":
+        """The node, None without grad mode, where a checkpoint saves nothing."""
+        return self if self._records else None
+
+    def get_args(self, _: Sequence[Tensor]) -> list[Any]:
+        """Return the arguments."""
+        return [arg() for arg in self._args]
+
+
+def _saved(tensor: Tensor, found: Hooks | None) -> Callable[[], Tensor]:
+    """Save a tensor as torch does from 2.12 on, by `_make_saved_tensor`."""
+    if found is None:
+        version = version_of(tensor)
+
+        def unchanged() -> Tensor:
+            if version_of(tensor) != version:
+                raise RuntimeError(
+                    "checkpoint: one of the variables needed for gradient computation "
+                    "has been modified by an inplace operation. Copy it first."
+                )
+            return tensor
+
+        return unchanged
+    pack, unpack = found
+    with torch.no_grad():
+        packed = pack(tensor)
+    requires_grad = tensor.requires_grad
+
+    def unpacked() -> Tensor:
+        with torch.no_grad():
+            value = unpack(packed)
+        return leaf(value) if requires_grad else value
+
+    return unpacked
 
 
 def reenters(loss: Tensor) -> bool:

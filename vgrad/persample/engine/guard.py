@@ -79,9 +79,12 @@ class LossGuard(Answering):
         if getattr(func, "__name__", "") != "__get__":
             refuse_batch_statistics(func, args, kwargs, self._is_shared)
             self.check(func, args, kwargs)
-        if func is levels.custom_function_call and args[0] is saving.Reentrant:
-            with self, self._casts():
-                return saving.run_once(*args[1:], **kwargs)
+        if func is levels.custom_function_call:
+            if args[0] is saving.Reentrant:
+                with self, self._casts():
+                    return saving.run_once(*args[1:], **kwargs)
+            if args[0] is saving.SAVES_ARGUMENTS:
+                return saving.SavedArguments(*args[2:])
         if self._truth is None:
             if func is Tensor.requires_grad_ and not levels.is_wrapped(args[0]):
                 with levels.outside():  # inside of transforms it raises

@@ -92,8 +92,9 @@ def ordinary(reach: Tensor, weights: Tensor) -> Tensor:
 def rounded_down(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """Round positive numbers to a dtype so that none becomes larger."""
     found = numbers.to(dtype)
-    below = torch.nextafter(found, torch.zeros_like(found))
-    return torch.where(found > numbers, below, found)
+    fixed = found.detach()  # nextafter has a derivative from torch 2.13 on
+    step = fixed - torch.nextafter(fixed, torch.zeros_like(fixed))
+    return torch.where(found > numbers, found - step, found)
 
 
 def weighted_rows(grad: Tensor, weights: Tensor) -> Tensor:
