@@ -10,6 +10,7 @@ from torch import Tensor
 from vgrad.functional import slots
 from vgrad.functional.slots import Container
 from vgrad.torch_private import levels, modes
+from vgrad.torch_private.tensors import with_attributes
 
 State = list[tuple[Any, Any]]
 """Containers, and copies of what they held."""
@@ -65,10 +66,10 @@ class Held:
         pass follows.
         """
         if id(value) in self._written:
-            return value.detach().clone()
+            return with_attributes(value.detach().clone(), value)
         if levels.inside_transform() or value.grad_fn is None:
             return value
-        return value.detach().requires_grad_()
+        return with_attributes(value.detach().requires_grad_(), value)
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from vgrad.functional.held import Held
 from vgrad.functional.untouched import Promise, untouched
 from vgrad.functional.writing import write_values_
 from vgrad.torch_private import levels, modes
-from vgrad.torch_private.tensors import hooks, version_of
+from vgrad.torch_private.tensors import hooks, version_of, with_attributes
 from vgrad.tree import copied, tensors
 from vgrad.typing import Buffers, Params
 
@@ -27,8 +27,9 @@ class FunctionalModel:
     attributes before the module sees them, and undoes what the forward pass sets or
     appends on the module, after an exception too. An op that would write into a
     parameter is refused before it runs, `.data` or not; only code that torch does not
-    see could write: `.detach().numpy()[0] = 0`, or compiled code. A lock lets threads
-    share one object.
+    see could write: `.detach().numpy()[0] = 0`, or compiled code. Attributes that users
+    put on parameters and buffers of the module (`weight.tau`) are there in a call, on
+    the values in their place. A lock lets threads share one object.
 
     `params` and `buffers` together hold every name exactly once, each name in whichever
     of the two the caller likes. A whole `state_dict()` may stand in for `params` with
@@ -57,6 +58,11 @@ class FunctionalModel:
         self._loose = slots.loose(attributes, firsts)
         own_buffers = slots.own_buffers(skeleton)
         copied = own_buffers | slots.renormalised(skeleton)
+        self._attributes = {
+            name: held
+            for name, held in slots.of_tensors(skeleton).items()
+            if name in self._entries.aliases
+        }
         self._hooked = refused.backward_hooks(skeleton)
         self.names = tuple(self._entries.aliases)
         self.buffer_names = tuple(n for key, n in firsts.items() if key in own_buffers)
@@ -136,7 +142,9 @@ class FunctionalModel:
                 real_or_complex = value.is_floating_point() or value.is_complex()
                 trained = name in params and real_or_complex
                 own[name] = nn.Parameter(value, requires_grad=trained)
-        FunctionalModel(module, self._entries.constants)._fill(own)
+        filled = FunctionalModel(module, self._entries.constants)
+        filled._fill(own)
+        filled._attribute(own)
         for each in module.modules():
             if isinstance(each, nn.RNNBase):
                 each.flatten_parameters()  # cuDNN wants the weights in one block
@@ -167,7 +175,9 @@ class FunctionalModel:
         if self._hooked and levels.inside_transform():
             refused.refuse_hooks(self._hooked)
         own = {
-            name: value.clone() if name in self._copied else value
+            name: with_attributes(value.clone(), value)
+            if name in self._copied
+            else value
             for name, value in values.items()
         }
         copies = self._writes
@@ -178,7 +188,9 @@ class FunctionalModel:
             args, kwargs = copied((args, kwargs))
         versions = _versions(own, self._copied)
         written = [own[name] for name in self._copied]
-        held = Held(self._pristine, self._unhooked, self._lock, written)
+        given = [vars(own[name]) for name in self._attributes]
+        pristine = [*self._pristine, *((each, dict(each)) for each in given)]
+        held = Held(pristine, self._unhooked, self._lock, written)
         again = None if self._only_torch else held.again
         promise = Promise({n: own[n] for n in self._watched}, _EXPECTED, _ADVICE, again)
         with self._lock:
@@ -192,7 +204,8 @@ class FunctionalModel:
             try:
                 self._fill(own)
                 for container, key, value in self._loose:
-                    container[key] = value.clone()
+                    container[key] = with_attributes(value.clone(), value)
+                self._attribute(own)
                 with untouched(promise):
                     output = self._skeleton(*args, **kwargs)
                 left = {name: self._left(name, own[name]) for name in own}
@@ -210,6 +223,14 @@ class FunctionalModel:
             for name, held in places.items():
                 for container, key in held:
                     container[key] = values[name]
+
+    def _attribute(self, values: Mapping[str, Tensor]) -> None:
+        """Give the values the attributes that the module's tensors have.
+
+        Those that a value has already stay: it may be another tensor of the user's.
+        """
+        for name, held in self._attributes.items():
+            vars(values[name]).update({**held, **vars(values[name])})
 
     def _left(self, name: str, given: Tensor) -> Tensor:
         """Return what the forward pass left registered under a name and its aliases."""
