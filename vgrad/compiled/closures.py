@@ -24,11 +24,13 @@ import gc
 import importlib
 import os
 import sys
+import threading
 import types
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib.util import resolve_name
 from typing import Any
 
 import numpy as np
@@ -84,7 +86,8 @@ class Closed:
         self._spelled: set[str] = set()
         self._modules: dict[int, tuple[types.ModuleType, type, dict, str]] = {}
         self._observed: dict[type, type] = {}
-        self._running = False
+        self._running = self._following = False
+        self._thread = threading.get_ident()
         self._error: Unrepeatable | None = None
         self._follow_class(Tensor, "a tensor")
         for each in RULES.values():
@@ -148,8 +151,12 @@ class Closed:
             self._error = self._error or error
 
     def _follow_all(self) -> None:
-        while self._left:
-            self._follow(*self._left.pop())
+        self._following = True
+        try:
+            while self._left:
+                self._follow(*self._left.pop())
+        finally:
+            self._following = False
 
     def _follow(self, value: Any, path: str) -> None:
         """Note what an object holds, and put that on the way."""
@@ -219,7 +226,7 @@ class Closed:
     def _follow_import(self, name: str, package: Any) -> None:
         """Note a module that is imported, and the packages that hold it."""
         if name.startswith("."):
-            name = importlib.util.resolve_name(name, package)
+            name = resolve_name(name, package)
         parts = name.split(".")
         for end in range(1, len(parts) + 1):
             path = ".".join(parts[:end])
@@ -232,6 +239,8 @@ class Closed:
         """Note parts of torch's and Python's modules and classes that code names."""
         held = vars(holder)
         for name in held.keys() & spelled:
+            if held[name] is sys.modules:
+                raise Unrepeatable("it reads sys.modules, which leads to any module")
             if isinstance(holder, types.ModuleType):
                 self.guards.note_entries(held, [name])
             elif isinstance(held[name], _METHODS):  # others are bound anew
@@ -245,7 +254,7 @@ class Closed:
         """
         if isinstance(value, types.FunctionType):
             own = is_users(value.__module__ or "", value.__code__.co_filename)
-        elif isinstance(value, type | types.ModuleType) or value is sys.modules:
+        elif isinstance(value, type | types.ModuleType):
             own = True
         else:
             kind = type(value)
@@ -287,6 +296,8 @@ class Closed:
             self._add(held, path)
 
     def _note_attribute(self, module: types.ModuleType, name: str) -> None:
+        if self._following or threading.get_ident() != self._thread:
+            return  # the walk itself reads some, and other threads run meanwhile
         _, _, held, path = self._modules[id(module)]
         if name == "__dict__":
             self._add(held, path)

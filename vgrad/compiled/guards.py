@@ -131,10 +131,10 @@ class Guards:
 
     def note_attributes(self, owner: Any, *names: str) -> None:
         """Note some attributes, or that there are none of these names."""
-        names = self._new(owner, names)
-        self._owners += [owner] * len(names)
-        self._names += names
-        self._attributes += [getattr(owner, name, _GONE) for name in names]
+        new = self._new(owner, names)
+        self._owners += [owner] * len(new)
+        self._names += new
+        self._attributes += [getattr(owner, name, _GONE) for name in new]
 
     def _new(self, owner: Any, names: Collection[str]) -> list[str]:
         """Return the names under which nothing of an object was noted before."""

@@ -44,8 +44,10 @@ def signature(arguments: Any, tensors: list[Tensor]) -> Signature:
     _describe(arguments, tensors, found)
     if [*map(_LAYOUT, tensors)].count(torch.strided) < len(tensors):
         raise Unrepeatable("an argument is a tensor that is not strided")
-    if any(attributes := [*map(vars, tensors)]):  # a loss can read them
-        found.append([[*map(_noted, each.items())] for each in attributes])
+    if any(
+        map(vars, tensors)
+    ):  # attributes that users put there, which a loss can read
+        found.append([[*map(_noted, vars(each).items())] for each in tensors])
     if not torch.is_grad_enabled():  # otherwise it is compared with the shapes
         found.append([tensor.requires_grad for tensor in tensors])
     distinct = dict(zip(map(id, tensors), tensors, strict=True))
