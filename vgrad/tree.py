@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 from vgrad import checks
+from vgrad.torch_private.tensors import with_attributes
 from vgrad.typing import T, Tree
 
 
@@ -80,7 +81,7 @@ def map_once(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
 
 def copied(tree: Tree) -> Tree:
     """Copy the tensors of a tree; one that is there twice stays one."""
-    return map_once(Tensor.clone, tree)
+    return map_once(lambda each: with_attributes(each.clone(), each), tree)
 
 
 def _is_sequence(tree: Tree) -> bool:

@@ -417,7 +417,7 @@ SEEN = {
         nothing, lambda _: helper(), lambda _: globals().update(helper=lambda: 3.0)
     ),
     "a global by its name": Case(
-        nothing, lambda _: globals()["BETA"], lambda _: globals().update(BETA=3.0)
+        held, called, updates, lambda names: eval("lambda: globals()['beta']", names)
     ),
     "a global behind a cache": Case(
         lambda: functools.cache(lambda: BETA),

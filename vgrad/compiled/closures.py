@@ -9,20 +9,28 @@ its shape, are noted.
 Values are noted before the function runs, and globals before the first function runs
 that names them. So a function that changes one of them is found out.
 
-Not followed, and taken to stay as they are: code and objects of torch, numpy and Python
-itself, files, and what objects of this package remember. In other installed packages,
-objects that cannot be compared are taken to stay as they are. Attributes of modules are
-found by their names, as the functions that ran spell them.
+Attributes of modules are noted as they are read: while the function runs, each module
+has a subclass of its class that observes them. Functions and methods of torch that the
+function or the layers of torch name are noted too, since they can be replaced.
+
+Not followed, and taken to stay as they are: all other code and objects of torch, numpy
+and Python itself, files, and what objects of this package remember. In other installed
+packages, objects that cannot be compared are taken to stay as they are.
 """
 
+import abc
+import functools
 import gc
+import importlib
 import os
 import sys
+import threading
 import types
 import weakref
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib.util import resolve_name
 from typing import Any
 
 import numpy as np
@@ -30,15 +38,18 @@ from torch import Tensor, nn
 
 from vgrad.compiled.guards import Guards, contents, is_plain
 from vgrad.compiled.kinds import (
-    BY_NAME,
     CACHE,
     CONSTANT,
     PARTS,
     RANDOM,
     attributes,
     check_call,
+    check_read,
     file_of,
     frozen,
+    global_names,
+    imported_names,
+    is_layers,
     is_open,
     is_users,
     may_change,
@@ -71,10 +82,14 @@ class Closed:
         self._seen: dict[int, Any] = {}
         self._ran: dict[tuple[int, int], tuple[types.CodeType, dict]] = {}
         self._classes: set[type] = set()
-        self._modules: list[types.ModuleType] = []
+        self._system: list[type | types.ModuleType] = []
         self._spelled: set[str] = set()
-        self._strings: set[str] = set()
+        self._modules: dict[int, tuple[types.ModuleType, type, dict, str]] = {}
+        self._observed: dict[type, type] = {}
+        self._running = self._following = False
+        self._thread = threading.get_ident()
         self._error: Unrepeatable | None = None
+        self._follow_class(Tensor, "a tensor")
         for each in RULES.values():
             self._add((each.run, getattr(each, "factors", None)), "a rule")
         for hooks in GLOBAL_HOOKS:
@@ -90,11 +105,17 @@ class Closed:
         """
         around, collecting = sys.getprofile(), gc.isenabled()
         gc.disable()  # which may call code that is not the function's
+        self._running = True
+        for module, *_ in [*self._modules.values()]:
+            self._observe(module)
         sys.setprofile(self._note)
         try:
             yield
         finally:
             sys.setprofile(around if callable(around) else None)
+            self._running = False
+            for module, kind, *_ in self._modules.values():
+                _set(module, "__class__", kind)
             if around is not None and not callable(around):
                 around.enable()  # cProfile's, which is no function
             if collecting:
@@ -114,16 +135,28 @@ class Closed:
                 ran = id(code), id(names)  # equal code may name other globals
                 if ran not in self._ran:
                     self._ran[ran] = code, names
-                    self._follow_names(code, names)
-                    self._follow_all()
+                    self._follow_names(code, names, frame.f_builtins)
+                if code.co_name == "__torch_function__":
+                    check_read(frame)
+                elif code is _IMPORT:
+                    name, package = map(frame.f_locals.get, ("name", "package"))
+                    self._follow_import(str(name), package)
+                self._follow_all()
             elif event == "c_call":
+                if called is globals:
+                    self._add(frame.f_globals, "globals()")
+                    self._follow_all()
                 check_call(called, frame)
         except Unrepeatable as error:  # raised here, the loss could catch it
             self._error = self._error or error
 
     def _follow_all(self) -> None:
-        while self._left:
-            self._follow(*self._left.pop())
+        self._following = True
+        try:
+            while self._left:
+                self._follow(*self._left.pop())
+        finally:
+            self._following = False
 
     def _follow(self, value: Any, path: str) -> None:
         """Note what an object holds, and put that on the way."""
@@ -136,6 +169,7 @@ class Closed:
         if isinstance(value, Tensor):
             self.tensors[id(value)] = value
             self.guards.note_tensor(value)
+            self._add(vars(value), path)
         elif kind in PARTS:
             self._add_all([getattr(value, name) for name in PARTS[kind]], path)
             if kind is types.FunctionType:
@@ -149,9 +183,7 @@ class Closed:
         elif isinstance(value, FunctionalModel):
             self._follow_model(value, path)
         elif isinstance(value, types.ModuleType):
-            if is_users(value.__name__, getattr(value, "__file__", None)):
-                self._modules.append(value)
-                self._note_names(value, self._spelled, self._strings)
+            self._follow_module(value)
         elif isinstance(value, type):
             self._follow_class(value, path)
         elif isinstance(value, CONSTANT) or value is RANDOM:
@@ -165,40 +197,117 @@ class Closed:
                 f"cannot be compared"
             )
 
-    def _follow_names(self, code: types.CodeType, names: dict[str, Any]) -> None:
-        """Note the globals that a function names, and what it names of modules."""
-        if not is_users(names.get("__name__", ""), file_of(code, names)):
+    def _follow_names(
+        self, code: types.CodeType, names: dict[str, Any], builtins: dict[str, Any]
+    ) -> None:
+        """Note the globals and builtins that code names, and the modules it imports."""
+        written = is_users(names.get("__name__", ""), file_of(code, names))
+        if not written and not is_layers(code):
             return
-        spelled = code.co_names
-        strings = []
-        if BY_NAME.intersection(spelled):
-            held = [each for each in code.co_consts if isinstance(each, str)]
-            strings = [each for each in held if each.isidentifier()]
-        library = _LIBRARY if "site-packages" in code.co_filename else ""
-        used = [name for name in (*spelled, *strings) if name in names]
+        installed = not written or "site-packages" in code.co_filename
+        library = _LIBRARY if installed else ""
+        used = global_names(code)
         self.guards.note_entries(names, used)
+        hidden = [name for name in used if name not in names]
+        self.guards.note_entries(builtins, hidden)
         for name in used:
-            self._add(names[name], f"{library}the global {name!r}")
-        for module in self._modules:
-            self._note_names(module, spelled, strings)
-        self._spelled.update(spelled)
-        self._strings.update(strings)
-        for name in spelled:  # modules that the function itself imports
-            for each in (name, f"{names.get('__package__')}.{name}"):
-                self._add(sys.modules.get(each), each)
+            held = names if name in names else builtins
+            follow = self._add if written else self._add_to_system
+            follow(held.get(name), f"{library}the global {name!r}")
+        for name in imported_names(code):
+            self._follow_import(name, names.get("__package__"))
+        spelled = set(code.co_names) - self._spelled
+        self._spelled |= spelled
+        for kind in self._system:
+            self._note_names(kind, spelled)
         if "environ" in spelled or "getenv" in spelled:
             self._add(os.environ, "os.environ")
 
+    def _follow_import(self, name: str, package: Any) -> None:
+        """Note a module that is imported, and the packages that hold it."""
+        if name.startswith("."):
+            name = resolve_name(name, package)
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):
+            path = ".".join(parts[:end])
+            self.guards.note_entries(sys.modules, [path])
+            self._add(sys.modules.get(path), path)
+
     def _note_names(
-        self, module: types.ModuleType, spelled: Iterable[str], strings: Iterable[str]
+        self, holder: type | types.ModuleType, spelled: Iterable[str]
     ) -> None:
-        """Note attributes of a module; those in strings may come later."""
-        held = vars(module)
-        used = [*(name for name in spelled if name in held), *strings]
-        self.guards.note_entries(held, used)
+        """Note parts of torch's and Python's modules and classes that code names."""
+        held = vars(holder)
+        for name in held.keys() & spelled:
+            if held[name] is sys.modules:
+                raise Unrepeatable("it reads sys.modules, which leads to any module")
+            if isinstance(holder, types.ModuleType):
+                self.guards.note_entries(held, [name])
+            elif isinstance(held[name], _METHODS):  # others are bound anew
+                self.guards.note_attributes(holder, name)
+            self._add_to_system(held[name], f"{_LIBRARY}{holder.__name__}.{name}")
+
+    def _add_to_system(self, value: Any, path: str) -> None:
+        """Follow what users put in place of a part of torch or Python; the rest stays.
+
+        Modules and classes are followed, for the parts of theirs that code names.
+        """
+        if isinstance(value, types.FunctionType):
+            own = is_users(value.__module__ or "", value.__code__.co_filename)
+        elif isinstance(value, type | types.ModuleType):
+            own = True
+        else:
+            kind = type(value)
+            file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+            own = kind is functools.partial or is_users(kind.__module__, file)
+        if own:
+            self._add(value, path)
+
+    def _follow_system_class(self, kind: type) -> None:
+        """Note operators and how many methods there are; the others by name."""
+        self._system.append(kind)
+        self.guards.note_size(vars(kind))
+        special = {name for name in vars(kind) if name.startswith("__")}
+        self._note_names(kind, self._spelled | special - _TRACED)
+
+    def _follow_module(self, module: types.ModuleType) -> None:
+        """Note attributes of a module: by name, or as they are read."""
+        name, held = module.__name__, vars(module)
+        if not is_users(name, held.get("__file__")):
+            self._system.append(module)
+            self._note_names(module, self._spelled)
+            return
         library = _LIBRARY if "site-packages" in str(held.get("__file__")) else ""
-        for name in used:
-            self._add(held.get(name), f"{library}{module.__name__}.{name}")
+        path = f"{library}{name}"
+        self._modules[id(module)] = module, type(module), held, path
+        self.guards.note_entries(held, ["__getattr__"])
+        self._add(held.get("__getattr__"), f"{path}.__getattr__")
+        if self._running:
+            self._observe(module)
+
+    def _observe(self, module: types.ModuleType) -> None:
+        """Note each attribute of a module from now on, before it is read or set."""
+        _, kind, held, path = self._modules[id(module)]
+        if kind not in self._observed:
+            self._observed[kind] = _observed(kind, self._note_attribute)
+        try:
+            _set(module, "__class__", self._observed[kind])
+        except TypeError:  # a class of C's, of which there are no others
+            self._add(held, path)
+
+    def _note_attribute(self, module: types.ModuleType, name: str) -> None:
+        if self._following or threading.get_ident() != self._thread:
+            return  # the walk itself reads some, and other threads run meanwhile
+        _, _, held, path = self._modules[id(module)]
+        if name == "__dict__":
+            self._add(held, path)
+        elif not name.startswith("__"):
+            self.guards.note_entries(held, [name])
+            self._add(held.get(name), f"{path}.{name}")
+        try:
+            self._follow_all()
+        except Unrepeatable as error:
+            self._error = self._error or error
 
     def _follow_function(self, function: types.FunctionType, path: str) -> None:
         code, names = function.__code__, function.__globals__
@@ -223,7 +332,8 @@ class Closed:
                     self._add(held, path)
         function = cache.__wrapped__
         if isinstance(function, types.FunctionType):  # which need not run
-            self._follow_names(function.__code__, function.__globals__)
+            code, names = function.__code__, function.__globals__
+            self._follow_names(code, names, function.__builtins__)
 
     def _follow_model(self, model: FunctionalModel, path: str) -> None:
         """Follow all of a functional model but the tensors it is given."""
@@ -232,6 +342,9 @@ class Closed:
             self._seen[id(module)] = module
             for given in registered(module)[:2]:
                 self._seen[id(given)] = given
+                self._add_all(
+                    [vars(each) for each in given.values() if each is not None], path
+                )
             self._follow_object(module, f"{path}.{name}")
 
     def _follow_items(self, value: Any, path: str) -> None:
@@ -245,6 +358,9 @@ class Closed:
             if not isinstance(value, tuple | frozenset):
                 self.guards.note(value)
             self._add_all(value, path)
+        if isinstance(value, defaultdict):
+            self.guards.note_attributes(value, "default_factory")
+            self._add(value.default_factory, path)
 
     def _follow_object(self, value: Any, path: str) -> None:
         """Follow the attributes of an object, and its class.
@@ -274,17 +390,22 @@ class Closed:
 
     def _follow_class(self, kind: type, path: str) -> None:
         """Follow the attributes of a class that users wrote, and of those above it."""
+        if isinstance(kind, abc.ABCMeta):
+            self.guards.note_registrations()
         for each in (*kind.__mro__, *type.mro(type(kind))):
             module = each.__module__
             file = getattr(sys.modules.get(module), "__file__", None)
-            if each in self._classes or not is_users(module, file):
+            if each in self._classes:
                 continue
             self._classes.add(each)
+            if not is_users(module, file):
+                if may_change(each):
+                    self._follow_system_class(each)
+                continue
             self.guards.note(vars(each))
             library = _LIBRARY if "site-packages" in str(file) else ""
             for name, value in vars(each).items():
-                if not name.startswith("__") or callable(value):
-                    self._add(value, f"{library}{each.__name__}.{name}")
+                self._add(value, f"{library}{each.__name__}.{name}")
 
     def _add(self, value: Any, path: str) -> None:
         if not is_plain(value):
@@ -294,6 +415,46 @@ class Closed:
         for value in values:
             self._add(value, path)
 
+
+_TRACED = {"__call__", "__getattr__"}
+"""Methods of modules that a trace replaces; the signature has them."""
+
+_METHODS = types.FunctionType, types.MethodDescriptorType
+
+_set = types.ModuleType.__setattr__
+
+
+def _observed(
+    kind: type[types.ModuleType], note: Callable[[types.ModuleType, str], None]
+) -> type[types.ModuleType]:
+    """Return a class of modules that notes which attributes are read, set or deleted.
+
+    So it sees `from ... import`, `getattr` and `operator.attrgetter` with any name.
+    """
+    get, put, delete = kind.__getattribute__, kind.__setattr__, kind.__delattr__
+
+    def noted_get(self: Any, name: str) -> Any:
+        note(self, name)
+        return get(self, name)
+
+    def noted_put(self: Any, name: str, value: Any) -> None:
+        note(self, name)
+        put(self, name, value)
+
+    def noted_delete(self: Any, name: str) -> None:
+        note(self, name)
+        delete(self, name)
+
+    names = {
+        "__module__": kind.__module__,
+        "__getattribute__": noted_get,
+        "__setattr__": noted_put,
+        "__delattr__": noted_delete,
+    }
+    return type(kind.__name__, (kind,), names)
+
+
+_IMPORT = importlib.import_module.__code__
 
 _LIBRARY = "in a library: "
 """How the way to what installed code holds begins.

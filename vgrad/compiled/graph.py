@@ -5,6 +5,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from vgrad.compiled.closures import Closed
 from vgrad.compiled.kinds import SYSTEM_PLACES
 from vgrad.conditions import Unrepeatable
 from vgrad.torch_private import modes, tracing
+from vgrad.torch_private.tensors import with_attributes
 
 
 class Graph(NamedTuple):
@@ -26,7 +28,7 @@ class Graph(NamedTuple):
     template: Any  # the result, with an empty tensor for each of its tensors
     closed: list[Tensor]  # what the function closes over, further inputs
     guards: Any  # what must not have changed
-    functions: list[Callable]  # among arguments; no other gets the id of one kept here
+    functions: list[Any]  # among arguments; no other gets the id of one kept here
     nodes: int
     largest: int  # how many numbers the largest tensor has
     draws: bool  # whether there are random ops
@@ -48,9 +50,11 @@ def captured(function: Callable, arguments: tuple) -> Graph:
     """
     leaves, spec = tree.tree_flatten(arguments)
     places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = [leaves[place] for place in places]
     kept: dict[str, Any] = {}
     empty = torch.empty(0)
-    functions = [leaf for leaf in leaves if callable(leaf)]
+    functions = [leaf for leaf in leaves if callable(leaf) or isinstance(leaf, Enum)]
+    functions += [vars(leaf) for leaf in tensors if vars(leaf)]
     closed = Closed((function, functions))
 
     def run(*tensors: Tensor) -> list[Tensor]:
@@ -69,7 +73,7 @@ def captured(function: Callable, arguments: tuple) -> Graph:
         return [*tree.tensors(result), flag]
 
     drawn = random.getstate(), str(np.random.get_state())
-    module = _traced(run, _others([leaves[place] for place in places]))
+    module = _traced(run, _others(tensors))
     if drawn != (random.getstate(), str(np.random.get_state())):
         raise Unrepeatable("it draws random numbers from Python or numpy")
     constants = _lifted(module, closed)
@@ -119,7 +123,7 @@ def _others(tensors: list[Tensor]) -> list[Tensor]:
         other = each.detach().requires_grad_(each.requires_grad)
         if isinstance(each, nn.Parameter):
             other = nn.Parameter(other, requires_grad=each.requires_grad)
-        found[id(each)] = other
+        found[id(each)] = with_attributes(other, each)
     return [found[id(each)] for each in tensors]
 
 

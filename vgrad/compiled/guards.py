@@ -4,9 +4,9 @@ A comparison takes tens of nanoseconds for each value: all of them are read by c
 and compared by identity. Only what is another object is looked at in Python.
 """
 
-import enum
 import operator
 import types
+from abc import get_cache_token
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain, repeat
@@ -41,6 +41,7 @@ class Guards:
         self._dicts: list[dict] = []
         self._keys: list[str] = []
         self._entries: list[Any] = []
+        self._noted: set[tuple[int, str]] = set()
         self._owners: list[Any] = []
         self._names: list[str] = []
         self._attributes: list[Any] = []
@@ -54,6 +55,7 @@ class Guards:
         self._arrays: list[np.ndarray] = []
         self._copies: list[tuple] = []
         self._shared: list[int | None] = []
+        self._registrations: Any = None
 
     def hold(self, arguments: Sequence[Tensor] = ()) -> bool:
         """Tell whether everything still is what it was, for a call of these."""
@@ -67,6 +69,7 @@ class Guards:
             and _unchanged(contents(self._cells), self._contents)
             and self._tensors_hold()
             and [*map(_copy, self._arrays)] == self._copies
+            and self._registrations in (None, get_cache_token())
             and self._arguments_hold(arguments)
         )
 
@@ -103,8 +106,7 @@ class Guards:
         if not holder and type(holder) in _SIZED:
             self._empty.append(holder)
             return
-        self._sized.append(holder)
-        self._sizes.append(len(holder))
+        self.note_size(holder)
         views: list[Iterable] = [holder]
         if isinstance(holder, Mapping):
             views.append(holder.values())
@@ -115,17 +117,34 @@ class Guards:
             self._views.append(view)
             self._items += view
 
+    def note_size(self, holder: Holder) -> None:
+        """Note how many entries a container has."""
+        self._sized.append(holder)
+        self._sizes.append(len(holder))
+
     def note_entries(self, holder: dict[str, Any], names: Collection[str]) -> None:
         """Note some entries of a dictionary, or that there are none of these names."""
+        names = self._new(holder, names)
         self._dicts += [holder] * len(names)
         self._keys += names
         self._entries += [holder.get(name, _GONE) for name in names]
 
     def note_attributes(self, owner: Any, *names: str) -> None:
         """Note some attributes, or that there are none of these names."""
-        self._owners += [owner] * len(names)
-        self._names += names
-        self._attributes += [getattr(owner, name, _GONE) for name in names]
+        new = self._new(owner, names)
+        self._owners += [owner] * len(new)
+        self._names += new
+        self._attributes += [getattr(owner, name, _GONE) for name in new]
+
+    def _new(self, owner: Any, names: Collection[str]) -> list[str]:
+        """Return the names under which nothing of an object was noted before."""
+        new = [name for name in names if (id(owner), name) not in self._noted]
+        self._noted.update((id(owner), name) for name in new)
+        return new
+
+    def note_registrations(self) -> None:
+        """Note which classes are registered with abstract ones, all over Python."""
+        self._registrations = self._registrations or get_cache_token()
 
     def note_cells(self, cells: Collection[types.CellType]) -> None:
         """Note what a closure holds."""
@@ -181,16 +200,14 @@ def is_plain(value: Any) -> bool:
     """Tell whether a value cannot change, and can be compared."""
     if type(value) is tuple:
         return all(map(is_plain, value))
-    return type(value) in _PLAIN or isinstance(value, _PLAIN_OR_LESS)
+    return type(value) in _PLAIN or isinstance(value, np.number | np.bool_)
 
 
 _PLAIN = {
     *(bool, int, float, complex, str, bytes, range, slice, type(None), type(...)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
-    TreeSpec,
+    *(TreeSpec, types.NotImplementedType),
 }
-
-_PLAIN_OR_LESS = (enum.Enum, np.number, np.bool_)
 
 _GONE = ...
 """Stands for a value that is not there, and is as plain as others."""

@@ -2,6 +2,7 @@
 
 import abc
 import datetime
+import dis
 import functools
 import logging
 import operator
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from vgrad.conditions import Unrepeatable
-from vgrad.torch_private.tensors import OPS
+from vgrad.torch_private.tensors import GRAPH, MEMORY, OPS
 
 CACHE = type(functools.cache(len))
 
@@ -132,22 +133,69 @@ def file_of(code: types.CodeType, names: dict[str, Any]) -> str | None:
     return names.get("__file__") if file.startswith("<") else file
 
 
-BY_NAME = {"getattr", "hasattr", "globals", "vars"}
-"""Functions whose callers may hold names in strings."""
+def is_layers(code: types.CodeType) -> bool:
+    """Return whether code is that of torch's layers and their functions."""
+    return code.co_filename.startswith(_LAYERS)
+
+
+_LAYERS = str(Path(torch.nn.__file__).parent)
+
+
+def global_names(code: types.CodeType) -> list[str]:
+    """Name the globals and builtins that code reads or sets.
+
+    Example:
+        >>> global_names(compile("abs(x.real)", "", "eval"))
+        ['abs', 'x']
+    """
+    found = (each for each in dis.get_instructions(code) if each.opname in _GLOBAL)
+    return [*dict.fromkeys(each.argval for each in found)]
+
+
+_GLOBAL = {name for name in dis.opmap if name.endswith(("_GLOBAL", "_GLOBALS"))}
+_GLOBAL |= {"LOAD_NAME", "STORE_NAME", "DELETE_NAME"}
+
+
+def imported_names(code: types.CodeType) -> list[str]:
+    """Name the modules that code imports, relative ones with their dots.
+
+    Example:
+        >>> imported_names(compile("import os.path; from ..a import b", "", "exec"))
+        ['os.path', '..a']
+    """
+    steps = [each for each in dis.get_instructions(code) if each.opname != "CACHE"]
+    return [
+        "." * steps[at - 2].argval + each.argval  # after the level and the names
+        for at, each in enumerate(steps)
+        if each.opname == "IMPORT_NAME"
+    ]
+
 
 _SEEDS = {"manual_seed", "seed", "set_state"}
+
+_STATES = {"initial_seed", "get_state"}
 
 _CLOCKS = {
     *(time.time, time.time_ns, time.perf_counter, time.perf_counter_ns),
     *(time.monotonic, time.monotonic_ns, time.process_time, time.process_time_ns),
+    *(time.thread_time, time.thread_time_ns, time.localtime, time.gmtime, time.ctime),
+    *(time.strftime, time.asctime, datetime.date.today),
     *(datetime.datetime.now, datetime.datetime.utcnow, datetime.datetime.today),
-    datetime.date.today,
 }
 
 _MEMORY = {"storage_offset", "untyped_storage", "is_set_to", "_is_view"}
 """What differs between tensors that are alike to a graph; this package asks, too."""
 
-_DOUBTFUL = {"urandom", *_SEEDS, *_MEMORY, *(each.__name__ for each in _CLOCKS)}
+_GRAPH = {"grad", "grad_fn", "is_leaf", "output_nr", "retains_grad", "names", "name"}
+_READ = {
+    getattr(Tensor, name).__get__: name
+    for name in (*_GRAPH, *GRAPH, *MEMORY)
+    if hasattr(Tensor, name)
+}
+"""The same, and what changes with a graph, by the calls that read attributes."""
+
+_DOUBTFUL = {"urandom", "_getframe", "__import__", *_SEEDS, *_STATES, *_MEMORY}
+_DOUBTFUL |= {each.__name__ for each in _CLOCKS}
 
 
 def check_call(called: Any, frame: types.FrameType) -> None:
@@ -155,14 +203,35 @@ def check_call(called: Any, frame: types.FrameType) -> None:
     if called.__name__ not in _DOUBTFUL:  # cheap, as most are asked no more
         return
     owner = getattr(called, "__self__", None)
-    if isinstance(owner, torch.Generator) and called.__name__ in _SEEDS:
-        raise Unrepeatable("it sets the seed or the state of a generator of torch")
+    if isinstance(owner, torch.Generator):
+        if called.__name__ in _SEEDS:
+            raise Unrepeatable("it sets the seed or the state of a generator of torch")
+        while frame.f_back and frame.f_code.co_filename.endswith(_RANDOM):
+            frame = frame.f_back  # torch's functions of the same name
     if called is os.urandom:
         raise Unrepeatable("it draws random numbers from the operating system")
-    code, names = frame.f_code, frame.f_globals
-    if not is_users(names.get("__name__", ""), file_of(code, names)):
+    if not _is_users(frame):
         return
     if called in _CLOCKS:
         raise Unrepeatable("it asks for the time")
+    if isinstance(owner, torch.Generator):
+        raise Unrepeatable("it reads the seed or the state of a generator of torch")
     if isinstance(owner, Tensor) and called.__name__ in _MEMORY:
         raise Unrepeatable(f"it asks a tensor for its memory ({called.__name__})")
+    if called in (sys._getframe, __import__):
+        raise Unrepeatable(f"it calls {called.__name__}, which finds any variable")
+
+
+_RANDOM = f"{os.sep}random.py"
+
+
+def check_read(frame: types.FrameType) -> None:
+    """Refuse attributes of tensors whose values no graph keeps; a mode sees them."""
+    name = _READ.get(frame.f_locals.get("func"))
+    if name is not None and frame.f_back is not None and _is_users(frame.f_back):
+        raise Unrepeatable(f"it reads `.{name}` of a tensor")
+
+
+def _is_users(frame: types.FrameType) -> bool:
+    code, names = frame.f_code, frame.f_globals
+    return is_users(names.get("__name__", ""), file_of(code, names))

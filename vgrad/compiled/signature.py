@@ -4,6 +4,7 @@ Switches that kernels read themselves are not part of it where a replay follows 
 reduced sums of half precision, cuDNN's choices, warnings.
 """
 
+import enum
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -43,6 +44,10 @@ def signature(arguments: Any, tensors: list[Tensor]) -> Signature:
     _describe(arguments, tensors, found)
     if [*map(_LAYOUT, tensors)].count(torch.strided) < len(tensors):
         raise Unrepeatable("an argument is a tensor that is not strided")
+    if any(
+        map(vars, tensors)
+    ):  # attributes that users put there, which a loss can read
+        found.append([[*map(_noted, vars(each).items())] for each in tensors])
     if not torch.is_grad_enabled():  # otherwise it is compared with the shapes
         found.append([tensor.requires_grad for tensor in tensors])
     distinct = dict(zip(map(id, tensors), tensors, strict=True))
@@ -80,13 +85,19 @@ def _describe(value: Any, tensors: list[Tensor], found: list[Any]) -> None:
                 _describe(leaf, tensors, found)
         elif is_plain(value):  # as text: 0.0 is not -0.0, and nan is nan
             found.append((kind, repr(value)))
-        elif callable(value):  # followed as what the function closes over is
+        elif callable(value) or isinstance(value, enum.Enum):  # followed by `Closed`
             parts = (getattr(value, name, value) for name in ("__self__", "__func__"))
             found.append([*map(id, parts)])
         else:
             raise Unrepeatable(
                 f"an argument is a {kind.__module__}.{kind.__qualname__}"
             )
+
+
+def _noted(item: tuple[str, Any]) -> tuple:
+    """Describe an attribute of a tensor, which `Closed` follows if it is not plain."""
+    name, value = item
+    return name, type(value), repr(value) if is_plain(value) else id(value)
 
 
 def in_words(distinct: Sequence[Tensor]) -> str:
@@ -129,8 +140,10 @@ def _surroundings() -> tuple:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
+        torch.get_deterministic_debug_mode(),
         torch.backends.mha.get_fastpath_enabled(),
+        nn.Module.__call__,
+        nn.Module.__getattr__,
         *[allowed() for allowed in _ATTENTION],
         *map(kernels.fp32_precision, *_ROUNDING),
         *modes.function_modes(),

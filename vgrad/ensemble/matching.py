@@ -2,7 +2,8 @@
 
 An ensemble runs the module of its first member. So everything that a copy of a module
 keeps is compared: classes, modes, plain attributes, functions and what they close over,
-hooks, and all there is to know of registered tensors except their values.
+hooks, and all there is to know of registered tensors except their values: attributes
+that users put on them, too.
 """
 
 import reprlib
@@ -79,6 +80,13 @@ def _differences(first: nn.Module, other: nn.Module) -> Iterator[Difference]:
     for name, module in first.named_modules():
         twin = other.get_submodule(name)
         yield from comparison.parts(name, _attributes(module), _attributes(twin))
+    twins = dict(slots.named_tensors(other))
+    for name, tensor in slots.named_tensors(first):
+        yield from comparison.parts(name, _labelled(tensor), _labelled(twins[name]))
+
+
+def _labelled(tensor: Tensor) -> dict[str, Any]:
+    return {f".{key}": value for key, value in vars(tensor).items()}
 
 
 def _entries(first: _Facts, other: _Facts, kind: str) -> Iterator[Difference]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vgrad.dtypes import no_autocast
 from vgrad.torch_private import levels
+from vgrad.torch_private.tensors import with_attributes
 from vgrad.tree import map_tensors
 from vgrad.typing import Params
 
@@ -31,7 +32,10 @@ def gradient(function: Callable, params: Params) -> tuple[Params, Any, set[str]]
         grads, rest = torch.func.grad(function, has_aux=True)(params)
         return grads, rest, set()
     with torch.enable_grad():
-        leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
+        leaves = {
+            name: with_attributes(p.detach().requires_grad_(), p)
+            for name, p in params.items()
+        }
         value, rest = function(leaves)
     found = dict.fromkeys(leaves)
     if value.requires_grad:

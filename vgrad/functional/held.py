@@ -8,6 +8,7 @@ from torch import Tensor
 
 from vgrad.functional.slots import Slots, State, restore, taken
 from vgrad.torch_private import levels, modes
+from vgrad.torch_private.tensors import with_attributes
 
 
 class Held:
@@ -18,13 +19,18 @@ class Held:
     """
 
     def __init__(
-        self, slots: Slots, lock: AbstractContextManager, written: Sequence[Tensor]
+        self,
+        slots: Slots,
+        marked: State,
+        lock: AbstractContextManager,
+        written: Sequence[Tensor],
     ) -> None:
         """Take the slots of the module, which hold no values outside of calls.
 
-        `written` are the tensors of the call that its forward pass may write into.
+        `marked` are the attributes of the call's tensors before it, and `written` the
+        tensors that its forward pass may write into.
         """
-        self._slots = slots
+        self._slots, self._marked = slots, marked
         self._written = {id(each) for each in written}
         self._lock = lock
         self._wanted = False
@@ -38,10 +44,12 @@ class Held:
     def end(self) -> None:
         """Make the containers what they were before the call."""
         if self._wanted:
-            self._left = [(each, taken(each)) for each, _ in self._slots.state]
+            changing = [*self._slots.state, *self._marked]
+            self._left = [(each, taken(each)) for each, _ in changing]
             with modes.without_modes():
                 _exchanged([values for _, values in self._left], self._kept)
         self._slots.end()
+        restore(self._marked)
 
     def _kept(self, value: Tensor) -> Tensor:
         """Return what a repetition finds in the place of a tensor.
@@ -52,10 +60,10 @@ class Held:
         pass follows.
         """
         if id(value) in self._written:
-            return value.detach().clone()
+            return with_attributes(value.detach().clone(), value)
         if levels.inside_transform() or value.grad_fn is None:
             return value
-        return value.detach().requires_grad_()
+        return with_attributes(value.detach().requires_grad_(), value)
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:

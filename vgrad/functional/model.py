@@ -16,7 +16,7 @@ from vgrad.functional.untouched import Promise, untouched
 from vgrad.functional.writing import write_values_
 from vgrad.generators import ALONE
 from vgrad.torch_private import levels, modes
-from vgrad.torch_private.tensors import version_of
+from vgrad.torch_private.tensors import version_of, with_attributes
 from vgrad.tree import copied, tensors
 from vgrad.typing import Buffers, Params
 
@@ -29,8 +29,9 @@ class FunctionalModel:
     attributes before the module sees them, and undoes what the forward pass sets or
     appends on the module, after an exception too. An op that would write into a
     parameter is refused before it runs, `.data` or not; only code that torch does not
-    see could write: `.detach().numpy()[0] = 0`, or compiled code. A lock lets threads
-    share one object.
+    see could write: `.detach().numpy()[0] = 0`, or compiled code. Attributes that users
+    put on parameters and buffers of the module (`weight.tau`) are there in a call, on
+    the values in their place. A lock lets threads share one object.
 
     `params` and `buffers` together hold every name exactly once, each name in whichever
     of the two the caller likes. A whole `state_dict()` may stand in for `params` with
@@ -51,6 +52,11 @@ class FunctionalModel:
         self._slots = self._find_slots(skeleton, firsts)
         own_buffers = slots.own_buffers(skeleton)
         copied = own_buffers | slots.renormalised(skeleton)
+        self._attributes = {
+            name: held
+            for name, held in slots.of_tensors(skeleton).items()
+            if name in self._entries.aliases
+        }
         self._hooked = refused.backward_hooks(skeleton)
         self._parametrized = any(map(is_parametrized, skeleton.modules()))
         self.names = tuple(self._entries.aliases)
@@ -131,7 +137,9 @@ class FunctionalModel:
                 real_or_complex = value.is_floating_point() or value.is_complex()
                 trained = name in params and real_or_complex
                 own[name] = nn.Parameter(value, requires_grad=trained)
-        FunctionalModel(module, self._entries.constants)._slots.fill(own)
+        filled = FunctionalModel(module, self._entries.constants)
+        filled._slots.fill(own)
+        filled._attribute(own)
         for each in module.modules():
             if isinstance(each, nn.RNNBase):
                 each.flatten_parameters()  # cuDNN wants the weights in one block
@@ -167,7 +175,9 @@ class FunctionalModel:
         if self._parametrized:
             refused.refuse_cached()
         own = {
-            name: value.clone() if name in self._copied else value
+            name: with_attributes(value.clone(), value)
+            if name in self._copied
+            else value
             for name, value in values.items()
         }
         copies = self._writes
@@ -178,7 +188,9 @@ class FunctionalModel:
             args, kwargs = copied((args, kwargs))
         versions = _versions(own, self._copied)
         written = [own[name] for name in self._copied]
-        held = Held(self._slots, self._lock, written)
+        marked = [vars(own[name]) for name in self._attributes]
+        before = [(each, dict(each)) for each in marked]
+        held = Held(self._slots, before, self._lock, written)
         again = None if self._only_torch else held.again
         promise = Promise({n: own[n] for n in self._watched}, _EXPECTED, _ADVICE, again)
         with self._lock:
@@ -191,6 +203,7 @@ class FunctionalModel:
             self._running = True
             try:
                 self._slots.fill(own)
+                self._attribute(own)
                 with untouched(promise):
                     output = self._skeleton(*args, **kwargs)
                 left = {name: self._left(name, own[name]) for name in own}
@@ -201,6 +214,14 @@ class FunctionalModel:
             if versions[name] != version or left[name] is not own[name]:
                 raise RuntimeError(f"{_EXPECTED}, but it changed {name!r}. {_ADVICE}")
         return output, left
+
+    def _attribute(self, values: Mapping[str, Tensor]) -> None:
+        """Give the values the attributes that the module's tensors have.
+
+        Those that a value has already stay: it may be another tensor of the user's.
+        """
+        for name, held in self._attributes.items():
+            vars(values[name]).update({**held, **vars(values[name])})
 
     def _left(self, name: str, given: Tensor) -> Tensor:
         """Return what the forward pass left registered under a name and its aliases."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from vgrad import checks
 from vgrad.functional.origins import Origins, check_apart
-from vgrad.functional.slots import children, named_tensors
+from vgrad.functional.slots import children, named_tensors, of_tensors
 from vgrad.torch_private import tensors as private
 
 
@@ -58,8 +58,9 @@ def check_closures(model: nn.Module) -> None:
     """Refuse functions that hold on to the module, which a copy of it would share."""
     known = {id(module) for module in model.modules()}
     origins = Origins(model)
-    for name, module in model.named_modules():
-        for key, value in private.copied_attributes(module).items():
+    held = {n: private.copied_attributes(m) for n, m in model.named_modules()}
+    for name, attributes in (*held.items(), *of_tensors(model).items()):
+        for key, value in attributes.items():
             for each in value.values() if isinstance(value, dict) else (value,):
                 if isinstance(each, FunctionType) and _reaches(each, known, origins):
                     raise TypeError(

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from vgrad.functional.origins import Origins
 from vgrad.torch_private import modes
 from vgrad.torch_private import tensors as private
+from vgrad.torch_private.tensors import with_attributes
 
 Container = dict[Any, Any] | list[Any]
 
@@ -48,13 +49,22 @@ class Placeholder(nn.Parameter):
             return value.as_subclass(cls) if isinstance(value, Tensor) else value
 
     def __deepcopy__(self, memo: dict) -> "Placeholder":
-        """Return another one."""
-        return placeholder(self, type(self))
+        """Return another one with copies of the attributes."""
+        memo[id(self)] = same = placeholder(self, type(self))
+        vars(same).update(copy.deepcopy(vars(self), memo))
+        return same
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         """Pickle as the same class, and not as a parameter."""
         with modes.without_subclasses():
-            return Tensor.as_subclass, (self.as_subclass(Tensor), type(self))
+            return _unpickled, (self.as_subclass(Tensor), type(self), vars(self))
+
+
+def _unpickled(tensor: Tensor, kind: type, attributes: dict[str, Any]) -> Tensor:
+    with modes.without_subclasses():
+        same = tensor.as_subclass(kind)
+    vars(same).update(attributes)
+    return same
 
 
 class Stale(Placeholder):
@@ -128,7 +138,11 @@ def duplicate(model: nn.Module, placeholders: dict[int, Any]) -> nn.Module:
         if isinstance(value, nn.Parameter) and origins.hold(value):
             memo.setdefault(id(value), placeholder(value, Stale))
     with _Copying(origins):
-        return copy.deepcopy(model, memo)
+        skeleton = copy.deepcopy(model, memo)
+        for _, tensor in named_tensors(model):
+            held = copy.deepcopy(vars(tensor), memo)
+            vars(placeholders[id(tensor)]).update(held)
+    return skeleton
 
 
 class _Copying(TorchFunctionMode):
@@ -147,7 +161,9 @@ class _Copying(TorchFunctionMode):
         if self._origins.lead_to(tensor):
             return placeholder(tensor, Stale)
         # Torch copies leaves alone; those of other results are constants here.
-        return tensor.detach().clone() if not tensor.is_leaf else func(*args)
+        if tensor.is_leaf:
+            return func(*args)
+        return with_attributes(tensor.detach().clone(), tensor)
 
 
 def placeholder(tensor: Tensor, kind: type[Placeholder] = Placeholder) -> Placeholder:
@@ -193,7 +209,7 @@ class Slots:
                 for container, key in held:
                     container[key] = values[name]
         for container, key, value in self.loose:
-            container[key] = value.clone()
+            container[key] = with_attributes(value.clone(), value)
 
     def end(self) -> None:
         """End a call: make the containers what they were before it."""
@@ -206,6 +222,8 @@ class Slots:
 def attributes(model: nn.Module, tensors: set[int]) -> list[Container]:
     """Return the attributes of each module, and every list and dictionary below them.
 
+    Parameters and buffers can have some, too.
+
     Looks into modules that are held without being registered, too.
 
     Raises:
@@ -215,7 +233,15 @@ def attributes(model: nn.Module, tensors: set[int]) -> list[Container]:
     seen = {id(module) for module in model.modules()}
     for name, module in model.named_modules():
         _look_into(module, name, tensors, seen, found)
+    for name, held in of_tensors(model).items():
+        _collect(held, name, tensors, seen, found)
     return found
+
+
+def of_tensors(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the attributes that users put on parameters and buffers, by name."""
+    found = {name: vars(tensor) for name, tensor in named_tensors(model)}
+    return {name: attributes for name, attributes in found.items() if attributes}
 
 
 def _places(

@@ -67,6 +67,20 @@ def like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return guards.check
 
 
+def with_attributes(stand_in: Tensor, tensor: Tensor) -> Tensor:
+    """Return a tensor with the attributes that users put on the one it stands for.
+
+    Example:
+        >>> weight = torch.ones(2)
+        >>> weight.tau = 3.0
+        >>> with_attributes(weight.clone(), weight).tau
+        3.0
+    """
+    if attributes := vars(tensor):
+        vars(stand_in).update({**attributes, **vars(stand_in)})
+    return stand_in
+
+
 def viewed(tensor: Tensor) -> Tensor | None:
     """Return the tensor that `tensor` is a view of; None if it is no view."""
     return tensor._base if tensor._is_view() else None

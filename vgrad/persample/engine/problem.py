@@ -17,6 +17,7 @@ from vgrad.persample.factors.scaled import Scaled
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.precision.loss_scale import LossScale
 from vgrad.torch_private import levels
+from vgrad.torch_private.tensors import with_attributes
 from vgrad.tree import map_values, tree_leaves
 from vgrad.typing import Buffers, ChunkSize, LossFn, Params, Randomness, Strategy, Tree
 
@@ -212,6 +213,8 @@ class Problem:
         It stands for all samples, or is `alone`.
         """
         sample = self.batch.sample(tuple(tensor.clone() for tensor in tensors))
+        for name, value in params.items():
+            with_attributes(value, self.params[name])
         casts, size = partial(AutocastMode, [*params.values()]), self.batch.size
         with guard.inside(size, self.randomness, casts, alone=alone):
             # Dictionaries of its own, in which the loss may bind names anew.
@@ -228,13 +231,13 @@ class Problem:
 
 def _ordinary(value: Tensor) -> Tensor:
     """Copy a tensor made in inference mode, which autograd cannot use."""
-    return value.clone() if value.is_inference() else value
+    return with_attributes(value.clone(), value) if value.is_inference() else value
 
 
 def _constant(value: Tensor) -> Tensor:
     """Return a tensor that requires no grad unless the caller can differentiate."""
     wanted = torch.is_grad_enabled() or not value.requires_grad
-    return value if wanted else value.detach()
+    return value if wanted else with_attributes(value.detach(), value)
 
 
 def _check_keys(function: str, keys: Tensor, size: int) -> None:
