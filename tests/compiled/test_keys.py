@@ -570,6 +570,18 @@ class AnyAttribute:
         return vars(self)["held"][name]
 
 
+class Wrapper(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2).requires_grad_(False)
+
+    def __getattr__(self, name):
+        return super().__getattr__(name)
+
+    def forward(self, x):
+        return self.inner.__call__(x)
+
+
 class Cached:
     @functools.cached_property
     def beta(self):
@@ -630,6 +642,7 @@ HARMLESS = {
         lambda kinds: 2.0 if isinstance(2, kinds[0]) and kinds[1] else 3.0,
     ),
     "objects with any attribute": Case(AnyAttribute, beta_of),
+    "methods that a trace replaces": Case(Wrapper, lambda wrapper: wrapper(X[0]).sum()),
     "getters": Case(lambda: operator.itemgetter("beta"), lambda get: get(HELD)),
     "a cached tensor": Case(
         lambda: functools.cache(lambda size: torch.full((size,), 2.0)),

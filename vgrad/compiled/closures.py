@@ -207,6 +207,13 @@ class Closed:
         installed = not written or "site-packages" in code.co_filename
         library = _LIBRARY if installed else ""
         used = global_names(code)
+        if not written:  # of which functions and classes can be replaced, or modules
+            used = [
+                name
+                for name in used
+                if callable(names.get(name))
+                or isinstance(names.get(name), types.ModuleType)
+            ]
         self.guards.note_entries(names, used)
         hidden = [name for name in used if name not in names]
         self.guards.note_entries(builtins, hidden)
@@ -243,6 +250,8 @@ class Closed:
                 raise Unrepeatable("it reads sys.modules, which leads to any module")
             if isinstance(holder, types.ModuleType):
                 self.guards.note_entries(held, [name])
+            elif name in _TRACED and holder is nn.Module:
+                continue
             elif isinstance(held[name], _METHODS):  # others are bound anew
                 self.guards.note_attributes(holder, name)
             self._add_to_system(held[name], f"{_LIBRARY}{holder.__name__}.{name}")
@@ -267,8 +276,8 @@ class Closed:
         """Note operators and how many methods there are; the others by name."""
         self._system.append(kind)
         self.guards.note_size(vars(kind))
-        special = {name for name in vars(kind) if name.startswith("__")}
-        self._note_names(kind, self._spelled | special - _TRACED)
+        operators = {name for name in vars(kind) if name.startswith("__")}
+        self._note_names(kind, self._spelled | (operators if kind is Tensor else set()))
 
     def _follow_module(self, module: types.ModuleType) -> None:
         """Note attributes of a module: by name, or as they are read."""
@@ -417,7 +426,7 @@ class Closed:
 
 
 _TRACED = {"__call__", "__getattr__"}
-"""Methods of modules that a trace replaces; the signature has them."""
+"""Methods of all modules that a trace replaces; the signature has them."""
 
 _METHODS = types.FunctionType, types.MethodDescriptorType
 
