@@ -171,7 +171,7 @@ KINDS = [
     (lambda: adam("0.1"), "adam(lr='0.1'): expected a number, got a"),
     (lambda: optim.rprop(lambda count: 0.1), "rprop(lr=schedule): expected a number"),
     (lambda: optim.muon(ns_coefficients=(2.0, torch.tensor(-1.5), 0.5)),
-     "orthogonalize(ns_coefficients[1]=tensor(-1.5000)): expected a number, got a Ten"),
+     "orthogonalize(ns_coefficients[1]=Tensor of torch.float32 ()): expected a number"),
     (lambda: masked(sgd(), "*.weight"),
      "masked(selection='*.weight'): expected a list or tuple of patterns, got a "
      "string. Write ['*.weight']."),

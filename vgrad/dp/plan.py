@@ -251,12 +251,12 @@ class Plan:
         and mechanism, and of the plans before with their steps. Plans that differ in
         steps, delta or accountant alone have the same one.
         """
-        return as_digest(self.identity)
+        return as_digest(self._identity)
 
     @property
-    def identity(self) -> bytes:
+    def _identity(self) -> bytes:
         """The bytes of `digest`."""
-        before = self.before and [self.before.identity.hex(), self.before.steps]
+        before = self.before and [self.before._identity.hex(), self.before.steps]
         numbers = [self.sampling_rate, self.noise_multiplier, self.max_norm]
         text = json.dumps([MECHANISM, self.dataset_size, *numbers, before])
         return hashlib.blake2b(text.encode(), digest_size=len(NO_PLAN)).digest()
@@ -380,7 +380,7 @@ class Plan:
 
     def _own(self, key: Tensor) -> Tensor:
         """Derive the plan's own key, so that two plans never share batches or noise."""
-        before = () if self.before is None else (self.identity.hex(),)
+        before = () if self.before is None else (self._identity.hex(),)
         return generators.subkey(
             key,
             self.dataset_size,
@@ -407,7 +407,7 @@ def spent_under(plan: Plan, steps: int) -> bytes:
     """
     while plan.before is not None and steps <= plan.before.steps:
         plan = plan.before
-    return plan.identity if steps else NO_PLAN
+    return plan._identity if steps else NO_PLAN
 
 
 def check_spent(function: str, plan: Plan, digest: Tensor | None, steps: int) -> bytes:
@@ -418,9 +418,9 @@ def check_spent(function: str, plan: Plan, digest: Tensor | None, steps: int) ->
     Raises:
         ValueError: the plan does not account for them.
     """
-    own, before = plan.identity, plan.before
+    own, before = plan._identity, plan.before
     spent = None if digest is None else _read(function, digest)
-    follows = before is not None and spent == before.identity
+    follows = before is not None and spent == before._identity
     early = before is not None and steps < before.steps
     if early or (follows and steps > plan.earlier_steps):
         raise ValueError(

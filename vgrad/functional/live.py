@@ -240,6 +240,8 @@ class LiveSlots(Slots):
             if isinstance(value, nn.Module) and "_compiled_call_impl" in attributes:
                 self._compiled.append(attributes)
             left_out = _left_out(value, attributes)
+            if isinstance(value, nn.RNNBase):  # renewed where the weights are others
+                left_out.add(id(attributes["_flat_weight_refs"]))
             for below, each in self._entries(path, attributes):
                 if id(each) not in left_out:
                     yield below, each
