@@ -454,6 +454,25 @@ def test_explanations_count_the_copies():
     assert [row.bytes for row in plain.rows] == [row.bytes for row in copied.rows]
 
 
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", "attention"])
+def test_layers_of_torch_need_no_copies(kind):
+    if kind == "attention":
+        model = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+    else:
+        model = nn.Sequential(getattr(nn, kind)(8, 8, batch_first=True), First())
+    fmodel, values, buffers = vgrad.make_functional_with_buffers(model)
+    loss = vgrad.sample_loss(fmodel, lambda output, _: output.square().sum())
+    compute = vgrad.clipped_grad(loss, max_norm=1.0)
+    batch = torch.randn(3, 5, 8), torch.zeros(3)
+    found = vgrad.explain(compute)(values, buffers, *batch)
+    assert (found.strategy, found.foreign, found.copied) == ("recorded", (), 0)
+
+
+class First(nn.Module):
+    def forward(self, outputs):
+        return outputs[0]
+
+
 def test_chunks_that_fit_leave_room_for_the_copies():
     sizes = []
     for f in (lambda h: h * -50.0, Old.apply):

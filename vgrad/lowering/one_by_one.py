@@ -236,6 +236,8 @@ class _Call:
 class _Apart(torch.autograd.Function):
     """All calls, under a gradient that is taken inside of the vmap."""
 
+    foreign = True  # its backward pass runs that of the user's function
+
     @staticmethod
     def forward(call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run one call, whose arguments all samples share."""

@@ -2,8 +2,10 @@
 
 `torch._C._functions` has the classes of all nodes that torch compiles in. Nodes of an
 autograd.Function have classes of Python, and nodes that a library compiles have one
-that stands for all unknown ones. Ops that libraries register are the others of
-`torch.ops`. A documented way to list the classes would end the need.
+that stands for all unknown ones. Functions of vgrad write into memory of their own
+alone, but for those with `foreign`, which run code of the user. Ops that libraries
+register are the others of `torch.ops`. A documented way to list the classes would end
+the need.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +36,16 @@ def nodes(tensors: Iterable[Tensor]) -> Iterator[Any]:
 
 def foreign(tensors: Iterable[Tensor]) -> list[str]:
     """Name the nodes of these graphs whose backward passes are not torch's own."""
-    return [node.name() for node in nodes(tensors) if type(node) not in _OWN]
+    return [node.name() for node in nodes(tensors) if not _is_own(type(node))]
+
+
+def _is_own(kind: type) -> bool:
+    """Return whether a class of nodes is torch's, or a function of vgrad itself."""
+    if kind in _OWN:
+        return True
+    function = getattr(kind, "_forward_cls", None)
+    own = getattr(function, "__module__", "").startswith("vgrad.")
+    return own and not getattr(function, "foreign", False)
 
 
 def is_foreign_op(func: Callable) -> bool:
