@@ -7,6 +7,7 @@ block is what it prints. Three dots stand for anything.
 import contextlib
 import io
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,14 @@ def test_the_readme_runs_and_begins_as_the_docs_do():
     assert names["norms"].shape == (32,)
     assert int(names["state"].step) == names["plan"].steps
     assert BLOCK.search(README)[2] == BLOCK.search(START)[2]
+
+
+def test_the_first_page_asks_for_the_versions_that_the_project_does():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    python = project["requires-python"].removeprefix(">=")
+    (torch_,) = [each for each in project["dependencies"] if each[:5] == "torch"]
+    floor = torch_.removeprefix("torch>=")
+    assert f"vgrad needs Python {python} and torch {floor} or later" in START
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "start.md"])
