@@ -8,6 +8,7 @@ import contextlib
 import io
 import json
 import re
+import tomllib
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -113,6 +114,14 @@ def test_the_costs_in_the_readme_are_those_measured():
         f"{min(steps):.2f} to {max(steps):.2f} times torch's backward pass and SGD",
     ):
         assert claim in text
+
+
+def test_the_first_page_asks_for_the_versions_that_the_project_does():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    python = project["requires-python"].removeprefix(">=")
+    (torch_,) = [each for each in project["dependencies"] if each[:5] == "torch"]
+    floor = torch_.removeprefix("torch>=")
+    assert f"vgrad needs Python {python} and torch {floor} or later" in START
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "start.md"])
