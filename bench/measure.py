@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import vgrad
-from tests.cases import DEVICES as DEVICES
+from tests.losses import DEVICES as DEVICES
 
 ROUNDS = {"cpu": 11, "cuda": 50}
 WARMUP = {"cpu": 2, "cuda": 15}

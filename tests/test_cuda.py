@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import vgrad
-from tests import cases, oracle
+from tests import losses, oracle
 from vgrad.__main__ import main
 from vgrad.training import TrainState, private_step
 from vgrad.tree import tensors
@@ -21,7 +21,7 @@ STRATEGIES = ("auto", "vmap", "loop")
 
 def build(name, dtype, size=5):
     torch.manual_seed(0)
-    case = cases.CASES[name]
+    case = losses.CASES[name]
     model = case.model().to("cuda", dtype)
 
     def place(leaf):
@@ -33,7 +33,7 @@ def build(name, dtype, size=5):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize("name", losses.CASES)
 def test_quantities_equal_the_reference(name, strategy):
     case, model, (fmodel, params, buffers), batch = build(name, torch.float64)
     expected = oracle.model_gradients(model, case.run, batch, 5)
@@ -122,7 +122,7 @@ def test_autocast_means_the_same_under_every_strategy(name):
 @pytest.mark.parametrize("strategy", ["auto", "vmap", "hybrid"])
 def test_members_are_what_they_are_alone(strategy):
     torch.manual_seed(0)
-    case = cases.CASES["cnn"]
+    case = losses.CASES["cnn"]
     models = [case.model().to("cuda", torch.float64) for _ in range(3)]
     _, _, _, batch = build("cnn", torch.float64)
     fmodel, params, buffers = vgrad.stack(models)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import vgrad
-from tests import cases, oracle
+from tests import losses, oracle
 
 TRANSFORMS: dict[str, Callable] = {
     "grad": vgrad.per_sample_grad,
@@ -39,7 +39,7 @@ def call(name: str, transform: Any, given: tuple, mask: Tensor | None = None) ->
     """Call a transform with what it takes beside a batch."""
     params, buffers, *batch = given
     options: dict[str, Any] = {} if mask is None else {"mask": mask}
-    size = len(cases.pytree.tree_leaves(batch)[0])
+    size = len(losses.pytree.tree_leaves(batch)[0])
     if name == "weighted":
         weights = torch.linspace(-1, 2, size, dtype=torch.float64)
         return transform(weights, params, buffers, *batch, **options)
@@ -50,7 +50,7 @@ def call(name: str, transform: Any, given: tuple, mask: Tensor | None = None) ->
 
 def cross(batch: Any) -> tuple:
     """Return the second batch of a matrix of inner products."""
-    return tuple(cases.rows(batch, slice(0, 2)))
+    return tuple(losses.rows(batch, slice(0, 2)))
 
 
 class Reader(nn.Module):
@@ -75,17 +75,17 @@ def mlp(p: float = 0.0) -> nn.Module:
 
 
 MODELS: dict[str, tuple] = {
-    "mlp": (mlp, cases.vectors(5), F.cross_entropy),
-    "cnn": (cases.CASES["cnn"].model, cases.CASES["cnn"].batch, F.cross_entropy),
-    "lstm": (Reader, cases.tokens(9, 4), F.cross_entropy),
-    "tied": (cases.TiedLanguageModel, cases.CASES["tied"].batch, cases.next_token),
+    "mlp": (mlp, losses.vectors(5), F.cross_entropy),
+    "cnn": (losses.CASES["cnn"].model, losses.CASES["cnn"].batch, F.cross_entropy),
+    "lstm": (Reader, losses.tokens(9, 4), F.cross_entropy),
+    "tied": (losses.TiedLanguageModel, losses.CASES["tied"].batch, losses.next_token),
     "transformer": (
-        cases.CASES["transformer"].model,
-        cases.CASES["transformer"].batch,
+        losses.CASES["transformer"].model,
+        losses.CASES["transformer"].batch,
         F.cross_entropy,
     ),
-    "dropout": (lambda: mlp(0.5), cases.vectors(5), F.cross_entropy),
-    "lstm, dropout": (lambda: Reader(0.5), cases.tokens(9, 4), F.cross_entropy),
+    "dropout": (lambda: mlp(0.5), losses.vectors(5), F.cross_entropy),
+    "lstm, dropout": (lambda: Reader(0.5), losses.tokens(9, 4), F.cross_entropy),
 }
 
 
@@ -97,7 +97,7 @@ def built(name: str, dtype: torch.dtype = torch.float32) -> tuple:
     def draw(size: int) -> tuple:
         return tuple(x.to(dtype) if x.is_floating_point() else x for x in batch(size))
 
-    return *cases.of_model(make(), criterion, dtype), draw
+    return *losses.of_model(make(), criterion, dtype), draw
 
 
 def sites(params: dict, buffers: dict, x: Tensor, g: Tensor) -> Tensor:
@@ -114,8 +114,8 @@ def sites_batch_loss(params: dict, buffers: dict, x: Tensor, g: Tensor) -> Tenso
 
 def sites_params(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     return {
-        "a.weight": cases.randn(16, 12, dtype=dtype),
-        "b.weight": cases.randn(16, dtype=dtype),
+        "a.weight": losses.randn(16, 12, dtype=dtype),
+        "b.weight": losses.randn(16, dtype=dtype),
     }
 
 
@@ -123,8 +123,8 @@ def sites_batch(
     size: int, *planted: str, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
     """Return a batch whose last samples are those of the names given."""
-    x = cases.randn(size, 2, 12, seed=seed, dtype=dtype)
-    g = cases.randn(size, 2, 16, seed=seed + 1000, dtype=dtype)
+    x = losses.randn(size, 2, 12, seed=seed, dtype=dtype)
+    g = losses.randn(size, 2, 16, seed=seed + 1000, dtype=dtype)
     for row, name in zip(range(size - len(planted), size), planted, strict=True):
         PLANTED[name](x[row], g[row])
     return x, g
@@ -170,10 +170,10 @@ def gradient_inside(params: dict, buffers: dict, x: Tensor, y: Tensor) -> Tensor
 
 def gradient_inside_built(dtype: torch.dtype = torch.float32) -> tuple:
     params = {
-        "a.weight": cases.randn(5, dtype=dtype),
-        "b.weight": cases.randn(1, dtype=dtype),
+        "a.weight": losses.randn(5, dtype=dtype),
+        "b.weight": losses.randn(1, dtype=dtype),
     }
-    return gradient_inside, params, {}, cases.vectors(5)
+    return gradient_inside, params, {}, losses.vectors(5)
 
 
 def same_calls(

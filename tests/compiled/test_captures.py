@@ -15,7 +15,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import vgrad
-from tests import cases, oracle
+from tests import losses, oracle
 from tests.compiled import problems
 from tests.compiled.problems import ran, same_calls
 from vgrad import optim
@@ -36,7 +36,7 @@ HERE = re.escape(__file__)
 
 
 def batch(size=4, seed=0):
-    return cases.randn(size, 3, seed=seed, dtype=torch.float32)
+    return losses.randn(size, 3, seed=seed, dtype=torch.float32)
 
 
 def total(params, x):
@@ -354,10 +354,10 @@ def test_errors_of_the_loss_come_through_and_leave_no_capture():
         with pytest.raises(KeyError, match="mine"):
             compiled({"w": torch.ones(2)}, {}, torch.ones(4, 2))
     assert compiled.reports() == ()
-    before = cases.state_of_torch()
+    before = losses.state_of_torch()
     same_calls(compiled, vgrad.per_sample_norm(loss), [(PARAMS, {}, batch())] * 3)
     torch.manual_seed(0)
-    assert cases.state_of_torch()[:-1] == before[:-1]
+    assert losses.state_of_torch()[:-1] == before[:-1]
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -374,7 +374,7 @@ def test_results_are_constants(name, first):
             (found.sum() + params["w"].sum()).backward()
     with torch.no_grad():
         found = compiled(params, {}, batch())
-    assert not any(x.requires_grad for x in cases.pytree.tree_leaves(found))
+    assert not any(x.requires_grad for x in losses.pytree.tree_leaves(found))
 
 
 def test_inference_mode():

@@ -9,15 +9,15 @@ from torch import nn
 from torch.nn import functional as F
 
 import vgrad
-from tests import cases, oracle
+from tests import losses, oracle
 from vgrad.compiled import verification
 from vgrad.conditions import Unrepeatable
 from vgrad.torch_private import tracing
 
 pytestmark = pytest.mark.compiled
 
-PARAMS = {"w": cases.randn(40, 5, dtype=torch.float32), "steps": torch.tensor(3)}
-BATCH = cases.randn(6, 5, dtype=torch.float32)
+PARAMS = {"w": losses.randn(40, 5, dtype=torch.float32), "steps": torch.tensor(3)}
+BATCH = losses.randn(6, 5, dtype=torch.float32)
 FAR = torch.tensor([0.5, 0.5])
 NEAR = torch.tensor([1 + 2**-23, 1.0])
 ROUNDED = torch.tensor([1 + 2**-12, 1 - 2**-12 + 2**-24])  # to 1 in float32 alone
@@ -190,7 +190,7 @@ def test_inductor_is_as_exact_as_eager_mode_around_convolutions():
     features = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.GroupNorm(4, 16)
     pooled = nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
     net = nn.Sequential(*features, *pooled, nn.Linear(16, 3))
-    loss, params, buffers = cases.of_model(net, F.cross_entropy, torch.float32)
+    loss, params, buffers = losses.of_model(net, F.cross_entropy, torch.float32)
     batch = torch.randn(8, 3, 16, 16), torch.randint(3, (8,))
     transform = vgrad.clipped_grad(loss, max_norm=1.0)
     compiled = vgrad.compile(transform, backend="inductor", fallback="error")

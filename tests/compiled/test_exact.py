@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 import vgrad
-from tests import cases, oracle
+from tests import losses, oracle
 from tests.compiled import problems
 from tests.compiled.problems import ran, same_calls
 from vgrad import optim
@@ -225,7 +225,7 @@ def run_steps(step, state, batches):
     for batch in batches:
         state, metrics = step(state, *batch)
         # A donated state is written into by the next step.
-        found.append(cases.pytree.tree_map(torch.clone, (state, metrics)))
+        found.append(losses.pytree.tree_map(torch.clone, (state, metrics)))
     return found
 
 
@@ -258,7 +258,7 @@ def test_train_step(optimizer, name):
     tx = optim.adam(1e-2) if optimizer == "adam" else optim.sgd(0.1, momentum=0.9)
     scale = DynamicLossScale(2.0**20, period=2)
     scaled = {"loss_scale": scale} if name.startswith("float16") else {}
-    draw = cases.vectors(5)
+    draw = losses.vectors(5)
     batches = [draw(6) for _ in range(5)]
     if scaled:
         batches[2][0][0, 0] = 1e9
@@ -283,7 +283,7 @@ def test_train_step_of_single_samples_on_buckets():
     model = problems.mlp().double()
     fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
     loss = vgrad.sample_loss(fmodel, F.cross_entropy)
-    tx, draw = optim.adam(1e-2), cases.vectors(5)
+    tx, draw = optim.adam(1e-2), losses.vectors(5)
     step = train_step(loss, tx, loss_scale=StaticLossScale(2.0**8))
     compiled = vgrad.compile(step, batch_sizes=(4, 8))
     state = expected = TrainState.create(tx, params, buffers, seed=1)
@@ -303,7 +303,7 @@ def test_train_step_with_aux():
         return loss(params, buffers, x, y), {"x": x + 1}
 
     tx = optim.sgd(0.1)
-    draw = cases.vectors(5)
+    draw = losses.vectors(5)
     same_steps(
         lambda: train_step(with_aux, tx, has_aux=True),
         lambda: TrainState.create(tx, params, buffers, seed=1),
@@ -502,7 +502,7 @@ def test_ensemble_grad(shared, strategy):
     loss = vgrad.batch_loss(fmodel, F.cross_entropy)
     eager = vgrad.ensemble_grad(loss, strategy=strategy, shared=shared)
     compiled = vgrad.compile(eager, fallback="error")
-    draw = cases.vectors(5)
+    draw = losses.vectors(5)
     same_calls(compiled, eager, [(params, buffers, *draw(4)) for _ in range(3)])
     ran(compiled, calls=2)
 
@@ -516,7 +516,7 @@ def test_ensemble_grad_with_aux_and_scales():
 
     eager = vgrad.ensemble_grad(with_aux, has_aux=True)
     compiled = vgrad.compile(eager, fallback="error")
-    draw = cases.vectors(5)
+    draw = losses.vectors(5)
     calls = [(torch.rand(3), params, buffers, *draw(4)) for _ in range(3)]
     same_calls(
         lambda scale, *given: compiled(*given, loss_scale=scale),
@@ -547,7 +547,7 @@ def test_ensemble_train_step(name):
     loss = vgrad.batch_loss(fmodel, F.cross_entropy)
     rates = torch.tensor([0.01, 0.1, 0.2])
     tx = optim.adam(1e-2) if shared else vgrad.for_members(optim.adam, lr=rates)
-    draw = cases.vectors(5)
+    draw = losses.vectors(5)
     batches = [[x.expand(3, *x.shape).clone() for x in draw(6)] for _ in range(5)]
     batches[3][0][1] = 1e30  # whose gradients overflow, for the second member alone
 
@@ -575,7 +575,7 @@ def test_an_ensemble_of_active_members_is_captured(donate):
         own = ({n: x.clone() for n, x in each.items()} for each in (params, buffers))
         return EnsembleState.create(optim.adam(1e-2), *own, seed=1)
 
-    draw = cases.vectors(5)
+    draw = losses.vectors(5)
     compiled = same_steps(lambda: step, start, [draw(6) for _ in range(3)])
     ran(compiled, calls=2)
 

@@ -29,7 +29,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.data import DataLoader
 
 import vgrad
-from tests import cases
+from tests import losses
 
 X = torch.tensor([[3.0, 4.0], [0.0, 1.0], [2.0, -1.0]])
 
@@ -56,7 +56,7 @@ def grads(loss, **options):
 
 
 def same(one, other):
-    return all(map(torch.equal, *map(cases.pytree.tree_leaves, (one, other))))
+    return all(map(torch.equal, *map(losses.pytree.tree_leaves, (one, other))))
 
 
 # What a loss may close over. A case makes something, says how the loss reads it, and

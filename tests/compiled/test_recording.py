@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 import vgrad
-from tests import cases, oracle
+from tests import losses, oracle
 from tests.compiled import problems
 from tests.compiled.problems import same_calls
 from vgrad import optim, tree
@@ -44,7 +44,7 @@ class InPlace:
         return nullcontext()
 
 
-@pytest.fixture(params=cases.DEVICES)
+@pytest.fixture(params=losses.DEVICES)
 def device(request, monkeypatch):
     if request.param == "cpu":
         monkeypatch.setattr(recording, "OnCuda", InPlace)
@@ -288,7 +288,7 @@ def test_no_transform_waits_for_the_cpu(net, name):
     if name == "weighted":
         more = torch.ones(5)
     elif name == "gram, cross":
-        more = tuple(cases.rows(draw(5), slice(0, 2)))
+        more = tuple(losses.rows(draw(5), slice(0, 2)))
     given = params, buffers, tuple(draw(5)), None, more, None, None
     on_meta(transform.on_all, *given)
 

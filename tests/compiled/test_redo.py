@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import vgrad
-from tests import cases, oracle
+from tests import losses, oracle
 from tests.compiled import problems
 from tests.compiled.problems import same_calls
 from vgrad import optim
@@ -166,11 +166,11 @@ class Adapted(torch.nn.Module):
 
 @transforms("flat", "weighted")
 def test_the_first_step_of_a_low_rank_update_redoes_nothing(name):
-    loss, params, buffers = cases.of_model(Adapted(), F.cross_entropy, torch.float32)
+    loss, params, buffers = losses.of_model(Adapted(), F.cross_entropy, torch.float32)
     eager = PLAIN[name](loss)
     compiled = vgrad.compile(eager, fallback="error")
     calls = [
-        (params, buffers, cases.randn(5, 4, 6, seed=n, dtype=torch.float32), y)
+        (params, buffers, losses.randn(5, 4, 6, seed=n, dtype=torch.float32), y)
         for n, y in enumerate(torch.randint(6, (3, 5)))
     ]
     same_calls(
@@ -259,7 +259,7 @@ def test_a_private_step_releases_what_eager_mode_releases(donate, planted):
         for batch in batches:
             state, metrics = step(state, *batch)
             # A donated state is written into by the next step.
-            found.append(cases.pytree.tree_map(torch.clone, (state, metrics)))
+            found.append(losses.pytree.tree_map(torch.clone, (state, metrics)))
         return found
 
     oracle.assert_exact(taken(compiled), taken(step), 0)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import vgrad
 from tests import oracle
-from tests.cases import randn
+from tests.losses import randn
 from vgrad.ensemble import ensemble_forward, ensemble_grad, stack
 from vgrad.training import EnsembleState, ensemble_train_step
 

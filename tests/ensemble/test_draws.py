@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import vgrad
-from tests.cases import Dropping, Noisy
+from tests.losses import Dropping, Noisy
 from vgrad.ensemble import (
     ensemble_clipped_grad,
     ensemble_forward,

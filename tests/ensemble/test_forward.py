@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import vgrad
-from tests.cases import randn
 from tests.examples import examples
+from tests.losses import randn
 from tests.oracle import assert_exact
 from vgrad.ensemble import choice, ensemble_forward, share, stack
 from vgrad.precision import policy_for

@@ -9,7 +9,7 @@ from torch._C import _functorch as functorch
 from torch.nn import functional as F
 
 import vgrad
-from tests.cases import randn
+from tests.losses import randn
 from tests.oracle import assert_exact
 from vgrad.ensemble import (
     ensemble_forward,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import vgrad
-from tests import cases
+from tests import losses
 from tests.examples import examples
 from tests.oracle import assert_exact
 from vgrad import ensemble
@@ -97,10 +97,10 @@ def test_tied_tensors_stay_one_entry_and_drive_every_name():
         assert same_state(each, again)
 
 
-@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize("name", losses.CASES)
 def test_every_model_stacks_and_comes_back_bit_for_bit(name):
     torch.manual_seed(0)
-    case = cases.CASES[name]
+    case = losses.CASES[name]
     given = [case.model() for _ in range(3)]
     fmodel, params, buffers = stack(given)
     expected, *rest = make_functional_with_buffers(given[2])

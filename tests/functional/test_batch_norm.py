@@ -4,7 +4,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import vgrad
-from tests import cases, oracle
+from tests import losses, oracle
 
 STRATEGIES = ("vmap", "loop")
 
@@ -142,7 +142,7 @@ def test_settings_of_the_layer_are_kept():
 
 
 def test_evaluation_mode_is_not_refused():
-    model = cases.batch_norm_evaluated()
+    model = losses.batch_norm_evaluated()
     fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
     loss = vgrad.sample_loss(fmodel, F.cross_entropy)
     assert vgrad.per_sample_norm(loss)(params, buffers, *batch()).shape == (3,)

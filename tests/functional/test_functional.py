@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import vgrad
-from tests import cases
+from tests import losses
 from tests.oracle import assert_exact
 
 split = vgrad.make_functional_with_buffers
@@ -62,9 +62,9 @@ class Shared(nn.Module):
         return x @ self.held[0] + x @ self.named["deep"][0]
 
 
-@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize("name", losses.CASES)
 def test_the_function_equals_the_module(name):
-    case = cases.CASES[name]
+    case = losses.CASES[name]
     model, batch = case.model(), case.batch(4)
     fmodel, params, buffers = split(model)
     inputs = batch if case.criterion is None else batch[:-1]
@@ -420,7 +420,7 @@ def test_missing_unexpected_and_wrongly_shaped_entries_are_named(
 
 
 def test_a_state_dict_may_stand_in(tmp_path):
-    model = cases.TiedLanguageModel()
+    model = losses.TiedLanguageModel()
     fmodel, _, _ = split(model)
     x = torch.randint(11, (2, 5))
     expected = model(x)
@@ -454,7 +454,7 @@ def test_a_state_dict_leaves_out_non_persistent_buffers_only():
 
 def test_to_module_returns_an_independent_module_with_new_values():
     model = nn.Sequential(
-        nn.LSTM(3, 4), cases.Pick(lambda out: out[0]), nn.Linear(4, 2)
+        nn.LSTM(3, 4), losses.Pick(lambda out: out[0]), nn.Linear(4, 2)
     )
     fmodel, params, buffers = split(model)
     doubled = {name: (2 * value).detach() for name, value in params.items()}
@@ -552,7 +552,7 @@ def test_threads_can_share_a_functional_model():
 def test_parity_with_the_functorch_that_torch_carries(name):
     import functorch
 
-    case = cases.CASES[name]
+    case = losses.CASES[name]
     model, (inputs, *_) = case.model(), case.batch(3)
     theirs, *their_state = functorch.make_functional_with_buffers(model)
     ours, params, buffers = split(model)

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import vgrad
-from tests import cases
+from tests import losses
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -50,7 +50,7 @@ def test_weights_that_a_mean_over_one_label_divides_by_are_refused(kind):
 
 
 def test_dictionaries_among_the_inputs_become_keyword_arguments():
-    model = cases.TwoCalls()
+    model = losses.TwoCalls()
     fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
     loss = vgrad.sample_loss(fmodel, F.cross_entropy)
     x, scale, y = torch.randn(4), torch.rand(4), torch.tensor(1)

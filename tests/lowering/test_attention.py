@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.cases import DEVICES
 from tests.examples import examples
+from tests.losses import DEVICES
 from vgrad.lowering import fold, scaled_dot_product_attention
 
 

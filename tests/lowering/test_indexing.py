@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vgrad
-from tests import cases, oracle
+from tests import losses, oracle
 from vgrad.lowering import VMAPPED
 
 B, N, E = 3, 4, 6
@@ -20,9 +20,9 @@ ADD, ADD_ = VMAPPED[torch.index_add], VMAPPED[Tensor.index_add_]
 def values(dim, dtype=torch.float64):
     """Samples whose axis `dim` has N rows, and E rows to add."""
     sizes = {0: (N, 2, 5), 1: (2, N, 5), -1: (2, 5, N)}[dim]
-    x = cases.randn(B, *sizes, dtype=dtype)
+    x = losses.randn(B, *sizes, dtype=dtype)
     more = [E if size == N else size for size in sizes]
-    return x, cases.randn(B, *more, dtype=dtype, seed=1)
+    return x, losses.randn(B, *more, dtype=dtype, seed=1)
 
 
 def derivatives(add, dim):
@@ -144,13 +144,13 @@ class Sums(TorchDispatchMode):
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("strategy", ["recorded", "vmap"])
 def test_graph_nets_have_the_gradients_of_a_loop(strategy, in_place):
-    x = torch.cat([cases.randn(7, 5, 3), torch.randint(5, (7, 5, 2)).double()], 2)
+    x = torch.cat([losses.randn(7, 5, 3), torch.randint(5, (7, 5, 2)).double()], 2)
     y = torch.randint(3, (7,))
-    loss, params, buffers = cases.of_model(
+    loss, params, buffers = losses.of_model(
         Graph(in_place), F.cross_entropy, torch.float64
     )
     batch = (x, y)
-    cases.assert_quantities(loss, params, batch, buffers=buffers, strategy=strategy)
+    losses.assert_quantities(loss, params, batch, buffers=buffers, strategy=strategy)
     if strategy == "recorded":
         compute = vgrad.clipped_grad(loss, max_norm=0.3, strategy=strategy)
         with Sums() as sums:

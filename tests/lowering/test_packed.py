@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn.utils import rnn
 
 import vgrad
-from tests import cases
-from tests.cases import randn
+from tests import losses
+from tests.losses import randn
 
 ONE = torch.tensor([5, 3, 5, 1, 3, 2])
 SORTED = torch.tensor(
@@ -68,7 +68,7 @@ def test_it_is_exact(
     params = {name: each.detach() for name, each in body.named_parameters()}
     loss = loss_of(body, batch_first, ordered, total)
     batch = randn(6, *lengths.shape[1:], 5, 4), lengths
-    cases.assert_quantities(loss, params, batch, tolerance=1e-11, strategy=strategy)
+    losses.assert_quantities(loss, params, batch, tolerance=1e-11, strategy=strategy)
     told = vgrad.explain(vgrad.per_sample_norm(loss))(params, {}, *batch)
     assert (told.strategy, told.parts) == ("recorded", parts)
 
@@ -83,7 +83,7 @@ def test_lengths_that_all_share_split_nothing():
         return found.data.square().sum() + state.sum()
 
     batch = (randn(3, 2, 5, 4),)
-    cases.assert_quantities(loss, params, batch, tolerance=1e-11)
+    losses.assert_quantities(loss, params, batch, tolerance=1e-11)
     told = vgrad.explain(vgrad.per_sample_norm(loss))(params, {}, *batch)
     assert (told.strategy, told.parts) == ("recorded", (3,))
 

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import vgrad
 from tests import oracle
-from tests.cases import STRATEGIES, build, every_strategy, rows, squared
 from tests.examples import examples
+from tests.losses import STRATEGIES, build, every_strategy, rows, squared
 from vgrad import per_sample_gram, per_sample_projection
 from vgrad.persample import projection
 

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.utils import checkpoint as checkpointing
 
 import vgrad
-from tests import cases, oracle
-from tests.cases import randn
+from tests import losses, oracle
+from tests.losses import randn
 from vgrad.torch_private import levels, modes
 
 EXACT = 1e-12
@@ -142,7 +142,7 @@ LOSSES = {
 def test_every_quantity_is_that_of_a_loop(name, strategy, chunk_size):
     params = {n: W[n] for n in W if not (n == "v" and name == "without_a_rule")}
     options = {"strategy": strategy, "chunk_size": chunk_size, "buffers": BUFFERS}
-    cases.assert_quantities(LOSSES[name], params, (X,), tolerance=EXACT, **options)
+    losses.assert_quantities(LOSSES[name], params, (X,), tolerance=EXACT, **options)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -312,7 +312,7 @@ def test_other_hooks_on_saved_tensors_run_in_a_loop():
     with pytest.raises(vgrad.UnsupportedOp, match='other hooks.*strategy="loop"'):
         vgrad.per_sample_norm(packs, strategy="recorded")(W, {}, X)
     with pytest.warns(vgrad.FallbackWarning, match="other hooks"):
-        cases.assert_quantities(packs, {"w": W["w"]}, (X,), strategy="auto")
+        losses.assert_quantities(packs, {"w": W["w"]}, (X,), strategy="auto")
 
 
 def test_a_checkpoint_inside_of_another_runs_in_a_loop():
@@ -324,7 +324,7 @@ def test_a_checkpoint_inside_of_another_runs_in_a_loop():
 
     params = {"w": W["w"], "v": W["v"]}
     with pytest.warns(vgrad.FallbackWarning, match="one sample after another"):
-        cases.assert_quantities(nested, params, (X,), strategy="auto")
+        losses.assert_quantities(nested, params, (X,), strategy="auto")
 
 
 def test_regions_inside_of_others_run_as_often_as_in_plain_torch():
@@ -454,7 +454,7 @@ def test_selected_activations_are_kept():
         return checkpoint(region, x.sin(), context_fn=keep).square().sum()
 
     with contextlib.suppress(vgrad.FallbackWarning):
-        cases.assert_quantities(run, W, (X,), strategy="auto")
+        losses.assert_quantities(run, W, (X,), strategy="auto")
 
 
 class Sine(torch.autograd.Function):

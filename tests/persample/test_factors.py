@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from tests.cases import randn
 from tests.examples import examples
+from tests.losses import randn
 from tests.oracle import assert_exact
 from vgrad.persample.factors import (
     Conv,

@@ -10,8 +10,8 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 import vgrad
-from tests import cases, oracle
-from tests.cases import randn
+from tests import losses, oracle
+from tests.losses import randn
 
 ALONE = r"vmap cannot run {}\.apply, which runs sample by sample at .*\.py:\d+;"
 BY_SAMPLE = ("recorded", "vmap")
@@ -197,7 +197,7 @@ def given():
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_quantity_is_that_of_plain_autograd(name, strategy):
     params, buffers, x = given()
-    cases.assert_quantities(
+    losses.assert_quantities(
         LOSSES[name],
         params,
         (x,),

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import vgrad
 from tests import oracle
-from tests.cases import randn
+from tests.losses import randn
 from vgrad import dp
 from vgrad.persample.engine import saved_bytes, sites
 

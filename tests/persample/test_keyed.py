@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import vgrad
-from tests.cases import Dropping, Noisy
+from tests.losses import Dropping, Noisy
 from vgrad import conditions
 from vgrad.generators import sample_keys
 from vgrad.persample.engine import FallbackWarning, UnsupportedOp

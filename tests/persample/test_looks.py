@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vgrad
-from tests import cases, oracle
+from tests import losses, oracle
 from vgrad.precision import StaticLossScale
 
 CLIPPING = ("flat", "per_layer", "automatic")
@@ -53,7 +53,9 @@ class Language(nn.Module):
 @pytest.mark.parametrize("scale", [None, 2.0**10])
 @pytest.mark.parametrize("clipping", CLIPPING)
 def test_a_step_of_a_transformer_looks_once(clipping, scale):
-    loss, params, buffers = cases.of_model(Language(), cases.next_token, torch.float32)
+    loss, params, buffers = losses.of_model(
+        Language(), losses.next_token, torch.float32
+    )
     tokens = torch.randint(11, (4, 6))
     compute = vgrad.clipped_grad(
         loss,
@@ -99,7 +101,7 @@ def planted(x, g):
 def test_doubts_of_all_parameters_are_mended(clipping, small, monkeypatch):
     monkeypatch.setattr("vgrad.persample.factors.reductions._SMALL", small)
     params = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    x, g = (cases.randn(9, 4, n, dtype=torch.float32, seed=n) for n in (5, 6))
+    x, g = (losses.randn(9, 4, n, dtype=torch.float32, seed=n) for n in (5, 6))
     compute = vgrad.clipped_grad(joint, max_norm=0.5, clipping=clipping)
     _, ordinary = counted(compute, params, {}, x, g)
     planted(x, g)
@@ -121,7 +123,7 @@ def test_doubts_of_all_parameters_are_mended(clipping, small, monkeypatch):
 def test_samples_without_a_gradient_form_none(sample, monkeypatch):
     """Zeros are in doubt only until one has seen that nothing else was multiplied."""
     params = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    x, g = (cases.randn(9, 4, n, dtype=torch.float32, seed=n) for n in (5, 6))
+    x, g = (losses.randn(9, 4, n, dtype=torch.float32, seed=n) for n in (5, 6))
     (g if sample == 1 else x)[sample] = 0
     formed = []
     monkeypatch.setattr(

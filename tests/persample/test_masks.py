@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import vgrad
-from tests import cases, oracle
+from tests import losses, oracle
 from tests.compiled import problems
 
 MASK = torch.tensor([True, False, True, True, False, True, False])
@@ -69,12 +69,12 @@ def compared(name, found):
 def test_the_quantity_is_that_of_the_samples_that_count(
     net, chunk_size, name, strategy
 ):
-    built = cases.build(net, len(MASK))
+    built = losses.build(net, len(MASK))
     make = problems.TRANSFORMS[name]
     compute = make(built.loss, strategy=strategy, chunk_size=chunk_size)
     found = problems.call(name, compute, built.given, MASK)
     grads = {n: grad[MASK] for n, grad in built.expected.items()}
-    alone = cases.rows(built.batch, MASK)
+    alone = losses.rows(built.batch, MASK)
     if name == "gram, cross":
         others = {n: grad[:2] for n, grad in built.expected.items()}
         exact = {"": gram(grads, others)}
@@ -162,7 +162,7 @@ def test_a_mask_may_leave_out_all(name, strategy):
     elif name == "gram":
         assert found.shape == (0, 0)
     else:
-        assert not any(map(len, cases.pytree.tree_leaves(found)))
+        assert not any(map(len, losses.pytree.tree_leaves(found)))
     if name in problems.CLIPPED:
         assert found.norms.shape == found.losses.shape == (0,)
         assert int(found.clipped) == int(found.nonfinite) == 0

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 import vgrad
 from tests import oracle
-from tests.cases import STRATEGIES, build, every_strategy, product, squared
 from tests.examples import examples
+from tests.losses import STRATEGIES, build, every_strategy, product, squared
 from vgrad import gradient_moments
 from vgrad.persample.factors import Outer
 

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import vgrad
-from tests import cases, oracle
-from tests.cases import randn
+from tests import losses, oracle
+from tests.losses import randn
 from vgrad.persample.engine import Twice
 from vgrad.training import TrainState, private_step
 
@@ -42,10 +42,10 @@ def assert_equal(one, two):
         assert torch.equal(grad, two.grads[name]), name
 
 
-@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize("name", losses.CASES)
 @pytest.mark.parametrize("strategy", ["recorded", "loop"])
 def test_the_sums_are_those_of_one_pass(name, strategy):
-    built = cases.build(name, 6)
+    built = losses.build(name, 6)
     given = built.params, built.buffers, *built.batch
     options = {"strategy": strategy, "chunk_size": 4, "randomness": "different"}
     norms = vgrad.per_sample_norm(built.loss, **options)(*given)

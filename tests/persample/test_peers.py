@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import vgrad
-from tests import cases, oracle
+from tests import losses, oracle
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -55,14 +55,14 @@ def circular():
     return nn.Sequential(conv, nn.Flatten(), nn.Linear(48, 3))
 
 
-PADDED, FLATTENED = cases.CASES["padding_idx"], cases.CASES["flattened"]
+PADDED, FLATTENED = losses.CASES["padding_idx"], losses.CASES["flattened"]
 README = {  # a model, its batch, and what Opacus and BackPACK do
     "padding_idx": (PADDED.model, PADDED.batch, WRONG, RAISES),
-    "circular padding": (circular, cases.images(2, 4), WRONG, WRONG),
-    "tied weights": (TiedLinear, cases.vectors(4), EXACT, WRONG),
-    "broadcast positions": (BroadcastPositions, cases.tokens(7, 3), RAISES, RAISES),
+    "circular padding": (circular, losses.images(2, 4), WRONG, WRONG),
+    "tied weights": (TiedLinear, losses.vectors(4), EXACT, WRONG),
+    "broadcast positions": (BroadcastPositions, losses.tokens(7, 3), RAISES, RAISES),
     "flattened rows": (FLATTENED.model, FLATTENED.batch, RAISES, RAISES),
-    "keyword call": (CalledByKeyword, cases.vectors(4), RAISES, RAISES),
+    "keyword call": (CalledByKeyword, losses.vectors(4), RAISES, RAISES),
 }
 
 

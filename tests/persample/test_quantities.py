@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import vgrad
-from tests import cases, oracle
-from tests.cases import STRATEGIES, build, every_strategy, product, squared
+from tests import losses, oracle
+from tests.losses import STRATEGIES, build, every_strategy, product, squared
 from vgrad import explain, tree
 from vgrad.persample.engine import STRATEGIES as TABLE
 
@@ -20,16 +20,16 @@ INF = float("inf")
 @pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
 @every_strategy
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize("name", losses.CASES)
 def test_every_quantity_equals_the_reference(name, dtype, strategy):
     loss, params, buffers, batch, expected = build(name, 5, dtype)
-    cases.assert_quantities(
+    losses.assert_quantities(
         loss,
         params,
         batch,
         buffers=buffers,
         expected=expected,
-        tolerance=cases.CASES[name].tolerance[dtype],
+        tolerance=losses.CASES[name].tolerance[dtype],
         strategy=strategy,
         chunk_size=2 if strategy == "vmap" else None,
     )
@@ -42,10 +42,10 @@ def test_a_planted_wrong_rule_fails_the_comparison():
     grads = vgrad.per_sample_grad(loss)(params, buffers, *batch)
     oracle.assert_exact(grads, expected)
     assert oracle.error(grads, wrong) > 1e-7
-    model = cases.CASES["padding_idx"].model().double()
+    model = losses.CASES["padding_idx"].model().double()
     model[0].padding_idx = None  # what a peer computes: the padding row has a gradient
     model.load_state_dict({name: value.detach() for name, value in params.items()})
-    wrong = oracle.model_gradients(model, cases.CASES["padding_idx"].run, batch, 4)
+    wrong = oracle.model_gradients(model, losses.CASES["padding_idx"].run, batch, 4)
     assert oracle.error(grads, wrong) > 1e-3
 
 
@@ -54,7 +54,7 @@ def test_a_planted_wrong_rule_fails_the_comparison():
     "name", ["mlp", "batch_norm_evaluated", "embedding_bag", "tied"]
 )
 def test_an_empty_batch_gives_zeros_without_running_the_loss(name, strategy):
-    case = cases.CASES[name]
+    case = losses.CASES[name]
     _, params, buffers = vgrad.make_functional_with_buffers(case.model())
     batch = torch.utils._pytree.tree_map_only(
         torch.Tensor, lambda leaf: leaf[:0], case.batch(2)
@@ -100,7 +100,7 @@ def linear_loss(params, buffers, x):
 @pytest.mark.parametrize("name", ["mlp", "cnn", "flattened"])
 def test_the_bound_holds_under_autocast_and_in_low_precision(name, dtype, strategy):
     torch.manual_seed(0)
-    case = cases.CASES[name]
+    case = losses.CASES[name]
     model = case.model().to(dtype)
     fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
     x, y = case.batch(3)
@@ -494,7 +494,7 @@ def test_a_module_of_double_size_takes_a_frozen_part_as_constant():
     loss = vgrad.sample_loss(fmodel, F.cross_entropy)
     x, y = torch.randn(3, 4).double(), torch.randint(3, (3,))
     grads = vgrad.per_sample_grad(loss)(trained, constant, x, y)
-    expected = oracle.model_gradients(model, cases.CASES["mlp"].run, (x, y), 3)
+    expected = oracle.model_gradients(model, losses.CASES["mlp"].run, (x, y), 3)
     assert grads.keys() == {"1.weight", "1.bias"}
     oracle.assert_exact(grads, {name: expected[name] for name in grads})
 
@@ -649,7 +649,7 @@ def test_sparse_gradients_are_made_dense_by_the_loop():
     fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
     loss = vgrad.sample_loss(fmodel, F.cross_entropy)
     batch = torch.tensor([[1, 1], [0, 3]]), torch.tensor([0, 2])
-    dense = cases.CASES["mlp"].run
+    dense = losses.CASES["mlp"].run
     model[0].sparse = False
     expected = oracle.model_gradients(model, dense, batch, 2)
     compute = vgrad.clipped_grad(loss, max_norm=0.1, strategy="loop")

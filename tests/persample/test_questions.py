@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional as F
 
 import vgrad
-from tests import cases, oracle
-from tests.cases import randn
+from tests import losses, oracle
+from tests.losses import randn
 
 EXACT = 1e-12
 PARAMS = {"w": randn(3, 4), "v": randn(3, seed=1)}
@@ -91,7 +91,7 @@ every_strategy = pytest.mark.parametrize("strategy", ["auto", "recorded", "vmap"
 @pytest.mark.parametrize("chunk_size", [None, 5])
 def test_every_quantity_is_that_of_a_loop(name, strategy, chunk_size):
     options = {"strategy": strategy, "chunk_size": chunk_size, "buffers": BUFFERS}
-    cases.assert_quantities(LOSSES[name], PARAMS, (X,), tolerance=EXACT, **options)
+    losses.assert_quantities(LOSSES[name], PARAMS, (X,), tolerance=EXACT, **options)
 
 
 def grads_of(loss, x=X):

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vgrad
-from tests import cases, oracle
-from tests.cases import STRATEGIES, every_strategy, randn
+from tests import losses, oracle
+from tests.losses import STRATEGIES, every_strategy, randn
 from vgrad.persample import EXPANDED
 
 B = 4
@@ -49,7 +49,7 @@ def check(run, params, batch, *, buffers=None, strategy="recorded"):
     def loss(params, buffers, *sample):
         return out_of(run({**params, **buffers}, *sample))
 
-    cases.assert_quantities(loss, params, batch, buffers=buffers, strategy=strategy)
+    losses.assert_quantities(loss, params, batch, buffers=buffers, strategy=strategy)
 
 
 def rows_of(run, params, batch):
@@ -561,7 +561,7 @@ def test_a_frozen_linear_layer_adds_its_bias_within_the_product():
         return F.linear(F.linear(x, p["w"]).tanh(), frozen, bias).square().sum()
 
     params, batch = {"w": randn(4, 4, seed=1)}, (randn(5, 2, 4, seed=2),)
-    cases.assert_quantities(loss, params, batch, strategy="recorded")
+    losses.assert_quantities(loss, params, batch, strategy="recorded")
     with Products() as products:
         vgrad.per_sample_norm(loss, strategy="recorded")(params, {}, *batch)
     assert products.rows == [10]  # of all samples, at once

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import vgrad
 from tests import oracle
-from tests.cases import randn
+from tests.losses import randn
 
 X, W = randn(3, 4), randn(8, 5, seed=1)
 

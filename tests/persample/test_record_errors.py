@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 import vgrad
 from tests import oracle
-from tests.cases import CASES, build, randn, state_of_torch
+from tests.losses import CASES, build, randn, state_of_torch
 from tests.persample.test_record import (
     RECORDED,
     B,

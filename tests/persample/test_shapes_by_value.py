@@ -5,8 +5,8 @@ import torch
 from torch.nn import functional as F
 
 import vgrad
-from tests import cases, oracle
-from tests.cases import randn
+from tests import losses, oracle
+from tests.losses import randn
 
 EXACT = 1e-12
 SIZE, T, D = 12, 5, 4
@@ -164,7 +164,7 @@ every_read = pytest.mark.parametrize("name", READS)
 @pytest.mark.parametrize(("strategy", "chunk_size"), [("auto", 5), ("vmap", None)])
 def test_every_quantity_is_that_of_a_loop(name, strategy, chunk_size):
     options = {"strategy": strategy, "chunk_size": chunk_size}
-    cases.assert_quantities(loss_of(name), PARAMS, BATCH, tolerance=EXACT, **options)
+    losses.assert_quantities(loss_of(name), PARAMS, BATCH, tolerance=EXACT, **options)
 
 
 @pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")

@@ -13,7 +13,7 @@ from torch.overrides import (
 )
 
 import vgrad
-from tests import cases, oracle
+from tests import losses, oracle
 from vgrad import explain
 from vgrad.persample.rules import RULES, Dense, Norm, Outer, positions, rule
 from vgrad.testing import check_rule
@@ -208,7 +208,7 @@ def test_a_rule_is_not_asked_about_an_argument_that_it_cannot_know():
 
 @pytest.mark.parametrize("name", ["mlp", "tied", "padding_idx", "two_calls_and_unused"])
 def test_whole_models_pass_with_their_buffers_and_any_tree_as_batch(name):
-    case = cases.CASES[name]
+    case = losses.CASES[name]
     fmodel, params, buffers = vgrad.make_functional_with_buffers(case.model())
     check_rule(
         vgrad.sample_loss(fmodel, case.criterion), params, buffers, *case.batch(3)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import vgrad
 from tests import oracle
-from tests.cases import (
+from tests.losses import (
     STRATEGIES,
     assert_quantities,
     every_strategy,

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 import vgrad
 from tests import oracle
-from tests.cases import assert_quantities, randn
+from tests.losses import assert_quantities, randn
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::vgrad.FallbackWarning",

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import vgrad
 from tests import oracle
-from tests.cases import Pick, TiedLanguageModel
+from tests.losses import Pick, TiedLanguageModel
 from vgrad.precision import AutocastMode, autocast
 from vgrad.torch_private import modes
 

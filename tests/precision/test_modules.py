@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import vgrad
 from tests import oracle
-from tests.cases import TiedLanguageModel
+from tests.losses import TiedLanguageModel
 from vgrad import explain
 from vgrad.precision import Policy, PolicyModel, loss_under, policy_for
 from vgrad.torch_private import modes

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import vgrad
-from tests import cases, oracle
+from tests import losses, oracle
 from tests.examples import examples
 from tests.oracle import assert_exact, error
 from vgrad.precision import DynamicLossScale, NoOpLossScale, StaticLossScale
@@ -130,7 +130,7 @@ TRANSFORMS = {
 
 def build(name, dtype=torch.float32):
     torch.manual_seed(0)
-    case = cases.CASES[name]
+    case = losses.CASES[name]
     model = case.model().to(dtype)
     x, y = case.batch(SIZE)
     x = x.to(dtype) if x.is_floating_point() else x

@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vgrad
-from tests import cases, oracle
+from tests import losses, oracle
 from vgrad.cli import checkpoint
 from vgrad.precision import DynamicLossScale, NoOpLossScale, StaticLossScale
 from vgrad.training import EnsembleState, TrainState, private_step, train_step
@@ -29,7 +29,7 @@ def plan(**changes):
 
 def build(name="mlp", seed=0, dtype=torch.float64):
     torch.manual_seed(seed)
-    case = cases.CASES[name]
+    case = losses.CASES[name]
     model = case.model().to(dtype)
     fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
     x, y = case.batch(6)
@@ -149,7 +149,7 @@ def test_a_private_step_without_noise_is_clipped_sgd():
     step, start, x, y = private(chosen=plan(noise_multiplier=0.0))
     state, metrics = step(start, x, y)
     model, _, criterion, *_ = build()
-    grads = oracle.model_gradients(model, cases.CASES["mlp"].run, (x, y), 6)
+    grads = oracle.model_gradients(model, losses.CASES["mlp"].run, (x, y), 6)
     expected = {
         name: start.params[name] - 0.1 * total / 8
         for name, total in oracle.clipped(grads, 0.5).items()
@@ -510,7 +510,7 @@ def test_private_steps_clip_and_add_noise_without_knowing_the_scale(policy):
     quiet, *_ = private(None, plan(noise_multiplier=0.0), torch.float32, **options)
     state, _ = quiet(start, x, y)
     model = build(dtype=torch.float32)[0]
-    grads = oracle.model_gradients(model, cases.CASES["mlp"].run, (x, y), 6)
+    grads = oracle.model_gradients(model, losses.CASES["mlp"].run, (x, y), 6)
     for name, total in oracle.clipped(grads, 0.5).items():
         expected = start.params[name].detach() - 0.1 * total / 8
         tolerance = 1e-6 if policy is None else 2e-4

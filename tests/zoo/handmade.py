@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests import cases
+from tests import losses
 from tests.zoo.entries import (
     SIZE,
     D,
@@ -31,7 +31,7 @@ def tied_autoencoder() -> Use:
 
 def tied_language_model() -> Use:
     words = torch.randint(11, (SIZE, 5)), torch.randint(11, (SIZE, 5))
-    return Use(cases.TiedLanguageModel(), words, cases.next_token)
+    return Use(losses.TiedLanguageModel(), words, losses.next_token)
 
 
 def recursion() -> Use:
