@@ -19,12 +19,10 @@ from torch.nn import functional as F
 from vgrad.functional.guards import Protected
 from vgrad.lowering.answering import Answering
 from vgrad.lowering.draws import Draws
-from vgrad.lowering.keyed import Unkeyed
 from vgrad.lowering.questions import NONE, QUESTIONS, Split
 from vgrad.lowering.truthful import HOOKS, Truth, among
 from vgrad.lowering.vmapped import VMAPPED
 from vgrad.torch_private import autograd, modes
-from vgrad.tree import tensors
 
 Form = Callable[..., Tensor]
 """From E and tensors `[E, ...]` (`[...]` where all members share one) to `[E, ...]`."""
@@ -122,11 +120,6 @@ def by_itself(
     mode = Answering(truth=None, draws=draws)
     with mode.inside(1, "different", casts, alone=True):
         found = run()
-    if draws.drew and any(map(autograd.reenters, tensors(found))):
-        raise Unkeyed(
-            "those of a re-entrant checkpoint, which draws them again by itself. Pass "
-            "use_reentrant=False"
-        )
     return found
 
 
