@@ -77,8 +77,8 @@ import torch
 from torch import Tensor
 
 from vgrad import checks, generators
-from vgrad.sensitivity import Sensitivity
-from vgrad.torch_private import levels, shards
+from vgrad.batches import Sensitivity
+from vgrad.torch_private import modes, shards
 from vgrad.tree import map_values
 from vgrad.typing import Params
 
@@ -150,7 +150,9 @@ def add_gaussian_noise(
         _check_sum("add_gaussian_noise", name, total)
     if noise_multiplier == 0:
         return map_values(_released, sums, sums)
-    step_key = generators.subkey(key, "noise", step, float(noise_multiplier), deviation)
+    step_key = generators.fold_in(
+        key, "noise", step, float(noise_multiplier), deviation
+    )
     normals = _Normals(step_key, sums, member, deviation)
     # Adding and subtracting this number rounds a float64 to the grid.
     rounding = 1.5 * 2.0 ** (52 + math.floor(math.log2(deviation * _GRID)))
@@ -368,7 +370,7 @@ def _add_block(
 def _is_plain(total: Tensor) -> bool:
     """Return whether a tensor is on the CPU, outside of graphs and transforms."""
     follows = total.requires_grad and torch.is_grad_enabled()
-    return total.is_cpu and not follows and not levels.inside_transform()
+    return total.is_cpu and not follows and not modes.inside_transform()
 
 
 def _released(value: Tensor, total: Tensor) -> Tensor:
@@ -416,9 +418,9 @@ def _check_sum(function: str, name: str, total: Tensor) -> None:
             f"{function}(sums[{name!r}]): expected a tensor of real floating-point "
             f"numbers, got {total.dtype}. Noise is for sums of gradients."
         )
-    if shards.is_distributed(total) and shards.strange(total):
+    if shards.is_distributed(total) and (got := shards.unsupported_placements(total)):
         raise TypeError(
             f"{function}(sums[{name!r}]): expected a DTensor of Shard and Replicate "
-            f"alone, got {shards.strange(total)}. Noise comes after the reduction: "
-            "redistribute the sum first."
+            f"alone, got {got}. Noise comes after the reduction: redistribute the sum "
+            f"first."
         )

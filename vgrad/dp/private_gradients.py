@@ -28,12 +28,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from vgrad import batches, checks
 from vgrad.dp.plan import Plan, as_digest, check_spent, spent_under
 from vgrad.dp.sampling import PhysicalBatch, PoissonLoader, RunState
-from vgrad.dtypes import widened
 from vgrad.functional.live import LiveModel
 from vgrad.functional.losses import Criterion, check_criterion, sample_loss
-from vgrad.functional.writing import write_grads_
+from vgrad.functional.model import write_grads_
 from vgrad.generators import (
-    ALONE,
+    RNG_LOCK,
     check_key,
     drawn_since,
     kept_random_state,
@@ -43,7 +42,7 @@ from vgrad.generators import (
     torch_seed,
 )
 from vgrad.persample.clipped import ClippedGradFn, clipped_grad
-from vgrad.tree import map_values, tree_flatten, tree_leaves, tree_unflatten
+from vgrad.tree import map_values, tree_flatten, tree_leaves, tree_unflatten, widened
 from vgrad.typing import Buffers, ChunkSize, Params, Randomness, Strategy, Tree
 
 _INSTEAD = {
@@ -178,7 +177,7 @@ class PrivateGradients:
         collate_fn = loading.get("collate_fn")
         self._padding = find_padding(dataset, collate_fn) if check_collate else None
         self.loader.keeps_yielded = self._padding is not None
-        with ALONE:
+        with RNG_LOCK:
             self._live = LiveModule(model)
         self._guard = GradGuard(self._live)
         self._criterion = criterion
@@ -240,7 +239,7 @@ class PrivateGradients:
         _check_process(self._state.process)
         tags = (pending.number,) if pending.number else ()  # else as in private_step
         seed = torch_seed(self.key, "loss", self.step, *tags)
-        with ALONE:  # calls on one module from several threads take turns
+        with RNG_LOCK:  # calls on one module from several threads take turns
             function = self._live.follow(within=pending.number > 0)
             if function is not self._function:
                 self._clipped, self._function = self._clip(), function

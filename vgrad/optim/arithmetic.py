@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.dtypes import cast, widened
 from vgrad.optim.arguments import Number, check_real, required
 from vgrad.optim.base import GradientTransformation, Grads, Updates, stateless
-from vgrad.tree import map_values
+from vgrad.tree import cast, map_values, widened
 from vgrad.typing import Params
 
 
@@ -58,7 +57,7 @@ def of_gradient_and_parameter(
 
     def update(grads: Grads, params: Params | None) -> Updates:
         params = required(name, params)
-        checks.same_names(f"{name}(grads)", params, grads)
+        checks.names(f"{name}(grads)", params, grads)
         return map_grads(apply, grads, params)
 
     return stateless(update)
@@ -92,7 +91,7 @@ def of_history(
                 f"{function}(state): expected the state that its init made, got "
                 f"{state!r}."
             )
-        checks.same_names(f"{function}(grads)", held, grads)
+        checks.names(f"{function}(grads)", held, grads)
         return move(grads, state)
 
     return GradientTransformation(init, update)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.dtypes import widened
 from vgrad.optim.arguments import Number, check_shares, plain, required
 from vgrad.optim.arithmetic import (
     advance,
@@ -28,6 +27,7 @@ from vgrad.optim.base import (
     apply_updates,
     states_of,
 )
+from vgrad.tree import widened
 from vgrad.typing import Params, Tree
 
 
@@ -212,11 +212,11 @@ def lookahead(
         grads: Grads, state: LookaheadState, params: Params | None = None
     ) -> tuple[Updates, LookaheadState]:
         params = required("lookahead", params)
-        checks.same_names("lookahead(params)", state.slow, params)
+        checks.names("lookahead(params)", state.slow, params)
         count = state.count + 1
         synced = count % scalar(sync_period, count) == 0
         updates, new = inner.update(grads, state.inner, params)
-        checks.same_names("lookahead(grads)", state.slow, updates)
+        checks.names("lookahead(grads)", state.slow, updates)
 
         def forward(slow: Tensor, update: Tensor, param: Tensor) -> Tensor:
             fast = widened(param) + update
@@ -245,7 +245,7 @@ def average_after(
         grads: Grads, state: AverageState, params: Params | None = None
     ) -> tuple[Updates, AverageState]:
         params = required(function, params)
-        checks.same_names(f"{function}(grads)", state.average, grads)
+        checks.names(f"{function}(grads)", state.average, grads)
         count = state.count + 1
         average = lerp(state.average, apply_updates(params, grads), share(count))
         return dict(grads), AverageState(count, average)

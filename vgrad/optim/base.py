@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from vgrad import checks
-from vgrad.dtypes import cast, widened
-from vgrad.tree import map_values, tree_leaves
+from vgrad.tree import cast, map_values, tree_leaves, widened
 from vgrad.typing import Params, Tree
 
 Grads = Mapping[str, Tensor | None]
@@ -157,10 +156,10 @@ def apply_updates(params: Params, updates: Grads) -> Params:
         >>> apply_updates({"w": torch.ones(2)}, {"w": torch.tensor([0.5, -1.0])})
         {'w': tensor([1.5000, 0.0000])}
     """
-    checks.same_names("apply_updates(updates)", params, updates)
+    checks.names("apply_updates(updates)", params, updates)
     given = {name: value for name, value in updates.items() if value is not None}
     shapes = {name: params[name].shape for name in given}
-    checks.same_shapes("apply_updates(updates)", shapes, given)
+    checks.shapes("apply_updates(updates)", shapes, given)
 
     def add(param: Tensor, update: Tensor | None) -> Tensor:
         if update is None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.dtypes import widened
 from vgrad.optim.arguments import Number, plain
 from vgrad.optim.arithmetic import (
     advance,
@@ -25,7 +24,7 @@ from vgrad.optim.arithmetic import (
     scalar,
 )
 from vgrad.optim.base import GradientTransformation, Grads, Updates, stateless
-from vgrad.tree import map_values
+from vgrad.tree import map_values, widened
 from vgrad.typing import Params
 
 

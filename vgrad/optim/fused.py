@@ -20,7 +20,7 @@ from vgrad import checks
 from vgrad.optim.arguments import Number, apart, check_parts, is_schedule, is_zero
 from vgrad.optim.base import Donated, Grads
 from vgrad.optim.transforms import ScheduleState
-from vgrad.torch_private import kernels, levels
+from vgrad.torch_private import kernels, modes
 from vgrad.typing import Params, Schedule, Tree
 
 _DEVICE, _DTYPE, _SHAPE = map(attrgetter, ("device", "dtype", "shape"))
@@ -160,9 +160,9 @@ def _groups(
     Raises:
         ValueError: two parameters overlap without being one.
     """
-    if levels.inside_transform() or torch.compiler.is_compiling():
+    if modes.inside_transform() or torch.compiler.is_compiling():
         return None
-    checks.same_names("step(grads)", params, grads)
+    checks.names("step(grads)", params, grads)
     if any(hasattr(param, "to_local") for param in params.values()):
         parts = _parts([params, grads, *moments])
         if parts is None:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.dtypes import widened
 from vgrad.optim.arguments import Number, check_real, plain
 from vgrad.optim.arithmetic import counter, scalar
 from vgrad.optim.base import GradientTransformation, Grads, Updates
 from vgrad.torch_private import shards
+from vgrad.tree import widened
 from vgrad.typing import Params
 
 _WORD = 2**32 - 1

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.dtypes import widened
 from vgrad.optim.arguments import Number, is_schedule, is_zero, plain
 from vgrad.optim.arithmetic import (
     counter,
@@ -18,6 +17,7 @@ from vgrad.optim.arithmetic import (
 )
 from vgrad.optim.base import GradientTransformation, Grads, Updates, chain, stateless
 from vgrad.optim.grouping import Selection, checked, masked
+from vgrad.tree import widened
 from vgrad.typing import Params, Schedule
 
 

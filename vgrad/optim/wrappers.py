@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.dtypes import widened
 from vgrad.optim.arguments import plain
 from vgrad.optim.arithmetic import advance, blend, counter, map_grads, scalar, zeros
 from vgrad.optim.base import GradientTransformation, Grads, Updates
-from vgrad.tree import tree_map
+from vgrad.tree import tree_map, widened
 from vgrad.typing import Params, Tree
 
 
@@ -127,7 +126,7 @@ def multi_steps(
     def update(
         grads: Grads, state: MultiStepsState, params: Params | None = None
     ) -> tuple[Updates, MultiStepsState]:
-        checks.same_names("multi_steps(grads)", state.mean, grads)
+        checks.names("multi_steps(grads)", state.mean, grads)
         count = state.count + 1
         last = count >= scalar(steps, count)
         share = 1 / scalar(steps, count.double())

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.dtypes import widened
 from vgrad.tree import (
     GetAttrKey,
     register_pytree_node,
@@ -22,6 +21,7 @@ from vgrad.tree import (
     tree_leaves,
     tree_map,
     tree_unflatten,
+    widened,
 )
 from vgrad.typing import Tree
 

@@ -119,7 +119,7 @@ class Policy:
             >>> Policy.parse("mixed_float16").cast([torch.ones(1), 3], to="compute")
             [tensor([1.], dtype=torch.float16), 3]
         """
-        checks.one_of("Policy.cast", get_args(Role), to=to)
+        checks.choice("Policy.cast", get_args(Role), to=to)
         dtype = getattr(self, f"{to}_dtype")
 
         def cast_leaf(leaf: Any) -> Any:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.dtypes import widened
 from vgrad.optim.arguments import Number, check_numbers, check_real, rate_at, required
 from vgrad.optim.arithmetic import (
     counter,
@@ -27,6 +26,7 @@ from vgrad.optim.base import GradientTransformation, Grads, Updates, chain
 from vgrad.optim.clipping import clip_by_block_rms
 from vgrad.optim.transforms import ScheduleState, ascent
 from vgrad.torch_private import shards
+from vgrad.tree import widened
 from vgrad.typing import Params, Schedule
 
 
@@ -85,7 +85,7 @@ def scale_by_factored_rms(
         grads: Grads, state: FactoredState, params: Params | None = None
     ) -> tuple[Updates, FactoredState]:
         names = [*state.rows, *state.squares]
-        checks.same_names("scale_by_factored_rms(grads)", names, grads)
+        checks.names("scale_by_factored_rms(grads)", names, grads)
         count = state.count + 1
         take = count.double() ** beta2_decay
         now = squared(grads)
@@ -169,7 +169,7 @@ def _descend_by_size(
         grads: Grads, state: ScheduleState, params: Params | None = None
     ) -> tuple[Updates, ScheduleState]:
         params = required("adafactor", params)
-        checks.same_names("adafactor(grads)", params, grads)
+        checks.names("adafactor(grads)", params, grads)
         count = state.count + 1
         rate = rate_at(lr, state.count)
         bound = count.double().rsqrt()

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from vgrad import checks
-from vgrad.dtypes import no_autocast, widened
 from vgrad.optim.arguments import Number, check_numbers, check_real
 from vgrad.optim.arithmetic import (
     lerp,
@@ -26,6 +25,7 @@ from vgrad.optim.arithmetic import (
 )
 from vgrad.optim.base import GradientTransformation, Grads, Updates
 from vgrad.optim.transforms import descent
+from vgrad.tree import no_autocast, widened
 from vgrad.typing import Params, Schedule
 
 Adjustment = Literal["original", "match_rms_adamw"]
@@ -156,7 +156,7 @@ def muon(
                 [-0.0000, -0.1000]])
     """
     check_numbers("muon", lr, weight_decay=weight_decay, momentum=momentum, eps=eps)
-    checks.one_of("muon", (None, *ADJUSTMENTS), adjust_lr_fn=adjust_lr_fn)
+    checks.choice("muon", (None, *ADJUSTMENTS), adjust_lr_fn=adjust_lr_fn)
     return descent(
         lr,
         _average(momentum, nesterov),

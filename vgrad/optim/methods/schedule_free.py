@@ -7,7 +7,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.dtypes import widened
 from vgrad.optim.arguments import Number, check_numbers, check_shares, rate_at, required
 from vgrad.optim.arithmetic import (
     advance,
@@ -24,6 +23,7 @@ from vgrad.optim.arithmetic import (
 from vgrad.optim.base import GradientTransformation, Grads, Updates, chain, states_of
 from vgrad.optim.methods.sgd import sgd
 from vgrad.optim.transforms import ascent, descent
+from vgrad.tree import widened
 from vgrad.typing import Params, Schedule, Tree
 
 
@@ -87,7 +87,7 @@ def schedule_free(
         grads: Grads, state: ScheduleFreeState, params: Params | None = None
     ) -> tuple[Updates, ScheduleFreeState]:
         params = required("schedule_free", params)
-        checks.same_names("schedule_free(grads)", state.iterate, grads)
+        checks.names("schedule_free(grads)", state.iterate, grads)
         moves, new = inner.update(grads, state.inner, params)
         rate = scalar(rate_at(lr, state.count), state.weight)
         weight = rate ** scalar(weight_lr_power, state.weight)
@@ -130,7 +130,7 @@ def evaluation_parameters(state: Tree, params: Params) -> Params:
             "optimizer, got one without its averages."
         )
     found = {name: x for average in averages for name, x in average.items()}
-    checks.same_names("evaluation_parameters(params)", {**params, **found}, params)
+    checks.names("evaluation_parameters(params)", {**params, **found}, params)
     return {name: found.get(name, p).to(p.dtype) for name, p in params.items()}
 
 

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from vgrad.dtypes import cast
 from vgrad.optim.arguments import Number, check_numbers, is_zero, rate_at
 from vgrad.optim.arithmetic import (
     blend,
@@ -26,6 +25,7 @@ from vgrad.optim.transforms import (
     descent,
     scale_by_learning_rate,
 )
+from vgrad.tree import cast
 from vgrad.typing import Params, Schedule
 
 
