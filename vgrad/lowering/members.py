@@ -106,21 +106,14 @@ def by_itself(
     casts: Callable[[], AbstractContextManager],
     draws: Draws | None,
 ) -> Any:
-    """Run one member, which draws what `draws` says.
-
-    `casts` makes the mode for autocast.
-
-    Raises:
-        Unkeyed: a backward pass would draw other numbers.
-    """
+    """Run one member with its draws; `casts` makes the mode for autocast."""
     if draws is None or draws.keys is None:
         known = nullcontext() if draws is None else draws.watched(1, alone=True)
         with known, casts():
             return run()
     mode = Answering(truth=None, draws=draws)
     with mode.inside(1, "different", casts, alone=True):
-        found = run()
-    return found
+        return run()
 
 
 Chosen = tuple[Callable[[], Tensor] | None, str]
