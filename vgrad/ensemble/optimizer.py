@@ -9,16 +9,15 @@ from torch import Tensor
 from vgrad import names
 from vgrad.ensemble.axes import mapped
 from vgrad.names import Patterns
-from vgrad.optim.arguments import check_parts, disjoint
+from vgrad.optim.arithmetic import Grads, Updates
 from vgrad.optim.base import (
     Donated,
     GradientTransformation,
-    Grads,
     UpdateFn,
-    Updates,
     apply_updates,
     check_transformation,
 )
+from vgrad.optim.fused import check_parts, disjoint
 from vgrad.torch_private import levels
 from vgrad.tree import (
     map_tensors,
