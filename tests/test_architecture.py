@@ -14,8 +14,7 @@ PACKAGE = ROOT / "vgrad"
 
 LAYERS = [
     {"torch_private"},
-    {"typing", "checks", "tree", "names", "dtypes", "batches", "sensitivity"}
-    | {"conditions", "files", "generators"},
+    {"typing", "checks", "tree", "batches"} | {"conditions", "files", "generators"},
     {"functional", "optim"},
     {"lowering", "precision"},
     {"persample"},

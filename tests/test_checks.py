@@ -87,8 +87,8 @@ def test_messages_show_no_values_of_tensors_and_arrays():
 
 def test_choices_and_names_are_listed():
     with pytest.raises(ValueError, match=r"f\(x='c'\): expected one of 'a', 'b'"):
-        checks.one_of("f", ("a", "b"), x="c")
+        checks.choice("f", ("a", "b"), x="c")
     with pytest.raises(ValueError, match="missing: 'b'; unexpected: 'c'"):
-        checks.same_names("f", {"a", "b"}, {"a", "c"})
+        checks.names("f", {"a", "b"}, {"a", "c"})
     many = [f"name{number:02}" for number in range(12)]
     assert checks.listed(many).endswith("'name07' and 4 more")

@@ -3,34 +3,34 @@
 import pytest
 import torch
 
-from vgrad.conditions import are_collected, collected, looked_at, unlikely
+from vgrad.conditions import checks_collected, collect_checks, rare, static_values
 
 SOME, NONE = torch.tensor([False, True]), torch.tensor([False])
 
 
 def test_a_condition_is_looked_at_outside():
-    assert unlikely(SOME)
-    assert not unlikely(NONE)
-    assert not are_collected()
+    assert rare(SOME)
+    assert not rare(NONE)
+    assert not checks_collected()
 
 
 def test_conditions_are_collected_inside_but_where_they_are_looked_at():
-    with collected() as found:
-        assert not unlikely(SOME)
-        with looked_at():
-            assert unlikely(SOME)
-            assert not are_collected()
-        assert are_collected()
-        assert not unlikely(NONE)
+    with collect_checks() as found:
+        assert not rare(SOME)
+        with static_values():
+            assert rare(SOME)
+            assert not checks_collected()
+        assert checks_collected()
+        assert not rare(NONE)
     assert [each.item() for each in found] == [True, False]
-    assert not are_collected()
+    assert not checks_collected()
 
 
-@pytest.mark.parametrize("block", [collected, looked_at])
+@pytest.mark.parametrize("block", [collect_checks, static_values])
 def test_an_exception_ends_a_block(block):
-    with collected() as found:
+    with collect_checks() as found:
         with pytest.raises(KeyError), block():
             raise KeyError
-        assert not unlikely(SOME)
+        assert not rare(SOME)
     assert len(found) == 1
-    assert not are_collected()
+    assert not checks_collected()

@@ -4,7 +4,7 @@ import torch
 
 from tests import streams
 from vgrad import generators
-from vgrad.generators import secret_key, stream, subkey, torch_seed
+from vgrad.generators import fold_in, secret_key, stream, torch_seed
 
 
 def test_keys_come_from_the_operating_system(monkeypatch):
@@ -50,7 +50,7 @@ def test_no_two_places_share_a_stream():
     key = secret_key(seed=0)
     found = {stream(key, *place) for place in PLACES}
     found |= {stream(secret_key(seed=1), *place) for place in PLACES}
-    found |= {stream(subkey(key, "a"), *place) for place in PLACES}
+    found |= {stream(fold_in(key, "a"), *place) for place in PLACES}
     assert len(found) == 3 * len(PLACES)
     assert all(0 < each < 2**128 for each in found)
 
@@ -59,7 +59,7 @@ def test_streams_are_keyed_hashes():
     key = secret_key(seed=0)
     expected = streams.digest(key.tolist(), ["noise", 3], 16)
     assert stream(key, "noise", 3) == int.from_bytes(bytes(expected), "little")
-    assert subkey(key, 0.5, 2).tolist() == streams.digest(key.tolist(), [0.5, 2], 32)
+    assert fold_in(key, 0.5, 2).tolist() == streams.digest(key.tolist(), [0.5, 2], 32)
 
 
 def test_the_same_numbers_come_block_by_block():
@@ -95,7 +95,7 @@ def test_a_key_is_refused_by_what_it_is():
     with pytest.raises(TypeError, match=r"got a tensor of torch\.float32 \(32,\)"):
         stream(torch.zeros(32), "a")
     with pytest.raises(TypeError, match="got a int"):
-        subkey(5, "a")
+        fold_in(5, "a")
 
 
 def test_keys_of_samples_are_those_of_splitmix():
@@ -107,9 +107,9 @@ def test_keys_of_samples_are_those_of_splitmix():
 
 def test_streams_of_samples_differ_by_sample_and_place():
     keys = generators.sample_keys(0, 0, 100)
-    found = torch.stack([generators.streams(keys, place) for place in range(50)])
+    found = torch.stack([generators.fold_in(keys, place) for place in range(50)])
     assert len(found.unique()) == 5000
-    numbers = generators.words(found[0], 1000)
+    numbers = generators.random_bits(found[0], 1000)
     assert len(numbers.unique()) == 100_000
-    assert torch.equal(generators.words(found[0, 3:5], 70), numbers[3:5, :70])
+    assert torch.equal(generators.random_bits(found[0, 3:5], 70), numbers[3:5, :70])
     assert torch.equal(keys, generators.sample_keys(0, 0, 100))  # left as they were

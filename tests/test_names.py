@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vgrad import names
+from vgrad import checks
 
 NAMES = ["encoder.0.weight", "encoder.0.bias", "head.weight", "Head.bias"]
 
@@ -19,13 +19,13 @@ NAMES = ["encoder.0.weight", "encoder.0.bias", "head.weight", "Head.bias"]
     ],
 )
 def test_selected_names_stay_in_their_order(patterns, expected):
-    assert names.selected(NAMES, patterns) == expected
+    assert checks.selected(NAMES, patterns) == expected
 
 
 def test_each_pattern_has_to_match():
-    assert names.all_matched("f", NAMES, ["head.*", "encoder.*"]) == NAMES[:3]
+    assert checks.all_matched("f", NAMES, ["head.*", "encoder.*"]) == NAMES[:3]
     with pytest.raises(ValueError, match=r"f\('tail.\*'\): .*matches a buffer.*Head"):
-        names.all_matched("f", NAMES, ["head.*", "tail.*"], kind="buffer")
+        checks.all_matched("f", NAMES, ["head.*", "tail.*"], kind="buffer")
 
 
 @pytest.mark.parametrize(
@@ -38,12 +38,12 @@ def test_each_pattern_has_to_match():
 )
 def test_what_is_no_list_of_patterns_is_refused(patterns, message):
     with pytest.raises(TypeError, match=message):
-        names.check("f", shared=patterns)
+        checks.patterns("f", shared=patterns)
 
 
 def test_the_compiler_takes_matches_for_constants():
     def scaled(x):
-        return x * 2 if names.matches("0.bias", "*.bias") else x
+        return x * 2 if checks.matches("0.bias", "*.bias") else x
 
     compiled = torch.compile(scaled, fullgraph=True, backend="eager")
     assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))

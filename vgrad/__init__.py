@@ -86,6 +86,7 @@ from vgrad import (
     training,
     typing,
 )
+from vgrad.batches import Sensitivity
 from vgrad.cli.checkpoint import load
 from vgrad.compiled import CompileWarning, compile
 from vgrad.ensemble import (
@@ -97,14 +98,14 @@ from vgrad.ensemble import (
     stack,
 )
 from vgrad.functional.batch_norm import replace_batch_norm
-from vgrad.functional.freezing import freeze
 from vgrad.functional.losses import batch_loss, sample_loss
 from vgrad.functional.model import (
     FunctionalModel,
+    freeze,
     make_functional,
     make_functional_with_buffers,
+    write_grads_,
 )
-from vgrad.functional.writing import write_grads_
 from vgrad.persample import (
     ClippedGrad,
     Explanation,
@@ -122,7 +123,6 @@ from vgrad.persample import (
 from vgrad.persample.engine import FallbackWarning, UnsupportedOp
 from vgrad.persample.explain import explain
 from vgrad.precision import autocast
-from vgrad.sensitivity import Sensitivity
 from vgrad.tree import to_device
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""A batch of samples: its size, its chunks, and how large these may be.
+"""A batch of samples: its size, its chunks, and the sensitivity of a sum over it.
 
 B is the number of samples; every tensor of a batch is `[B, ...]`.
 """
@@ -6,7 +6,7 @@ B is the number of samples; every tensor of a batch is `[B, ...]`.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -136,7 +136,7 @@ def checked_chunk_size(function: str, chunk_size: ChunkSize) -> ChunkSize:
     if chunk_size is None:
         return None
     if isinstance(chunk_size, str):
-        checks.one_of(function, ("auto",), chunk_size=chunk_size)
+        checks.choice(function, ("auto",), chunk_size=chunk_size)
         return "auto"
     [number] = checks.whole(function, least=1, chunk_size=chunk_size)
     return number
@@ -153,3 +153,33 @@ def _free_bytes(device: torch.device) -> int:
         return 2**31  # no portable way to ask: assume two gibibytes
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+Neighbours = Literal["add_or_remove_one"]
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The L2 sensitivity of a sum and the neighbouring relation it holds for.
+
+    `value` bounds the L2 norm of `f(D) - f(D')` over all data sets D and D' that differ
+    by exactly one added sample, except for the rounding errors of the other samples
+    (figures are in `vgrad/dp/noise.py`). Noise is added by handing this object on,
+    never by repeating its number.
+
+    Raises:
+        ValueError: `value` is not positive.
+
+    Example:
+        >>> Sensitivity(0.5).value
+        0.5
+    """
+
+    value: float
+    neighbours: Neighbours = "add_or_remove_one"
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        checks.positive("Sensitivity", value=self.value)
+        allowed = get_args(Neighbours)
+        checks.choice("Sensitivity", allowed, neighbours=self.neighbours)

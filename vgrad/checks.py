@@ -2,8 +2,16 @@
 
 Each takes the function's name and the arguments by name, so that a call reads
 `positive("clipped_grad", max_norm=max_norm)`.
+
+Parameters, buffers and modules are selected by shell-style patterns: `*` stands for any
+letters, dots too, `?` for one, `[ab]` for one of these; case counts. Functions take a
+list or tuple of patterns. A dictionary of settings by name has one pattern, or a tuple
+of them, as a key.
 """
 
+from __future__ import annotations
+
+import fnmatch
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -12,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vgrad.torch_private import levels
+from vgrad.torch_private import modes
 
 
 def positive(function: str, **values: Any) -> None:
@@ -101,7 +109,7 @@ def _index(value: Any) -> int | None:
         return None
 
 
-def one_of(function: str, allowed: Collection[Any], **values: Any) -> None:
+def choice(function: str, allowed: Collection[Any], **values: Any) -> None:
     """Each value is one of `allowed`; the message lists them."""
     for name, value in values.items():
         if value not in allowed:
@@ -128,7 +136,7 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(quoted[:8]) + more
 
 
-def same_names(function: str, expected: Iterable[str], given: Iterable[str]) -> None:
+def names(function: str, expected: Iterable[str], given: Iterable[str]) -> None:
     """The names are exactly those expected; the message lists the others."""
     missing = set(expected) - set(given)
     unexpected = set(given) - set(expected)
@@ -140,7 +148,7 @@ def same_names(function: str, expected: Iterable[str], given: Iterable[str]) -> 
         )
 
 
-def same_shapes(
+def shapes(
     function: str, expected: Mapping[str, torch.Size], given: Mapping[str, Tensor]
 ) -> None:
     """Each entry is a tensor of the shape expected under its name."""
@@ -158,6 +166,86 @@ def same_shapes(
 
 def same_values(a: Tensor, b: Tensor) -> bool:
     """Compare two tensors, NaN equal to NaN; unseen values, in a transform, pass."""
-    if a is b or levels.inside_transform():
+    if a is b or modes.inside_transform():
         return True
     return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+# Annotations stay text: torch.compile traces what makes an optimizer inside a mapped
+# function.
+
+
+Patterns = list[str] | tuple[str, ...]
+"""Names: those that match one of the patterns."""
+
+
+def patterns(function: str, **arguments: Any) -> None:
+    """Refuse what is no list or tuple of patterns.
+
+    Raises:
+        TypeError: it is something else. One string would be read letter by letter.
+    """
+    for argument, patterns in arguments.items():
+        if isinstance(patterns, str):
+            raise TypeError(
+                f"{function}({argument}={patterns!r}): expected a list or tuple of "
+                f"patterns, got a string. Write [{patterns!r}]."
+            )
+        if not isinstance(patterns, list | tuple):
+            kind = type(patterns).__name__
+            raise TypeError(
+                f"{function}({argument}={patterns!r}): expected a list or tuple of "
+                f"patterns of names, got a {kind}."
+            )
+        for pattern in patterns:
+            if not isinstance(pattern, str):
+                raise TypeError(
+                    f"{function}({argument}={patterns!r}): expected patterns that are "
+                    f"strings, got a {type(pattern).__name__}."
+                )
+
+
+def selected(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    """Return the names that match any of the patterns, in their order.
+
+    Example:
+        >>> selected(["0.weight", "0.bias"], ["*.bias", "*.scale"])
+        ['0.bias']
+    """
+    patterns = tuple(patterns)
+    return [name for name in names if any(matches(name, each) for each in patterns)]
+
+
+def all_matched(
+    function: str,
+    names: Iterable[str],
+    patterns: Iterable[str],
+    *,
+    kind: str = "parameter",
+) -> list[str]:
+    """Return the names that match any of the patterns, each of which has to match one.
+
+    A misspelt pattern would otherwise leave out what it was meant for.
+
+    Raises:
+        ValueError: a pattern matches none of the names.
+    """
+    names, patterns = list(names), tuple(patterns)
+    for pattern in patterns:
+        if not selected(names, [pattern]):
+            raise ValueError(
+                f"{function}({pattern!r}): expected a pattern that matches a {kind}, "
+                f"got none. The names are {listed(names)}."
+            )
+    return selected(names, patterns)
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Tell whether a name matches one pattern."""
+    return fnmatch.fnmatchcase(name, pattern)
+
+
+# torch.compile (2.13) cannot trace fnmatch, and need not, since names and patterns are
+# constants. `torch.compiler.assume_constant_result` sets just this, but imports the
+# compiler, which takes seconds and changes the warning filters.
+vars(matches)["_dynamo_marked_constant"] = True

@@ -1,16 +1,16 @@
-"""Conditions that hardly ever hold: looked at where they arise, or at the end.
+"""Conditions that hardly ever hold: checked where they arise, or at the end.
 
-Code that looks at a value and goes another way makes a device wait, and a capture of
-it as one graph impossible. Where the other way is for rare cases, it asks `unlikely`.
-Inside of `collected` the answer is no, and the block knows in the end whether that was
-true; if it was not, what it computed is dropped and computed again outside. Inside of
-`postponed` the answer is no as well, and the block itself looks at many conditions at
-once and mends what was wrong.
+Reading a value makes a device wait, and a capture of the code as one graph impossible.
+Use `rare(mask)` for a branch that is almost never taken. Inside `collect_checks` it
+returns False and records the mask; if any recorded mask turns out true, the caller
+discards the result and recomputes it eagerly. Inside `defer_checks` it returns False as
+well, and the block itself checks many masks at once and corrects its result.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -18,92 +18,91 @@ from vgrad.torch_private.tracing import untraced
 
 
 class Unrepeatable(Exception):
-    """A graph of ops cannot repeat what happened while it was captured."""
+    """A graph of ops cannot repeat something that happened during its capture."""
 
 
-_COLLECTED: ContextVar[list[Tensor] | None] = ContextVar("collected", default=None)
-_POSTPONED: ContextVar[list[Tensor] | None] = ContextVar("postponed", default=None)
+class _Lists(NamedTuple):
+    collected: list[Tensor] | None = None
+    deferred: list[Tensor] | None = None
 
 
-def unlikely(where: Tensor) -> bool:
-    """Tell whether a condition holds anywhere; collected or postponed, answer no.
+_NONE = _Lists()
+_LISTS: ContextVar[_Lists] = ContextVar("lists", default=_NONE)
+
+
+def rare(where: Tensor) -> bool:
+    """Return whether a condition holds anywhere; False where it is only recorded.
 
     Example:
         >>> import torch
-        >>> unlikely(torch.tensor([False, True]))
+        >>> rare(torch.tensor([False, True]))
         True
     """
-    if (conditions := _POSTPONED.get()) is not None:
-        conditions.append(where.detach())
-        return False
-    conditions = _COLLECTED.get()
-    if conditions is None:
-        return bool(where.any())
-    conditions.append(where.detach().any())
-    return False
+    collected, deferred = _LISTS.get()
+    if deferred is not None:
+        deferred.append(where.detach())
+    elif collected is not None:
+        collected.append(where.detach().any())
+    return collected is None and deferred is None and bool(where.any())
 
 
-def are_collected() -> bool:
-    """Tell whether conditions are collected, so that no value may be looked at."""
-    return _COLLECTED.get() is not None
+def checks_collected() -> bool:
+    """Return whether conditions are collected, so that no value may be read."""
+    return _LISTS.get().collected is not None
 
 
 @contextmanager
-def collected() -> Iterator[list[Tensor]]:
+def collect_checks() -> Iterator[list[Tensor]]:
     """Collect the conditions of a block, each a boolean without dimensions.
 
     Example:
         >>> import torch
-        >>> with collected() as conditions:
-        ...     unlikely(torch.tensor([False, True]))
+        >>> with collect_checks() as conditions:
+        ...     rare(torch.tensor([False, True]))
         False
         >>> conditions
         [tensor(True)]
     """
     conditions: list[Tensor] = []
-    token = _COLLECTED.set(conditions)
-    try:
+    with _set(_LISTS.get()._replace(collected=conditions)):
         yield conditions
-    finally:
-        _COLLECTED.reset(token)
 
 
 @contextmanager
-def postponed() -> Iterator[list[Tensor]]:
-    """Gather the conditions of a block as they are, to be looked at after it.
+def defer_checks() -> Iterator[list[Tensor]]:
+    """Gather the conditions of a block as they are, to be checked after it.
 
     Example:
         >>> import torch
-        >>> with postponed() as conditions:
-        ...     unlikely(torch.tensor([False, True]))
+        >>> with defer_checks() as conditions:
+        ...     rare(torch.tensor([False, True]))
         False
-        >>> unlikely(torch.cat(conditions))
+        >>> rare(torch.cat(conditions))
         True
     """
     conditions: list[Tensor] = []
-    token = _POSTPONED.set(conditions)
-    try:
+    with _set(_LISTS.get()._replace(deferred=conditions)):
         yield conditions
-    finally:
-        _POSTPONED.reset(token)
 
 
 @contextmanager
-def at_once() -> Iterator[None]:
-    """Postpone nothing in this block, whose results are kept for other blocks."""
-    token = _POSTPONED.set(None)
+def check_now() -> Iterator[None]:
+    """Defer nothing in this block, whose results are kept for other blocks."""
+    with _set(_LISTS.get()._replace(deferred=None)):
+        yield
+
+
+@contextmanager
+def static_values() -> Iterator[None]:
+    """Read values in this block, which depend on shapes and options alone."""
+    with _set(_NONE), untraced():
+        yield
+
+
+@contextmanager
+def _set(lists: _Lists) -> Iterator[None]:
+    token = _LISTS.set(lists)
     try:
         yield
     finally:
-        _POSTPONED.reset(token)
-
-
-@contextmanager
-def looked_at() -> Iterator[None]:
-    """Look at values in this block, which depend on shapes and options alone."""
-    token = _COLLECTED.set(None)
-    try:
-        with at_once(), untraced():
-            yield
-    finally:
-        _COLLECTED.reset(token)
+        _LISTS.reset(token)

@@ -1,13 +1,13 @@
-"""Where random numbers come from: secret keys and their streams, or torch's generators.
+"""Random numbers from secret keys and their streams, or from torch's generators.
 
-A run keeps one secret key of 256 bits. What it draws for one purpose (a batch, the
-noise of one parameter, dropout) at one step comes from a stream of its own, whose key
-is a keyed hash (BLAKE2b) of the purpose and the step. No stream reveals anything about
-another, and none has to be read in order: a run that goes on, a worker that reads ahead
-and a machine that holds a part of a tensor all draw the very same numbers.
+A run keeps one secret key of 256 bits. The numbers for one purpose (a batch, the noise
+of one parameter, dropout) at one step come from a stream of their own, whose key is a
+keyed hash (BLAKE2b) of the purpose and the step. No stream reveals anything about
+another, and none has to be read in order: a resumed run, a worker that reads ahead and
+a machine that holds a part of a tensor all draw the very same numbers.
 
-The random ops of a loss draw from torch's own generators. Their state is kept and put
-back here.
+The random ops of a loss draw from torch's own generators, whose state is saved and
+restored here.
 """
 
 import hashlib
@@ -27,18 +27,17 @@ from torch import Tensor
 
 from vgrad import checks, conditions
 
-Place = str | int | float
-"""A part of what a stream is for."""
+Tag = str | int | float
+"""A part of the purpose of a stream."""
 
 RandomState = tuple[Tensor, dict[int, Tensor]]
-"""Of torch's generators, on the CPU and on CUDA devices by their index."""
 
 KEY_BYTES = 32
 
 BLOCK = 2**16
 """Numbers of one stream that are drawn at once, from a counter of their own."""
 
-ALONE = threading.RLock()
+RNG_LOCK = threading.RLock()
 """Held by any thread that borrows torch's generators, a module, or caught warnings.
 
 Generators and warnings exist once per process: a second thread that sets a generator in
@@ -52,10 +51,10 @@ is not kept out.
 def secret_key(*, seed: int | None = None, member: int = 0) -> Tensor:
     """Draw a key, uint8 `[32]`, from the operating system.
 
-    Whoever knows the key knows all batches and all noise drawn from it: keep it with
-    the private data. With a `seed` the key is a hash of `seed` and `member`. That is
-    for tests and for what is not private: seeds can be guessed, so noise from such a
-    key hides nothing.
+    The key gives away all batches and all noise drawn from it: keep it with the
+    private data. With a `seed` the key is a hash of `seed` and `member`. That is
+    for tests and for public data: seeds can be guessed, so noise from such a key hides
+    nothing.
 
     Raises:
         ValueError: `seed` or `member` is not a whole number of zero or more.
@@ -73,14 +72,21 @@ def secret_key(*, seed: int | None = None, member: int = 0) -> Tensor:
     return _tensor(_digest(b"", ("seed", seed, member), KEY_BYTES))
 
 
-def subkey(key: Tensor, *place: Place) -> Tensor:
-    """Derive a key for one part of a run, uint8 `[32]`."""
-    return _tensor(_digest(_bytes(key), place, KEY_BYTES))
+def fold_in(key: Tensor, *tags: Tag) -> Tensor:
+    """Derive a key: of a part of a run, uint8 `[32]`, or of streams of samples, int64.
+
+    A secret key takes any tags. Keys of samples (`sample_keys`) take one, a whole
+    number; it is known to an attacker who knows them.
+    """
+    if isinstance(key, Tensor) and key.dtype == torch.int64:
+        [tag] = tags
+        return splitmix64(key + _signed((int(tag) + 1) * _TO_PLACE))
+    return _tensor(_digest(_bytes(key), tags, KEY_BYTES))
 
 
-def stream(key: Tensor, *place: Place) -> int:
+def stream(key: Tensor, *tags: Tag) -> int:
     """Derive the key of one stream, a number of 128 bits."""
-    return int.from_bytes(_digest(_bytes(key), place, 16), "little")
+    return int.from_bytes(_digest(_bytes(key), tags, 16), "little")
 
 
 def block(stream: int, number: int) -> np.random.Generator:
@@ -142,12 +148,12 @@ def on_threads(works: Iterable[Callable[[], object]], count: int) -> None:
             pass  # an exception in a thread is raised here
 
 
-def torch_seed(key: Tensor, *place: Place) -> int:
+def torch_seed(key: Tensor, *tags: Tag) -> int:
     """Derive a seed of 64 bits for a generator of torch, where only torch can draw.
 
     On the CPU torch uses 32 of them: enough for dropout, too few for a secret.
     """
-    return stream(key, *place) % 2**64
+    return stream(key, *tags) % 2**64
 
 
 def sample_keys(seed: int, start: int, size: int) -> Tensor:
@@ -163,31 +169,26 @@ def sample_keys(seed: int, start: int, size: int) -> Tensor:
         True
     """
     places = torch.arange(start + 1, start + size + 1)
-    return mixed(places * _STRIDE + _signed(seed))
+    return splitmix64(places * _STRIDE + _signed(seed))
 
 
-def streams(keys: Tensor, place: int) -> Tensor:
-    """Derive the key of one stream for each sample, int64 like `keys`."""
-    return mixed(keys + _signed((place + 1) * _TO_PLACE))
-
-
-def words(streams: Tensor, count: int) -> Tensor:
+def random_bits(streams: Tensor, count: int) -> Tensor:
     """Return the first 64-bit numbers of streams `[B]`, int64 `[B, count]`.
 
-    Each is a hash of its stream and its place in it, on any device the same.
+    Each is a hash of its stream and its place in it, the same on any device.
     """
     places = torch.arange(1, count + 1, device=streams.device)
-    return mixed(places * _STRIDE + streams.unsqueeze(-1))
+    return splitmix64(places * _STRIDE + streams.unsqueeze(-1))
 
 
-def unit(words: Tensor, digits: int, dtype: torch.dtype) -> Tensor:
-    """Make numbers of so many bits between 0 and 1, one excluded; `words` is spent."""
-    words >>= 64 - digits
-    words &= 2**digits - 1
-    return words.to(dtype).mul_(2.0**-digits)
+def unit(bits: Tensor, digits: int, dtype: torch.dtype) -> Tensor:
+    """Make numbers of so many bits in [0, 1); `bits` is overwritten."""
+    bits >>= 64 - digits
+    bits &= 2**digits - 1
+    return bits.to(dtype).mul_(2.0**-digits)
 
 
-def mixed(numbers: Tensor) -> Tensor:
+def splitmix64(numbers: Tensor) -> Tensor:
     """Hash each number of 64 bits in place, one to one.
 
     This is the last step of SplitMix64, with the constants of its variant 13.
@@ -215,8 +216,8 @@ _MIXING += ((31, 1),)
 
 
 def check_key(function: str, key: Tensor) -> None:
-    """Refuse what is not a key, with a TypeError."""
-    # What was passed may be a secret in another form: no message shows it.
+    """Refuse anything but a key, with a TypeError."""
+    # The argument may be a secret in another form: no message shows it.
     got = f"a {type(key).__name__}"
     if isinstance(key, Tensor):
         if key.dtype == torch.uint8 and key.shape == (KEY_BYTES,):
@@ -224,7 +225,7 @@ def check_key(function: str, key: Tensor) -> None:
         got = f"a tensor of {key.dtype} {tuple(key.shape)}"
     raise TypeError(
         f"{function}(key): expected a key as vgrad.dp.secret_key() draws one, or "
-        f"that of a state, got {got}."
+        f"the key of a state, got {got}."
     )
 
 
@@ -236,8 +237,8 @@ def random_state(tensors: Iterable[Tensor]) -> RandomState:
 
 
 def set_random_state(state: RandomState) -> None:
-    """Put the generators back, which a graph of ops would not repeat."""
-    if conditions.are_collected():
+    """Restore the generators, which a graph of ops would not repeat."""
+    if conditions.checks_collected():
         raise conditions.Unrepeatable("it puts torch's generators back")
     torch.set_rng_state(state[0])
     for index, of_device in state[1].items():
@@ -246,7 +247,7 @@ def set_random_state(state: RandomState) -> None:
 
 def set_seed(seed: int, tensors: Iterable[Tensor]) -> None:
     """Start the generators that computing with `tensors` may use from a seed."""
-    if conditions.are_collected():
+    if conditions.checks_collected():
         raise conditions.Unrepeatable("it seeds torch's generators")
     torch.default_generator.manual_seed(seed)
     for device in {each.device for each in tensors if each.is_cuda}:
@@ -256,8 +257,8 @@ def set_seed(seed: int, tensors: Iterable[Tensor]) -> None:
 
 @contextmanager
 def kept_random_state(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Put the generators back after a block that computes with `tensors`."""
-    with ALONE:
+    """Restore the generators after a block that computes with `tensors`."""
+    with RNG_LOCK:
         state = random_state(tensors)
         try:
             yield
@@ -266,15 +267,15 @@ def kept_random_state(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def drawn_since(before: RandomState, tensors: Iterable[Tensor]) -> bool:
-    """Tell whether random numbers were drawn."""
+    """Return whether random numbers were drawn."""
     after = random_state(tensors)
     return not torch.equal(before[0], after[0]) or any(
         not torch.equal(state, after[1][index]) for index, state in before[1].items()
     )
 
 
-def _digest(key: bytes, place: tuple[Place, ...], size: int) -> bytes:
-    text = _AS_TEXT(place).encode("utf-8", "surrogatepass")  # halves of characters too
+def _digest(key: bytes, tags: tuple[Tag, ...], size: int) -> bytes:
+    text = _AS_TEXT(tags).encode("utf-8", "surrogatepass")  # halves of characters too
     return hashlib.blake2b(text, key=key, digest_size=size).digest()
 
 

@@ -1,9 +1,10 @@
-"""Operations on dictionaries and other trees of tensors.
+"""Operations on dictionaries and other trees of tensors, and the dtypes of arithmetic.
 
 The only place that imports `torch.utils._pytree`, which torch does not promise.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -159,11 +160,38 @@ def check_fit(
     where: str, expected: Mapping[str, Tensor], given: Mapping[str, Tensor]
 ) -> None:
     """Refuse tensors whose names, shapes or dtypes are not those expected."""
-    checks.same_names(where, expected, given)
-    checks.same_shapes(where, {n: t.shape for n, t in expected.items()}, given)
+    checks.names(where, expected, given)
+    checks.shapes(where, {n: t.shape for n, t in expected.items()}, given)
     for name, tensor in expected.items():
         if given[name].dtype != tensor.dtype:
             raise ValueError(
                 f"{where}: expected {tensor.dtype} in {name!r}, got "
                 f"{given[name].dtype}. Was it saved from other code?"
             )
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype for arithmetic on numbers of `dtype`: float32 or wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """Cast a tensor to float32 or wider."""
+    return cast(tensor, wide(tensor.dtype))
+
+
+def double(tensor: Tensor) -> Tensor:
+    """Cast a tensor to float64, or to its complex numbers."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float64))
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast a tensor; `to` without effect would cost as much as a small sum."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager:
+    """Keep a surrounding autocast from rounding what is computed in a block."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)

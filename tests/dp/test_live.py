@@ -720,7 +720,7 @@ FILES = (
     "functional/model.py",
     "dp/live.py",
 )
-FILES += ("dp/bridge.py", "dp/watching.py", "functional/writing.py")
+FILES += ("dp/bridge.py", "dp/watching.py")
 
 
 @pytest.mark.parametrize("part", range(4))

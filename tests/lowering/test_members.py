@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from tests import oracle
 from tests.examples import examples
 from vgrad.lowering import FORMS, Members, Truth
-from vgrad.torch_private import levels
+from vgrad.torch_private import modes
 
 E = 3
 CONVOLUTIONS = [F.conv1d, F.conv2d, F.conv3d]
@@ -39,7 +39,7 @@ def mapped(function, dims, *tensors, told=None, chosen=True):
     """Run under a vmap over members."""
 
     def one(*tensors):
-        truth = Truth(levels.current_level(), "member", "a loop")
+        truth = Truth(modes.current_level(), "member", "a loop")
         with Members(told, truth=truth, chosen=chosen):
             return function(*tensors)
 

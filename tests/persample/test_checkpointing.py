@@ -13,7 +13,7 @@ from torch.utils import checkpoint as checkpointing
 import vgrad
 from tests import losses, oracle
 from tests.losses import randn
-from vgrad.torch_private import levels, modes
+from vgrad.torch_private import modes
 
 EXACT = 1e-12
 checkpoint = partial(checkpointing.checkpoint, use_reentrant=False)
@@ -265,7 +265,7 @@ def test_what_lies_in_a_region_is_not_kept():
 
     def note(tensor):
         with modes.without_modes():  # which keep what the loss asks about
-            physical = levels.stored(tensor)
+            physical = modes.unwrap_all(tensor)
             kept.append(StorageWeakRef(physical.untyped_storage()))
         return tensor
 
@@ -515,7 +515,7 @@ def test_a_region_that_never_runs_again_is_freed(loss, passes):
         def run(x):
             x = F.linear(x, p["w"]).tanh()
             with modes.without_modes():
-                kept.append(StorageWeakRef(levels.stored(x).untyped_storage()))
+                kept.append(StorageWeakRef(modes.unwrap_all(x).untyped_storage()))
             return checkpoint(region, x)
 
         return loss(p, b, x, run)

@@ -439,13 +439,16 @@ def test_a_capture_cannot_repeat_such_numbers():
     loss, params, buffers, batch = of(F.dropout)
     grad = vgrad.per_sample_grad(loss, randomness="different")
     grad.on_all(params, buffers, batch, keys=KEYS)
-    with conditions.collected(), pytest.raises(conditions.Unrepeatable, match="keys"):
+    with (
+        conditions.collect_checks(),
+        pytest.raises(conditions.Unrepeatable, match="keys"),
+    ):
         grad.on_all(params, buffers, batch, keys=KEYS)
     quiet = vgrad.per_sample_grad(
         lambda p, b, x: (p["w"] * x).sum(), randomness="different"
     )
     quiet.on_all(params, buffers, batch, keys=KEYS)  # eager mode comes first
-    with conditions.collected():
+    with conditions.collect_checks():
         found = quiet.on_all(params, buffers, batch, keys=KEYS)
     assert torch.equal(found["w"], X)
 

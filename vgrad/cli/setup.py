@@ -24,7 +24,7 @@ from vgrad.compiled import compile
 from vgrad.files import Description
 from vgrad.functional.losses import batch_loss, sample_loss
 from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
-from vgrad.generators import kept_random_state, subkey, torch_seed
+from vgrad.generators import fold_in, kept_random_state, torch_seed
 from vgrad.persample.clipped import clipped_grad
 from vgrad.precision import DynamicLossScale, LossScale, StaticLossScale
 from vgrad.training import TrainState, private_step, train_step
@@ -285,7 +285,7 @@ def private_state(settings: Settings, model: Model, member: int = 0) -> TrainSta
 
 def plain_state(settings: Settings, model: Model, create: Callable[..., Any]) -> Any:
     """Make a state of the run without privacy, whose key is no secret."""
-    key = subkey(dp.secret_key(seed=settings.seed), "plain")
+    key = fold_in(dp.secret_key(seed=settings.seed), "plain")
     return _first(settings, model, create, key, DynamicLossScale())
 
 

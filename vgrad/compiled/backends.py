@@ -10,8 +10,8 @@ from torch import Tensor
 from vgrad.compiled import recording
 from vgrad.compiled.graph import Graph
 from vgrad.conditions import Unrepeatable
-from vgrad.dtypes import no_autocast
 from vgrad.torch_private import modes, tracing
+from vgrad.tree import no_autocast
 
 _SMALL = 2**15
 """Numbers in a tensor that a kernel goes through in microseconds, as Python calls it.

@@ -20,7 +20,7 @@ from vgrad.compiled.replay import replayed
 from vgrad.compiled.reports import Report
 from vgrad.compiled.signature import Signature, in_words, is_watched, signature
 from vgrad.conditions import Unrepeatable
-from vgrad.generators import ALONE, RandomState, random_state, set_random_state
+from vgrad.generators import RNG_LOCK, RandomState, random_state, set_random_state
 from vgrad.persample.engine import constant
 from vgrad.torch_private.tensors import like
 
@@ -72,8 +72,8 @@ class Captures:
         """Start without captures; a mapping has the backend by kind."""
         asked = backend.values() if isinstance(backend, Mapping) else [backend]
         for each in asked:
-            checks.one_of("compile", get_args(Backend), backend=each)
-        checks.one_of("compile", get_args(Fallback), fallback=fallback)
+            checks.choice("compile", get_args(Backend), backend=each)
+        checks.choice("compile", get_args(Fallback), fallback=fallback)
         self._backend = backend
         self._fallback = fallback
         self._verify = verify
@@ -104,7 +104,7 @@ class Captures:
             return function(*arguments)
         capture = self._known(function, given)
         if capture is None or (capture.run is None and capture.graph):
-            with self._lock, ALONE:
+            with self._lock, RNG_LOCK:
                 capture = self._known(function, given)  # of another thread
                 if capture is None or (capture.run is None and capture.graph):
                     return self._first(capture, function, given, arguments, tensors)
@@ -145,7 +145,7 @@ class Captures:
         graph, run = capture.graph, capture.run
         if graph is None or run is None:
             return capture.function(*arguments)
-        with ALONE if graph.draws else nullcontext():
+        with RNG_LOCK if graph.draws else nullcontext():
             before = random_state(tensors) if graph.draws else None
             *outputs, flag = backends.outputs(run, graph, tensors)
             capture.calls += 1

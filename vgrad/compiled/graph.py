@@ -64,7 +64,7 @@ def captured(function: Callable, arguments: tuple) -> Graph:
         # Backward passes run here, and not in a GPU's thread, which nobody watches.
         alone = torch.autograd.set_multithreading_enabled(False)
         around = torch.no_grad(), alone, _NoValues(), closed.watched()
-        with ExitStack() as stack, conditions.collected() as found:
+        with ExitStack() as stack, conditions.collect_checks() as found:
             for each in around:
                 stack.enter_context(each)
             result = function(*tree.tree_unflatten(own, spec))
@@ -133,7 +133,7 @@ class _NoValues(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        if conditions.are_collected() and modes.op_name(func) in _READS:
+        if conditions.checks_collected() and modes.op_name(func) in _READS:
             raise Unrepeatable(f"{modes.op_name(func)} hands values to Python")
         return func(*args, **(kwargs or {}))
 

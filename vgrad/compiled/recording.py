@@ -15,8 +15,8 @@ from torch import Tensor, fx
 from vgrad.compiled.graph import Graph
 from vgrad.compiled.replay import written_to
 from vgrad.conditions import Unrepeatable
-from vgrad.dtypes import no_autocast
 from vgrad.torch_private.kernels import copy_all_
+from vgrad.tree import no_autocast
 
 Run = Callable[..., Sequence[Tensor]]
 

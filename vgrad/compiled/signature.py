@@ -16,7 +16,7 @@ from vgrad import tree
 from vgrad.compiled.guards import is_plain
 from vgrad.conditions import Unrepeatable
 from vgrad.persample.rules.table import RULES
-from vgrad.torch_private import kernels, levels, modes, tracing
+from vgrad.torch_private import kernels, modes, tracing
 
 _KINDS = {Tensor, nn.Parameter, nn.Buffer}
 _LAYOUT = operator.attrgetter("layout")
@@ -169,7 +169,7 @@ def is_watched() -> bool:
     The mode of `torch.set_default_device` only matters to what makes tensors.
     """
     return bool(
-        levels.inside_transform()
+        modes.inside_transform()
         or tracing.dispatch_modes()
         or torch.is_anomaly_enabled()
         or any(type(each) is not modes.DeviceMode for each in modes.function_modes())

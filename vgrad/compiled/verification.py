@@ -10,7 +10,7 @@ from torch import Tensor
 from vgrad import tree
 from vgrad.compiled.recording import memory_of
 from vgrad.conditions import Unrepeatable
-from vgrad.dtypes import double
+from vgrad.tree import double
 
 _WORSE = 4.0
 """How many times the error of eager mode compiled code may have."""

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from vgrad.distributed.ranks import RankError, Ranks
 from vgrad.distributed.sharding import is_cut, reduced, whole
-from vgrad.dtypes import cast, wide
-from vgrad.torch_private import levels, modes
-from vgrad.torch_private.lazy import Lazy
+from vgrad.torch_private import modes
+from vgrad.torch_private.tensors import Lazy
+from vgrad.tree import cast, wide
 from vgrad.typing import Params
 
 
@@ -63,7 +63,7 @@ class Gathering:
             used = sum(each.nbytes for each in self._held.values())
             while self._held and used + size > self._room:
                 used -= self._held.pop(next(iter(self._held))).nbytes
-            with levels.outside(), modes.without_modes():
+            with modes.exit_all(), modes.without_modes():
                 self._meet(f"use of {name}")
                 found = whole(self._ranks, local, rows)
         self._held[name] = found

@@ -18,7 +18,6 @@ from vgrad import files
 from vgrad.distributed.options import Options
 from vgrad.distributed.own_members import part
 from vgrad.distributed.ranks import Ranks
-from vgrad.dtypes import widened
 from vgrad.ensemble.axes import members, split
 from vgrad.ensemble.forward import EnsembleForward
 from vgrad.ensemble.gradients import EnsembleGradFn, EnsembleGrads
@@ -32,7 +31,7 @@ from vgrad.generators import (
 )
 from vgrad.training.ensemble import EnsembleState, EnsembleStep
 from vgrad.training.others import Found
-from vgrad.tree import tensors
+from vgrad.tree import tensors, widened
 from vgrad.typing import Arguments, Buffers, Params, Result, Same, Tree
 
 

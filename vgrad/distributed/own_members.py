@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from vgrad import checks, files, names
+from vgrad import checks, files
+from vgrad.checks import Patterns
 from vgrad.distributed.ranks import Ranks
 from vgrad.ensemble import MembersState
-from vgrad.names import Patterns
 from vgrad.training import EarlyStopping, EnsembleState
 from vgrad.tree import map_tensors, tree_flatten, tree_unflatten
 from vgrad.typing import T, Tree
@@ -195,7 +195,7 @@ def _mapped(tree: Tree, shared: Patterns, own: Change, common: Change) -> Tree:
         limits = common(tree.patience), common(tree.min_delta)
         return EarlyStopping(own(tree.best), own(tree.waited), *limits)
     if isinstance(tree, Mapping):
-        whole = set(names.selected(tree, shared))
+        whole = set(checks.selected(tree, shared))
         return {
             name: map_tensors(common, value)
             if name in whole
@@ -222,9 +222,9 @@ def _parted(tree: Tree, shared: Patterns) -> tuple[list[Tensor], list[Tensor]]:
 
 def _count(function: str, tree: Tree, shared: Patterns) -> int:
     """Return the number of members, on which all tensors agree."""
-    names.check(function, shared=shared)
+    checks.patterns(function, shared=shared)
     kind = "parameter or buffer"
-    names.all_matched(function, _names(tree), shared, kind=kind)
+    checks.all_matched(function, _names(tree), shared, kind=kind)
     found, _ = _parted(tree, shared)
     if not found:
         raise ValueError(

@@ -19,13 +19,12 @@ from vgrad.compiled import CompiledTransform
 from vgrad.distributed.options import Options, of_transform
 from vgrad.distributed.ranks import RankError, Ranks, Summing
 from vgrad.distributed.sharded import sharded_call
-from vgrad.dtypes import wide
-from vgrad.generators import ALONE, kept_random_state, sample_keys
+from vgrad.generators import RNG_LOCK, kept_random_state, sample_keys
 from vgrad.persample.engine import Call, Problem, Transform, constant
 from vgrad.persample.weighted import WeightedGradFn
 from vgrad.precision.loss_scale import LossScale
-from vgrad.torch_private import levels
-from vgrad.tree import map_tensors
+from vgrad.torch_private import modes
+from vgrad.tree import map_tensors, wide
 from vgrad.typing import Params
 
 
@@ -64,7 +63,7 @@ class ParallelTransform:
         function, given = options.function, 3 if self._takes_weights else 2
         meeting = _Meeting(self._ranks, f"data_parallel({function})")
         draws = options.randomness != "error"
-        if levels.inside_transform():
+        if modes.inside_transform():
             raise RuntimeError(
                 f"{meeting.what}: expected a call outside of torch.func's transforms, "
                 f"which do not reach other ranks. Differentiate or map within the "
@@ -288,6 +287,6 @@ def _seeded(seed: int | None, tensors: list[Tensor]) -> Iterator[None]:
     if seed is None:
         yield
         return
-    with ALONE, kept_random_state(tensors):
+    with RNG_LOCK, kept_random_state(tensors):
         torch.manual_seed(seed)
         yield

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from vgrad.checks import Patterns
 from vgrad.distributed.options import Options
 from vgrad.distributed.ranks import RankError, Ranks
 from vgrad.ensemble.axes import Here
@@ -25,7 +26,6 @@ from vgrad.ensemble.prediction import (
     summarised_values,
 )
 from vgrad.functional.model import FunctionalModel
-from vgrad.names import Patterns
 from vgrad.typing import Buffers, EnsembleStrategy, Params, Tree
 
 T = TypeVar("T")

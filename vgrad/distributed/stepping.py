@@ -18,13 +18,12 @@ from torch.distributed.tensor import DTensor
 from vgrad import batches, files
 from vgrad.distributed.options import Options
 from vgrad.distributed.ranks import Ranks, layout
-from vgrad.dtypes import wide
 from vgrad.generators import torch_seed
 from vgrad.precision import all_finite
 from vgrad.training.plain import OfBatch, TrainStep
 from vgrad.training.private import PrivateStep
 from vgrad.training.state import TrainState, check_state
-from vgrad.tree import map_tensors, map_values, tensors
+from vgrad.tree import map_tensors, map_values, tensors, wide
 from vgrad.typing import Buffers, T, Tree
 
 

@@ -200,7 +200,7 @@ def _check(
     check_rate(function, sampling_rate)
     checks.between(function, 0, 1, delta=delta)
     checks.between(function, -1, 2**63, steps=steps)
-    checks.one_of(function, ACCOUNTANTS, accountant=accountant)
+    checks.choice(function, ACCOUNTANTS, accountant=accountant)
 
 
 def _library() -> Any:

@@ -16,11 +16,10 @@ from vgrad.dp.loader import Piece, PoissonLoader, Progress, check_names, planned
 from vgrad.dp.padding import Padded, check_padded
 from vgrad.dp.plan import Plan, as_digest, check_spent, spent_under
 from vgrad.dp.watching import Watch, check_alone
-from vgrad.dtypes import widened
 from vgrad.functional.losses import Criterion, check_criterion, sample_loss
-from vgrad.functional.writing import write_grads_
+from vgrad.functional.model import write_grads_
 from vgrad.generators import (
-    ALONE,
+    RNG_LOCK,
     check_key,
     kept_random_state,
     secret_key,
@@ -28,7 +27,7 @@ from vgrad.generators import (
     torch_seed,
 )
 from vgrad.persample.clipped import ClippedGradFn, clipped_grad
-from vgrad.tree import map_values
+from vgrad.tree import map_values, widened
 from vgrad.typing import ChunkSize, Params, Randomness, Strategy, Tree
 
 
@@ -142,7 +141,7 @@ class PrivateGradients:
             check_collate=check_collate,
             options=loading,
         )
-        with ALONE:
+        with RNG_LOCK:
             self._live = LiveModule(model)
         self._watch = Watch(self._live)
         self._criterion = criterion
@@ -204,7 +203,7 @@ class PrivateGradients:
         check_alone(self._progress.process)
         place = (piece.number,) if piece.number else ()  # else as in private_step
         seed = torch_seed(self.key, "loss", self.step, *place)
-        with ALONE:  # calls of one module from several threads take turns
+        with RNG_LOCK:  # calls of one module from several threads take turns
             function = self._live.follow(within=piece.number > 0)
             if function is not self._function:
                 self._clipped, self._function = self._clip(), function

@@ -62,10 +62,10 @@ import torch
 from torch import Tensor
 
 from vgrad import checks, generators
+from vgrad.batches import Sensitivity
 from vgrad.dp.normals import draw
 from vgrad.dp.parts import Part, Share, shares
-from vgrad.sensitivity import Sensitivity
-from vgrad.torch_private import levels, shards
+from vgrad.torch_private import modes, shards
 from vgrad.tree import map_values
 from vgrad.typing import Params
 
@@ -134,7 +134,7 @@ def add_gaussian_noise(
         _check_sum("add_gaussian_noise", name, total)
     if noise_multiplier == 0:
         return map_values(_released, sums, sums)
-    own = generators.subkey(key, "noise", step, float(noise_multiplier), deviation)
+    own = generators.fold_in(key, "noise", step, float(noise_multiplier), deviation)
     normals = _Normals(own, sums, member, deviation)
     # Adding and subtracting this number rounds a float64 to the grid.
     rounding = 1.5 * 2.0 ** (52 + math.floor(math.log2(deviation * _GRID)))
@@ -256,7 +256,7 @@ def _held(total: Tensor) -> tuple[Tensor, Part]:
 def _is_plain(total: Tensor) -> bool:
     """Tell whether a tensor is numbers on the CPU, and no graph leads through it."""
     follows = total.requires_grad and torch.is_grad_enabled()
-    return total.is_cpu and not follows and not levels.inside_transform()
+    return total.is_cpu and not follows and not modes.inside_transform()
 
 
 def _released(value: Tensor, total: Tensor) -> Tensor:
@@ -304,9 +304,9 @@ def _check_sum(function: str, name: str, total: Tensor) -> None:
             f"{function}(sums[{name!r}]): expected a tensor of real floating-point "
             f"numbers, got {total.dtype}. Noise is for sums of gradients."
         )
-    if shards.is_distributed(total) and shards.strange(total):
+    if shards.is_distributed(total) and shards.unsupported_placements(total):
         raise TypeError(
             f"{function}(sums[{name!r}]): expected a DTensor of Shard and Replicate "
-            f"alone, got {shards.strange(total)}. Noise comes after the reduction: "
-            "redistribute the sum first."
+            f"alone, got {shards.unsupported_placements(total)}. Noise comes after the "
+            f"reduction: redistribute the sum first."
         )

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from vgrad import checks, generators
+from vgrad.batches import Sensitivity
 from vgrad.dp import accounting
 from vgrad.dp.noise import add_gaussian_noise, check_sensitivity
 from vgrad.dp.sampling import PoissonBatchSampler, check_rate, poisson_sample
-from vgrad.sensitivity import Sensitivity
 from vgrad.typing import Params
 
 MECHANISM = "Gaussian noise on clipped sums of Poisson batches"
@@ -98,7 +98,7 @@ class Plan:
             "Plan", noise_multiplier=self.noise_multiplier, max_norm=self.max_norm
         )
         checks.between("Plan", 0, 1, delta=self.delta)
-        checks.one_of("Plan", accounting.ACCOUNTANTS, accountant=self.accountant)
+        checks.choice("Plan", accounting.ACCOUNTANTS, accountant=self.accountant)
         # Numbers of one value are one plan, wherever they come from.
         for name in ("sampling_rate", "noise_multiplier", "max_norm", "delta"):
             object.__setattr__(self, name, float(getattr(self, name)))
@@ -381,7 +381,7 @@ class Plan:
     def _own(self, key: Tensor) -> Tensor:
         """Derive the plan's own key, so that two plans never share batches or noise."""
         before = () if self.before is None else (self._identity.hex(),)
-        return generators.subkey(
+        return generators.fold_in(
             key,
             self.dataset_size,
             self.sampling_rate,

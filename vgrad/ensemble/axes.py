@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vgrad import checks, names
-from vgrad.names import Patterns
-from vgrad.torch_private import levels
+from vgrad import checks
+from vgrad.checks import Patterns
+from vgrad.torch_private import modes
 from vgrad.tree import map_tensors, tensors, tree_leaves
 from vgrad.typing import Buffers, Params, Tree
 
@@ -32,9 +32,9 @@ def split(function: str, values: Params, shared: Patterns) -> tuple[Params, Para
         >>> list(stacked), list(whole)
         (['a'], ['b'])
     """
-    names.check(function, shared=shared)
+    checks.patterns(function, shared=shared)
     kind = "parameter or buffer"
-    found = set(names.all_matched(function, values, shared, kind=kind))
+    found = set(checks.all_matched(function, values, shared, kind=kind))
     stacked = {name: value for name, value in values.items() if name not in found}
     return stacked, {name: values[name] for name in values if name in found}
 
@@ -161,12 +161,12 @@ def mapped(function: Callable, *arguments: Tree) -> Any:
             f"init(params)."
         )
     ((size,),) = sizes
-    levels.load_decompositions()
-    with levels.vmap_level(size, "error") as level:
-        given = map_tensors(lambda x: levels.add_batch_axis(x, 0, level), arguments)
+    modes.load_decompositions()
+    with modes.vmap_level(size, "error") as level:
+        given = map_tensors(lambda x: modes.add_batch_axis(x, 0, level), arguments)
         found = function(*given)
         _leaves(found)
-        return map_tensors(lambda x: levels.remove_batch_axis(x, level, size, 0), found)
+        return map_tensors(lambda x: modes.remove_batch_axis(x, level, size, 0), found)
 
 
 def _leaves(tree: Tree) -> list[Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from vgrad import checks
-from vgrad.dtypes import wide
+from vgrad.tree import wide
 
 _BELOW_ONE = 1 - 2**-24
 """The largest number of float32 below one."""

@@ -15,8 +15,9 @@ from typing import Any, Self, get_args
 import torch
 from torch import Tensor
 
-from vgrad import checks, names
-from vgrad.conditions import are_collected
+from vgrad import checks
+from vgrad.checks import Patterns
+from vgrad.conditions import checks_collected
 from vgrad.ensemble.axes import InDims
 from vgrad.ensemble.execution import (
     Call,
@@ -26,14 +27,13 @@ from vgrad.ensemble.execution import (
     looped,
     stacked,
 )
-from vgrad.functional.untouched import untouched
+from vgrad.functional.guards import protect
 from vgrad.generators import kept_random_state
 from vgrad.lowering.draws import Draws
 from vgrad.lowering.questions import Parts
-from vgrad.names import Patterns
 from vgrad.persample.engine.guard import Fallbacks
 from vgrad.persample.explanation import aligned
-from vgrad.torch_private import levels, modes
+from vgrad.torch_private import modes
 from vgrad.typing import Buffers, EnsembleStrategy, Params, Randomness
 
 BUSY = 50.0
@@ -130,9 +130,9 @@ class Runner:
         shared: Patterns,
     ) -> None:
         """Check the options."""
-        checks.one_of(function, get_args(EnsembleStrategy), strategy=strategy)
-        checks.one_of(function, get_args(Randomness), randomness=randomness)
-        names.check(function, shared=shared)
+        checks.choice(function, get_args(EnsembleStrategy), strategy=strategy)
+        checks.choice(function, get_args(Randomness), randomness=randomness)
+        checks.patterns(function, shared=shared)
         self._function = function
         self._options: dict[str, Any] = {"in_dims": in_dims, "shared": tuple(shared)}
         self._randomness: Randomness = randomness
@@ -148,7 +148,7 @@ class Runner:
         """Return the strategy and why it is that one."""
         if self._strategy != "auto":
             return self._strategy, f'as strategy="{self._strategy}" says'
-        if levels.inside_transform():
+        if modes.inside_transform():
             return "hybrid", "inside a transform of torch.func"
         if call.members == 1:
             return "loop", "there is one member"
@@ -208,7 +208,7 @@ class Runner:
     @property
     def may_loop(self) -> bool:
         """Whether members run one after the other where nothing else is possible."""
-        bound = levels.inside_transform() or are_collected()
+        bound = modes.inside_transform() or checks_collected()
         return self._strategy == "auto" and not bound
 
     def loops(self, call: Call, why: str) -> None:
@@ -266,7 +266,7 @@ def check_keys(function: str, keys: Tensor, members: int) -> None:
             f"{function}(params): expected {len(keys)} members, those of this rank, "
             f"got {members}."
         )
-    if levels.inside_transform():
+    if modes.inside_transform():
         raise ValueError(
             f"{function}(params): expected a call outside of transforms of torch.func, "
             f"where members have keys, got one inside."
@@ -288,7 +288,7 @@ def _by_work(function: Callable, call: Call) -> tuple[str, str]:
     if call.tensors()[0].device.type != "cpu":
         return "hybrid", "an accelerator has room for all members at once"
     counter = modes.flop_counter()
-    with kept_random_state(call.tensors()), counter, untouched(call.promise()):
+    with kept_random_state(call.tensors()), counter, protect(call.promise()):
         autocasting(function)(*call.of(0))
     found = counter.get_flop_counts().get("Global", {})  # which is not there for none
     work = {str(op): flops for op, flops in found.items()}

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
+from vgrad.checks import Patterns
 from vgrad.ensemble.axes import InDims, batch_dims, members, split
-from vgrad.functional.untouched import Promise, untouched
-from vgrad.generators import ALONE, drawn_since, random_state, set_random_state
+from vgrad.functional.guards import Protected, protect
+from vgrad.generators import RNG_LOCK, drawn_since, random_state, set_random_state
 from vgrad.lowering.answering import tried
 from vgrad.lowering.draws import Draws
 from vgrad.lowering.limits import raise_clearly
 from vgrad.lowering.members import Members, by_itself, mapped_here
 from vgrad.lowering.questions import Parts, Split
 from vgrad.lowering.truthful import Truth, UnsupportedOp
-from vgrad.names import Patterns
 from vgrad.persample.engine.ladder import FINAL, Stop
 from vgrad.precision.autocasting import AutocastMode
-from vgrad.torch_private import levels, modes
+from vgrad.torch_private import modes
 from vgrad.tree import map_tensors, tensors, tree_map
 from vgrad.typing import Buffers, Params, Randomness, Tree
 
@@ -68,7 +68,7 @@ class Call:
 
     def mapped(self, level: int) -> tuple:
         """Return the arguments as a vmap of that level sees them."""
-        return self._each(lambda x, dim: levels.add_batch_axis(x, dim % x.ndim, level))
+        return self._each(lambda x, dim: modes.add_batch_axis(x, dim % x.ndim, level))
 
     def with_params(self, params: Params) -> "Call":
         """Return the same call with other parameters, of the same shapes."""
@@ -88,12 +88,12 @@ class Call:
         params, buffers, *batch = self.args
         return [*params.values(), *buffers.values(), *tensors(batch)]
 
-    def promise(self) -> Promise:
+    def promise(self) -> Protected:
         """Promise that all of them stay as they are."""
         params, buffers, *batch = self.args
         items = {f"tensor {n} of the batch": x for n, x in enumerate(tensors(batch))}
         expected = "ensemble: expected a function that changes nothing it is given"
-        return Promise({**items, **buffers, **params}, expected, "Copy it first.")
+        return Protected({**items, **buffers, **params}, expected, "Copy it first.")
 
     def stacked_with_buffers(self, pairs: Sequence[tuple[Tree, Buffers]]) -> tuple:
         """Join what the members returned and the buffers that they left.
@@ -175,7 +175,7 @@ class Vmapped:
     def __call__(self, call: Call, draws: Draws) -> Any:
         """Run all members; what they ask is noted in `draws`."""
         differ, same = self.randomness == "different", self.randomness == "same"
-        with ALONE if differ or same else nullcontext():
+        with RNG_LOCK if differ or same else nullcontext():
             state = random_state(call.tensors()) if same else None
             once = partial(self._or_apart if self.or_loop else self._at_once, call)
             found, draws = tried(once, draws, call.tensors(), differ=differ)
@@ -214,13 +214,13 @@ class Vmapped:
 
     def _at_once(self, call: Call, draws: Draws) -> Any:
         """Run members who answer questions alike."""
-        levels.load_decompositions()
+        modes.load_decompositions()
         forms: list[tuple[str, str]] = []
         tell = None if self.told is None else lambda *form: forms.append(form)
         try:
             # What torch.vmap does, but for its general treatment of trees, which costs
             # as much as a small model.
-            with levels.vmap_level(call.members, self.randomness) as level:
+            with modes.vmap_level(call.members, self.randomness) as level:
                 params, buffers, *batch = call.mapped(level)
                 truth = Truth(level, "member", 'strategy="loop"')
                 with modes.without_modes():  # modes around it are not asked
@@ -245,7 +245,7 @@ class Vmapped:
         """Return what lies below the vmap of a level."""
 
         def joined(value: Any) -> Tensor:
-            return levels.remove_batch_axis(_tensor(value), level, call.members, 0)
+            return modes.remove_batch_axis(_tensor(value), level, call.members, 0)
 
         if not self.with_buffers:
             return _map_leaves(joined, result)
@@ -271,7 +271,7 @@ def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:
     given = () if randomness == "different" else call.tensors()
     results = []
     members = [*map(call.of, range(call.members))]
-    with ALONE, untouched(call.promise()):
+    with RNG_LOCK, protect(call.promise()):
         before = random_state(given)
         for member in members:
             if randomness == "same":

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
+from vgrad.checks import Patterns
 from vgrad.ensemble.axes import InDims
 from vgrad.ensemble.choice import EnsembleExplanation, OfRunner, Runner
 from vgrad.ensemble.execution import Call
 from vgrad.functional.model import FunctionalModel
-from vgrad.generators import streams
-from vgrad.names import Patterns
+from vgrad.generators import fold_in
 from vgrad.persample.engine.guard import LossGuard
 from vgrad.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from vgrad.typing import Buffers, EnsembleStrategy, Params, Randomness, Tree
@@ -79,7 +79,7 @@ class EnsembleForward(OfRunner):
 
     def _chunk(self, number: int) -> "EnsembleForward":
         """Return the same for one chunk: members draw other numbers in each."""
-        return self.keyed(None if self._keys is None else streams(self._keys, number))
+        return self.keyed(None if self._keys is None else fold_in(self._keys, number))
 
     def _of(self, function: Callable, call: Call, *, with_buffers: bool = False) -> Any:
         strategy, _ = self._runner.choose(function, call)

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.conditions import are_collected
+from vgrad.checks import Patterns
+from vgrad.conditions import checks_collected
 from vgrad.ensemble.axes import InDims
 from vgrad.ensemble.choice import EnsembleExplanation, OfRunner, Runner
 from vgrad.ensemble.execution import (
     Call,
     autocasting,
 )
-from vgrad.functional.gradient import gradient
-from vgrad.functional.losses import check_loss, returned
+from vgrad.functional.losses import check_loss, gradient, returned
 from vgrad.generators import (
     RandomState,
     drawn_since,
@@ -24,9 +24,8 @@ from vgrad.generators import (
 )
 from vgrad.lowering.draws import Draws
 from vgrad.lowering.keyed import check_drawn
-from vgrad.names import Patterns
 from vgrad.persample.engine.guard import UnsupportedOp
-from vgrad.torch_private import levels, modes
+from vgrad.torch_private import modes
 from vgrad.typing import (
     BatchLossFn,
     Buffers,
@@ -96,7 +95,7 @@ class EnsembleGradFn(OfRunner, Generic[Result]):
             )
         with torch.enable_grad():  # a loss may differentiate on its own
             strategy, _ = self._runner.choose(self.loss, call)
-        if strategy == "loop" and not levels.inside_transform():
+        if strategy == "loop" and not modes.inside_transform():
             grads, values, new = self._by_members(call, loss_scale)
         else:
             grads, values, new = self._at_once(call, strategy, loss_scale)
@@ -149,7 +148,9 @@ class EnsembleGradFn(OfRunner, Generic[Result]):
         self, call: Call, names: frozenset[str], draws: Draws, before: RandomState
     ) -> None:
         """Refuse a missing gradient where one member on its own has one."""
-        asked = draws.asked and not are_collected()  # else eager mode was here before
+        asked = (
+            draws.asked and not checks_collected()
+        )  # else eager mode was here before
         if not names or (names in self._unreached and not asked):
             return
         given = call.tensors()

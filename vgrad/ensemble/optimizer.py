@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vgrad import names
+from vgrad import checks
+from vgrad.checks import Patterns
 from vgrad.ensemble.axes import mapped
-from vgrad.names import Patterns
 from vgrad.optim.arithmetic import Grads, Updates
 from vgrad.optim.base import (
     Donated,
@@ -18,7 +18,7 @@ from vgrad.optim.base import (
     check_transformation,
 )
 from vgrad.optim.fused import check_parts, disjoint
-from vgrad.torch_private import levels
+from vgrad.torch_private import modes
 from vgrad.tree import (
     map_tensors,
     tensors,
@@ -92,7 +92,7 @@ def for_members(
         tensor([[-0.5000, -0.5000, -0.5000],
                 [-2.0000, -2.0000, -2.0000]])
     """
-    names.check("for_members", shared=shared)
+    checks.patterns("for_members", shared=shared)
     if not callable(make):
         check_transformation("for_members", make)
     if isinstance(make, GradientTransformation) and hyperparams:
@@ -111,7 +111,7 @@ def of_members(
     function: str, tx: GradientTransformation, shared: Patterns
 ) -> MembersTransformation:
     """Return a transformation for members, `tx` itself if it is one already."""
-    names.check(function, shared=shared)
+    checks.patterns(function, shared=shared)
     check_transformation(function, tx)
     if not isinstance(tx, MembersTransformation):
         return for_members(tx, shared=shared)
@@ -205,7 +205,7 @@ class _Members:
         self, grads: Grads, state: MembersState, params: Params
     ) -> tuple[Params, MembersState] | None:
         """Step in place: all members as one if they are alike, else one by one."""
-        if levels.inside_transform() or torch.compiler.is_compiling():
+        if modes.inside_transform() or torch.compiler.is_compiling():
             return None
         if not params or any(grad is None for grad in grads.values()):
             return None
@@ -257,7 +257,7 @@ class _Members:
     def _split(self, tree: Grads) -> tuple[dict, dict]:
         """Return the entries of the members, and those that they share."""
         # A pattern may also be there for buffers alone.
-        whole = {name: tree[name] for name in names.selected(tree, self.patterns)}
+        whole = {name: tree[name] for name in checks.selected(tree, self.patterns)}
         return {name: tree[name] for name in tree if name not in whole}, whole
 
     def _on_device(self, tree: Tree) -> list[Tensor]:

@@ -10,7 +10,9 @@ from typing import Any, Generic, Literal, Required, Unpack, overload
 
 from torch import Tensor
 
-from vgrad import batches, checks, names
+from vgrad import batches, checks
+from vgrad.batches import Sensitivity
+from vgrad.checks import Patterns
 from vgrad.dp.noise import add_gaussian_noise
 from vgrad.ensemble.axes import InDims
 from vgrad.ensemble.choice import Keyed, check_keys
@@ -22,13 +24,11 @@ from vgrad.ensemble.execution import (
 )
 from vgrad.functional.losses import check_loss
 from vgrad.generators import sample_keys, set_seed
-from vgrad.names import Patterns
 from vgrad.persample.clipped import ClippedGrad, clipped_grad
 from vgrad.persample.engine.problem import Options
 from vgrad.persample.engine.transform import Transform
 from vgrad.persample.grad import per_sample_grad
 from vgrad.precision import LossScale
-from vgrad.sensitivity import Sensitivity
 from vgrad.typing import (
     Buffers,
     ChunkSize,
@@ -53,7 +53,7 @@ class EnsemblePerSampleFn(Keyed, Generic[Result]):
         shared: Patterns,
     ) -> None:
         """Take one transform, or one for each member."""
-        names.check(function, shared=shared)
+        checks.patterns(function, shared=shared)
         self._function = function
         self._transforms: tuple[Any, ...] = tuple(transforms)
         self._options: dict[str, Any] = {"in_dims": in_dims, "shared": tuple(shared)}

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from vgrad import batches, checks
-from vgrad.dtypes import wide
+from vgrad.checks import Patterns
 from vgrad.ensemble.axes import Here, means
 from vgrad.ensemble.forward import EnsembleForward, ensemble_forward
 from vgrad.functional.model import FunctionalModel
-from vgrad.names import Patterns
 from vgrad.persample.engine.guard import LossGuard
+from vgrad.tree import wide
 from vgrad.typing import Buffers, EnsembleStrategy, Params, Tree
 
 

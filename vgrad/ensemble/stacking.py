@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from vgrad import checks
+from vgrad.checks import Patterns
 from vgrad.ensemble.axes import members, split
 from vgrad.ensemble.matching import check_alike
-from vgrad.functional import refused, slots
+from vgrad.functional import guards, slots
 from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
-from vgrad.generators import ALONE
-from vgrad.names import Patterns
+from vgrad.generators import RNG_LOCK
 from vgrad.typing import Buffers, Params
 
 
@@ -78,7 +78,7 @@ def listed_models(function: str, models: Iterable[nn.Module]) -> list[nn.Module]
     if not models:
         raise ValueError(f"{function}(models): expected at least one model, got none.")
     for index, model in enumerate(models):
-        refused.check_plain(f"{function}(models)[{index}]", model)
+        guards.check_plain(f"{function}(models)[{index}]", model)
     return models
 
 
@@ -117,7 +117,7 @@ def made(
     [seed] = checks.whole(function, least=0, seed=seed)
     devices = range(torch.cuda.device_count())
     models = []
-    with ALONE, torch.random.fork_rng(devices, device_type="cuda"):
+    with RNG_LOCK, torch.random.fork_rng(devices, device_type="cuda"):
         for i in which:
             torch.manual_seed(member_seed(seed, i))
             models.append(factory(i))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from vgrad import checks, files, tree
+from vgrad.checks import Patterns
 from vgrad.ensemble.axes import members, split
-from vgrad.names import Patterns
 from vgrad.typing import Buffers, Params
 
 KIND = "model ensemble"

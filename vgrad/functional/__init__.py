@@ -10,14 +10,14 @@
 """
 
 from vgrad.functional.batch_norm import replace_batch_norm
-from vgrad.functional.freezing import freeze
 from vgrad.functional.losses import batch_loss, sample_loss
 from vgrad.functional.model import (
     FunctionalModel,
+    freeze,
     make_functional,
     make_functional_with_buffers,
+    write_grads_,
 )
-from vgrad.functional.writing import write_grads_
 
 __all__ = [
     "FunctionalModel",

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vgrad.functional import refused
-from vgrad.generators import ALONE
-from vgrad.torch_private import levels
+from vgrad.functional import guards
+from vgrad.generators import RNG_LOCK
+from vgrad.torch_private import modes
 from vgrad.torch_private import tensors as private
 
 _TRAINING = 5
@@ -59,7 +59,7 @@ def mended(function: Callable, output: Any) -> Any:
     The kernel of torch 2.13 for fixed statistics on a CPU takes a transposed gradient
     of a batch of one for a contiguous one: wrong numbers, in plain autograd too.
     """
-    if function in _MENDED and output.requires_grad and not levels.is_wrapped(output):
+    if function in _MENDED and output.requires_grad and not modes.is_wrapped(output):
         output.register_hook(Tensor.contiguous)
     return output
 
@@ -85,8 +85,8 @@ def replace_batch_norm(model: nn.Module) -> nn.Module:
         >>> replace_batch_norm(model)[1].num_groups
         32
     """
-    refused.check_plain("replace_batch_norm", model)
-    with ALONE:  # no other thread computes on the module
+    guards.check_plain("replace_batch_norm", model)
+    with RNG_LOCK:  # no other thread computes on the module
         copied = copy.deepcopy(model)
     memo: dict[int, nn.Module] = {}
 

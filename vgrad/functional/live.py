@@ -30,14 +30,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from vgrad.functional import refused
+from vgrad.functional import guards
 from vgrad.functional.model import FunctionalModel
-from vgrad.functional.origins import Origins
 from vgrad.functional.slots import (
     Fields,
+    Origins,
     Placeholder,
     Slots,
-    Stale,
+    StaleParam,
     placeholder,
     put,
     same,
@@ -62,7 +62,7 @@ class LiveModel(FunctionalModel):
             TypeError: the module is wrapped, scripted or lazy, or holds parameters
                 where they cannot be exchanged.
         """
-        refused.check_plain(function, model)
+        guards.check_plain(function, model)
         self._function = function
         super().__init__(model, {})
         held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -290,7 +290,7 @@ class LiveSlots(Slots):
         if key in self._names or key in self._stale or key in self._loose:
             return
         if self._origins.lead_to(tensor):
-            self._stale[key] = placeholder(tensor, Stale)
+            self._stale[key] = placeholder(tensor, StaleParam)
         else:
             self._loose[key] = tensor
 

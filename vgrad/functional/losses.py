@@ -3,11 +3,14 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vgrad import checks
 from vgrad.functional.model import FunctionalModel
-from vgrad.tree import copied, map_tensors
+from vgrad.torch_private import modes
+from vgrad.torch_private.tensors import with_attributes
+from vgrad.tree import copied, map_tensors, no_autocast
 from vgrad.typing import BatchLossFn, Buffers, LossFn, Params, Tree
 
 Criterion = Callable[[Any, Any], Tensor] | None
@@ -258,3 +261,36 @@ def _value(function: str, output: Any, target: Any, criterion: Criterion) -> Ten
             f"{tuple(value.shape)}. Reduce it in the criterion."
         )
     return value.reshape(())
+
+
+def gradient(function: Callable, params: Params) -> tuple[Params, Any, set[str]]:
+    """Differentiate `params -> (scalar, rest)`; return gradients and the rest.
+
+    Last come the names of parameters to which no graph leads, as far as that is known.
+    """
+    if torch.is_inference_mode_enabled():
+        # Plain autograd saves no tensor that was made there, and before torch 2.12
+        # gradients of torch.func are zero inside.
+        with torch.inference_mode(False), torch.no_grad():
+            grads, rest = torch.func.grad(function, has_aux=True)(params)
+        return grads, rest, set()
+    if modes.inside_transform():
+        grads, rest = torch.func.grad(function, has_aux=True)(params)
+        return grads, rest, set()
+    with torch.enable_grad():
+        leaves = {
+            name: with_attributes(p.detach().requires_grad_(), p)
+            for name, p in params.items()
+        }
+        value, rest = function(leaves)
+    found = dict.fromkeys(leaves)
+    if value.requires_grad:
+        with no_autocast(value.device):
+            each = torch.autograd.grad(value, [*leaves.values()], allow_unused=True)
+        found = dict(zip(leaves, each, strict=True))
+    unreached = {name for name, grad in found.items() if grad is None}
+    grads = {
+        name: torch.zeros_like(params[name]) if grad is None else grad
+        for name, grad in found.items()
+    }
+    return grads, map_tensors(Tensor.detach, rest), unreached

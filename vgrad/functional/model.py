@@ -2,23 +2,162 @@
 
 import copy
 import threading
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from vgrad import checks
-from vgrad.functional import refused, slots
-from vgrad.functional.entries import Entries
-from vgrad.functional.held import Held
-from vgrad.functional.untouched import Promise, untouched
-from vgrad.functional.writing import write_values_
-from vgrad.generators import ALONE
-from vgrad.torch_private import levels, modes
+from vgrad.checks import Patterns
+from vgrad.functional import guards, slots
+from vgrad.functional.guards import Protected, protect
+from vgrad.functional.slots import Slots, State, restore, taken
+from vgrad.generators import RNG_LOCK
+from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import version_of, with_attributes
 from vgrad.tree import copied, tensors
 from vgrad.typing import Buffers, Params
+
+
+class Entries:
+    """Which entries a module has, and what a caller gives for them.
+
+    Attributes:
+        aliases: by the first name of each tensor, all of its names.
+        firsts: that name by the id of the tensor.
+        constants: the values of buffers that no `state_dict()` holds.
+    """
+
+    def __init__(self, module: nn.Module, constants: dict[str, Tensor]) -> None:
+        """Note names and shapes."""
+        self.constants = constants
+        self.aliases: dict[str, list[str]] = {}
+        self.firsts: dict[int, str] = {}
+        self._shapes: dict[str, torch.Size] = {}
+        for name, tensor in slots.named_tensors(module):
+            first = self.firsts.setdefault(id(tensor), name)
+            self.aliases.setdefault(first, []).append(name)
+            self._shapes[first] = tensor.shape
+
+    def merged(self, params: Params, buffers: Buffers) -> dict[str, Tensor]:
+        """Merge the two dictionaries into one value a name, or say what is wrong."""
+        checks.dictionaries("fmodel", params=params, buffers=buffers)
+        both = params.keys() & buffers.keys()
+        if both:
+            raise ValueError(
+                f"fmodel(params, buffers): expected each name in one of the two, got "
+                f"{checks.listed(both)} in both."
+            )
+        values = {**params, **buffers}
+        if values.keys() != self.aliases.keys():
+            if not buffers:
+                values = self._of_state_dict(params)
+            checks.names("fmodel(params, buffers)", self.aliases, values)
+        with modes.without_modes():  # which would see each shape that is read
+            checks.shapes("fmodel(params, buffers)", self._shapes, values)
+        return values
+
+    def _of_state_dict(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Fold tied names into their first, add what a `state_dict()` leaves out."""
+        values = dict(state)
+        for first, aliases in self.aliases.items():
+            given = [(alias, values.pop(alias)) for alias in aliases if alias in values]
+            for alias, value in given:
+                if not checks.same_values(value, given[0][1]):
+                    raise ValueError(
+                        f"fmodel(state_dict, {{}}): expected one value for the tied "
+                        f"names {given[0][0]!r} and {alias!r}, got two."
+                    )
+            if given:
+                values[first] = given[0][1]
+        device = next((value.device for value in values.values()), None)
+        for name, constant in self.constants.items():
+            values.setdefault(name, constant.to(device))
+        return values
+
+
+class CallState:
+    """The containers of a module during one call, which ends with them as they were.
+
+    A checkpoint runs a part of the forward pass again in the backward pass. It must
+    find what the call has left then, as it would in a module that keeps its values.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        marked: State,
+        lock: AbstractContextManager,
+        written: Sequence[Tensor],
+    ) -> None:
+        """Take the slots of the module, which hold no values outside of calls.
+
+        `marked` are the attributes of the call's tensors before it, and `written` the
+        tensors that its forward pass may write into.
+        """
+        self._slots, self._marked = slots, marked
+        self._written = {id(each) for each in written}
+        self._lock = lock
+        self._wanted = False
+        self._left: State = []
+
+    def again(self) -> Callable[[], AbstractContextManager]:
+        """Ask for what puts in place, after the call, what it has left."""
+        self._wanted = True
+        return self._in_place
+
+    def end(self) -> None:
+        """Make the containers what they were before the call."""
+        if self._wanted:
+            changing = [*self._slots.state, *self._marked]
+            self._left = [(each, taken(each)) for each, _ in changing]
+            with modes.without_modes():
+                _exchanged([values for _, values in self._left], self._kept)
+        self._slots.end()
+        restore(self._marked)
+
+    def _kept(self, value: Tensor) -> Tensor:
+        """Return what a repetition finds in the place of a tensor.
+
+        It may write into buffers, of which the caller has those of the call. Results
+        are leaves, since it is not differentiated: their graphs refer to the
+        checkpoint, a cycle that Python cannot see and that would stay where no backward
+        pass follows.
+        """
+        if id(value) in self._written:
+            return with_attributes(value.detach().clone(), value)
+        if modes.inside_transform() or value.grad_fn is None:
+            return value
+        return with_attributes(value.detach().requires_grad_(), value)
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        with self._lock:
+            before = [(each, taken(each)) for each, _ in self._left]
+            restore(self._left)
+            try:
+                yield
+            finally:
+                restore(before)
+
+
+def _exchanged(copies: Sequence[Any], change: Callable[[Tensor], Tensor]) -> None:
+    """Put other tensors in the place of some, the same one wherever one is held."""
+    known: dict[int, tuple[Tensor, Tensor]] = {}  # the first is kept for its id
+    for values in copies:
+        if not isinstance(values, dict | list):
+            continue
+        pairs = values.items() if isinstance(values, dict) else enumerate(values)
+        for key, value in [*pairs]:
+            if not isinstance(value, Tensor):
+                continue
+            if id(value) not in known:
+                known[id(value)] = value, change(value)
+            if (new := known[id(value)][1]) is not value:
+                values[key] = new
 
 
 class FunctionalModel:
@@ -57,7 +196,7 @@ class FunctionalModel:
             for name, held in slots.of_tensors(skeleton).items()
             if name in self._entries.aliases
         }
-        self._hooked = refused.backward_hooks(skeleton)
+        self._hooked = guards.backward_hooks(skeleton)
         self._parametrized = any(map(is_parametrized, skeleton.modules()))
         self.names = tuple(self._entries.aliases)
         self.buffer_names = tuple(n for key, n in firsts.items() if key in own_buffers)
@@ -170,10 +309,10 @@ class FunctionalModel:
         self, values: dict[str, Tensor], args: tuple, kwargs: dict
     ) -> tuple[Any, dict[str, Tensor]]:
         """Call the module with copies of what it may change; return what it left."""
-        if self._hooked and levels.inside_transform():
-            refused.refuse_hooks(self._hooked)
+        if self._hooked and modes.inside_transform():
+            guards.refuse_hooks(self._hooked)
         if self._parametrized:
-            refused.refuse_cached()
+            guards.refuse_cached()
         own = {
             name: with_attributes(value.clone(), value)
             if name in self._copied
@@ -190,9 +329,11 @@ class FunctionalModel:
         written = [own[name] for name in self._copied]
         marked = [vars(own[name]) for name in self._attributes]
         before = [(each, dict(each)) for each in marked]
-        held = Held(self._slots, before, self._lock, written)
+        held = CallState(self._slots, before, self._lock, written)
         again = None if self._only_torch else held.again
-        promise = Promise({n: own[n] for n in self._watched}, _EXPECTED, _ADVICE, again)
+        promise = Protected(
+            {n: own[n] for n in self._watched}, _EXPECTED, _ADVICE, again
+        )
         with self._lock:
             if self._running:
                 raise RuntimeError(
@@ -204,7 +345,7 @@ class FunctionalModel:
             try:
                 self._slots.fill(own)
                 self._attribute(own)
-                with untouched(promise):
+                with protect(promise):
                     output = self._skeleton(*args, **kwargs)
                 left = {name: self._left(name, own[name]) for name in own}
             finally:
@@ -281,15 +422,15 @@ def make_functional_with_buffers(
         >>> list(params), list(buffers)
         (['weight', 'bias'], [])
     """
-    with ALONE:  # a call of PrivateGradients may run the module in another thread
+    with RNG_LOCK:  # a call of PrivateGradients may run the module in another thread
         return _split(model, disable_autograd_tracking)
 
 
 def _split(
     model: nn.Module, disable_autograd_tracking: bool
 ) -> tuple[FunctionalModel, Params, Buffers]:
-    refused.check_plain("make_functional_with_buffers", model)
-    refused.check_closures(model)
+    guards.check_plain("make_functional_with_buffers", model)
+    guards.check_closures(model)
     own_buffers = slots.own_buffers(model)
     constant = own_buffers - slots.persistent(model)
     placeholders: dict[int, slots.Placeholder] = {}
@@ -351,3 +492,99 @@ def _versions(values: Mapping[str, Tensor], but: Container[str]) -> dict[str, in
             for name, value in values.items()
             if name not in but
         }
+
+
+def write_values_(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Write a value into every tensor of a module, under each of its names."""
+    function = "copy_to_(model, params, buffers)"
+    with RNG_LOCK:  # no other thread computes on the module
+        targets = dict(slots.named_tensors(model))
+    checks.names(function, targets, values)
+    shapes = {name: target.shape for name, target in targets.items()}
+    checks.shapes(function, shapes, values)
+    given: dict[int, Tensor] = {}
+    for name, target in targets.items():
+        _check_writable(function, name, target)
+        first = given.setdefault(id(target), values[name])
+        if not checks.same_values(first, values[name]):
+            raise ValueError(
+                f"{function}: expected one value for {name!r} and the names that the "
+                f"module ties to it, got two."
+            )
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(values[name])
+
+
+def write_grads_(model: nn.Module, grads: Params) -> None:
+    """Fill `.grad` of a module's parameters, for a loop that uses `torch.optim`.
+
+    Copies each gradient and casts it to its parameter's dtype. Parameters without one
+    get `None`, so that no gradient of an earlier step is applied again.
+
+    Raises:
+        ValueError: a name is not a parameter of the module, or a shape is wrong.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> write_grads_(model, {"weight": torch.ones(1, 2)})
+        >>> model.weight.grad
+        tensor([[1., 1.]])
+    """
+    with RNG_LOCK:
+        targets = dict(model.named_parameters(remove_duplicate=False))
+    unexpected = grads.keys() - targets.keys()
+    if unexpected:
+        raise ValueError(
+            f"write_grads_(model, grads): expected names of parameters, got "
+            f"{checks.listed(unexpected)}."
+        )
+    shapes = {name: targets[name].shape for name in grads}
+    checks.shapes("write_grads_(model, grads)", shapes, grads)
+    if len({id(targets[name]) for name in grads}) < len(grads):
+        raise ValueError(
+            f"write_grads_(model, grads): expected one gradient for each parameter, "
+            f"got {checks.listed(grads)}, of which some name the same one."
+        )
+    for target in targets.values():
+        target.grad = None
+    for name, grad in grads.items():
+        targets[name].grad = grad.detach().to(targets[name], copy=True)
+
+
+def _check_writable(function: str, name: str, target: Tensor) -> None:
+    """Refuse a tensor that cannot be written into as a whole."""
+    repeated = any(
+        step == 0 and size > 1
+        for step, size in zip(target.stride(), target.shape, strict=True)
+    )
+    if target.is_meta or target.is_inference() or repeated:
+        raise ValueError(
+            f"{function}: expected tensors with memory of their own, got one in "
+            f"{name!r} that is on the device meta, expanded, or made in inference mode."
+        )
+
+
+def freeze(
+    params: Params, buffers: Buffers, patterns: Patterns
+) -> tuple[Params, Buffers]:
+    """Move the parameters that match a shell-style pattern among the buffers.
+
+    The moved tensors are detached; nothing is copied, the given dictionaries stay.
+
+    Raises:
+        ValueError: a pattern matches no parameter.
+        TypeError: the patterns are one string.
+
+    Example:
+        >>> import torch
+        >>> params = {"encoder.weight": torch.ones(2), "head.weight": torch.ones(2)}
+        >>> trained, constant = freeze(params, {}, ["encoder.*"])
+        >>> list(trained), list(constant)
+        (['head.weight'], ['encoder.weight'])
+    """
+    checks.patterns("freeze", patterns=patterns)
+    moved = set(checks.all_matched("freeze", params, patterns))
+    kept = {name: value for name, value in params.items() if name not in moved}
+    frozen = {name: params[name].detach() for name in params if name in moved}
+    return kept, {**buffers, **frozen}

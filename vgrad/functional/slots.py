@@ -1,9 +1,14 @@
-"""Where a module holds its tensors: registered, or in a plain attribute."""
+"""The places of a module's tensors: registered, in plain attributes, or derived.
+
+In eager mode a view of a parameter follows it, in memory and in gradients, and so does
+a tensor that was computed from it. A copy of either would be a constant.
+"""
 
 import copy
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from operator import is_
 from typing import Any
 
@@ -12,10 +17,87 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from vgrad.functional.origins import Origins
 from vgrad.torch_private import modes
 from vgrad.torch_private import tensors as private
-from vgrad.torch_private.tensors import with_attributes
+from vgrad.torch_private.tensors import memory, with_attributes
+
+
+class Origins:
+    """The registered tensors of a module, as the origins of others."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Note the tensors and their memory."""
+        tensors = [*model.parameters(), *model.buffers()]
+        self._ids = {id(tensor) for tensor in tensors}
+        self._memory = {memory(tensor) for tensor in tensors} - {None}
+
+    def hold(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is one of them, or shares memory with one."""
+        return id(tensor) in self._ids or memory(tensor) in self._memory
+
+    def lead_to(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is or shares one of them, or was computed from them."""
+        return self.hold(tensor) or any(id(x) in self._ids for x in _leaves(tensor))
+
+
+def check_apart(function: str, model: nn.Module) -> None:
+    """Refuse two registered tensors that hold the same numbers in memory.
+
+    In eager mode a step on one of them changes the other.
+    """
+    groups: dict[int, dict[int, tuple[str, Tensor]]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if (where := memory(tensor)) is not None:
+            groups.setdefault(where, {}).setdefault(id(tensor), (name, tensor))
+    for group in groups.values():
+        names, tensors = zip(*group.values(), strict=True)
+        if len(tensors) > 1 and _overlap(tensors):
+            raise TypeError(
+                f"{function}({type(model).__name__}): expected parameters and buffers "
+                f"with memory of their own, or one tensor under several names, got "
+                f"several on one memory: {', '.join(map(repr, names))}. Tie them by "
+                f"assigning the tensor itself (b.weight = a.weight), or clone one."
+            )
+
+
+def _overlap(tensors: Iterable[Tensor]) -> bool:
+    """Tell whether any two tensors on one memory have numbers in common."""
+    spans = []
+    for tensor in tensors:
+        sides = zip(tensor.shape, tensor.stride(), strict=True)
+        last = tensor.storage_offset() + sum((n - 1) * step for n, step in sides)
+        size = tensor.element_size()
+        if tensor.numel():
+            spans.append((tensor.storage_offset() * size, (last + 1) * size, tensor))
+    spans.sort(key=lambda span: span[0])
+    if all(a[1] <= b[0] for a, b in pairwise(spans)):
+        return False
+    if len({tensor.element_size() for *_, tensor in spans}) > 1:
+        return True
+    # What is interleaved, as the halves of columns are, may still be apart.
+    numbers = torch.arange(spans[0][2].untyped_storage().nbytes(), device="cpu")
+    taken = torch.zeros_like(numbers, dtype=torch.bool)
+    for *_, tensor in spans:
+        own = numbers.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        if bool(taken[own].any()):
+            return True
+        taken[own] = True
+    return False
+
+
+def _leaves(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the leaves that a graph leads to."""
+    left: list[Any] = [tensor.grad_fn]
+    seen: set[Any] = {None}
+    while left:
+        node = left.pop()
+        if node not in seen:
+            seen.add(node)
+            variable = getattr(node, "variable", None)
+            if isinstance(variable, Tensor):
+                yield variable
+            left += [each for each, _ in node.next_functions]
+
 
 Container = dict[Any, Any] | list[Any]
 
@@ -67,7 +149,7 @@ def _unpickled(tensor: Tensor, kind: type, attributes: dict[str, Any]) -> Tensor
     return same
 
 
-class Stale(Placeholder):
+class StaleParam(Placeholder):
     """Stands for a view or a result of registered tensors until it is set anew."""
 
     refusal = (
@@ -136,7 +218,7 @@ def duplicate(model: nn.Module, placeholders: dict[int, Any]) -> nn.Module:
     for *_, value in _entries(attributes(model, set())):
         # An unregistered parameter: its class copies it unseen.
         if isinstance(value, nn.Parameter) and origins.hold(value):
-            memo.setdefault(id(value), placeholder(value, Stale))
+            memo.setdefault(id(value), placeholder(value, StaleParam))
     with _Copying(origins):
         skeleton = copy.deepcopy(model, memo)
         for _, tensor in named_tensors(model):
@@ -159,7 +241,7 @@ class _Copying(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         tensor = args[0]
         if self._origins.lead_to(tensor):
-            return placeholder(tensor, Stale)
+            return placeholder(tensor, StaleParam)
         # Torch copies leaves alone; those of other results are constants here.
         if tensor.is_leaf:
             return func(*args)
@@ -188,14 +270,14 @@ class Slots:
             held for m in skeleton.modules() for held in private.registered(m)[:2]
         ]
         containers = attributes(skeleton, set(firsts))
-        self.registered = _places(registries, firsts)
-        self._referenced = _places(containers, firsts)
+        self.registered = _slot_paths(registries, firsts)
+        self._referenced = _slot_paths(containers, firsts)
         self.loose = [
             (container, key, value)
             for container, key, value in _entries(containers)
             if isinstance(value, Tensor)
             and id(value) not in firsts
-            and not isinstance(value, Stale)
+            and not isinstance(value, StaleParam)
         ]
         hooked = [each for m in skeleton.modules() for each in private.hooks(m)]
         changing = registries + containers + [each for each in hooked if each]
@@ -244,7 +326,7 @@ def of_tensors(model: nn.Module) -> dict[str, dict[str, Any]]:
     return {name: attributes for name, attributes in found.items() if attributes}
 
 
-def _places(
+def _slot_paths(
     containers: Sequence[Any], names: dict[int, str]
 ) -> dict[str, list[tuple[Any, Any]]]:
     """Return, by name, each container and key (or index) that holds the tensor."""

@@ -7,13 +7,13 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from vgrad.functional.untouched import Promise, Untouched
+from vgrad.functional.guards import Protected, WriteGuard
 from vgrad.generators import drawn_since, random_state, set_random_state
 from vgrad.lowering.draws import Draws, Undrawn
 from vgrad.lowering.limits import in_place, raise_clearly
 from vgrad.lowering.questions import NONE, Parts, Split, answer
 from vgrad.lowering.truthful import Truth, UnsupportedOp
-from vgrad.torch_private import levels, modes
+from vgrad.torch_private import modes
 
 
 def tried(
@@ -53,7 +53,7 @@ def _parted(run: Callable[[Draws], Any], draws: Draws) -> Any:
 
     So nothing is left of the exception, which would keep all tensors.
     """
-    around = levels.current_level() or 0
+    around = modes.current_level() or 0
     try:
         return run(draws)
     except Split as split:
@@ -62,19 +62,19 @@ def _parted(run: Callable[[Draws], Any], draws: Draws) -> Any:
         return split.parts
 
 
-class Answering(Untouched):
+class Answering(WriteGuard):
     """The function mode that answers questions about values, with a `truth`.
 
     That says what the vmap maps over. What a loss asks and draws is noted in `draws`.
     """
 
     def __init__(
-        self, *promises: Promise, truth: Truth | None, draws: Draws | None
+        self, *promises: Protected, truth: Truth | None, draws: Draws | None
     ) -> None:
         """Start where nothing was asked."""
         self._draws = draws = draws or Draws()
         if draws.keys is not None:  # a checkpoint draws what follows from its place
-            promises += (Promise({}, "", "", draws.again),)
+            promises += (Protected({}, "", "", draws.again),)
         super().__init__(*promises)
         self._truth = truth
         self._stopped: BaseException | None = None
@@ -109,7 +109,7 @@ class Answering(Untouched):
         with ExitStack() as stack:
             if truth is not None:
                 level = stack.enter_context(
-                    levels.vmap_level(self.size, self.randomness)
+                    modes.vmap_level(self.size, self.randomness)
                 )
                 if level != truth.level:
                     raise UnsupportedOp(

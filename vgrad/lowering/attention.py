@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vgrad.dtypes import no_autocast
-from vgrad.torch_private import levels
+from vgrad.torch_private import modes
 from vgrad.torch_private.kernels import attention
+from vgrad.tree import no_autocast
 
 Kernel = Callable[..., Tensor]
 
@@ -61,7 +61,7 @@ def scaled_dot_product_attention(
     """
     options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     kernel = partial(attention, **options)
-    if levels.current_level() is None:
+    if modes.current_level() is None:
         return kernel(query, key, value, attn_mask, dropout_p)
     if is_causal and attn_mask is not None:  # some backends of torch let it pass
         raise RuntimeError(
@@ -156,7 +156,7 @@ def _autocast(tensor: Tensor) -> Tensor:
 
 def _attend(kernel: Kernel, *inputs: Tensor | None) -> Tensor:
     """Run the kernel if no transform is left, else pass on to the next one."""
-    if levels.current_level() is None:
+    if modes.current_level() is None:
         return kernel(*inputs)
     return _Attention.apply(kernel, *inputs)
 

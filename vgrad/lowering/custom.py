@@ -14,7 +14,7 @@ from torch.autograd.function import BackwardCFunction
 
 from vgrad.lowering.one_by_one import Foreign, one_by_one
 from vgrad.lowering.truthful import UnsupportedOp, among
-from vgrad.torch_private import levels, messages
+from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import version_of
 from vgrad.tree import tree_leaves
 
@@ -29,7 +29,7 @@ def for_samples(
     """
     if not _has_rule(function):
         return one_by_one(function, args, kwargs, foreign), True
-    given = [levels.stored(each) for each in among(args, kwargs)]
+    given = [modes.unwrap_all(each) for each in among(args, kwargs)]
     versions = [version_of(each) for each in given]
     try:
         return custom_function(function, *args, **kwargs), False
@@ -37,7 +37,7 @@ def for_samples(
         raise
     except Exception as error:
         written = versions != [version_of(each) for each in given]
-        if written or messages.RANDOM in str(error):
+        if written or modes.RANDOM_ERROR in str(error):
             raise
         try:
             return one_by_one(function, args, kwargs, foreign), True
@@ -59,7 +59,7 @@ def custom_function(function: Any, *args: Any, **kwargs: Any) -> Any:
     Raises:
         UnsupportedOp: its `vmap` leaves `backward` out.
     """
-    output = levels.custom_function_call(function, *args, **kwargs)
+    output = modes.custom_function_call(function, *args, **kwargs)
     own = function.vmap is not torch.autograd.Function.vmap
     if own and torch.is_grad_enabled() and _mapped_once((args, kwargs)):
         given = [each for each in _below((args, kwargs)) if each.requires_grad]
@@ -77,14 +77,14 @@ def custom_function(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _mapped_once(values: Any) -> bool:
     """Tell whether these tensors are mapped by one vmap alone, that over samples."""
-    level = levels.current_level()
+    level = modes.current_level()
     for each in tree_leaves(values):
-        if not isinstance(each, Tensor) or levels.level_of(each) != level:
+        if not isinstance(each, Tensor) or modes.level_of(each) != level:
             continue
         wraps = []
-        while levels.is_wrapped(each):
-            wraps.append(levels.is_batched(each))
-            each = levels.unwrapped(each)
+        while modes.is_wrapped(each):
+            wraps.append(modes.is_batched(each))
+            each = modes.unwrapped(each)
         if wraps[:1] == [True] and sum(wraps) == 1:
             return True
     return False
@@ -94,8 +94,8 @@ def _below(values: Any) -> Iterator[Tensor]:
     """Yield the tensors that have the graph, below all vmaps."""
     for each in tree_leaves(values):
         if isinstance(each, Tensor):
-            while levels.is_batched(each):
-                each = levels.unwrapped(each)
+            while modes.is_batched(each):
+                each = modes.unwrapped(each)
             yield each
 
 

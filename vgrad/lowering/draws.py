@@ -21,7 +21,7 @@ from torch import Tensor
 from vgrad.generators import drawn_since, random_state
 from vgrad.lowering.keyed import Keyed
 from vgrad.lowering.truthful import among
-from vgrad.torch_private.random_ops import SHOWN, may_draw, op_name, shown_results
+from vgrad.torch_private.tensors import SHOWN, may_draw, op_name, shown_results
 from vgrad.torch_private.tracing import DispatchMode
 
 

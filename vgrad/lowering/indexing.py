@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from vgrad.torch_private import levels
+from vgrad.torch_private import modes
 
 
 def index_add(
@@ -24,7 +24,7 @@ def index_add(
         tensor([[2., 0., 0.],
                 [0., 1., 1.]])
     """
-    own = levels.is_batched(index) and index.dim() == 1 and input.dim() > 0
+    own = modes.is_batched(index) and index.dim() == 1 and input.dim() > 0
     if not own or options.keys() - {"alpha"}:
         return torch.index_add(input, dim, index, source, **options)
     alpha = options.get("alpha", 1)

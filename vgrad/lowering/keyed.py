@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vgrad.conditions import Unrepeatable, are_collected
+from vgrad.conditions import Unrepeatable, checks_collected
 from vgrad.generators import (
     RandomState,
     drawn_since,
+    fold_in,
+    random_bits,
     random_state,
     set_random_state,
-    streams,
     unit,
-    words,
 )
 from vgrad.lowering.questions import Parts, Split, where
 from vgrad.lowering.truthful import among
-from vgrad.torch_private.random_ops import (
+from vgrad.torch_private.tensors import (
     SHOWN,
     may_draw,
     named,
@@ -108,7 +108,7 @@ class Keyed(DispatchMode):
         with ExitStack() as stack:
             stack.push(self._kernels)
             super().__exit__(*raised)
-            if not are_collected():  # where nothing is drawn
+            if not checks_collected():  # where nothing is drawn
                 set_random_state(self._before)
 
     def __torch_dispatch__(
@@ -122,7 +122,7 @@ class Keyed(DispatchMode):
         name, given = op_name(func), named(func, args, kwargs)
         if _does_not(name, given):
             return func(*args, **kwargs)
-        if are_collected():
+        if checks_collected():
             raise Unrepeatable("its random numbers follow from keys of samples")
         if given.get("generator") is not None:
             self._at.drew = True
@@ -147,7 +147,7 @@ class Keyed(DispatchMode):
         return found
 
     def _streams(self, device: torch.device) -> Tensor:
-        return streams(self._keys, self._at.place).to(device)
+        return fold_in(self._keys, self._at.place).to(device)
 
     def _samples(self, tensor: Tensor) -> Tensor:
         """View a tensor with the samples in an axis of their own, the first."""
@@ -163,7 +163,7 @@ class Keyed(DispatchMode):
     def _words(self, like: Tensor) -> Tensor:
         """Return a number of 64 bits for each entry of `[B, ...]`."""
         count = like[0].numel()
-        return words(self._streams(like.device), count).view(like.shape)
+        return random_bits(self._streams(like.device), count).view(like.shape)
 
     def _bernoulli(self, name: str, func: Any, given: dict[str, Any]) -> Any:
         """Draw what is true with one probability; None for other ops.
@@ -186,7 +186,7 @@ class Keyed(DispatchMode):
             target.fill_(1)
         else:  # two numbers of each hash
             count = samples[0].numel()
-            halves = words(self._streams(target.device), (count + 1) // 2)
+            halves = random_bits(self._streams(target.device), (count + 1) // 2)
             drawn = halves.view(torch.int32)[:, :count] < limit - 2**31
             samples.copy_(drawn.view(samples.shape))
         if name == "bernoulli":

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vgrad.torch_private import levels
+from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import storage, version_of
 
 RESHAPES = {torch.reshape, torch.flatten, torch.ravel}
@@ -37,11 +37,11 @@ class Layouts:
         if func in RESHAPES:
             if not tensors[0].is_contiguous() and self.is_odd(tensors[0]):
                 for each in (tensors[0], output):
-                    below = levels.stored(each)
+                    below = modes.unwrap_all(each)
                     self._doubtful.append((below, version_of(below)))
             return
         for each in output if isinstance(output, tuple | list) else (output,):
-            if not isinstance(each, Tensor) or not levels.is_wrapped(each):
+            if not isinstance(each, Tensor) or not modes.is_wrapped(each):
                 continue
             if not each.is_contiguous() and not any(
                 _memory(each) == _memory(tensor)
@@ -64,4 +64,4 @@ def _lie_alike(one: Tensor, other: Tensor) -> bool:
 
 
 def _memory(tensor: Tensor) -> Any:
-    return storage(levels.stored(tensor))
+    return storage(modes.unwrap_all(tensor))

@@ -6,7 +6,7 @@ from typing import NoReturn
 import torch
 
 from vgrad.lowering.truthful import UnsupportedOp, own_backward_pass
-from vgrad.torch_private import messages
+from vgrad.torch_private import modes
 
 
 def raise_clearly(
@@ -18,7 +18,7 @@ def raise_clearly(
     """
     if isinstance(error, torch.OutOfMemoryError | UnsupportedOp):
         raise error
-    if messages.RANDOM in str(error):
+    if modes.RANDOM_ERROR in str(error):
         raise RuntimeError(
             f'{op}: expected a loss without random numbers, since randomness="error". '
             f'Pass randomness="different" (each {one} draws its own) or "same".'
@@ -36,18 +36,18 @@ def raise_clearly(
 def _limit(message: str, op: str, *, in_place: bool, one: str) -> UnsupportedOp | None:
     """Say which limit of vmap an error is about, and what to do; None for others."""
     differentiable = "expected ops that transforms of torch.func can differentiate, got"
-    if messages.RANDOM_OF_EACH in message:
+    if modes.SAME_RANDOM_ERROR in message:
         limit = (
             f"expected random numbers that all {one}s can share, since "
             f'randomness="same", got some whose distribution depends on the {one}. '
             f'Pass randomness="different", or use strategy="loop".'
         )
-    elif any(each in message for each in messages.HOOKS_ON_SAVED):
+    elif any(each in message for each in modes.SAVED_HOOKS_ERRORS):
         limit = (
             f"{differentiable} activation checkpointing (or other hooks on saved "
             f'tensors). Use strategy="auto" or "loop".'
         )
-    elif messages.NO_SETUP_CONTEXT in message or messages.HIDDEN_FUNCTION in message:
+    elif modes.SETUP_CONTEXT_ERROR in message or modes.HIDDEN_FUNCTION_ERROR in message:
         limit = (
             f"{differentiable} an autograd.Function without setup_context, as "
             f"re-entrant activation checkpointing has one: pass use_reentrant=False. "
@@ -60,12 +60,12 @@ def _limit(message: str, op: str, *, in_place: bool, one: str) -> UnsupportedOp 
             f"asks a tensor to keep its gradient, where one tensor stands for all "
             f'{one}s. Leave it out, or use strategy="loop".'
         )
-    elif op in _AUTOGRAD or any(each in message for each in messages.OWN_BACKWARD):
+    elif op in _AUTOGRAD or any(each in message for each in modes.BACKWARD_ERRORS):
         return own_backward_pass(op)
     elif (
         in_place
-        or (op in _RECURRENT and messages.SHAPES in message)
-        or any(each in message for each in messages.NOT_MAPPED)
+        or (op in _RECURRENT and modes.SHAPES_ERROR in message)
+        or any(each in message for each in modes.VMAP_ERRORS)
     ):
         shared = f"writes in place into a tensor that all {one}s share, or is too small"
         values = "looks at values or has shapes that depend on them"

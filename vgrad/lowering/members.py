@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vgrad.functional.untouched import Promise
+from vgrad.functional.guards import Protected
 from vgrad.lowering.answering import Answering
 from vgrad.lowering.draws import Draws
 from vgrad.lowering.keyed import Unkeyed
 from vgrad.lowering.questions import NONE, QUESTIONS, Split
 from vgrad.lowering.truthful import HOOKS, Truth, among
 from vgrad.lowering.vmapped import VMAPPED
-from vgrad.torch_private import levels, modes, saving
+from vgrad.torch_private import autograd, modes
 from vgrad.tree import tensors
 
 Form = Callable[..., Tensor]
@@ -43,7 +43,7 @@ class Members(Answering):
     def __init__(
         self,
         told: Callable[[str, str], None] | None = None,
-        *promises: Promise,
+        *promises: Protected,
         truth: Truth,
         draws: Draws | None = None,
         chosen: bool = True,
@@ -60,8 +60,8 @@ class Members(Answering):
         kwargs = kwargs or {}
         self.look_at_hooks()
         self.check(func, args, kwargs)
-        if func is levels.custom_function_call and args[0] is saving.SAVES_ARGUMENTS:
-            return saving.SavedArguments(*args[2:])
+        if func is modes.custom_function_call and args[0] is autograd.SAVES_ARGUMENTS:
+            return autograd.SavedArguments(*args[2:])
         if kwargs:
             self.note(kwargs)
         try:
@@ -92,7 +92,7 @@ class Members(Answering):
         if modes.is_python(func):
             with self:
                 return modes.opened(func)(*args, **kwargs)
-        if func is levels.custom_function_call:
+        if func is modes.custom_function_call:
             with self._draws.samples_at(None):  # what it draws in is its own affair
                 return func(*args, **kwargs)
         if func not in self._forms:
@@ -122,7 +122,7 @@ def by_itself(
     mode = Answering(truth=None, draws=draws)
     with mode.inside(1, "different", casts, alone=True):
         found = run()
-    if draws.drew and any(map(saving.reenters, tensors(found))):
+    if draws.drew and any(map(autograd.reenters, tensors(found))):
         raise Unkeyed(
             "those of a re-entrant checkpoint, which draws them again by itself. Pass "
             "use_reentrant=False"
@@ -187,8 +187,8 @@ def mapped_here(tensor: Tensor) -> bool:
 
     If an outer vmap does, the transforms in between have to see torch's own op.
     """
-    level = levels.current_level()
-    return levels.is_batched(tensor) and levels.level_of(tensor) == level
+    level = modes.current_level()
+    return modes.is_batched(tensor) and modes.level_of(tensor) == level
 
 
 def _batched(form: Form, *tensors: Tensor | None) -> Tensor:
@@ -197,19 +197,19 @@ def _batched(form: Form, *tensors: Tensor | None) -> Tensor:
     `torch.autograd.Function` does the same for a function with a rule for vmap, in
     several times the time: below the vmap, autograd sees the ops of the form.
     """
-    interpreter: Any = levels.innermost()
+    interpreter: Any = modes.innermost()
     level = interpreter.level()
     given, stacked = [], []
     for tensor in tensors:
         dim = None
         if tensor is not None:
-            tensor, dim = levels.split_batch_axis(tensor, level)
+            tensor, dim = modes.split_batch_axis(tensor, level)
             tensor = tensor.movedim(dim, 0) if dim else tensor
         given.append(tensor)
         stacked.append(dim is not None)
     with interpreter.lower():
         out = form(interpreter.batch_size(), stacked, *given)
-    return levels.add_batch_axis(out, 0, level)
+    return modes.add_batch_axis(out, 0, level)
 
 
 def _linear(
@@ -223,7 +223,7 @@ def _linear(
     if (
         weight.requires_grad
         and torch.is_grad_enabled()
-        and not levels.inside_transform()
+        and not modes.inside_transform()
     ):
         out = _Product.apply(rows, weight, bias)
     else:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from vgrad.conditions import Unrepeatable, are_collected
-from vgrad.generators import ALONE, drawn_since, random_state, set_random_state
+from vgrad.conditions import Unrepeatable, checks_collected
+from vgrad.generators import RNG_LOCK, drawn_since, random_state, set_random_state
 from vgrad.lowering.truthful import UnsupportedOp, among
-from vgrad.torch_private import levels
+from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import memory, version_of
 from vgrad.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -35,14 +35,14 @@ def one_by_one(function: Any, args: tuple, kwargs: dict, foreign: Foreign) -> An
         UnsupportedOp: the calls do not add up to one that stands for all samples.
     """
     call = _Call(function, args, kwargs, foreign)
-    match levels.running():
+    match modes.active_transforms():
         case ("Vmap",):
             level, size = _innermost()
             given = [_split(each, level) for each in call.tensors]
-            with levels.outside():
+            with modes.exit_all():
                 found, mapped = call.run(given, size, call.one)
             if mapped:
-                found = [levels.add_batch_axis(each, 0, level) for each in found]
+                found = [modes.add_batch_axis(each, 0, level) for each in found]
         case ("Vmap", "Grad"):
             found = _Apart.apply(call, *call.tensors)
         case _:
@@ -54,7 +54,7 @@ def once(function: Any, args: tuple, kwargs: dict, foreign: Foreign) -> Any:
     """Call an autograd.Function whose arguments are the same for all samples."""
     call = _Call(function, args, kwargs, foreign)
     given = [(each, None) for each in call.tensors]
-    with levels.outside():
+    with modes.exit_all():
         return call.output(call.run(given, 1, call.one)[0])
 
 
@@ -63,7 +63,7 @@ def undrawn(
     tensors: Sequence[Tensor], refusal: Callable[[str, str], Exception]
 ) -> Iterator[None]:
     """Refuse random numbers in a block, which nobody sees, and put them back."""
-    with ALONE:
+    with RNG_LOCK:
         state = random_state(tensors)
         yield
         if drawn_since(state, tensors):
@@ -87,7 +87,7 @@ class _Call:
     ) -> None:
         """Take the arguments apart."""
         self.refusal = partial(refused, function.__name__)
-        if are_collected():
+        if checks_collected():
             raise Unrepeatable(f"{function.__name__}.apply runs sample by sample")
         self._function = function
         self._foreign = foreign
@@ -149,7 +149,7 @@ class _Call:
 
     def is_foreign(self, tensor: Tensor) -> bool:
         """Tell whether a tensor that was no argument belongs to the loss."""
-        return levels.is_wrapped(tensor) or self._foreign(tensor)
+        return modes.is_wrapped(tensor) or self._foreign(tensor)
 
     def output(self, found: Iterable[Tensor]) -> Any:
         """Put tensors in the places of those that one call returned."""
@@ -182,11 +182,11 @@ class _Call:
 
     def back(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the backward passes of all calls, given the gradients at the outputs."""
-        if levels.running() != ("Vmap",):
+        if modes.active_transforms() != ("Vmap",):
             raise self.refusal("one derivative", "several")
         level, size = _innermost()
         given = [None if each is None else _split(each, level) for each in grads]
-        with levels.outside():
+        with modes.exit_all():
             tensors = [each[0] for each in given if each is not None]
             self.check_constant(tensors)
             none = [None] * size
@@ -202,7 +202,7 @@ class _Call:
                 for leaf, each in zip(leaves, zip(*rows, strict=True), strict=True)
             ]
         return [
-            None if each is None else levels.add_batch_axis(each, 0, level)
+            None if each is None else modes.add_batch_axis(each, 0, level)
             for each in found
         ]
 
@@ -298,15 +298,15 @@ _PLAIN = {type(None), bool, int, float, str, type(...)}
 
 def _innermost() -> tuple[int, int]:
     """Return the level of the innermost vmap, and how many samples it maps over."""
-    interpreter: Any = levels.innermost()
+    interpreter: Any = modes.innermost()
     return interpreter.level(), interpreter.batch_size()
 
 
 def _split(tensor: Tensor, level: int) -> Mapped:
     """Return the samples of a tensor in front, and whether there are any."""
-    if levels.level_of(tensor) != level or not levels.is_batched(tensor):
+    if modes.level_of(tensor) != level or not modes.is_batched(tensor):
         return tensor, None
-    return levels.unwrapped(tensor).movedim(levels.batch_axis(tensor), 0), 0
+    return modes.unwrapped(tensor).movedim(modes.batch_axis(tensor), 0), 0
 
 
 def _column(tensor: Tensor, axis: int | None, size: int) -> Sequence[Tensor]:

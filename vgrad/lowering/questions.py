@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vgrad.conditions import Unrepeatable, are_collected, looked_at, unlikely
+from vgrad.conditions import Unrepeatable, checks_collected, rare, static_values
 from vgrad.lowering.truthful import UnsupportedOp, among
-from vgrad.torch_private import kernels, levels, modes
+from vgrad.torch_private import kernels, modes
 from vgrad.tree import tree_map, tree_map_only
 from vgrad.typing import Strategy
 
@@ -73,8 +73,8 @@ def answer(
         mapped = _mapped(args, kwargs, level)
         if not mapped:
             return NONE
-        if are_collected():
-            with looked_at():
+        if checks_collected():
+            with static_values():
                 answers = _answers(func, args, kwargs, mapped)
             return _kept(func, mapped, answers, one)
     # A vmap around this one is asked in turn, by its own mode.
@@ -152,24 +152,24 @@ def _kept(func: Callable, mapped: dict[int, Tensor], answers: list, one: str) ->
     differs = values != first
     if isinstance(first, float):
         differs |= values.signbit() != (repr(first)[0] == "-")
-    unlikely(differs)
+    rare(differs)
     return first
 
 
 def physical(tensor: Tensor, level: int) -> Tensor | None:
     """Return the values of all samples, [B, ...]; None if all share one."""
-    while levels.level_of(tensor) > level:
-        if levels.is_batched(tensor):
+    while modes.level_of(tensor) > level:
+        if modes.is_batched(tensor):
             raise UnsupportedOp(
                 "loss: expected questions about values outside of a vmap of its own, "
                 'got one inside of it. Use strategy="loop".'
             )
-        tensor = levels.unwrapped(tensor)
-    if levels.level_of(tensor) != level or not levels.is_batched(tensor):
+        tensor = modes.unwrapped(tensor)
+    if modes.level_of(tensor) != level or not modes.is_batched(tensor):
         return None
-    axis = levels.batch_axis(tensor)
-    with levels.below(level):  # else the transforms inside wrap the result
-        return levels.unwrapped(tensor).movedim(axis, 0).detach()
+    axis = modes.batch_axis(tensor)
+    with modes.exit_to(level):  # else the transforms inside wrap the result
+        return modes.unwrapped(tensor).movedim(axis, 0).detach()
 
 
 def _answers(

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vgrad.conditions import Unrepeatable, are_collected
+from vgrad.conditions import Unrepeatable, checks_collected
 from vgrad.lowering.questions import agreed, answer, of_each, physical
 from vgrad.lowering.truthful import among
-from vgrad.torch_private import levels, modes
+from vgrad.torch_private import modes
 
 Form = Callable[[], Any]
 """What runs in the place of a call, as if the loss had written it."""
@@ -47,7 +47,7 @@ def _getitem(level: int, x: Tensor, index: Any) -> Form | None:
     if not (masks := _masks(level, x, items)):
         return None
     if len(items) == 1 and not masks[0].logical.ndim:  # all of x, or nothing
-        with levels.below(level):
+        with modes.exit_to(level):
             counts = (masks[0].values != 0).long()
         first = torch.zeros(_one(level, counts), dtype=torch.int64)
         return lambda: x.unsqueeze(0)[first]
@@ -121,7 +121,7 @@ def _masked_select(
     if options or values is None or not shape or mask.dtype != torch.bool:
         return None
     ones, size = (1,) * (len(shape) - mask.ndim), len(values)
-    with levels.below(level):
+    with modes.exit_to(level):
         values = values.reshape(size, *ones, *mask.shape).expand(size, *shape)
     places = _hits(level, values)
     return lambda: input.expand(shape)[places]
@@ -163,17 +163,17 @@ def _repeat_interleave(
     if times.ndim > 1 or times.numel() not in (1, items) or times.is_floating_point():
         return None
     size = len(values)
-    with levels.below(level):
+    with modes.exit_to(level):
         values = values.reshape(size, times.numel()).expand(size, items)
         counts = values.sum(1).where((values >= 0).all(1), -1)
     count = _one(level, counts)
     if count < 0 or output_size not in (None, count):
         return None
-    with levels.below(level):
+    with modes.exit_to(level):
         steps = torch.arange(count, device=values.device).expand(size, count)
         found = torch.searchsorted(values.cumsum(1), steps.contiguous(), right=True)
         # A graph whose counts are others is dropped, but must not fail.
-        index = levels.add_batch_axis(found.clamp(max=items - 1), 0, level)
+        index = modes.add_batch_axis(found.clamp(max=items - 1), 0, level)
     if alone:
         return lambda: index
     return lambda: (input.flatten() if dim is None else input).index_select(
@@ -186,7 +186,7 @@ def _one_hot(level: int, tensor: Tensor, num_classes: int = -1) -> Form | None:
     values = physical(tensor, level) if num_classes == -1 and tensor.numel() else None
     if values is None or tensor.dtype != torch.int64:
         return None
-    with levels.below(level):
+    with modes.exit_to(level):
         values = values.reshape(len(values), tensor.numel())
         largest = values.amax(1).where((values >= 0).all(1), -1)
     largest = _one(level, largest)
@@ -203,16 +203,16 @@ def _by_each(func: Callable) -> FormOf:
         given = among(args, kwargs)
         if any(each.requires_grad for each in given):
             return None
-        if are_collected() and any(physical(x, level) is not None for x in given):
+        if checks_collected() and any(physical(x, level) is not None for x in given):
             raise Unrepeatable(f"the shape of {modes.op_name(func)} depends on values")
         if (found := of_each(func, args, kwargs, level)) is None:
             return None
         rows = [each if isinstance(each, tuple) else (each,) for each in found]
         agreed([[each.shape for each in row] for row in rows], level)
         columns = zip(*rows, strict=True)
-        with levels.below(level):
+        with modes.exit_to(level):
             stacked = [torch.stack(each).to(given[0].device) for each in columns]
-        results = tuple(levels.add_batch_axis(each, 0, level) for each in stacked)
+        results = tuple(modes.add_batch_axis(each, 0, level) for each in stacked)
         return lambda: results if isinstance(found[0], tuple) else results[0]
 
     return form
@@ -269,22 +269,22 @@ def _by_places(level: int, items: Sequence[Any], masks: list[_Mask]) -> tuple | 
 
 def _hits(level: int, values: Tensor) -> tuple[Tensor, ...]:
     """Return the places of what is not zero, along each axis: `[B, ...] -> d * [n]`."""
-    with levels.below(level):
+    with modes.exit_to(level):
         hit = values != 0
         counts = hit.flatten(1).sum(1)
     count, size = _one(level, counts), len(values)
-    with levels.below(level):
-        if levels.is_wrapped(hit):  # by a vmap around, whose mode has a form for this
+    with modes.exit_to(level):
+        if modes.is_wrapped(hit):  # by a vmap around, whose mode has a form for this
             found = hit.nonzero()
         else:
             found = torch.nonzero_static(hit, size=size * count)
         places = found[:, 1:].t().reshape(values.ndim - 1, size, count).unbind()
-    return tuple(levels.add_batch_axis(each, 0, level) for each in places)
+    return tuple(modes.add_batch_axis(each, 0, level) for each in places)
 
 
 def _one(level: int, counts: Tensor) -> int:
     """Return the whole number that all samples have in `[B]`."""
-    return answer(Tensor.item, (levels.add_batch_axis(counts, 0, level),), {}, level)
+    return answer(Tensor.item, (modes.add_batch_axis(counts, 0, level),), {}, level)
 
 
 _BY_EACH = (torch.bincount, Tensor.bincount, torch.unique, Tensor.unique)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vgrad.lowering.layouts import Layouts
-from vgrad.torch_private import levels, modes
+from vgrad.torch_private import modes
 from vgrad.torch_private import tensors as private
 from vgrad.tree import tree_leaves
 
@@ -114,9 +114,7 @@ class Truth:
         if refused is None:
             if not self.layouts.is_odd(first):
                 return
-        elif levels.level_of(first) != self.level or not refused(
-            levels.unwrapped(first)
-        ):
+        elif modes.level_of(first) != self.level or not refused(modes.unwrapped(first)):
             return
         raise self.refusal(func)
 
@@ -156,15 +154,15 @@ class Truth:
 
         Returns whether this vmap maps over it.
         """
-        level = levels.level_of(tensor)
+        level = modes.level_of(tensor)
         inner = level > self.level
         while level > self.level:
-            tensor = levels.unwrapped(tensor)
-            level = levels.level_of(tensor)
+            tensor = modes.unwrapped(tensor)
+            level = modes.level_of(tensor)
         if level != self.level:
             return False
         if not tensor.requires_grad:
-            if levels.unwrapped(tensor).requires_grad:
+            if modes.unwrapped(tensor).requires_grad:
                 tensor.requires_grad = True
         elif tensor.grad_fn is not None:
             raise UnsupportedOp(
@@ -179,10 +177,10 @@ class Truth:
 
         The transform inside takes for constant what only the caller differentiates.
         """
-        if levels.level_of(tensor) > self.level + 1:
+        if modes.level_of(tensor) > self.level + 1:
             return False
-        while levels.is_wrapped(tensor):
-            tensor = levels.unwrapped(tensor)
+        while modes.is_wrapped(tensor):
+            tensor = modes.unwrapped(tensor)
             if tensor.requires_grad:
                 return True
         return False

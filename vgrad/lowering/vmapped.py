@@ -11,7 +11,7 @@ from vgrad.lowering.attention import scaled_dot_product_attention
 from vgrad.lowering.custom import custom_function
 from vgrad.lowering.indexing import index_add, index_add_, scatter_
 from vgrad.lowering.sequences import cells
-from vgrad.torch_private import levels
+from vgrad.torch_private import modes
 
 
 def _by_steps(mode: str) -> Callable[..., tuple[Tensor, ...]]:
@@ -81,6 +81,6 @@ VMAPPED: dict[Callable, Callable] = {
     Tensor.index_add: index_add,
     Tensor.index_add_: index_add_,
     Tensor.scatter_: scatter_,
-    levels.custom_function_call: custom_function,
+    modes.custom_function_call: custom_function,
 }
 """Here torch's own vmap loops over samples, gives wrong numbers, or refuses."""

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.dtypes import widened
 from vgrad.optim.arithmetic import (
     Grads,
     Number,
@@ -39,6 +38,7 @@ from vgrad.optim.clipping import clip_by_block_rms
 from vgrad.optim.sgd import trace
 from vgrad.optim.transforms import ascent, descent
 from vgrad.torch_private import shards
+from vgrad.tree import widened
 from vgrad.typing import Params, Schedule
 
 
@@ -275,7 +275,7 @@ def adafactor(
         grads: Grads, state: State, params: Params | None = None
     ) -> tuple[Updates, State]:
         params = required("adafactor", params)
-        checks.same_names("adafactor(grads)", params, grads)
+        checks.names("adafactor(grads)", params, grads)
         count = state.count + 1
         rate = rate_at(lr, state.count)
         bound = count.double().rsqrt()

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vgrad.dtypes import cast, wide, widened
-from vgrad.tree import map_values
+from vgrad.tree import cast, map_values, wide, widened
 from vgrad.typing import Params, Schedule
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.dtypes import cast, widened
 from vgrad.optim.arithmetic import (
     Grads,
     Number,
@@ -38,7 +37,7 @@ from vgrad.optim.base import (
     required,
     states_of,
 )
-from vgrad.tree import map_values, tree_map
+from vgrad.tree import cast, map_values, tree_map, widened
 from vgrad.typing import Params, Tree
 
 
@@ -212,11 +211,11 @@ def lookahead(
         grads: Grads, state: LookaheadState, params: Params | None = None
     ) -> tuple[Updates, LookaheadState]:
         params = required("lookahead", params)
-        checks.same_names("lookahead(params)", state.slow, params)
+        checks.names("lookahead(params)", state.slow, params)
         count = state.count + 1
         synced = count % scalar(sync_period, count) == 0
         updates, new = inner.update(grads, state.inner, params)
-        checks.same_names("lookahead(grads)", state.slow, updates)
+        checks.names("lookahead(grads)", state.slow, updates)
 
         def forward(slow: Tensor, update: Tensor, param: Tensor) -> Tensor:
             fast = widened(param) + update
@@ -245,7 +244,7 @@ def average_after(
         grads: Grads, state: State, params: Params | None = None
     ) -> tuple[Updates, State]:
         params = required(function, params)
-        checks.same_names(f"{function}(grads)", state.slots["ax"], grads)
+        checks.names(f"{function}(grads)", state.slots["ax"], grads)
         count = state.count + 1
         after, taken = apply_updates(params, grads), share(count)
         average = map_values(lambda x, p: lerp(x, p, taken), state.slots["ax"], after)
@@ -340,7 +339,7 @@ def multi_steps(
     def update(
         grads: Grads, state: MultiStepsState, params: Params | None = None
     ) -> tuple[Updates, MultiStepsState]:
-        checks.same_names("multi_steps(grads)", state.mean, grads)
+        checks.names("multi_steps(grads)", state.mean, grads)
         count = state.count + 1
         last = count >= scalar(steps, count)
         share = 1 / scalar(steps, count.double())

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from vgrad import checks
-from vgrad.dtypes import cast, widened
 from vgrad.optim.arithmetic import (
     Grads,
     Number,
@@ -21,7 +20,7 @@ from vgrad.optim.arithmetic import (
     is_schedule,
     map_grads,
 )
-from vgrad.tree import map_values, tree_leaves
+from vgrad.tree import cast, map_values, tree_leaves, widened
 from vgrad.typing import Params, Schedule, Tree
 
 
@@ -129,7 +128,7 @@ def per_parameter(
                 f"{state!r}."
             )
         old = [state.slots.get(slot, {}) for slot in slots]
-        checks.same_names(f"{function}(grads)", set().union(*old), grads)
+        checks.names(f"{function}(grads)", set().union(*old), grads)
         count = state.count + 1
         rule = at(count.double())
         updates: Updates = dict(grads)
@@ -224,7 +223,7 @@ def of_gradient_and_parameter(
 
     def update(grads: Grads, params: Params | None) -> Updates:
         params = required(name, params)
-        checks.same_names(f"{name}(grads)", params, grads)
+        checks.names(f"{name}(grads)", params, grads)
         return map_grads(apply, grads, params)
 
     return stateless(update)
@@ -241,10 +240,10 @@ def apply_updates(params: Params, updates: Grads) -> Params:
         >>> apply_updates({"w": torch.ones(2)}, {"w": torch.tensor([0.5, -1.0])})
         {'w': tensor([1.5000, 0.0000])}
     """
-    checks.same_names("apply_updates(updates)", params, updates)
+    checks.names("apply_updates(updates)", params, updates)
     present = {name: value for name, value in updates.items() if value is not None}
     shapes = {name: params[name].shape for name in present}
-    checks.same_shapes("apply_updates(updates)", shapes, present)
+    checks.shapes("apply_updates(updates)", shapes, present)
 
     def add(param: Tensor, update: Tensor | None) -> Tensor:
         if update is None:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.dtypes import widened
 from vgrad.optim.arithmetic import (
     Grads,
     Number,
@@ -37,6 +36,7 @@ from vgrad.optim.base import (
     stateless,
 )
 from vgrad.torch_private import shards
+from vgrad.tree import widened
 from vgrad.typing import Params
 
 Words = tuple[Tensor, ...]

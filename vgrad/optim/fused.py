@@ -20,7 +20,7 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.optim.arithmetic import Grads, Number, is_schedule, is_zero
 from vgrad.optim.base import Donated, State
-from vgrad.torch_private import kernels, levels, shards
+from vgrad.torch_private import kernels, modes, shards
 from vgrad.typing import Params, Schedule, Tree
 
 _DEVICE, _DTYPE, _SHAPE = map(attrgetter, ("device", "dtype", "shape"))
@@ -154,9 +154,9 @@ def _groups(
     memory and check neither strides nor dtypes. For a thousand small tensors
     checking one by one costs more than the step, so the checks go through whole lists.
     """
-    if levels.inside_transform() or torch.compiler.is_compiling():
+    if modes.inside_transform() or torch.compiler.is_compiling():
         return None
-    checks.same_names("step(grads)", params, grads)
+    checks.names("step(grads)", params, grads)
     if any(hasattr(param, "to_local") for param in params.values()):
         parts = _parts([params, grads, *moments])
         if parts is None:

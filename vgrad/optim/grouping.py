@@ -1,7 +1,7 @@
 """Parts of the parameters, selected by name: masks, groups, frozen parameters.
 
 A selection is a list or tuple of patterns, of which one has to match (see
-`vgrad.names`), or a function of the name.
+`vgrad.checks`), or a function of the name.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from vgrad import checks, names
+from vgrad import checks
 from vgrad.optim.arithmetic import Grads, Updates
 from vgrad.optim.base import GradientTransformation
 from vgrad.typing import Params, Tree
 
-Selection = names.Patterns | Callable[[str], bool]
+Selection = checks.Patterns | Callable[[str], bool]
 """Names: those that match one of the patterns, or for which a function is true."""
 
 Key = str | tuple[str, ...] | Callable[[str], bool]
@@ -154,7 +154,7 @@ def _selected(tree: Iterable[str], selection: Selection) -> list[str]:
     """Return the names that belong to a selection, in their order."""
     if callable(selection):
         return [name for name in tree if selection(name)]
-    return names.selected(tree, selection)
+    return checks.selected(tree, selection)
 
 
 def _part(tree: Mapping[str, Tensor | None], chosen: Sequence[str]) -> dict:
@@ -166,7 +166,7 @@ def _part_of_params(
 ) -> Params | None:
     if params is None:
         return None
-    checks.same_names(f"{function}(grads)", params, grads)
+    checks.names(f"{function}(grads)", params, grads)
     return _part(params, chosen)
 
 
@@ -179,7 +179,7 @@ def checked(function: str, argument: str, selection: Any) -> Any:
             f"{function}({argument}={selection!r}): expected patterns of names or a "
             f"function of the name, got a {type(selection).__name__}."
         )
-    names.check(function, **{argument: selection})
+    checks.patterns(function, **{argument: selection})
     return tuple(selection)
 
 
@@ -188,7 +188,7 @@ def _check_matches(function: str, selection: Selection, params: Params) -> None:
     if not params:
         return
     if not callable(selection):
-        names.all_matched(function, params, selection)
+        checks.all_matched(function, params, selection)
     elif not _selected(params, selection):
         raise ValueError(
             f"{function}({selection!r}): expected a function that selects a "

@@ -70,7 +70,7 @@ def inject_hyperparams(
     def update(
         grads: Grads, state: HyperparamsState, params: Params | None = None
     ) -> tuple[Updates, HyperparamsState]:
-        checks.same_names(
+        checks.names(
             "inject_hyperparams(state.hyperparams)", hyperparams, state.hyperparams
         )
 

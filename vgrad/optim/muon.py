@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from vgrad import checks
-from vgrad.dtypes import no_autocast, widened
 from vgrad.optim.arithmetic import (
     Grads,
     Number,
@@ -31,6 +30,7 @@ from vgrad.optim.base import (
     per_parameter,
 )
 from vgrad.optim.transforms import descent
+from vgrad.tree import no_autocast, widened
 from vgrad.typing import Params, Schedule
 
 Adjustment = Literal["original", "match_rms_adamw"]
@@ -161,7 +161,7 @@ def muon(
                 [-0.0000, -0.1000]])
     """
     check_numbers("muon", lr, weight_decay=weight_decay, momentum=momentum, eps=eps)
-    checks.one_of("muon", (None, *ADJUSTMENTS), adjust_lr_fn=adjust_lr_fn)
+    checks.choice("muon", (None, *ADJUSTMENTS), adjust_lr_fn=adjust_lr_fn)
 
     def average(g: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
         mean = lerp(mean, g, 1 - momentum)

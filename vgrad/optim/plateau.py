@@ -82,8 +82,8 @@ def reduce_on_plateau(
         >>> state.rate
         tensor(0.0500, dtype=torch.float64)
     """
-    checks.one_of("reduce_on_plateau", MODES, mode=mode)
-    checks.one_of("reduce_on_plateau", THRESHOLD_MODES, threshold_mode=threshold_mode)
+    checks.choice("reduce_on_plateau", MODES, mode=mode)
+    checks.choice("reduce_on_plateau", THRESHOLD_MODES, threshold_mode=threshold_mode)
     checks.between("reduce_on_plateau", 0, 1, **plain(factor=factor))
     lengths = plain(patience=patience, cooldown=cooldown)
     checks.whole("reduce_on_plateau", least=0, **lengths)

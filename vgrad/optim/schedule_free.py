@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.dtypes import widened
 from vgrad.optim.arithmetic import (
     Grads,
     Number,
@@ -33,6 +32,7 @@ from vgrad.optim.base import (
 )
 from vgrad.optim.sgd import sgd
 from vgrad.optim.transforms import ascent, descent
+from vgrad.tree import widened
 from vgrad.typing import Params, Schedule, Tree
 
 
@@ -89,7 +89,7 @@ def schedule_free(
         grads: Grads, state: ScheduleFreeState, params: Params | None = None
     ) -> tuple[Updates, ScheduleFreeState]:
         params = required("schedule_free", params)
-        checks.same_names("schedule_free(grads)", state.iterate, grads)
+        checks.names("schedule_free(grads)", state.iterate, grads)
         moves, new = inner.update(grads, state.inner, params)
         rate = scalar(rate_at(lr, state.count), state.weight)
         weight = rate ** scalar(weight_lr_power, state.weight)
@@ -130,7 +130,7 @@ def evaluation_parameters(state: Tree, params: Params) -> Params:
             "optimizer, got one without its averages."
         )
     averages = {name: x for free in states for name, x in free.average.items()}
-    checks.same_names("evaluation_parameters(params)", {**params, **averages}, params)
+    checks.names("evaluation_parameters(params)", {**params, **averages}, params)
     return {name: averages.get(name, p).to(p.dtype) for name, p in params.items()}
 
 

@@ -261,7 +261,7 @@ def cyclic(
     step_size_down = step_size_up if step_size_down is None else step_size_down
     _check_lengths("cyclic", step_size_up=step_size_up, step_size_down=step_size_down)
     _check_rates("cyclic", base_lr=base_lr, max_lr=max_lr, gamma=gamma)
-    checks.one_of("cyclic", MODES, mode=mode)
+    checks.choice("cyclic", MODES, mode=mode)
 
     def formula(t: Tensor, *values: Tensor) -> Tensor:
         up, down, low, high, ratio = values
@@ -313,7 +313,7 @@ def one_cycle(
         raise ValueError(f"one_cycle(pct_start={pct_start!r}): expected at most 1.")
     divisors = dict(div_factor=div_factor, final_div_factor=final_div_factor)
     checks.positive("one_cycle", **_plain_numbers("one_cycle", **divisors))
-    checks.one_of("one_cycle", ANNEAL, anneal_strategy=anneal_strategy)
+    checks.choice("one_cycle", ANNEAL, anneal_strategy=anneal_strategy)
     anneal = ANNEAL[anneal_strategy]
 
     def formula(t: Tensor, *values: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vgrad.dtypes import cast
 from vgrad.optim.adam import Betas, scale_by_adam
 from vgrad.optim.arithmetic import (
     Number,
@@ -33,6 +32,7 @@ from vgrad.optim.transforms import (
     descent,
     scale_by_learning_rate,
 )
+from vgrad.tree import cast
 from vgrad.typing import Schedule
 
 

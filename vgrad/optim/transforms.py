@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.dtypes import widened
 from vgrad.optim.arithmetic import (
     Grads,
     Number,
@@ -26,6 +25,7 @@ from vgrad.optim.base import (
     stateless,
 )
 from vgrad.optim.grouping import Selection, checked, masked
+from vgrad.tree import widened
 from vgrad.typing import Params, Schedule
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.conditions import unlikely
-from vgrad.dtypes import no_autocast
+from vgrad.batches import Sensitivity
+from vgrad.conditions import rare
 from vgrad.persample.decision import (
     LEAST,
     MOST,
@@ -30,8 +30,8 @@ from vgrad.persample.engine import (
 )
 from vgrad.persample.factors import Norm, Sums, reductions
 from vgrad.precision.loss_scale import LossScale
-from vgrad.sensitivity import Sensitivity
-from vgrad.torch_private import levels
+from vgrad.torch_private import modes
+from vgrad.tree import no_autocast
 from vgrad.typing import (
     ChunkSize,
     Clipping,
@@ -171,7 +171,7 @@ def clipped_grad(
         >>> result.clipped, result.nonfinite, clipped.sensitivity.value
         (tensor(1), tensor(1), 1.0)
     """
-    checks.one_of("clipped_grad", get_args(Clipping), clipping=clipping)
+    checks.choice("clipped_grad", get_args(Clipping), clipping=clipping)
     checks.positive("clipped_grad", normalize_by=normalize_by)
     if isinstance(max_norm, Mapping):
         if clipping != "per_layer" or not max_norm:
@@ -193,7 +193,7 @@ def clipped_grad(
     if rescale:
         checks.between("clipped_grad", LEAST, MOST, max_norm=clip.total)
         normalize_by = normalize_by * clip.total
-    checks.one_of("clipped_grad", get_args(Passes), passes=passes)
+    checks.choice("clipped_grad", get_args(Passes), passes=passes)
     return ClippedGradFn(options, clip, float(normalize_by), passes)
 
 
@@ -227,7 +227,7 @@ class ClippedGradFn(Transform[Result]):
 
         def weights(found: Twice) -> Mapping[str, Tensor] | None:
             decision = self._decide(part)(found.norms)
-            doubtful = unlikely(torch.cat([~decision.plain, *found.doubts]))
+            doubtful = rare(torch.cat([~decision.plain, *found.doubts]))
             return None if part.anywhere(doubtful) else decision.weights
 
         def fit(found: Twice, weights: Mapping[str, Tensor]) -> bool:
@@ -240,7 +240,7 @@ class ClippedGradFn(Transform[Result]):
                     norm = Norm.joint([found.norms[name] for name in names]).upper
                     fine.append(weight * norm <= bound * (1 + _ROUNDING))
                     fine.append(weight >= right.weights[names[0]] * (1 - _OTHER))
-                other = unlikely(torch.cat([~torch.stack(fine).all(0), *found.doubts]))
+                other = rare(torch.cat([~torch.stack(fine).all(0), *found.doubts]))
             return not part.anywhere(other)
 
         return Twice(part.mask, decide=weights, fit=fit, summed=part.summed)
@@ -259,9 +259,9 @@ class ClippedGradFn(Transform[Result]):
             decision = decide(found.norms)
             if isinstance(found, Twice) and found.sums:
                 sums.add(found.sums)
-            elif levels.inside_transform():
+            elif modes.inside_transform():
                 sums.add(found.weighted(decision.weights, decision.keep))
-            elif not unlikely(torch.cat([~decision.plain, *found.doubts])):
+            elif not rare(torch.cat([~decision.plain, *found.doubts])):
                 sums.add(found.weighted(decision.weights, None, part.settled))
             else:
                 found.mend()
@@ -302,7 +302,7 @@ class ClippedGradFn(Transform[Result]):
     ) -> Iterator[Params]:
         """Yield the sums of clipped gradients, in parts that are to be added."""
         keep: Tensor | None = None
-        if unlikely(~decision.plain):
+        if rare(~decision.plain):
             keep, hard = decision.plain, decision.keep & ~decision.simple
             if settled.mask is not None:
                 keep, hard = keep & settled.mask, hard & settled.mask

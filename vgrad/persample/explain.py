@@ -17,7 +17,7 @@ from vgrad.persample.engine.views import only_reads
 from vgrad.persample.explanation import Explanation, Row
 from vgrad.persample.factors import Conv, Dense, Factor, Outer, Rows, Tied, Zero
 from vgrad.persample.factors.combined import Moved
-from vgrad.torch_private import levels
+from vgrad.torch_private import modes
 from vgrad.torch_private.modes import op_name
 from vgrad.tree import tree_leaves
 from vgrad.typing import Buffers, Found, Params, Tree
@@ -86,7 +86,7 @@ def explain(transform: Any) -> Any:
             f"returns, got a {type(transform).__name__}. Pass, for example, "
             f"per_sample_norm(loss)."
         )
-    checks.one_of("explain", _FORMS, transform=transform.options.function)
+    checks.choice("explain", _FORMS, transform=transform.options.function)
 
     # A memory of its own, so that the transform still warns of what was seen here.
     fresh = {"loss_scale": None, "fallbacks": Fallbacks()}
@@ -105,7 +105,7 @@ class _Explaining(Transform):
 def _explained(problem: Problem) -> Explanation:
     """Take the strategy that the transform would take."""
     chosen, why = problem.strategy, f'as strategy="{problem.strategy}" says'
-    if chosen == "auto" and levels.inside_transform():
+    if chosen == "auto" and modes.inside_transform():
         chosen, why = "vmap", "inside a transform of torch.func"
     elif chosen == "auto":
         try:

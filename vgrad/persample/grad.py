@@ -6,7 +6,6 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from vgrad.dtypes import wide
 from vgrad.persample.engine import (
     Call,
     Gradients,
@@ -17,6 +16,7 @@ from vgrad.persample.engine import (
     joined,
 )
 from vgrad.precision.loss_scale import LossScale
+from vgrad.tree import wide
 from vgrad.typing import ChunkSize, LossFn, Params, Randomness, Strategy, Tree
 
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from vgrad import batches, tree
-from vgrad.dtypes import double, no_autocast
-from vgrad.generators import ALONE, random_state, set_random_state
+from vgrad.generators import RNG_LOCK, random_state, set_random_state
 from vgrad.persample.engine import Call, Factors, Options, Problem, Transform
 from vgrad.persample.engine.grouping import Grouping, Groups, check_groups, members
 from vgrad.persample.factors import Dense, Factor
 from vgrad.precision.loss_scale import LossScale
+from vgrad.tree import double, no_autocast
 from vgrad.typing import (
     Buffers,
     ChunkSize,
@@ -63,7 +63,7 @@ class GramFn(Transform[Result]):
     def called(self, call: Call, more: Any) -> Any:
         """Multiply gradients; `more` is the second batch, if any."""
         parts = members("per_sample_gram", self._groups, call.params)
-        with ALONE if self.options.randomness == "same" else nullcontext():
+        with RNG_LOCK if self.options.randomness == "same" else nullcontext():
             found = (
                 _within(call, parts) if more is None else _between(call, parts, more)
             )

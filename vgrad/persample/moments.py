@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vgrad.dtypes import wide
 from vgrad.persample.engine import (
     Call,
     Moments,
@@ -19,7 +18,7 @@ from vgrad.persample.engine import (
     Transform,
 )
 from vgrad.precision.loss_scale import LossScale
-from vgrad.tree import map_values
+from vgrad.tree import map_values, wide
 from vgrad.typing import ChunkSize, LossFn, Params, Randomness, Strategy
 
 

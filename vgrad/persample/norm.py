@@ -69,7 +69,7 @@ def per_sample_norm(
     neither overflows nor underflows on the way; only what the dtype of the result
     cannot hold is infinite. With `groups` the result is `{group: [B]}`: `"parameter"`
     for the norm of each, `"layer"` for those of one module together, or a dictionary
-    from a group's name to a list of patterns of its parameters' names (`vgrad.names`).
+    from a group's name to a list of patterns of its parameters' names (`vgrad.checks`).
 
     Args:
         strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,

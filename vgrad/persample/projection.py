@@ -121,7 +121,7 @@ def per_sample_projection(
     function = "per_sample_projection"
     [dim] = checks.whole(function, least=1, dim=dim)
     [seed] = checks.whole(function, least=0, seed=seed)
-    checks.one_of(function, get_args(Kind), kind=kind)
+    checks.choice(function, get_args(Kind), kind=kind)
     directions = _Directions(dim, seed, kind)
     options = Problem(
         function, loss, strategy, chunk_size, randomness, has_aux, loss_scale

@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from vgrad import checks
 from vgrad.functional.model import BufferlessModel
-from vgrad.generators import ALONE
+from vgrad.generators import RNG_LOCK
 from vgrad.precision.gemms import GEMMS, Gemm
-from vgrad.torch_private import levels, modes
+from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import memory
 from vgrad.tree import tree_leaves
 from vgrad.typing import Buffers, Params
@@ -146,7 +146,7 @@ def alignment_report(
     leaves = tree_leaves((params, buffers, args, kwargs))
     cuda = {x.device.index for x in leaves if isinstance(x, Tensor) and x.is_cuda}
     watch = _Watch({**params, **buffers}, multiple)
-    with ALONE, torch.random.fork_rng(devices=cuda), torch.no_grad(), watch:
+    with RNG_LOCK, torch.random.fork_rng(devices=cuda), torch.no_grad(), watch:
         fmodel(params, buffers, *args, **kwargs)
     return AlignmentReport(multiple, tuple(watch.rows()))
 
@@ -183,7 +183,7 @@ class _Watch(TorchFunctionMode):
                 return modes.opened(func)(*args, **kwargs)
         output = func(*args, **kwargs)
         if op in GEMMS:
-            if levels.inside_transform():
+            if modes.inside_transform():
                 raise ValueError(
                     f"alignment_report(fmodel): expected a forward pass outside of the "
                     f"transforms of torch.func, got {op} inside, where sizes may be "
@@ -255,7 +255,7 @@ def _is_wrapped(func: Callable) -> bool:
 
 def _storage(tensor: Tensor) -> int:
     """Identify the memory of a tensor and its views; 0 if it has none."""
-    if tensor.layout != torch.strided or levels.is_wrapped(tensor):
+    if tensor.layout != torch.strided or modes.is_wrapped(tensor):
         return 0
     return memory(tensor) or 0
 

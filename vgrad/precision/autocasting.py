@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from vgrad.lowering.vmapped import VMAPPED
 from vgrad.precision.ops import KINDS, Kind
-from vgrad.torch_private import levels, modes
+from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import version_of
 from vgrad.tree import tree_leaves, tree_map_only
 
@@ -102,7 +102,7 @@ class AutocastMode(TorchFunctionMode):
         super().__init__()
         self._weights = {id(weight) for weight in weights}
         self._casts: dict[tuple, Tensor] = {}
-        self._level = levels.current_level()
+        self._level = modes.current_level()
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -114,9 +114,9 @@ class AutocastMode(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             return func(*args, **kwargs)
-        if levels.current_level() is None and not _clashes(name, args, kwargs):
+        if modes.current_level() is None and not _clashes(name, args, kwargs):
             return func(*args, **kwargs)
-        if func is levels.custom_function_call:  # whose insides torch casts
+        if func is modes.custom_function_call:  # whose insides torch casts
             return func(*args, **kwargs)
         device = _device(args, kwargs)
         if device not in KINDS or not torch.is_autocast_enabled(device):
@@ -181,7 +181,7 @@ class AutocastMode(TorchFunctionMode):
         def cast(leaf: Tensor) -> Tensor:
             if not _may_cast(leaf) or leaf.dtype == dtype:
                 return leaf
-            here = levels.current_level() == self._level
+            here = modes.current_level() == self._level
             if not here or id(leaf) not in self._weights:
                 return leaf.to(dtype)
             with modes.without_modes():  # modes have no say in it
@@ -236,7 +236,7 @@ def _mixes(func: Callable, args: tuple, kwargs: dict) -> bool:
         return False
     if len({each.dtype for each in _eligible(args, kwargs)}) == 1:
         return True
-    if levels.running() != ("Grad",):
+    if modes.active_transforms() != ("Grad",):
         return False
     others = _eligible(args, kwargs)[1:]  # float64 is none of them
     return all(each.dtype == torch.float32 for each in others)

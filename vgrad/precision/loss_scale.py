@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.dtypes import widened
 from vgrad.precision.skipping import check_predicate, is_floating
-from vgrad.tree import GetAttrKey, register_pytree_node, tree_map
+from vgrad.tree import GetAttrKey, register_pytree_node, tree_map, widened
 from vgrad.typing import Tree
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vgrad import checks, names
+from vgrad import checks
 from vgrad.functional.model import FunctionalModel
 from vgrad.precision.autocasting import autocast
 from vgrad.precision.policy import Policy, cast_floating
@@ -220,15 +220,15 @@ def _chosen(
     given: list[tuple[str, Policy]] = []
     for key, policy in policies.items():
         patterns = (key,) if isinstance(key, str) else key
-        names.check("policy_for", policy=patterns)
-        names.all_matched("policy_for", modules, patterns, kind="module")
+        checks.patterns("policy_for", policy=patterns)
+        checks.all_matched("policy_for", modules, patterns, kind="module")
         given += [(pattern, policy) for pattern in patterns]
     chosen: dict[str, Policy | None] = {}
     depth: dict[str, int] = {}
     for name in modules:
         parent = name.rpartition(".")[0]
         chosen[name], depth[name] = chosen.get(parent), depth.get(parent, -1)
-        found = [each for each in given if names.matches(name, each[0])]
+        found = [each for each in given if checks.matches(name, each[0])]
         if not found:
             continue
         best = max(_letters(pattern) for pattern, _ in found)

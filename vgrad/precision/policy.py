@@ -145,7 +145,7 @@ def cast_to_half(tree: Tree, *, dtype: torch.dtype = torch.float16) -> Tree:
         >>> cast_to_half(torch.ones(1))
         tensor([1.], dtype=torch.float16)
     """
-    checks.one_of("cast_to_half", (torch.float16, torch.bfloat16), dtype=dtype)
+    checks.choice("cast_to_half", (torch.float16, torch.bfloat16), dtype=dtype)
     return cast_floating(tree, dtype)
 
 

@@ -1,19 +1,54 @@
-"""Function modes, autocast's state, and the functions of torch that hide their insides.
+"""Function modes, autocast's state, and the transforms of `torch.func`.
 
 Torch hands a mode `F.multi_head_attention_forward` or `F.interpolate` as one call and
-switches the mode off while it runs. What happens inside matters to modes that handle
+switches the mode off while it runs. The ops inside matter to modes that handle
 individual ops; calling the function again with the mode on would only hand it over
-again. So `opened` makes a copy of it that does not ask whether a mode is there.
+again. So `opened` makes a copy of it that skips the test for a mode.
 
-Rests on torch/overrides.py (the stack of modes, innermost last, and the three questions
-that `torch.nn.functional` asks first), on `torch._C` (blocks without modes and
-subclasses, and autocast's state over all devices), and on torch/utils/flop_counter.py
-(what tells modules apart). A mode that stays on inside of such functions, a public
-stack, and an option to count without modules would end the need.
+Rests on torch/overrides.py (the stack of modes, innermost last, and the three tests at
+the start of functions of `torch.nn.functional`), on `torch._C` (blocks without modes
+and subclasses, and autocast's state over all devices), and on
+torch/utils/flop_counter.py (the tracker of modules). A mode that stays on inside of
+such functions, a public stack, and an option to count without modules would end the
+need.
+
+Each running transform has a level; the innermost has the highest. A vmap wraps each
+tensor that it maps over, a gradient each one that it follows.
+
+From torch/csrc/functorch/init.cpp, which `torch._C._functorch` binds:
+
+    current_level     the innermost level, None outside of transforms
+    level_of          the level of the outermost wrapper of a tensor, -1 without one
+    batch_axis        the axis that a vmap took away there, -1 if none did
+    is_batched        whether the outermost wrapper is a vmap's
+    is_wrapped        whether there is a wrapper
+    unwrapped         the tensor in the outermost wrapper; raises if there is none
+    split_batch_axis  the tensor in the wrapper of a level, and its axis, None if there
+                      is none
+    add_batch_axis    wrap for a level, as `torch.vmap` does with its inputs
+    remove_batch_axis unwrap, as `torch.vmap` does with its outputs
+    interpreters      the running transforms, outermost first; None without one
+
+From torch/_functorch/pyfunctorch.py, autograd_function.py and vmap.py:
+
+    innermost             the running transform: `level()`, and `lower()`, a block below
+                          it; a vmap has `batch_size()`
+    without_innermost     a block without the innermost level
+    custom_function_call  the call of an autograd.Function, as function modes see it
+    vmap_level            a block with a vmap of its own, whose level it gives
+    load_decompositions   the set-up by the first vmap, which no two threads may run
+
+`torch.autograd.forward_ad._current_level` is -1 outside of forward mode. Public names
+for all of this in `torch.func` would end the need.
+
+Torch raises plain `RuntimeError` for most failures, so their texts stand here. Texts
+about vmap come from torch/_functorch and aten/src/ATen/functorch, about autograd from
+torch/autograd/__init__.py and torch/_functorch/eager_transforms.py. Errors of classes
+of their own would end the need.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -23,6 +58,30 @@ from torch import Tensor
 from torch._C import DisableTorchFunction as without_modes
 from torch._C import DisableTorchFunctionSubclass as without_subclasses
 from torch._C import _is_any_autocast_enabled as autocast_is_on
+from torch._C._functorch import _add_batch_dim as add_batch_axis
+from torch._C._functorch import _remove_batch_dim as remove_batch_axis
+from torch._C._functorch import _unwrap_batched as split_batch_axis
+from torch._C._functorch import get_interpreter_stack as interpreters
+from torch._C._functorch import get_unwrapped as unwrapped
+from torch._C._functorch import is_batchedtensor as is_batched
+from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
+from torch._C._functorch import maybe_current_level
+from torch._C._functorch import maybe_get_bdim as batch_axis
+from torch._C._functorch import maybe_get_level as level_of
+from torch._functorch.autograd_function import (
+    custom_function_call as custom_function_call,
+)
+from torch._functorch.pyfunctorch import (
+    retrieve_current_functorch_interpreter as innermost,
+)
+from torch._functorch.pyfunctorch import (
+    temporarily_pop_interpreter_stack as without_innermost,
+)
+from torch._functorch.vmap import (
+    lazy_load_decompositions as load_decompositions,  # pyright: ignore[reportPrivateImportUsage]
+)
+from torch._functorch.vmap import vmap_increment_nesting as vmap_level
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.overrides import resolve_name
@@ -32,17 +91,73 @@ from torch.utils.flop_counter import FlopCounterMode
 __all__ = [
     "ASKING",
     "DeviceMode",
+    "active_transforms",
+    "add_batch_axis",
     "autocast_is_on",
+    "batch_axis",
+    "current_level",
+    "custom_function_call",
+    "exit_all",
+    "exit_to",
     "flop_counter",
     "function_modes",
+    "innermost",
+    "inside_transform",
+    "is_batched",
     "is_python",
+    "is_wrapped",
+    "level_of",
+    "load_decompositions",
     "op_name",
     "opened",
     "opened_attention",
+    "remove_batch_axis",
+    "split_batch_axis",
     "unoptimized_scripts",
+    "unwrap_all",
+    "unwrapped",
+    "vmap_level",
+    "without_innermost",
     "without_modes",
     "without_subclasses",
 ]
+
+
+current_level: Any = maybe_current_level  # an int, or None outside of transforms
+
+
+def inside_transform() -> bool:
+    """Tell whether a transform of `torch.func` is running around the caller.
+
+    Forward mode counts, which `linearize` uses without a level of its own.
+    """
+    return current_level() is not None or forward_ad._current_level >= 0
+
+
+def active_transforms() -> tuple[str, ...]:
+    """Return the kinds of the running transforms, as `("Vmap", "Grad")`."""
+    return tuple(each.key().name for each in interpreters() or ())
+
+
+@contextmanager
+def exit_to(level: int) -> Iterator[None]:
+    """Leave the transform of a level, and those inside of it, in this block."""
+    with ExitStack() as stack:
+        while (current_level() or 0) >= level:
+            stack.enter_context(without_innermost())
+        yield
+
+
+def exit_all() -> AbstractContextManager[None]:
+    """Leave all transforms in a block; their levels count from 1."""
+    return exit_to(1)
+
+
+def unwrap_all(tensor: Tensor) -> Tensor:
+    """Return the tensor that has the memory, all wrappers taken off."""
+    while is_wrapped(tensor):
+        tensor = unwrapped(tensor)
+    return tensor
 
 
 _HANDED_ON = (
@@ -153,3 +268,52 @@ def unoptimized_scripts() -> AbstractContextManager:
     TorchScript would end the need (torch/jit/_fuser.py).
     """
     return torch.jit.optimized_execution(False)  # pyright: ignore[reportPrivateImportUsage]
+
+
+RANDOM_ERROR = "randomness error mode"
+"""A random op under `randomness="error"`."""
+
+SAME_RANDOM_ERROR = "does not currently support same randomness"
+"""A draw from a mapped distribution, under `randomness="same"`."""
+
+SAVED_HOOKS_ERRORS = ("saved tensor hooks",)
+"""Activation checkpointing, or another use of hooks on saved tensors."""
+
+SETUP_CONTEXT_ERROR = "setup_context"
+"""An autograd.Function in the old style, which transforms cannot run."""
+
+HIDDEN_FUNCTION_ERROR = "HigherOrderOperator custom_function_call"
+"""The same in a custom op of torch's own, where no function mode sees it."""
+
+BACKWARD_ERRORS = (
+    "backward() called inside",
+    "attempting to call Tensor.requires_grad_()",
+)
+"""A backward pass inside a transform."""
+
+ITEM_ERROR = "calling .item() on a Tensor"
+"""A call that takes a number of Python and got a tensor."""
+
+VMAP_ERRORS = (
+    "vmap:",
+    "Batching rule not implemented",
+    "vmap over",
+    "under vmap",
+    "inside of vmap",
+    "doesn't have storage",
+    "Cannot access storage",
+    "mutating directly with `.data`",
+    "view size is not compatible",
+)
+"""An op that vmap cannot run, or not for tensors that are mapped over."""
+
+SHAPES_ERROR = "broadcast shape"
+"""Shapes that do not match, as recurrent kernels say when vmap maps their weights."""
+
+_NO_RULE = "batching rule for"
+
+
+def op_without_rule(warning: str) -> str:
+    """Return the op that vmap warns of running sample by sample, or nothing."""
+    _, found, rest = warning.partition(_NO_RULE)
+    return rest.split()[0].rstrip(".") if found else ""

@@ -24,7 +24,7 @@ def is_distributed(tensor: Tensor) -> bool:
     return kind is not None and isinstance(tensor, kind)
 
 
-def strange(tensor: Any) -> list[Any]:
+def unsupported_placements(tensor: Any) -> list[Any]:
     """Return the placements of a DTensor whose ranks do not hold a part of its entries.
 
     That is, Partial: its ranks hold terms of them. What torch does not document counts.
@@ -57,7 +57,7 @@ def cut(whole: Tensor, like: Any) -> Tensor:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     module: Any = sys.modules[_MODULE]
-    terms = strange(like)
+    terms = unsupported_placements(like)
     placements = [module.Replicate() if x in terms else x for x in like.placements]
     mesh = like.device_mesh
     shape, starts = compute_local_shape_and_global_offset(like.shape, mesh, placements)

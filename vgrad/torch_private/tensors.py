@@ -1,15 +1,22 @@
-"""What tensors, modules and ops keep to themselves.
+"""Private properties of tensors, modules and ops; lazy tensors; random ops.
 
 Torch documents none of it, but its own Python code relies on all of it: on `_version`,
 `_base` and the hooks of a tensor in torch/_tensor.py, on `_make_subclass` in
 torch/nn/parameter.py, on storages in torch/multiprocessing/reductions.py, on the
 registries and hooks of modules in torch/nn/modules/module.py, on the counter of cached
-blocks in torch/nn/utils/parametrize.py, on the schemas of ops in torch/_ops.py, on
-comparisons of tensors in torch/_dynamo/guards.py. Documented
-attributes of the same meaning would end the need.
+blocks in torch/nn/utils/parametrize.py, on the schemas of ops in torch/_ops.py and
+their tag `nondeterministic_seeded` (aten/src/ATen/native/tags.yaml), on comparisons of
+tensors in torch/_dynamo/guards.py. Documented attributes of the same meaning would end
+the need.
+
+A `Lazy` tensor has no memory: its values are computed wherever an op reads them. Views
+and casts of one are lazy, so autograd saves the recipe for the backward pass, not the
+values. It rests on `torch.Tensor._make_wrapper_subclass` and on `__torch_dispatch__`,
+as used in torch/distributed/tensor/_api.py. A public maker of wrapper subclasses would
+end the need.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +27,161 @@ from torch.nn.modules import module as modules
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.utils import parametrize
+from torch.utils import _pytree as pytree
 
-from vgrad.torch_private.lazy import Lazy
-from vgrad.torch_private.levels import outside
+from vgrad.torch_private.modes import exit_all
 
-__all__ = ["GLOBAL_HOOKS", "GRAPH", "HOOKS", "IS_VIEW", "MEMORY", "OPS"]
-__all__ += ["BatchNorm", "NormBase"]
+__all__ = [
+    "GLOBAL_HOOKS",
+    "GRAPH",
+    "HOOKS",
+    "IS_VIEW",
+    "MEMORY",
+    "OPS",
+    "BatchNorm",
+    "Lazy",
+    "NormBase",
+]
+
+
+_CAST = torch.ops.aten._to_copy.default
+
+_SIZES = {torch.ops.aten.new_zeros.default, torch.ops.aten.new_empty.default}
+_SIZES |= {torch.ops.aten.new_ones.default, torch.ops.aten.new_full.default}
+"""Ops that ask a tensor for no more than its dtype and its device."""
+
+
+class Lazy(Tensor):
+    """A contiguous tensor of this shape, whose values `compute` returns when asked.
+
+    Reading anything else than values of `compute` is impossible: there is no memory.
+    Writing raises.
+    """
+
+    _compute: Callable[[], Tensor]
+    _of: "Lazy | None" = None  # what it is a view of
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls,
+        compute: Callable[[], Tensor],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "Lazy":
+        """Make one that requires no grad."""
+        like = torch.empty(shape, dtype=dtype, device="meta")
+        return _made(compute, like, device)
+
+    @property
+    def root(self) -> "Lazy":
+        """The one that it is a view of, or itself."""
+        return self if self._of is None else self._of
+
+    def value(self) -> Tensor:
+        """Return the values, an ordinary tensor."""
+        return self._compute()
+
+    def data_ptr(self) -> int:
+        """Refuse: there is no memory."""
+        raise RuntimeError(
+            "data_ptr: expected a tensor with memory, got a parameter of which this "
+            "process has a part. Use a copy of it."
+        )
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: there is no memory."""
+        self.data_ptr()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Show what is known without the values."""
+        return f"Lazy(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple = (),
+        kwargs: Any = None,
+    ) -> Any:
+        """Run an op on the values, or put it off where it only moves them."""
+        kwargs = dict(kwargs or {})
+        if func in _SIZES:
+            memory = torch.empty((), dtype=args[0].dtype, device=args[0].device)
+            return func(memory, *args[1:], **kwargs)
+        if _moves(func, args, kwargs):
+            return _put_off(func, args, kwargs)
+        _check_read_only(func, args, kwargs)
+        args = pytree.tree_map_only(Lazy, Lazy.value, args)
+        return func(*args, **pytree.tree_map_only(Lazy, Lazy.value, kwargs))
+
+
+def _made(compute: Callable[[], Tensor], like: Tensor, device: torch.device) -> Lazy:
+    """Make one of the sizes and strides of a tensor."""
+    made = Tensor._make_wrapper_subclass(
+        Lazy,
+        like.shape,
+        strides=like.stride(),
+        storage_offset=like.storage_offset(),
+        dtype=like.dtype,
+        device=device,
+    )
+    made._compute = compute
+    return made
+
+
+def _moves(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether an op gives views or a cast of its first argument alone."""
+    if not args or not isinstance(args[0], Lazy):
+        return False
+    leaves = pytree.tree_leaves((args[1:], kwargs))
+    if any(isinstance(leaf, Tensor) for leaf in leaves):
+        return False
+    if func is _CAST:
+        return kwargs.get("device") in (None, args[0].device)
+    returns = func._schema.returns
+    infos = [each.alias_info for each in returns]
+    return bool(infos) and all(each and not each.is_write for each in infos)
+
+
+def _put_off(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """Return what an op gives, to be computed when it is asked for."""
+    source, *rest = args
+    like = torch.empty_strided(
+        source.shape, source.stride(), dtype=source.dtype, device="meta"
+    ).as_strided(source.shape, source.stride())
+    sizes = {name: each for name, each in kwargs.items() if name != "device"}
+    output = func(like, *rest, **sizes)
+    leaves, structure = pytree.tree_flatten(output)
+
+    def part(number: int) -> Callable[[], Tensor]:
+        return lambda: pytree.tree_leaves(func(source.value(), *rest, **kwargs))[number]
+
+    parts = [
+        _made(part(number), each, source.device) for number, each in enumerate(leaves)
+    ]
+    for each in parts:
+        if func is not _CAST:
+            each._of = source.root
+    return pytree.tree_unflatten(parts, structure)
+
+
+def _check_read_only(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    """Refuse to write."""
+    for place, argument in enumerate(func._schema.arguments):
+        info = argument.alias_info
+        if info is None or not info.is_write:
+            continue
+        given = args[place] if place < len(args) else kwargs.get(argument.name)
+        if any(isinstance(leaf, Lazy) for leaf in pytree.tree_leaves(given)):
+            raise RuntimeError(
+                f"{func}: expected a parameter that is only read, got one that is "
+                f"written to, of which this process has a part. Copy it first."
+            )
+
 
 GRAPH = ("_grad_fn", "_backward_hooks", "_post_accumulate_grad_hooks")
 """Private attributes that tell of a tensor's graph."""
@@ -91,7 +247,7 @@ def leaf(value: Tensor) -> Tensor:
 
     Inside a transform `requires_grad_()` raises, even on tensors from outside.
     """
-    with outside():
+    with exit_all():
         return value.detach().requires_grad_()
 
 
@@ -177,3 +333,55 @@ def written(op: Any) -> Iterator[tuple[int, str, bool]]:
         for place, argument in enumerate(each._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 yield place, argument.name, argument.kwarg_only
+
+
+def op_name(op: Any) -> str:
+    """Return the name of an op, the same for its form in place.
+
+    Example:
+        >>> op_name(torch.ops.aten.bernoulli_.float)
+        'bernoulli'
+    """
+    return getattr(op, "overloadpacket", op).__name__.rstrip("_")
+
+
+def may_draw(op: Any) -> bool:
+    """Tell whether an op may draw random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+
+
+def named(op: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """Return all arguments of a call of an op by their names, defaults included."""
+    known = op._schema.arguments
+    defaults = {each.name: each.default_value for each in known}
+    names = (each.name for each in known)
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+
+
+def writes(op: Any) -> bool:
+    """Tell whether an op writes into one of its arguments."""
+    return next(written(op), None) is not None
+
+
+def shown_results(op: Any, args: tuple, kwargs: dict, found: Any) -> list[Tensor]:
+    """Return what an op returned and what it wrote into, each tensor once."""
+    returned = found if isinstance(found, tuple | list) else (found,)
+    both = (*_written(op, args, kwargs), *returned)
+    tensors = {id(each): each for each in both if isinstance(each, Tensor)}
+    return [*tensors.values()]
+
+
+def _written(op: Any, args: tuple, kwargs: dict) -> Iterator[Any]:
+    """Yield the arguments that an op writes into."""
+    for place, name, by_keyword in written(op):
+        yield args[place] if not by_keyword and place < len(args) else kwargs.get(name)
+
+
+SHOWN = {
+    *("bernoulli", "binomial", "cauchy", "exponential", "geometric", "log_normal"),
+    *("multinomial", "native_dropout", "normal", "normal_functional", "poisson"),
+    *("rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random"),
+    *("randperm", "rrelu_with_noise", "rrelu_with_noise_functional", "uniform"),
+    *("_fused_dropout", "_sample_dirichlet", "_standard_gamma"),
+}
+"""Random ops whose results, or what they write, show all the numbers they drew."""

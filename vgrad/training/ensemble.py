@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from vgrad import optim
-from vgrad.conditions import are_collected
-from vgrad.dtypes import widened
+from vgrad.checks import Patterns
+from vgrad.conditions import checks_collected
 from vgrad.ensemble.axes import InDims, members, split
 from vgrad.ensemble.execution import Call
 from vgrad.ensemble.gradients import EnsembleGradFn, ensemble_grad
 from vgrad.ensemble.optimizer import of_members
 from vgrad.functional.losses import check_loss
 from vgrad.generators import secret_key
-from vgrad.names import Patterns
 from vgrad.optim.base import GradientTransformation
 from vgrad.precision import DynamicLossScale, LossScale, NoOpLossScale, Policy
 from vgrad.training import others
@@ -41,7 +40,7 @@ from vgrad.training.state import (
     under,
     without_key,
 )
-from vgrad.tree import map_tensors
+from vgrad.tree import map_tensors, widened
 from vgrad.typing import (
     BatchLossFn,
     Buffers,
@@ -279,7 +278,7 @@ class EnsembleStep:
             finite = finite_of_each([grads[n] for n in grads if n not in whole], active)
             trained = active & finite
             # Looking at values costs nothing on a CPU, and choosing a pass over all.
-            looks = trained.is_cpu and not whole and not are_collected()
+            looks = trained.is_cpu and not whole and not checks_collected()
             everyone = looks and bool(trained.all())
             buffers = kept_dtypes(buffers, state.buffers)
             donate = self.donate and everyone and may_write(state.params, buffers)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vgrad.conditions import are_collected
+from vgrad.conditions import checks_collected
 from vgrad.ensemble.optimizer import MembersState
 from vgrad.precision import LossScale
 from vgrad.tree import map_tensors, tree_map
@@ -59,7 +59,7 @@ def of_each(scale: LossScale, count: int) -> LossScale:
 def finite_of_each(grads: list[Tensor], like: Tensor) -> Tensor:
     """Tell which members' gradients are finite, `[E]`, without a device sync."""
     found = torch.ones_like(like)
-    if like.device.type == "cpu" and not are_collected():
+    if like.device.type == "cpu" and not checks_collected():
         # A sum that is finite says so of all it is of, in a fraction of the time.
         if all(bool(grad.sum().isfinite()) for grad in grads):
             return found

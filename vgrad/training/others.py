@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from vgrad.ensemble.gradients import EnsembleGradFn, EnsembleGrads
-from vgrad.generators import Place, sample_keys, torch_seed
+from vgrad.generators import Tag, sample_keys, torch_seed
 from vgrad.typing import Tree
 
 Found = tuple[EnsembleGrads, Tree]
@@ -38,7 +38,7 @@ def keyed(gradient: EnsembleGradFn, state: Any, numbers: range) -> EnsembleGradF
     return gradient.keyed(sample_keys(seed, numbers.start, len(numbers)))
 
 
-def place(gradient: EnsembleGradFn, numbers: range) -> tuple[Place, ...]:
+def place(gradient: EnsembleGradFn, numbers: range) -> tuple[Tag, ...]:
     """Tell what these members draw, all from one stream, from what others do."""
     apart = gradient.randomness == "different" and numbers.start
     return ("members", numbers.start) if apart else ()

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from vgrad import batches
-from vgrad.dtypes import widened
 from vgrad.ensemble.gradients import returning_buffers
-from vgrad.functional.gradient import gradient
-from vgrad.functional.losses import SampleLoss, check_loss
+from vgrad.functional.losses import SampleLoss, check_loss, gradient
 from vgrad.optim.base import GradientTransformation, check_transformation
 from vgrad.persample.weighted import weighted_grad
 from vgrad.precision import (
@@ -38,7 +36,7 @@ from vgrad.training.state import (
     under,
     updated,
 )
-from vgrad.tree import map_tensors, map_values
+from vgrad.tree import map_tensors, map_values, widened
 from vgrad.typing import BatchLossFn, Buffers, LossFn, Params, Tree
 
 

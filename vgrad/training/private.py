@@ -7,7 +7,6 @@ import torch
 
 from vgrad import batches
 from vgrad.dp.plan import Plan, as_digest, check_spent
-from vgrad.dtypes import widened
 from vgrad.functional.losses import check_loss
 from vgrad.optim.base import GradientTransformation, check_transformation
 from vgrad.persample.clipped import clipped_grad
@@ -25,6 +24,7 @@ from vgrad.training.state import (
     under,
     updated,
 )
+from vgrad.tree import widened
 from vgrad.typing import ChunkSize, LossFn, Passes, Randomness, Strategy, Tree
 
 

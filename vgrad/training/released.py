@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from vgrad import files
+from vgrad.batches import Neighbours
 from vgrad.dp import Plan, PrivateGradients
 from vgrad.dp.plan import MECHANISM, check_spent
-from vgrad.sensitivity import Neighbours
 from vgrad.torch_private import shards
 from vgrad.training.state import TrainState
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from vgrad import checks, optim
-from vgrad.generators import ALONE, Place, secret_key, set_seed, torch_seed
+from vgrad.generators import RNG_LOCK, Tag, secret_key, set_seed, torch_seed
 from vgrad.optim.base import GradientTransformation, check_transformation
 from vgrad.optim.fused import disjoint
 from vgrad.precision import LossScale, NoOpLossScale, Policy
 from vgrad.precision.modules import loss_under
-from vgrad.torch_private import levels
+from vgrad.torch_private import modes
 from vgrad.tree import map_values, to_device
 from vgrad.typing import Buffers, Params, Tree
 
@@ -60,7 +60,7 @@ def updated(
 
 def may_write(params: Params, buffers: Buffers) -> bool:
     """Return whether no buffer, which stays, has the memory of a parameter."""
-    if not buffers or levels.inside_transform() or torch.compiler.is_compiling():
+    if not buffers or modes.inside_transform() or torch.compiler.is_compiling():
         return True
     return disjoint([*params.values(), *buffers.values()])
 
@@ -217,7 +217,7 @@ def kept_dtypes(buffers: Buffers, old: Buffers) -> Buffers:
 
 
 @contextmanager
-def own_randomness(state: Any, *place: Place) -> Iterator[None]:
+def own_randomness(state: Any, *place: Tag) -> Iterator[None]:
     """Let torch's own generators draw what follows from the state's key and step.
 
     `place` tells apart what several processes draw at one step of one key.
@@ -229,7 +229,7 @@ def own_randomness(state: Any, *place: Place) -> Iterator[None]:
     device = device_of(state.params)
     on_cuda = device.type == "cuda"
     seed = torch_seed(state.key, "loss", int(state.step), *place)
-    with ALONE, torch.random.fork_rng([device] if on_cuda else []):
+    with RNG_LOCK, torch.random.fork_rng([device] if on_cuda else []):
         set_seed(seed, state.params.values())
         yield
 

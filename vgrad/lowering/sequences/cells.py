@@ -150,7 +150,7 @@ def over_layers(
     its five weights, None for those that it lacks, and whether to go from the last time
     step to the first. The rest is as in `steps`; errors name `function`.
     """
-    checks.one_of(function, _NEXT, mode=mode)
+    checks.choice(function, _NEXT, mode=mode)
     num_layers, bidirectional, dropout, training, batch_first = layout
     directions = 2 if bidirectional else 1
     places = num_layers * directions

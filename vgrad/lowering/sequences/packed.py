@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vgrad.lowering.questions import NONE, answer
 from vgrad.lowering.selecting import Form, FormOf
-from vgrad.torch_private import kernels, levels
+from vgrad.torch_private import kernels, modes
 
 
 def _pack(
@@ -50,7 +50,7 @@ def _pad(
     total_length: int,
 ) -> Form | None:
     """Put the rows back: `-> [T, N, ...]` or `[N, T, ...]`, and the lengths `[N]`."""
-    if levels.is_batched(batch_sizes):
+    if modes.is_batched(batch_sizes):
         return None
     sizes = batch_sizes.tolist()
     steps = max(total_length, len(sizes))
@@ -74,7 +74,7 @@ def _net(func: Callable) -> FormOf:
     """Make the form of a recurrent net on packed sequences."""
 
     def form(level: int, data: Tensor, sizes: Any, hx: Any, *rest: Any) -> Form | None:
-        if not isinstance(rest[0], tuple | list) or levels.is_batched(sizes):
+        if not isinstance(rest[0], tuple | list) or modes.is_batched(sizes):
             return None  # here is `has_biases` where nothing is packed
         sizes = sizes.tolist()
         return lambda: _by_lengths(func, data, sizes, hx, *rest)

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from vgrad import checks
-from vgrad.dtypes import no_autocast
 from vgrad.lowering.sequences.cells import Layout, State, over_layers
 from vgrad.lowering.sequences.through_time import (
     BACKWARD,
@@ -28,6 +27,7 @@ from vgrad.lowering.sequences.through_time import (
     lstm_forwards,
     shifted,
 )
+from vgrad.tree import no_autocast
 
 Report = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """Takes `d_ih, d_hh [T, N, G * H]`, `x [T, N, I]` and `h_prev [T, N, H]`."""
@@ -138,7 +138,7 @@ def recurrent_layer(
         >>> torch.einsum("tno,tni->noi", d_ih, x).shape  # one gradient per sample
         torch.Size([5, 2, 3])
     """
-    checks.one_of("recurrent_layer", BACKWARD, mode=mode)
+    checks.choice("recurrent_layer", BACKWARD, mode=mode)
     if not anchor.requires_grad:
         raise ValueError(
             "recurrent_layer(anchor): expected a scalar that requires grad, got one "

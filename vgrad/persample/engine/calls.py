@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from vgrad import batches
-from vgrad.conditions import are_collected
-from vgrad.generators import ALONE, drawn_since, random_state, set_random_state
+from vgrad.conditions import checks_collected
+from vgrad.generators import RNG_LOCK, drawn_since, random_state, set_random_state
 from vgrad.lowering.answering import tried
 from vgrad.lowering.draws import Draws
 from vgrad.lowering.keyed import check_drawn
@@ -22,7 +22,7 @@ from vgrad.persample.engine.ladder import STRATEGIES
 from vgrad.persample.engine.problem import Problem
 from vgrad.persample.engine.strategies import Chunk, saved_bytes
 from vgrad.persample.factors import Sums, reductions
-from vgrad.torch_private import levels
+from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import version_of
 from vgrad.tree import tree_map, tree_map_only
 from vgrad.typing import Params
@@ -68,7 +68,7 @@ class Call:
         versions = {name: version_of(value) for name, value in fixed.items()}
         # Only a loop asks the generators whether the loss drew what it must not.
         draws = problem.randomness != "error" or problem.strategy == "loop"
-        alone = ALONE if draws else nullcontext()
+        alone = RNG_LOCK if draws else nullcontext()
         with alone:
             same = problem.randomness == "same"
             state = random_state(problem.tensors) if same else None
@@ -197,9 +197,9 @@ def at_a_time(problem: Problem) -> int | None:
         return 1
     if problem.chunk_size != "auto":
         return problem.chunk_size
-    if are_collected():  # whoever captures this has split the batch
+    if checks_collected():  # whoever captures this has split the batch
         return None
-    if levels.inside_transform():
+    if modes.inside_transform():
         raise ValueError(
             f'{problem.function}(chunk_size="auto"): expected a number inside a '
             f"transform of torch.func, where memory cannot be measured."
@@ -223,7 +223,7 @@ def _keyed(
     Raises:
         Unkeyed: numbers were drawn elsewhere than in the loss.
     """
-    if are_collected():  # whoever captures this must not miss a random op
+    if checks_collected():  # whoever captures this must not miss a random op
         return tried(run, draws, tensors, differ=differ)
     before = random_state(tensors)
     if fallbacks.draws is False:

@@ -9,7 +9,7 @@ from weakref import ref
 from torch import Tensor
 
 from vgrad.persample.rules.table import Maker
-from vgrad.torch_private.saving import Hooks
+from vgrad.torch_private.autograd import Hooks
 from vgrad.torch_private.tensors import version_of
 
 

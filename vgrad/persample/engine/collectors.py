@@ -12,13 +12,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from vgrad.conditions import postponed, unlikely
-from vgrad.dtypes import double
+from vgrad.conditions import defer_checks, rare
 from vgrad.persample.engine.sites import Use
 from vgrad.persample.factors.base import Dense, Factor, Probes, Zero
 from vgrad.persample.factors.reductions import Norm
 from vgrad.persample.factors.sums import ordinary, reach, total
-from vgrad.torch_private import levels
+from vgrad.torch_private import modes
+from vgrad.tree import double
 from vgrad.typing import Params
 
 _AT_ONCE = 2**18
@@ -103,7 +103,7 @@ class Weighted(Collector):
             counted = factor if counts is None else masked(factor, counts)
             return counted.weighted(weights)
         fine = ordinary(reach(factor.sides), weights)
-        if not unlikely(~fine):
+        if not rare(~fine):
             return factor.weighted(weights)
         counts = torch.ones_like(fine) if counts is None else counts
         rows = (fine & counts).nonzero().flatten()
@@ -191,7 +191,7 @@ class Settled(Collector):
 
     def take(self, name: str, factor: Factor) -> None:
         """Settle on the form of one parameter."""
-        with postponed() as self._doubts[name]:
+        with defer_checks() as self._doubts[name]:
             self.factors[name], self.norms[name] = factor.settled()
 
     def mend(self) -> None:
@@ -223,7 +223,7 @@ class Settled(Collector):
 
         The others add exactly zero, whatever their gradients hold.
         """
-        if keep is not None and levels.inside_transform():
+        if keep is not None and modes.inside_transform():
             return {
                 name: masked(factor, keep).weighted(weights[name])
                 for name, factor in self.factors.items()

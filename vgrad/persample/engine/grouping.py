@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Literal, get_args
 
-from vgrad import checks, names
-from vgrad.names import Patterns
+from vgrad import checks
+from vgrad.checks import Patterns
 from vgrad.typing import Params
 
 Parts = Literal["parameter", "layer"]
@@ -26,9 +26,9 @@ def check_groups(function: str, groups: Groups) -> None:
     """
     if isinstance(groups, Mapping):
         for group, patterns in groups.items():
-            names.check(function, **{f"groups[{group!r}]": patterns})
+            checks.patterns(function, **{f"groups[{group!r}]": patterns})
     elif groups is not None:
-        checks.one_of(function, get_args(Parts), groups=groups)
+        checks.choice(function, get_args(Parts), groups=groups)
 
 
 def members(function: str, groups: Groups, params: Params) -> dict[str, list[str]]:
@@ -64,7 +64,7 @@ def _matched(
     for group, patterns in groups.items():
         found[group] = []
         for pattern in patterns:
-            matched = names.selected(params, [pattern])
+            matched = checks.selected(params, [pattern])
             if not matched:
                 raise ValueError(
                     f"{function}(groups): expected patterns of names of parameters, "

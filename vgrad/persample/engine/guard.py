@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from vgrad.functional.batch_norm import mended, refuse_batch_statistics
-from vgrad.functional.untouched import Promise
-from vgrad.generators import ALONE
+from vgrad.functional.guards import Protected
+from vgrad.generators import RNG_LOCK
 from vgrad.lowering.answering import Answering
 from vgrad.lowering.custom import for_samples
 from vgrad.lowering.draws import Draws
@@ -38,7 +38,7 @@ from vgrad.lowering.truthful import (
 )
 from vgrad.lowering.truthful import UnsupportedOp as UnsupportedOp
 from vgrad.lowering.vmapped import VMAPPED
-from vgrad.torch_private import levels, messages, modes, saving
+from vgrad.torch_private import autograd, modes
 from vgrad.torch_private.tensors import version_of
 
 
@@ -64,7 +64,7 @@ class LossGuard(Answering):
     ) -> None:
         """Take the answers of the vmap over samples, if the loss runs in one."""
         expected = "loss: expected one that changes nothing it is given"
-        promise = Promise(given, expected, "Copy it first.")
+        promise = Protected(given, expected, "Copy it first.")
         super().__init__(promise, truth=truth, draws=draws)
         self._looped = {} if looped is None else looped
         self._again = again
@@ -79,18 +79,18 @@ class LossGuard(Answering):
         if getattr(func, "__name__", "") != "__get__":
             refuse_batch_statistics(func, args, kwargs, self._is_shared)
             self.check(func, args, kwargs)
-        if func is levels.custom_function_call:
-            if args[0] is saving.Reentrant:
+        if func is modes.custom_function_call:
+            if args[0] is autograd.Reentrant:
                 with self, self._casts():
-                    return saving.run_once(*args[1:], **kwargs)
-            if args[0] is saving.SAVES_ARGUMENTS:
-                return saving.SavedArguments(*args[2:])
+                    return autograd.run_once(*args[1:], **kwargs)
+            if args[0] is autograd.SAVES_ARGUMENTS:
+                return autograd.SavedArguments(*args[2:])
         if self._truth is None:
-            if func is Tensor.requires_grad_ and not levels.is_wrapped(args[0]):
-                with levels.outside():  # inside of transforms it raises
+            if func is Tensor.requires_grad_ and not modes.is_wrapped(args[0]):
+                with modes.exit_all():  # inside of transforms it raises
                     return func(*args, **kwargs)
-            if func is levels.custom_function_call and self._shown:
-                with levels.outside():  # of a vmap that the function may not support
+            if func is modes.custom_function_call and self._shown:
+                with modes.exit_all():  # of a vmap that the function may not support
                     return args[0].apply(*args[1:], **kwargs)
             return mended(func, func(*args, **kwargs))
         if kwargs:
@@ -106,7 +106,7 @@ class LossGuard(Answering):
         try:
             return self.run(func, args, kwargs)
         except RuntimeError as error:
-            if messages.OF_A_NUMBER not in str(error):
+            if modes.ITEM_ERROR not in str(error):
                 raise
             given = with_numbers(func, args, kwargs, self._truth.level)
             if given is None:
@@ -159,7 +159,7 @@ class LossGuard(Answering):
 
     def op(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one op in the form that it has under vmap."""
-        if func is not levels.custom_function_call:
+        if func is not modes.custom_function_call:
             return VMAPPED.get(func, func)(*args, **kwargs)
         with self._draws.samples_at(None):  # what it draws in is its own affair
             output, looped = for_samples(args[0], args[1:], kwargs, self.knows)
@@ -277,13 +277,13 @@ class Fallbacks:
             return
         caught: list[warnings.WarningMessage] = []
         try:
-            with ALONE, warnings.catch_warnings(record=True) as caught:
+            with RNG_LOCK, warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 yield
         finally:
             found: set[str] = set()
             for each in caught:
-                if op := messages.op_without_rule(str(each.message)):
+                if op := modes.op_without_rule(str(each.message)):
                     found.add(op)
                 else:
                     warnings.warn_explicit(

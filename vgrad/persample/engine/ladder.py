@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from vgrad.conditions import Unrepeatable, are_collected
+from vgrad.conditions import Unrepeatable, checks_collected
 from vgrad.generators import (
     RandomState,
     drawn_since,
@@ -28,7 +28,7 @@ from vgrad.persample.engine.strategies import (
     recorded,
     vmap,
 )
-from vgrad.torch_private import levels
+from vgrad.torch_private import modes
 from vgrad.typing import Strategy
 
 
@@ -37,9 +37,9 @@ def auto(problem: Problem, collect: Collect) -> Chunk:
 
     Whatever stops the first two, plain autograd may still be able to run the loss.
     """
-    if levels.inside_transform():
+    if modes.inside_transform():
         return vmap(problem, collect)
-    if are_collected():  # eager mode has run it, and has found the way
+    if checks_collected():  # eager mode has run it, and has found the way
         return (vmap if problem.fallbacks.mapped else recorded)(problem, collect)
     state = random_state(problem.tensors) if problem.randomness != "error" else None
     problem.fallbacks.mapped = False

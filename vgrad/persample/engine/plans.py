@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from vgrad import checks
 from vgrad.persample.engine.sites import Site
 from vgrad.persample.rules.table import Maker, Rule
-from vgrad.torch_private import levels, modes
+from vgrad.torch_private import modes
 
 FUSED = {F.linear}
 """Ops that run as their rule says though no weight is a parameter.
@@ -41,7 +41,7 @@ def planned(
             continue
         site = recorder.site(value)
         if name in rule.weights:
-            if levels.is_batched(value) or value.is_complex():
+            if modes.is_batched(value) or value.is_complex():
                 return None
             if site is not None:
                 weights[name] = site
@@ -49,7 +49,7 @@ def planned(
             continue
         if site is not None:
             value = recorder.expanded(site, func)
-        batched |= levels.is_batched(value)
+        batched |= modes.is_batched(value)
         physical[name] = recorder.physical(value)
         follows |= physical[name].requires_grad
     if not batched and follows:

@@ -16,7 +16,7 @@ from vgrad.persample.factors.base import Factor
 from vgrad.persample.factors.scaled import Scaled
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.precision.loss_scale import LossScale
-from vgrad.torch_private import levels
+from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import with_attributes
 from vgrad.tree import map_values, tree_leaves
 from vgrad.typing import Buffers, ChunkSize, LossFn, Params, Randomness, Strategy, Tree
@@ -248,7 +248,7 @@ def _check_keys(function: str, keys: Tensor, size: int) -> None:
             f"as sample_keys makes them, got {keys.dtype} {tuple(keys.shape)} on "
             f"{keys.device}."
         )
-    if levels.inside_transform():
+    if modes.inside_transform():
         raise ValueError(
             f"{function}(keys): expected a call outside of transforms of torch.func, "
             f"got one inside, where other samples draw as well. Leave the keys out."

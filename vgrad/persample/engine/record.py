@@ -26,8 +26,8 @@ from vgrad.persample.engine.sites import Site, Sites, Take, Use, replaced
 from vgrad.persample.engine.taps import Taps
 from vgrad.persample.factors.base import Factor
 from vgrad.persample.rules.table import Lowering, Rule
-from vgrad.torch_private import levels, modes, saving
-from vgrad.torch_private.nodes import foreign, is_foreign_op
+from vgrad.torch_private import autograd, modes
+from vgrad.torch_private.autograd import foreign_nodes, is_foreign_op
 from vgrad.torch_private.tensors import leaf
 from vgrad.tree import tree_map_only
 from vgrad.typing import Tree
@@ -69,14 +69,14 @@ class Recorder(LossGuard):
     @contextmanager
     def inside(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         """Watch a loss that runs under vmap."""
-        self._level = levels.current_level()
+        self._level = modes.current_level()
         self._truth = Truth(self._level, "sample", 'strategy="vmap" or "loop"')
         with super().inside(*args, **kwargs):
             yield
 
     def saves(self, pack: Callable) -> None:
         """Have a checkpoint inside of the loss run again as it ran first."""
-        if not saving.keeps_values(pack):
+        if not autograd.keeps_values(pack):
             raise UnsupportedOp(
                 "loss: expected tensors that are saved for the backward pass as they "
                 "are, by an activation checkpoint or by save_on_cpu, got other hooks "
@@ -130,7 +130,7 @@ class Recorder(LossGuard):
         They may write into all tensors that they reach, also in ways that move no
         version. So factors hold copies from here on.
         """
-        found = foreign([losses, *self._sites.sources])
+        found = foreign_nodes([losses, *self._sites.sources])
         found = list(dict.fromkeys([*found, *self._foreign]))
         self._sites.owns = bool(found)
         return found
@@ -159,7 +159,7 @@ class Recorder(LossGuard):
         tensors = among(args, kwargs)
         sites, batched = self._seen(tensors)
         if func is Tensor.requires_grad_ and all((*args[1:], *kwargs.values())):
-            if levels.current_level() == self._level:  # not a transform inside
+            if modes.current_level() == self._level:  # not a transform inside
                 return self._requiring_grad(args[0])
         self._truth.refuse(func, tensors)
         if reads:
@@ -183,7 +183,7 @@ class Recorder(LossGuard):
                 if site not in sites:
                     sites.append(site)
             elif tensor.requires_grad:
-                if not levels.is_wrapped(tensor) and not self._repeats:
+                if not modes.is_wrapped(tensor) and not self._repeats:
                     self._ends[id(tensor)] = tensor
         return sites, batched
 
@@ -199,7 +199,7 @@ class Recorder(LossGuard):
         if is_foreign_op(func):
             self._foreign[str(func)] = None
         entry = self._rules.get(func)
-        here = levels.current_level() == self._level
+        here = modes.current_level() == self._level
         if entry is not None and here:
             output = None
             if isinstance(entry, Lowering):
@@ -215,20 +215,20 @@ class Recorder(LossGuard):
         if not sites:
             return self.op(func, args, kwargs)
         if here and not batched:
-            if func is levels.custom_function_call:
+            if func is modes.custom_function_call:
                 func = self._function
             # What is derived is kept: factors are taken back through it in the end.
-            with saving.plain():
+            with autograd.plain():
                 return self._sites.derive(func, args, kwargs, sites)
-        op = args[0] if func is levels.custom_function_call else func
+        op = args[0] if func is modes.custom_function_call else func
         copies = {id(site.handed): self.expanded(site, op) for site in sites}
         return self.op(func, *replaced((args, kwargs), copies))
 
     def _requiring_grad(self, tensor: Tensor) -> Tensor:
         """Do as a loss asks that has its inputs require grad, as for checkpoints."""
         if not tensor.requires_grad:
-            with levels.outside():
-                stored = levels.stored(tensor).requires_grad_()
+            with modes.exit_all():
+                stored = modes.unwrap_all(tensor).requires_grad_()
             self._ends[id(stored)] = stored
             self._truth.tell(tensor)
         return tensor
@@ -239,19 +239,19 @@ class Recorder(LossGuard):
 
     def physical(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the loss with the samples in front."""
-        if not levels.is_batched(tensor):
+        if not modes.is_batched(tensor):
             return tensor.expand(self.size, *tensor.shape)
-        axis = levels.batch_axis(tensor)
-        tensor = levels.unwrapped(tensor)
+        axis = modes.batch_axis(tensor)
+        tensor = modes.unwrapped(tensor)
         return tensor.movedim(axis, 0) if axis else tensor
 
     def logical(self, tensor: Tensor) -> Tensor:
         """Hide the samples of a physical tensor."""
-        return levels.add_batch_axis(tensor, 0, self._level)
+        return modes.add_batch_axis(tensor, 0, self._level)
 
     def below(self) -> AbstractContextManager:
         """Compute with physical tensors."""
-        return levels.without_innermost()
+        return modes.without_innermost()
 
     def drawing(self, axis: int) -> AbstractContextManager:
         """Say which axis of what is drawn below has the samples."""
@@ -271,7 +271,7 @@ class Recorder(LossGuard):
 
     def is_batched(self, tensor: Tensor) -> bool:
         """Tell whether a tensor differs from sample to sample."""
-        return levels.is_batched(tensor)
+        return modes.is_batched(tensor)
 
     def copies(self, tensor: Tensor) -> Tensor:
         """Return what is `physical` of a tensor, or a parameter's expansion."""
@@ -332,7 +332,7 @@ class Recorder(LossGuard):
 
     def _tapped(self, rule: Rule, func: Callable, plan: Plan, output: Tensor) -> Tensor:
         """Hook the output of an op; what its factors need is saved as autograd does."""
-        makers, hooks = plan.makers, saving.hooks()
+        makers, hooks = plan.makers, autograd.hooks()
         if hooks is not None:
             makers = packed(rule.factors, plan.kept, plan.weights, hooks)
         if self._repeats:

@@ -19,7 +19,7 @@ from vgrad.persample.engine.guard import UnsupportedOp
 from vgrad.persample.factors.base import Dense, Factor, Zero, owned
 from vgrad.persample.factors.combined import Moved, Replay, disjoint, merged
 from vgrad.persample.factors.outer import Outer
-from vgrad.torch_private import levels
+from vgrad.torch_private import modes
 from vgrad.torch_private.modes import op_name
 from vgrad.torch_private.tensors import leaf, memory, version_of
 from vgrad.tree import tree_map_only
@@ -112,7 +112,7 @@ class Sites:
         """Return the stand-in itself for a copy that was packed away with its data."""
         if id(tensor) in self._known or not tensor.requires_grad or not tensor.is_leaf:
             return tensor
-        if levels.is_wrapped(tensor):
+        if modes.is_wrapped(tensor):
             return tensor
         for site in self._known.values():
             if _is_copy(tensor, site.handed):
@@ -177,7 +177,7 @@ class Sites:
         if self._tell is not None:
             site.asked[op_name(op)] = ruled
         if site.expansion is None:
-            with levels.outside():  # the loss may be inside a transform of its own
+            with modes.exit_all():  # the loss may be inside a transform of its own
                 copies = site.plain.expand(self._size, *site.plain.shape)
                 site.expansion = leaf(copies)
             self._wait_for_the_end(site)
@@ -372,8 +372,8 @@ def _is_copy(tensor: Tensor, of: Tensor) -> bool:
 
 
 def _check_same_for_all(op: str, names: tuple[str, ...], value: Tensor) -> None:
-    drawn = levels.is_batched(value)
-    if drawn and levels.unwrapped(value).requires_grad:
+    drawn = modes.is_batched(value)
+    if drawn and modes.unwrapped(value).requires_grad:
         raise UnsupportedOp(
             f"{op}: expected what is computed from {', '.join(names)} alone to be the "
             f"same for all samples, got random numbers of each sample's own. Use "

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from vgrad import checks, tree
-from vgrad.conditions import Unrepeatable, are_collected
-from vgrad.dtypes import no_autocast
+from vgrad.conditions import Unrepeatable, checks_collected
 from vgrad.generators import (
     RandomState,
     drawn_since,
@@ -43,10 +42,10 @@ from vgrad.persample.engine.record import Recorder
 from vgrad.persample.engine.sites import copy_at_once
 from vgrad.persample.factors.base import Dense, Factor
 from vgrad.persample.rules.table import RULES
-from vgrad.torch_private import levels, modes, old_style, saving
-from vgrad.torch_private.lazy import Lazy
-from vgrad.torch_private.nodes import foreign
-from vgrad.tree import tree_map_only
+from vgrad.torch_private import autograd, modes
+from vgrad.torch_private.autograd import foreign_nodes
+from vgrad.torch_private.tensors import Lazy
+from vgrad.tree import no_autocast, tree_map_only
 from vgrad.typing import Params, Tree
 
 
@@ -65,7 +64,7 @@ Collect = Callable[[], Collector]
 
 def recorded(problem: Problem, collect: Collect) -> Chunk:
     """Run one backward pass and keep the factors of every use of a parameter."""
-    if levels.inside_transform():
+    if modes.inside_transform():
         raise UnsupportedOp(
             f'{problem.function}(strategy="recorded"): expected a call outside of '
             f'transforms of torch.func. Use strategy="vmap" inside them.'
@@ -123,7 +122,7 @@ def _recorded(
     with ExitStack() as around:
         around.enter_context(_clear_errors(problem))
         around.enter_context(torch.enable_grad())
-        around.enter_context(saving.plain())  # a checkpoint around runs all again
+        around.enter_context(autograd.plain())  # a checkpoint around runs all again
         recorder, losses, aux = run()
         others = recorder.foreign(losses)
         problem.fallbacks.foreign.update(others)
@@ -135,7 +134,7 @@ def _recorded(
                 collected.again()
             if others:  # nodes that may have written into what they saved
                 if state is not None:
-                    if are_collected():
+                    if checks_collected():
                         raise Unrepeatable("it draws the same random numbers twice")
                     set_random_state(state)
                 recorder, losses, aux = run()
@@ -159,7 +158,7 @@ def vmap(problem: Problem, collect: Collect) -> Chunk:
     """Differentiate under `torch.vmap`: all gradients are stored, several times."""
 
     def one(tensors: tuple[Tensor, ...]) -> tuple:
-        truth = Truth(levels.current_level(), "sample", 'strategy="loop"')
+        truth = Truth(modes.current_level(), "sample", 'strategy="loop"')
 
         def of_params(params: Params) -> tuple[Tensor, Tree]:
             result = problem.run_loss(params, tensors, _guard(problem, truth))
@@ -182,7 +181,7 @@ def loop(problem: Problem, collect: Collect) -> Chunk:
 
 def alone(problem: Problem) -> tuple[Params, Tensor, Tree]:
     """Return gradient, loss and aux of the first sample."""
-    inside = levels.inside_transform()
+    inside = modes.inside_transform()
     gradient = _functional_gradient if inside else _plain_gradient
     before = random_state(problem.tensors)
     tensors = problem.batch.one(0)
@@ -193,7 +192,7 @@ def alone(problem: Problem) -> tuple[Params, Tensor, Tree]:
 
     def shown(params: Params) -> tuple[Tensor, Tree]:
         # Modes see a re-entrant checkpoint inside of a transform, of whatever.
-        with levels.vmap_level(1, "same"), old_style.shown():
+        with modes.vmap_level(1, "same"), autograd.old_style_shown():
             return of_params(params, shown=True)
 
     with _no_weight_cache():
@@ -228,7 +227,7 @@ def saved_bytes(problem: Problem) -> int:
     hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
     with hooks, _trial(problem):
         loss = _first(problem, _leaves(problem))
-    return sum(seen.values()) * (2 if foreign([loss]) else 1)
+    return sum(seen.values()) * (2 if foreign_nodes([loss]) else 1)
 
 
 def _first(problem: Problem, params: Params, *, again: bool = False) -> Tensor:
@@ -306,7 +305,7 @@ def _plain_gradient(of_params: Callable, problem: Problem) -> tuple:
         if not value.requires_grad:  # nothing that is differentiated has a part in it
             zeros = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
             return zeros, value, aux
-        if saving.reenters(value):
+        if autograd.reenters(value):
             raise _Reentrant
         for leaf in leaves.values():
             if leaf.is_leaf:
@@ -333,7 +332,7 @@ def _plain_gradient(of_params: Callable, problem: Problem) -> tuple:
 
 def _copied_at_once(value: Tensor, params: Params) -> None:
     """Copy gradients as they come to parameters, before another node writes there."""
-    if foreign([value]):
+    if foreign_nodes([value]):
         for each in params.values():
             copy_at_once(each)
 
@@ -368,7 +367,7 @@ def _clear_errors(problem: Problem) -> Iterator[None]:
         problem.fallbacks.reported(problem.function),
         _no_weight_cache(),
         modes.unoptimized_scripts(),
-        old_style.shown(),
+        autograd.old_style_shown(),
     ):
         try:
             yield

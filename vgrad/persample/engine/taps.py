@@ -11,7 +11,7 @@ from vgrad.persample.engine.captured import check_unchanged, stamped
 from vgrad.persample.engine.guard import UnsupportedOp
 from vgrad.persample.engine.sites import Site, Sites
 from vgrad.persample.rules.table import Maker
-from vgrad.torch_private.nodes import nodes
+from vgrad.torch_private.autograd import graph_nodes
 from vgrad.torch_private.tensors import viewed
 
 
@@ -91,7 +91,7 @@ class Taps:
         """Refuse a graph with hooks to which the backward pass did not come."""
         waiting = {number for number, uses in self._waiting.items() if uses}
         if waiting and not waiting.isdisjoint(
-            node._sequence_nr() for node in nodes([losses])
+            node._sequence_nr() for node in graph_nodes([losses])
         ):
             raise UnsupportedOp(
                 "loss: expected ops that a function mode sees, got one that it does "

@@ -188,8 +188,8 @@ def _check(options: Problem) -> None:
     """Refuse options that no strategy knows."""
     function, loss_scale = options.function, options.loss_scale
     check_loss(function, options.loss)
-    checks.one_of(function, get_args(Strategy), strategy=options.strategy)
-    checks.one_of(function, get_args(Randomness), randomness=options.randomness)
+    checks.choice(function, get_args(Strategy), strategy=options.strategy)
+    checks.choice(function, get_args(Randomness), randomness=options.randomness)
     if loss_scale is not None and not hasattr(loss_scale, "loss_scale"):
         raise TypeError(
             f"{function}(loss_scale={checks.shown(loss_scale)}): expected a loss "

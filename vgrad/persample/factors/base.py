@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from vgrad.conditions import at_once
-from vgrad.dtypes import double, wide
+from vgrad.conditions import check_now
 from vgrad.persample.factors import reductions, sums
 from vgrad.persample.factors.reductions import Norm
 from vgrad.torch_private.tensors import memory
+from vgrad.tree import double, wide
 
 
 class Probes(NamedTuple):
@@ -95,7 +95,7 @@ class Positions:
     @cached_property
     def norms(self) -> Tensor:
         """Norms over the positions and numbers of each group, [B, G] in float64."""
-        with at_once():
+        with check_now():
             norms = reductions.row_norms(self.tensor.flatten(0, 1))
         return norms.view(self.tensor.shape[:2])
 

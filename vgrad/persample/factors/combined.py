@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vgrad.conditions import looked_at
-from vgrad.dtypes import wide
+from vgrad.conditions import static_values
 from vgrad.persample.factors import reductions
 from vgrad.persample.factors.base import Dense, Factor, Probes, Zero
 from vgrad.persample.factors.outer import Outer
 from vgrad.persample.factors.reductions import Norm
 from vgrad.persample.factors.rows import Rows
 from vgrad.torch_private.tensors import viewed
+from vgrad.tree import wide
 
 Replay = Callable[[Tensor], Tensor]
 
@@ -212,7 +212,7 @@ def pulled(grads: Tensor, replay: Replay, shape: torch.Size) -> Tensor:
 
 def disjoint(replays: Sequence[Replay], like: Tensor) -> bool:
     """Tell whether no number of a parameter is in two of its views."""
-    with looked_at():  # at no value of the parameter
+    with static_values():  # at no value of the parameter
         spots = [_spots(replay, like.shape) for replay in replays]
         if None not in spots:
             return _apart(like.numel(), tuple(filter(None, spots)))

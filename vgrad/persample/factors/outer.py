@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from vgrad.conditions import unlikely
+from vgrad.conditions import rare
 from vgrad.persample.factors import costs, reductions, sums
 from vgrad.persample.factors.base import Factor, Pair, Positions, Probes
 from vgrad.persample.factors.reductions import Norm
@@ -86,7 +86,7 @@ class Outer(Pair):
             return super().gram(other)
         wide = self.inputs.dtype in (torch.float64, torch.complex128)
         far = [sums.reach(each.sides) > _APART for each in (self, other) if not wide]
-        if far and unlikely(torch.cat(far)):
+        if far and rare(torch.cat(far)):
             return self.double().gram(other.double())
         sizes = (self.size, self.inputs.shape[2], other.size, other.inputs.shape[2])
         k = reductions.inner(self.inputs.flatten(0, 2), other.inputs.flatten(0, 2))

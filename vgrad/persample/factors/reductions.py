@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from vgrad.conditions import are_collected, unlikely
-from vgrad.dtypes import wide
-from vgrad.torch_private import levels
+from vgrad.conditions import checks_collected, rare
+from vgrad.torch_private import modes
+from vgrad.tree import wide
 from vgrad.typing import Params
 
 _BLOCK = 256
@@ -96,17 +96,17 @@ def row_norms(grad: Tensor) -> Tensor:
         real = real.permute(memory_order(real))
     flat = real.reshape(len(real), math.prod(real.shape[1:]))
     exact = flat.dtype == torch.float64 or flat.requires_grad
-    if exact or levels.inside_transform():
+    if exact or modes.inside_transform():
         return _scaled_norms(flat)
     if flat.device.type != "cpu" or flat.numel() <= _SMALL:
         # Squares of float32 have room in float64; on a CPU this is slow.
         return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
     norms = _block_norms(flat.float())
     doubtful = ~((norms > _LOW) & (norms < _HIGH))
-    if are_collected():
+    if checks_collected():
         # Zeros are sure if there is nothing but zeros; what is too small is not.
         doubtful &= _largest(flat) != 0
-    if unlikely(doubtful):
+    if rare(doubtful):
         norms[doubtful] = torch.linalg.vector_norm(flat[doubtful].double(), dim=1)
     return norms
 
@@ -217,9 +217,9 @@ def _checked(
     fine &= (largest > _LOW**2) & (largest < _HIGH**2)
     norms = squares.clamp(min=0).sqrt()
     upper = (squares + slack).clamp(min=0).sqrt()
-    if collected := are_collected():
+    if collected := checks_collected():
         fine |= (largest == 0) & nothing()
-    if not unlikely(~fine):
+    if not rare(~fine):
         return Norm(norms, upper, reach)
     if not collected:
         fine |= (largest == 0) & nothing()

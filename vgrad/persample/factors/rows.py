@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vgrad.dtypes import double, wide
 from vgrad.persample.factors import costs, reductions
 from vgrad.persample.factors.base import Factor, Probes
 from vgrad.persample.factors.reductions import Norm
+from vgrad.tree import double, wide
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vgrad.dtypes import wide
 from vgrad.persample.factors.base import Factor, Probes
 from vgrad.persample.factors.combined import Compound
 from vgrad.persample.factors.reductions import Norm
+from vgrad.tree import wide
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vgrad.dtypes import double, wide
 from vgrad.persample.factors.reductions import memory_order, products
+from vgrad.tree import double, wide
 from vgrad.typing import Params
 
 ROWS_AT_ONCE = 65536

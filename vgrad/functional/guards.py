@@ -1,29 +1,36 @@
-"""Refuses calls that write into protected tensors, before they run.
+"""Refusals: writes into protected tensors, and models that cannot be functional.
 
 A function mode sees every call of torch, custom ops included. It cannot see NumPy,
-DLPack or compiled code write into the same memory.
-
-The same mode sees where a checkpoint begins, which runs its function again in the
-backward pass, and has the values put in place for it that the call had.
+DLPack or compiled code write into the same memory. It also sees where a checkpoint
+begins, whose function is run again in the backward pass, and restores the values of the
+call for that run.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from vgrad.torch_private import levels, modes, saving
+from vgrad import checks
+from vgrad.functional.slots import (
+    Origins,
+    check_apart,
+    children,
+    named_tensors,
+    of_tensors,
+)
+from vgrad.torch_private import autograd, modes
 from vgrad.torch_private import tensors as private
 from vgrad.tree import tree_leaves
 
 
-class Promise(NamedTuple):
+class Protected(NamedTuple):
     """Tensors that stay as they are, and the error for a call that writes into one.
 
     Attributes:
@@ -40,18 +47,18 @@ class Promise(NamedTuple):
     again: Callable[[], Callable[[], AbstractContextManager]] | None = None
 
 
-class Untouched(TorchFunctionMode):
+class WriteGuard(TorchFunctionMode):
     """The function mode that keeps promises."""
 
-    def __init__(self, *promises: Promise) -> None:
+    def __init__(self, *promises: Protected) -> None:
         """Keep these, and more in the blocks of `also`."""
         super().__init__()
         self._promises = [*promises]
         self._saved: WeakSet[Callable] = WeakSet()  # hooks that were seen
 
-    def __enter__(self) -> "Untouched":
+    def __enter__(self) -> "WriteGuard":
         """Begin; a checkpoint around the block is not a part of it."""
-        if (found := saving.hooks()) is not None:
+        if (found := autograd.hooks()) is not None:
             self._saved.add(found[0])
         return super().__enter__()
 
@@ -59,7 +66,7 @@ class Untouched(TorchFunctionMode):
         """End; no checkpoint that an exception has passed is left open."""
         super().__exit__(*raised)
         if raised[1] is not None:
-            saving.close(raised[1])
+            autograd.close(raised[1])
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -72,7 +79,7 @@ class Untouched(TorchFunctionMode):
 
     def look_at_hooks(self) -> None:
         """See whether a checkpoint has begun."""
-        found = saving.hooks()
+        found = autograd.hooks()
         if found is not None and found[0] not in self._saved:
             self._saved.add(found[0])
             self.saves(found[0])
@@ -81,7 +88,9 @@ class Untouched(TorchFunctionMode):
         """Have a checkpoint run again under this mode, with the values of now."""
         promises = tuple(self._promises)
         blocks = [each.again() for each in promises if each.again is not None]
-        saving.repeats(pack, self.until_later(lambda: self.repeating(promises, blocks)))
+        autograd.repeats(
+            pack, self.until_later(lambda: self.repeating(promises, blocks))
+        )
 
     def until_later(
         self, around: Callable[[], AbstractContextManager]
@@ -92,7 +101,7 @@ class Untouched(TorchFunctionMode):
     @contextmanager
     def repeating(
         self,
-        promises: Sequence[Promise],
+        promises: Sequence[Protected],
         blocks: Sequence[Callable[[], AbstractContextManager]],
     ) -> Iterator[None]:
         """Be what the mode was when these were its promises."""
@@ -124,7 +133,7 @@ class Untouched(TorchFunctionMode):
                     )
 
     @contextmanager
-    def also(self, promise: Promise) -> Iterator[None]:
+    def also(self, promise: Protected) -> Iterator[None]:
         """Keep one more promise while a block runs."""
         self.look_at_hooks()  # the block may lie in a checkpoint
         self._promises.append(promise)
@@ -134,14 +143,14 @@ class Untouched(TorchFunctionMode):
             self._promises.pop()
 
 
-def untouched(promise: Promise) -> AbstractContextManager:
+def protect(promise: Protected) -> AbstractContextManager:
     """Keep a promise while a block runs, by the current mode or a new one."""
     if not promise.given and promise.again is None:
         return nullcontext()
     for mode in reversed(modes.function_modes()):
-        if isinstance(mode, Untouched):
+        if isinstance(mode, WriteGuard):
             return mode.also(promise)
-    return Untouched(promise)
+    return WriteGuard(promise)
 
 
 _OF_THE_OBJECT = {"__set__", "set_", "requires_grad_", "detach_", "rename_"}
@@ -206,4 +215,118 @@ def _by_schema(op: Any, args: tuple, kwargs: dict) -> Iterator[Any]:
 
 def _where(tensor: Tensor) -> int | None:
     """Identify memory, inside transforms too."""
-    return private.memory(levels.stored(tensor))
+    return private.memory(modes.unwrap_all(tensor))
+
+
+def check_plain(function: str, model: Any) -> None:
+    """Refuse what cannot be copied or exchanged tensor by tensor."""
+    given = f"{function}({type(model).__name__})"
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    if (
+        not isinstance(model, nn.Module)
+        or isinstance(model, (torch.jit.ScriptModule, *wrappers))
+        or private.is_compiled(model)
+    ):
+        raise TypeError(
+            f"{given}: expected a plain torch.nn.Module. Pass the module itself, "
+            f"before it was scripted, compiled or wrapped (`wrapped.module`)."
+        )
+    modules = model.named_modules()
+    if scripted := [n for n, m in modules if isinstance(m, torch.jit.ScriptModule)]:
+        raise TypeError(
+            f"{given}: expected modules whose tensors can be exchanged, got modules of "
+            f"torch.jit in {checks.listed(scripted)}. Use them as they were before "
+            f"they were scripted or traced."
+        )
+    tensors = list(named_tensors(model))
+    if lazy := [n for n, tensor in tensors if nn.parameter.is_lazy(tensor)]:
+        raise TypeError(
+            f"{given}: expected initialised tensors, got lazy ones in "
+            f"{checks.listed(lazy)}. Run the model once on a batch first."
+        )
+    if sparse := [n for n, x in tensors if x.layout is not torch.strided]:
+        raise TypeError(
+            f"{given}: expected dense tensors, got sparse ones in "
+            f"{checks.listed(sparse)}. Register their indices and values, or a dense "
+            f"tensor, and make the sparse one in the forward pass."
+        )
+    if hooked := [n for n, tensor in tensors if private.has_hooks(tensor)]:
+        raise TypeError(
+            f"{given}: expected tensors without hooks, which gradients of other "
+            f"tensors would not run, got some on {checks.listed(hooked)}. Remove them "
+            f"(`handle.remove()`). To change a gradient, use a parametrization with a "
+            f"backward pass of its own (torch.nn.utils.parametrize)."
+        )
+    check_apart(function, model)
+
+
+def check_closures(model: nn.Module) -> None:
+    """Refuse functions that hold on to the module, which a copy of it would share."""
+    known = {id(module) for module in model.modules()}
+    origins = Origins(model)
+    held = {n: private.copied_attributes(m) for n, m in model.named_modules()}
+    for name, attributes in (*held.items(), *of_tensors(model).items()):
+        for key, value in attributes.items():
+            for each in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(each, FunctionType) and _reaches(each, known, origins):
+                    raise TypeError(
+                        f"make_functional_with_buffers(model): expected functions that "
+                        f"get the module as an argument, got one in "
+                        f"{f'{name}.{key}'.lstrip('.')!r} whose closure holds a part "
+                        f"of the model and would go on using its values. Make it a "
+                        f"method."
+                    )
+
+
+def _reaches(function: FunctionType, known: set[int], origins: Origins) -> bool:
+    """Tell whether a function's closure or defaults hold a part of the module."""
+    held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    held += [each.cell_contents for each in function.__closure__ or () if _full(each)]
+    groups = [each for each in held if isinstance(each, list | tuple | dict)]
+    inside = [each for group in groups for each in children(group)]
+    owners = [each.__self__ for each in held + inside if isinstance(each, MethodType)]
+    return (
+        any(id(each) in known for each in (*held, *inside, *owners))
+        or any(isinstance(each, Tensor) and origins.lead_to(each) for each in held)
+        # Not what was computed: hooks collect results that they do not use.
+        or any(isinstance(each, Tensor) and origins.hold(each) for each in inside)
+    )
+
+
+def _full(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # a name that was never bound
+        return False
+
+
+def backward_hooks(model: nn.Module) -> list[str]:
+    """Name the modules with hooks on gradients that pass them."""
+    return [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if private.has_backward_hooks(module)
+    ]
+
+
+def refuse_hooks(hooked: list[str]) -> None:
+    """Raise inside a transform of `torch.func`, which would skip backward hooks."""
+    raise RuntimeError(
+        f"fmodel(params, buffers): expected a model without backward hooks, which "
+        f"transforms of torch.func skip, got some on {checks.listed(hooked)}. Remove "
+        f'them, or use strategy="loop".'
+    )
+
+
+def refuse_cached() -> None:
+    """Raise inside `parametrize.cached()`, which would keep tensors from call to call.
+
+    Raises:
+        RuntimeError: the call is in such a block.
+    """
+    if private.keeps_parametrized():
+        raise RuntimeError(
+            "fmodel(params, buffers): expected a call outside of "
+            "torch.nn.utils.parametrize.cached(), which keeps the tensors of one call "
+            "for the next, got one inside. Leave the block first."
+        )

@@ -1,23 +1,37 @@
-"""What autograd saves for the backward pass, and the checkpoints that compute it again.
+"""Tensors that autograd saves, checkpoints that recompute them, and nodes of graphs.
 
-A checkpoint of `torch.utils.checkpoint` packs away what is saved inside of it, and runs
-its function once more, in the backward pass, when the first of that is needed. By then
-the modes, transforms and values around it are gone: `repeats` has them put in place.
+A checkpoint of `torch.utils.checkpoint` packs away the tensors saved inside of it, and
+runs its function once more, in the backward pass, when the first of them is needed. By
+then the modes, transforms and values around it are gone: `repeats` restores them.
 
 Rests on torch/utils/checkpoint.py: on the hooks of a `_CheckpointFrame`, whose
-`recompute_fn` is what runs, and on those of the run that is a repetition; and on
+`recompute_fn` is run again, and on the hooks of the repetition; and on
 `torch._C._autograd` for the hooks at work. A hook around the repetition that users can
 set would end the need.
 
 Before torch 2.12 a checkpoint saves its arguments by an autograd.Function without a
 vmap rule, `_NoopSaveInputs`, and reads no more of its result than the `grad_fn`:
-`SavedArguments` takes its place. Before torch 2.13 the hooks of a checkpoint stay at
+`SavedArguments` replaces it. Before torch 2.13 the hooks of a checkpoint stay at
 work after an exception, until its traceback is freed: `close` ends them.
+
+`torch._C._functions` has the classes of all nodes that torch compiles in. Nodes of an
+autograd.Function have classes of Python, and nodes that a library compiles share one
+class. Functions of vgrad write into memory of their own alone, except for functions
+with `foreign`, which run code of the user. A documented way to list the classes would
+end the need.
+
+Under transforms `Function.apply` hands a call to `custom_function_call`, which modes
+see, but raises for a class without `setup_context`. It reads that attribute once, and
+tests the answer twice: whether to bind arguments to the signature of `forward`, which
+in the old style begins with a context, and then whether to raise. `old_style_shown`
+rests on that (torch/autograd/function.py).
 """
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from traceback import walk_tb
 from typing import Any
 
@@ -26,14 +40,14 @@ from torch import Tensor
 from torch._C._autograd import (  # pyright: ignore[reportMissingModuleSource]
     _top_saved_tensors_default_hooks as _top,
 )
+from torch.autograd import function as _functions
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import CheckpointFunction as Reentrant
 from torch.utils.checkpoint import checkpoint
 
-from vgrad.torch_private import levels
-from vgrad.torch_private.nodes import nodes
-from vgrad.torch_private.tensors import leaf, version_of
+from vgrad.torch_private import modes
+from vgrad.torch_private.tensors import OPS, leaf, version_of
 
 __all__ = [
     "SAVES_ARGUMENTS",
@@ -41,13 +55,52 @@ __all__ = [
     "Reentrant",
     "SavedArguments",
     "close",
+    "foreign_nodes",
+    "graph_nodes",
     "hooks",
+    "is_foreign_op",
     "keeps_values",
     "plain",
     "reenters",
     "repeats",
     "run_once",
 ]
+
+
+_COMPILED: Any = torch._C
+_OWN = {each for each in vars(_COMPILED._functions).values() if isinstance(each, type)}
+
+
+def graph_nodes(tensors: Iterable[Tensor]) -> Iterator[Any]:
+    """Yield each node of the graphs that lead to these tensors."""
+    left: list[Any] = [each.grad_fn for each in tensors]
+    seen: set[Any] = {None}
+    while left:
+        node = left.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            left += [each for each, _ in node.next_functions]
+
+
+def foreign_nodes(tensors: Iterable[Tensor]) -> list[str]:
+    """Name the nodes of these graphs whose backward passes are not torch's own."""
+    return [node.name() for node in graph_nodes(tensors) if not _is_own(type(node))]
+
+
+def _is_own(kind: type) -> bool:
+    """Return whether a class of nodes is torch's, or a function of vgrad itself."""
+    if kind in _OWN:
+        return True
+    function = getattr(kind, "_forward_cls", None)
+    own = getattr(function, "__module__", "").startswith("vgrad.")
+    return own and not getattr(function, "foreign_nodes", False)
+
+
+def is_foreign_op(func: Callable) -> bool:
+    """Return whether a function is an op of `torch.ops` that a library registered."""
+    return isinstance(func, OPS) and not str(func).startswith(("aten.", "prims."))
+
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """What packs a tensor that autograd saves, and what unpacks it."""
@@ -94,7 +147,7 @@ def repeats(pack: Callable, around: Callable[[], AbstractContextManager]) -> Non
     run = frame.recompute_fn
     # Only where transforms run: the hooks of a region around this one see what is
     # read here, and run it once more.
-    versions = _versions(_inputs(frame)) if levels.inside_transform() else []
+    versions = _versions(_inputs(frame)) if modes.inside_transform() else []
 
     def again(*args: Any) -> Any:
         if _versions(args) != versions:
@@ -135,8 +188,8 @@ _CHECKPOINT = inspect.unwrap(checkpoint).__code__
 
 def _versions(args: Sequence[Any]) -> list[int]:
     """Return how often tensors of transforms changed, of which autograd is not told."""
-    wrapped = [t for t in args if isinstance(t, Tensor) and levels.is_wrapped(t)]
-    return [version_of(levels.stored(each)) for each in wrapped]
+    wrapped = [t for t in args if isinstance(t, Tensor) and modes.is_wrapped(t)]
+    return [version_of(modes.unwrap_all(each)) for each in wrapped]
 
 
 SAVES_ARGUMENTS = getattr(checkpoints, "_NoopSaveInputs", None)
@@ -203,7 +256,7 @@ def reenters(loss: Tensor) -> bool:
     It adds to the `.grad` of what it reaches: a backward pass that asks for other
     gradients does not even come to it.
     """
-    return any(isinstance(node, _OF_REENTRANT) for node in nodes([loss]))
+    return any(isinstance(node, _OF_REENTRANT) for node in graph_nodes([loss]))
 
 
 _OF_REENTRANT = Reentrant._backward_cls  # pyright: ignore[reportAttributeAccessIssue]
@@ -221,3 +274,41 @@ def run_once(run: Callable, preserve_rng_state: bool, *args: Any) -> Any:
     return checkpoint(
         run, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
     )
+
+
+_NAME = "_is_setup_context_defined"
+_DEFINED = getattr(_functions, _NAME)
+_LOCK = threading.Lock()
+_BLOCKS: list[None] = []
+_HERE: ContextVar[bool] = ContextVar("shown", default=False)
+
+
+@contextmanager
+def old_style_shown() -> Iterator[None]:
+    """Show such calls to the modes of this thread while a block runs."""
+    with _LOCK:
+        _BLOCKS.append(None)
+        setattr(_functions, _NAME, _defined)
+    token = _HERE.set(True)
+    try:
+        yield
+    finally:
+        _HERE.reset(token)
+        with _LOCK:
+            _BLOCKS.pop()
+            if not _BLOCKS:
+                setattr(_functions, _NAME, _DEFINED)
+
+
+def _defined(setup_context: Callable) -> Any:
+    return _DEFINED(setup_context) or (_HERE.get() and _SecondTime())
+
+
+class _SecondTime:
+    """Is false when tested for the first time, and true from then on."""
+
+    _tested = False
+
+    def __bool__(self) -> bool:
+        tested, self._tested = self._tested, True
+        return tested
