@@ -147,7 +147,7 @@ def test_results_say_how_they_are_used_where_parameters_require_grad():
 
 
 def test_float16_on_a_cpu_is_told_once():
-    autocasting.tell_slow.cache_clear()  # other tests have seen it
+    autocasting.warn_slow.cache_clear()  # other tests have seen it
     x, y = torch.ones(3, 2), torch.ones(3, 1)
     step = training.private_step(LOSS, TX, PLAN, policy="mixed_float16")
     state = training.TrainState.create(TX, PARAMS, BUFFERS)

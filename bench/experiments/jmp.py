@@ -77,7 +77,7 @@ def start(
     chosen = Policy.parse(policy)
     loss = vgrad.batch_loss(policy_for(fmodel, chosen), F.cross_entropy)
     tx = vgrad.optim.adamw(RATE)
-    params = chosen.cast_to_param(params)
+    params = chosen.cast(params, to="param")
     state = TrainState.create(tx, params, buffers, seed=seed, loss_scale=scale)
     return train_step(loss, tx, loss_scale=scale, donate=True), state
 

@@ -122,7 +122,7 @@ def test_steps_past_the_plan(run):
             private.backward(*batch)
             optimizer.step()
     assert len(private.loader) == 2
-    with pytest.raises(RuntimeError, match="taken the 4 steps which its plan accounts"):
+    with pytest.raises(RuntimeError, match="taken the 4 steps of its plan"):
         next(iter(private.loader))
     with pytest.raises(RuntimeError, match="or the same one again"):
         private.backward(*batch)

@@ -688,12 +688,12 @@ def test_runs_that_share_a_module_take_turns_in_threads():
 
     def step(number):
         state = private[number].state_dict()
-        pieces = private[number].loader.given
+        pieces = private[number].loader.pending
         private[number].backward(*given[number])
         oracle.assert_exact(grads(models[number]), rights[number])
         models[number].zero_grad()
         private[number].load_state_dict(state)
-        private[number].loader.given = pieces
+        private[number].loader.pending = pieces
 
     def split():
         fmodel, params, buffers = make_functional_with_buffers(trunk)
@@ -714,13 +714,8 @@ def counted(held, hidden, x):
     return hidden * held.calls
 
 
-FILES = (
-    "functional/live.py",
-    "functional/slots.py",
-    "functional/model.py",
-    "dp/live.py",
-)
-FILES += ("dp/bridge.py", "dp/watching.py")
+FILES = ("functional/live.py", "functional/slots.py", "functional/model.py")
+FILES += ("dp/private_gradients.py",)
 
 
 @pytest.mark.parametrize("part", range(4))

@@ -10,7 +10,7 @@ from scipy import stats
 
 from tests import oracle, streams
 from vgrad import Sensitivity
-from vgrad.dp import add_gaussian_noise, parts, secret_key
+from vgrad.dp import add_gaussian_noise, secret_key
 from vgrad.dp import noise as gaussian
 
 BLOCK = gaussian._CUDA_BLOCK
@@ -307,9 +307,9 @@ def test_noise_on_a_gpu_has_its_standard_deviation_and_repeats():
         assert abs(correlation(blocks[first], blocks[second])) < 5 / BLOCK**0.5
     source = gaussian._Normals(secret_key(seed=0), sums, 0, 1.0)
     size = len(sums["b"])
-    whole = source.of("b", sums["b"], parts.Part((size,), (0,), (size,)))
+    whole = source.of("b", sums["b"], gaussian.Part((size,), (0,), (size,)))
     assert len(whole.unique()) > 0.999 * len(whole)
-    part = parts.Part((size,), (BLOCK - 5,), (2 * BLOCK,))
+    part = gaussian.Part((size,), (BLOCK - 5,), (2 * BLOCK,))
     found = source.of("b", sums["b"][: 2 * BLOCK], part)
     assert torch.equal(found, whole[BLOCK - 5 :][: 2 * BLOCK])
 

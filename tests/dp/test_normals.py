@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 
 from tests import streams
-from vgrad.dp import normals
+from vgrad.dp import noise as normals
 
 
 def correlation(a, b):

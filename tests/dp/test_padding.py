@@ -175,7 +175,7 @@ def test_random_numbers_go_on_as_if_nothing_was_looked_at():
     for each in (random.seed, np.random.seed, torch.manual_seed):
         each(3)
     private = made(model, masked, Augmented())
-    assert private.loader.padded is not None
+    assert private.loader.keeps_yielded
     assert states() == expected
     batch = next(iter(private.loader))
     before = states()
@@ -215,7 +215,7 @@ def test_samples_are_collated_once_more_as_they_are():
 
     private = made(Pool(), popping, Named())
     assert all(each.keys() == {"x", "y"} for each in dataset)
-    assert private.loader.padded is not None
+    assert private.loader.keeps_yielded
 
 
 def test_only_the_first_samples_are_looked_at_and_none_without_a_collate_function():
@@ -234,4 +234,4 @@ def test_only_the_first_samples_are_looked_at_and_none_without_a_collate_functio
     made(Pool(), together, Long())
     assert read == [0, 0, *range(64)]
     private = made(Pool(), None, TensorDataset(torch.zeros(4, 3, 4), torch.arange(4)))
-    assert private.loader.padded is None
+    assert not private.loader.keeps_yielded

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vgrad import Sensitivity
-from vgrad.dp import Plan, add_gaussian_noise, parts, secret_key
+from vgrad.dp import Plan, add_gaussian_noise, noise, secret_key
 
 BLOCK = 2**16
 SUM = Sensitivity(0.5)
@@ -41,10 +41,10 @@ def test_parts_take_their_own_numbers_of_every_block(case, size):
         sizes = tuple(b - a for a, b in box)
         found = np.full(math.prod(sizes), -1)
         numbers = []
-        for share in parts.shares(parts.Part(shape, tuple(low), sizes), size):
+        for share in noise.block_parts(noise.Part(shape, tuple(low), sizes), size):
             block = np.arange(total)[share.number * size :][:size]
             assert share.count == len(block)
-            found[share.own] = block[share.places]
+            found[share.entries] = block[share.places]
             numbers.append(share.number)
         expected = whole[tuple(map(slice, low, high))].reshape(-1)
         assert np.array_equal(found, expected)

@@ -1,7 +1,6 @@
 """Policies: what their text means, and what their casts touch."""
 
 import dataclasses
-from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.oracle import assert_exact
-from vgrad.precision import Policy, cast_floating, cast_to_full, cast_to_half
+from vgrad.precision import Policy
 
 SPELLINGS = {
     torch.float16: ("float16", "f16"),
@@ -188,7 +187,7 @@ def test_casts_touch_floating_tensors_alone(start, to):
     expected["list"][0] = expected["list"][0].to(to)
     expected["tuple"] = (torch.ones(0, dtype=to), {})
     expected["pair"] = Pair(torch.arange(3), torch.ones(2, 2, dtype=to))
-    result = cast_floating(tree, to)
+    result = Policy(to, to, to).cast(tree, to="param")
     assert list(result) == list(expected)
     assert_exact(result, expected, 0)
     assert type(result["pair"]) is Pair
@@ -205,42 +204,26 @@ def test_a_tensor_of_the_dtype_is_returned_itself(dtype):
     tensor = torch.ones(2, dtype=dtype)
     weight = nn.Parameter(tensor)
     policy = Policy(dtype, dtype, dtype)
-    for cast in (policy.cast_to_param, policy.cast_to_compute, policy.cast_to_output):
-        assert cast(tensor) is tensor
-        assert cast([weight])[0] is weight
+    for to in ("param", "compute", "output"):
+        assert policy.cast(tensor, to=to) is tensor
+        assert policy.cast([weight], to=to)[0] is weight
         for empty in ({}, [], (), None, {"a": []}, 3, "text"):
-            assert cast(empty) == empty
-
-
-POLICY = Policy(F64, BF16, F16)
+            assert policy.cast(empty, to=to) == empty
 
 
 @pytest.mark.parametrize(
-    ("cast", "dtype"),
-    [
-        (POLICY.cast_to_param, F64),
-        (POLICY.cast_to_compute, BF16),
-        (POLICY.cast_to_output, F16),
-        (cast_to_full, F32),
-        (cast_to_half, F16),
-        (partial(cast_to_half, dtype=F16), F16),
-        (partial(cast_to_half, dtype=BF16), BF16),
-    ],
+    ("to", "dtype"), [("param", F64), ("compute", BF16), ("output", F16)]
 )
-def test_each_cast_has_its_own_dtype(cast, dtype):
-    ids, kept = torch.arange(2), torch.ones(2, dtype=dtype)
-    tree = {"wide": torch.ones(2, dtype=F64), "low": torch.ones(2, dtype=F16)}
-    result = cast({**tree, "ids": ids, "kept": kept})
+def test_each_cast_has_its_own_dtype(to, dtype):
+    tree = {"wide": torch.ones(2, dtype=F32), "low": torch.ones(2, dtype=F16)}
+    result = Policy(F64, BF16, F16).cast(tree, to=to)
     assert result["wide"].dtype == result["low"].dtype == dtype
-    assert result["ids"] is ids
-    assert result["kept"] is kept
 
 
-@pytest.mark.parametrize("dtype", [F32, F64, torch.int16, "float16", None])
-def test_half_of_another_dtype_is_refused(dtype):
-    message = "cast_to_half\\(dtype=.*\\): expected one of torch.float16, torch.bf"
+def test_other_casts_are_refused():
+    message = "Policy.cast\\(to='half'\\): expected one of 'compute', 'param', 'output'"
     with pytest.raises(ValueError, match=message):
-        cast_to_half(torch.ones(1), dtype=dtype)
+        Policy(F32, F16, F32).cast(torch.ones(1), to="half")
 
 
 def test_gradients_and_members_pass_through_a_cast():
@@ -248,10 +231,10 @@ def test_gradients_and_members_pass_through_a_cast():
     params = {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "ids": torch.arange(2)}
 
     def loss(w, ids):
-        low = policy.cast_to_compute({"w": w, "ids": ids})
+        low = policy.cast({"w": w, "ids": ids}, to="compute")
         assert low["w"].dtype == torch.bfloat16
         assert low["ids"].dtype == torch.int64
-        return policy.cast_to_output((low["w"] ** 2).sum() * low["ids"])
+        return policy.cast((low["w"] ** 2).sum() * low["ids"], to="output")
 
     grads = torch.vmap(torch.func.grad(loss))(params["w"], params["ids"])
     torch.testing.assert_close(grads, 2 * params["w"] * params["ids"][:, None])

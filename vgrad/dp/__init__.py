@@ -13,9 +13,9 @@
 """
 
 from vgrad.dp.accounting import Accountant, epsilon, noise_multiplier_for
-from vgrad.dp.bridge import PrivateGradients
 from vgrad.dp.noise import add_gaussian_noise
 from vgrad.dp.plan import Plan
+from vgrad.dp.private_gradients import PrivateGradients
 from vgrad.dp.sampling import PoissonBatchSampler, collate, poisson_sample
 from vgrad.generators import secret_key
 

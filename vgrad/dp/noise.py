@@ -1,7 +1,7 @@
 """Gaussian noise on sums, sized by the sensitivity that comes with the sum.
 
-What the noise protects against, and what it does not. The accountant's guarantee is
-about real numbers and a perfect source of randomness. This file comes close to them:
+The guarantee of the accountant is about real numbers and a perfect source of
+randomness. This file comes close to them:
 
 * Noise is drawn and added in float64. The sum is then rounded to a grid of 2^-17 to
   2^-16 of the noise's standard deviation, and to its dtype last of all. Normal numbers
@@ -10,19 +10,19 @@ about real numbers and a perfect source of randomness. This file comes close to 
   43 significant bits or more, however small it is, so circles are at most 2^-43 / r
   apart. (With steps of 2^-53 alone they would be farther apart than the grid beyond
   seven deviations, which one pair in 10^11 reaches.) Every square of the grid then
-  holds at least 2^59 pairs: what some data set can release, every neighbouring one can,
-  both numbers of a pair together. The edges of a square cut circles and steps on them,
-  and the last bits of logarithm, root and tangent move a number by about 2^-51
-  deviations. The probability is right to about one part in 2^32, in the mean over
-  releases, as long as the sum is within sixteen deviations of zero (in general to
-  2^-36 of the sum in deviations). No number is too large to be drawn. In float32 some
-  values are impossible without a given sample: with a million parameters and a thousand
-  steps one of them shows with a probability of about 2e-4, twenty times a delta of
-  1e-5.
+  holds at least 2^59 pairs: every value that one data set can release is also reachable
+  from each neighbouring one, jointly for both numbers of a pair. The edges of a square
+  cut circles and steps on them, and the last bits of logarithm, root and tangent move a
+  number by about 2^-51 deviations. The probability is right to about one part in 2^32,
+  in the mean over releases, as long as the sum is within sixteen deviations of zero (in
+  general to 2^-36 of the sum in deviations). No number is too large to be drawn. In
+  float32 some values are impossible without a given sample: with a million parameters
+  and a thousand steps one of them shows with a probability of about 2e-4, twenty times
+  a delta of 1e-5.
 * The 2^-32 remain. Over the 10^9 numbers of the example they add about 1e-5 to epsilon
   if they err independently, and 0.2 if all err in one direction. A discrete Gaussian on
   the same grid, sampled with integers alone, would replace this estimate by a proof, at
-  a multiple of the cost. Nor does anything here hide how long a step takes.
+  a multiple of the cost. The time that a step takes is not hidden either.
 * The sum adds float32 gradients that are computed for the batch as a whole. An added
   sample changes how the others are rounded, which the sensitivity does not count. In
   batches of B samples whose gradients all point one way this moved the sum by up to
@@ -39,23 +39,38 @@ about real numbers and a perfect source of randomness. This file comes close to 
   much noise the sum gets. Do not publish them.
 
 One draw, one release. The noise of a step is a function of the key, the step, the
-member, the parameter's name and shape, and of what the plan says; its shards and
-the number of threads that draw it change none of it. A step that is repeated from a
-checkpoint on the same batch is therefore the same release, not a second one. That holds
-as long as threads, processor, device, torch and numpy are the same: if
-they are not, only what follows from one of the two attempts may be released. Two runs
-that go on from copies of one state with other data, another loss or another optimizer
-would add the same noise to different sums, whose difference then shows everything:
-`state.fork()` gives one of them a key of its own.
+member, the parameter's name and shape, and of the plan's numbers; sharding and the
+number of threads do not change it. A step that is repeated from a checkpoint on the
+same batch is therefore the same release, not a second one. That holds as long as
+threads, processor, device, torch and numpy are the same: if they are not, release the
+results of only one of the two attempts. Two runs that continue from copies of one state
+with other data, another loss or another optimizer would add the same noise to different
+sums, whose difference then reveals everything: `state.fork()` gives one of them a new
+key.
 
 The released parameters are meant for people who do not control the machine that trains
 and do not look into its memory.
+
+Two uniform numbers u and v give two normal ones,
+
+    sqrt(-2 log u) cos(2 pi v)   and   sqrt(-2 log u) sin(2 pi v),
+
+with cosine and sine from `t = tan(pi v)`: `2 / (1 + t^2) - 1` and `2 t / (1 + t^2)`,
+which is faster with numpy. A small u is drawn again as a finer fraction. torch's
+functions are faster still, but MKL's start threads in every thread that calls them,
+however few the numbers: two threads took ten times as long.
+
+The numbers of a tensor are blocks of one stream, in row-major order. A rank with a part
+of the tensor draws each block that overlaps its part as a whole: every part has exactly
+the numbers of the whole tensor.
+
+Reference: Box and Muller, Annals of Mathematical Statistics 29 (1958).
 """
 
 import math
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -63,8 +78,6 @@ from torch import Tensor
 
 from vgrad import checks, generators
 from vgrad.batches import Sensitivity
-from vgrad.dp.normals import draw
-from vgrad.dp.parts import Part, Share, shares
 from vgrad.torch_private import modes, shards
 from vgrad.tree import map_values
 from vgrad.typing import Params
@@ -77,6 +90,11 @@ _LEAST = 1e-280
 
 _CUDA_BLOCK = 2**20
 """Numbers that are drawn at once on a CUDA device."""
+
+_SMALL = 2.0**-10
+"""A uniform number below this one is drawn again, and multiplied by it."""
+
+_Index = TypeVar("_Index", int, np.ndarray)
 
 
 def add_gaussian_noise(
@@ -97,22 +115,20 @@ def add_gaussian_noise(
     independent noise. Never use a key and a step for two different sums.
 
     Noise is drawn and added in float64 and rounded to `promote_types(dtype, float32)`:
-    sums of half precision come back as float32. On CPU tensors it costs 10 to 15 ns
-    a number and thread. No argument is changed, and entries that are not finite stay as
-    they are. A noise multiplier of zero adds nothing, and the accountant then answers
-    with an infinite epsilon.
+    sums of half precision come back as float32. On CPU tensors it costs 10 to 15 ns per
+    number and thread. No argument is changed, and non-finite entries stay as they are.
+    A noise multiplier of zero adds nothing; epsilon is then infinite.
 
     A sum may be a DTensor with placements `Shard` and `Replicate`. Each rank adds to
-    its part the noise that the whole tensor would get there, bit for bit, without any
+    its part the noise that the whole tensor would get there, bit for bit, without
     communication: all ranks need the same key, and one type of machine. A rank draws
-    every block of 2^16 numbers (2^20 on CUDA devices) of which it holds any.
+    every block of 2^16 numbers (2^20 on CUDA devices) that overlaps its part.
 
     Raises:
-        TypeError: `sensitivity` is a number, `key` no key, a sum not of real floats, or
-            a DTensor with another placement, such as `Partial`.
-        ValueError: the sensitivity is infinite, the noise multiplier negative or not
-            finite, their product too small for float64, or `step` or `member` is not a
-            whole number of zero or more.
+        TypeError: `sensitivity` is a number, or a sum is a DTensor with another
+            placement, such as `Partial`.
+        ValueError: the sensitivity is infinite, or its product with the noise
+            multiplier too small for float64.
 
     Reference:
         Abadi et al., arXiv 1607.00133; Salmon et al., Parallel random numbers, SC 2011.
@@ -134,34 +150,114 @@ def add_gaussian_noise(
         _check_sum("add_gaussian_noise", name, total)
     if noise_multiplier == 0:
         return map_values(_released, sums, sums)
-    own = generators.fold_in(key, "noise", step, float(noise_multiplier), deviation)
-    normals = _Normals(own, sums, member, deviation)
+    step_key = generators.fold_in(
+        key, "noise", step, float(noise_multiplier), deviation
+    )
+    normals = _Normals(step_key, sums, member, deviation)
     # Adding and subtracting this number rounds a float64 to the grid.
     rounding = 1.5 * 2.0 ** (52 + math.floor(math.log2(deviation * _GRID)))
 
-    found, works, count = {}, [], 0
+    released, tasks, count = {}, [], 0
     for name, total in sums.items():
-        local, part = _held(total)
+        local, part = _local_part(total)
         count += local.numel()
         if _is_plain(local):
             dtype = torch.promote_types(total.dtype, torch.float32)
             noisy = torch.empty(local.shape, dtype=dtype, device="cpu")
-            plain = local.detach().to(dtype).reshape(-1)
-            use = _Sum(plain.numpy(), noisy.view(-1).numpy(), rounding).add
-            works += normals.works(name, part, use)
+            plain = local.detach().to(dtype).reshape(-1).numpy()
+            use = partial(_add_block, plain, noisy.view(-1).numpy(), rounding)
+            tasks += normals.tasks(name, part, use)
         else:
             noise = normals.of(name, local, part)
             noise.add_(local.to(noise.device)).add_(rounding).sub_(rounding)
             noisy = _released(noise, local)
         if shards.is_distributed(total):
             noisy = shards.like(total, noisy)
-        found[name] = noisy
-    generators.on_threads(works, count)
-    return found
+        released[name] = noisy
+    generators.on_threads(tasks, count)
+    return released
+
+
+class Part(NamedTuple):
+    """A hyperrectangle of a tensor of some shape, its entries in row-major order."""
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class BlockPart(NamedTuple):
+    """The overlap of a part and a block: `part[entries] = block[places]`.
+
+    `number` is the block's, `count` its size, and `places` are a slice or ascending
+    indices.
+    """
+
+    number: int
+    count: int
+    places: slice | np.ndarray
+    entries: slice
+
+
+def block_parts(part: Part, size: int) -> Iterator[BlockPart]:
+    """Yield the overlaps of a part with the blocks of `size` numbers of its tensor."""
+    total, count = math.prod(part.shape), math.prod(part.sizes)
+    if count == 0:
+        return
+    if count == total:
+        for number, start in enumerate(range(0, total, size)):
+            stop = min(start + size, total)
+            yield BlockPart(
+                number, stop - start, slice(0, stop - start), slice(start, stop)
+            )
+        return
+    low = 0
+    first, last = (_places(part, entry) // size for entry in (0, count - 1))
+    for number in range(first, last + 1):
+        start, stop = number * size, min((number + 1) * size, total)
+        high = _before(part, stop)
+        if low < high:
+            begin, end = _places(part, low), _places(part, high - 1) + 1
+            places: slice | np.ndarray = slice(begin - start, end - start)
+            if end - begin > high - low:
+                places = _places(part, np.arange(low, high)) - start
+            yield BlockPart(number, stop - start, places, slice(low, high))
+        low = high
+
+
+def _places(part: Part, entries: _Index) -> _Index:
+    """Return the places of entries of a part in the tensor."""
+    places, stride = 0 * entries, 1
+    for length, offset, size in reversed(list(zip(*part, strict=True))):
+        places = places + (entries % size + offset) * stride
+        entries = entries // size
+        stride *= length
+    return places
+
+
+def _before(part: Part, place: int) -> int:
+    """Count the entries of a part before a place in the tensor."""
+    count, stride, rest = 0, math.prod(part.shape), math.prod(part.sizes)
+    for length, offset, size in zip(*part, strict=True):
+        stride, rest = stride // length, rest // size
+        index, place = divmod(place, stride)
+        count += min(max(index - offset, 0), size) * rest
+        if not offset <= index < offset + size:
+            return count
+    return count
+
+
+def _local_part(total: Tensor) -> tuple[Tensor, Part]:
+    """Return this process's tensor of a sum, and its part of the whole."""
+    shape = tuple(total.shape)
+    if not shards.is_distributed(total):
+        return total, Part(shape, (0,) * len(shape), shape)
+    local = shards.local(total)
+    return local, Part(shape, shards.offsets(total), tuple(local.shape))
 
 
 class _Normals:
-    """Normal numbers, float64, of a step's own key."""
+    """Normal numbers, float64, from a key of one step."""
 
     def __init__(
         self, key: Tensor, sums: Params, member: int, deviation: float
@@ -171,6 +267,31 @@ class _Normals:
         self._deviation = deviation
         self._sums = sums
 
+    def of(self, name: str, like: Tensor, part: Part) -> Tensor:
+        """Draw the numbers of a part, in its shape, on its CUDA device or the CPU."""
+        if like.device.type == "cuda":
+            return self._on_cuda(self._starts[name], like, part)
+        noise = np.empty(like.numel())
+
+        def keep(block: BlockPart, normals: np.ndarray) -> None:
+            noise[block.entries] = normals[block.places]
+
+        generators.on_threads(self.tasks(name, part, keep), noise.size)
+        return torch.from_numpy(noise).view(like.shape)
+
+    def tasks(
+        self, name: str, part: Part, use: Callable[[BlockPart, np.ndarray], None]
+    ) -> Iterator[Callable[[], None]]:
+        """Yield tasks, each of which draws a block on the CPU and uses it."""
+        stream = generators.stream(self._key, self._member, name, *part.shape)
+
+        def run(block: BlockPart) -> None:
+            with np.errstate(all="ignore"):  # overflow is infinite, as in torch
+                use(block, draw(stream, block.number, block.count, self._deviation))
+
+        for block in block_parts(part, generators.BLOCK):
+            yield partial(run, block)
+
     @cached_property
     def _seed(self) -> int:
         layout = [f"{name} {tuple(total.shape)}" for name, total in self._sums.items()]
@@ -178,83 +299,76 @@ class _Normals:
 
     @cached_property
     def _starts(self) -> dict[str, int]:
-        """Say at which of its blocks each sum starts on a CUDA device."""
+        """The number of the first block of each sum, on a CUDA device."""
         sizes = [math.ceil(x.numel() / _CUDA_BLOCK) for x in self._sums.values()]
         starts = np.cumsum([self._member * sum(sizes), *sizes]).tolist()
         return dict(zip(self._sums, starts, strict=False))
 
-    def of(self, name: str, like: Tensor, part: Part) -> Tensor:
-        """Draw those of a part, in its shape, on its CUDA device or the CPU."""
-        if like.device.type == "cuda":
-            return self._on_cuda(self._starts[name], like, part)
-        found = np.empty(like.numel())
-
-        def keep(share: Share, normals: np.ndarray) -> None:
-            found[share.own] = normals[share.places]
-
-        generators.on_threads(self.works(name, part, keep), found.size)
-        return torch.from_numpy(found).view(like.shape)
-
-    def works(
-        self, name: str, part: Part, use: Callable[[Share, np.ndarray], None]
-    ) -> Iterator[Callable[[], None]]:
-        """Yield the pieces of work that use what a part has that is not on CUDA."""
-        stream = generators.stream(self._key, self._member, name, *part.shape)
-        for share in shares(part, generators.BLOCK):
-            yield partial(self._work, stream, share, use)
-
-    def _work(
-        self, stream: int, share: Share, use: Callable[[Share, np.ndarray], None]
-    ) -> None:
-        with np.errstate(all="ignore"):  # as torch does: what overflows is infinite
-            use(share, draw(stream, share.number, share.count, self._deviation))
-
     def _on_cuda(self, start: int, like: Tensor, part: Part) -> Tensor:
-        """Draw blocks at places of one stream that are farther apart than they reach.
+        """Draw blocks at offsets of one stream that are farther apart than they reach.
 
-        A generator has one seed for a step: seeds of 64 bits for every block of every
-        step would collide.
+        A generator has one seed per step: 64-bit seeds for every block of every step
+        would collide.
         """
         source = torch.Generator(like.device).manual_seed(self._seed)
-        found = torch.empty(like.numel(), dtype=torch.float64, device=like.device)
-        for share in shares(part, _CUDA_BLOCK):
+        noise = torch.empty(like.numel(), dtype=torch.float64, device=like.device)
+        for block in block_parts(part, _CUDA_BLOCK):
             # A thread takes at most four words for each number that it draws.
-            source.set_offset(4 * _CUDA_BLOCK * (start + share.number))
-            normals = found.new_empty(share.count).normal_(generator=source)
-            places = share.places
+            source.set_offset(4 * _CUDA_BLOCK * (start + block.number))
+            normals = noise.new_empty(block.count).normal_(generator=source)
+            places = block.places
             if not isinstance(places, slice):
                 places = torch.from_numpy(places).to(like.device)
-            found[share.own] = normals[places]
-        return found.mul_(self._deviation).view(like.shape)
+            noise[block.entries] = normals[places]
+        return noise.mul_(self._deviation).view(like.shape)
 
 
-class _Sum(NamedTuple):
-    """A tensor on the CPU, and what it is released as, as rows of numbers."""
+def draw(stream: int, number: int, count: int, deviation: float) -> np.ndarray:
+    """Draw a block of a stream, `[count]`: first the cosines, then the sines."""
+    source = generators.block(stream, number)
+    radius, normals = np.empty((count + 1) // 2), np.empty((2, (count + 1) // 2))
+    cosine, sine = normals
+    source.random(out=radius)
+    source.random(out=sine)
+    below = _SMALL
+    small = (radius < below).nonzero()[0]
+    while len(small):
+        radius[small] = below * source.random(len(small))
+        below *= _SMALL
+        small = small[radius[small] < below]
+    # All in place: a block stays in a cache.
+    np.log(radius, out=radius)
+    radius *= -2
+    np.sqrt(radius, out=radius)
+    radius *= deviation
+    sine *= math.pi
+    tangent = np.tan(sine, out=sine)
+    np.multiply(tangent, tangent, out=cosine)
+    cosine += 1
+    np.divide(radius, cosine, out=cosine)
+    cosine *= 2
+    sine *= cosine
+    cosine -= radius
+    return normals.reshape(-1)[:count]
 
-    plain: np.ndarray
-    noisy: np.ndarray
-    rounding: float
 
-    def add(self, share: Share, normals: np.ndarray) -> None:
-        """Release a share of the sum with its noise."""
-        noise = normals[share.places]
-        noise += self.plain[share.own]
-        noise += self.rounding
-        noise -= self.rounding
-        self.noisy[share.own] = noise
-
-
-def _held(total: Tensor) -> tuple[Tensor, Part]:
-    """Return what this process holds of a sum, and which part of it that is."""
-    shape = tuple(total.shape)
-    if not shards.is_distributed(total):
-        return total, Part(shape, (0,) * len(shape), shape)
-    local = shards.local(total)
-    return local, Part(shape, shards.offsets(total), tuple(local.shape))
+def _add_block(
+    plain: np.ndarray,
+    noisy: np.ndarray,
+    rounding: float,
+    block: BlockPart,
+    normals: np.ndarray,
+) -> None:
+    """Add the noise of a block to a sum, rounded to the grid."""
+    noise = normals[block.places]
+    noise += plain[block.entries]
+    noise += rounding
+    noise -= rounding
+    noisy[block.entries] = noise
 
 
 def _is_plain(total: Tensor) -> bool:
-    """Tell whether a tensor is numbers on the CPU, and no graph leads through it."""
+    """Return whether a tensor is on the CPU, outside of graphs and transforms."""
     follows = total.requires_grad and torch.is_grad_enabled()
     return total.is_cpu and not follows and not modes.inside_transform()
 
@@ -266,7 +380,7 @@ def _released(value: Tensor, total: Tensor) -> Tensor:
 
 
 def check_sensitivity(function: str, sensitivity: Any) -> None:
-    """Refuse what is no `Sensitivity`, and an infinite one."""
+    """Refuse numbers, and an infinite sensitivity."""
     if not isinstance(sensitivity, Sensitivity):
         kind = type(sensitivity).__name__
         raise TypeError(
@@ -284,7 +398,7 @@ def check_sensitivity(function: str, sensitivity: Any) -> None:
 def _deviation(
     function: str, noise_multiplier: float, sensitivity: Sensitivity
 ) -> float:
-    """Return the standard deviation of the noise, which has a grid or is zero."""
+    """Return the standard deviation of the noise, zero or large enough for a grid."""
     check_sensitivity(function, sensitivity)
     checks.non_negative(function, noise_multiplier=noise_multiplier)
     checks.finite(function, noise_multiplier=noise_multiplier)
@@ -304,9 +418,9 @@ def _check_sum(function: str, name: str, total: Tensor) -> None:
             f"{function}(sums[{name!r}]): expected a tensor of real floating-point "
             f"numbers, got {total.dtype}. Noise is for sums of gradients."
         )
-    if shards.is_distributed(total) and shards.unsupported_placements(total):
+    if shards.is_distributed(total) and (got := shards.unsupported_placements(total)):
         raise TypeError(
             f"{function}(sums[{name!r}]): expected a DTensor of Shard and Replicate "
-            f"alone, got {shards.unsupported_placements(total)}. Noise comes after the "
-            f"reduction: redistribute the sum first."
+            f"alone, got {got}. Noise comes after the reduction: redistribute the sum "
+            f"first."
         )

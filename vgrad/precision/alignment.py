@@ -1,13 +1,14 @@
-"""Which matrix products of a model have sizes that slow tensor cores down.
+"""A report of the matrix products of a model whose sizes slow tensor cores down.
 
 Tensor cores multiply small blocks: sizes should be multiples of 8 for 16-bit floats and
-of 16 for 8-bit types. Every product is seen as a GEMM, `[M, K] @ [K, N]`.
+of 16 for 8-bit types. Every product is described as a GEMM, `[M, K] @ [K, N]`.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -18,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 from vgrad import checks
 from vgrad.functional.model import BufferlessModel
 from vgrad.generators import RNG_LOCK
-from vgrad.precision.gemms import GEMMS, Gemm
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import memory
 from vgrad.tree import tree_leaves
@@ -34,9 +34,9 @@ class Row(NamedTuple):
         m, n, k: the sizes; K is summed over.
         count: calls, times the matrices of a batch, the groups or the time steps.
         flops: floating-point operations of all of them, `2 * m * n * k * count`.
-        share: these among those of all rows.
-        pad: what to pad to, by the misaligned of `"M"`, `"N"` and `"K"`.
-        advice: the same in words, by parameter where there is one.
+        share: `flops` over the sum of all rows.
+        pad: the size to pad to, by the misaligned of `"M"`, `"N"` and `"K"`.
+        advice: the same in words, per parameter if there is one.
     """
 
     names: tuple[str, ...]
@@ -56,10 +56,10 @@ _HEAD = ["parameter", "op", "M", "N", "K", "count", "flops", "share", "pad to"]
 
 @dataclass(frozen=True)
 class AlignmentReport:
-    """What `alignment_report` finds; `str` makes a table of it.
+    """The result of `alignment_report`; `str` makes a table of it.
 
     Attributes:
-        multiple: what sizes should be multiples of.
+        multiple: sizes should be multiples of it.
         rows: the products, in the order of the forward pass.
     """
 
@@ -68,11 +68,10 @@ class AlignmentReport:
 
     @property
     def misaligned(self) -> float:
-        """The share of the work that is in products with a misaligned size."""
+        """The share of the flops in products with a misaligned size."""
         return sum(row.share for row in self.rows if row.pad)
 
     def __str__(self) -> str:
-        """Return an aligned table in plain text, and advice."""
         lines = [_HEAD]
         for row in self.rows:
             pad = ", ".join(f"{side}={to}" for side, to in row.pad.items())
@@ -84,10 +83,12 @@ class AlignmentReport:
         rows = ("  ".join(map(cell, line, "<<>>>>>><", widths)) for line in lines)
         table = [row.rstrip() for row in rows]
         total = sum(row.flops for row in self.rows)
-        told = f"{self.misaligned:.1%} of {total:,} floating-point operations are in "
-        told += f"products with a size that is no multiple of {self.multiple}"
+        summary = (
+            f"{self.misaligned:.1%} of {total:,} floating-point operations are in "
+        )
+        summary += f"products with a size that is no multiple of {self.multiple}"
         advice = dict.fromkeys(text for row in self.rows for text in row.advice)
-        return "\n".join([told, "", *table, "", *(advice or ["nothing to pad"])])
+        return "\n".join([summary, "", *table, "", *(advice or ["nothing to pad"])])
 
 
 def alignment_report(
@@ -105,23 +106,22 @@ def alignment_report(
     loss. It runs once without autograd; random generators are restored. On the device
     `meta` that costs nothing.
 
-    A layer has M = batch times positions, N = outputs and K = inputs; a convolution has
-    those of a group, with K (N, if it is transposed) times the size of the kernel.
-    Attention has two products a head. A recurrent net multiplies its inputs for all
+    A layer has M = batch times positions, N = outputs and K = inputs. A convolution has
+    one product per group, with K (N, if it is transposed) times the size of the kernel.
+    Attention has two products per head. A recurrent net multiplies its inputs for all
     steps at once and its states step by step.
 
     N and K should be multiples of `multiple`: 8 for 16-bit floats, 16 for 8-bit types.
-    So should M unless it is the batch dimension, as in attention; where a parameter is
-    the left operand, M and K are its sizes and N is the batch dimension.
+    So should M unless it is the batch dimension (it is not in attention). If a
+    parameter is the left operand, M and K are its sizes and N is the batch dimension.
 
-    Leaves out compiled or scripted code, backward passes and an `einsum` of more than
-    two operands.
+    Compiled or scripted code, backward passes and an `einsum` of more than two operands
+    are left out.
 
     Raises:
-        TypeError: `fmodel` is a module or takes no buffers; `params` or `buffers` is no
-            dictionary.
-        ValueError: `multiple` is no whole number above zero; a product is inside a
-            transform of `torch.func`, where sizes may be those of one sample.
+        TypeError: `fmodel` is a module or takes no buffers.
+        ValueError: a product is inside a transform of `torch.func`, where sizes may be
+            the sizes of one sample.
 
     Reference: PyTorch, Performance Tuning Guide, "set sizes to multiples of 8".
 
@@ -145,13 +145,13 @@ def alignment_report(
     [multiple] = checks.whole("alignment_report", least=1, multiple=multiple)
     leaves = tree_leaves((params, buffers, args, kwargs))
     cuda = {x.device.index for x in leaves if isinstance(x, Tensor) and x.is_cuda}
-    watch = _Watch({**params, **buffers}, multiple)
-    with RNG_LOCK, torch.random.fork_rng(devices=cuda), torch.no_grad(), watch:
+    recorder = _Recorder({**params, **buffers}, multiple)
+    with RNG_LOCK, torch.random.fork_rng(devices=cuda), torch.no_grad(), recorder:
         fmodel(params, buffers, *args, **kwargs)
-    return AlignmentReport(multiple, tuple(watch.rows()))
+    return AlignmentReport(multiple, tuple(recorder.rows()))
 
 
-class _Known(NamedTuple):
+class _Operand(NamedTuple):
     """A parameter's name and shape, and the parameter itself or a cast of it."""
 
     name: str
@@ -159,23 +159,21 @@ class _Known(NamedTuple):
     tensor: Tensor
 
 
-class _Watch(TorchFunctionMode):
+class _Recorder(TorchFunctionMode):
     """Records every product, and which tensors are views or casts of a parameter."""
 
     def __init__(self, tensors: Mapping[str, Tensor], multiple: int) -> None:
-        """Note where the parameters lie."""
         super().__init__()
         self._multiple = multiple
         self._counts: Counter[tuple] = Counter()
-        self._known: dict[int, list[_Known]] = {}  # by storage
+        self._operands: dict[int, list[_Operand]] = {}  # by storage
         for name, tensor in tensors.items():
-            known = _Known(name, tensor.shape, tensor)
-            self._known.setdefault(_storage(tensor), []).append(known)
+            operand = _Operand(name, tensor.shape, tensor)
+            self._operands.setdefault(_storage(tensor), []).append(operand)
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Run a call, and note the products in it."""
         kwargs = kwargs or {}
         op = modes.op_name(func).removesuffix("_")
         if _is_wrapped(func) or (op not in GEMMS and modes.is_python(func)):
@@ -187,40 +185,40 @@ class _Watch(TorchFunctionMode):
                 raise ValueError(
                     f"alignment_report(fmodel): expected a forward pass outside of the "
                     f"transforms of torch.func, got {op} inside, where sizes may be "
-                    f"those of one sample. Report on the model itself, with a batch."
+                    f"per sample. Report on the model itself, with a batch."
                 )
             for gemm in GEMMS[op](output, args, kwargs):
                 self._note(op, gemm)
         elif op in _COPIES and args and isinstance(output, Tensor):
             # Copies live until the end, so that no other tensor gets their memory.
-            copies = [each._replace(tensor=output) for each in self._among(args[0])]
+            copies = [x._replace(tensor=output) for x in self._operands_of(args[0])]
             if copies:
-                self._known.setdefault(_storage(output), copies)
+                self._operands.setdefault(_storage(output), copies)
         return output
 
     def rows(self) -> Iterator[Row]:
-        """Yield what was found."""
+        """Yield the distinct products."""
         flops = {key: 2 * math.prod(key[2:5]) * n for key, n in self._counts.items()}
         total = sum(flops.values()) or 1
         for key, count in self._counts.items():
             names, op, m, n, k, pad, advice = key
-            own = flops[key]
-            yield Row(names, op, m, n, k, count, own, own / total, dict(pad), advice)
+            share = flops[key] / total
+            yield Row(names, op, m, n, k, count, flops[key], share, dict(pad), advice)
 
-    def _among(self, tensor: Tensor | None) -> list[_Known]:
-        """Return the parameters of which a tensor is a view or a cast."""
+    def _operands_of(self, tensor: Tensor | None) -> list[_Operand]:
+        """Return the parameters that a tensor is a view or a cast of."""
         if tensor is None or not (storage := _storage(tensor)):
             return []
         at = tensor.storage_offset()
         return [
-            each
-            for each in self._known.get(storage, [])
-            if 0 <= at - each.tensor.storage_offset() < each.tensor.numel()
+            operand
+            for operand in self._operands.get(storage, [])
+            if 0 <= at - operand.tensor.storage_offset() < operand.tensor.numel()
         ]
 
-    def _note(self, op: str, gemm: Gemm) -> None:
+    def _note(self, op: str, gemm: "Gemm") -> None:
         """Count a product."""
-        left, right = self._among(gemm.left), self._among(gemm.right)
+        left, right = self._operands_of(gemm.left), self._operands_of(gemm.right)
         batch = gemm.batch
         if left or right:  # the batch is on the other side
             batch = "M" if not left else "N" if not right else ""
@@ -229,17 +227,17 @@ class _Watch(TorchFunctionMode):
         for side, size in zip("MNK", gemm[:3], strict=True):
             if side == batch or size % self._multiple == 0:
                 continue
-            number, word = gemm.parts.get(side, (size, ""))
+            number, word = gemm.units.get(side, (size, ""))
             unit = size // number
             step = self._multiple // math.gcd(self._multiple, unit)
-            to = math.ceil(number / step) * step
-            pad[side] = unit * to
+            padded = math.ceil(number / step) * step
+            pad[side] = unit * padded
             advice += [
-                f"pad {each.name} from {number} to {to} {what}"
-                for each in left + right
-                for what in ([word] if word else _sides(each.shape, size))
-            ] or [f"pad {side} of {op} from {size} to {unit * to}"]
-        names = tuple(dict.fromkeys(each.name for each in left + right))
+                f"pad {operand.name} from {number} to {padded} {units}"
+                for operand in left + right
+                for units in ([word] if word else _sides(operand.shape, size))
+            ] or [f"pad {side} of {op} from {size} to {pad[side]}"]
+        names = tuple(dict.fromkeys(operand.name for operand in left + right))
         key = (names, op, *gemm[:3], tuple(pad.items()), tuple(advice))
         self._counts[key] += gemm.count
 
@@ -249,7 +247,7 @@ _COPIES |= {"clone", "contiguous"}
 
 
 def _is_wrapped(func: Callable) -> bool:
-    """Tell whether a function comes from `wrap_torch_function`, under any name."""
+    """Return whether a function comes from `wrap_torch_function`, under any name."""
     return isinstance(func, FunctionType) and func.__globals__ is vars(overrides)
 
 
@@ -265,3 +263,197 @@ def _sides(shape: torch.Size, size: int) -> Iterator[str]:
     if len(shape) == 2:
         names = zip(("rows", "columns"), shape, strict=True)
         yield from (name for name, length in names if length == size)
+
+
+Describe = Callable[[Any, tuple, Mapping[str, Any]], Iterator["Gemm"]]
+"""From a call's output, arguments and keyword arguments to the products in it."""
+
+
+class Gemm(NamedTuple):
+    """Products `[M, K] @ [K, N]` of the same sizes.
+
+    Attributes:
+        m, n, k: the sizes.
+        count: how many there are.
+        left, right: the operands that may be parameters.
+        batch: the size that is a batch dimension if neither is one, or `""`.
+        units: for N and K, the number and the name of the units in them (such as
+            channels), if the right operand is no matrix.
+    """
+
+    m: int
+    n: int
+    k: int
+    count: int
+    left: Tensor | None
+    right: Tensor | None
+    batch: str = "M"
+    units: Mapping[str, tuple[int, str]] = {}
+
+
+def _contracted(
+    left: Tensor, rows: str, right: Tensor, columns: str, kept: str
+) -> Iterator[Gemm]:
+    """Describe a sum over axes that two tensors share, if it multiplies a matrix."""
+    a, b = _axes(rows, left), _axes(columns, right)
+    output = {axis for axis in a | b if axis in kept or (axis < "." and "..." in kept)}
+    common = a.keys() & b.keys()
+    m = [a[axis] for axis in output - b.keys()]
+    n = [b[axis] for axis in output - a.keys()]
+    k = [min(a[axis], b[axis]) for axis in common - output]
+    if k and (m or n):
+        count = math.prod(max(a[axis], b[axis]) for axis in common & output)
+        batch = "" if common & output else "N" if len(n) > len(m) else "M"
+        sizes = math.prod(m), math.prod(n), math.prod(k)
+        yield Gemm(*sizes, count, left, right, batch)
+
+
+def _axes(letters: str, tensor: Tensor) -> dict[str, int]:
+    """Return sizes by letter; the axes of an ellipsis are numbered from the end."""
+    front, dots, back = letters.partition("...")
+    hidden = range(tensor.dim() - len(front + back), 0, -1) if dots else ()
+    names = [*front, *(f"-{place}" for place in hidden), *back]
+    return dict(zip(names, tensor.shape, strict=True))
+
+
+def _pair(output: Tensor, *tensors: Tensor) -> Iterator[Gemm]:
+    """Describe an op that multiplies the last two of its tensors."""
+    *_, left, right = tensors
+    rows = "...mk" if left.dim() > 1 else "k"
+    columns = "...kn" if right.dim() > 1 else "k"
+    return _contracted(left, rows, right, columns, "...mn")
+
+
+def _einsum(output: Tensor, equation: str, *operands: Any) -> Iterator[Gemm]:
+    inputs, arrow, kept = equation.replace(" ", "").partition("->")
+    if not arrow:
+        kept = "..." + "".join(axis for axis in inputs if inputs.count(axis) == 1)
+    if inputs.count(",") == 1:
+        left, right = operands if isinstance(operands[0], Tensor) else operands[0]
+        rows, columns = inputs.split(",")
+        yield from _contracted(left, rows, right, columns, kept)
+
+
+def _tensordot(output: Tensor, a: Tensor, b: Tensor, dims: Any) -> Iterator[Gemm]:
+    if isinstance(dims, Tensor):
+        dims = dims.item() if dims.numel() == 1 else dims.tolist()
+    pairs = (range(-dims, 0), range(dims)) if isinstance(dims, int) else dims
+    rows = [chr(ord("a") + place) for place in range(a.dim())]
+    columns = [chr(ord("A") + place) for place in range(b.dim())]
+    for place, other in zip(*pairs, strict=True):
+        columns[other] = rows[place]
+    kept = "".join({*rows} ^ {*columns})
+    return _contracted(a, "".join(rows), b, "".join(columns), kept)
+
+
+def _linear(output: Tensor, input: Tensor, weight: Tensor, _: Any) -> Iterator[Gemm]:
+    *n, k = weight.shape
+    yield Gemm(input.shape[:-1].numel(), math.prod(n), k, 1, None, weight)
+
+
+def _bilinear(
+    output: Tensor, input1: Tensor, input2: Tensor, weight: Tensor, _: Any
+) -> Iterator[Gemm]:
+    n, i, j = weight.shape
+    units = {"N": (n, "outputs"), "K": (j, "features of the second input")}
+    yield Gemm(output.numel() // n, n, i * j, 1, None, weight, units=units)
+
+
+def _conv(
+    transposed: bool, output: Tensor, input: Tensor, weight: Tensor, *options: Any
+) -> Iterator[Gemm]:
+    groups = options[-2 if transposed else -1] or 1
+    channels, k, *kernel = weight.shape
+    n, area = channels // groups, math.prod(kernel)
+    if transposed:
+        n, k = k, n
+    per_group = f" in each of {groups} groups" if groups > 1 else ""
+    units = {
+        "N": (n, f"output channels{per_group}"),
+        "K": (k, f"input channels{per_group}"),
+    }
+    if transposed:
+        m, n = input.numel() // channels, n * area
+    else:
+        m, k = output.numel() // channels, k * area
+    yield Gemm(m, n, k, groups, None, weight, units=units)
+
+
+def _attention(
+    output: Tensor, query: Tensor, key: Tensor, value: Tensor
+) -> Iterator[Gemm]:
+    heads = output.shape[:-2].numel()
+    (m, e), (s, v) = query.shape[-2:], value.shape[-2:]
+    yield Gemm(m, s, e, heads, None, None, "")
+    yield Gemm(m, v, s, heads, None, None, "")
+
+
+def _recurrent(
+    gates: int, output: Any, input: Tensor, hx: Any, *rest: Any
+) -> Iterator[Gemm]:
+    """Describe a padded batch, or a packed one, whose batch sizes come before hx."""
+    if isinstance(rest[1], bool):
+        weights, batch_first = rest[0], rest[-1]
+        n, t = input.shape[:2] if batch_first else input.shape[1::-1]
+        return _steps(gates, [n] * t, weights)
+    return _steps(gates, hx.tolist(), rest[1])
+
+
+def _cell(
+    gates: int, output: Any, input: Tensor, hx: Any, *weights: Tensor | None
+) -> Iterator[Gemm]:
+    return _steps(gates, [input.shape[:-1].numel()], weights)
+
+
+def _steps(
+    gates: int, sizes: Sequence[int], weights: Sequence[Tensor | None]
+) -> Iterator[Gemm]:
+    """Describe the steps with these batches, layer by layer."""
+    matrices = [x for x in weights if x is not None and x.dim() == 2]
+    of_inputs = False
+    for weight in matrices:
+        n, k = weight.shape
+        gated = n == len(matrices[0])  # not the projection of a state
+        of_inputs = gated and not of_inputs
+        units = {"N": (n // gates, f"rows in each of {gates} gates")}
+        for m, count in ({sum(sizes): 1} if of_inputs else Counter(sizes)).items():
+            options = units if gated and gates > 1 else {}
+            yield Gemm(m, n, k, count, None, weight, units=options)
+
+
+def _op(names: str, describe: Callable[..., Iterator[Gemm]]) -> Describe:
+    """Bind the arguments of an op by the names that torch gives them."""
+
+    def bound(output: Any, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[Gemm]:
+        bound_args = {**dict(zip(names.split(), args, strict=False)), **kwargs}
+        return describe(output, *map(bound_args.get, names.split()))
+
+    return bound
+
+
+_NET = "input hx params has_biases num_layers dropout train bidirectional batch_first"
+_CELL = "input hx w_ih w_hh"
+_CONV = "input weight bias stride padding dilation groups"
+_TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
+_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+
+GEMMS: dict[str, Describe] = {
+    "linear": _op("input weight bias", _linear),
+    "bilinear": _op("input1 input2 weight bias", _bilinear),
+    **dict.fromkeys(("matmul", "linalg_matmul"), _op("input other", _pair)),
+    **dict.fromkeys(("mm", "_int_mm", "bmm"), _op("input mat2", _pair)),
+    "mv": _op("input vec", _pair),
+    "addmm": _op("input mat1 mat2", _pair),
+    "addmv": _op("input mat vec", _pair),
+    "baddbmm": _op("input batch1 batch2", _pair),
+    "einsum": _op("equation left right", _einsum),
+    "tensordot": _op("a b dims", _tensordot),
+    "scaled_dot_product_attention": _op("query key value", _attention),
+    **{f"conv{d}d": _op(_CONV, partial(_conv, False)) for d in (1, 2, 3)},
+    **{
+        f"conv_transpose{d}d": _op(_TRANSPOSED, partial(_conv, True)) for d in (1, 2, 3)
+    },
+    **{name: _op(_NET, partial(_recurrent, g)) for name, g in _GATES.items()},
+    **{f"{name}_cell": _op(_CELL, partial(_cell, g)) for name, g in _GATES.items()},
+}
+"""By the name of the function that a model calls."""

@@ -1,14 +1,19 @@
 """Autocast that works under `vmap`, `grad` and every other transform of `torch.func`.
 
-Torch decides on dtypes below the transforms, where an op may have become another one:
+Torch chooses dtypes below the transforms, where an op may have become another one:
 under `torch.vmap` a convolution on a CPU stays in float32, `nn.Linear` returns float32,
-and a layer norm of that raises. Here a function mode decides above them, for each op as
-the model calls it, from torch's own state and by torch's own lists.
+and a layer norm of its output raises. Here a function mode chooses above them, for each
+op as the model calls it, from torch's own state and by torch's own lists.
+
+Ops are listed by the name of the function that a model calls, such as `linear` for
+`F.linear`; `x @ y` is `__matmul__`. The list contains composite ops too, which have no
+autocast kernel of their own.
 """
 
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from enum import Enum
 from functools import cache, wraps
 from typing import Any
 
@@ -18,15 +23,112 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from vgrad.lowering.vmapped import VMAPPED
-from vgrad.precision.ops import KINDS, Kind
 from vgrad.torch_private import modes
+from vgrad.torch_private.kernels import has_autocast
 from vgrad.torch_private.tensors import version_of
 from vgrad.tree import tree_leaves, tree_map_only
 
 
+class Kind(Enum):
+    """The treatment of an op while autocast is on."""
+
+    LOW = "inputs in the low dtype"
+    PRODUCT = "inputs in the low dtype, unless they are summed up to one number"
+    FLOAT32 = "inputs in float32"
+    WIDEST = "inputs in the widest dtype among them"
+    NORM = "computed in float32, in the dtype of its input afterwards"
+    STEPS = "time steps of linear maps, each in the low dtype"
+    INSIDE = "left to torch, which casts the ops inside"
+    REFUSED = "raises"
+
+
+def _table(**kinds: str) -> dict[str, Kind]:
+    return {name: Kind[kind] for kind, names in kinds.items() for name in names.split()}
+
+
+_PRODUCTS = """
+    linear matmul __matmul__ __rmatmul__ linalg_matmul mm bmm addmm addbmm baddbmm
+    chain_matmul linalg_multi_dot linalg_vecdot prelu scaled_dot_product_attention
+    conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d
+"""
+
+_LOSSES = """
+    cross_entropy_loss nll_loss nll_loss_nd nll_loss2d mse_loss l1_loss smooth_l1_loss
+    huber_loss kl_div poisson_nll_loss cosine_embedding_loss hinge_embedding_loss
+    margin_ranking_loss soft_margin_loss triplet_margin_loss multi_margin_loss
+    multilabel_margin_loss binary_cross_entropy_with_logits cdist
+"""
+
+_COMPOSITE = """
+    cov corrcoef matrix_power linalg_matrix_power linalg_pinv affine_grid_generator
+"""
+
+_CPU = _table(
+    LOW=_PRODUCTS,
+    FLOAT32=_LOSSES
+    + """
+        binary_cross_entropy ctc_loss grid_sampler grid_sampler_2d grid_sampler_3d prod
+        avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d max_pool3d max_unpool2d
+        max_unpool3d fractional_max_pool2d fractional_max_pool3d reflection_pad1d
+        reflection_pad2d replication_pad1d replication_pad2d replication_pad3d quantile
+        nanquantile polar view_as_complex stft trace inverse pinverse cholesky
+        cholesky_inverse cholesky_solve svd qr geqrf orgqr ormqr lu_solve _lu_with_info
+        triangular_solve fake_quantize_per_tensor_affine linalg_cholesky
+        linalg_cholesky_ex linalg_cond linalg_eig linalg_eigh linalg_eigvals
+        linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq
+        linalg_matrix_rank linalg_qr linalg_solve linalg_svd linalg_svdvals
+        linalg_tensorinv linalg_tensorsolve fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2
+        fft_ifftn fft_rfft fft_rfft2 fft_rfftn fft_irfft fft_irfft2 fft_irfftn fft_hfft
+        fft_ihfft
+    """,
+    WIDEST="stack cat index_copy",
+    NORM="layer_norm rms_norm group_norm instance_norm batch_norm",
+    STEPS="""
+        lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    """,
+    PRODUCT="inner tensordot",
+    INSIDE=_COMPOSITE + "einsum bilinear",
+)
+
+_CUDA = _table(
+    LOW=_PRODUCTS
+    + """
+        einsum mv addmv addr convolution lstm gru rnn_tanh rnn_relu lstm_cell gru_cell
+        rnn_tanh_cell rnn_relu_cell
+    """,
+    FLOAT32=_LOSSES
+    + """
+        layer_norm native_layer_norm group_norm rms_norm softmax log_softmax softplus
+        exp expm1 log log10 log1p log2 logsumexp pow __pow__ __rpow__ reciprocal rsqrt
+        __rdiv__ __rtruediv__ square special_softmax special_log_softmax
+        special_logsumexp special_expm1 special_log1p special_erfinv acos arccos asin
+        arcsin cosh erfinv sinh tan sum cumsum cumprod prod norm frobenius_norm
+        nuclear_norm linalg_norm linalg_vector_norm linalg_matrix_norm renorm dist pdist
+        cosine_similarity upsample_nearest1d upsample_nearest2d upsample_nearest3d
+        upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d
+        _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
+        _upsample_bilinear2d_aa _upsample_bicubic2d_aa
+    """,
+    WIDEST="""
+        addcdiv addcmul atan2 arctan2 bilinear cross dot vdot inner tensordot
+        grid_sampler index_put scatter_add
+    """,
+    NORM="batch_norm instance_norm",
+    INSIDE=_COMPOSITE
+    + "sum_to_size trapz trapezoid cumulative_trapezoid pairwise_distance",
+    REFUSED="binary_cross_entropy",
+)
+
+if not has_autocast("rms_norm", "cuda"):  # before torch 2.12
+    del _CUDA["rms_norm"]
+
+KINDS: dict[str, dict[str, Kind]] = {"cpu": _CPU, "cuda": _CUDA}
+"""By device type and name; other ops run in the dtypes of their inputs."""
+
+
 @cache
-def tell_slow() -> None:
-    """Warn of float16 on a CPU, once in the life of a process."""
+def warn_slow() -> None:
+    """Warn of float16 on a CPU, once per process."""
     warnings.warn(
         "autocast: float16 on a CPU is slow, since few of them have arithmetic for it; "
         "the numbers are right. Take bfloat16, as the policy mixed_bfloat16 does.",
@@ -37,14 +139,14 @@ def tell_slow() -> None:
 class autocast(torch.autocast):
     """`torch.autocast` that also holds under the transforms of `torch.func`.
 
-    The arguments, the lists of ops and the results are those of `torch.autocast` for
-    the device; an inner `torch.autocast(device_type, enabled=False)` counts, too. Ops
-    outside of transforms are left to torch. The transforms of vgrad do the same by
-    themselves under a plain `torch.autocast`.
+    It takes the arguments of `torch.autocast`, casts the same ops and gives the same
+    results; an inner `torch.autocast(device_type, enabled=False)` switches it off. Ops
+    outside of transforms are left to torch. vgrad's own transforms need only a plain
+    `torch.autocast`.
 
-    The transforms of vgrad cast weights once per forward pass. In transforms of
-    `torch.func` that a region contains, weights are cast at each use: a cast kept from
-    one transform to the next would be a constant there, with a gradient of zero.
+    vgrad's transforms cast weights once per forward pass. In transforms of `torch.func`
+    weights are cast at each use: a cast that is kept from one transform to the next
+    would be a constant there, with a gradient of zero.
 
     Example:
         >>> x, weight = torch.ones(3, 4, 5), torch.ones(2, 5)
@@ -55,13 +157,12 @@ class autocast(torch.autocast):
     """
 
     def __enter__(self) -> "autocast":
-        """Switch on."""
         options = (self.device, self.fast_dtype, self._enabled, self._cache_enabled)
         if options[:3] == ("cpu", torch.float16, True):
-            tell_slow()
+            warn_slow()
         region = ExitStack()
         region.enter_context(torch.autocast(*options))
-        # A transform of vgrad has set one already, which knows the weights.
+        # A transform of vgrad has pushed one already, with its weights.
         stack = modes.function_modes()
         if not any(isinstance(mode, AutocastMode) for mode in stack):
             region.enter_context(AutocastMode())
@@ -70,12 +171,11 @@ class autocast(torch.autocast):
         return self
 
     def __exit__(self, *error: Any) -> Any:
-        """Switch off."""
         *self._regions, region = self._regions
         return region.__exit__(*error)
 
     def __call__(self, func: Callable) -> Callable:
-        """Decorate a function: each call is a region of its own, in any thread."""
+        """Decorate a function: each call is a region, in any thread."""
         if not callable(func):
             raise TypeError(
                 f"autocast({self.device!r})(func): expected a function to decorate, "
@@ -94,11 +194,11 @@ class autocast(torch.autocast):
 class AutocastMode(TorchFunctionMode):
     """The function mode that casts the arguments of ops while torch's autocast is on.
 
-    It casts `weights` once in its life, at the level where it was made.
+    Each of `weights` is cast once, at the level where the mode was made. The caller
+    keeps them alive.
     """
 
     def __init__(self, weights: Iterable[Tensor] = ()) -> None:
-        """Take the weights, which the caller keeps alive."""
         super().__init__()
         self._weights = {id(weight) for weight in weights}
         self._casts: dict[tuple, Tensor] = {}
@@ -107,7 +207,6 @@ class AutocastMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Run one call."""
         kwargs = kwargs or {}
         if not modes.autocast_is_on():
             return func(*args, **kwargs)
@@ -145,29 +244,29 @@ class AutocastMode(TorchFunctionMode):
         kwargs: dict,
         low: torch.dtype,
     ) -> Any:
-        """Run one op with its inputs in the dtypes that its kind asks for."""
+        """Run one op with its inputs in the dtypes of its kind."""
         match kind:
             case None:
                 return func(*args, **kwargs)
             case Kind.LOW:
-                to = low
+                dtype = low
             case Kind.FLOAT32:
-                to = None if kwargs.get("dtype") is not None else torch.float32
+                dtype = None if kwargs.get("dtype") is not None else torch.float32
             case Kind.WIDEST:
-                dtypes = {each.dtype for each in _eligible(args, kwargs)}
-                to = torch.float32 if torch.float32 in dtypes else None
+                dtypes = {x.dtype for x in _eligible(args, kwargs)}
+                dtype = torch.float32 if torch.float32 in dtypes else None
             case Kind.NORM:
-                to = None if _mixes(func, args, kwargs) else torch.float32
+                dtype = None if _mixes(func, args, kwargs) else torch.float32
             case _:
                 raise RuntimeError(
                     f"{modes.op_name(func)}: expected an op that is safe to autocast. "
                     f"Its gradient overflows in {low}: use the form that takes logits, "
                     f"or torch.autocast(..., enabled=False) around it."
                 )
-        dtypes = [each.dtype for each in _eligible(args, kwargs)]
+        dtypes = [x.dtype for x in _eligible(args, kwargs)]
         statistics = _statistics(func, args, kwargs)
-        if to is not None and any(dtype != to for dtype in dtypes):
-            args, kwargs = self._cast((args, kwargs), to)
+        if dtype is not None and any(old != dtype for old in dtypes):
+            args, kwargs = self._cast((args, kwargs), dtype)
         output = func(*args, **kwargs)
         updated = _statistics(func, args, kwargs)
         for old, new in zip(statistics, updated, strict=True):
@@ -184,7 +283,7 @@ class AutocastMode(TorchFunctionMode):
             here = modes.current_level() == self._level
             if not here or id(leaf) not in self._weights:
                 return leaf.to(dtype)
-            with modes.without_modes():  # modes have no say in it
+            with modes.without_modes():
                 written = version_of(leaf)
             key = (id(leaf), written, dtype, torch.is_grad_enabled())
             if key not in self._casts:
@@ -200,7 +299,7 @@ _WHOLE |= {"embedding", "embedding_bag"}
 
 
 def _kind(device: str, name: str, args: tuple, kwargs: dict) -> Kind | None:
-    """Return what is done to an op, which for some depends on its arguments."""
+    """Return the kind of an op; of some it depends on their arguments."""
     table = KINDS[device]
     if kwargs.get("out") is not None:
         return None  # torch has no kernels of autocast for these
@@ -216,30 +315,30 @@ def _kind(device: str, name: str, args: tuple, kwargs: dict) -> Kind | None:
 
 
 def _clashes(name: str, args: tuple, kwargs: dict) -> bool:
-    """Tell whether a batch norm has low weights beside statistics in float32.
+    """Return whether a batch norm has low weights and float32 statistics.
 
-    Torch refuses that, which policies with low parameters lead to.
+    A policy with low parameters makes such calls, which torch refuses.
     """
     if name != "batch_norm":
         return False
-    return len({each.dtype for each in _eligible(args, kwargs)[1:]}) > 1
+    return len({x.dtype for x in _eligible(args, kwargs)[1:]}) > 1
 
 
 def _mixes(func: Callable, args: tuple, kwargs: dict) -> bool:
-    """Tell whether a batch norm reads a low input beside float32, as in eager mode.
+    """Return whether a batch norm runs on its inputs as they are, as in eager mode.
 
-    The kernel computes in float32 all the same, but keeps no float32 copy of the input
-    for the backward pass. Under `torch.vmap` it wants one dtype. Where there is just
-    one, running statistics stay what the kernel updates in place.
+    A low input with float32 statistics is computed in float32 without a float32 copy of
+    the input for the backward pass. Under `torch.vmap` the kernel needs one dtype. If
+    all inputs have one dtype, the kernel updates running statistics in place.
     """
     if getattr(func, "__name__", "") != "batch_norm":
         return False
-    if len({each.dtype for each in _eligible(args, kwargs)}) == 1:
+    if len({x.dtype for x in _eligible(args, kwargs)}) == 1:
         return True
     if modes.active_transforms() != ("Grad",):
         return False
     others = _eligible(args, kwargs)[1:]  # float64 is none of them
-    return all(each.dtype == torch.float32 for each in others)
+    return all(x.dtype == torch.float32 for x in others)
 
 
 def _statistics(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
@@ -247,13 +346,13 @@ def _statistics(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
     if func not in _FIRST_STATISTICS:
         return []
     by_default = func is F.instance_norm
-    own = kwargs.get("training", kwargs.get("use_input_stats", by_default))
-    if not (args[5] if len(args) > 5 else own):
+    training = kwargs.get("training", kwargs.get("use_input_stats", by_default))
+    if not (args[5] if len(args) > 5 else training):
         return []
     first = _FIRST_STATISTICS[func]
-    found = [kwargs.get("running_mean"), kwargs.get("running_var")]
-    found += args[first : first + 2]
-    return [each for each in found if isinstance(each, Tensor)]
+    statistics = [kwargs.get("running_mean"), kwargs.get("running_var")]
+    statistics += args[first : first + 2]
+    return [x for x in statistics if isinstance(x, Tensor)]
 
 
 _FIRST_STATISTICS = {F.batch_norm: 1, F.instance_norm: 1}
@@ -262,24 +361,23 @@ _FIRST_STATISTICS |= {torch.batch_norm: 3, torch.instance_norm: 3}
 
 
 def _one_number(name: str, args: tuple, kwargs: dict) -> bool:
-    """Tell whether `inner` or `tensordot` sums a product up to one number."""
+    """Return whether `inner` or `tensordot` sums a product up to one number."""
     one, other, *_ = _tensors(args, kwargs)
     if name == "inner" and not (one.ndim and other.ndim):
-        return True  # no more than a product of numbers either
+        return True
     dims = kwargs.get("dims", ((-1,), (-1,)))
     dims = dims.tolist() if isinstance(dims, Tensor) else dims
     if isinstance(dims, int):
         dims = range(-dims, 0), range(dims)
-    left = 1
+    numel = 1
     for tensor, axes in zip((one, other), dims, strict=True):
         for axis, size in enumerate(tensor.shape):
-            left *= 1 if axis in axes or axis - tensor.ndim in axes else size
-    return left == 1
+            numel *= 1 if axis in axes or axis - tensor.ndim in axes else size
+    return numel == 1
 
 
 def _device(args: tuple, kwargs: dict) -> str | None:
-    """Return the type of device of the first tensor."""
-    return next((each.device.type for each in _tensors(args, kwargs)), None)
+    return next((x.device.type for x in _tensors(args, kwargs)), None)
 
 
 def _tensors(args: tuple, kwargs: dict) -> list[Tensor]:
@@ -288,7 +386,7 @@ def _tensors(args: tuple, kwargs: dict) -> list[Tensor]:
 
 
 def _eligible(args: tuple, kwargs: dict) -> list[Tensor]:
-    return [each for each in _tensors(args, kwargs) if _may_cast(each)]
+    return [x for x in _tensors(args, kwargs) if _may_cast(x)]
 
 
 def _may_cast(leaf: Tensor) -> bool:

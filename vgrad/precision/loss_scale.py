@@ -1,9 +1,9 @@
-"""Loss scales: keep gradients of low precision within the range of their dtype.
+"""Loss scales keep gradients of low precision within the range of their dtype.
 
 A loss is multiplied by a scale before its backward pass and gradients are divided by it
-afterwards, so that small ones do not become zero on the way. Everything is a tensor
-operation that reads no value: it runs under `torch.vmap`, with one scale for each
-member of an ensemble, and makes no device wait.
+afterwards, so that small gradients do not underflow. A step whose gradients overflow is
+skipped by `select_tree`. Everything is a tensor operation that reads no value: it runs
+under `torch.vmap`, with one scale per member of an ensemble, and never syncs a device.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,17 +14,24 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.precision.skipping import check_predicate, is_floating
-from vgrad.tree import GetAttrKey, register_pytree_node, tree_map, widened
+from vgrad.tree import (
+    GetAttrKey,
+    register_pytree_node,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+    widened,
+)
 from vgrad.typing import Tree
 
 
 class LossScale(Protocol):
-    """What a step needs of a loss scale; all three kinds below have it."""
+    """The interface of loss scales that steps use; the three classes below have it."""
 
     @property
     def loss_scale(self) -> Tensor | float:
-        """The number that a loss is multiplied by."""
+        """The factor of the loss."""
         ...
 
     def scale(self, tree: Tree) -> Tree:
@@ -63,12 +70,12 @@ class NoOpLossScale:
         return tree
 
     def adjust(self, finite: Tensor) -> "NoOpLossScale":
-        """Return the same."""
+        """Return the same scale."""
         return self
 
 
 class _Scaling:
-    """How a scale that is a tensor is applied, float32 or wider."""
+    """Scaling by a tensor, in float32 or wider."""
 
     loss_scale: Any
 
@@ -84,7 +91,7 @@ class _Scaling:
         scale = _single(self.loss_scale)
 
         def apply(leaf: Any) -> Any:
-            if not is_floating(leaf):
+            if not _is_floating(leaf):
                 return leaf
             return operation(widened(leaf), scale.to(leaf.device))
 
@@ -93,15 +100,14 @@ class _Scaling:
 
 @dataclass(frozen=True, eq=False)
 class StaticLossScale(_Scaling):
-    """A scale that stays.
+    """A constant scale.
 
-    `loss_scale` is kept as a float32 tensor. `scale` and `unscale` work in
-    `promote_types(dtype, float32)`, which is the dtype of what they return, and touch
-    floating tensors only.
+    `loss_scale` is kept as a float32 tensor. `scale` and `unscale` compute in and
+    return `promote_types(dtype, float32)`, and change floating tensors only.
 
     Raises:
-        ValueError: not a number above zero within float32; a tensor passes unseen. Or a
-            scale for each member of an ensemble, used outside of `torch.vmap`.
+        ValueError: not a positive number within float32; tensors are not checked. Or a
+            scale per member of an ensemble, used outside of `torch.vmap`.
 
     Example:
         >>> scale = StaticLossScale(2.0**8)
@@ -113,13 +119,12 @@ class StaticLossScale(_Scaling):
     loss_scale: Any
 
     def __post_init__(self) -> None:
-        """Keep a tensor."""
         if not isinstance(self.loss_scale, Tensor):
             _check("StaticLossScale", loss_scale=self.loss_scale)
-        object.__setattr__(self, "loss_scale", _number(self.loss_scale))
+        object.__setattr__(self, "loss_scale", _float32(self.loss_scale))
 
     def adjust(self, finite: Tensor) -> "StaticLossScale":
-        """Return the same."""
+        """Return the same scale."""
         return self
 
 
@@ -129,23 +134,23 @@ class DynamicLossScale(_Scaling):
 
     `adjust(finite)` returns the next one: on the `period`-th finite step in a row
     `loss_scale * factor`, at most `max`; after any other finite step the same; after
-    one that was not finite `loss_scale / factor`, at least `min`. Both moves start the
-    count anew. Scale and count are tensors, float32 and int64, on the device of
-    `finite`; the rest is fixed.
+    one that was not finite `loss_scale / factor`, at least `min`. Both changes reset
+    the count. Scale and count are tensors, float32 and int64, on the device of
+    `finite`; the other fields are constants.
 
-    Under `torch.vmap` all of it works for scales and `finite` of shape `[E]`: a member
-    backs off alone. The history of a scale depends on the data it saw; in private
-    training that is released with the model unless the scale is static.
+    Under `torch.vmap` scales and `finite` have shape `[E]`, and each member backs off
+    by itself. The history of a scale depends on the data; in private training it is
+    released with the model unless the scale is static.
 
     Args:
-        init: the first scale, within `min` and `max`; a tensor passes unseen.
+        init: the first scale, within `min` and `max`; tensors are not checked.
         period: finite steps after which the scale grows.
-        factor: what it grows and shrinks by.
+        factor: ratio of one scale to the next.
 
     Raises:
-        ValueError: a number that is not above zero or outside of float32, a factor of
+        ValueError: a number that is not positive or outside of float32, a factor of
             one or less, a period below one, or `init` outside of `min` and `max`. Or a
-            scale for each member of an ensemble, used outside of `torch.vmap`.
+            scale per member of an ensemble, used outside of `torch.vmap`.
         TypeError: `finite` is no bool tensor without dimensions.
 
     Reference: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740.
@@ -169,45 +174,43 @@ class DynamicLossScale(_Scaling):
     counter: Tensor = field(init=False)
 
     def __post_init__(self, init: Tensor | float) -> None:
-        """Start at `init`, with no finite step counted."""
         numbers = {"factor": self.factor, "min": self.min, "max": self.max}
-        given = isinstance(init, Tensor)
-        _check("DynamicLossScale", **numbers, **({} if given else {"init": init}))
+        is_tensor = isinstance(init, Tensor)
+        _check("DynamicLossScale", **numbers, **({} if is_tensor else {"init": init}))
         [period] = checks.whole("DynamicLossScale", least=1, period=self.period)
-        object.__setattr__(self, "period", period)
         if self.factor <= 1:
             raise ValueError(
                 f"DynamicLossScale(factor={self.factor!r}): expected factor > 1."
             )
-        if self.min > self.max or not (given or self.min <= init <= self.max):
+        if self.min > self.max or not (is_tensor or self.min <= init <= self.max):
             raise ValueError(
                 f"DynamicLossScale(init={init!r}, min={self.min!r}, "
                 f"max={self.max!r}): expected min <= init <= max."
             )
-        scale = _number(init)
-        object.__setattr__(self, "loss_scale", scale)
+        scale = _float32(init)
         counter = torch.zeros_like(scale, dtype=torch.int64)
-        object.__setattr__(self, "counter", counter)
+        self.__dict__.update(period=period, loss_scale=scale, counter=counter)
 
     def adjust(self, finite: Tensor) -> "DynamicLossScale":
-        """Return the scale after a step whose gradients were all finite, or not."""
-        check_predicate("DynamicLossScale.adjust(finite)", finite)
-        now = _single(self.loss_scale).to(finite.device)
+        """Return the scale after a step, `finite` if all its gradients were."""
+        _check_predicate("DynamicLossScale.adjust(finite)", finite)
+        scale = _single(self.loss_scale).to(finite.device)
         counter = self.counter.to(finite.device)
         full = counter == self.period - 1
-        grown = (now * self.factor).clamp(max=self.max)
-        shrunk = (now / self.factor).clamp(min=self.min)
-        scale = torch.where(finite, torch.where(full, grown, now), shrunk)
+        grown = (scale * self.factor).clamp(max=self.max)
+        shrunk = (scale / self.factor).clamp(min=self.min)
+        scale = torch.where(finite, torch.where(full, grown, scale), shrunk)
         counter = torch.where(finite & ~full, counter + 1, 0)
-        return _rebuilt(DynamicLossScale, self.__dict__, (scale, counter))
+        fields = {**self.__dict__, "loss_scale": scale, "counter": counter}
+        return _from_fields(DynamicLossScale, fields)
 
 
-def _number(value: Tensor | float) -> Tensor:
+def _float32(value: Tensor | float) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float32).detach()
 
 
 def _single(scale: Tensor) -> Tensor:
-    """Refuse the scales of an ensemble, which would pass for those of the last axis."""
+    """Refuse the scales of an ensemble, which would broadcast over the last axis."""
     if scale.ndim:
         raise ValueError(
             f"loss_scale: expected a scale without dimensions, got shape "
@@ -227,37 +230,112 @@ def _check(function: str, **values: Any) -> None:
             )
 
 
-def _rebuilt(kind: Any, fixed: Mapping[str, Any], leaves: Iterable[Any]) -> Any:
-    """Make a scale of other leaves, which a tree_map may have made anything."""
+def _from_fields(kind: Any, fields: Mapping[str, Any]) -> Any:
+    """Make a scale without checks, since a tree_map may have made its leaves."""
     scale = object.__new__(kind)
-    scale.__dict__.update({**fixed, **dict(zip(_LEAVES[kind], leaves, strict=True))})
+    scale.__dict__.update(fields)
     return scale
 
 
-_LEAVES: dict[type, tuple[str, ...]] = {
-    NoOpLossScale: (),
-    StaticLossScale: ("loss_scale",),
-    DynamicLossScale: ("loss_scale", "counter"),
-}
-"""What changes, or differs from member to member; the rest is the tree's structure."""
+def _register(kind: type, *names: str) -> None:
+    """Register a class: the fields `names` are leaves, the others its structure."""
 
-
-def _register(kind: type) -> None:
-    names = _LEAVES[kind]
-
-    def with_keys(scale: Any) -> tuple[list[Any], dict[str, Any]]:
+    def flatten_with_keys(scale: Any) -> tuple[list[Any], dict[str, Any]]:
         fixed = {k: v for k, v in scale.__dict__.items() if k not in names}
         return [(GetAttrKey(name), getattr(scale, name)) for name in names], fixed
 
     def flatten(scale: Any) -> tuple[list[Any], dict[str, Any]]:
-        keyed, fixed = with_keys(scale)
+        keyed, fixed = flatten_with_keys(scale)
         return [leaf for _, leaf in keyed], fixed
 
     def unflatten(leaves: Iterable[Any], fixed: dict[str, Any]) -> Any:
-        return _rebuilt(kind, fixed, leaves)
+        return _from_fields(kind, {**fixed, **dict(zip(names, leaves, strict=True))})
 
-    register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=with_keys)
+    register_pytree_node(
+        kind, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys
+    )
 
 
-for _kind in _LEAVES:
-    _register(_kind)
+_register(NoOpLossScale)
+_register(StaticLossScale, "loss_scale")
+_register(DynamicLossScale, "loss_scale", "counter")
+
+
+def all_finite(tree: Tree) -> Tensor:
+    """Return whether all tensors of a tree are finite, a bool without dimensions.
+
+    The result is on the device of the first floating tensor; True if there is none.
+    Cost: one pass over the tree.
+
+    Example:
+        >>> all_finite({"w": torch.tensor([1.0, float("nan")])})
+        tensor(False)
+    """
+    leaves = [leaf for leaf in tree_leaves(tree) if _is_floating(leaf)]
+    if not leaves:
+        return torch.tensor(True)
+    device = leaves[0].device
+    return torch.stack([leaf.isfinite().all().to(device) for leaf in leaves]).all()
+
+
+def select_tree(pred: Tensor, a: Tree, b: Tree) -> Tree:
+    """Return the tensors of `a` where `pred` is true, else the tensors of `b`.
+
+    `pred` is a bool tensor without dimensions. Its value is never read, so a step is
+    skipped without a device sync. For members of an ensemble call this under
+    `torch.vmap`.
+
+    Raises:
+        ValueError: the trees differ in structure, in a shape or dtype, or in a leaf
+            that is no tensor.
+        TypeError: `pred` is no bool tensor without dimensions.
+
+    Example:
+        >>> new, old = {"w": torch.ones(2)}, {"w": torch.zeros(2)}
+        >>> select_tree(torch.tensor(False), new, old)
+        {'w': tensor([0., 0.])}
+    """
+    _check_predicate("select_tree(pred)", pred)
+    leaves, structure = tree_flatten(a)
+    try:
+        others = structure.flatten_up_to(b)
+    except ValueError as error:
+        raise ValueError(
+            f"select_tree(a, b): expected two trees of one structure, got a "
+            f"{type(a).__name__} and a {type(b).__name__} that differ. {error}"
+        ) from error
+
+    def select(one: Any, other: Any) -> Any:
+        if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+            # A tensor and a number are not compared, which would read the tensor.
+            if isinstance(one, Tensor) or isinstance(other, Tensor) or one != other:
+                raise ValueError(
+                    f"select_tree(a, b): expected tensors or equal values, got "
+                    f"{one!r} and {other!r}."
+                )
+            return one
+        if one.shape != other.shape or one.dtype != other.dtype:
+            raise ValueError(
+                f"select_tree(a, b): expected tensors of one shape and dtype, got "
+                f"{one.dtype} {tuple(one.shape)} and {other.dtype} "
+                f"{tuple(other.shape)}."
+            )
+        return torch.where(pred.to(one.device), one, other)
+
+    selected = [select(*pair) for pair in zip(leaves, others, strict=True)]
+    return tree_unflatten(selected, structure)
+
+
+def _is_floating(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _check_predicate(function: str, pred: Any) -> None:
+    if isinstance(pred, Tensor) and pred.dtype == torch.bool and not pred.ndim:
+        return
+    kind = type(pred).__name__
+    got = f"{pred.dtype} {tuple(pred.shape)}" if isinstance(pred, Tensor) else kind
+    raise TypeError(
+        f"{function}: expected a bool tensor without dimensions, got {got}. For one "
+        f"predicate per member use torch.vmap."
+    )

@@ -1,4 +1,4 @@
-"""A policy for a functional model: one for the whole of it, or one for each module."""
+"""Policies for a functional model, as a whole or per module."""
 
 import copy
 import functools
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vgrad import checks
 from vgrad.functional.model import FunctionalModel
 from vgrad.precision.autocasting import autocast
-from vgrad.precision.policy import Policy, cast_floating
+from vgrad.precision.policy import Policy
 from vgrad.torch_private.tensors import NormBase
 from vgrad.tree import tree_leaves
 from vgrad.typing import Buffers, Params, Tree
@@ -23,7 +23,7 @@ _LOW = (torch.float16, torch.bfloat16)
 
 
 Key = str | tuple[str, ...]
-"""The modules that have a policy: one pattern of names, or several."""
+"""One pattern of module names, or several."""
 
 
 def policy_for(
@@ -31,27 +31,24 @@ def policy_for(
 ) -> "PolicyModel":
     """Run a functional model under a policy: the same function in other dtypes.
 
-    Parameters and outputs are cast as the policy says, and the model runs under
-    `autocast(compute_dtype)`; where that is float32 or float64 there is no autocast,
-    and parameters and inputs are cast to it. Gradients have the dtype of the parameters
-    that are given, so float32 parameters are master weights.
+    Parameters and outputs are cast to the dtypes of the policy, and the model runs
+    under `autocast(compute_dtype)`. If that is float32 or float64 there is no autocast,
+    and parameters and inputs are cast to it. Gradients have the dtype of the passed
+    parameters, so float32 parameters are master weights.
 
-    A dictionary gives modules policies of their own, by a pattern of names or a tuple
+    A dictionary sets policies per module, by a pattern of names or a tuple
     of them: `{"": "mixed_bfloat16", ("head", "*.norm"): "float32"}`, where `""` is the
     model itself. A policy holds for everything inside a module, unless a more specific
     pattern (one with more letters outside of its wildcards) matches there.
 
-    Buffers come back in the dtype that they are given in. They are cast for the forward
-    pass where the computation is in float32 or float64; otherwise running statistics
-    stay as they are, and so does what a batch norm multiplies by.
+    Buffers come back in their own dtype. They are cast for the forward pass if the
+    computation is in float32 or float64; otherwise running statistics stay as they are,
+    and so do weight and bias of a batch norm.
 
     Raises:
-        TypeError: `fmodel` is not what `make_functional_with_buffers` returns, or has
-            policies already, a policy is neither a `Policy` nor a string, or a key is
-            neither a pattern nor a tuple of patterns.
+        TypeError: `fmodel` is no functional model, or has policies already.
         ValueError: a pattern matches no module, two equally specific ones give one
-            module different policies, tied parameters would get several dtypes, or a
-            string is no policy.
+            module different policies, or tied parameters would get several dtypes.
 
     Example:
         >>> import vgrad
@@ -71,8 +68,8 @@ def policy_for(
             "policy_for(fmodel): expected a model without policies, got one that has "
             "them. Pass one dictionary of all policies."
         )
-    given = policy if isinstance(policy, Mapping) else {"": policy}
-    return PolicyModel(fmodel, {key: _policy(each) for key, each in given.items()})
+    policies = policy if isinstance(policy, Mapping) else {"": policy}
+    return PolicyModel(fmodel, {key: _parsed(p) for key, p in policies.items()})
 
 
 def loss_under(policy: Policy | str, loss: Callable) -> Callable:
@@ -88,28 +85,27 @@ def loss_under(policy: Policy | str, loss: Callable) -> Callable:
         >>> loss_under("mixed_bfloat16", loss)(params, {}, x)
         tensor(6., dtype=torch.bfloat16)
     """
-    own = _policy(policy)
+    parsed = _parsed(policy)
 
     def run(params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
-        params = {name: _cast_param(own, value) for name, value in params.items()}
-        buffers = {name: _cast_buffer(own, value) for name, value in buffers.items()}
-        if own.compute_dtype not in _LOW:
-            batch = own.cast_to_compute(batch)
-        with _computing(own.compute_dtype, _device([params, batch])):
+        params = {name: _cast_param(parsed, x) for name, x in params.items()}
+        buffers = {name: _cast_buffer(parsed, x) for name, x in buffers.items()}
+        if parsed.compute_dtype not in _LOW:
+            batch = parsed.cast(batch, to="compute")
+        with _computing(parsed.compute_dtype, _device([params, batch])):
             return loss(params, buffers, *batch)
 
     return run
 
 
 class PolicyModel(FunctionalModel):
-    """What `policy_for` returns: a functional model under its policies.
+    """A functional model under policies, made by `policy_for`.
 
     Attributes:
-        policies: by pattern or tuple of patterns, as they were given.
+        policies: the policies by pattern or tuple of patterns.
     """
 
     def __init__(self, fmodel: FunctionalModel, policies: Mapping[Key, Policy]) -> None:
-        """Watch the modules that have a policy, in a copy."""
         skeleton = copy.deepcopy(fmodel._skeleton)
         self.policies = dict(policies)
         self._plain = fmodel
@@ -124,12 +120,12 @@ class PolicyModel(FunctionalModel):
         for name, aliases in self._entries.aliases.items():
             places = [alias.rpartition(".")[0] for alias in aliases]
             # A module in two places is known by its first name.
-            places = [each for each in places if each in modules]
-            found = [_owner(modules[each], chosen[each]) for each in places]
+            places = [place for place in places if place in modules]
+            owners = [_owner(modules[place], chosen[place]) for place in places]
             if name not in self.buffer_names:
-                _check_tied(aliases, found)
-            if found[0] is not None:
-                self._owners[name] = found[0]
+                _check_tied(aliases, owners)
+            if owners[0] is not None:
+                self._owners[name] = owners[0]
 
     def train(self, mode: bool = True) -> "PolicyModel":
         """Return a new function whose module is in training mode."""
@@ -140,25 +136,27 @@ class PolicyModel(FunctionalModel):
         return self._plain.to_module(params, buffers)
 
     def __reduce__(self) -> tuple:
-        """Copy and pickle by parts."""
         return PolicyModel, (self._plain, self.policies)
 
     def _run(
         self, values: dict[str, Tensor], args: tuple, kwargs: dict
     ) -> tuple[Any, dict[str, Tensor]]:
-        """Run with values that are cast, and return new ones in their old dtypes."""
+        """Run on cast values, and return new buffers in their old dtypes."""
         cast = dict(values)
         for name, policy in self._owners.items():
             buffer = name in self.buffer_names
             cast[name] = (_cast_buffer if buffer else _cast_param)(policy, cast[name])
         with self._lock, self._regions:
             output, left = super()._run(cast, args, kwargs)
-        changed = {name: _like(left[name], values[name]) for name in self._copied}
-        return output, {**values, **changed}
+        for name in self._copied:
+            new, old = left[name], values[name]
+            both = new.is_floating_point() and old.is_floating_point()
+            values = {**values, name: new.to(old.dtype) if both else new}
+        return output, values
 
 
 class _Entered(NamedTuple):
-    """A module that runs, its policy, and what to close when it ends."""
+    """A running module, its policy, and the context to close when it ends."""
 
     module: nn.Module | None = None
     policy: Policy | None = None
@@ -168,7 +166,7 @@ class _Entered(NamedTuple):
 class _Regions:
     """The policies in force while a model runs, the innermost last.
 
-    Only then is known which module runs inside which: a `ModuleList` never runs, and
+    Which module runs inside which is known only then: a `ModuleList` never runs, and
     some models call the children of their children.
     """
 
@@ -182,11 +180,10 @@ class _Regions:
         module.register_forward_hook(self._after, prepend=True, always_call=True)
 
     def __enter__(self) -> None:
-        """Start a call of the model."""
         self._entered.append(_Entered())
 
     def __exit__(self, *error: Any) -> None:
-        """Leave what is still open: no hook runs after a KeyboardInterrupt."""
+        # No hook has closed these regions after a KeyboardInterrupt.
         while self._entered[-1].module is not None:
             self._entered.pop().region.close()
         self._entered.pop()
@@ -197,7 +194,7 @@ class _Regions:
         region, dtype = ExitStack(), policy.compute_dtype
         if policy != self._entered[-1].policy:
             if dtype not in _LOW:
-                args, kwargs = cast_floating((args, kwargs), dtype)
+                args, kwargs = policy.cast((args, kwargs), to="compute")
             device = _device([args, kwargs, list(module.parameters())])
             region.enter_context(_computing(dtype, device))
         self._entered.append(_Entered(module, policy, region))
@@ -210,33 +207,33 @@ class _Regions:
         region.close()
         if policy is None or policy == self._entered[-1].policy:
             return output
-        return policy.cast_to_output(output)
+        return policy.cast(output, to="output")
 
 
 def _chosen(
     modules: list[str], policies: Mapping[Key, Policy]
 ) -> dict[str, Policy | None]:
-    """Return the policy of every module, parents before what is inside of them."""
-    given: list[tuple[str, Policy]] = []
+    """Return the policy of every module, parents before their children."""
+    by_pattern: list[tuple[str, Policy]] = []
     for key, policy in policies.items():
         patterns = (key,) if isinstance(key, str) else key
         checks.patterns("policy_for", policy=patterns)
         checks.all_matched("policy_for", modules, patterns, kind="module")
-        given += [(pattern, policy) for pattern in patterns]
+        by_pattern += [(pattern, policy) for pattern in patterns]
     chosen: dict[str, Policy | None] = {}
     depth: dict[str, int] = {}
     for name in modules:
         parent = name.rpartition(".")[0]
         chosen[name], depth[name] = chosen.get(parent), depth.get(parent, -1)
-        found = [each for each in given if checks.matches(name, each[0])]
-        if not found:
+        matches = [item for item in by_pattern if checks.matches(name, item[0])]
+        if not matches:
             continue
-        best = max(_letters(pattern) for pattern, _ in found)
+        best = max(_letters(pattern) for pattern, _ in matches)
         if best < depth[name]:
             continue
-        among = {policy for pattern, policy in found if _letters(pattern) == best}
+        among = {policy for pattern, policy in matches if _letters(pattern) == best}
         if len(among) > 1:
-            listed = checks.listed(pattern for pattern, _ in found)
+            listed = checks.listed(pattern for pattern, _ in matches)
             raise ValueError(
                 f"policy_for: expected one most specific pattern for the module "
                 f"{name!r}, got {listed} with different policies."
@@ -250,12 +247,12 @@ def _letters(pattern: str) -> int:
     return len(re.sub(r"\[.+?\]|[*?]", "", pattern))
 
 
-def _policy(given: Any) -> Policy:
-    return given if isinstance(given, Policy) else Policy.parse(given)
+def _parsed(policy: Policy | str) -> Policy:
+    return policy if isinstance(policy, Policy) else Policy.parse(policy)
 
 
 def _owner(module: nn.Module, policy: Policy | None) -> Policy | None:
-    """Return the policy for what a module itself holds.
+    """Return the policy for a module's own parameters and buffers.
 
     Torch normalises low activations only by parameters in the dtype of the running
     statistics, which stay in float32.
@@ -269,31 +266,26 @@ def _owner(module: nn.Module, policy: Policy | None) -> Policy | None:
 def _check_tied(aliases: list[str], policies: list[Policy | None]) -> None:
     """Refuse to cast one tensor in two ways."""
     like = torch.empty(0, dtype=torch.float32)
-    dtypes = {_cast_param(each, like).dtype if each else None for each in policies}
+    dtypes = {_cast_param(p, like).dtype if p else None for p in policies}
     if len(dtypes) > 1:
         raise ValueError(
             f"policy_for: expected one dtype for the tied parameters "
-            f"{checks.listed(aliases)}, got policies that give them several. Let "
-            f"these differ only in what they compute, as mixed_bfloat16 and float32 do."
+            f"{checks.listed(aliases)}, got policies with several. Use policies "
+            f"that differ only in compute_dtype, such as mixed_bfloat16 and float32."
         )
 
 
 def _cast_buffer(policy: Policy, buffer: Tensor) -> Tensor:
-    """Cast a buffer only where no autocast does it: sums need more digits."""
+    """Cast a buffer to float32 or float64 only: sums need the digits."""
     low = policy.compute_dtype in _LOW
-    return buffer if low else policy.cast_to_compute(buffer)
+    return buffer if low else policy.cast(buffer, to="compute")
 
 
 def _cast_param(policy: Policy, param: Tensor) -> Tensor:
-    """Cast a parameter to its own dtype, and on where no autocast will do that."""
-    cast = policy.cast_to_param(param)
+    """Cast a parameter to its own dtype, and on if no autocast will do that."""
+    cast = policy.cast(param, to="param")
     low = policy.compute_dtype in _LOW
-    return cast if low else policy.cast_to_compute(cast)
-
-
-def _like(new: Tensor, old: Tensor) -> Tensor:
-    """Return a new value in the dtype of the old one, so that a state keeps its own."""
-    return cast_floating(new, old.dtype) if old.is_floating_point() else new
+    return cast if low else policy.cast(cast, to="compute")
 
 
 def _computing(dtype: torch.dtype, device: str) -> autocast:

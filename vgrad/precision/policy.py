@@ -1,18 +1,20 @@
 """Policies: the dtypes of parameters, computation and outputs.
 
-A policy casts parameters and outputs around `autocast(compute_dtype)`, which decides op
-by op what runs in the low dtype.
+A policy casts parameters and outputs around `autocast(compute_dtype)`, which chooses
+the dtype of each op.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from vgrad import checks
 from vgrad.tree import tree_map
-from vgrad.typing import Tree
+from vgrad.typing import T
+
+Role = Literal["compute", "param", "output"]
 
 DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
@@ -34,8 +36,7 @@ _KEYS = {"p": "params", "c": "compute", "o": "output"}
 class Policy:
     """The dtypes of parameters, computation and outputs.
 
-    `Policy.parse` reads `str(policy)`. The casts change floating tensors anywhere in a
-    tree, and return the rest as it is.
+    `Policy.parse` reads `str(policy)`.
 
     Raises:
         ValueError: a dtype other than float16, bfloat16, float32 and float64.
@@ -46,7 +47,7 @@ class Policy:
         torch.bfloat16
         >>> str(policy)
         'params=float32,compute=bfloat16,output=float32'
-        >>> policy.cast_to_compute({"x": torch.ones(2), "ids": torch.arange(2)})
+        >>> policy.cast({"x": torch.ones(2), "ids": torch.arange(2)}, to="compute")
         {'x': tensor([1., 1.], dtype=torch.bfloat16), 'ids': tensor([0, 1])}
     """
 
@@ -55,7 +56,6 @@ class Policy:
     output_dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        """Refuse other dtypes than floating ones."""
         for name, value in self.__dict__.items():
             if value not in DTYPES.values():
                 allowed = ", ".join(f"torch.{known}" for known in DTYPES)
@@ -75,7 +75,7 @@ class Policy:
 
         Raises:
             TypeError: not a string.
-            ValueError: an unknown key or dtype, or a key given twice.
+            ValueError: an unknown key or dtype, or a repeated key.
 
         Example:
             >>> Policy.parse("c=f16").output_dtype
@@ -84,79 +84,53 @@ class Policy:
         if not isinstance(text, str):
             kind = type(text).__name__
             raise TypeError(f"Policy.parse({text!r}): expected a string, got a {kind}.")
-        given = _NAMED.get(text.strip(), text)
-        if "=" not in given:
-            dtype = _dtype(text, given)
+        long = _NAMED.get(text.strip(), text)
+        if "=" not in long:
+            dtype = _dtype(text, long)
             return cls(dtype, dtype, dtype)
-        found: dict[str, torch.dtype] = {}
-        for part in given.split(","):
-            key, _, name = (piece.strip() for piece in part.partition("="))
+        dtypes: dict[str, torch.dtype] = {}
+        for item in long.split(","):
+            key, _, name = (word.strip() for word in item.partition("="))
             key = _KEYS.get(key, key)
-            if key not in _KEYS.values() or key in found:
+            if key not in _KEYS.values() or key in dtypes:
                 raise ValueError(
                     f"Policy.parse({text!r}): expected each of params, compute and "
-                    f"output (or p, c, o) once at most, got {part.strip()!r}."
+                    f"output (or p, c, o) once at most, got {item.strip()!r}."
                 )
-            found[key] = _dtype(text, name)
-        params = found.get("params", torch.float32)
-        compute = found.get("compute", params)
-        return cls(params, compute, found.get("output", compute))
+            dtypes[key] = _dtype(text, name)
+        params = dtypes.get("params", torch.float32)
+        compute = dtypes.get("compute", params)
+        return cls(params, compute, dtypes.get("output", compute))
 
     def __str__(self) -> str:
-        """Return the long form, which `parse` reads."""
         names = {dtype: name for name, dtype in DTYPES.items()}
         values = zip(_KEYS.values(), self.__dict__.values(), strict=True)
         return ",".join(f"{key}={names[dtype]}" for key, dtype in values)
 
-    def cast_to_param(self, tree: Tree) -> Tree:
-        """Cast floating tensors to the dtype of parameters."""
-        return cast_floating(tree, self.param_dtype)
+    def cast(self, tree: T, *, to: Role) -> T:
+        """Cast real floating tensors anywhere in a tree; other leaves stay.
 
-    def cast_to_compute(self, tree: Tree) -> Tree:
-        """Cast floating tensors to the dtype of the computation."""
-        return cast_floating(tree, self.compute_dtype)
+        `to` is the dtype of the computation, of parameters or of outputs.
 
-    def cast_to_output(self, tree: Tree) -> Tree:
-        """Cast floating tensors to the dtype of outputs."""
-        return cast_floating(tree, self.output_dtype)
+        Raises:
+            ValueError: `to` is none of these.
+
+        Example:
+            >>> Policy.parse("mixed_float16").cast([torch.ones(1), 3], to="compute")
+            [tensor([1.], dtype=torch.float16), 3]
+        """
+        checks.choice("Policy.cast", get_args(Role), to=to)
+        dtype = getattr(self, f"{to}_dtype")
+
+        def cast_leaf(leaf: Any) -> Any:
+            floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
+            return leaf.to(dtype) if floating else leaf
+
+        return tree_map(cast_leaf, tree)
 
     def with_output_dtype(self, dtype: torch.dtype) -> "Policy":
         """Return the policy with another dtype of outputs."""
         return replace(self, output_dtype=dtype)
-
-
-def cast_to_full(tree: Tree) -> Tree:
-    """Cast floating tensors to float32.
-
-    Example:
-        >>> cast_to_full([torch.ones(1, dtype=torch.float16), 3])
-        [tensor([1.]), 3]
-    """
-    return cast_floating(tree, torch.float32)
-
-
-def cast_to_half(tree: Tree, *, dtype: torch.dtype = torch.float16) -> Tree:
-    """Cast floating tensors to float16 or bfloat16.
-
-    Raises:
-        ValueError: another dtype.
-
-    Example:
-        >>> cast_to_half(torch.ones(1))
-        tensor([1.], dtype=torch.float16)
-    """
-    checks.choice("cast_to_half", (torch.float16, torch.bfloat16), dtype=dtype)
-    return cast_floating(tree, dtype)
-
-
-def cast_floating(tree: Tree, dtype: torch.dtype) -> Tree:
-    """Cast the real floating tensors of a tree."""
-
-    def cast(leaf: Any) -> Any:
-        floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        return leaf.to(dtype) if floating else leaf
-
-    return tree_map(cast, tree)
 
 
 def _dtype(text: str, name: str) -> torch.dtype:

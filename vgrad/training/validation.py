@@ -81,7 +81,7 @@ class Validation:
         """Apply the metric to each member's output and target, `[E]`."""
         (output,), target = whole
         if self._policy is not None:
-            output = self._policy.cast_to_output(output)
+            output = self._policy.cast(output, to="output")
         scores = []
         for member in range(len(tensors(target)[0])):
             one = map_tensors(lambda x, i=member: x[i], (output, target))

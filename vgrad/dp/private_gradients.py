@@ -1,0 +1,864 @@
+"""Private gradients for a loop with a module and an optimizer of torch.
+
+`PrivateGradients` computes on the module itself, as a function of its present values
+(`LiveModule`), checks the steps of optimizers (`GradGuard`), and checks collate
+functions that pad (`check_padding`): clipping bounds the gradient of one sample. If the
+longest sample of a batch sets the length of all, and the model sees the padding, one
+sample changes the gradients of the others, which no bound on its own gradient hides.
+"""
+
+import copy
+import difflib
+import inspect
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from torch import Tensor, distributed, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from vgrad import batches, checks
+from vgrad.dp.plan import Plan, as_digest, check_spent, spent_under
+from vgrad.dp.sampling import PhysicalBatch, PoissonLoader, RunState
+from vgrad.functional.live import LiveModel
+from vgrad.functional.losses import Criterion, check_criterion, sample_loss
+from vgrad.functional.model import write_grads_
+from vgrad.generators import (
+    RNG_LOCK,
+    check_key,
+    drawn_since,
+    kept_random_state,
+    random_state,
+    secret_key,
+    set_seed,
+    torch_seed,
+)
+from vgrad.persample.clipped import ClippedGradFn, clipped_grad
+from vgrad.tree import map_values, tree_flatten, tree_leaves, tree_unflatten, widened
+from vgrad.typing import Buffers, ChunkSize, Params, Randomness, Strategy, Tree
+
+_INSTEAD = {
+    "module": "model",
+    "data_loader": "the dataset of that",
+    "max_grad_norm": "max_norm",
+    "target_epsilon": "epsilon",
+    "target_delta": "delta",
+    "expected_batch_size": "batch_size",
+    "max_physical_batch_size": "physical_batch_size",
+    "noise_multiplier": "plan=Plan(noise_multiplier=...)",
+    "sample_rate": "plan=Plan(sampling_rate=...)",
+    "sampling_rate": "plan=Plan(sampling_rate=...)",
+    "steps": "plan=Plan(steps=...)",
+    "accountant": "plan=Plan(accountant=...)",
+    "noise_generator": "key",
+    "optimizer": "it to .watch(optimizer)",
+}
+"""Replacements for options of Opacus, and for fields of a plan."""
+
+_PADDING_SAMPLES = 64
+"""Samples among which `check_collate` looks for two of different shapes."""
+
+
+class PrivateGradients:
+    """DP-SGD for an ordinary loop: a module, an optimizer and a scheduler of torch.
+
+    `.loader` replaces the `DataLoader`, and `.backward(*batch)` the forward pass and
+    `loss.backward()`; the rest of a loop stays. The numbers are the same as those
+    of `private_step`: every sample's gradient is clipped to `max_norm`, their sum is
+    divided by the expected batch size, and noise is added once per logical batch.
+
+    Pass the budget of the run as `epsilon`, `delta`, `epochs` and `batch_size` (the
+    expected size of a batch), or pass a `plan`. A pass over `.loader` is an epoch of
+    `plan.steps_per_epoch` logical batches. Options of a `DataLoader` (`collate_fn`,
+    `num_workers`, `pin_memory`, ...) are passed on to one.
+
+    `physical_batch_size` splits logical batches into loaded ones of at most so many
+    samples, and `chunk_size` computes so many samples at a time: neither changes the
+    released numbers, except for rounding (and dropout). `criterion` is read as by
+    `sample_loss`: `None` for a module that returns its loss. A sample of the data set
+    holds the data of one person, and must not depend on the others.
+
+    Each `backward` computes on the module itself, with its current values, mode and
+    attributes. Its buffers, and attributes that its forward pass writes, are restored;
+    batch normalisation in training mode raises.
+
+    Misuse raises where it can be detected: another number of samples than the loader
+    yielded, a batch that is skipped or used twice, steps past the plan, gradients that
+    other code wrote, several processes. With `watch(optimizer)` its steps are checked
+    too. Samples that were exchanged for as many others are not detected.
+
+    Reference: Abadi et al., Deep Learning with Differential Privacy, arXiv 1607.00133.
+
+    Args:
+        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
+            `"loop"` sample by sample; `"auto"` takes the first of these that can.
+        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
+        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
+        check_collate: check once, on some of the first 64 samples, whether a loss
+            changes if `collate_fn` pads a sample to the length of another one.
+
+    Attributes:
+        plan: the numbers that sampling, noise and accounting share.
+        loader: the batches, see `PoissonLoader`.
+
+    Raises:
+        ValueError: there are both a plan and a budget, or the budget is not complete;
+            the plan is for another number of samples; an option chooses samples.
+        TypeError: the data set has no length, the module cannot be functional, or an
+            option is none of a `DataLoader`.
+
+    Example:
+        >>> from torch.utils.data import TensorDataset
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> data = TensorDataset(torch.randn(100, 4), torch.randint(2, (100,)))
+        >>> private = PrivateGradients(
+        ...     model,
+        ...     torch.nn.functional.cross_entropy,
+        ...     data,
+        ...     epsilon=3.0,
+        ...     delta=1e-3,
+        ...     epochs=2,
+        ...     batch_size=20,
+        ...     max_norm=1.0,
+        ... )
+        >>> _ = private.watch(optimizer)
+        >>> for epoch in range(2):
+        ...     for x, y in private.loader:
+        ...         metrics = private.backward(x, y)
+        ...         optimizer.step()
+        >>> private.step, round(private.epsilon(), 2)
+        (10, 3.0)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        criterion: Criterion,
+        dataset: Dataset[Any],
+        *,
+        plan: Plan | None = None,
+        epsilon: float | None = None,
+        delta: float | None = None,
+        epochs: int | None = None,
+        batch_size: int | None = None,
+        max_norm: float | None = None,
+        physical_batch_size: int | None = None,
+        strategy: Strategy = "auto",
+        chunk_size: ChunkSize = None,
+        randomness: Randomness = "different",
+        check_collate: bool = True,
+        key: Tensor | None = None,
+        **loading: Any,
+    ) -> None:
+        check_criterion("PrivateGradients", criterion)
+        _check_options(PrivateGradients, loading)
+        budget = {"epsilon": epsilon, "delta": delta, "epochs": epochs}
+        budget |= {"batch_size": batch_size, "max_norm": max_norm}
+        self.plan = _planned(plan, budget, dataset)
+        key = secret_key() if key is None else key
+        check_key("PrivateGradients", key)
+        self._state = RunState(key)
+        self.loader = PoissonLoader(
+            self.plan,
+            self._state,
+            dataset,
+            physical_batch_size=physical_batch_size,
+            options=loading,
+        )
+        collate_fn = loading.get("collate_fn")
+        self._padding = find_padding(dataset, collate_fn) if check_collate else None
+        self.loader.keeps_yielded = self._padding is not None
+        with RNG_LOCK:
+            self._live = LiveModule(model)
+        self._guard = GradGuard(self._live)
+        self._criterion = criterion
+        self._options: Any = {"strategy": strategy, "chunk_size": chunk_size}
+        self._options |= {"randomness": randomness}
+        self._clipped, self._function = self._clip(), self._live.function
+        self._sums: Params = {}
+
+    @property
+    def model(self) -> nn.Module:
+        """The module that is trained."""
+        return self._live.model
+
+    @property
+    def key(self) -> Tensor:
+        """The secret key, uint8 `[32]`."""
+        return self._state.key
+
+    @property
+    def step(self) -> int:
+        """The number of logical batches that were released."""
+        return self._state.step
+
+    @property
+    def plan_digest(self) -> Tensor:
+        """The digest of the plan of the steps so far, zeros before the first one."""
+        return as_digest(spent_under(self.plan, self.step))
+
+    @property
+    def ready(self) -> bool:
+        """Whether `.grad` holds the gradients of a whole logical batch.
+
+        Until then `.grad` is None, and a step of an optimizer of torch is a no-op. Step
+        a scheduler that counts steps only if `ready`.
+        """
+        return self._guard.ready
+
+    def backward(self, *batch: Tree) -> dict[str, Tensor]:
+        """Add up clipped gradients of a batch; release the sum of a logical batch.
+
+        With the last physical batch of a logical one (each is, unless there is a
+        `physical_batch_size`) the sum gets its noise and is written into `.grad`, in
+        the dtype of each parameter. Frozen parameters keep `.grad` None. The batch may
+        have been changed sample by sample, or moved to the module's device.
+
+        Only `.grad` is private. The returned metrics are for your own logs and must not
+        be published: `loss` (mean over this batch, NaN if it is empty), `samples`,
+        `clipped` and `nonfinite`, all computed without noise.
+
+        A call that raises has released nothing and can be repeated.
+
+        Raises:
+            RuntimeError: the batch is not the loader's or was used before, `.grad`
+                was written by other code, the module is another one, its losses depend
+                on the padding of a batch, or there are several processes.
+            ValueError: the batch has another number of samples than the loader yielded.
+        """
+        pending = self._pending(batch)
+        _check_process(self._state.process)
+        tags = (pending.number,) if pending.number else ()  # else as in private_step
+        seed = torch_seed(self.key, "loss", self.step, *tags)
+        with RNG_LOCK:  # calls on one module from several threads take turns
+            function = self._live.follow(within=pending.number > 0)
+            if function is not self._function:
+                self._clipped, self._function = self._clip(), function
+            self._guard.check_written()
+            if pending.number == 0:
+                self._guard.check_used()
+            if self._padding is not None and pending.rows:
+                yielded = self.loader.yielded
+                check_padding(
+                    self.model, self._criterion, self._padding, yielded, batch
+                )
+                self._padding = self.loader.yielded = None
+                self.loader.keeps_yielded = False
+            params, buffers = self._live.values()
+            with torch.no_grad(), kept_random_state(params.values()):
+                set_seed(seed, params.values())
+                result = self._live.run(self._clipped, params, buffers, *batch)
+        sums = result.grads
+        if pending.number:
+            sums = map_values(torch.add, self._sums, sums)
+        elif not pending.last:
+            sums = map_values(Tensor.double, sums)
+        noisy = None
+        if pending.last:
+            noisy = self.plan.add_noise(
+                {name: sums[name].to(x.dtype) for name, x in result.grads.items()},
+                self._clipped.sensitivity,
+                key=self.key,
+                step=self.step,
+            )
+        self._commit(pending, sums, noisy)
+        return {
+            "loss": widened(result.losses).mean(),
+            "samples": torch.tensor(len(result.losses)),
+            "clipped": result.clipped,
+            "nonfinite": result.nonfinite,
+        }
+
+    def watch(self, optimizer: Optimizer) -> Optimizer:
+        """Check each step of an optimizer of torch, and return it.
+
+        Its steps raise unless `.grad` is as `backward` wrote it and has not been used:
+        plain, accumulated, clipped or scaled gradients and second steps are detected.
+
+        Raises:
+            TypeError: it is not an optimizer of torch.
+            ValueError: it trains none of the module's parameters.
+        """
+        inside = optimizer
+        while hasattr(inside, "optimizer"):  # as accelerate and Lightning wrap them
+            inside = inside.optimizer  # pyright: ignore
+        if not isinstance(inside, Optimizer):
+            raise TypeError(
+                f"PrivateGradients.watch(optimizer): expected a torch.optim.Optimizer, "
+                f"got a {type(optimizer).__name__}."
+            )
+        self._guard.watch(inside)
+        return optimizer
+
+    def epsilon(self) -> float:
+        """Return the epsilon spent so far, at the plan's `delta`.
+
+        Raises:
+            ImportError: `dp-accounting` is not installed.
+        """
+        return self.plan.epsilon(self.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the key, the step and the plan, from which a run can be resumed.
+
+        It is as secret as the data: noise can be removed with the key. It holds a
+        tensor and plain numbers, which `torch.load(weights_only=True)` reads. Save it
+        between logical batches, together with the module and the optimizer.
+        """
+        plan = asdict(self.plan)
+        return {"key": self.key.clone(), "step": self.step, "plan": plan}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from the result of `state_dict`: the same batches and the same noise.
+
+        The rest of the epoch is the next pass. Steps that the lost run took after it
+        was saved are repeated bit by bit on machines of one type: they are the same
+        releases. If anything else differs (data, criterion, learning rate, random
+        augmentations), one of the two runs needs a new key:
+        `state["key"] = vgrad.dp.secret_key()`.
+
+        Raises:
+            ValueError: the state is not complete, or of a run with another plan. Plans
+                with more steps, or made by `Plan.after`, may continue it.
+        """
+        function = "PrivateGradients.load_state_dict(state)"
+        if set(state) != {"key", "step", "plan"}:
+            got = checks.listed(state) or "nothing"
+            raise ValueError(
+                f"{function}: expected 'key', 'step' and 'plan', as state_dict() "
+                f"returns them, got {got}. The state of a module is for "
+                f"model.load_state_dict."
+            )
+        check_key(function, state["key"])
+        [step] = checks.whole(function, least=0, step=state["step"])
+        checks.dictionaries(function, plan=state["plan"])
+        try:
+            saved = Plan(**state["plan"])
+        except TypeError as error:
+            raise ValueError(
+                f"{function}: expected the plan of a run in 'plan', got another "
+                f"dictionary ({error})."
+            ) from error
+        digest = as_digest(spent_under(saved, step))
+        try:
+            check_spent(function, self.plan, digest, step)
+        except ValueError as error:
+            raise ValueError(
+                f"{error} The plan of the state, Plan(**state['plan']), is {saved}."
+            ) from error
+        if step > self.plan.steps:
+            raise ValueError(
+                f"{function}: expected at most the {self.plan.steps} steps of the "
+                f"plan, got {step}."
+            )
+        self._state.key = state["key"].cpu().clone()
+        self._state.step, self._state.process = step, os.getpid()
+        self.loader.restart()
+        self._guard.reset()
+
+    def _clip(self) -> ClippedGradFn:
+        return clipped_grad(
+            sample_loss(self._live.function, self._criterion),
+            max_norm=self.plan.max_norm,
+            normalize_by=self.plan.expected_batch_size,
+            **self._options,
+        )
+
+    def _pending(self, batch: tuple) -> PhysicalBatch:
+        """Return the pending batch of the loader, if `batch` may be it."""
+        pending = self.loader.pending
+        if pending is None:
+            raise RuntimeError(
+                "PrivateGradients.backward(*batch): expected the batch that .loader "
+                "has just given, got one that is not from it, or the same one again. "
+                "Call it once for each batch of `for ... in private.loader`."
+            )
+        size = batches.read("PrivateGradients.backward", batch).size
+        if size != len(pending.rows):
+            raise ValueError(
+                f"PrivateGradients.backward(*batch): expected the {len(pending.rows)} "
+                f"samples that .loader has given, got {size}. The size of a batch is "
+                f"part of the guarantee: neither drop samples nor add any."
+            )
+        return pending
+
+    def _commit(self, batch: PhysicalBatch, sums: Params, noisy: Params | None) -> None:
+        """Keep the sums of a batch, or write gradients: all or, on error, nothing."""
+        params = [*self._live.parameters.values()]
+        grads, guard = [x.grad for x in params], vars(self._guard).copy()
+        sums_before, step = self._sums, self.step
+        try:
+            self.loader.pending, self._sums = None, sums  # the batch is not used twice
+            if batch.number == 0:
+                self._guard.begin()
+            if noisy is not None:
+                self._sums, self._state.step = {}, step + 1
+                write_grads_(self._live.model, noisy)
+                self._guard.release()
+        except BaseException:
+            self.loader.pending, self._sums = batch, sums_before
+            self._state.step = step
+            for parameter, grad in zip(params, grads, strict=True):
+                parameter.grad = grad
+            vars(self._guard).update(guard)
+            raise
+
+
+def _planned(plan: Plan | None, budget: dict[str, Any], dataset: Any) -> Plan:
+    """Return the plan for a data set, or make one for the budget."""
+    sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if isinstance(dataset, IterableDataset) or not sized:
+        raise TypeError(
+            f"PrivateGradients(dataset): expected a data set with a length and a "
+            f"sample for each index, got a {type(dataset).__name__}. Of a DataLoader "
+            f"pass its `.dataset`; make a list of a stream."
+        )
+    if not isinstance(plan, Plan | None):
+        raise TypeError(
+            f"PrivateGradients(plan): expected a vgrad.dp.Plan, got a "
+            f"{type(plan).__name__}."
+        )
+    missing = [name for name, value in budget.items() if value is None]
+    if plan is None and not missing:
+        return Plan.for_epsilon(dataset_size=len(dataset), **budget)
+    if plan is None or len(missing) < len(budget):
+        got = "both" if plan is not None else f"no {', '.join(missing)}"
+        raise ValueError(
+            f"PrivateGradients: expected {', '.join(budget)}, or a plan in their "
+            f"place, got {got}."
+        )
+    if len(dataset) != plan.dataset_size:
+        raise ValueError(
+            f"PrivateGradients(plan): expected a plan for the {len(dataset)} samples "
+            f"of the data set, got one for {plan.dataset_size}."
+        )
+    return plan
+
+
+def _check_options(function: Callable, options: dict[str, Any]) -> None:
+    """Refuse options that neither the function nor a `DataLoader` has."""
+    loading = inspect.signature(DataLoader).parameters
+    for name in options.keys() - loading:
+        known = [*inspect.signature(function).parameters, *loading]
+        near = [_INSTEAD.get(name), *difflib.get_close_matches(name, known, 1)]
+        right = next(filter(None, near), None)
+        raise TypeError(
+            f"PrivateGradients({name}=...): expected options of its own or of a "
+            f"DataLoader, got {name!r}.{f' Pass {right}.' if right else ''}"
+        )
+
+
+def _check_process(process: int) -> None:
+    """Refuse several processes, each with its own key, and forks with one key."""
+    if process != os.getpid():
+        raise RuntimeError(
+            "PrivateGradients.backward(*batch): expected the process that made it, got "
+            "a fork of that, with the same key: two runs with the same noise reveal "
+            "the data. Make PrivateGradients in each process, after the fork."
+        )
+    grouped = distributed.is_available() and distributed.is_initialized()
+    if grouped and distributed.get_world_size() > 1:
+        raise RuntimeError(
+            f"PrivateGradients.backward(*batch): expected one process, got "
+            f"{distributed.get_world_size()}, which would draw their own batches and "
+            f"noise. Use vgrad.distributed with private_step."
+        )
+
+
+class LiveModule:
+    """A module that an optimizer changes in place, as a function of its values."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._read()
+        self._identity = _identity(model)
+
+    def follow(self, *, within: bool) -> LiveModel:
+        """Return the module as a function, a new one if the module has changed.
+
+        `within` a logical batch it may not be moved, switched or frozen.
+
+        Raises:
+            RuntimeError: it has other modules or parameters, or other settings within
+                a logical batch.
+        """
+        if self.function.is_current():
+            return self.function
+        if _identity(self.model) != self._identity:
+            raise RuntimeError(
+                f"PrivateGradients({type(self.model).__name__}): expected the modules "
+                f"and parameters that it had at first, got others, which are in no "
+                f"optimizer. Build the model first, then PrivateGradients, and load "
+                f"the state_dict() of a run that has begun."
+            )
+        if within and _settings(self.model) != self._settings:
+            raise RuntimeError(
+                "PrivateGradients.backward(*batch): expected one module for all parts "
+                "of a logical batch, got one that was moved, switched or set otherwise "
+                "in between. Do that between logical batches."
+            )
+        self._read()
+        return self.function
+
+    def values(self) -> tuple[Params, Buffers]:
+        """Return trained tensors and other tensors, detached and not copied."""
+        tensors = self.function.values.items()
+        params = {name: x.detach() for name, x in tensors if x.requires_grad}
+        buffers = {name: x.detach() for name, x in tensors if not x.requires_grad}
+        return params, buffers
+
+    def run(self, function: Callable, *args: Any) -> Any:
+        """Call a function that runs the module, and restore the module."""
+        try:
+            return function(*args)
+        finally:
+            try:
+                self.function.restore()
+            except BaseException:  # an interrupt
+                self.function.restore()
+                raise
+
+    def _read(self) -> None:
+        function = LiveModel("PrivateGradients", self.model)
+        self.parameters = dict(self.model.named_parameters())
+        if not any(x.requires_grad for x in self.parameters.values()):
+            raise ValueError(
+                f"PrivateGradients({type(self.model).__name__}): expected a parameter "
+                f"that requires grad, got none."
+            )
+        self.function = function
+        self._settings = _settings(self.model)
+
+
+def _identity(model: nn.Module) -> list[tuple[str, int]]:
+    """Return names and ids of all modules and parameters."""
+    modules = [(name, id(module)) for name, module in model.named_modules()]
+    named = model.named_parameters(remove_duplicate=False)
+    return modules + [(name, id(parameter)) for name, parameter in named]
+
+
+def _settings(model: nn.Module) -> list[Any]:
+    """Return modes, dtypes, devices, and which parameters are trained."""
+    modes = [module.training for module in model.modules()]
+    return modes + [(x.dtype, x.device, x.requires_grad) for x in model.parameters()]
+
+
+class Released(NamedTuple):
+    """A gradient that was written, and a checksum of its bits."""
+
+    grad: Tensor
+    bits: Tensor
+
+    def matches(self, grad: Tensor | None) -> bool:
+        """Return whether this is the same tensor, with the same values.
+
+        Its version counter is no help: trainers that log norms multiply by one, and
+        torch does not count the writes of a loss scaler.
+        """
+        return grad is self.grad and torch.equal(_bits(self.grad), self.bits)
+
+
+class GradGuard:
+    """Keeps optimizers from steps on gradients that are not private.
+
+    It records the released gradients, and the optimizers that have used them.
+    """
+
+    def __init__(self, live: LiveModule) -> None:
+        self._live = live
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self.reset()
+
+    def reset(self) -> None:
+        """Start as before the first release."""
+        self._released: dict[str, Released] = {}
+        self._stepped: WeakSet[Optimizer] = WeakSet()
+        self._used = False  # by an optimizer that may be gone
+        self._partial = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether the gradients of a whole logical batch are there."""
+        return bool(self._released)
+
+    def check_written(self) -> None:
+        """Refuse a gradient that other code wrote."""
+        for name, parameter in self._live.parameters.items():
+            if parameter.grad is None:
+                continue
+            if name in self._released and self._released[name].grad is parameter.grad:
+                continue
+            raise RuntimeError(
+                f"PrivateGradients.backward(*batch): expected no gradient that it "
+                f"did not write, got one in {name!r}. Remove loss.backward(), and "
+                f"clear what is left of it with model.zero_grad()."
+            )
+
+    def check_used(self) -> None:
+        """Refuse another logical batch before an optimizer has used the last one."""
+        if self._released and self._optimizers and not self._used:
+            raise RuntimeError(
+                "PrivateGradients.backward(*batch): expected optimizer.step() after "
+                "the last logical batch, got another batch, whose gradients would "
+                "replace the last ones. Switch gradient accumulation off: if memory "
+                "is too small, pass physical_batch_size or chunk_size."
+            )
+
+    def begin(self) -> None:
+        """Clear the gradients of the last logical batch."""
+        for parameter in self._live.parameters.values():
+            parameter.grad = None
+        self.reset()
+        self._partial = True
+
+    def release(self) -> None:
+        """Record the gradients that have just been written."""
+        self._partial = False
+        for name, parameter in self._live.parameters.items():
+            if (grad := parameter.grad) is not None:
+                self._released[name] = Released(grad, _bits(grad))
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Check the gradients before each step of an optimizer."""
+        if optimizer in self._optimizers:
+            return
+        if _trained(optimizer).isdisjoint(map(id, self._live.parameters.values())):
+            raise ValueError(
+                "PrivateGradients.watch(optimizer): expected one of the module's own "
+                "parameters, got one of others, which it would train without privacy. "
+                "Make it from the parameters of the module that was passed."
+            )
+        self._optimizers.add(optimizer)
+
+        def before(
+            optimizer: Optimizer, args: tuple, kwargs: dict
+        ) -> tuple[tuple, dict]:
+            closure = kwargs.get("closure") or (args[1:] or (None,))[0]
+            if closure is None:
+                self._check(optimizer)
+                return args, kwargs
+
+            def checked() -> Any:
+                value = closure()  # which may write gradients
+                self._check(optimizer)
+                return value
+
+            return args[:1], {**kwargs, "closure": checked}
+
+        def after(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+            if not self._partial:
+                self._stepped.add(optimizer)
+                self._used = True
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+
+    def _check(self, optimizer: Optimizer) -> None:
+        """Refuse a step on any gradients but the released ones, once."""
+        fresh = self._released and optimizer not in self._stepped
+        if not fresh and not self._partial:
+            raise RuntimeError(
+                "optimizer.step(): expected PrivateGradients.backward(*batch) before "
+                "each step, got a step without. Its gradients would be of an earlier "
+                "batch, or not private."
+            )
+        trained = _trained(optimizer)
+        # A scaler leaves here the divisor of a fused optimizer.
+        scaled = getattr(optimizer, "grad_scale", None) is not None
+        for name, parameter in self._live.parameters.items():
+            if id(parameter) not in trained:
+                continue
+            grad, released = parameter.grad, self._released.get(name)
+            same = grad is None if released is None else released.matches(grad)
+            if scaled or not same:
+                raise RuntimeError(
+                    f"optimizer.step(): expected the gradients as PrivateGradients "
+                    f"wrote them, got another one for {name!r}. Remove "
+                    f"loss.backward(), call zero_grad() before backward(*batch) and "
+                    f"not after it, and switch off gradient clipping and loss scaling."
+                )
+
+
+def _trained(optimizer: Optimizer) -> set[int]:
+    """Return the ids of the parameters of an optimizer."""
+    return {id(x) for group in optimizer.param_groups for x in group["params"]}
+
+
+def _bits(grad: Tensor) -> Tensor:
+    """Add up the bits of a tensor, 64 at a time: almost any change shows."""
+    raw = grad.contiguous().view(-1).view(torch.uint8)
+    words = len(raw) // 8 * 8
+    return raw[:words].view(torch.int64).sum() + raw[words:].sum()
+
+
+class Padding(NamedTuple):
+    """Two samples collated separately, and together, which pads the first one."""
+
+    short: Tree
+    long: Tree
+    pair: Tree
+
+
+def find_padding(
+    dataset: Any, collate_fn: Callable[[list[Any]], Tree] | None
+) -> Padding | None:
+    """Collate a short sample with a long one; None if that changes no shape.
+
+    Warns if that draws random numbers, since losses cannot be compared then.
+    """
+    if collate_fn in (None, default_collate):
+        return None
+
+    def collated(*samples: Any) -> Tree:
+        return collate_fn([copy.deepcopy(sample) for sample in samples])
+
+    with _restored_generators() as drawn:
+        count = min(_PADDING_SAMPLES, len(dataset))
+        samples = [dataset[row] for row in range(count)]
+        drawn()  # data sets may augment
+        singles = [collated(sample) for sample in samples]
+        shapes = [_shapes(single) for single in singles]
+        sizes = [sum(map(torch.Size.numel, shape)) for shape in shapes]
+        long = sizes.index(max(sizes))
+        others = [row for row, shape in enumerate(shapes) if shape != shapes[long]]
+        if not others:
+            return None
+        short = min(others, key=sizes.__getitem__)
+        pair = collated(samples[short], samples[long])
+        if _shapes(pair) == shapes[short]:
+            return None
+        if drawn():
+            _warn_of_padding("collate_fn draws random numbers")
+            return None
+    return Padding(singles[short], singles[long], pair)
+
+
+def check_padding(
+    model: nn.Module, criterion: Criterion, padding: Padding, yielded: Tree, batch: Tree
+) -> None:
+    """Refuse a loss of a sample that padding changes.
+
+    `yielded` is the batch of the loader, and `batch` are the arguments made of it.
+
+    Raises:
+        RuntimeError: the loss differs, or the arguments are not tensors of the batch.
+    """
+    short, long, pair = (_arguments(tree, yielded, batch) for tree in padding)
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        live = LiveModule(model)
+        loss = sample_loss(live.function, criterion)
+        tensors = live.values()
+
+        def losses(batch: Tree) -> list[Tensor]:
+            read = batches.read("PrivateGradients(collate_fn)", batch)
+            samples = (read.sample(read.one(row)) for row in range(read.size))
+            return [live.run(loss, *tensors, *sample) for sample in samples]
+
+        with torch.no_grad(), _restored_generators(*tensors[0].values()) as drawn:
+            separate = torch.stack(losses(short) + losses(long))
+            paired = torch.stack(losses(pair))
+            if drawn():
+                _warn_of_padding("the loss draws random numbers in evaluation mode")
+                return
+    finally:
+        for module, training in modes:
+            module.training = training
+    dtypes = [separate.dtype, *(x.dtype for x in tensors[0].values())]
+    if torch.is_autocast_enabled(separate.device.type):
+        dtypes.append(torch.get_autocast_dtype(separate.device.type))
+    rounding = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
+    options = {"rtol": rounding, "atol": rounding, "equal_nan": True}
+    # In order of size: a collate function may sort its samples.
+    if not torch.allclose(separate.sort().values, paired.sort().values, **options):
+        raise RuntimeError(
+            "PrivateGradients(collate_fn): expected a loss of each sample that does "
+            "not depend on the other samples, got one that changes when a longer "
+            "sample is in the batch, to whose length collate_fn pads. No clipping "
+            "bounds that. Pad to a fixed length, or return a mask of the padding and "
+            "use it in the model. check_collate=False skips this comparison."
+        )
+
+
+def _arguments(collated: Tree, yielded: Tree, batch: Tree) -> Tree:
+    """Make arguments of a collated batch as the loop made its own of the loader's."""
+    leaves, spec = tree_flatten(batch)
+    sources, tensors = tree_leaves(yielded), tree_leaves(collated)
+    unused, places = [*range(len(sources))], range(len(sources))
+    arguments = []
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            arguments.append(leaf)
+            continue
+        candidates = (n for n in (*unused, *places) if _is_moved(leaf, sources[n]))
+        place = next(candidates, None)
+        if place is None or len(tensors) != len(sources):
+            raise RuntimeError(
+                "PrivateGradients.backward(*batch): expected the tensors of the "
+                "loader's batch, got others made of them, so that padding to the "
+                "longest sample of a batch cannot be checked. If the model uses a "
+                "mask of the padding, pass check_collate=False."
+            )
+        unused = [n for n in unused if n != place]  # one tensor may be passed twice
+        arguments.append(tensors[place].to(leaf))
+    return tree_unflatten(arguments, spec)
+
+
+def _is_moved(tensor: Tensor, other: Any) -> bool:
+    """Return whether a tensor is another one, on some device and in some dtype."""
+    if tensor is other:
+        return True
+    same = isinstance(other, Tensor) and tensor.shape == other.shape
+    return same and torch.equal(tensor, other.to(tensor))
+
+
+def _shapes(batch: Tree) -> list[torch.Size]:
+    """Return the shapes of the samples of a batch."""
+    return [leaf.shape[1:] for leaf in tree_leaves(batch)]
+
+
+@contextmanager
+def _restored_generators(*tensors: Tensor) -> Iterator[Callable[[], bool]]:
+    """Restore all generators after a block.
+
+    It yields a function that returns whether numbers were drawn since its last call.
+    """
+
+    def states() -> tuple[Any, ...]:
+        name, words, *rest = np.random.get_state(legacy=True)
+        numpy = [name, *map(int, words), *rest]
+        return random.getstate(), numpy, random_state(tensors)
+
+    def drawn() -> bool:
+        nonlocal before
+        old, before = before, states()
+        return old[:2] != before[:2] or drawn_since(old[2], tensors)
+
+    with kept_random_state(tensors):
+        of_python, of_numpy = random.getstate(), np.random.get_state()
+        before = states()
+        try:
+            yield drawn
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
+
+
+def _warn_of_padding(reason: str) -> None:
+    warnings.warn(
+        f"PrivateGradients(collate_fn): it pads to the longest sample of a batch, and "
+        f"it could not be checked whether losses depend on that, since {reason}. Mask "
+        f"the padding in the model, then pass check_collate=False.",
+        stacklevel=4,
+    )
