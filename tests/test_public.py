@@ -10,7 +10,7 @@ import pytest
 
 import vgrad
 from vgrad.dp import accounting
-from vgrad.optim.schedules import cycles
+from vgrad.optim import schedules
 from vgrad.persample import engine
 
 
@@ -111,7 +111,7 @@ def test_shared_options_are_explained_in_the_same_words():
     [
         (vgrad.typing.Strategy, engine.STRATEGIES),
         (vgrad.dp.Accountant, accounting.ACCOUNTANTS),
-        (cycles.Anneal, cycles.ANNEAL),
+        (schedules.Anneal, schedules.ANNEAL),
     ],
 )
 def test_types_have_the_names_of_the_tables(names, table):

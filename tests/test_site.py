@@ -18,7 +18,7 @@ from tests.browser import CHROMIUM, browser
 ROOT = Path(__file__).parent.parent
 TUTORIALS = sorted(path.stem for path in (ROOT / "tutorials").glob("*.py"))
 PACKAGES = ["vgrad", "vgrad.persample.rules", "vgrad.optim.schedules"]
-PACKAGES += ["vgrad.optim.states", "vgrad.distributed"]
+PACKAGES += ["vgrad.distributed"]
 PACKAGES += [f"vgrad.{name}" for name in ("dp", "ensemble", "optim", "precision")]
 PACKAGES += [f"vgrad.{name}" for name in ("training", "compiled", "testing", "typing")]
 

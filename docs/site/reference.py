@@ -24,7 +24,6 @@ PACKAGES = (
     "vgrad.ensemble",
     "vgrad.optim",
     "vgrad.optim.schedules",
-    "vgrad.optim.states",
     "vgrad.precision",
     "vgrad.compiled",
     "vgrad.distributed",

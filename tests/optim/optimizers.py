@@ -149,7 +149,9 @@ OPTIMIZERS = {
     "partition": wrapper(
         lambda h: optim.partition({"*.bias": sgd(0.1 * h), "*": adamw(0.1 * h)})
     ),
-    "keep": wrapper(lambda h: chain(optim.keep(["*.bias"]), adam(0.1 * h))),
+    "set_to_zero": wrapper(
+        lambda h: chain(optim.set_to_zero(["*.bias"]), adam(0.1 * h))
+    ),
     "apply_if_finite": wrapper(
         lambda h: optim.apply_if_finite(adam(0.1 * h), max_consecutive_errors=3)
     ),

@@ -93,9 +93,9 @@ def entries(optimizer, leaves):
 
 def test_every_optimizer_of_torch_that_exists_here_is_known():
     classes = {value for value in vars(optim).values() if inspect.isclass(value)}
-    missing = classes - set(interop.counterparts.OPTIMIZERS)
+    missing = classes - set(interop.OPTIMIZERS)
     assert missing == {optim.Optimizer, optim.SparseAdam, optim.LBFGS}
-    assert {kind for kind, _ in CASES} == set(interop.counterparts.OPTIMIZERS)
+    assert {kind for kind, _ in CASES} == set(interop.OPTIMIZERS)
 
 
 # From torch.
@@ -152,15 +152,22 @@ def test_names_may_come_from_a_dictionary_and_then_hold():
     optimizer.step()
     named = dict(model.named_parameters())
     _, state = from_torch(optimizer, named)
-    assert list(state[1].mean) == list(named)
+    assert list(state[1].slots["exp_avg"]) == list(named)
     for name, param in named.items():
-        assert torch.equal(state[1].mean[name], optimizer.state[param]["exp_avg"])
+        assert torch.equal(
+            state[1].slots["exp_avg"][name], optimizer.state[param]["exp_avg"]
+        )
     own = optim.Adam([(f"own.{name}", p) for name, p in named.items()])
-    assert list(from_torch(own)[1][1].mean) == [f"own.{name}" for name in named]
-    assert list(from_torch(own, named)[1][1].mean) == list(named)
+    assert list(from_torch(own)[1][1].slots["exp_avg"]) == [
+        f"own.{name}" for name in named
+    ]
+    assert list(from_torch(own, named)[1][1].slots["exp_avg"]) == list(named)
     # Names of parameters that the optimizer does not have are no harm.
     part = optim.Adam(model[0].parameters())
-    assert list(from_torch(part, named)[1][1].mean) == ["0.weight", "0.bias"]
+    assert list(from_torch(part, named)[1][1].slots["exp_avg"]) == [
+        "0.weight",
+        "0.bias",
+    ]
 
 
 @pytest.mark.parametrize("kind", [optim.Adam, optim.Adagrad])
@@ -361,7 +368,7 @@ def test_after_an_error_nothing_has_changed():
     before = copy.deepcopy(entries(optimizer, leaves))
     _, state = from_torch(optimizer)
     *others, ((), last, ()) = state
-    short = last._replace(momentum={"1.weight": torch.ones(3)})
+    short = last._replace(slots={"momentum_buffer": {"1.weight": torch.ones(3)}})
     broken = (*others, ((), short, ()))
     with pytest.raises(ValueError, match=r"to_torch\(state\): expected shape"):
         to_torch(broken, optimizer)

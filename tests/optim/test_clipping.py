@@ -165,13 +165,13 @@ def test_nans_become_zeros_and_are_reported_by_name():
     assert updates["a"].tolist() == [0.0, 1.0, math.inf]
     assert updates["b"].tolist() == [-math.inf]
     assert updates["c"] is None
-    assert {k: bool(f) for k, f in state.found.items()} == dict(
+    assert {k: bool(f) for k, f in state.slots["found"].items()} == dict(
         a=True, b=False, c=False
     )
     _, state = tx.update({**grads, "a": None}, state)
-    assert state.found["a"]
+    assert state.slots["found"]["a"]
     _, state = tx.update({**grads, "a": double([1.0])}, state)
-    assert not state.found["a"]
+    assert not state.slots["found"]["a"]
 
 
 def test_nans_of_one_member_are_that_members_alone():
@@ -179,4 +179,4 @@ def test_nans_of_one_member_are_that_members_alone():
     tx = optim.zero_nans()
     updates, state = torch.vmap(tx.update)(grads, torch.vmap(tx.init)(grads))
     assert updates["w"].tolist() == [[1.0, 0.0], [2.0, 3.0]]
-    assert state.found["w"].tolist() == [True, False]
+    assert state.slots["found"]["w"].tolist() == [True, False]

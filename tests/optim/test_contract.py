@@ -188,11 +188,11 @@ def test_no_graph_is_recorded_where_none_is_wanted(case):
 
 def dictionaries(state):
     """Every dictionary by parameter name that a state holds."""
-    found = []
-    pytree.tree_leaves(
-        state, is_leaf=lambda n: isinstance(n, dict) and (found.append(n) or True)
-    )
-    return found
+    if isinstance(state, dict) and not any(isinstance(v, dict) for v in state.values()):
+        return [state]
+    nodes = state.values() if isinstance(state, dict) else state
+    inner = [dictionaries(n) for n in nodes if not isinstance(n, Tensor)]
+    return [tree for trees in inner for tree in trees]
 
 
 @every

@@ -202,13 +202,10 @@ FUSED = {
 def started(tx, params, changed):
     """Return the state of a transformation, its first moment changed."""
     state = tx.init(params)
-    field = {"momentum", "mean"}
-    return tuple(
-        part._replace(**{name: {**getattr(part, name), **changed}})
-        if (name := next(iter(field & {*getattr(part, "_fields", ())}), None))
-        else part
-        for part in state
-    )
+    for part in state:
+        for tensors in [*part.slots.values()][:1] if part else []:
+            tensors.update(changed)
+    return state
 
 
 @pytest.mark.parametrize("name", FUSED)

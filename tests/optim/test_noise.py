@@ -8,7 +8,7 @@ import torch
 
 from tests.optim.problems import double, perceptron
 from tests.oracle import assert_exact
-from vgrad.optim import add_noise, noise
+from vgrad.optim import add_noise, clipping
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from vgrad.optim import add_noise, noise
     ],
 )  # fmt: skip
 def test_the_generator_gives_the_known_answers_of_its_authors(counter, key, expected):
-    words = noise.philox(
+    words = clipping.philox(
         tuple(torch.tensor(c) for c in counter), tuple(torch.tensor(k) for k in key)
     )
     assert [int(word) for word in words] == expected
@@ -47,7 +47,7 @@ def test_no_two_draws_are_correlated():
     tx = add_noise(1.0, 0.0, seed=torch.tensor(0))
     first, state = tx.update(params, tx.init(params))
     second, _ = tx.update(params, state)
-    other, _ = tx.update(params, state._replace(seed=torch.tensor(1 << 40)))
+    other, _ = tx.update(params, state._replace(slots={"seed": torch.tensor(1 << 40)}))
     rows = [u.flatten() for updates in (first, second, other) for u in updates.values()]
     quarters = torch.cat([row.reshape(4, 1024) for row in rows])
     correlation = torch.corrcoef(quarters) - torch.eye(len(quarters))

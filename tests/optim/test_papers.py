@@ -312,15 +312,17 @@ def test_autocast_around_the_update_does_not_reach_the_products():
 def test_factored_moments_are_a_row_and_a_column():
     params = {"w": torch.zeros(5, 7, 3), "m": torch.zeros(4, 6), "b": torch.zeros(6)}
     state = scale_by_factored_rms().init(params)
-    assert {name: row.shape for name, row in state.rows.items()} == {
+    assert {name: row.shape for name, row in state.slots["row_var"].items()} == {
         "w": (5, 7, 1),
         "m": (4, 1),
     }
-    assert {name: column.shape for name, column in state.columns.items()} == {
+    assert {name: column.shape for name, column in state.slots["col_var"].items()} == {
         "w": (5, 1, 3),
         "m": (1, 6),
     }
-    assert {name: square.shape for name, square in state.squares.items()} == {"b": (6,)}
+    assert {name: square.shape for name, square in state.slots["variance"].items()} == {
+        "b": (6,)
+    }
 
 
 def test_the_trust_ratio_is_one_for_parameters_of_zero():

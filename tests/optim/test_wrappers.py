@@ -84,16 +84,16 @@ def test_a_mask_hides_all_but_its_names_from_the_inner_transformation():
     assert seen == [(["w"], ["w"])]
     assert updates["w"] is None
     assert updates["b"] is params["b"]
-    assert list(state.momentum) == ["w"]
+    assert list(state.slots["momentum_buffer"]) == ["w"]
 
 
 def test_kept_parameters_stay_the_same_tensors_without_moments_or_decay():
     params, loss = perceptron()
-    tx = optim.chain(optim.keep(["0.*"]), optim.adamw(0.1))
+    tx = optim.chain(optim.set_to_zero(["0.*"]), optim.adamw(0.1))
     found, state = train(tx, params, loss, 3)
     assert found["0.weight"] is params["0.weight"]
     assert found["0.bias"] is params["0.bias"]
-    assert not state[1][0].mean["0.bias"].any()
+    assert not state[1][0].slots["exp_avg"]["0.bias"].any()
 
     def last(p):
         return loss({**params, "1.weight": p["1.weight"]})
@@ -104,7 +104,7 @@ def test_kept_parameters_stay_the_same_tensors_without_moments_or_decay():
 
 def test_a_group_that_is_kept_needs_no_selection():
     params, loss = perceptron()
-    tx = optim.partition({"0.*": optim.keep(), "*": optim.sgd(0.1)})
+    tx = optim.partition({"0.*": optim.set_to_zero(), "*": optim.sgd(0.1)})
     found, _ = train(tx, params, loss, 1)
     assert found["0.weight"] is params["0.weight"]
     assert not torch.equal(found["1.weight"], params["1.weight"])
@@ -318,9 +318,7 @@ def test_averages_are_found_wherever_they_are():
         max_consecutive_errors=1,
     )
     _, state = train(tx, params, loss, 4)
-    assert_exact(
-        optim.averaged_parameters(state), dict(state.inner.inner[1].average), 0
-    )
+    assert_exact(optim.averaged_parameters(state), state.inner.inner[1].slots["ax"], 0)
 
 
 def test_the_average_of_small_moves_is_not_lost_to_half_precision():

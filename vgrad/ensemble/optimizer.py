@@ -9,16 +9,15 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.checks import Patterns
 from vgrad.ensemble.axes import mapped
-from vgrad.optim.arguments import check_parts, disjoint
+from vgrad.optim.arithmetic import Grads, Updates
 from vgrad.optim.base import (
     Donated,
     GradientTransformation,
-    Grads,
     UpdateFn,
-    Updates,
     apply_updates,
     check_transformation,
 )
+from vgrad.optim.fused import check_parts, disjoint
 from vgrad.torch_private import modes
 from vgrad.tree import (
     map_tensors,

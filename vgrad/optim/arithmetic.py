@@ -1,21 +1,45 @@
-"""Arithmetic on dictionaries of tensors that the transformations have in common.
+"""Arithmetic on tensors and dictionaries of them, in float32 or wider.
 
-Results are in `promote_types(dtype, float32)`, and gradients of None are skipped.
+Hyperparameters are numbers or tensors without dimensions; gradients may be None.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from vgrad import checks
-from vgrad.optim.arguments import Number, check_real, required
-from vgrad.optim.base import GradientTransformation, Grads, Updates, stateless
-from vgrad.tree import cast, map_values, widened
-from vgrad.typing import Params
+from vgrad.tree import cast, map_values, wide, widened
+from vgrad.typing import Params, Schedule
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+Number = float | Tensor
+"""A hyperparameter: a number, or a tensor without dimensions."""
+
+Grads = Mapping[str, Tensor | None]
+"""Gradients by name; `None` for a parameter that received none."""
+
+Updates = dict[str, Tensor | None]
+"""Tensors to be added to the parameters; `None` leaves one as it is."""
+
+
+def is_zero(value: Number) -> bool:
+    """Return whether a value is the number zero; a tensor never is."""
+    return not isinstance(value, Tensor) and value == 0
+
+
+def is_schedule(value: Any) -> TypeIs[Callable[..., Any]]:
+    """Return whether a value is a schedule, and not a number or a tensor."""
+    return not isinstance(value, Tensor) and callable(value)
+
+
+def rate_at(lr: Number | Schedule, count: Tensor) -> Number:
+    """Return a rate, which may be a schedule, after `count` steps."""
+    return lr(count) if is_schedule(lr) else lr
 
 
 def map_grads(
@@ -32,69 +56,12 @@ def map_grads(
 def advance(
     function: Callable[..., Tensor], old: Params, new: Grads, *others: Params
 ) -> Params:
-    """Apply a function name by name; where `new` is None, keep what is in `old`."""
+    """Apply a function name by name; where `new` is None, keep the entry of `old`."""
 
     def apply(before: Tensor, value: Tensor | None, *rest: Tensor) -> Tensor:
         return before if value is None else function(before, value, *rest)
 
     return map_values(apply, old, new, *others)
-
-
-def of_gradient(function: Callable[[Tensor], Tensor]) -> GradientTransformation:
-    """Make a transformation without state of a function of one widened gradient."""
-    return stateless(
-        lambda grads, params: map_grads(lambda g: function(widened(g)), grads)
-    )
-
-
-def of_gradient_and_parameter(
-    name: str, function: Callable[[Tensor, Tensor], Tensor]
-) -> GradientTransformation:
-    """Do the same with a function of a gradient and its parameter, both widened."""
-
-    def apply(grad: Tensor, param: Tensor) -> Tensor:
-        return function(widened(grad), widened(param))
-
-    def update(grads: Grads, params: Params | None) -> Updates:
-        params = required(name, params)
-        checks.names(f"{name}(grads)", params, grads)
-        return map_grads(apply, grads, params)
-
-    return stateless(update)
-
-
-def of_history(
-    function: str,
-    start: Callable[[Params], Any],
-    move: Callable[[Grads, Any], tuple[Updates, Any]],
-    *,
-    real: bool = True,
-) -> GradientTransformation:
-    """Make a transformation that keeps something of each parameter in its state.
-
-    `start` makes the state, a NamedTuple, and `move` the updates and the next state.
-    Parameters have to be `real`, and the names of gradients those of the state; errors
-    begin with the name of the `function`.
-    """
-
-    def init(params: Params) -> Any:
-        if real:
-            check_real(function, params)
-        return start(params)
-
-    def update(
-        grads: Grads, state: Any, params: Params | None = None
-    ) -> tuple[Updates, Any]:
-        held = next((field for field in state if isinstance(field, dict)), None)
-        if held is None:
-            raise TypeError(
-                f"{function}(state): expected the state that its init made, got "
-                f"{state!r}."
-            )
-        checks.names(f"{function}(grads)", held, grads)
-        return move(grads, state)
-
-    return GradientTransformation(init, update)
 
 
 def counter(params: Params) -> Tensor:
@@ -103,34 +70,19 @@ def counter(params: Params) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=device)
 
 
-def zeros(params: Params) -> Params:
-    """Make a tensor of zeros, at least as wide as float32, for each parameter."""
-
-    def zero(param: Tensor) -> Tensor:
-        dtype = torch.promote_types(param.dtype, torch.float32)
-        return torch.zeros_like(param, dtype=dtype)
-
-    return map_values(zero, params)
-
-
-def filled(params: Params, value: Number) -> Params:
-    """Fill tensors like those of `zeros` with one value."""
-    return map_values(lambda start: start + scalar(value, start), zeros(params))
+def filled(param: Tensor, value: Number = 0) -> Tensor:
+    """Make a tensor like a parameter, float32 or wider, with one value everywhere."""
+    zeros = torch.zeros_like(param, dtype=wide(param.dtype))
+    return zeros if is_zero(value) else zeros + scalar(value, zeros)
 
 
 def copies(params: Params) -> Params:
-    """Copy parameters in the dtype of averages; the originals may be given away."""
+    """Copy parameters in the dtype of averages; the originals may be donated."""
     return map_values(lambda param: widened(param).clone(), params)
 
 
-def squared(grads: Grads) -> Updates:
-    """Square gradients entry by entry."""
-    # Widened before the product: the square of a float16 overflows from 256 on.
-    return map_grads(lambda g: widened(g).square(), grads)
-
-
 def root(square: Tensor) -> Tensor:
-    """Take the root of what is zero or more, with a slope that is finite at zero.
+    """Take the root of numbers >= 0, with a slope that is finite at zero.
 
     The infinite slope of a root at zero would make gradients through an update NaN. The
     root of the smallest normal number, which replaces zero, is negligible beside eps.
@@ -149,47 +101,31 @@ def norm(value: Tensor) -> Tensor:
     return length(value.abs().square().sum())
 
 
-def blend(old: Params, keep: Number, new: Grads, take: Number) -> Params:
-    """`keep * old + take * new` in the dtype of `old`; where `new` is None, `old`."""
+def lerp(old: Tensor, new: Tensor, share: Number) -> Tensor:
+    """`(1 - share) * old + share * new` in the dtype of `old`, in one pass.
 
-    def mix(before: Tensor, value: Tensor) -> Tensor:
-        value = cast(value, before.dtype)
-        if not isinstance(take, Tensor) and take == 1:
-            return plus(value, keep, before)
-        return plus(scalar(keep, before) * before, take, value)
-
-    return advance(mix, old, new)
+    It is exact if the share is 1 or both are the same.
+    """
+    weight: Any = scalar(share, old)
+    return torch.lerp(old, cast(new, old.dtype), weight)
 
 
-def blend_squares(old: Params, keep: Number, grads: Grads) -> Params:
-    """`keep * old + (1 - keep) * g * g` in the dtype of `old`; without `g`, `old`.
+def mean_of_squares(old: Tensor, grad: Tensor, decay: Number) -> Tensor:
+    """`decay * old + (1 - decay) * g * g` in the dtype of `old`.
 
     In this form, torch's own, a square that overflows stays infinite.
     """
-
-    def mix(before: Tensor, grad: Tensor) -> Tensor:
-        kept = scalar(keep, before) * before
-        # Widened before the product: the square of a float16 overflows from 256 on.
-        grad = cast(grad, kept.dtype)
-        if isinstance(keep, Tensor):
-            return kept + scalar(1 - keep, before) * grad.square()
-        return torch.addcmul(kept, grad, grad, value=1 - keep)
-
-    return advance(mix, old, grads)
+    kept = scalar(decay, old) * old
+    # Widened before the product: the square of a float16 overflows from 256 on.
+    grad = cast(grad, kept.dtype)
+    if isinstance(decay, Tensor):
+        return kept + scalar(1 - decay, old) * grad.square()
+    return torch.addcmul(kept, grad, grad, value=1 - decay)
 
 
-def lerp(old: Params, new: Grads, share: Number) -> Params:
-    """`(1 - share) * old + share * new`, in the dtype of `old`; without `new`, `old`.
-
-    With `share = 1 - decay` the exponential moving average, in one pass over the values
-    and exact if the share is 1 or both are the same.
-    """
-
-    def mix(before: Tensor, value: Tensor) -> Tensor:
-        weight: Any = scalar(share, before)
-        return torch.lerp(before, cast(value, before.dtype), weight)
-
-    return advance(mix, old, new)
+def over_root(grad: Tensor, square: Tensor, eps: Number) -> Tensor:
+    """`g / (sqrt(square) + eps)`."""
+    return cast(grad, square.dtype) / (root(square) + scalar(eps, square))
 
 
 def plus(value: Tensor, factor: Number, other: Tensor) -> Tensor:
@@ -199,16 +135,16 @@ def plus(value: Tensor, factor: Number, other: Tensor) -> Tensor:
     return torch.add(value, other, alpha=factor)
 
 
-def expanded(function: str, name: str, value: Number, held: Tensor) -> Tensor:
-    """Bring a number, or a tensor of one or all values, to the shape of `held`."""
+def expanded(function: str, name: str, value: Number, like: Tensor) -> Tensor:
+    """Bring a number, or a tensor of one or all values, to the shape of `like`."""
     if not isinstance(value, Tensor):
-        return torch.full_like(held, value)
-    if value.shape not in ((), held.shape):
+        return torch.full_like(like, value)
+    if value.shape not in ((), like.shape):
         raise ValueError(
             f"{function}({name} of shape {tuple(value.shape)}): expected a number or a "
-            f"tensor of shape {tuple(held.shape)}."
+            f"tensor of shape {tuple(like.shape)}."
         )
-    return value.to(held.device, held.dtype).expand(held.shape)
+    return value.to(like.device, like.dtype).expand(like.shape)
 
 
 def scalar(value: Number, like: Tensor) -> Number:
@@ -230,8 +166,8 @@ def scalar(value: Number, like: Tensor) -> Number:
 def placed(value: Tensor, like: Tensor) -> Tensor:
     """Bring a tensor without dimensions to the dtype and the device of `like`."""
     if torch.compiler.is_compiling() and not value.is_complex():
-        # Inductor would recompute what the scalar is made of, such as powers of the
-        # decays, for every entry of a parameter, three times as slow. The result of a
-        # reduction, over too many entries to be unrolled, it writes to memory.
+        # Inductor would recompute the scalar, such as powers of the decays, for every
+        # entry of a parameter, three times as slow. The result of a reduction, over
+        # too many entries to be unrolled, it writes to memory.
         value = value.expand(16).amax()
     return value.to(like.device, like.dtype)

@@ -1,48 +1,44 @@
-"""Averages over the steps: of gradients, of parameters, and slow weights."""
+"""Averages of gradients and parameters, and optimizers around optimizers.
+
+These run the inner update at every call, and `torch.where` chooses, on the device,
+whether its result is kept: nothing waits, and under `torch.vmap` each member has its
+own choice.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arguments import Number, check_shares, plain, required
 from vgrad.optim.arithmetic import (
+    Grads,
+    Number,
+    Updates,
     advance,
     copies,
     counter,
+    filled,
     lerp,
     map_grads,
-    of_history,
+    plus,
     scalar,
-    zeros,
 )
 from vgrad.optim.base import (
     GradientTransformation,
-    Grads,
-    Updates,
+    State,
     apply_updates,
+    check_shares,
+    per_parameter,
+    plain,
+    required,
     states_of,
 )
-from vgrad.tree import widened
+from vgrad.tree import cast, map_values, tree_map, widened
 from vgrad.typing import Params, Tree
-
-
-class EmaState(NamedTuple):
-    """State of `ema`: the number of steps taken and the mean of the gradients."""
-
-    count: Tensor
-    mean: Params
-
-
-class AverageState(NamedTuple):
-    """State of averages of parameters: the number of steps taken and the average."""
-
-    count: Tensor
-    average: Params
 
 
 class LookaheadState(NamedTuple):
@@ -50,6 +46,23 @@ class LookaheadState(NamedTuple):
 
     count: Tensor
     slow: Params
+    inner: Tree
+
+
+class ApplyIfFiniteState(NamedTuple):
+    """State of `apply_if_finite`: errors in a row and in total, and the inner state."""
+
+    errors: Tensor
+    total_errors: Tensor
+    last_finite: Tensor
+    inner: Tree
+
+
+class MultiStepsState(NamedTuple):
+    """State of `multi_steps`: calls and mean since the last step, the inner state."""
+
+    count: Tensor
+    mean: Params
     inner: Tree
 
 
@@ -65,25 +78,21 @@ def ema(decay: Number, *, debias: bool = True) -> GradientTransformation:
     Example:
         >>> tx, grads = ema(0.5), {"w": torch.ones(2)}
         >>> updates, state = tx.update(grads, tx.init(grads))
-        >>> updates, state.mean
+        >>> updates, state.slots["ema"]
         ({'w': tensor([1., 1.])}, {'w': tensor([0.5000, 0.5000])})
     """
     check_shares("ema", decay=decay)
 
-    def start(params: Params) -> EmaState:
-        return EmaState(counter(params), zeros(params))
+    def at(t: Tensor) -> Any:
+        correction = 1 - decay**t
 
-    def move(grads: Grads, state: EmaState) -> tuple[Updates, EmaState]:
-        count = state.count + 1
-        mean = lerp(state.mean, grads, 1 - decay)
-        correction = 1 - decay ** count.double()
+        def rule(g: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+            mean = lerp(mean, g, 1 - decay)
+            return mean / scalar(correction, mean) if debias else mean, mean
 
-        def direction(grad: Tensor, m: Tensor) -> Tensor:
-            return m / scalar(correction, m) if debias else m
+        return rule
 
-        return map_grads(direction, grads, mean), EmaState(count, mean)
-
-    return of_history("ema", start, move, real=False)
+    return per_parameter("ema", {"ema": 0}, at, real=False)
 
 
 def ema_parameters(decay: Number) -> GradientTransformation:
@@ -124,9 +133,6 @@ def polyak_average(*, start: int | Tensor = 0) -> GradientTransformation:
     of `torch.optim.swa_utils.AveragedModel`. Use and state are those of
     `ema_parameters`.
 
-    Raises:
-        ValueError: `start` is not a whole number of zero or more.
-
     Reference: Polyak and Juditsky, Acceleration of Stochastic Approximation by
     Averaging, SIAM Journal on Control and Optimization 30 (1992); Izmailov et al.,
     arXiv 1803.05407.
@@ -155,22 +161,19 @@ def averaged_parameters(state: Tree) -> Params:
     are in `promote_types(param dtype, float32)`; before the first step they are the
     parameters given to `init`.
 
-    Raises:
-        ValueError: there is not exactly one average in the state.
-
     Example:
         >>> from vgrad.optim import adam, chain
         >>> tx = chain(adam(), ema_parameters(0.999))
         >>> averaged_parameters(tx.init({"w": torch.ones(2)}))
         {'w': tensor([1., 1.])}
     """
-    found = states_of(state, AverageState)
-    if len(found) != 1:
+    averages = states_of(state, State, lambda node: "ax" in node.slots)
+    if len(averages) != 1:
         raise ValueError(
-            f"averaged_parameters(state with {len(found)} averages): expected the "
+            f"averaged_parameters(state with {len(averages)} averages): expected the "
             f"state of one ema_parameters or polyak_average. Pass that part of it."
         )
-    return dict(found[0].average)
+    return dict(averages[0].slots["ax"])
 
 
 def lookahead(
@@ -186,10 +189,6 @@ def lookahead(
     towards the parameters `p` after the inner step, and the parameters become the slow
     weights. The inner state is kept. Nothing waits for the device. State: the inner one
     and one tensor of the size of each parameter.
-
-    Raises:
-        ValueError: the period is not a whole number of at least one, or the step size
-            is not positive.
 
     Reference: Zhang et al., arXiv 1907.08610.
 
@@ -238,16 +237,145 @@ def average_after(
 ) -> GradientTransformation:
     """Move an average by a share of the way to the parameters after each step."""
 
-    def init(params: Params) -> AverageState:
-        return AverageState(counter(params), copies(params))
+    def init(params: Params) -> State:
+        return State(counter(params), {"ax": copies(params)})
 
     def update(
-        grads: Grads, state: AverageState, params: Params | None = None
-    ) -> tuple[Updates, AverageState]:
+        grads: Grads, state: State, params: Params | None = None
+    ) -> tuple[Updates, State]:
         params = required(function, params)
-        checks.names(f"{function}(grads)", state.average, grads)
+        checks.names(f"{function}(grads)", state.slots["ax"], grads)
         count = state.count + 1
-        average = lerp(state.average, apply_updates(params, grads), share(count))
-        return dict(grads), AverageState(count, average)
+        after, taken = apply_updates(params, grads), share(count)
+        average = map_values(lambda x, p: lerp(x, p, taken), state.slots["ax"], after)
+        return dict(grads), State(count, {"ax": average})
 
     return GradientTransformation(init, update)
+
+
+def apply_if_finite(
+    inner: GradientTransformation, *, max_consecutive_errors: int | Tensor
+) -> GradientTransformation:
+    """Leave out steps with a gradient that is infinite or NaN, as optax does.
+
+    Such a step has updates of zero and leaves the inner state as it is. After
+    `max_consecutive_errors` of them in a row the next one is made anyway, so that a
+    training run beyond repair shows. The state counts the errors in a row, which a
+    finite step sets to zero, and all errors, and holds whether the last step was
+    finite.
+
+    Example:
+        >>> from vgrad.optim import trace
+        >>> tx = apply_if_finite(trace(0.9), max_consecutive_errors=3)
+        >>> grads = {"w": torch.tensor([1.0, float("inf")])}
+        >>> updates, state = tx.update(grads, tx.init(grads))
+        >>> updates, state.errors
+        ({'w': tensor([0., 0.])}, tensor(1))
+    """
+    numbers = plain(max_consecutive_errors=max_consecutive_errors)
+    checks.whole("apply_if_finite", least=0, **numbers)
+
+    def init(params: Params) -> ApplyIfFiniteState:
+        count = counter(params)
+        return ApplyIfFiniteState(
+            count, count.clone(), torch.ones_like(count).bool(), inner.init(params)
+        )
+
+    def update(
+        grads: Grads, state: ApplyIfFiniteState, params: Params | None = None
+    ) -> tuple[Updates, ApplyIfFiniteState]:
+        finite = torch.ones_like(state.last_finite)
+        for grad in grads.values():
+            if grad is not None:
+                finite = finite & grad.isfinite().all().to(finite.device)
+        errors = torch.where(finite, 0, state.errors + 1)
+        taken = finite | (errors > scalar(max_consecutive_errors, errors))
+
+        # A discarded update is computed from zeros: if it were NaN, gradients through
+        # the branch that is kept would be NaN too.
+        safe = _kept_or_zero(taken, grads)
+        updates, new = inner.update(safe, state.inner, params)
+        return _kept_or_zero(taken, updates), ApplyIfFiniteState(
+            errors,
+            state.total_errors + (~finite),
+            finite,
+            _select(taken, new, state.inner),
+        )
+
+    return GradientTransformation(init, update)
+
+
+def multi_steps(
+    inner: GradientTransformation, steps: int | Tensor
+) -> GradientTransformation:
+    """Make one inner step of the mean gradient of every `steps` calls.
+
+    All calls but the last of a round have updates of zero and leave the inner state as
+    it is. The inner update is computed at every call, which takes time but avoids
+    waiting for the device. State: the inner one and one tensor of the size of each
+    parameter.
+
+    The mean is over all calls of a round: a gradient of None counts as zero, as when
+    torch accumulates. A parameter whose gradient is None at the last call is not
+    updated, and what it accumulated waits for the next round.
+
+    Example:
+        >>> from vgrad.optim import sgd
+        >>> tx = multi_steps(sgd(1.0), 2)
+        >>> params = {"w": torch.zeros(2)}
+        >>> updates, state = tx.update({"w": torch.ones(2)}, tx.init(params))
+        >>> updates
+        {'w': tensor([0., 0.])}
+        >>> tx.update({"w": torch.tensor([1.0, 3.0])}, state)[0]
+        {'w': tensor([-1., -2.])}
+    """
+    checks.whole("multi_steps", least=1, **plain(steps=steps))
+
+    def init(params: Params) -> MultiStepsState:
+        return MultiStepsState(
+            counter(params), map_values(filled, params), inner.init(params)
+        )
+
+    def update(
+        grads: Grads, state: MultiStepsState, params: Params | None = None
+    ) -> tuple[Updates, MultiStepsState]:
+        checks.names("multi_steps(grads)", state.mean, grads)
+        count = state.count + 1
+        last = count >= scalar(steps, count)
+        share = 1 / scalar(steps, count.double())
+        mean = advance(
+            lambda total, g: plus(total, share, cast(g, total.dtype)), state.mean, grads
+        )
+
+        present = map_grads(lambda _, total: total, grads, mean)
+        updates, new = inner.update(present, state.inner, params)
+
+        def waiting(total: Tensor, grad: Tensor) -> Tensor:
+            return torch.where(last.to(total.device), 0.0, total)
+
+        return _kept_or_zero(last, updates), MultiStepsState(
+            torch.where(last, 0, count),
+            advance(waiting, mean, grads),
+            _select(last, new, state.inner),
+        )
+
+    return GradientTransformation(init, update)
+
+
+def _kept_or_zero(kept: Tensor, values: Grads) -> Updates:
+    """Return the values if `kept`, a tensor without dimensions, and zeros otherwise."""
+
+    def choose(value: Tensor) -> Tensor:
+        value = widened(value)
+        return torch.where(kept.to(value.device), value, 0.0)
+
+    return map_grads(choose, values)
+
+
+def _select(taken: Tensor, new: Tree, old: Tree) -> Tree:
+    """Return the new tree if `taken`, a tensor without dimensions, or else the old."""
+
+    def choose(after: Tensor, before: Tensor) -> Tensor:
+        return torch.where(taken.to(after.device), after, before)
+
+    return tree_map(choose, new, old)

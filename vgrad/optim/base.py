@@ -1,4 +1,4 @@
-"""What an optimizer is: a pair of pure functions, and how pairs are put together."""
+"""Optimizers as pairs of pure functions, made of rules for one parameter."""
 
 # Annotations stay text, here and in every file of an optimizer: torch.compile, which
 # traces the making of one inside a mapped function, cannot evaluate `Params | None`.
@@ -11,14 +11,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from vgrad import checks
+from vgrad.optim.arithmetic import (
+    Grads,
+    Number,
+    Updates,
+    counter,
+    filled,
+    is_schedule,
+    map_grads,
+)
 from vgrad.tree import cast, map_values, tree_leaves, widened
-from vgrad.typing import Params, Tree
-
-Grads = Mapping[str, Tensor | None]
-"""Gradients by name; `None` stands for a parameter that received none."""
-
-Updates = dict[str, Tensor | None]
-"""What is added to the parameters; `None` leaves one as it is."""
+from vgrad.typing import Params, Schedule, Tree
 
 
 class UpdateFn(Protocol):
@@ -54,8 +57,8 @@ class GradientTransformation(NamedTuple):
     A gradient of `None` gives an update of `None` and leaves the state of that
     parameter as it is; step counters run on.
 
-    `donated`, if given, is a faster way to make a whole step, for `step` with
-    `donate=True`; a chain does not inherit it from its parts.
+    `donated` is a faster way to make a whole step, for `step` with `donate=True`; a
+    chain does not inherit it from its parts.
 
     Example:
         >>> negate = GradientTransformation(
@@ -71,12 +74,79 @@ class GradientTransformation(NamedTuple):
     donated: Donated | None = None
 
 
-def check_transformation(function: str, tx: Any) -> None:
-    """Refuse what has no `init` and `update`, such as an optimizer of `torch.optim`.
+class State(NamedTuple):
+    """State of most transformations: the steps taken, and tensors by torch's names.
 
-    Raises:
-        TypeError: it has not.
+    A slot, such as `exp_avg`, has one tensor for each parameter, by name, or is one
+    tensor for all of them.
+
+    Example:
+        >>> vgrad.optim.trace(0.9).init({"w": torch.ones(2)})
+        State(count=tensor(0), slots={'momentum_buffer': {'w': tensor([0., 0.])}})
     """
+
+    count: Tensor
+    slots: dict[str, Any]
+
+
+Slot = Number | Callable[[Tensor], Tensor | None]
+"""The value of all entries before the first step, or a function of the parameter."""
+
+
+def per_parameter(
+    function: str,
+    slots: Mapping[str, Slot],
+    at: Callable[[Tensor], Callable[..., Any]],
+    *,
+    real: bool = True,
+) -> GradientTransformation:
+    """Make a transformation of a rule for one parameter.
+
+    `at(step) -> rule` is called once a step with its number, in float64, and
+    `rule(gradient, *slots) -> (update, *slots)` once for each parameter with a
+    gradient. A slot is None for parameters for which its function returns None.
+    Parameters have to be `real`; errors begin with the name of the `function`.
+    """
+
+    def init(params: Params) -> State:
+        if real:
+            check_real(function, params)
+        tensors: dict[str, Params] = {slot: {} for slot in slots}
+        for slot, start in slots.items():
+            for name, param in params.items():
+                first = start(param) if callable(start) else filled(param, start)
+                if first is not None:
+                    tensors[slot][name] = first
+        return State(counter(params), tensors)
+
+    def update(
+        grads: Grads, state: State, params: Params | None = None
+    ) -> tuple[Updates, State]:
+        if not isinstance(state, State):
+            raise TypeError(
+                f"{function}(state): expected the state that its init made, got "
+                f"{state!r}."
+            )
+        old = [state.slots.get(slot, {}) for slot in slots]
+        checks.names(f"{function}(grads)", set().union(*old), grads)
+        count = state.count + 1
+        rule = at(count.double())
+        updates: Updates = dict(grads)
+        new = [dict(tensors) for tensors in old]
+        for name, grad in grads.items():
+            if grad is not None:
+                before = [tensors.get(name) for tensors in old]
+                updates[name], *after = rule(grad, *before)
+                for tensors, tensor in zip(new, after, strict=True):
+                    if tensor is not None:
+                        tensors[name] = tensor
+        return updates, State(count, dict(zip(slots, new, strict=True)))
+
+    return GradientTransformation(init, update)
+
+
+def check_transformation(function: str, tx: Any) -> None:
+    """Refuse everything without `init` and `update`, such as optimizers of torch."""
     if hasattr(tx, "init") and hasattr(tx, "update"):
         return
     got, advice = f"a {type(tx).__name__}", "Pass, for example, vgrad.optim.sgd(0.1)."
@@ -95,10 +165,6 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
 
     `chain()` of nothing is the identity.
 
-    Raises:
-        TypeError: one of them is no transformation.
-        ValueError: when updating, if the state was made by another chain.
-
     Example:
         >>> from vgrad.optim import scale_by_learning_rate, trace
         >>> heavy_ball = chain(trace(0.9), scale_by_learning_rate(0.5))
@@ -107,12 +173,11 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         >>> len(state)
         2
     """
-
-    for each in transformations:
-        check_transformation("chain", each)
+    for tx in transformations:
+        check_transformation("chain", tx)
 
     def init(params: Params) -> Tree:
-        return tuple(each.init(params) for each in transformations)
+        return tuple(tx.init(params) for tx in transformations)
 
     def update(
         grads: Grads, state: Tree, params: Params | None = None
@@ -123,8 +188,8 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
                 f"{len(transformations)}, as init of the same chain makes it."
             )
         updates, states = dict(grads), []
-        for each, old in zip(transformations, state, strict=True):
-            updates, new = each.update(updates, old, params)
+        for tx, old in zip(transformations, state, strict=True):
+            updates, new = tx.update(updates, old, params)
             states.append(new)
         return updates, tuple(states)
 
@@ -141,6 +206,29 @@ def stateless(
     )
 
 
+def of_gradient(function: Callable[[Tensor], Tensor]) -> GradientTransformation:
+    """Make a transformation without state of a function of one widened gradient."""
+    return stateless(
+        lambda grads, params: map_grads(lambda g: function(widened(g)), grads)
+    )
+
+
+def of_gradient_and_parameter(
+    name: str, function: Callable[[Tensor, Tensor], Tensor]
+) -> GradientTransformation:
+    """Do the same with a function of a gradient and its parameter, both widened."""
+
+    def apply(grad: Tensor, param: Tensor) -> Tensor:
+        return function(widened(grad), widened(param))
+
+    def update(grads: Grads, params: Params | None) -> Updates:
+        params = required(name, params)
+        checks.names(f"{name}(grads)", params, grads)
+        return map_grads(apply, grads, params)
+
+    return stateless(update)
+
+
 def apply_updates(params: Params, updates: Grads) -> Params:
     """Add updates to parameters: `{name: shape}, {name: shape} -> {name: shape}`.
 
@@ -148,18 +236,14 @@ def apply_updates(params: Params, updates: Grads) -> Params:
     the parameter: less than half a unit in the last place of a bfloat16 is lost.
     Parameters whose update is `None` are returned as they are.
 
-    Raises:
-        ValueError: names or shapes differ, as when a gradient still has its batch
-            dimension.
-
     Example:
         >>> apply_updates({"w": torch.ones(2)}, {"w": torch.tensor([0.5, -1.0])})
         {'w': tensor([1.5000, 0.0000])}
     """
     checks.names("apply_updates(updates)", params, updates)
-    given = {name: value for name, value in updates.items() if value is not None}
-    shapes = {name: params[name].shape for name in given}
-    checks.shapes("apply_updates(updates)", shapes, given)
+    present = {name: value for name, value in updates.items() if value is not None}
+    shapes = {name: params[name].shape for name in present}
+    checks.shapes("apply_updates(updates)", shapes, present)
 
     def add(param: Tensor, update: Tensor | None) -> Tensor:
         if update is None:
@@ -186,15 +270,11 @@ def step(
 
     With `donate=True` the step may write into the old state, which must not be used
     again, and into the old parameters: `sgd`, `adam` and `adamw` make the step by one
-    kernel of torch, at the speed of its fused optimizers. The given dictionaries are
+    kernel of torch, at the speed of its fused optimizers. The dictionaries passed are
     left empty, so that using them again raises; tensors that are also held elsewhere,
     for example by a module, may have changed. The gradients are never changed: where
     one, or a part of the state, has the memory of a parameter, the step is a pure one,
     as it is for one tensor under two names.
-
-    Raises:
-        TypeError: `tx` is no transformation, but, say, an optimizer of `torch.optim`.
-        ValueError: parameters that a kernel would write overlap in part.
 
     Example:
         >>> from vgrad.optim import sgd
@@ -209,24 +289,83 @@ def step(
         updates, new_state = tx.update(grads, state, params)
         done = apply_updates(params, updates), new_state
     if donate:
-        kept = {id(each) for each in _dictionaries(done)}
-        for each in _dictionaries((params, state)):
-            if id(each) not in kept:
-                each.clear()
+        kept = {id(tensors) for tensors in _dictionaries(done)}
+        for tensors in _dictionaries((params, state)):
+            if id(tensors) not in kept:
+                tensors.clear()
     return done
 
 
-def states_of(state: Tree, kind: type) -> list[Any]:
-    """Collect the states of one kind of transformation from a tree."""
-    nodes = tree_leaves(state, is_leaf=lambda node: isinstance(node, kind))
-    return [node for node in nodes if isinstance(node, kind)]
-
-
 def _dictionaries(tree: Tree) -> list[dict]:
-    """Collect the dictionaries of a tree."""
     if isinstance(tree, dict):
-        inner = [each for each in tree.values() if not isinstance(each, Tensor)]
+        inner = [value for value in tree.values() if not isinstance(value, Tensor)]
         return [tree, *_dictionaries(inner)]
     if isinstance(tree, list | tuple):
-        return [found for each in tree for found in _dictionaries(each)]
+        return [dictionary for node in tree for dictionary in _dictionaries(node)]
     return []
+
+
+def states_of(
+    state: Tree, kind: type, accept: Callable[[Any], bool] = lambda node: True
+) -> list[Any]:
+    """Collect the states of one kind of transformation from a tree."""
+
+    def is_one(node: Tree) -> bool:
+        return isinstance(node, kind) and accept(node)
+
+    return [node for node in tree_leaves(state, is_leaf=is_one) if is_one(node)]
+
+
+# Checks that optimizers share. A check of a tensor would read it, so tensors pass.
+
+
+def plain(**values: Any) -> dict[str, Any]:
+    """Return the values that are not tensors."""
+    return {name: v for name, v in values.items() if not isinstance(v, Tensor)}
+
+
+def check_numbers(
+    function: str,
+    lr: Number | Schedule,
+    betas: tuple[Number, ...] = (),
+    /,
+    **values: Number,
+) -> None:
+    """Each number is zero or more, and a beta below one; tensors and schedules pass."""
+    named = values if is_schedule(lr) else {"lr": lr, **values}
+    checks.non_negative(function, **plain(**named))
+    for index, beta in enumerate(betas):
+        if not isinstance(beta, Tensor) and not 0 <= beta < 1:
+            raise ValueError(
+                f"{function}(betas={betas}): expected 0 <= betas[{index}] < 1, "
+                f"got {beta}."
+            )
+
+
+def check_shares(function: str, *, one: bool = False, **values: Number) -> None:
+    """Each number is at least zero and below one, or one if allowed; tensors pass."""
+    for name, value in plain(**values).items():
+        if not (0 <= value < 1 or (one and value == 1)):
+            least = f"0 <= {name} {'<=' if one else '<'} 1"
+            raise ValueError(f"{function}({name}={value!r}): expected {least}.")
+
+
+def check_real(function: str, params: Params) -> None:
+    """Every parameter is a real floating-point tensor."""
+    for name, param in params.items():
+        if not param.is_floating_point():
+            raise TypeError(
+                f"{function}(params): expected real floating-point parameters, got "
+                f"{param.dtype} in {name!r}. Keep it out of the parameters, or as a "
+                f"pair of real ones."
+            )
+
+
+def required(function: str, params: Params | None) -> Params:
+    """Return the parameters, or refuse a call of `update` without them."""
+    if params is None:
+        raise ValueError(
+            f"{function}(params=None): expected the parameters, got none. "
+            f"Call update(grads, state, params)."
+        )
+    return params

@@ -1,26 +1,26 @@
-"""Steps in place, for callers that give the old parameters and state away.
+"""Steps in place, for callers that donate the old parameters and state.
 
 torch has one kernel for a whole step of SGD, Adam and AdamW. It reads and writes every
-value once, where pure functions make new tensors for each intermediate result. For what
-the kernel does not support these steps return None, before anything has changed, and
-leave it to the pure functions.
+value once, where pure functions make new tensors for each intermediate result. For
+tensors that the kernel does not support these steps return None, before anything has
+changed, and the pure functions are run instead.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from operator import attrgetter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
+from operator import add, attrgetter, le
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arguments import Number, apart, check_parts, is_schedule, is_zero
-from vgrad.optim.base import Donated, Grads
-from vgrad.optim.transforms import ScheduleState
-from vgrad.torch_private import kernels, modes
+from vgrad.optim.arithmetic import Grads, Number, is_schedule, is_zero
+from vgrad.optim.base import Donated, State
+from vgrad.torch_private import kernels, modes, shards
 from vgrad.typing import Params, Schedule, Tree
 
 _DEVICE, _DTYPE, _SHAPE = map(attrgetter, ("device", "dtype", "shape"))
@@ -29,7 +29,6 @@ _BYTES, _REQUIRES_GRAD = map(attrgetter, ("nbytes", "requires_grad"))
 
 
 def donated_sgd(
-    kind: type,
     lr: Number | Schedule,
     *,
     momentum: Number,
@@ -38,15 +37,15 @@ def donated_sgd(
     weight_decay: Number,
     maximize: bool,
 ) -> Donated:
-    """Make the step in place of `sgd`, whose sums are in a state of that kind."""
+    """Make the step in place of `sgd`."""
     # The first step of dampened momentum differs: its number would have to be read.
-    plain = _numbers(momentum, dampening, weight_decay) and is_zero(dampening)
+    numbers = _numbers(momentum, dampening, weight_decay) and is_zero(dampening)
 
     def launch(group: list[list[Tensor]], rate: Any, count: Tensor | None) -> None:
-        own, given, *sums = group
+        params, grads, *sums = group
         kernels.fused_sgd_(
-            own,
-            given,
+            params,
+            grads,
             *(sums or [[]]),
             weight_decay=weight_decay,
             momentum=momentum,
@@ -58,11 +57,11 @@ def donated_sgd(
         )
 
     # Without momentum there are no sums, and the kernel refuses them.
-    return _donated(kind, lr, launch, plain=plain, keeps=not is_zero(momentum))
+    slots = () if is_zero(momentum) else ("momentum_buffer",)
+    return _donated(lr, launch, slots) if numbers else _impossible
 
 
 def donated_adam(
-    kind: type,
     lr: Number | Schedule,
     *,
     betas: tuple[Number, Number],
@@ -72,20 +71,20 @@ def donated_adam(
     maximize: bool,
     decoupled: bool,
 ) -> Donated:
-    """Make the step in place of `adam`, or `adamw`, with a state of that kind."""
+    """Make the step in place of `adam`, or `adamw`."""
     kernel = kernels.fused_adamw_ if decoupled else kernels.fused_adam_
     # Without eps the kernel divides zero by zero where scale_by_adam does not.
-    plain = _numbers(*betas, eps, weight_decay) and not is_zero(eps)
+    numbers = _numbers(*betas, eps, weight_decay) and not is_zero(eps)
 
     def launch(group: list[list[Tensor]], rate: Any, count: Tensor) -> None:
-        own, given, means, squares, *largest = group
+        params, grads, means, squares, *largest = group
         kernel(
-            own,
-            given,
+            params,
+            grads,
             means,
             squares,
             *(largest or [[]]),
-            [count.to(own[0].device, torch.float32)] * len(own),
+            [count.to(params[0].device, torch.float32)] * len(params),
             lr=rate,
             beta1=betas[0],
             beta2=betas[1],
@@ -95,42 +94,48 @@ def donated_adam(
             maximize=maximize,
         )
 
-    return _donated(kind, lr, launch, plain=plain, keeps=True)
+    slots = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if amsgrad else 2]
+    return _donated(lr, launch, slots) if numbers else _impossible
+
+
+def _impossible(grads: Grads, state: Tree, params: Params) -> None:
+    return None
 
 
 def _donated(
-    kind: type,
-    lr: Number | Schedule,
-    launch: Callable[..., None],
-    *,
-    plain: bool,
-    keeps: bool,
+    lr: Number | Schedule, launch: Callable[..., None], slots: tuple[str, ...]
 ) -> Donated:
     """Make a step in place of a kernel that `launch` runs for each group of tensors.
 
-    The step returns None unless the hyperparameters are `plain` numbers, and the state
-    of a chain has a part of that kind exactly where the optimizer `keeps` something.
+    The step returns None unless the state of a chain has a part with exactly these
+    slots, or none with any if there are no slots.
     """
 
     def step(
         grads: Grads, state: Tree, params: Params
     ) -> tuple[Params, tuple[Any, ...]] | None:
-        index, moments = _own(state, kind)
-        if not plain or (moments is not None) != keeps:
+        # The state of the rate, the last one, has no slots.
+        with_slots = [
+            i for i, part in enumerate(state) if isinstance(part, State) and part.slots
+        ]
+        moments = [state[i] for i in with_slots]
+        if [tuple(part.slots) for part in moments] != ([slots] if slots else []):
             return None
-        kept = list(moments[1:]) if moments else []  # all but the count
-        groups = _groups(params, grads, kept)
+        tensors = [part.slots[slot] for part in moments for slot in slots]
+        groups = _groups(params, grads, tensors)
         if groups is None:
             return None
-        rate, last = _rate(lr, state[-1])
+        rate, last = lr, state[-1]
+        if is_schedule(rate):
+            rate, last = rate(last.count), State(last.count + 1, {})
         if not _taken(rate, params):
             return None
-        count = moments.count + 1 if moments else None
+        count: Any = moments[0].count + 1 if moments else None
         for group in groups:
             launch(group, _on(rate, group[0][0].device), count)
         new = [*state[:-1], last]
-        if moments:
-            new[index] = kind(count, *map(dict, kept))
+        for index in with_slots:
+            new[index] = State(count, dict(zip(slots, map(dict, tensors), strict=True)))
         return dict(params), tuple(new)
 
     return step
@@ -140,25 +145,14 @@ def _numbers(*values: Number) -> bool:
     return not any(isinstance(value, Tensor) for value in values)
 
 
-def _own(state: Tree, kind: type) -> tuple[int, Any]:
-    """Find the state of one transformation in that of a chain."""
-    for index, each in enumerate(state):
-        if isinstance(each, kind):
-            return index, each
-    return -1, None
-
-
 def _groups(
     params: Params, grads: Grads, moments: list[Params]
 ) -> list[list[list[Tensor]]] | None:
     """Make lists of parameters, gradients and moments, for each device and dtype.
 
-    Returns None if a tensor is not plain or not alone in its memory: the kernels walk
-    through memory and check neither strides nor dtypes. For a thousand small tensors
+    Returns None if a tensor is not plain or shares its memory: the kernels walk through
+    memory and check neither strides nor dtypes. For a thousand small tensors
     checking one by one costs more than the step, so the checks go through whole lists.
-
-    Raises:
-        ValueError: two parameters overlap without being one.
     """
     if modes.inside_transform() or torch.compiler.is_compiling():
         return None
@@ -170,14 +164,14 @@ def _groups(
         params, grads, *moments = parts
     names = [name for name, grad in grads.items() if grad is not None]
     trees: list[Any] = [params, grads, *moments]
-    columns: list[list[Tensor]] = [list(map(each.__getitem__, names)) for each in trees]
-    own, given, *_ = columns
+    columns: list[list[Tensor]] = [list(map(tree.__getitem__, names)) for tree in trees]
+    stepped = columns[0]
     if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, itertools.chain(*columns))):
         return None
 
     def alike(of: Callable[[Tensor], Any]) -> list[Any] | None:
-        first, *others = (list(map(of, each)) for each in columns)
-        return first if all(each == first for each in others) else None
+        first, *others = (list(map(of, column)) for column in columns)
+        return first if all(other == first for other in others) else None
 
     shapes, dtypes = alike(_SHAPE), alike(_DTYPE)
     if shapes is None or dtypes is None:
@@ -187,12 +181,12 @@ def _groups(
         return None
     idle = [params[name] for name, grad in grads.items() if grad is None]
     if not all(map(Tensor.is_contiguous, itertools.chain(*columns, idle))):
-        columns[1] = list(map(_like, own, given))
-        if alike(Tensor.stride) is None or not all(map(_dense, [*own, *idle])):
+        columns[1] = list(map(_like, stepped, columns[1]))
+        if alike(Tensor.stride) is None or not all(map(_dense, [*stepped, *idle])):
             return None
-    sizes = list(map(_BYTES, own)) * len(columns) + list(map(_BYTES, idle))
-    held = itertools.chain(*columns, idle)
-    if not apart(list(map(Tensor.data_ptr, held)), sizes):
+    sizes = list(map(_BYTES, stepped)) * len(columns) + list(map(_BYTES, idle))
+    places = map(Tensor.data_ptr, itertools.chain(*columns, idle))
+    if not _apart(list(places), sizes):
         check_parts(params)
         return None
     if not {*dtypes} <= {torch.float32, torch.float64}:
@@ -206,16 +200,18 @@ def _groups(
 
 
 def _parts(trees: list[Any]) -> list[Any] | None:
-    """Return what this process holds of DTensors; None if they are not cut alike."""
-    cuts = {name: getattr(each, "placements", None) for name, each in trees[0].items()}
-    found = []
+    """Return the local parts of DTensors; None if they are not sharded alike."""
+    cuts = {
+        name: getattr(param, "placements", None) for name, param in trees[0].items()
+    }
+    local = []
     for tree in trees:
-        given = {name: each for name, each in tree.items() if each is not None}
-        if any(getattr(t, "placements", None) != cuts[n] for n, t in given.items()):
+        present = {name: tensor for name, tensor in tree.items() if tensor is not None}
+        if any(getattr(t, "placements", None) != cuts[n] for n, t in present.items()):
             return None
-        parts = {n: t.to_local() if cuts[n] else t for n, t in given.items()}
-        found.append({name: parts.get(name) for name in tree})
-    return found
+        parts = {n: t.to_local() if cuts[n] else t for n, t in present.items()}
+        local.append({name: parts.get(name) for name in tree})
+    return local
 
 
 def _like(param: Tensor, grad: Tensor) -> Tensor:
@@ -226,21 +222,14 @@ def _like(param: Tensor, grad: Tensor) -> Tensor:
 
 
 def _dense(tensor: Tensor) -> bool:
-    """Tell whether a tensor is contiguous in one of the usual layouts."""
+    """Return whether a tensor is contiguous in one of the usual layouts."""
     if tensor.is_contiguous():
         return True
     return tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
-def _rate(lr: Number | Schedule, state: Any) -> tuple[Number, Any]:
-    """Return the rate of this step and the state of `scale_by_learning_rate` after."""
-    if not is_schedule(lr):
-        return lr, state
-    return lr(state.count), ScheduleState(state.count + 1)
-
-
 def _taken(rate: Number, params: Params) -> bool:
-    """Tell whether a kernel takes a rate: without graph, and on a device in float32."""
+    """Return whether a kernel takes a rate: no graph, and on a device float32."""
     if not isinstance(rate, Tensor):
         return True
     if rate.requires_grad and torch.is_grad_enabled():
@@ -254,3 +243,100 @@ def _on(rate: Number, device: torch.device) -> Any:
     if not isinstance(rate, Tensor):
         return float(rate)
     return float(rate) if rate.device.type == "cpu" else rate.to(device, torch.float32)
+
+
+# Memory that tensors share.
+
+
+def _apart(places: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Return whether no two blocks of memory, of places and sizes in bytes, overlap."""
+    starts, ends = sorted(places), sorted(map(add, places, sizes))
+    return all(map(le, ends, starts[1:]))
+
+
+def disjoint(tensors: Sequence[Tensor]) -> bool:
+    """Return whether no two tensors overlap, by their first and last entries.
+
+    Of a DTensor it is the part of this process.
+    """
+    local = list(map(_local, tensors))
+    return _apart([x.data_ptr() for x in local], list(map(_extent, local)))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return shards.local(tensor) if shards.is_distributed(tensor) else tensor
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return the bytes from the first entry of a tensor to the end of its last one."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    return (1 + last) * tensor.element_size() if tensor.numel() else 0
+
+
+def sharing(params: Params) -> Iterator[tuple[str, str]]:
+    """Yield each two names whose tensors have entries in the same memory.
+
+    A name comes with itself if two entries of its tensor are in the same place. Of a
+    DTensor it is the part of this process.
+    """
+    params = {name: _local(param) for name, param in params.items()}
+    blocks: list[tuple[int, int, str]] = []
+    for name, param in params.items():
+        if param.numel() and not param.is_meta:
+            start = param.data_ptr()
+            blocks.append((start, start + _extent(param), name))
+            if not _nested(param) and _overlap(param):
+                yield name, name
+    blocks.sort(key=lambda block: block[:2])
+    for number, (_, end, name) in enumerate(blocks, 1):
+        later = takewhile(lambda block, end=end: block[0] < end, blocks[number:])
+        for _, _, other in later:
+            pair = params[name], params[other]
+            # Blocks without gaps have entries wherever they overlap.
+            if all(map(Tensor.is_contiguous, pair)) or _overlap(*pair):
+                yield name, other
+
+
+def check_parts(params: Params) -> None:
+    """Refuse, in a step that may write in place, parameters that overlap in part."""
+    for first, second in sharing(params):
+        one, two = params[first], params[second]
+        places = [(x.data_ptr(), x.shape, x.stride()) for x in (one, two)]
+        if places[0] != places[1]:  # else each update is added to the same parameter
+            raise ValueError(
+                f"step(donate=True)(params): expected parameters with memory of their "
+                f"own, got {first!r} and {second!r}, which overlap: each would be "
+                f"stepped in part by the other's gradient. Pass clones, or leave "
+                f"donate out."
+            )
+
+
+def _overlap(*tensors: Tensor) -> bool:
+    """Return whether two entries of these tensors are in the same place."""
+    if len({tensor.element_size() for tensor in tensors}) > 1:
+        return True  # an entry of one may lie between the places of two of the other
+    places = torch.cat([_places(tensor) for tensor in tensors])
+    return len(places.unique()) < len(places)
+
+
+def _places(tensor: Tensor) -> Tensor:
+    """Return the addresses of all entries of a tensor."""
+    places = torch.tensor([tensor.data_ptr()])
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        steps = torch.arange(size) * (stride * tensor.element_size())
+        places = (places[:, None] + steps).flatten()
+    return places
+
+
+def _nested(tensor: Tensor) -> bool:
+    """Return whether each stride reaches beyond all entries of smaller strides."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return False
+            reach += (size - 1) * stride
+    return True

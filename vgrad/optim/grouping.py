@@ -1,11 +1,9 @@
-"""Parts of the parameters, chosen by name: masks, parameter groups, what stays.
+"""Parts of the parameters, selected by name: masks, groups, frozen parameters.
 
-A selection says which names belong to a part. It is a list or tuple of patterns, of
-which one has to match (see `vgrad.checks`), or a function of the name.
+A selection is a list or tuple of patterns, of which one has to match (see
+`vgrad.checks`), or a function of the name.
 """
 
-# Annotations stay text: torch.compile, which traces the making of an optimizer inside a
-# mapped function, cannot evaluate `Params | None`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.base import GradientTransformation, Grads, Updates
+from vgrad.optim.arithmetic import Grads, Updates
+from vgrad.optim.base import GradientTransformation
 from vgrad.typing import Params, Tree
 
 Selection = checks.Patterns | Callable[[str], bool]
@@ -29,12 +28,11 @@ def masked(
 ) -> GradientTransformation:
     """Apply a transformation to the selected names; other gradients pass unchanged.
 
-    `inner` sees the selected gradients and parameters alone. State: that of `inner` for
-    them. What is not to be updated at all goes through `keep`.
+    State: that of `inner` for the selected parameters. For no update at all, see
+    `set_to_zero`.
 
-    Raises:
-        TypeError: the selection is no list or tuple of patterns, nor a function.
-        ValueError: in `init`, a pattern matches no parameter, or the function none.
+    Args:
+        selection: a list or tuple of patterns of names, or a function of the name.
 
     Example:
         >>> from vgrad.optim import add_decayed_weights
@@ -53,8 +51,8 @@ def masked(
         grads: Grads, state: Tree, params: Params | None = None
     ) -> tuple[Updates, Tree]:
         chosen = _selected(grads, selection)
-        given = _part_of_params("masked", params, grads, chosen)
-        updates, state = inner.update(_part(grads, chosen), state, given)
+        part = _part_of_params("masked", params, grads, chosen)
+        updates, state = inner.update(_part(grads, chosen), state, part)
         return {**grads, **updates}, state
 
     return GradientTransformation(init, update)
@@ -68,11 +66,6 @@ def partition(
     A key is a pattern, a tuple of patterns or a function of the name. A name belongs to
     the first group that selects it, in the order of the dictionary, so that exceptions
     come first and `"*"` last. State: the tuple of those of the groups, in their order.
-
-    Raises:
-        TypeError: a key is none of these.
-        ValueError: there is no group; in `init`, a selection matches no parameter; in
-            `init` or when updating, a name is in no group.
 
     Example:
         >>> from vgrad.optim import adamw, sgd
@@ -92,7 +85,7 @@ def partition(
     def init(params: Params) -> Tree:
         for selection in selections:
             _check_matches("partition", selection, params)
-        parts = zip(transformations, _shared_out(params), strict=True)
+        parts = zip(transformations, _split(params), strict=True)
         return tuple(tx.init(_part(params, chosen)) for tx, chosen in parts)
 
     def update(
@@ -105,52 +98,48 @@ def partition(
             )
         updates: Updates = dict(grads)
         states = []
-        parts = zip(transformations, _shared_out(grads), state, strict=True)
+        parts = zip(transformations, _split(grads), state, strict=True)
         for tx, chosen, old in parts:
-            given = _part_of_params("partition", params, grads, chosen)
-            changed, new = tx.update(_part(grads, chosen), old, given)
+            part = _part_of_params("partition", params, grads, chosen)
+            changed, new = tx.update(_part(grads, chosen), old, part)
             updates.update(changed)
             states.append(new)
         return updates, tuple(states)
 
-    def _shared_out(tree: Iterable[str]) -> list[list[str]]:
+    def _split(tree: Iterable[str]) -> list[list[str]]:
         """Return the names of each group; each name is in exactly one."""
-        left, shares = list(tree), []
+        left, members = list(tree), []
         for selection in selections:
-            shares.append(_selected(left, selection))
-            left = [name for name in left if name not in shares[-1]]
+            members.append(_selected(left, selection))
+            left = [name for name in left if name not in members[-1]]
         if left:
             raise ValueError(
                 f"partition({checks.listed(left)}): expected a group that selects "
                 f"every name, got none for these. End with a group of '*'."
             )
-        return shares
+        return members
 
     return GradientTransformation(init, update)
 
 
-def keep(selection: Selection = ("*",)) -> GradientTransformation:
+def set_to_zero(selection: Selection = ("*",)) -> GradientTransformation:
     """Leave the selected parameters as they are; other gradients pass unchanged.
 
     Their updates are `None`, so that `apply_updates` returns the very same tensors. Put
-    first in a chain, no moments are computed for them either. There is no state. To
-    compute no gradients for them in the first place, see `vgrad.freeze`.
-
-    Raises:
-        TypeError: the selection is no list or tuple of patterns, nor a function.
-        ValueError: in `init`, a pattern matches no parameter, or the function none.
+    first in a chain, no moments are computed for them either. To compute no gradients
+    for them in the first place, see `vgrad.freeze`.
 
     Example:
         >>> from vgrad.optim import chain, sgd
-        >>> tx = chain(keep(["encoder.*"]), sgd(0.5))
+        >>> tx = chain(set_to_zero(["encoder.*"]), sgd(0.5))
         >>> params = {"encoder.weight": torch.ones(2), "head.weight": torch.ones(2)}
         >>> tx.update(params, tx.init(params), params)[0]
         {'encoder.weight': None, 'head.weight': tensor([-0.5000, -0.5000])}
     """
-    selection = checked("keep", "selection", selection)
+    selection = checked("set_to_zero", "selection", selection)
 
     def init(params: Params) -> Tree:
-        _check_matches("keep", selection, params)
+        _check_matches("set_to_zero", selection, params)
         return ()
 
     def update(
@@ -182,7 +171,7 @@ def _part_of_params(
 
 
 def checked(function: str, argument: str, selection: Any) -> Any:
-    """Return a selection that nobody can change, or refuse what is none."""
+    """Return an immutable copy of a selection, or refuse it."""
     if callable(selection):
         return selection
     if not isinstance(selection, str | list | tuple):

@@ -10,9 +10,16 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arguments import Number, is_schedule, rate_at
-from vgrad.optim.arithmetic import counter, expanded
-from vgrad.optim.base import GradientTransformation, Grads, Updates
+from vgrad.optim.arithmetic import (
+    Grads,
+    Number,
+    Updates,
+    counter,
+    expanded,
+    is_schedule,
+    rate_at,
+)
+from vgrad.optim.base import GradientTransformation
 from vgrad.tree import map_values, tree_map
 from vgrad.typing import Params, Schedule, Tree
 
@@ -42,10 +49,6 @@ def inject_hyperparams(
 
     For members, put `init` under `torch.vmap` with one value per member, or set a
     tensor of shape [E] in the stacked state. `update` takes the values from the state.
-
-    Raises:
-        TypeError: a value is neither a number nor a tensor, schedule or tuple.
-        ValueError: `make` refuses a number. Values set later are not checked.
 
     Example:
         >>> from vgrad.optim import sgd
@@ -89,10 +92,6 @@ def with_hyperparams(
     In a stacked state, a number or a tensor without dimensions is set for all members,
     and a tensor of shape [E] has one value per member. The values are not checked.
 
-    Raises:
-        TypeError: the state is not one of `inject_hyperparams`.
-        ValueError: it has no hyperparameter of a name, or a value has another shape.
-
     Example:
         >>> from vgrad.optim import adam
         >>> state = inject_hyperparams(adam, lr=0.5).init({"w": torch.ones(2)})
@@ -116,7 +115,7 @@ def with_hyperparams(
 
 
 def _unscheduled(value: Any) -> Any:
-    """Put a tensor, whose value is not looked at, in the place of a schedule."""
+    """Replace a schedule by a tensor, whose value is not checked."""
     return torch.zeros(()) if is_schedule(value) else value
 
 

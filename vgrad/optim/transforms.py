@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arguments import Number, is_schedule, is_zero, plain
 from vgrad.optim.arithmetic import (
+    Grads,
+    Number,
+    Updates,
     counter,
+    is_schedule,
+    is_zero,
     map_grads,
-    of_gradient_and_parameter,
     plus,
     scalar,
 )
-from vgrad.optim.base import GradientTransformation, Grads, Updates, chain, stateless
+from vgrad.optim.base import (
+    GradientTransformation,
+    State,
+    chain,
+    of_gradient_and_parameter,
+    plain,
+    stateless,
+)
 from vgrad.optim.grouping import Selection, checked, masked
 from vgrad.tree import widened
 from vgrad.typing import Params, Schedule
-
-
-class ScheduleState(NamedTuple):
-    """State of a factor that is a schedule: the number of steps taken."""
-
-    count: Tensor
 
 
 def add_decayed_weights(
@@ -34,15 +36,11 @@ def add_decayed_weights(
 
     Before the moments of an optimizer this is a penalty of the squared norm, after them
     it is decoupled weight decay. A decay of the number zero is the identity and needs
-    no parameters. There is no state.
+    no parameters. Gradients of parameters that `mask` does not select pass unchanged.
 
-    `mask` says which parameters decay: a list or tuple of patterns of their names, or a
-    function of the name. Gradients of all others pass unchanged.
-
-    Raises:
-        TypeError: the mask is neither.
-        ValueError: when updating, if no parameters are given; in `init`, a pattern of
-            the mask matches no parameter.
+    Args:
+        mask: the parameters that decay: a list or tuple of patterns of their names, or
+            a function of the name.
 
     Reference: Loshchilov and Hutter, arXiv 1711.05101.
 
@@ -58,7 +56,6 @@ def add_decayed_weights(
         return chain()
     if mask is not None:
         return masked(add_decayed_weights(weight_decay), mask)
-
     return of_gradient_and_parameter(
         "add_decayed_weights", lambda grad, param: plus(grad, weight_decay, param)
     )
@@ -66,11 +63,6 @@ def add_decayed_weights(
 
 def scale(factor: Number) -> GradientTransformation:
     """Multiply gradients by a factor: `factor * g`.
-
-    There is no state.
-
-    Raises:
-        ValueError: the factor is infinite or NaN.
 
     Example:
         >>> scale(-0.5).update({"w": torch.ones(2)}, ())
@@ -84,11 +76,7 @@ def scale_by_schedule(schedule: Schedule) -> GradientTransformation:
     """Multiply gradients by a factor that changes: `schedule(t) * g`.
 
     `t` is the number of steps taken so far, an int64 tensor without dimensions that is
-    zero at the first step. The sign is that of the schedule; `scale_by_learning_rate`
-    is the same with a minus.
-
-    Raises:
-        TypeError: the schedule is not a function.
+    zero at the first step. `scale_by_learning_rate` is the same with a minus.
 
     Example:
         >>> tx = scale_by_schedule(lambda count: 0.5 ** count.double())
@@ -110,7 +98,7 @@ def scale_by_learning_rate(rate: Number | Schedule) -> GradientTransformation:
     `rate` is a number, a tensor without dimensions, or a schedule: a function of the
     number of steps taken so far, an int64 tensor without dimensions that is zero at the
     first step. A schedule that needs float64 computes with `count.double()`. Only a
-    schedule needs state.
+    schedule needs state, a count.
 
     Example:
         >>> descend = scale_by_learning_rate(lambda count: 1.0 / (count + 1))
@@ -142,32 +130,27 @@ def descent(
 
 
 def ascent(maximize: bool) -> list[GradientTransformation]:
-    """List the change of sign that turns descent into ascent, if that is asked for."""
+    """List the change of sign that turns descent into ascent, where one maximizes."""
     return [scale(-1.0)] if maximize else []
 
 
 def _multiplied(
     factor: Number | Schedule, *, negate: bool = False
 ) -> GradientTransformation:
-    """Multiply gradients by a factor, or by the negative of it."""
-
     def scaled(grads: Grads, factor: Number) -> Updates:
         def multiply(grad: Tensor) -> Tensor:
             grad = widened(grad)
-            own = scalar(factor, grad)
-            return (-own if negate else own) * grad
+            value = scalar(factor, grad)
+            return (-value if negate else value) * grad
 
         return map_grads(multiply, grads)
 
     if not is_schedule(factor):
         return stateless(lambda grads, params: scaled(grads, factor))
 
-    def init(params: Params) -> ScheduleState:
-        return ScheduleState(counter(params))
-
     def update(
-        grads: Grads, state: ScheduleState, params: Params | None = None
-    ) -> tuple[Updates, ScheduleState]:
-        return scaled(grads, factor(state.count)), ScheduleState(state.count + 1)
+        grads: Grads, state: State, params: Params | None = None
+    ) -> tuple[Updates, State]:
+        return scaled(grads, factor(state.count)), State(state.count + 1, {})
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(lambda params: State(counter(params), {}), update)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from vgrad import checks, optim
 from vgrad.generators import RNG_LOCK, Tag, secret_key, set_seed, torch_seed
-from vgrad.optim.arguments import disjoint
 from vgrad.optim.base import GradientTransformation, check_transformation
+from vgrad.optim.fused import disjoint
 from vgrad.precision import LossScale, NoOpLossScale, Policy
 from vgrad.precision.modules import loss_under
 from vgrad.torch_private import modes

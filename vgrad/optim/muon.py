@@ -7,23 +7,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from vgrad import checks
-from vgrad.optim.arguments import Number, check_numbers, check_real
 from vgrad.optim.arithmetic import (
+    Grads,
+    Number,
+    Updates,
     lerp,
     map_grads,
-    of_gradient,
-    of_history,
     scalar,
-    zeros,
 )
-from vgrad.optim.base import GradientTransformation, Grads, Updates
+from vgrad.optim.base import (
+    GradientTransformation,
+    check_numbers,
+    check_real,
+    of_gradient,
+    per_parameter,
+)
 from vgrad.optim.transforms import descent
 from vgrad.tree import no_autocast, widened
 from vgrad.typing import Params, Schedule
@@ -31,12 +36,6 @@ from vgrad.typing import Params, Schedule
 Adjustment = Literal["original", "match_rms_adamw"]
 ADJUSTMENTS = get_args(Adjustment)
 """How the size of an update follows from that of its matrix."""
-
-
-class MuonState(NamedTuple):
-    """State of the momentum of `muon`: the mean of the gradients."""
-
-    mean: Params
 
 
 def orthogonalize(
@@ -59,12 +58,6 @@ def orthogonalize(
     float32 for gradients through training. In bfloat16, members under `torch.vmap` have
     the bits they have alone, except in a compiled function, which rounds elsewhere.
 
-    Raises:
-        ValueError: the coefficients are not three, there are 100 steps or more, or
-            the dtype is not floating-point; in `init` or when updating, a parameter is
-            not a matrix.
-        TypeError: a coefficient is not a number.
-
     Reference: as for `muon`; Bernstein and Newhouse, arXiv 2409.20325.
 
     Example:
@@ -74,7 +67,22 @@ def orthogonalize(
         tensor([[1., 0.],
                 [0., 1.]])
     """
-    _check_iteration(ns_coefficients, ns_steps, dtype)
+    if len(ns_coefficients) != 3:
+        raise ValueError(
+            f"orthogonalize(ns_coefficients={ns_coefficients!r}): expected three "
+            f"numbers, got {len(ns_coefficients)}."
+        )
+    for index, value in enumerate(ns_coefficients):
+        checks.finite("orthogonalize", **{f"ns_coefficients[{index}]": value})
+    checks.whole("orthogonalize", least=0, ns_steps=ns_steps)
+    if ns_steps >= 100:
+        raise ValueError(
+            f"orthogonalize(ns_steps={ns_steps}): expected less than 100. Five do."
+        )
+    if not dtype.is_floating_point:
+        raise ValueError(
+            f"orthogonalize(dtype={dtype}): expected a real floating-point dtype."
+        )
     a, b, c = ns_coefficients
 
     def init(params: Params) -> tuple[()]:
@@ -111,9 +119,9 @@ def _on_whole(function: Callable[[Tensor], Tensor], value: Any) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = value.device_mesh
-    found = function(value.full_tensor())
-    found = DTensor.from_local(found, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return found.redistribute(placements=value.placements)
+    whole = function(value.full_tensor())
+    whole = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(placements=value.placements)
 
 
 def muon(
@@ -131,19 +139,16 @@ def muon(
 ) -> GradientTransformation:
     """Descend along the mean gradient of each matrix, made orthogonal.
 
-    `m = momentum * m + (1 - momentum) * g`; `o` is what `orthogonalize` makes of `m`,
-    or of `momentum * m + (1 - momentum) * g` again for `nesterov`; and then
-    `p -= lr * (weight_decay * p + s * o)`. For a matrix of n by m, `s` is
-    `sqrt(max(1, n / m))`, also with `adjust_lr_fn="original"`, and
+    `m = momentum * m + (1 - momentum) * g`, and then
+    `p -= lr * (weight_decay * p + s * o)`, with the result `o` of `orthogonalize` for
+    `m`, or for `momentum * m + (1 - momentum) * g` again with `nesterov`. For a matrix
+    of n by m, `s` is `sqrt(max(1, n / m))`, also with `adjust_lr_fn="original"`, and
     `0.2 * sqrt(max(n, m))` with `"match_rms_adamw"`, for the rates of AdamW. State: one
     tensor of the size of each parameter.
 
     It takes the matrices of hidden layers. Biases, embeddings and the last layer go to
     another optimizer, see `partition`; kernels of convolutions are not matrices.
     `dtype` is that of the iteration; `torch.optim.Muon` has the numbers of bfloat16.
-
-    Raises:
-        ValueError: `adjust_lr_fn` is unknown; in `init`, a parameter is not a matrix.
 
     Reference: Jordan et al., Muon: An optimizer for hidden layers in neural networks,
     2024; Liu et al., arXiv 2502.16982.
@@ -157,45 +162,29 @@ def muon(
     """
     check_numbers("muon", lr, weight_decay=weight_decay, momentum=momentum, eps=eps)
     checks.choice("muon", (None, *ADJUSTMENTS), adjust_lr_fn=adjust_lr_fn)
+
+    def average(g: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+        mean = lerp(mean, g, 1 - momentum)
+        ahead: Any = scalar(momentum, mean)
+        return g.to(mean.dtype).lerp(mean, ahead) if nesterov else mean, mean
+
+    def by_shape(grad: Tensor) -> Tensor:
+        n, m = grad.shape
+        if adjust_lr_fn == "match_rms_adamw":
+            return 0.2 * math.sqrt(max(n, m)) * grad
+        return math.sqrt(max(1.0, n / max(m, 1))) * grad
+
     return descent(
         lr,
-        _average(momentum, nesterov),
+        per_parameter("muon", {"momentum_buffer": 0}, lambda t: average, real=False),
         orthogonalize(
             ns_coefficients=ns_coefficients, eps=eps, ns_steps=ns_steps, dtype=dtype
         ),
-        _scale_by_shape(adjust_lr_fn == "match_rms_adamw"),
+        of_gradient(by_shape),
         weight_decay=weight_decay,
         decoupled=True,
         maximize=maximize,
     )
-
-
-def _average(momentum: Number, nesterov: bool) -> GradientTransformation:
-    """Replace gradients by their moving average from zero, or look one step ahead."""
-
-    def move(grads: Grads, state: MuonState) -> tuple[Updates, MuonState]:
-        mean = lerp(state.mean, grads, 1 - momentum)
-
-        def direction(grad: Tensor, mean: Tensor) -> Tensor:
-            if not nesterov:
-                return mean
-            return grad.to(mean.dtype).lerp(mean, scalar(momentum, mean))
-
-        return map_grads(direction, grads, mean), MuonState(mean)
-
-    return of_history("muon", lambda params: MuonState(zeros(params)), move, real=False)
-
-
-def _scale_by_shape(match_adamw: bool) -> GradientTransformation:
-    """Give updates of all shapes entries of about the same size."""
-
-    def scale(grad: Tensor) -> Tensor:
-        n, m = grad.shape
-        if match_adamw:
-            return 0.2 * math.sqrt(max(n, m)) * grad
-        return math.sqrt(max(1.0, n / max(m, 1))) * grad
-
-    return of_gradient(scale)
 
 
 def _addmm(
@@ -248,28 +237,6 @@ class _Addmm(Function):
         # All of them are products of the same matrix, so all are mapped.
         stacked = (t.movedim(dim, 0) for t, dim in zip(tensors, in_dims, strict=False))
         return _Addmm.apply(*stacked, beta, alpha), 0
-
-
-def _check_iteration(
-    ns_coefficients: tuple[float, ...], ns_steps: int, dtype: torch.dtype
-) -> None:
-    """There are three coefficients, not too many steps, and a floating-point dtype."""
-    if len(ns_coefficients) != 3:
-        raise ValueError(
-            f"orthogonalize(ns_coefficients={ns_coefficients!r}): expected three "
-            f"numbers, got {len(ns_coefficients)}."
-        )
-    for index, value in enumerate(ns_coefficients):
-        checks.finite("orthogonalize", **{f"ns_coefficients[{index}]": value})
-    checks.whole("orthogonalize", least=0, ns_steps=ns_steps)
-    if ns_steps >= 100:
-        raise ValueError(
-            f"orthogonalize(ns_steps={ns_steps}): expected less than 100. Five do."
-        )
-    if not dtype.is_floating_point:
-        raise ValueError(
-            f"orthogonalize(dtype={dtype}): expected a real floating-point dtype."
-        )
 
 
 def _check_matrices(argument: str, tensors: Mapping[str, Tensor | None]) -> None:

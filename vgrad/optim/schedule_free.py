@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arguments import Number, check_numbers, check_shares, rate_at, required
 from vgrad.optim.arithmetic import (
+    Grads,
+    Number,
+    Updates,
     advance,
-    blend_squares,
     copies,
     counter,
     lerp,
     map_grads,
-    of_history,
-    root,
+    mean_of_squares,
+    over_root,
+    rate_at,
     scalar,
-    zeros,
 )
-from vgrad.optim.base import GradientTransformation, Grads, Updates, chain, states_of
-from vgrad.optim.methods.sgd import sgd
+from vgrad.optim.base import (
+    GradientTransformation,
+    chain,
+    check_numbers,
+    check_shares,
+    per_parameter,
+    required,
+    states_of,
+)
+from vgrad.optim.sgd import sgd
 from vgrad.optim.transforms import ascent, descent
 from vgrad.tree import widened
 from vgrad.typing import Params, Schedule, Tree
@@ -35,13 +44,6 @@ class ScheduleFreeState(NamedTuple):
     inner: Tree
     iterate: Params
     average: Params
-
-
-class SquareState(NamedTuple):
-    """State of the scale of `schedule_free_adamw`: steps taken, mean of squares."""
-
-    count: Tensor
-    square: Params
 
 
 def schedule_free(
@@ -99,8 +101,9 @@ def schedule_free(
             return (1 - kept) * z + kept * x - widened(y)
 
         iterate = advance(lambda z, u: z + u.to(z.dtype), state.iterate, moves)
-        reached = map_grads(lambda _, z: z, moves, iterate)
-        average = lerp(state.average, reached, share)
+        average = advance(
+            lambda x, _, z: lerp(x, z, share), state.average, moves, iterate
+        )
         updates = map_grads(mix, moves, iterate, average, params)
         new_state = ScheduleFreeState(state.count + 1, total, new, iterate, average)
         return updates, new_state
@@ -115,23 +118,20 @@ def evaluation_parameters(state: Tree, params: Params) -> Params:
     `params`. `state` may be that of an optimizer with `schedule_free` inside, such as a
     `partition`; parameters without an average are returned as they are.
 
-    Raises:
-        ValueError: the state holds no average of `schedule_free`.
-
     Example:
         >>> tx, params = schedule_free_sgd(0.5), {"w": torch.ones(2)}
         >>> evaluation_parameters(tx.init(params), params)
         {'w': tensor([1., 1.])}
     """
-    averages = [each.average for each in states_of(state, ScheduleFreeState)]
-    if not averages:
+    states = states_of(state, ScheduleFreeState)
+    if not states:
         raise ValueError(
             "evaluation_parameters(state): expected the state of a schedule_free "
             "optimizer, got one without its averages."
         )
-    found = {name: x for average in averages for name, x in average.items()}
-    checks.names("evaluation_parameters(params)", {**params, **found}, params)
-    return {name: found.get(name, p).to(p.dtype) for name, p in params.items()}
+    averages = {name: x for free in states for name, x in free.average.items()}
+    checks.names("evaluation_parameters(params)", {**params, **averages}, params)
+    return {name: averages.get(name, p).to(p.dtype) for name, p in params.items()}
 
 
 def schedule_free_sgd(
@@ -187,27 +187,19 @@ def schedule_free_adamw(
     """
     decays = {"weight_decay": weight_decay, "weight_lr_power": weight_lr_power}
     check_numbers("schedule_free_adamw", lr, betas, eps=eps, **decays)
-    squares = _scale_by_square(betas[1], eps)
     options = {"weight_decay": weight_decay, "decoupled": True, "maximize": maximize}
+
+    def at(t: Tensor) -> Any:
+        correction = 1 - betas[1] ** t
+
+        def rule(g: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
+            square = mean_of_squares(square, g, betas[1])
+            corrected = square / scalar(correction, square)
+            return over_root(g, corrected, eps), square
+
+        return rule
+
+    # `scale_by_adam` without the first moment, which is not kept either.
+    squares = per_parameter("schedule_free_adamw", {"square": 0}, at)
     inner = descent(lr, squares, **options)
     return schedule_free(inner, lr, beta=betas[0], weight_lr_power=weight_lr_power)
-
-
-def _scale_by_square(beta: Number, eps: Number) -> GradientTransformation:
-    """`scale_by_adam` without the first moment, which is not kept either."""
-
-    def start(params: Params) -> SquareState:
-        return SquareState(counter(params), zeros(params))
-
-    def move(grads: Grads, state: SquareState) -> tuple[Updates, SquareState]:
-        count = state.count + 1
-        square = blend_squares(state.square, beta, grads)
-        correction = 1 - beta ** count.double()
-
-        def direction(grad: Tensor, v: Tensor) -> Tensor:
-            v = v / scalar(correction, v)
-            return widened(grad) / (root(v) + scalar(eps, v))
-
-        return map_grads(direction, grads, square), SquareState(count, square)
-
-    return of_history("schedule_free_adamw", start, move)

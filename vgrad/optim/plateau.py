@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arguments import Number, plain
-from vgrad.optim.arithmetic import counter, expanded, scalar
-from vgrad.optim.base import GradientTransformation, Grads, Updates, states_of
+from vgrad.optim.arithmetic import (
+    Grads,
+    Number,
+    Updates,
+    counter,
+    expanded,
+    scalar,
+)
+from vgrad.optim.base import GradientTransformation, plain, states_of
 from vgrad.tree import tree_map
 from vgrad.typing import Params, Tree
 
@@ -26,7 +32,7 @@ THRESHOLD_MODES = get_args(ThresholdMode)
 
 
 class PlateauState(NamedTuple):
-    """State of `reduce_on_plateau`: the rate, what decides on it, the inner state.
+    """State of `reduce_on_plateau`: the rate, its conditions, and the inner state.
 
     `best` is the best value observed, `bad` the number of observations without a better
     one, `cooldown` the number of observations still to ignore.
@@ -66,11 +72,6 @@ def reduce_on_plateau(
     if that lowers it by more than `eps`, and the next `cooldown` values do not count.
     The rate is `state.rate`, in float64.
 
-    Raises:
-        ValueError: a mode is unknown, a number is negative, or the factor is not below
-            one; when observing, the value has another shape, or there is not exactly
-            one such state.
-
     Example:
         >>> from functools import partial
         >>> from vgrad.optim import sgd
@@ -88,21 +89,12 @@ def reduce_on_plateau(
     checks.whole("reduce_on_plateau", least=0, **lengths)
     numbers = plain(lr=lr, threshold=threshold, min_lr=min_lr, eps=eps)
     checks.non_negative("reduce_on_plateau", **numbers)
-    rule = _Rule(
-        sign=1 if mode == "min" else -1,
-        relative=threshold_mode == "rel",
-        factor=factor,
-        patience=patience,
-        threshold=threshold,
-        cooldown=cooldown,
-        min_lr=min_lr,
-        eps=eps,
-    )
+    sign = 1 if mode == "min" else -1
 
     def init(params: Params) -> PlateauState:
         zero = counter(params)
         rate = zero.double() + scalar(lr, zero.double())
-        best = torch.full_like(rate, rule.sign * math.inf)
+        best = torch.full_like(rate, sign * math.inf)
         inner = make(rate).init(params)
         return PlateauState(rate, best, zero, zero.clone(), inner)
 
@@ -112,56 +104,42 @@ def reduce_on_plateau(
         updates, inner = make(state.rate).update(grads, state.inner, params)
         return updates, state._replace(inner=inner)
 
-    return GradientTransformation(init, update), rule.observe
+    def after(state: PlateauState, value: Number) -> PlateauState:
+        best = state.best
+        # No gradient flows through a comparison.
+        value = expanded("observe", "value", value, best).detach()
+        margin = sign * scalar(threshold, best)
+        bound = best * (1 - margin) if threshold_mode == "rel" else best - margin
+        better = sign * value < sign * bound
+        cooling = state.cooldown > 0
+        bad = torch.where(better | cooling, 0, state.bad + 1)
+        lowering = bad > scalar(patience, bad)
+        least: Any = scalar(min_lr, best)
+        lower = (state.rate * scalar(factor, best)).clamp(min=least)
+        lowered = lowering & (state.rate - lower > scalar(eps, best))
+        left = torch.where(cooling, state.cooldown - 1, state.cooldown)
+        return PlateauState(
+            torch.where(lowered, lower, state.rate),
+            torch.where(better, value, best),
+            torch.where(lowering, 0, bad),
+            torch.where(lowering, scalar(cooldown, left), left),
+            state.inner,
+        )
 
-
-class _Rule(NamedTuple):
-    """When the rate falls: the options of `reduce_on_plateau`."""
-
-    sign: int
-    relative: bool
-    factor: Number
-    patience: int | Tensor
-    threshold: Number
-    cooldown: int | Tensor
-    min_lr: Number
-    eps: Number
-
-    def observe(self, state: Tree, value: Number) -> Tree:
-        """Return the state after a value was measured."""
-        found = len(states_of(state, PlateauState))
-        if found != 1:
+    def observe(state: Tree, value: Number) -> Tree:
+        plateaus = len(states_of(state, PlateauState))
+        if plateaus != 1:
             raise ValueError(
-                f"observe(state with {found} plateaus): expected the state of one "
+                f"observe(state with {plateaus} plateaus): expected the state of one "
                 f"reduce_on_plateau. Pass that part of it."
             )
 
         def is_plateau(node: Tree) -> bool:
             return isinstance(node, PlateauState)
 
-        def after(node: Tree) -> Tree:
-            return self._after(node, value) if is_plateau(node) else node
+        def observed(node: Tree) -> Tree:
+            return after(node, value) if is_plateau(node) else node
 
-        return tree_map(after, state, is_leaf=is_plateau)
+        return tree_map(observed, state, is_leaf=is_plateau)
 
-    def _after(self, state: PlateauState, value: Number) -> PlateauState:
-        best = state.best
-        # No gradient flows through a comparison.
-        value = expanded("observe", "value", value, best).detach()
-        margin = self.sign * scalar(self.threshold, best)
-        bound = best * (1 - margin) if self.relative else best - margin
-        better = self.sign * value < self.sign * bound
-        cooling = state.cooldown > 0
-        bad = torch.where(better | cooling, 0, state.bad + 1)
-        lowering = bad > scalar(self.patience, bad)
-        least = scalar(self.min_lr, best)
-        lower = (state.rate * scalar(self.factor, best)).clamp(min=least)
-        lowered = lowering & (state.rate - lower > scalar(self.eps, best))
-        left = torch.where(cooling, state.cooldown - 1, state.cooldown)
-        return PlateauState(
-            torch.where(lowered, lower, state.rate),
-            torch.where(better, value, best),
-            torch.where(lowering, 0, bad),
-            torch.where(lowering, scalar(self.cooldown, left), left),
-            state.inner,
-        )
+    return GradientTransformation(init, update), observe

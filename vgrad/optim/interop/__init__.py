@@ -1,1 +1,0 @@
-"""From and to torch.optim: `counterparts.py` reads its optimizers and their states."""

@@ -1,0 +1,506 @@
+"""Rates that change from step to step: the schedules of `torch.optim.lr_scheduler`.
+
+A schedule is a function of the number of steps taken so far, an int64 tensor that is
+zero at the first step. It returns the rate, entry by entry and in float64, so that
+`cosine(0.1, 100)(torch.arange(200))` is the whole curve. Optimizers take one as `lr`.
+
+The argument `lr` is the rate that torch reads from its optimizer, and lengths are
+called `steps` where torch says `total_iters`, `T_max`, `T_0` or `total_steps`. Only
+`constant` has a default for it, which makes the rate constant from the start. All other
+names, defaults and numbers are those of torch. `LambdaLR` and `ChainedScheduler` have
+no counterpart: every function of the count is a schedule, and so is a product of two.
+Neither has `cycle_momentum`: `inject_hyperparams` takes a schedule for the momentum.
+
+Every number may also be a tensor without dimensions, which `torch.vmap` can batch and
+gradients can flow to. Its value is then not checked; lengths have to be whole. Rates
+and factors that are negative or infinite raise a ValueError, as do lengths and
+milestones that are not whole numbers of at least one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from vgrad import checks
+from vgrad.optim.arithmetic import Number
+from vgrad.optim.base import plain
+from vgrad.typing import Schedule
+
+__all__ = [
+    "constant",
+    "cosine",
+    "cosine_with_restarts",
+    "cyclic",
+    "exponential",
+    "join",
+    "linear",
+    "multi_step",
+    "one_cycle",
+    "piecewise_constant",
+    "polynomial",
+    "step",
+    "warmup",
+]
+
+Length = int | Tensor
+"""A number of steps."""
+
+Curve = Callable[[Tensor], Tensor]
+"""A schedule that always returns a tensor."""
+
+Anneal = Literal["cos", "linear"]
+
+Mode = Literal["triangular", "triangular2", "exp_range"]
+MODES = get_args(Mode)
+"""How the triangles of `cyclic` shrink."""
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def constant(lr: Number, steps: Length = 0, *, factor: Number = 1 / 3) -> Curve:
+    """Keep one rate: `lr * factor` for the first `steps` steps, then `lr`.
+
+    Example:
+        >>> constant(0.5, 2, factor=0.5)(torch.arange(4)).tolist()
+        [0.25, 0.25, 0.5, 0.5]
+    """
+    _check_lengths("constant", 0, steps=steps)
+    _check_rates("constant", lr=lr, factor=factor)
+
+    def formula(t: Tensor, base: Tensor, length: Tensor, share: Tensor) -> Tensor:
+        return torch.where(t < length, base * share, base)
+
+    return _curve(formula, lr, steps, factor)
+
+
+def linear(
+    lr: Number, steps: Length, *, start_factor: Number = 1 / 3, end_factor: Number = 1.0
+) -> Curve:
+    """Go along a line from `lr * start_factor` to `lr * end_factor`, and stay there.
+
+    With `t = min(count, steps)`, the rate is
+    `lr * (start_factor + (end_factor - start_factor) * t / steps)`. The factors may be
+    zero or above one, which the recursion of `LinearLR` cannot start from.
+
+    Example:
+        >>> linear(1.0, 4, start_factor=0.0)(torch.arange(6)).tolist()
+        [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
+    """
+    _check_lengths("linear", steps=steps)
+    _check_rates("linear", lr=lr, start_factor=start_factor, end_factor=end_factor)
+
+    def formula(t: Tensor, *values: Tensor) -> Tensor:
+        base, length, start, end = values
+        return base * _line(start, end, (t / length).clamp(max=1))
+
+    return _curve(formula, lr, steps, start_factor, end_factor)
+
+
+def polynomial(lr: Number, steps: Length, *, power: Number = 1.0) -> Curve:
+    """Fall to zero like a power: `lr * (1 - min(count, steps) / steps) ** power`.
+
+    Example:
+        >>> polynomial(1.0, 4, power=2.0)(torch.arange(6)).tolist()
+        [1.0, 0.5625, 0.25, 0.0625, 0.0, 0.0]
+    """
+    _check_lengths("polynomial", steps=steps)
+    _check_rates("polynomial", lr=lr, power=power)
+
+    def formula(t: Tensor, base: Tensor, length: Tensor, exponent: Tensor) -> Tensor:
+        # Not clamped: the slope of a root is infinite at zero and would make NaN there.
+        left = torch.where(t < length, 1 - t / length, 0.0)
+        return base * left**exponent
+
+    return _curve(formula, lr, steps, power)
+
+
+def exponential(lr: Number, gamma: Number) -> Curve:
+    """Multiply the rate by `gamma` at every step: `lr * gamma ** count`.
+
+    Example:
+        >>> exponential(1.0, 0.5)(torch.arange(4)).tolist()
+        [1.0, 0.5, 0.25, 0.125]
+    """
+    _check_rates("exponential", lr=lr, gamma=gamma)
+
+    return _curve(lambda t, base, ratio: base * ratio**t, lr, gamma)
+
+
+def step(lr: Number, step_size: Length, *, gamma: Number = 0.1) -> Curve:
+    """Multiply the rate every `step_size` steps: `lr * gamma ** (count // step_size)`.
+
+    Example:
+        >>> step(1.0, 2, gamma=0.5)(torch.arange(5)).tolist()
+        [1.0, 1.0, 0.5, 0.5, 0.25]
+    """
+    _check_lengths("step", step_size=step_size)
+    _check_rates("step", lr=lr, gamma=gamma)
+
+    def formula(t: Tensor, base: Tensor, size: Tensor, ratio: Tensor) -> Tensor:
+        return base * ratio ** torch.floor(t / size)
+
+    return _curve(formula, lr, step_size, gamma)
+
+
+def multi_step(
+    lr: Number, milestones: Sequence[Length], *, gamma: Number = 0.1
+) -> Curve:
+    """Multiply the rate at every milestone: `lr * gamma ** k` once `k` are reached.
+
+    A milestone is reached where it is `<= count`. They may come in any order, and one
+    that is listed twice counts twice.
+
+    Example:
+        >>> multi_step(1.0, [1, 3], gamma=0.5)(torch.arange(5)).tolist()
+        [1.0, 0.5, 0.5, 0.25, 0.25]
+    """
+    for index, milestone in enumerate(milestones):
+        _check_lengths("multi_step", **{f"milestones[{index}]": milestone})
+    _check_rates("multi_step", lr=lr, gamma=gamma)
+
+    def formula(t: Tensor, base: Tensor, ratio: Tensor, *places: Tensor) -> Tensor:
+        passed = torch.zeros_like(t)
+        for place in places:
+            passed = passed + (t >= place)
+        return base * ratio**passed
+
+    return _curve(formula, lr, gamma, *milestones)
+
+
+def cosine(lr: Number, steps: Length, *, eta_min: Number = 0.0) -> Curve:
+    """Swing between `lr` and `eta_min`, which is reached after `steps` steps.
+
+    `eta_min + (lr - eta_min) * (1 + cos(pi * count / steps)) / 2`. After `steps` steps
+    the rate rises again, as it does in `CosineAnnealingLR`, and is back at `lr` after
+    twice as many. To hold it, `join([cosine(0.1, 100), constant(0.0)], [100])`.
+
+    The recursion of `CosineAnnealingLR` is the same function but accumulates rounding
+    errors; the formula itself has none to accumulate.
+
+    Reference: Loshchilov and Hutter, arXiv 1608.03983.
+
+    Example:
+        >>> cosine(1.0, 3)(torch.arange(7)).round(decimals=2).tolist()
+        [1.0, 0.75, 0.25, 0.0, 0.25, 0.75, 1.0]
+    """
+    _check_lengths("cosine", steps=steps)
+    _check_rates("cosine", lr=lr, eta_min=eta_min)
+
+    def formula(t: Tensor, high: Tensor, length: Tensor, low: Tensor) -> Tensor:
+        return _half_cosine(high, low, t / length)
+
+    return _curve(formula, lr, steps, eta_min)
+
+
+def cosine_with_restarts(
+    lr: Number, steps: Length, *, T_mult: int = 1, eta_min: Number = 0.0
+) -> Curve:
+    """Fall from `lr` towards `eta_min` over and over, each time `T_mult` times as long.
+
+    `eta_min + (lr - eta_min) * (1 + cos(pi * s / T)) / 2`, where period number `n` has
+    the length `T = steps * T_mult ** n`, and `s` is the number of steps taken in it.
+    Restarts are at the exact step for counts of up to 1e12. This is
+    `CosineAnnealingWarmRestarts`.
+
+    Reference: Loshchilov and Hutter, arXiv 1608.03983.
+
+    Example:
+        >>> cosine_with_restarts(1.0, 1, T_mult=2)(torch.arange(4)).round(decimals=3)
+        tensor([1.0000, 1.0000, 0.5000, 1.0000], dtype=torch.float64)
+    """
+    _check_lengths("cosine_with_restarts", steps=steps)
+    [T_mult] = checks.whole("cosine_with_restarts", least=1, T_mult=T_mult)
+    _check_rates("cosine_with_restarts", lr=lr, eta_min=eta_min)
+
+    def formula(t: Tensor, high: Tensor, first: Tensor, low: Tensor) -> Tensor:
+        if T_mult == 1:
+            return _half_cosine(high, low, t % first / first)
+        # Period n starts where `reached` is steps * T_mult^n. Both are whole, so that
+        # half a step more changes no n, and keeps the logarithm off the edge.
+        reached = t * (T_mult - 1) + first
+        n = torch.floor(torch.log((reached + 0.5) / first) / math.log(T_mult))
+        # Rounded, because some devices compute powers of whole numbers inexactly.
+        power = torch.round(T_mult**n)
+        start = first * (power - 1) / (T_mult - 1)
+        return _half_cosine(high, low, (t - start) / (first * power))
+
+    return _curve(formula, lr, steps, eta_min)
+
+
+def cyclic(
+    base_lr: Number,
+    max_lr: Number,
+    *,
+    step_size_up: Length = 2000,
+    step_size_down: Length | None = None,
+    mode: Mode = "triangular",
+    gamma: Number = 1.0,
+) -> Curve:
+    """Go up and down between two rates along lines, over and over.
+
+    `base_lr + (max_lr - base_lr) * height * scale`, where `height` rises from zero to
+    one in `step_size_up` steps and falls back in `step_size_down`, by default as many.
+    `scale` is one, or `2 ** -n` in cycle number `n` for `"triangular2"`, or
+    `gamma ** count` for `"exp_range"`. This is `CyclicLR`.
+
+    Reference: Smith, arXiv 1506.01186.
+
+    Example:
+        >>> rate = cyclic(0.0, 1.0, step_size_up=2, mode="triangular2")
+        >>> rate(torch.arange(8)).tolist()
+        [0.0, 0.5, 1.0, 0.5, 0.0, 0.25, 0.5, 0.25]
+    """
+    step_size_down = step_size_up if step_size_down is None else step_size_down
+    _check_lengths("cyclic", step_size_up=step_size_up, step_size_down=step_size_down)
+    _check_rates("cyclic", base_lr=base_lr, max_lr=max_lr, gamma=gamma)
+    checks.choice("cyclic", MODES, mode=mode)
+
+    def formula(t: Tensor, *values: Tensor) -> Tensor:
+        up, down, low, high, ratio = values
+        phase = t % (up + down)
+        height = torch.minimum(phase / up, (up + down - phase) / down)
+        scale = torch.ones_like(t)
+        if mode == "triangular2":
+            scale = 2 ** -torch.floor(t / (up + down))
+        elif mode == "exp_range":
+            scale = ratio**t
+        return low + (high - low) * height * scale
+
+    return _curve(formula, step_size_up, step_size_down, base_lr, max_lr, gamma)
+
+
+def one_cycle(
+    max_lr: Number,
+    steps: Length,
+    *,
+    pct_start: Number = 0.3,
+    anneal_strategy: Anneal = "cos",
+    div_factor: Number = 25.0,
+    final_div_factor: Number = 1e4,
+    three_phase: bool = False,
+) -> Curve:
+    """Rise to `max_lr`, then fall far below the rate of the start.
+
+    The corners are `max_lr / div_factor` at the first step, `max_lr` after
+    `pct_start * steps - 1` steps, and `max_lr / div_factor / final_div_factor` after
+    `steps - 1`. `three_phase` adds the rate of the start, twice as far as `max_lr`.
+    Between them the rate follows half a cosine or, with `"linear"`, a line.
+
+    Then the rate stays. `OneCycleLR` goes on at step `steps`, to rates that may be
+    negative, and raises an error after it, which a function of tensors cannot do.
+
+    Reference: Smith and Topin, arXiv 1708.07120.
+
+    Example:
+        >>> rate = one_cycle(
+        ...     1.0, 6, pct_start=0.5, anneal_strategy="linear",
+        ...     div_factor=2.0, final_div_factor=2.0,
+        ... )
+        >>> rate(torch.arange(7)).tolist()
+        [0.5, 0.75, 1.0, 0.75, 0.5, 0.25, 0.25]
+    """
+    _check_lengths("one_cycle", steps=steps)
+    _check_rates("one_cycle", max_lr=max_lr, pct_start=pct_start)
+    if not isinstance(pct_start, Tensor) and pct_start > 1:
+        raise ValueError(f"one_cycle(pct_start={pct_start!r}): expected at most 1.")
+    divisors = dict(div_factor=div_factor, final_div_factor=final_div_factor)
+    checks.positive("one_cycle", **_plain_numbers("one_cycle", **divisors))
+    checks.choice("one_cycle", ANNEAL, anneal_strategy=anneal_strategy)
+    anneal = ANNEAL[anneal_strategy]
+
+    def formula(t: Tensor, *values: Tensor) -> Tensor:
+        top, length, warm, first, last = values
+        start, peak, done = top / first, warm * length - 1, length - 1
+        corners = [(torch.zeros_like(peak), start), (peak, top)]
+        if three_phase:
+            corners.append((2 * peak, start))
+        corners.append((done, start / last))
+        t = torch.minimum(t, done)
+
+        *earlier, final = [
+            (end, anneal(high, low, _share(t, begin, end)))
+            for (begin, high), (end, low) in pairwise(corners)
+        ]
+        rate = final[1]
+        for end, phase in reversed(earlier):
+            rate = torch.where(t <= end, phase, rate)
+        return rate
+
+    return _curve(formula, max_lr, steps, pct_start, div_factor, final_div_factor)
+
+
+def join(schedules: Sequence[Schedule], boundaries: Sequence[Length]) -> Curve:
+    """Follow one schedule after the other, as `SequentialLR` does.
+
+    From step `boundaries[i - 1]` on the rate is that of `schedules[i]`, which counts
+    its own steps from there. No schedule is evaluated outside its own steps, so one
+    that overflows beyond its end leaves the gradients finite.
+
+    Example:
+        >>> rate = join([exponential(1.0, 0.5), constant(2.0)], [3])
+        >>> rate(torch.arange(5)).tolist()
+        [1.0, 0.5, 0.25, 2.0, 2.0]
+    """
+    _check_boundaries("join", "schedules", schedules, boundaries)
+    for index, schedule in enumerate(schedules):
+        _check_schedule("join", f"schedules[{index}]", schedule)
+
+    def joined(count: Tensor) -> Tensor:
+        def whole(value: Length) -> Tensor:
+            if isinstance(value, Tensor):
+                return value.to(count.device, count.dtype)
+            return count.new_full((), value)
+
+        starts = [whole(0), *map(whole, boundaries)]
+        zero = torch.zeros_like(count, dtype=torch.float64)
+        rate = zero
+        for index, schedule in enumerate(schedules):
+            start = starts[index]
+            inside = torch.maximum(count, start)
+            if index + 1 < len(starts):
+                inside = torch.minimum(inside, starts[index + 1] - 1)
+            rate = torch.where(count < start, rate, zero + schedule(inside - start))
+        return rate
+
+    return joined
+
+
+def warmup(schedule: Schedule, steps: Length, *, start_factor: Number = 1 / 3) -> Curve:
+    """Rise along a line to where a schedule starts, then follow it from its start.
+
+    With `t` the count, the rate is
+    `schedule(0) * (start_factor + (1 - start_factor) * t / steps)` before step `steps`,
+    and `schedule(t - steps)` from there on: a `LinearLR` first in `SequentialLR`.
+
+    Reference: Goyal et al., arXiv 1706.02677.
+
+    Example:
+        >>> warmup(polynomial(1.0, 2), 2, start_factor=0.5)(torch.arange(5)).tolist()
+        [0.5, 0.75, 1.0, 0.5, 0.0]
+    """
+    _check_schedule("warmup", "schedule", schedule)
+    _check_lengths("warmup", steps=steps)
+    _check_rates("warmup", start_factor=start_factor)
+    ramp = linear(1.0, steps, start_factor=start_factor)
+
+    def rise(count: Tensor) -> Tensor:
+        return schedule(torch.zeros_like(count)) * ramp(count)
+
+    return join([rise, schedule], [steps])
+
+
+def piecewise_constant(values: Sequence[Number], boundaries: Sequence[Length]) -> Curve:
+    """Take `values[i]`, where `i` of the boundaries are `<= count`.
+
+    Example:
+        >>> piecewise_constant([1.0, 0.5, 2.0], [1, 3])(torch.arange(5)).tolist()
+        [1.0, 0.5, 0.5, 2.0, 2.0]
+    """
+    for index, value in enumerate(values):
+        _check_rates("piecewise_constant", **{f"values[{index}]": value})
+    _check_boundaries("piecewise_constant", "values", values, boundaries)
+    return join([constant(value) for value in values], boundaries)
+
+
+# Curves.
+
+
+def _line(start: Tensor, end: Tensor, share: Tensor) -> Tensor:
+    """Go from `start` to `end` while `share` goes from zero to one."""
+    return start + (end - start) * share
+
+
+def _half_cosine(start: Tensor, end: Tensor, share: Tensor) -> Tensor:
+    """Go from `start` to `end` along half a period of a cosine."""
+    return end + (start - end) * (1 + torch.cos(math.pi * share)) / 2
+
+
+ANNEAL: dict[Anneal, Callable] = {"cos": _half_cosine, "linear": _line}
+"""How `one_cycle` gets from corner to corner."""
+
+
+def _share(t: Tensor, begin: Tensor, end: Tensor) -> Tensor:
+    """Return the share of a phase that is over; zero for a phase without steps.
+
+    The NaN of such a phase would reach the gradients of the others.
+    """
+    span = end - begin
+    return (t - begin) / torch.where(span == 0, torch.ones_like(span), span)
+
+
+def _curve(formula: Callable[..., Tensor], *values: Number) -> Curve:
+    """Make a schedule of a formula of the count and of values, all of them float64."""
+
+    def schedule(count: Tensor) -> Tensor:
+        t = count.double()
+
+        def cast(value: Number) -> Tensor:
+            if isinstance(value, Tensor):
+                return value.to(t.device, t.dtype)
+            return t.new_full((), value)
+
+        return formula(t, *map(cast, values))
+
+    return schedule
+
+
+# Checks.
+
+
+def _check_rates(function: str, **values: Number) -> None:
+    """Each value is a number of zero or more and finite, or one tensor."""
+    numbers = _plain_numbers(function, **values)
+    checks.non_negative(function, **numbers)
+    checks.finite(function, **numbers)
+
+
+def _check_lengths(function: str, least: int = 1, /, **values: Length) -> None:
+    """Each value is a whole number of at least `least`, or one tensor."""
+    checks.whole(function, least=least, **_plain_numbers(function, **values))
+
+
+def _plain_numbers(function: str, **values: Number) -> dict[str, Any]:
+    """Return the values that are no tensors; a tensor must have no dimensions."""
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.ndim > 0:
+            raise ValueError(
+                f"{function}({name} of shape {tuple(value.shape)}): expected a number "
+                f"or a tensor without dimensions. For one value per member, make the "
+                f"schedule inside the function that torch.vmap maps."
+            )
+    return plain(**values)
+
+
+def _check_schedule(function: str, name: str, schedule: Any) -> None:
+    """The schedule is a function; a number is a frequent mistake."""
+    if isinstance(schedule, Tensor) or not callable(schedule):
+        raise TypeError(
+            f"{function}({name}={schedule!r}): expected a function of the step count, "
+            f"got a {type(schedule).__name__}. For a number, use constant."
+        )
+
+
+def _check_boundaries(
+    function: str, name: str, pieces: Sequence[Any], boundaries: Sequence[Length]
+) -> None:
+    """There is one more piece than boundaries; those that are numbers increase."""
+    if len(pieces) != len(boundaries) + 1:
+        raise ValueError(
+            f"{function}({len(pieces)} {name}, {len(boundaries)} boundaries): expected "
+            f"one of {name} more than boundaries."
+        )
+    for index, boundary in enumerate(boundaries):
+        _check_lengths(function, **{f"boundaries[{index}]": boundary})
+    numbers = [each for each in boundaries if not isinstance(each, Tensor)]
+    if any(left >= right for left, right in pairwise(numbers)):
+        raise ValueError(
+            f"{function}(boundaries={list(boundaries)}): expected them to increase."
+        )
