@@ -8,7 +8,6 @@ import copy
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise
 from operator import is_
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from vgrad.torch_private import modes
 from vgrad.torch_private import tensors as private
+from vgrad.torch_private.autograd import graph_nodes
 from vgrad.torch_private.tensors import memory, with_attributes
 
 
@@ -37,7 +37,10 @@ class Origins:
 
     def lead_to(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is or shares one of them, or was computed from them."""
-        return self.hold(tensor) or any(id(x) in self._ids for x in _leaves(tensor))
+        return self.hold(tensor) or any(
+            id(getattr(node, "variable", None)) in self._ids
+            for node in graph_nodes([tensor])
+        )
 
 
 def check_apart(function: str, model: nn.Module) -> None:
@@ -61,42 +64,36 @@ def check_apart(function: str, model: nn.Module) -> None:
 
 
 def _overlap(tensors: Iterable[Tensor]) -> bool:
-    """Tell whether any two tensors on one memory have numbers in common."""
-    spans = []
-    for tensor in tensors:
-        sides = zip(tensor.shape, tensor.stride(), strict=True)
-        last = tensor.storage_offset() + sum((n - 1) * step for n, step in sides)
-        size = tensor.element_size()
-        if tensor.numel():
-            spans.append((tensor.storage_offset() * size, (last + 1) * size, tensor))
-    spans.sort(key=lambda span: span[0])
-    if all(a[1] <= b[0] for a, b in pairwise(spans)):
-        return False
-    if len({tensor.element_size() for *_, tensor in spans}) > 1:
-        return True
-    # What is interleaved, as the halves of columns are, may still be apart.
-    numbers = torch.arange(spans[0][2].untyped_storage().nbytes(), device="cpu")
-    taken = torch.zeros_like(numbers, dtype=torch.bool)
-    for *_, tensor in spans:
-        own = numbers.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        if bool(taken[own].any()):
-            return True
-        taken[own] = True
+    """Return whether any two tensors on one memory have numbers in common."""
+    views = sorted((_View(x) for x in tensors if x.numel()), key=lambda x: x.start)
+    most: Any = 10**6  # steps, far more than ordinary views need
+    for number, view in enumerate(views):
+        for other in views[number + 1 :]:
+            if other.start >= view.stop:
+                break
+            try:
+                if np.shares_memory(np.asarray(view), np.asarray(other), most):
+                    return True
+            except RuntimeError:  # too hard
+                return True
     return False
 
 
-def _leaves(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the leaves that a graph leads to."""
-    left: list[Any] = [tensor.grad_fn]
-    seen: set[Any] = {None}
-    while left:
-        node = left.pop()
-        if node not in seen:
-            seen.add(node)
-            variable = getattr(node, "variable", None)
-            if isinstance(variable, Tensor):
-                yield variable
-            left += [each for each, _ in node.next_functions]
+class _View:
+    """The bytes of a tensor for numpy, which counts strides and reads no number."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        size = tensor.element_size()
+        sides = [*zip(tensor.shape, tensor.stride(), strict=True)]
+        self.start = tensor.storage_offset() * size
+        self.stop = self.start + size * (1 + sum((n - 1) * step for n, step in sides))
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(tensor.shape),
+            "strides": tuple(step * size for _, step in sides),
+            "typestr": f"|V{size}",
+            "data": (1 + self.start, True),
+        }
 
 
 Container = dict[Any, Any] | list[Any]

@@ -50,6 +50,7 @@ from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import OPS, leaf, version_of
 
 __all__ = [
+    "REENTRANT_ERROR",
     "SAVES_ARGUMENTS",
     "Hooks",
     "Reentrant",
@@ -63,7 +64,6 @@ __all__ = [
     "plain",
     "reenters",
     "repeats",
-    "run_once",
 ]
 
 
@@ -251,29 +251,20 @@ def _saved(tensor: Tensor, found: Hooks | None) -> Callable[[], Tensor]:
 
 
 def reenters(loss: Tensor) -> bool:
-    """Tell whether a re-entrant checkpoint is a part of a graph.
+    """Return whether a re-entrant checkpoint is a part of a graph.
 
-    It adds to the `.grad` of what it reaches: a backward pass that asks for other
-    gradients does not even come to it.
+    It adds to the `.grad` of tensors; `torch.autograd.grad` may pass it by in silence.
     """
     return any(isinstance(node, _OF_REENTRANT) for node in graph_nodes([loss]))
 
 
+REENTRANT_ERROR = (
+    "checkpoint(use_reentrant=True): expected a checkpoint that autograd can "
+    "differentiate for other gradients than .grad, got a re-entrant one. Pass "
+    "use_reentrant=False."
+)
+
 _OF_REENTRANT = Reentrant._backward_cls  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def run_once(run: Callable, preserve_rng_state: bool, *args: Any) -> Any:
-    """Do what a re-entrant checkpoint does, whose backward pass is one of its own.
-
-    The other kind computes the same, but for one thing: a re-entrant one has no
-    gradients where none of its arguments requires grad.
-    """
-    if not any(isinstance(each, Tensor) and each.requires_grad for each in args):
-        with torch.no_grad():
-            return run(*args)
-    return checkpoint(
-        run, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
-    )
 
 
 _NAME = "_is_setup_context_defined"
