@@ -500,14 +500,6 @@ def test_parametrized_modules(name, strategy):
     check_steps(parametrized(name), strategy=strategy)
 
 
-def test_the_state_of_spectral_norms_is_put_back():
-    model = parametrized("spectral_norm").train()
-    private = bridge(model)
-    before = copy.deepcopy(model.state_dict())
-    private.backward(*next(iter(private.loader)))
-    oracle.assert_exact(dict(model.state_dict()), dict(before), tolerance=0)
-
-
 def test_cached_parametrizations_are_refused():
     model = parametrized("weight_norm")
     private = bridge(model)
