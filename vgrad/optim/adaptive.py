@@ -153,8 +153,7 @@ def adagrad(
     before, `p -= lr / (1 + t * lr_decay) * g / (sqrt(s) + eps)`. State: one tensor of
     the size of each parameter.
 
-    Reference: Duchi, Hazan and Singer, Adaptive Subgradient Methods for Online Learning
-    and Stochastic Optimization, JMLR 12 (2011).
+    Reference: Duchi, Hazan and Singer, Adaptive Subgradient Methods, JMLR 12 (2011).
 
     Example:
         >>> tx, params = adagrad(0.1), {"w": torch.ones(2)}
@@ -219,8 +218,8 @@ def rmsprop(
     `b = momentum * b + g / (sqrt(v) + eps); p -= lr * b`. State: one tensor of the size
     of each parameter, and one more for each of both options.
 
-    Reference: Tieleman and Hinton, RMSprop, lecture 6.5 of Neural Networks for Machine
-    Learning, 2012; Graves, arXiv 1308.0850, for the centered form.
+    Reference: Tieleman and Hinton, lecture 6.5, 2012; Graves, arXiv 1308.0850, for the
+    centered form.
 
     Example:
         >>> tx, params = rmsprop(0.1, alpha=0.75), {"w": torch.ones(2)}

@@ -46,8 +46,7 @@ def trace(
     is the identity. A parameter whose first gradient comes after the first step is
     dampened, unlike in `torch.optim.SGD`.
 
-    Reference: Sutskever et al., On the importance of initialization and momentum in
-    deep learning, ICML 2013.
+    Reference: Sutskever et al., On the importance of initialization, ICML 2013.
 
     Example:
         >>> heavy_ball, grads = trace(0.5), {"w": torch.ones(2)}
@@ -126,8 +125,7 @@ def asgd(
     first of these it is the parameters themselves. A schedule moves the rate one step
     late, as in `torch.optim.ASGD`. State: one tensor of the size of each parameter.
 
-    Reference: Polyak and Juditsky, Acceleration of Stochastic Approximation by
-    Averaging, SIAM Journal on Control and Optimization 30 (1992).
+    Reference: Polyak and Juditsky, SIAM J. Control and Optimization 30 (1992).
 
     Example:
         >>> from vgrad.optim import averaged_parameters, step
@@ -233,8 +231,7 @@ def rprop(
     Changing the rate later, in a state of `inject_hyperparams`, has no effect. State:
     two tensors of the size of each parameter.
 
-    Reference: Riedmiller and Braun, A Direct Adaptive Method for Faster Backpropagation
-    Learning: The RPROP Algorithm, ICNN 1993.
+    Reference: Riedmiller and Braun, The RPROP Algorithm, ICNN 1993.
 
     Example:
         >>> tx, params = rprop(0.1), {"w": torch.ones(2)}
