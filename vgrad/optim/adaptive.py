@@ -52,7 +52,7 @@ def scale_by_rss(
         return over_root(g, total, eps), total
 
     slots = {"sum": initial_accumulator_value}
-    return per_parameter("scale_by_rss", slots, lambda t: rule)
+    return per_parameter("scale_by_rss", slots, lambda count: rule)
 
 
 def scale_by_rms(alpha: Number = 0.99, eps: Number = 1e-8) -> GradientTransformation:
@@ -62,7 +62,7 @@ def scale_by_rms(alpha: Number = 0.99, eps: Number = 1e-8) -> GradientTransforma
         square = mean_of_squares(square, g, alpha)
         return over_root(g, square, eps), square
 
-    return per_parameter("scale_by_rms", {"square_avg": 0}, lambda t: rule)
+    return per_parameter("scale_by_rms", {"square_avg": 0}, lambda count: rule)
 
 
 def scale_by_stddev(alpha: Number = 0.99, eps: Number = 1e-8) -> GradientTransformation:
@@ -74,7 +74,7 @@ def scale_by_stddev(alpha: Number = 0.99, eps: Number = 1e-8) -> GradientTransfo
         return over_root(g, square - mean * mean, eps), square, mean
 
     slots = {"square_avg": 0, "grad_avg": 0}
-    return per_parameter("scale_by_stddev", slots, lambda t: rule)
+    return per_parameter("scale_by_stddev", slots, lambda count: rule)
 
 
 def scale_by_adadelta(rho: Number = 0.9, eps: Number = 1e-6) -> GradientTransformation:
@@ -87,7 +87,7 @@ def scale_by_adadelta(rho: Number = 0.9, eps: Number = 1e-6) -> GradientTransfor
         return update, square, mean_of_squares(delta, update, rho)
 
     slots = {"square_avg": 0, "acc_delta": 0}
-    return per_parameter("scale_by_adadelta", slots, lambda t: rule)
+    return per_parameter("scale_by_adadelta", slots, lambda count: rule)
 
 
 def scale_by_factored_rms(
@@ -109,8 +109,8 @@ def scale_by_factored_rms(
 
         return mean
 
-    def at(t: Tensor) -> Any:
-        share = t**beta2_decay
+    def at(count: Tensor) -> Any:
+        share = count.double() ** beta2_decay
 
         def rule(
             g: Tensor, row: Tensor | None, column: Tensor | None, whole: Tensor | None

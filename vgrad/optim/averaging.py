@@ -83,8 +83,8 @@ def ema(decay: Number, *, debias: bool = True) -> GradientTransformation:
     """
     check_shares("ema", decay=decay)
 
-    def at(t: Tensor) -> Any:
-        correction = 1 - decay**t
+    def at(count: Tensor) -> Any:
+        correction = 1 - decay ** count.double()
 
         def rule(g: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
             mean = lerp(mean, g, 1 - decay)

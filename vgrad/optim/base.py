@@ -90,7 +90,7 @@ def per_parameter(
 ) -> GradientTransformation:
     """Make a transformation of a rule for one parameter.
 
-    `at(step) -> rule` is called once a step with its number, in float64, and
+    `at(step) -> rule` is called once a step with its number, an int64 tensor, and
     `rule(gradient, *slots) -> (update, *slots)` once for each parameter with a
     gradient. A slot is None for parameters for which its function returns None.
     Parameters have to be `real`; errors begin with the name of the `function`.
@@ -118,17 +118,19 @@ def per_parameter(
         old = [state.slots.get(slot, {}) for slot in slots]
         checks.names(f"{function}(grads)", set().union(*old), grads)
         count = state.count + 1
-        rule = at(count.double())
-        updates: Updates = dict(grads)
-        new = [dict(tensors) for tensors in old]
-        for name, grad in grads.items():
-            if grad is not None:
-                before = [tensors.get(name) for tensors in old]
-                updates[name], *after = rule(grad, *before)
-                for tensors, tensor in zip(new, after, strict=True):
-                    if tensor is not None:
-                        tensors[name] = tensor
-        return updates, State(count, dict(zip(slots, new, strict=True)))
+        rule = at(count)
+        columns = [map(tensors.get, grads) for tensors in old]
+        rows = zip(grads, grads.values(), *columns, strict=True)
+        results = {
+            name: (grad, *before) if grad is None else rule(grad, *before)
+            for name, grad, *before in rows
+        }
+        updates = {name: result[0] for name, result in results.items()}
+        new = {
+            slot: {name: results[name][place] for name in tensors}
+            for place, (slot, tensors) in enumerate(zip(slots, old, strict=True), 1)
+        }
+        return updates, State(count, new)
 
     return GradientTransformation(init, update)
 

@@ -205,7 +205,7 @@ def zero_nans() -> GradientTransformation:
         # Of a DTensor, a count is compared once its parts are added up; `any` is not.
         return torch.where(wide.isnan(), 0.0, wide), g.isnan().sum() > 0
 
-    return per_parameter("zero_nans", {"found": none}, lambda t: rule, real=False)
+    return per_parameter("zero_nans", {"found": none}, lambda count: rule, real=False)
 
 
 def _unit_norm(value: Tensor) -> Tensor:

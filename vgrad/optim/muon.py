@@ -176,7 +176,9 @@ def muon(
 
     return descent(
         lr,
-        per_parameter("muon", {"momentum_buffer": 0}, lambda t: average, real=False),
+        per_parameter(
+            "muon", {"momentum_buffer": 0}, lambda count: average, real=False
+        ),
         orthogonalize(
             ns_coefficients=ns_coefficients, eps=eps, ns_steps=ns_steps, dtype=dtype
         ),

@@ -186,8 +186,8 @@ def schedule_free_adamw(
     check_numbers("schedule_free_adamw", lr, betas, eps=eps, **decays)
     options = {"weight_decay": weight_decay, "decoupled": True, "maximize": maximize}
 
-    def at(t: Tensor) -> Any:
-        correction = 1 - betas[1] ** t
+    def at(count: Tensor) -> Any:
+        correction = 1 - betas[1] ** count.double()
 
         def rule(g: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
             square = mean_of_squares(square, g, betas[1])

@@ -57,11 +57,11 @@ def trace(
     if is_zero(momentum):
         return chain()
 
-    def at(t: Tensor) -> Any:
+    def at(count: Tensor) -> Any:
         taken: Number = 1
         if not is_zero(dampening):
             # As for the number zero, no momentum is no dampening.
-            taken = 1 - dampening * ((t > 1) & (momentum != 0)).double()
+            taken = 1 - dampening * ((count > 1) & (momentum != 0)).double()
 
         def rule(g: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
             g = cast(g, total.dtype)
@@ -162,7 +162,7 @@ def scale_by_lion(betas: Betas = (0.9, 0.99)) -> GradientTransformation:
     def rule(g: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
         return lerp(mean, g, 1 - beta1).sign(), lerp(mean, g, 1 - beta2)
 
-    return per_parameter("scale_by_lion", {"exp_avg": 0}, lambda t: rule)
+    return per_parameter("scale_by_lion", {"exp_avg": 0}, lambda count: rule)
 
 
 def lion(
@@ -212,7 +212,7 @@ def scale_by_rprop(
         return kept.sign() * size, kept, size
 
     slots = {"prev": 0, "step_size": lr}
-    return per_parameter("scale_by_rprop", slots, lambda t: rule)
+    return per_parameter("scale_by_rprop", slots, lambda count: rule)
 
 
 def rprop(
