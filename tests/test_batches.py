@@ -1,8 +1,12 @@
+from collections import UserDict
+from types import MappingProxyType
+
 import pytest
 import torch
+from torch.nn import functional as F
 
 import vgrad
-from vgrad import batches
+from vgrad import batches, training
 from vgrad.persample.engine import Problem, saved_bytes
 
 PARAMS = {"w": torch.ones(1000)}
@@ -62,3 +66,59 @@ def test_automatic_chunks_are_refused_inside_transforms():
     x = torch.zeros(2, 3, 1)
     with pytest.raises(ValueError, match='chunk_size="auto".*expected a number'):
         torch.vmap(lambda x: compute(PARAMS, {}, x))(x)
+
+
+class Scaled(torch.nn.Linear):
+    def forward(self, x, scale):
+        return super().forward(x) * scale.unsqueeze(-1)
+
+
+FMODEL, WEIGHTS, BUFFERS = vgrad.make_functional_with_buffers(Scaled(3, 2))
+ONE, ALL = (
+    make(FMODEL, F.cross_entropy) for make in (vgrad.sample_loss, vgrad.batch_loss)
+)
+STACKED, MEMBERS, SHARED = vgrad.stack([Scaled(3, 2), Scaled(3, 2)])
+TX = vgrad.optim.sgd(0.1)
+STATE = training.TrainState.create(TX, WEIGHTS, BUFFERS)
+
+
+def weighted(batch):
+    return vgrad.weighted_grad(ONE)(torch.ones(4), WEIGHTS, BUFFERS, *batch)
+
+
+def ensemble(batch):
+    members = vgrad.batch_loss(STACKED, F.cross_entropy)
+    return vgrad.ensemble_grad(members)(MEMBERS, SHARED, *batch).grads
+
+
+READERS = {
+    **{
+        strategy: lambda batch, s=strategy: vgrad.per_sample_grad(ONE, strategy=s)(
+            WEIGHTS, BUFFERS, *batch
+        )
+        for strategy in ("recorded", "vmap", "loop")
+    },
+    "weighted_grad": weighted,
+    "ensemble_grad": ensemble,
+    "step of a batch": lambda batch: training.train_step(ALL, TX)(STATE, *batch)[0][0],
+    "step of samples": lambda batch: training.train_step(ONE, TX)(STATE, *batch)[0][0],
+    "batch loss": lambda batch: {"value": ALL(WEIGHTS, BUFFERS, *batch)},
+    "compiled": lambda batch: (
+        vgrad.compile(vgrad.clipped_grad(ONE, max_norm=1.0), backend="replay")(
+            WEIGHTS, BUFFERS, *batch
+        ).grads
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", [UserDict, MappingProxyType])
+@pytest.mark.parametrize("reader", READERS)
+def test_any_mapping_is_read_as_a_dictionary(reader, kind):
+    torch.manual_seed(0)
+    inputs = {"x": torch.randn(4, 3), "scale": torch.rand(4)}
+    target = torch.randint(0, 2, (4,))
+    expected = READERS[reader]((inputs, target))
+    found = READERS[reader]((kind(inputs), target))
+    assert {n: v.tolist() for n, v in found.items()} == {
+        name: value.tolist() for name, value in expected.items()
+    }

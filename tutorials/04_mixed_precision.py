@@ -1,11 +1,11 @@
 """Mixed precision: half the memory for activations, and the same accuracy.
 
 A policy gives the dtypes of parameters, computation and outputs. Under
-"mixed_bfloat16" the products of a network run in bfloat16 while parameters, and the
-optimizer, stay in float32: a small update would be lost in 8 bits of a significand. So
-would a sum, which is why losses, and the inside of norm layers, are float32 too.
-float16 has more digits and a narrow range: gradients below 6e-8 become zero, so the
-loss is multiplied by a scale first. bfloat16 has the range of float32 and needs none.
+"mixed_bfloat16" the products of a network run in bfloat16 while parameters and
+optimizer stay in float32: a small update would be lost in 8 bits of a significand. So
+would a sum: losses, and the inside of norm layers, are float32 too. float16 has more
+digits and a narrow range: gradients below 6e-8 become zero, so the loss is multiplied
+by a scale first. bfloat16 has the range of float32 and needs no scale.
 """
 
 # %% scikit-learn's digits, resized to small images and to large ones.
@@ -55,25 +55,25 @@ def network(side):
 
 
 def saved_bytes(loss, params, buffers, x, y):
-    """Count what autograd keeps for the backward pass: what precision can halve."""
-    kept = {}
+    """Count the bytes that autograd saves for backward, which precision can halve."""
+    saved = {}
 
     def count(tensor):
         storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        saved[storage.data_ptr()] = (storage.nbytes(), tensor)
         return tensor
 
     leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
-    own = {value.untyped_storage().data_ptr() for value in leaves.values()}
+    weights = {value.untyped_storage().data_ptr() for value in leaves.values()}
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         loss(leaves, buffers, x, y)
-    return sum(size for key, (size, _) in kept.items() if key not in own)
+    return sum(size for key, (size, _) in saved.items() if key not in weights)
 
 
 # %% The same training in every precision: same weights, same batches. A CPU without
 # instructions for bfloat16 is slow at it.
 def experiment(side, count, epochs):
-    """Return for each precision seconds an epoch, memory, accuracy and losses."""
+    """Return seconds per epoch, memory, accuracy and losses, by precision."""
     x, y, runs, tx = images(side, 0, count), labels[:count], {}, vgrad.optim.adam(3e-3)
     for name, policy in POLICIES.items():
         fmodel, params, buffers = vgrad.make_functional_with_buffers(network(side))
@@ -114,7 +114,7 @@ assert min(accuracies) > 0.85
 assert max(accuracies) - min(accuracies) < 0.05
 
 # %% Per-sample gradients under a policy have the dtype of the parameters. A loss scale
-# leaves no trace: every sample is unscaled before its norm is taken.
+# leaves no trace: every sample is unscaled before its norm is computed.
 fmodel, params, buffers = vgrad.make_functional_with_buffers(
     network(28), disable_autograd_tracking=True
 )
@@ -142,7 +142,7 @@ for number, name in enumerate(POLICIES):
     left.bar_label(bars, fmt="%.1f MB")
     right.plot(range(1, EPOCHS + 1), small[name][3], "os^"[number] + "-")
 left.set_xticks([0.2, 1.2], ["28x28 pixels", "128x128 pixels"])
-left.set_ylabel("kept for the backward pass, MB")
+left.set_ylabel("saved for the backward pass, MB")
 right.set(xlabel="epoch, images of 28x28", ylabel="loss of its last batch")
 left.margins(y=0.1)
 left.legend(loc="upper left")

@@ -1,12 +1,12 @@
-"""Private training in the loop that you have, and a run that stops half-way.
+"""Private training in an existing loop, and a run that stops half-way.
 
-Module, data set, optimizer and scheduler stay as they are. `PrivateGradients` brings
+Module, data set, optimizer and scheduler stay as they are. `PrivateGradients` provides
 the loader, whose batches are Poisson samples, and writes clipped and noised gradients
-where `loss.backward()` would have written plain ones. A run that was interrupted goes
-on in the middle of an epoch, and ends with the weights that it would have had anyway.
+into `.grad`, in place of `loss.backward()`. An interrupted run resumes in the middle of
+an epoch, and ends with the same weights.
 """
 
-# %% A data set of your own. A sample is what one person gave: it is theirs to hide.
+# %% A data set. A sample is the data of one person, which training has to hide.
 import io
 
 import matplotlib.pyplot as plt
@@ -49,11 +49,11 @@ def accuracy(model):
     return 100 * (model(images).argmax(1) == labels).float().mean().item()
 
 
-# %% What a run has. A module, an optimizer and a scheduler of torch; then the data set
-# and what may be spent on it. Batches and noise follow from a secret key. A seed makes
-# it here, to compare runs; left out, it comes from the operating system.
+# %% The parts of a run: a module, an optimizer and a scheduler of torch, a data set and
+# a privacy budget. Batches and noise are functions of a secret key. Here it comes from
+# a seed, to compare runs; by default it comes from the operating system.
 def begin():
-    """Return the parts of a run as it starts."""
+    """Return the parts of a new run."""
     torch.manual_seed(SEED)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), 1.0, momentum=0.5)
@@ -73,7 +73,7 @@ def begin():
     return {"model": model, "opt": optimizer, "schedule": scheduler, "private": private}
 
 
-# %% The loop. What is new are two names: `.loader` and `.backward`.
+# %% The loop. Two names are new: `.loader` and `.backward`.
 def train(run, stop_at=None):
     """Train to the end, or to the step at which the power fails. -> step, accuracy."""
     model, optimizer, scheduler, private = run.values()
@@ -97,16 +97,16 @@ print(f"epsilon {whole['private'].epsilon():.2f} at delta {DELTA:g}")
 assert whole["private"].epsilon() <= EPSILON
 
 # %% A run that stops in the middle of an epoch. Its states are dictionaries, which
-# `torch.load` reads with `weights_only=True`. The state of the private part holds the
-# key: guard it like the data.
+# `torch.load` reads with `weights_only=True`. The state of `PrivateGradients` holds the
+# key: keep it as secret as the data.
 STOP = plan.steps // 2 + 5
 stopped = begin()
 before = train(stopped, STOP)
 file = io.BytesIO()  # a path, as a rule
 torch.save({name: part.state_dict() for name, part in stopped.items()}, file)
 
-# %% It goes on in new objects. Batches and noise are those of the run that was not
-# stopped, so the weights are equal bit by bit, and nothing was spent twice.
+# %% It resumes in new objects, with the same batches and noise as the run that was not
+# stopped: the weights are equal bit by bit, and nothing was spent twice.
 file.seek(0)
 resumed = begin()
 for name, state in torch.load(file, weights_only=True).items():

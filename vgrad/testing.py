@@ -1,7 +1,7 @@
 """Checks for those who write rules of their own.
 
-The reference is a loop over samples of plain autograd in float64, B samples. It knows
-nothing of factors, so that a mistake in a rule shows against it.
+The reference is a loop over samples of plain autograd in float64, B samples. It
+shares nothing with factors, so that a mistake in a rule shows.
 """
 
 import math
@@ -18,7 +18,7 @@ from vgrad.persample.explanation import Row
 from vgrad.persample.grad import per_sample_grad
 from vgrad.persample.norm import per_sample_norm
 from vgrad.persample.weighted import weighted_grad
-from vgrad.tree import tree_map_only
+from vgrad.tree import map_tensors
 from vgrad.typing import Buffers, Clipping, LossFn, Params, Tree
 
 __all__ = ["check_rule"]
@@ -30,7 +30,7 @@ def __dir__() -> list[str]:
 
 _KINDS: tuple[Clipping, ...] = get_args(Clipping)
 _GAMMA = 0.01
-"""What automatic clipping adds to a norm."""
+"""The constant that automatic clipping adds to a norm."""
 
 
 def check_rule(
@@ -42,7 +42,7 @@ def check_rule(
     tolerance: float = 1e-10,
     expanded: bool = False,
 ) -> None:
-    """Compare all quantities of a recorded loss with those of plain autograd.
+    """Compare all quantities of a recorded loss with plain autograd.
 
     Tensors are cast to float64. Losses, gradients, norms, a weighted sum and clipped
     sums of every kind are computed with `strategy="recorded"`, and again from the
@@ -135,7 +135,7 @@ def _in_double(tree: Tree) -> Any:
         kept = leaf.detach().clone()
         return kept.double() if leaf.is_floating_point() else kept
 
-    return tree_map_only(Tensor, widen, tree)
+    return map_tensors(widen, tree)
 
 
 def _reference(
@@ -145,7 +145,7 @@ def _reference(
     values, rows = [], []
     for row in range(size):
         leaves = {n: value.clone().requires_grad_() for n, value in params.items()}
-        sample = tree_map_only(Tensor, lambda leaf, i=row: leaf[i], batch)
+        sample = map_tensors(lambda leaf, i=row: leaf[i], batch)
         with torch.enable_grad():
             value = loss(leaves, _in_double(buffers), *_in_double(sample))
             grads = torch.autograd.grad(

@@ -3,11 +3,13 @@
 The only place that imports `torch.utils._pytree`, which torch does not promise.
 """
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._pytree import GetAttrKey as GetAttrKey
 from torch.utils._pytree import TreeSpec as TreeSpec
@@ -17,8 +19,6 @@ from torch.utils._pytree import (
     tree_structure,
 )
 from torch.utils._pytree import register_pytree_node as register_pytree_node
-from torch.utils._pytree import tree_flatten as tree_flatten
-from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
@@ -26,6 +26,30 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 from vgrad import checks
 from vgrad.torch_private.tensors import with_attributes
 from vgrad.typing import T, Tree
+
+
+def tree_flatten(tree: Tree) -> tuple[list[Any], TreeSpec]:
+    """Flatten a tree; a mapping of a class that torch does not know is a dictionary."""
+    leaves, spec = pytree.tree_flatten(tree)
+    if any(map(_is_mapping, leaves)):
+        return tree_flatten(_dictionaries(tree))
+    return leaves, spec
+
+
+def tree_leaves(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """Return the leaves of a tree, in the order of `tree_flatten`."""
+    leaves = pytree.tree_leaves(tree, is_leaf)
+    if is_leaf is None and any(map(_is_mapping, leaves)):
+        return tree_leaves(_dictionaries(tree))
+    return leaves
+
+
+def _is_mapping(leaf: Any) -> bool:
+    return not isinstance(leaf, Tensor) and isinstance(leaf, Mapping)
+
+
+def _dictionaries(tree: Tree) -> Tree:
+    return tree_map(lambda leaf: dict(leaf) if _is_mapping(leaf) else leaf, tree)
 
 
 def map_values(function: Callable[..., Any], *trees: Mapping[str, Any]) -> dict:
@@ -63,9 +87,23 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
     if type(tree) is dict:
         return {key: map_tensors(function, value) for key, value in tree.items()}
     if not _is_sequence(tree):
-        return tree_map_only(Tensor, function, tree)
+        return tree_map(lambda leaf: _map_leaf(function, leaf), tree)
     mapped = [map_tensors(function, each) for each in tree]
     return type(tree)(mapped) if type(tree) in (list, tuple) else type(tree)(*mapped)
+
+
+def _map_leaf(function: Callable[[Tensor], Any], leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return function(leaf)
+    if not isinstance(leaf, Mapping):
+        return leaf
+    mapped = map_tensors(function, dict(leaf))
+    if not isinstance(leaf, MutableMapping):
+        return mapped
+    same: Any = copy.copy(leaf)  # as transformers' BatchEncoding and UserDict are
+    for key, value in mapped.items():
+        same[key] = value
+    return same
 
 
 def map_once(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
@@ -191,7 +229,7 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager:
-    """Keep a surrounding autocast from rounding what is computed in a block."""
+    """Switch off a surrounding autocast in a block."""
     if not torch.amp.is_autocast_available(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

@@ -373,41 +373,6 @@ def test_each_part_of_a_logical_batch_drops_out_on_its_own():
     assert len(set(losses)) == len(losses)
 
 
-class Scaled(nn.Module):
-    """Computes with what it holds in plain attributes."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-        self.factor, self.pair, self.list = torch.tensor(1.0), (1.0, 2), [1.0]
-        self.table, self.function = {"factor": [1.0]}, torch.tanh
-
-    def forward(self, x):
-        factor = self.factor * self.pair[0] * self.list[0] * self.table["factor"][0]
-        return self.function(self.layer(x) * factor)
-
-
-CHANGES = {
-    "a tensor": lambda model: setattr(model, "factor", torch.tensor(3.0)),
-    "in a tensor": lambda model: model.factor.fill_(3.0),
-    "a tuple": lambda model: setattr(model, "pair", (3.0, 2)),
-    "in a list": lambda model: model.list.__setitem__(0, 3.0),
-    "in a dictionary": lambda model: model.table["factor"].__setitem__(0, 3.0),
-    "a function": lambda model: setattr(model, "function", torch.relu),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_plain_attributes_of_the_module_are_followed(name):
-    model, private, optimizer = start(Scaled().double())
-    batches = iter(private.loader)
-    private.backward(*next(batches))
-    optimizer.step()
-    CHANGES[name](model)
-    private.backward(*next(batches))
-    oracle.assert_exact(grads(model), clipped(model, PLAN, 1))
-
-
 def test_a_mode_is_followed_after_a_call_that_was_refused():
     model, private, optimizer = start(Tied(0.5).double())
     batches = iter(private.loader)
@@ -421,31 +386,6 @@ def test_a_mode_is_followed_after_a_call_that_was_refused():
     model.zero_grad()
     private.backward(*batch)
     oracle.assert_exact(grads(model), clipped(model, PLAN, 1))
-
-
-@pytest.mark.parametrize("size", [(49, 2), (99, 2)])
-def test_an_epoch_has_the_steps_that_were_planned_for_it(size):
-    pytest.importorskip("dp_accounting")
-    samples, batch_size = size
-    dataset = TensorDataset(torch.ones(samples, 4))
-    budget = {"epsilon": 3.0, "delta": 1e-3, "epochs": 2, "max_norm": 1.0}
-    private = PrivateGradients(
-        nn.Linear(4, 3),
-        lambda out, _: out.sum(),
-        dataset,
-        batch_size=batch_size,
-        **budget,
-    )
-    assert len(private.loader) == private.plan.steps // 2
-
-
-def test_a_criterion_of_batches_and_plain_calls_of_the_model_change_nothing():
-    model, private, _ = start()
-    batch = next(iter(private.loader))
-    with torch.no_grad():
-        F.cross_entropy(model(batch[0]), batch[1])
-    private.backward(*batch)
-    oracle.assert_exact(grads(model), clipped(model, PLAN, 0))
 
 
 def test_batch_statistics_are_refused():

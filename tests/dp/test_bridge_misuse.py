@@ -53,37 +53,24 @@ def test_a_batch_that_is_not_from_the_loader(run):
     with pytest.raises(ValueError, match="neither drop samples nor add any"):
         private.backward(x[1:], y[1:])
     private.backward(x, y)
-    assert private.step == 1
-
-
-def test_a_second_backward_on_one_batch(run):
-    _, private, _ = run
-    batch = next(iter(private.loader))
-    private.backward(*batch)
     with pytest.raises(RuntimeError, match="or the same one again"):
-        private.backward(*batch)
+        private.backward(x, y)
     assert private.step == 1
 
 
-def test_a_batch_that_is_skipped(run):
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_batch_that_is_skipped(run, used):
+    """The first or the last batch of a pass."""
     _, private, optimizer = run
     batches = iter(private.loader)
-    next(batches)
-    with pytest.raises(RuntimeError, match="got the next one drawn without it"):
-        next(batches)
-    private.backward(*next(iter(private.loader)))
-    optimizer.step()
-    assert private.step == 1
-
-
-def test_the_last_batch_is_skipped(run):
-    _, private, optimizer = run
-    batches = iter(private.loader)
-    private.backward(*next(batches))
-    optimizer.step()
+    for _ in range(used):
+        private.backward(*next(batches))
+        optimizer.step()
     next(batches)
     with pytest.raises(RuntimeError, match="got the next one drawn without it"):
         next(batches, "the end of the pass")
+    private.backward(*next(iter(private.loader)))
+    assert private.step == used + 1
 
 
 def test_a_batch_that_was_looked_at_comes_again(run):
@@ -364,27 +351,18 @@ BUDGET = {"epsilon": 3.0, "delta": 1e-3, "epochs": 1, "batch_size": 2, "max_norm
         ("maxnorm", "max_norm."),
         ("chunksize", "chunk_size."),
         ("num_worker", "num_workers."),
+        ("zzz", ""),
     ],
 )
 def test_a_misspelt_option_is_named_with_the_right_one(name, right):
     message = f"PrivateGradients({name}=...): expected options of its own or of a "
-    message += f"DataLoader, got {name!r}. Pass {right}"
-    with pytest.raises(TypeError, match=re.escape(message)):
-        PrivateGradients(nn.Linear(3, 2), F.cross_entropy, DATA, **BUDGET, **{name: 1})
-    # In the place of the option, as a call for another library has it.
-    budget = {n: each for n, each in BUDGET.items() if f"{n}." != right}
-    with pytest.raises(TypeError, match=re.escape(f"Pass {right}")):
-        PrivateGradients(nn.Linear(3, 2), F.cross_entropy, DATA, **budget, **{name: 1})
-
-
-def test_an_option_that_is_like_no_other_is_named():
-    message = (
-        r"\(zzz=...\): expected options of its own or of a DataLoader, got 'zzz'.$"
-    )
-    with pytest.raises(TypeError, match=message):
-        PrivateGradients(nn.Linear(3, 2), F.cross_entropy, DATA, plan=PLAN, zzz=1)
-    with pytest.raises(TypeError, match="missing 1 required positional .*'dataset'"):
-        PrivateGradients(nn.Linear(3, 2), F.cross_entropy, data_loader=DATA, **BUDGET)
+    message += f"DataLoader, got {name!r}.{f' Pass {right}' if right else ''}"
+    # In addition to the right option, and instead of it.
+    for budget in (BUDGET, {n: x for n, x in BUDGET.items() if f"{n}." != right}):
+        with pytest.raises(TypeError, match=re.escape(message) + "$"):
+            PrivateGradients(
+                nn.Linear(3, 2), F.cross_entropy, DATA, **budget, **{name: 1}
+            )
 
 
 SECRET = 123456.75

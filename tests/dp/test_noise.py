@@ -1,9 +1,13 @@
+"""Noise on sums: its distribution, its streams, and its parts on ranks."""
+
+import itertools
 import math
 import warnings
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
@@ -113,14 +117,6 @@ def test_threads_do_not_change_the_noise(count):
         found.append(noised(sums)["a"])
         torch.set_num_threads(before)
     assert torch.equal(*found)
-
-
-def test_few_numbers_start_no_thread(monkeypatch):
-    monkeypatch.setattr("vgrad.generators.ThreadPoolExecutor", None)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert len(noised({str(n): torch.zeros(100) for n in range(50)})) == 50
-    with pytest.raises(TypeError, match="NoneType"):
-        noised({"a": torch.zeros(2 * streams.BLOCK)})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -366,3 +362,219 @@ def test_noise_of_a_key_of_the_system_is_gaussian():
     noise = noised({"a": torch.zeros(20_000)}, key=secret_key())["a"]
     pvalue = stats.kstest(noise.double().numpy() / SIGMA, "norm").pvalue
     assert pvalue > 1e-9  # The key is not fixed here.
+
+
+# Pairs of normal numbers, by the formula of Box and Muller.
+
+
+def pairs(count):
+    """Draw the first and the second numbers of pairs, from so many blocks."""
+    blocks = [gaussian.draw(1, step, 2**16, 1.0) for step in range(count)]
+    return torch.from_numpy(np.concatenate([x.reshape(2, -1) for x in blocks], 1))
+
+
+def test_moments_up_to_the_fourth_are_those_of_a_normal_number():
+    noise = pairs(16)
+    # The mean and the variance of the first powers of a normal number.
+    for power, mean, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+        for each in noise:
+            bound = 4 * math.sqrt(variance / noise.shape[1])
+            assert abs(float((each**power).mean()) - mean) < bound
+
+
+def test_the_two_numbers_of_a_pair_are_independent():
+    first, second = noise = pairs(16)
+    size = noise.shape[1]
+    for a in (first, first**2, first.abs() > 2):
+        for b in (second, second**2, second.abs() > 2):
+            assert abs(correlation(a.double(), b.double())) < 5 / math.sqrt(size)
+    # Radius and angle are uniform, each in its way, and independent too.
+    radius, angle = noise.norm(dim=0), torch.atan2(second, first)
+    assert stats.kstest((-(radius**2) / 2).exp().numpy(), "uniform").pvalue > 0.001
+    turns = (angle / (2 * math.pi) + 0.5).numpy()
+    assert stats.kstest(turns, "uniform").pvalue > 0.001
+    assert abs(correlation(radius, angle)) < 5 / math.sqrt(size)
+
+
+class Given:
+    """A generator whose numbers are given."""
+
+    def __init__(self, *numbers):
+        self._numbers = list(numbers)
+
+    def random(self, size=None, out=None):
+        found = np.array([self._numbers.pop(0) for _ in range(size or len(out))])
+        if out is not None:
+            out[:] = found
+        return found
+
+
+def test_small_numbers_under_the_logarithm_are_drawn_until_their_bits_count(
+    monkeypatch,
+):
+    # Radii, then angles, then what is drawn again: two numbers, one of them twice.
+    source = Given(0.5, 0.0, 2.0**-11, *[0.0] * 3, 2.0**-30, 0.75, 0.25)
+    monkeypatch.setattr(gaussian.generators, "block", lambda stream, number: source)
+    found = gaussian.draw(0, 0, 6, 2.0)
+    expected = [0.5, 2.0**-20 * 0.25, 2.0**-10 * 0.75]
+    assert np.allclose(found[:3], 2 * np.sqrt(-2 * np.log(expected)), rtol=1e-15)
+    assert not found[3:].any()
+    assert not source._numbers
+
+
+@pytest.mark.parametrize("turn", [0.0, 0.25, 0.5, 0.75, 1 - 2.0**-53])
+@pytest.mark.parametrize("under", [2.0**-10, 1 - 2.0**-53])
+def test_the_ends_of_what_is_uniform_give_numbers_on_the_circle(
+    monkeypatch, turn, under
+):
+    """A right angle has no tangent."""
+    source = Given(under, turn)
+    monkeypatch.setattr(gaussian.generators, "block", lambda stream, number: source)
+    radius, angle = math.sqrt(-2 * math.log(under)), 2 * math.pi * turn
+    expected = [radius * math.cos(angle), radius * math.sin(angle)]
+    assert np.allclose(gaussian.draw(0, 0, 2, 1.0), expected, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 1000])
+def test_numbers_are_those_of_the_formula(count):
+    (source,) = zip(streams.philox([0] * 32, "a"), range(1), strict=False)
+    expected = streams.normal(source[0], count)
+    stream = int.from_bytes(bytes(streams.digest([0] * 32, ["a"], 16)), "little")
+    found = gaussian.draw(stream, 0, count, 1.0)
+    assert found.shape == (count,)
+    assert np.allclose(found, expected, rtol=0, atol=1e-14)
+
+
+# Parts of a tensor, and shards of a DTensor.
+
+
+@st.composite
+def cut(draw):
+    """Draw a shape, and where each of its dimensions is cut; parts may be empty."""
+    shape = draw(st.lists(st.integers(0, 7), max_size=4))
+    cuts = [draw(st.lists(st.integers(0, n), max_size=3)) for n in shape]
+    edges = [[0, *sorted(c), n] for c, n in zip(cuts, shape, strict=True)]
+    return tuple(shape), list(itertools.product(*map(itertools.pairwise, edges)))
+
+
+@given(cut(), st.integers(1, 40))
+def test_parts_take_their_own_numbers_of_every_block(case, size):
+    shape, boxes = case
+    total = math.prod(shape)
+    whole = np.arange(total).reshape(shape)
+    for box in boxes:
+        low, high = [a for a, _ in box], [b for _, b in box]
+        sizes = tuple(b - a for a, b in box)
+        found = np.full(math.prod(sizes), -1)
+        numbers = []
+        part = gaussian.Part(shape, tuple(low), sizes)
+        for share in gaussian.block_parts(part, size):
+            block = np.arange(total)[share.number * size :][:size]
+            assert share.count == len(block)
+            found[share.entries] = block[share.places]
+            numbers.append(share.number)
+        expected = whole[tuple(map(slice, low, high))].reshape(-1)
+        assert np.array_equal(found, expected)
+        # No block is drawn twice, or for nothing.
+        assert numbers == sorted(set((expected // size).tolist()))
+
+
+@pytest.fixture(autouse=True)
+def group():
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def as_rank(rank, sizes):
+    """Be one rank of a mesh; what ranks send one another is lost."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    count = math.prod(sizes)
+    dist.init_process_group("fake", rank=rank, world_size=count, store=FakeStore())
+    return init_device_mesh("cpu", sizes)
+
+
+def placed(full, mesh, placements):
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(full, mesh, placements, src_data_rank=None)
+
+
+def placements(text):
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    kinds = {"R": Replicate(), "P": Partial()}
+    return [kinds.get(each) or Shard(int(each)) for each in text]
+
+
+CASES = {
+    "rows": ((3,), "0", (5, 7)),
+    "columns": ((3,), "1", (5, 7)),
+    "fewer rows than ranks": ((4,), "0", (2, 3)),
+    "copies": ((3,), "R", (5, 7)),
+    "rows and columns": ((2, 3), "01", (5, 7)),
+    "columns, then rows": ((2, 3), "10", (5, 7)),
+    "rows twice": ((2, 2), "00", (9, 2)),
+    "rows of copies": ((2, 2), "R0", (9, 2)),
+    "several blocks": ((3,), "0", (5, streams.BLOCK // 2)),
+    "columns of several blocks": ((3,), "1", (5, streams.BLOCK // 2)),
+    "kernels": ((2, 2), "13", (4, 6, 3, 3)),
+    "none": ((2,), "0", (0, 3)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("graph", [False, True])
+def test_every_rank_adds_its_part_of_the_noise(name, graph):
+    sizes, text, shape = CASES[name]
+    generator = torch.Generator().manual_seed(0)
+    full = {"a": torch.randn(shape, generator=generator), "b": torch.zeros(3)}
+    expected = noised(full)["a"]
+    found = torch.full(shape, math.nan)
+    for rank in range(math.prod(sizes)):
+        total = placed(full["a"], as_rank(rank, sizes), placements(text))
+        if graph:
+            total.requires_grad_()
+        noisy = noised({"a": total, "b": full["b"]})["a"]
+        assert noisy.requires_grad == graph
+        assert noisy.placements == total.placements
+        assert noisy.shape == total.shape
+        assert noisy.stride() == total.stride()
+        # The place of a part, as torch sees it: where it puts the numbers of the whole.
+        order = torch.arange(float(math.prod(shape))).view(shape)
+        place = placed(order, total.device_mesh, total.placements).to_local().long()
+        found.view(-1)[place.flatten()] = noisy.to_local().detach().flatten()
+        assert torch.equal(noisy.to_local(), expected.flatten()[place])
+    assert torch.equal(found, expected)
+
+
+def test_the_transpose_of_a_shard_gets_the_noise_of_its_shape():
+    full = torch.randn(6, 4)
+    total = placed(full, as_rank(1, (2,)), placements("0")).T
+    noisy = noised({"a": total})["a"]
+    assert noisy.placements == tuple(placements("1"))
+    assert noisy.stride() == (6, 1)
+    assert noisy.to_local().is_contiguous()
+    assert torch.equal(noisy.to_local(), noised({"a": full.T})["a"][:, 3:])
+
+
+def test_a_noise_multiplier_of_zero_leaves_shards_as_they_are():
+    total = placed(torch.randn(5, 2).half(), as_rank(1, (2,)), placements("0"))
+    noisy = noised({"a": total}, noise_multiplier=0)["a"]
+    assert noisy.placements == total.placements
+    assert noisy.dtype == torch.float32
+    assert torch.equal(noisy.to_local(), total.to_local().float())
+
+
+@pytest.mark.parametrize("noise_multiplier", [0.0, 1.0])
+def test_terms_of_a_sum_are_refused(noise_multiplier):
+    from torch.distributed.tensor import DTensor
+
+    mesh = as_rank(0, (2, 2))
+    total = DTensor.from_local(torch.ones(2), mesh, placements("0P"), run_check=False)
+    with pytest.raises(TypeError, match=r"sums\['a'\]\): expected .*got \[Partial"):
+        noised({"a": total}, noise_multiplier=noise_multiplier)

@@ -112,7 +112,7 @@ REFUSED = {
     "a backward pass": (Noisy.apply, "some that a backward pass"),
     "a re-entrant checkpoint": (
         lambda x: checkpoint(twice, x.requires_grad_(), use_reentrant=True),
-        "a re-entrant checkpoint",
+        "use_reentrant=False",
     ),
 }
 

@@ -1,6 +1,8 @@
 import contextlib
 import copy
+import itertools
 import pickle
+import random
 import threading
 import types
 from collections import OrderedDict
@@ -889,6 +891,45 @@ def test_tensors_that_are_parts_of_one_memory_are_split():
     _, params, _ = split(model)
     assert list(params) == ["left", "right", "row", "none"]
     assert torch.equal(params["right"], whole[:, 1::2])
+
+
+def test_whether_views_overlap_is_counted_without_memory():
+    """On the device meta, where the columns of a matrix take terabytes."""
+    whole = torch.empty(10**6, 10**6, device="meta")
+    model = nn.Module()
+    model.even, model.odd = nn.Parameter(whole[:, ::2]), nn.Parameter(whole[:, 1::2])
+    assert list(split(model)[1]) == ["even", "odd"]
+    model.third = nn.Parameter(whole[10:, 3::3])
+    with pytest.raises(TypeError, match="memory of their own"):
+        split(model)
+
+
+def numbers(view):
+    """Return where in memory the numbers of a view are."""
+    steps = [
+        range(0, n * s, s) if s else [0]
+        for n, s in zip(view.shape, view.stride(), strict=True)
+    ]
+    return {view.storage_offset() + sum(each) for each in itertools.product(*steps)}
+
+
+def test_views_overlap_where_brute_force_says_so():
+    draw, base, seen = random.Random(0), torch.empty(200), set()
+    for _ in range(500):
+        model, sets = nn.Module(), []
+        for number in range(draw.choice([2, 2, 3])):
+            dims = draw.randint(0, 3)
+            shape = [draw.randint(1, 4) for _ in range(dims)]
+            steps = [draw.randint(0, 13) for _ in range(dims)]
+            view = base.as_strided(shape, steps, draw.randint(0, 30))
+            setattr(model, f"p{number}", nn.Parameter(view))
+            sets.append(numbers(view))
+        apart = sum(map(len, sets)) == len(set().union(*sets))
+        seen.add(apart)
+        refusal = pytest.raises(TypeError, match="memory of their own")
+        with contextlib.nullcontext() if apart else refusal:
+            split(model)
+    assert seen == {False, True}
 
 
 def masked(weight):

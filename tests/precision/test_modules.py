@@ -233,10 +233,6 @@ def test_what_is_no_model_or_no_policy_is_refused(fmodel, policies, error, messa
         loss_under(torch.bfloat16, lambda params, buffers: params["w"])
 
 
-def test_one_policy_is_that_of_the_empty_name():
-    assert policy_for(SPIES, "float64").policies == {"": Policy.parse("float64")}
-
-
 def test_tied_parameters_have_one_dtype_and_may_be_computed_with_in_several():
     model, tokens = TiedLanguageModel(), torch.randint(11, (3, 5))
     fmodel, params, buffers = split(model)

@@ -1,4 +1,4 @@
-"""How much privacy the steps of DP-SGD spend, and how much noise a budget requires.
+"""The privacy that steps of DP-SGD spend, and the noise that a budget requires.
 
 Every step draws a Poisson batch at `sampling_rate` and adds Gaussian noise of
 `noise_multiplier` times the sensitivity. Two data sets are neighbours when one has
@@ -21,7 +21,7 @@ Accountant = Literal["pld", "rdp"]
 
 
 class Steps(NamedTuple):
-    """Steps of DP-SGD that draw and add noise alike."""
+    """Steps of DP-SGD with one sampling rate and one noise multiplier."""
 
     sampling_rate: float
     noise_multiplier: float
@@ -49,16 +49,14 @@ def epsilon(
     """Bound the epsilon at `delta` that `steps` steps of DP-SGD have spent.
 
     The accountant "pld" composes the distribution of the privacy loss on a grid, which
-    takes up to some seconds and serves up to 10^10 steps; "rdp" composes Rényi
-    divergences, is faster and not as tight. Both err on the safe side. The answer is
-    infinite where no bound can be given: without noise (a multiplier below 0.05 counts
-    as none), and with "pld" where `delta` is not above the rounding errors of the
-    composition, `steps * 2^-52`. Choose `delta` well below one over the size of the
-    data set.
+    takes up to some seconds, for up to 10^10 steps; "rdp" composes Rényi divergences,
+    is faster and not as tight. Both err on the safe side. The result is infinite if
+    there is no bound: without noise (a multiplier below 0.05 counts as none), and with
+    "pld" if `delta` is within the rounding errors of the composition, `steps * 2^-52`.
+    Choose `delta` well below one over the size of the data set.
 
     Raises:
-        ValueError: an argument is outside its range, or "pld" gets more steps than it
-            can bound.
+        ValueError: "pld" gets more steps than it can bound.
         ImportError: `dp-accounting` is not installed.
 
     Reference:
@@ -76,23 +74,23 @@ def epsilon(
     _check("epsilon", sampling_rate, steps, delta, accountant)
     checks.non_negative("epsilon", noise_multiplier=noise_multiplier)
     checks.finite("epsilon", noise_multiplier=noise_multiplier)
-    taken = Steps(sampling_rate, noise_multiplier, steps)
-    return composed([taken], delta, accountant)
+    all_steps = Steps(sampling_rate, noise_multiplier, steps)
+    return composed([all_steps], delta, accountant)
 
 
 def composed(
-    taken: Sequence[Steps], delta: float, accountant: Accountant = "pld"
+    account: Sequence[Steps], delta: float, accountant: Accountant = "pld"
 ) -> float:
     """Bound the epsilon of steps of several kinds on one data set, all checked."""
     counts: dict[tuple[float, float], int] = {}
-    for each in taken:
+    for rate, noise, steps in account:
         # More noise spends less, and its square would overflow.
-        kind = each.sampling_rate, min(each.noise_multiplier, _MOST_NOISE)
-        counts[kind] = counts.get(kind, 0) + each.steps
+        kind = rate, min(noise, _MOST_NOISE)
+        counts[kind] = counts.get(kind, 0) + steps
     kinds = [Steps(*kind, steps) for kind, steps in counts.items() if steps]
     if not kinds:
         return 0.0
-    if any(each.noise_multiplier < _LEAST_NOISE for each in kinds):
+    if any(kind.noise_multiplier < _LEAST_NOISE for kind in kinds):
         return math.inf
     library = _library()
     with _quiet():
@@ -109,19 +107,19 @@ def noise_multiplier_for(
 ) -> float:
     """Find the smallest noise multiplier with which `steps` steps stay in the budget.
 
-    The answer is at most a factor of 1 + 1e-4 too large, more only after 10^8 steps,
+    The result is at most a factor of 1 + 1e-4 too large, more only after 10^8 steps,
     and never too small: its epsilon has been computed and is at most `epsilon`. It is
     at least 0.05. The search costs five to ten calls of `epsilon(...)`.
 
     Raises:
-        ValueError: an argument is outside its range, or no noise is enough or needed.
+        ValueError: no noise is enough or needed.
         ImportError: `dp-accounting` is not installed.
 
     Example:
-        >>> found = noise_multiplier_for(
+        >>> noise = noise_multiplier_for(
         ...     epsilon=3.0, delta=1e-5, sampling_rate=0.5, steps=200
         ... )
-        >>> round(found, 2)
+        >>> round(noise, 2)
         9.91
     """
     [steps] = checks.whole("noise_multiplier_for", least=1, steps=steps)
@@ -143,51 +141,38 @@ def noise_multiplier_for(
         noise = math.exp(log_noise)
         spent = composed([Steps(sampling_rate, noise, steps)], delta, accountant)
         if spent in (0.0, math.inf):
-            return -1.0 if spent == 0.0 else 1.0  # the side is all that counts
-        # The logarithm of epsilon is nearly linear in that of the noise.
+            return -1.0 if spent == 0.0 else 1.0  # only the sign counts
+        # The logarithm of epsilon is nearly linear in the logarithm of the noise.
         return math.log(spent) - math.log(epsilon)
 
-    # Many steps make the grid coarse, and finer answers meaningless.
+    # Many steps make the grid coarse, and finer results meaningless.
     tolerance = max(_TOLERANCE, 1e-12 * steps)
-    start = _likely(epsilon, delta, sampling_rate * math.sqrt(steps))
-    found = _root(excess, math.log(start), tolerance)
-    if found is None:
-        raise ValueError(
-            f"{call}: expected a budget that some noise multiplier up to "
-            f"{_MOST_NOISE:.0e} meets, found none. Raise epsilon or delta, or use "
-            "fewer steps."
-        )
-    return math.exp(found)
-
-
-def _likely(epsilon: float, delta: float, drift: float) -> float:
-    """Guess a noise multiplier from the signal, in sensitivities, of all steps."""
-    # Delta alone pays for any epsilon above zero where there is enough noise.
+    # A guess from the signal of all steps, in sensitivities. With enough noise delta
+    # alone pays for any epsilon above zero.
+    drift = sampling_rate * math.sqrt(steps)
     enough = min(drift * math.sqrt(2 * math.log(1.25 / delta)) / epsilon, drift / delta)
-    return min(0.5 + enough, _MOST_NOISE)
-
-
-def _root(
-    excess: Callable[[float], float], start: float, tolerance: float
-) -> float | None:
-    """Return where `excess` has fallen through zero, at most `tolerance` before."""
+    start = math.log(min(0.5 + enough, _MOST_NOISE))
     # The slope is about -1 or steeper.
     low, high, step = start, start, min(1.0, 1.1 * abs(excess(start))) + tolerance
     while excess(high) > 0:
         if high > math.log(_MOST_NOISE):
-            return None
+            raise ValueError(
+                f"{call}: expected a budget that some noise multiplier up to "
+                f"{_MOST_NOISE:.0e} meets, found none. Raise epsilon or delta, or use "
+                "fewer steps."
+            )
         low, high, step = high, high + step, 2 * step
     while excess(low) <= 0:
         low, high, step = low - step, low, 2 * step
-    # SciPy comes with dp-accounting, whose absence `excess` has reported by now.
+    # SciPy comes with dp-accounting, which `excess` has imported by now.
     from scipy.optimize import brentq
 
     root: Any = brentq(excess, low, high, xtol=tolerance / 2)
-    # On a coarse grid `excess` does not fall everywhere.
+    # On a coarse grid `excess` is not monotonic.
     step = tolerance / 2
     while excess(root) > 0:
         root, step = min(root + step, high), 2 * step
-    return root
+    return math.exp(root)
 
 
 def _check(
@@ -204,7 +189,7 @@ def _check(
 
 
 def _library() -> Any:
-    """Import `dp-accounting`, which only accounting needs."""
+    """Import `dp-accounting`, an optional dependency."""
     try:
         import dp_accounting
     except ImportError as error:
@@ -217,7 +202,7 @@ def _library() -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide that Rényi orders are left out, and leave logging as it was.
+    """Hide warnings that Rényi orders are left out, and restore logging.
 
     dp-accounting warns hundreds of times about orders whose series do not converge,
     which costs tightness at most. Its other messages get through. Without the handler
@@ -249,7 +234,7 @@ def _rdp_epsilon(library: Any, kinds: Sequence[Steps], delta: float) -> float:
 
 
 def _pld_epsilon(library: Any, kinds: Sequence[Steps], delta: float) -> float:
-    steps = sum(each.steps for each in kinds)
+    steps = sum(kind.steps for kind in kinds)
     # The library composes with an FFT and does not count its rounding errors, which
     # move delta by up to a quarter of this (measured against the closed form of the
     # Gaussian mechanism). Without it the epsilon of a small delta would be too low.
@@ -264,9 +249,9 @@ def _pld_epsilon(library: Any, kinds: Sequence[Steps], delta: float) -> float:
         )
     # Distributions are composed on one grid. The finest one may have too many points
     # for the losses of other kinds.
-    widths = [_grid_width(*each) for each in kinds]
+    widths = [_grid_width(*kind) for kind in kinds]
     width = max(min(widths), max(widths) / _MOST_REFINED)
-    losses = [_losses(library, each, width) for each in kinds]
+    losses = [_losses(library, kind, width) for kind in kinds]
     total = functools.reduce(lambda one, other: one.compose(other), losses)
     return total.get_epsilon_for_delta(delta)
 
@@ -284,8 +269,8 @@ def _losses(library: Any, kind: Steps, width: float) -> Any:
     # the power of the steps: to a gigabit after 10^8.
     few = math.isqrt(kind.steps)
     times, rest = divmod(kind.steps, few)
-    found = one.self_compose(few).self_compose(times)
-    return found.compose(one.self_compose(rest)) if rest else found
+    most = one.self_compose(few).self_compose(times)
+    return most.compose(one.self_compose(rest)) if rest else most
 
 
 def _grid_width(rate: float, noise: float, steps: int) -> float:

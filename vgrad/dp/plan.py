@@ -1,4 +1,4 @@
-"""One object for a private training run, so that its parts cannot disagree."""
+"""The numbers that sampler, noise and accountant of a private run share."""
 
 import hashlib
 import json
@@ -22,9 +22,9 @@ MECHANISM = "Gaussian noise on clipped sums of Poisson batches"
 
 
 class Keyed(Protocol):
-    """A state of a run, from whose key and step its randomness follows.
+    """A state of a run, whose randomness is a function of its key and step.
 
-    If it has a `plan_digest` (see `Plan.digest`), that is checked.
+    A `plan_digest` (see `Plan.digest`) is checked if it has one.
     """
 
     @property
@@ -34,13 +34,13 @@ class Keyed(Protocol):
 
     @property
     def step(self) -> Tensor | int:
-        """How many steps have been taken."""
+        """The number of steps taken."""
         ...
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the sampler, the noise and the accountant of one run have in common.
+    """The numbers that the sampler, the noise and the accountant of one run share.
 
     A step draws a Poisson batch, clips the gradient of each sample to the L2 norm
     `max_norm`, divides the sum by `expected_batch_size` and adds noise. The divisor is
@@ -50,14 +50,13 @@ class Plan:
     Choose `delta` well below `1 / dataset_size`: a `delta` of that size would allow
     releasing one sample as it is. A larger one warns.
 
-    A state that has spent under one plan goes on under another only if the other one
-    accounts for both, as `after` makes it.
+    A state that has spent under one plan can continue under another plan only if that
+    one accounts for both, see `after`.
 
     Attributes:
-        before: the plan that a run had before this one, with the steps taken under it.
+        before: the run's previous plan, with the steps taken under it.
 
     Raises:
-        TypeError: a field is not a number, or `before` no plan.
         ValueError: a field is outside its range.
 
     Example:
@@ -85,12 +84,9 @@ class Plan:
     before: "Plan | None" = None
 
     def __post_init__(self) -> None:
-        """Check the fields."""
-        counts = {"dataset_size": self.dataset_size, "steps": self.steps}
-        for name, number in zip(
-            counts, checks.whole("Plan", least=1, **counts), strict=True
-        ):
-            object.__setattr__(self, name, number)
+        size, steps = checks.whole(
+            "Plan", least=1, dataset_size=self.dataset_size, steps=self.steps
+        )
         check_rate("Plan", self.sampling_rate)
         checks.non_negative("Plan", noise_multiplier=self.noise_multiplier)
         checks.positive("Plan", max_norm=self.max_norm)
@@ -99,12 +95,22 @@ class Plan:
         )
         checks.between("Plan", 0, 1, delta=self.delta)
         checks.choice("Plan", accounting.ACCOUNTANTS, accountant=self.accountant)
-        # Numbers of one value are one plan, wherever they come from.
-        for name in ("sampling_rate", "noise_multiplier", "max_norm", "delta"):
-            object.__setattr__(self, name, float(getattr(self, name)))
+        # Plans of equal numbers are equal, whatever the types of the numbers.
+        names = ("sampling_rate", "noise_multiplier", "max_norm", "delta")
+        floats = {name: float(getattr(self, name)) for name in names}
+        self.__dict__.update(floats, dataset_size=size, steps=steps)
         if isinstance(self.before, Mapping):  # as dataclasses.asdict writes it
-            object.__setattr__(self, "before", Plan(**self.before))
-        self._check_before()
+            self.__dict__.update(before=Plan(**self.before))
+        if not isinstance(self.before, Plan | None):
+            raise TypeError(
+                f"Plan(before): expected a Plan, got a {type(self.before).__name__}."
+            )
+        if self.steps <= self.earlier_steps:
+            raise ValueError(
+                f"Plan(steps={self.steps}, before=...): expected more than the "
+                f"{self.earlier_steps} steps that were taken before, which count. Make "
+                f"it with plan.after(other, steps)."
+            )
         if self.delta > 1 / self.dataset_size:
             warnings.warn(
                 f"Plan(delta={self.delta!r}): expected at most 1 / dataset_size = "
@@ -129,13 +135,12 @@ class Plan:
     ) -> "Plan":
         """Make the plan with the least noise whose epsilon is at most `epsilon`.
 
-        How much is drawn is said by `sampling_rate` and `steps`, or by the expected
-        `batch_size` and `epochs`, each of `round(dataset_size / batch_size)` steps at
-        the rate `batch_size / dataset_size` (`.steps_per_epoch`).
+        Pass either `sampling_rate` and `steps`, or the expected `batch_size` and
+        `epochs`, each of `round(dataset_size / batch_size)` steps at the rate
+        `batch_size / dataset_size` (`.steps_per_epoch`).
 
         Raises:
-            ValueError: as the class and `noise_multiplier_for`, or what is drawn is
-                said in both ways or in neither.
+            ValueError: as `noise_multiplier_for`.
             ImportError: `dp-accounting` is not installed.
 
         Example:
@@ -179,30 +184,16 @@ class Plan:
             accountant=accountant,
         )
 
-    def _check_before(self) -> None:
-        if not isinstance(self.before, Plan | None):
-            raise TypeError(
-                f"Plan(before): expected a Plan, got a {type(self.before).__name__}."
-            )
-        if self.steps <= self.earlier_steps:
-            raise ValueError(
-                f"Plan(steps={self.steps}, before=...): expected more than the "
-                f"{self.earlier_steps} steps that were taken before, which count. Make "
-                f"it with plan.after(other, steps)."
-            )
-
     def after(self, other: "Plan", steps: int) -> "Plan":
         """Return this plan for a run that has taken `steps` steps under another one.
 
-        Both are one account: `epsilon` includes all that was spent under `other`, and
-        steps are counted from the start of the run, as `state.step` counts them, those
-        of plans before `other` included. The new plan ends `steps` steps later than
-        this one. It takes the state that `other` left,
-        which no other plan takes. Data sets may differ: the bound is for each person in
-        any of them.
+        Both are one account: `epsilon` includes everything spent under `other`, and
+        steps are counted from the start of the run, like `state.step`, steps of plans
+        before `other` included. The new plan ends `steps` steps later than this one. It
+        continues the state that `other` left, which no other plan does. Data sets may
+        differ: the bound holds for each person in any of them.
 
         Raises:
-            TypeError: `other` is no plan.
             ValueError: `other` has fewer steps, or this plan follows another already.
 
         Example:
@@ -220,8 +211,8 @@ class Plan:
             )
         if self.before is not None:
             raise ValueError(
-                "Plan.after(other): expected a plan of its own, got one that follows "
-                "another already. Call it on the plan that was passed to that one."
+                "Plan.after(other): expected a plan without another before it, got one "
+                "that follows another already. Call it on the original plan."
             )
         [steps] = checks.whole("Plan.after", least=0, steps=steps)
         if steps > other.steps:
@@ -240,7 +231,7 @@ class Plan:
 
     @property
     def earlier_steps(self) -> int:
-        """How many steps were taken under the plans before this one."""
+        """The number of steps taken under the plans before this one."""
         return 0 if self.before is None else self.before.steps
 
     @property
@@ -248,14 +239,13 @@ class Plan:
         """The identity of the plan, uint8 `[32]`, which a state carries.
 
         It is a hash of the size of the data set, sampling rate, noise multiplier, bound
-        and mechanism, and of the plans before with their steps. Plans that differ in
-        steps, delta or accountant alone have the same one.
+        and mechanism, and of the plans before with their steps. Steps, delta and
+        accountant of the plan itself do not change it.
         """
         return as_digest(self._identity)
 
     @property
     def _identity(self) -> bytes:
-        """The bytes of `digest`."""
         before = self.before and [self.before._identity.hex(), self.before.steps]
         numbers = [self.sampling_rate, self.noise_multiplier, self.max_norm]
         text = json.dumps([MECHANISM, self.dataset_size, *numbers, before])
@@ -268,54 +258,49 @@ class Plan:
 
     @property
     def steps_per_epoch(self) -> int:
-        """How many steps a pass over the data takes, `1 / sampling_rate`, rounded."""
+        """The number of steps of a pass over the data, `1 / sampling_rate`, rounded."""
         return _steps_per_epoch(self.sampling_rate)
 
     def epsilon(self, steps: int | None = None) -> float:
         """Return the epsilon spent after `steps` steps; after all of them by default.
 
-        Steps are counted from the start of the run, those of plans before included.
+        Steps are counted from the start of the run, steps of plans before included.
 
         Raises:
-            ValueError: `steps` is not a whole number from 0 to the steps of the plan.
+            ValueError: `steps` is above the steps of the plan.
             ImportError: `dp-accounting` is not installed.
         """
-        taken = self.steps if steps is None else steps
-        [taken] = checks.whole("Plan.epsilon", least=0, steps=taken)
-        if taken > self.steps:
+        steps = self.steps if steps is None else steps
+        [steps] = checks.whole("Plan.epsilon", least=0, steps=steps)
+        if steps > self.steps:
             raise ValueError(
-                f"Plan.epsilon(steps={taken}): expected at most the {self.steps} steps "
-                f"of the plan, got {taken}. Make a plan with more steps."
+                f"Plan.epsilon(steps={steps}): expected at most the {self.steps} steps "
+                f"of the plan, got {steps}. Make a plan with more steps."
             )
-        return accounting.composed(self.account(taken), self.delta, self.accountant)
+        return accounting.composed(self.account(steps), self.delta, self.accountant)
 
     def account(self, steps: int) -> list[accounting.Steps]:
-        """List the steps of each kind that the first `steps` steps are."""
+        """List the steps of each kind among the first `steps` steps."""
         earlier = min(steps, self.earlier_steps)
-        found = [] if self.before is None else self.before.account(earlier)
+        account = [] if self.before is None else self.before.account(earlier)
         rate, noise = self.sampling_rate, self.noise_multiplier
-        return [*found, accounting.Steps(rate, noise, steps - earlier)]
+        return [*account, accounting.Steps(rate, noise, steps - earlier)]
 
     def sample(self, *, key: Tensor, step: int) -> Tensor:
-        """Draw the Poisson batch of one step. -> indices, int64 [B], B varies.
-
-        Raises:
-            TypeError, ValueError: as `poisson_sample`.
-        """
-        own = self._own(key)
-        return poisson_sample(self.dataset_size, self.sampling_rate, key=own, step=step)
+        """Draw the Poisson batch of one step. -> indices, int64 [B], B varies."""
+        key = self._subkey(key)
+        return poisson_sample(self.dataset_size, self.sampling_rate, key=key, step=step)
 
     def sampler(self, state: Keyed) -> PoissonBatchSampler:
         """Return the batches from the state's step to the last one, for one pass.
 
         The state is a `TrainState`, a `PrivateGradients` or anything else with a `key`
-        and a `step`, from which the batches follow: a state that was saved gives those
-        that the lost run drew. Steps on batches of your own are not the plan's, and
-        nothing can detect that. Nor can it look at samples: pad them to a fixed length,
-        or use a mask, since padding to the longest of a batch breaks the bound.
+        and a `step`. The batches are a function of both: a saved state gives the same
+        batches again. Steps on other batches are outside of the plan, which is not
+        detected. Samples are not checked either: pad them to a fixed length, or use a
+        mask, since padding to the longest of a batch breaks the bound.
 
         Raises:
-            TypeError: the state has no key and no step.
             ValueError: the state has taken more steps than the plan has, or has spent
                 under another plan.
         """
@@ -335,7 +320,7 @@ class Plan:
             self.dataset_size,
             self.sampling_rate,
             self.steps,
-            key=self._own(state.key),
+            key=self._subkey(state.key),
             start=int(state.step),
         )
 
@@ -352,13 +337,12 @@ class Plan:
 
         The sums must have been clipped to `max_norm` and divided by
         `expected_batch_size`, so that their sensitivity is the quotient of the two,
-        and that is checked. The noise follows from the key, the step, the member and
-        the plan; dtypes are those of `add_gaussian_noise`.
+        and that is checked. The noise is a function of the key, the step, the member
+        and the plan; dtypes are as in `add_gaussian_noise`.
 
         Raises:
             ValueError: the sensitivity is another one (relative tolerance 1e-9), or as
                 `add_gaussian_noise`.
-            TypeError: as `add_gaussian_noise`.
         """
         check_sensitivity("Plan.add_noise", sensitivity)
         expected = self.max_norm / self.expected_batch_size
@@ -373,13 +357,13 @@ class Plan:
             sums,
             sensitivity,
             noise_multiplier=self.noise_multiplier,
-            key=self._own(key),
+            key=self._subkey(key),
             step=step,
             member=member,
         )
 
-    def _own(self, key: Tensor) -> Tensor:
-        """Derive the plan's own key, so that two plans never share batches or noise."""
+    def _subkey(self, key: Tensor) -> Tensor:
+        """Fold the plan into a key, so that two plans never share batches or noise."""
         before = () if self.before is None else (self._identity.hex(),)
         return generators.fold_in(
             key,
@@ -396,15 +380,12 @@ NO_PLAN = bytes(32)
 
 
 def as_digest(identity: bytes) -> Tensor:
-    """Return the identity of a plan as a state carries it, uint8 `[32]`."""
+    """Return the identity of a plan as a tensor, uint8 `[32]`."""
     return torch.frombuffer(bytearray(identity), dtype=torch.uint8)
 
 
 def spent_under(plan: Plan, steps: int) -> bytes:
-    """Return the identity of the plan under which the last of so many steps was taken.
-
-    That is one of the plans before if this one has not begun.
-    """
+    """Return the identity of the plan of step number `steps`, maybe a plan before."""
     while plan.before is not None and steps <= plan.before.steps:
         plan = plan.before
     return plan._identity if steps else NO_PLAN
@@ -413,13 +394,20 @@ def spent_under(plan: Plan, steps: int) -> bytes:
 def check_spent(function: str, plan: Plan, digest: Tensor | None, steps: int) -> bytes:
     """Return the identity of a plan that accounts for a run of so many steps.
 
-    `digest` is that of the plan under which they were taken, None if it is not known.
+    `digest` is the identity of the plan of these steps, None if it is not known.
 
     Raises:
         ValueError: the plan does not account for them.
     """
-    own, before = plan._identity, plan.before
-    spent = None if digest is None else _read(function, digest)
+    identity, before, spent = plan._identity, plan.before, None
+    if digest is not None:
+        if digest.dtype != torch.uint8 or digest.shape != (len(NO_PLAN),):
+            raise ValueError(
+                f"{function}: expected a state with a plan_digest of uint8 "
+                f"({len(NO_PLAN)},), got {digest.dtype} {tuple(digest.shape)}. Pass "
+                f"the states of an ensemble one by one."
+            )
+        spent = digest.cpu().numpy().tobytes()
     follows = before is not None and spent == before._identity
     early = before is not None and steps < before.steps
     if early or (follows and steps > plan.earlier_steps):
@@ -428,8 +416,8 @@ def check_spent(function: str, plan: Plan, digest: Tensor | None, steps: int) ->
             f"steps that plan.after(other, steps) counts, got one that has taken "
             f"{steps}. Pass the number of steps that were taken."
         )
-    if follows or spent in (None, own) or (before is None and spent == NO_PLAN):
-        return own
+    if follows or spent in (None, identity) or (before is None and spent == NO_PLAN):
+        return identity
     if spent == NO_PLAN:
         raise ValueError(
             f"{function}: expected a state that has spent under the plan before this "
@@ -443,23 +431,12 @@ def check_spent(function: str, plan: Plan, digest: Tensor | None, steps: int) ->
     )
 
 
-def _read(function: str, digest: Tensor) -> bytes:
-    """Return the bytes of the digest in a state."""
-    if digest.dtype != torch.uint8 or digest.shape != (len(NO_PLAN),):
-        raise ValueError(
-            f"{function}: expected a state with a plan_digest of uint8 "
-            f"({len(NO_PLAN)},), got {digest.dtype} {tuple(digest.shape)}. Take the "
-            f"states of an ensemble one by one."
-        )
-    return digest.cpu().numpy().tobytes()
-
-
 def _rate_and_steps(
     dataset_size: int,
     direct: tuple[float | None, int | None],
     by_epochs: tuple[int | None, int | None],
 ) -> tuple[float, int]:
-    """Return sampling rate and steps, however they were given."""
+    """Return sampling rate and steps, from themselves or from batch size and epochs."""
     rate, steps = direct
     batch_size, epochs = by_epochs
     if rate is not None and steps is not None and by_epochs == (None, None):
@@ -487,5 +464,5 @@ def _rate_and_steps(
 
 
 def _steps_per_epoch(rate: float) -> int:
-    # Halves stay halves, whichever way the rate was rounded.
+    # Halves stay halves, however the rate was rounded.
     return max(1, round(round(1 / rate, 6)))

@@ -600,7 +600,7 @@ class GradGuard:
             raise RuntimeError(
                 f"PrivateGradients.backward(*batch): expected no gradient that it "
                 f"did not write, got one in {name!r}. Remove loss.backward(), and "
-                f"clear what is left of it with model.zero_grad()."
+                f"clear its gradients with model.zero_grad()."
             )
 
     def check_used(self) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
 
 from vgrad import checks, generators
-from vgrad.tree import tree_leaves, tree_map
+from vgrad.tree import map_tensors, tree_leaves
 from vgrad.typing import Tree
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def collate(
                 f"got {_described(leaf)}. Return a tree of tensors with the batch "
                 f"dimension in front, and nothing else."
             )
-    empty = tree_map(lambda leaf: leaf[:0], one)
+    empty = map_tensors(lambda leaf: leaf[:0], one)
     # A partial, unlike a closure, can be pickled for the workers of a DataLoader.
     return partial(_collate, collate_fn, empty)
 
@@ -191,7 +191,7 @@ def _collate(
     """Collate the samples, or copy the empty batch."""
     if len(samples) > 0:
         return collate_fn(samples)
-    return tree_map(torch.clone, empty)
+    return map_tensors(torch.clone, empty)
 
 
 def check_rate(function: str, sampling_rate: Any) -> None:

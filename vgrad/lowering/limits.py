@@ -49,10 +49,8 @@ def _limit(message: str, op: str, *, in_place: bool, one: str) -> UnsupportedOp 
         )
     elif modes.SETUP_CONTEXT_ERROR in message or modes.HIDDEN_FUNCTION_ERROR in message:
         limit = (
-            f"{differentiable} an autograd.Function without setup_context, as "
-            f"re-entrant activation checkpointing has one: pass use_reentrant=False. "
-            f"Give your own one setup_context and a vmap rule, or use "
-            f'strategy="loop".'
+            f"{differentiable} an autograd.Function without setup_context. Give it "
+            f'setup_context and a vmap rule, or use strategy="loop".'
         )
     elif op == "retain_grad":
         limit = (

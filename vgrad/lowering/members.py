@@ -19,12 +19,10 @@ from torch.nn import functional as F
 from vgrad.functional.guards import Protected
 from vgrad.lowering.answering import Answering
 from vgrad.lowering.draws import Draws
-from vgrad.lowering.keyed import Unkeyed
 from vgrad.lowering.questions import NONE, QUESTIONS, Split
 from vgrad.lowering.truthful import HOOKS, Truth, among
 from vgrad.lowering.vmapped import VMAPPED
 from vgrad.torch_private import autograd, modes
-from vgrad.tree import tensors
 
 Form = Callable[..., Tensor]
 """From E and tensors `[E, ...]` (`[...]` where all members share one) to `[E, ...]`."""
@@ -108,26 +106,14 @@ def by_itself(
     casts: Callable[[], AbstractContextManager],
     draws: Draws | None,
 ) -> Any:
-    """Run one member, which draws what `draws` says.
-
-    `casts` makes the mode for autocast.
-
-    Raises:
-        Unkeyed: a backward pass would draw other numbers.
-    """
+    """Run one member with its draws; `casts` makes the mode for autocast."""
     if draws is None or draws.keys is None:
         known = nullcontext() if draws is None else draws.watched(1, alone=True)
         with known, casts():
             return run()
     mode = Answering(truth=None, draws=draws)
     with mode.inside(1, "different", casts, alone=True):
-        found = run()
-    if draws.drew and any(map(autograd.reenters, tensors(found))):
-        raise Unkeyed(
-            "those of a re-entrant checkpoint, which draws them again by itself. Pass "
-            "use_reentrant=False"
-        )
-    return found
+        return run()
 
 
 Chosen = tuple[Callable[[], Tensor] | None, str]

@@ -102,7 +102,7 @@ def alignment_report(
 ) -> AlignmentReport:
     """List the matrix products of `fmodel(params, buffers, *args, **kwargs)`.
 
-    `fmodel` is what `make_functional_with_buffers` returns, a policy for it or a batch
+    `fmodel` comes from `make_functional_with_buffers` or `policy_for`, or is a batch
     loss. It runs once without autograd; random generators are restored. On the device
     `meta` that costs nothing.
 
@@ -138,8 +138,8 @@ def alignment_report(
     if isinstance(fmodel, nn.Module | BufferlessModel) or not callable(fmodel):
         raise TypeError(
             f"alignment_report(fmodel): expected a function of (params, buffers, "
-            f"*args), got a {type(fmodel).__name__}. Pass what "
-            f"make_functional_with_buffers returns."
+            f"*args), got a {type(fmodel).__name__}. Make it with "
+            f"make_functional_with_buffers."
         )
     checks.dictionaries("alignment_report", params=params, buffers=buffers)
     [multiple] = checks.whole("alignment_report", least=1, multiple=multiple)

@@ -138,8 +138,8 @@ class DynamicLossScale(_Scaling):
     the count. Scale and count are tensors, float32 and int64, on the device of
     `finite`; the other fields are constants.
 
-    Under `torch.vmap` scales and `finite` have shape `[E]`, and each member backs off
-    by itself. The history of a scale depends on the data; in private training it is
+    Under `torch.vmap` scales and `finite` have shape `[E]`, and members back off
+    independently. The history of a scale depends on the data; in private training it is
     released with the model unless the scale is static.
 
     Args:

@@ -60,7 +60,7 @@ def policy_for(
     """
     if not isinstance(fmodel, FunctionalModel):
         raise TypeError(
-            f"policy_for(fmodel): expected what make_functional_with_buffers returns, "
+            f"policy_for(fmodel): expected a model of make_functional_with_buffers, "
             f"got a {type(fmodel).__name__}."
         )
     if isinstance(fmodel, PolicyModel):

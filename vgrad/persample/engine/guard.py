@@ -48,8 +48,7 @@ class LossGuard(Answering):
     A function mode sees every torch function that a loss calls, in a module or not.
     `given` is what the loss must not write into; what it asks and draws is noted in
     `draws`. `again` is a loss that was watched before, under vmap, where one can tell
-    which statistics are those of a weight. `shown` is one under a vmap over nothing, in
-    which the calls of an autograd.Function are seen.
+    which statistics are those of a weight.
     """
 
     def __init__(
@@ -60,7 +59,6 @@ class LossGuard(Answering):
         draws: Draws | None = None,
         looped: dict[str, str] | None = None,
         again: bool = False,
-        shown: bool = False,
     ) -> None:
         """Take the answers of the vmap over samples, if the loss runs in one."""
         expected = "loss: expected one that changes nothing it is given"
@@ -68,7 +66,6 @@ class LossGuard(Answering):
         super().__init__(promise, truth=truth, draws=draws)
         self._looped = {} if looped is None else looped
         self._again = again
-        self._shown = shown
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -81,17 +78,13 @@ class LossGuard(Answering):
             self.check(func, args, kwargs)
         if func is modes.custom_function_call:
             if args[0] is autograd.Reentrant:
-                with self, self._casts():
-                    return autograd.run_once(*args[1:], **kwargs)
+                raise UnsupportedOp(autograd.REENTRANT_ERROR)
             if args[0] is autograd.SAVES_ARGUMENTS:
                 return autograd.SavedArguments(*args[2:])
         if self._truth is None:
             if func is Tensor.requires_grad_ and not modes.is_wrapped(args[0]):
                 with modes.exit_all():  # inside of transforms it raises
                     return func(*args, **kwargs)
-            if func is modes.custom_function_call and self._shown:
-                with modes.exit_all():  # of a vmap that the function may not support
-                    return args[0].apply(*args[1:], **kwargs)
             return mended(func, func(*args, **kwargs))
         if kwargs:
             self.note(kwargs)

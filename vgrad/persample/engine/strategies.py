@@ -186,21 +186,11 @@ def alone(problem: Problem) -> tuple[Params, Tensor, Tree]:
     before = random_state(problem.tensors)
     tensors = problem.batch.one(0)
 
-    def of_params(params: Params, *, shown: bool = False) -> tuple[Tensor, Tree]:
-        watch = _guard(problem, shown=shown)
-        return problem.run_loss(params, tensors, watch, alone=True)
-
-    def shown(params: Params) -> tuple[Tensor, Tree]:
-        # Modes see a re-entrant checkpoint inside of a transform, of whatever.
-        with modes.vmap_level(1, "same"), autograd.old_style_shown():
-            return of_params(params, shown=True)
+    def of_params(params: Params) -> tuple[Tensor, Tree]:
+        return problem.run_loss(params, tensors, _guard(problem), alone=True)
 
     with _no_weight_cache():
-        try:
-            found = gradient(of_params, problem)
-        except _Reentrant:
-            set_random_state(before)
-            found = gradient(shown, problem)
+        found = gradient(of_params, problem)
     if problem.randomness == "error" and drawn_since(before, problem.tensors):
         set_random_state(before)
         raise RuntimeError(
@@ -277,10 +267,6 @@ def _collected(
     return Chunk(collected, losses, aux)
 
 
-class _Reentrant(Exception):
-    """A loss has a re-entrant checkpoint, whose backward pass is one of its own."""
-
-
 def _leaves(problem: Problem) -> Params:
     """Return what autograd differentiates: the parameters, or leaves of their values.
 
@@ -306,7 +292,7 @@ def _plain_gradient(of_params: Callable, problem: Problem) -> tuple:
             zeros = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
             return zeros, value, aux
         if autograd.reenters(value):
-            raise _Reentrant
+            raise UnsupportedOp(autograd.REENTRANT_ERROR)
         for leaf in leaves.values():
             if leaf.is_leaf:
                 leaf.grad = None  # in which the loss has accumulated for itself
