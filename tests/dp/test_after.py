@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-from collections import namedtuple
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ import vgrad
 from vgrad import Sensitivity, optim
 from vgrad.dp import Plan, PrivateGradients, epsilon, secret_key
 from vgrad.precision import StaticLossScale
-from vgrad.training import TrainState, load_state, private_step, save_state, train_step
+from vgrad.training import TrainState, load, private_step, save, train_step
 
 RUN = {"dataset_size": 60, "max_norm": 1.0, "delta": 1e-3}
 FIRST = Plan(sampling_rate=0.5, noise_multiplier=0.5, steps=5, **RUN)
@@ -291,27 +290,12 @@ def test_plans_with_another_past_share_neither_batches_nor_noise():
 
 def test_a_saved_state_says_what_it_has_spent(tmp_path):
     path = tmp_path / "state"
-    save_state(path, trained(begun(), FIRST, 3))
-    state = load_state(path, begun())
+    save(path, trained(begun(), FIRST, 3))
+    state = load(path, begun())
     assert torch.equal(state.plan_digest, FIRST.digest)
     with pytest.raises(ValueError, match=OTHER):
         SECOND.sampler(state)
     assert len(BOTH.sampler(state)) == 10
-
-
-def test_a_file_of_older_code_is_refused_and_may_be_read_by_its_fields(tmp_path):
-    fields = [name for name in TrainState._fields if name != "plan_digest"]
-    Old = namedtuple("Old", fields)
-    state = trained(begun(), FIRST, 3)
-    path = tmp_path / "state"
-    save_state(path, Old(*[getattr(state, name) for name in fields]))
-    with pytest.raises(ValueError, match="got an older one, which does not say"):
-        load_state(path, begun())
-    like = begun()
-    old = load_state(path, Old(*[getattr(like, name) for name in fields]))
-    again = TrainState(**old._asdict(), plan_digest=FIRST.digest)
-    assert torch.equal(again.key, state.key)
-    assert len(BOTH.sampler(again)) == 10
 
 
 def bridge(plan, **options):
