@@ -7,7 +7,7 @@ Models and losses:
 
 * `make_functional_with_buffers`: split a module into `(fmodel, params, buffers)`
 * `make_functional`: the same for a module that has no buffers
-* `FunctionalModel`: what they make, `fmodel(params, buffers, *inputs) -> output`
+* `FunctionalModel`: the result, `fmodel(params, buffers, *inputs) -> output`
 * `sample_loss`, `batch_loss`: make a loss of one sample, of a batch
 * `freeze`: move parameters among the buffers
 * `replace_batch_norm`: copy a module with GroupNorm in the place of BatchNorm
@@ -59,7 +59,7 @@ Rooms, each with a list like this one:
 `import vgrad.distributed` adds many ranks.
 
 * `functional_call`, `grad`, `grad_and_value`, `hessian`, `jacfwd`, `jacrev`, `jvp`,
-  `linearize`, `vjp`, `vmap`: those of `torch.func`
+  `linearize`, `vjp`, `vmap`: the functions of `torch.func`
 """
 
 from torch.func import (

@@ -179,7 +179,6 @@ class Sensitivity:
     neighbours: Neighbours = "add_or_remove_one"
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         checks.positive("Sensitivity", value=self.value)
         allowed = get_args(Neighbours)
         checks.choice("Sensitivity", allowed, neighbours=self.neighbours)

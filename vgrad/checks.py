@@ -176,15 +176,11 @@ def same_values(a: Tensor, b: Tensor) -> bool:
 
 
 Patterns = list[str] | tuple[str, ...]
-"""Names: those that match one of the patterns."""
+"""The names that match one of the patterns."""
 
 
 def patterns(function: str, **arguments: Any) -> None:
-    """Refuse what is no list or tuple of patterns.
-
-    Raises:
-        TypeError: it is something else. One string would be read letter by letter.
-    """
+    """Refuse anything but a list or tuple of patterns, a single string among others."""
     for argument, patterns in arguments.items():
         if isinstance(patterns, str):
             raise TypeError(
@@ -225,10 +221,8 @@ def all_matched(
 ) -> list[str]:
     """Return the names that match any of the patterns, each of which has to match one.
 
-    A misspelt pattern would otherwise leave out what it was meant for.
-
     Raises:
-        ValueError: a pattern matches none of the names.
+        ValueError: a pattern matches none of the names, as a misspelt one.
     """
     names, patterns = list(names), tuple(patterns)
     for pattern in patterns:
@@ -241,7 +235,7 @@ def all_matched(
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Tell whether a name matches one pattern."""
+    """Return whether a name matches one pattern."""
     return fnmatch.fnmatchcase(name, pattern)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 Description = dict[str, Any]
-"""What a file says about its tensors, as JSON has it; `kind` says what they are."""
+"""The description of a file's tensors, as in JSON; `kind` names their kind."""
 
 
 def replace(path: Path, *content: bytes | memoryview, private: bool = False) -> None:
@@ -188,7 +188,7 @@ def read_parts(
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is damaged, was written by another program, or holds another
-            kind of tensors. `called` is what the error says was expected.
+            kind of tensors. `called` is the name of the expected file in the error.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: expected {called}, got no file.")
@@ -232,7 +232,7 @@ def write_tensors(
 
 
 def read_tensors(path: Path, kind: str) -> tuple[dict[str, Tensor], Description]:
-    """Read what `write_tensors` wrote, on the CPU. Errors are those of `read_parts`."""
+    """Read a file of `write_tensors`, on the CPU; raises as `read_parts` does."""
     parts, description = read_parts(path, kind, [""], called=f"the {kind} of a run")
     return parts[""], description
 

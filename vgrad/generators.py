@@ -76,7 +76,7 @@ def fold_in(key: Tensor, *tags: Tag) -> Tensor:
     """Derive a key: of a part of a run, uint8 `[32]`, or of streams of samples, int64.
 
     A secret key takes any tags. Keys of samples (`sample_keys`) take one, a whole
-    number; it is known to an attacker who knows them.
+    number, and hide nothing.
     """
     if isinstance(key, Tensor) and key.dtype == torch.int64:
         [tag] = tags
@@ -102,7 +102,7 @@ def block(stream: int, number: int) -> np.random.Generator:
 
 
 class _Key(ISeedSequence):
-    """A key in the form of a seed: beside a `key` numpy asks the system for a seed."""
+    """A key in the form of a seed: besides a `key` numpy draws a seed of the system."""
 
     def __init__(self, stream: int) -> None:
         self._words = np.array([stream % 2**64, stream >> 64], dtype=np.uint64)

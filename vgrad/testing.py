@@ -1,7 +1,7 @@
 """Checks for those who write rules of their own.
 
-The reference is a loop over samples of plain autograd in float64, B samples. It knows
-nothing of factors, so that a mistake in a rule shows against it.
+The reference is a loop over samples of plain autograd in float64, B samples. It
+shares nothing with factors, so that a mistake in a rule shows.
 """
 
 import math
@@ -30,7 +30,7 @@ def __dir__() -> list[str]:
 
 _KINDS: tuple[Clipping, ...] = get_args(Clipping)
 _GAMMA = 0.01
-"""What automatic clipping adds to a norm."""
+"""The constant that automatic clipping adds to a norm."""
 
 
 def check_rule(
@@ -42,7 +42,7 @@ def check_rule(
     tolerance: float = 1e-10,
     expanded: bool = False,
 ) -> None:
-    """Compare all quantities of a recorded loss with those of plain autograd.
+    """Compare all quantities of a recorded loss with plain autograd.
 
     Tensors are cast to float64. Losses, gradients, norms, a weighted sum and clipped
     sums of every kind are computed with `strategy="recorded"`, and again from the

@@ -229,7 +229,7 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager:
-    """Keep a surrounding autocast from rounding what is computed in a block."""
+    """Switch off a surrounding autocast in a block."""
     if not torch.amp.is_autocast_available(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

@@ -27,10 +27,10 @@ def __dir__() -> list[str]:
 
 
 Params = dict[str, Tensor]
-"""What is differentiated: `name -> tensor`."""
+"""The tensors that are differentiated: `name -> tensor`."""
 
 Buffers = dict[str, Tensor]
-"""What is not: running statistics, masks, frozen parameters."""
+"""All other tensors: running statistics, masks, frozen parameters."""
 
 Tree = Any
 """Any nesting of dictionaries, lists and tuples with tensors at the leaves."""
@@ -45,10 +45,10 @@ EnsembleStrategy = Literal["auto", "vmap", "loop", "hybrid"]
 """How members run; `vgrad.ensemble_forward` explains them."""
 
 Randomness = Literal["error", "different", "same"]
-"""What random ops do: raise, draw for each sample or member, or once for all."""
+"""Random ops raise, draw for each sample or member, or draw once for all."""
 
 ChunkSize = int | Literal["auto"] | None
-"""How many samples at a time: all with None, what fits into memory with "auto"."""
+"""Samples at a time: all with None, as many as fit into memory with "auto"."""
 
 Clipping = Literal["flat", "per_layer", "automatic"]
 """How gradients are clipped; `vgrad.clipped_grad` explains it."""
@@ -73,7 +73,7 @@ class LossFn(Protocol):
     def __call__(
         self, params: Params, buffers: Buffers, /, *sample: Any, **nothing: Any
     ) -> Any:
-        """Return a scalar, or `(scalar, aux)` where the caller says `has_aux=True`."""
+        """Return a scalar, or `(scalar, aux)` with `has_aux=True`."""
         ...
 
 
@@ -95,9 +95,7 @@ class Same(Protocol[Arguments, Found]):
     """A function that is called like another one, and has its attributes."""
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Found:
-        """Return what the other one does."""
+        """Return the result of the other one."""
         ...
 
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the other one."""
-        ...
+    def __getattr__(self, name: str) -> Any: ...

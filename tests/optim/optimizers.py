@@ -198,3 +198,93 @@ def each(**fields):
 
 
 every = each()
+
+
+# The optimizers that torch has, too.
+
+TORCH = {
+    "sgd": (optim.sgd, torch.optim.SGD),
+    "adam": (optim.adam, torch.optim.Adam),
+    "adamw": (optim.adamw, torch.optim.AdamW),
+    "nadam": (optim.nadam, torch.optim.NAdam),
+    "radam": (optim.radam, torch.optim.RAdam),
+    "adamax": (optim.adamax, torch.optim.Adamax),
+    "adagrad": (optim.adagrad, torch.optim.Adagrad),
+    "adadelta": (optim.adadelta, torch.optim.Adadelta),
+    "rmsprop": (optim.rmsprop, torch.optim.RMSprop),
+    "rprop": (optim.rprop, torch.optim.Rprop),
+    "asgd": (optim.asgd, torch.optim.ASGD),
+    "adafactor": (optim.adafactor, torch.optim.Adafactor),
+    "muon": (optim.muon, torch.optim.Muon),
+}
+
+MORE = dict(betas=(0.8, 0.9), eps=1e-6)
+DECOUPLED = dict(decoupled_weight_decay=True)
+# Rates and options, to be multiplied by weight decay and direction. Long steps are left
+# out where a change of the start by one rounding changes torch by more than 1e-12.
+OPTIONS = {
+    "sgd": [
+        dict(lr=1e-4),
+        dict(lr=1e-3, dampening=0.5),
+        dict(lr=1e-4, momentum=0.9),
+        dict(lr=1e-3, momentum=0.9, dampening=0.5),
+        dict(lr=1e-4, momentum=0.9, nesterov=True),
+    ],
+    "adam": [dict(), dict(lr=1e-2, **MORE), dict(amsgrad=True, **MORE)],
+    "adamw": [dict(), dict(lr=1e-2, **MORE), dict(amsgrad=True, **MORE)],
+    "nadam": [
+        dict(lr=5e-3),
+        dict(lr=2e-3, momentum_decay=0.1, **MORE),
+        dict(lr=2e-3, **DECOUPLED),
+        dict(lr=5e-3, momentum_decay=0.1, **DECOUPLED, **MORE),
+    ],
+    "radam": [
+        dict(lr=1e-3),
+        dict(lr=1e-4, **MORE),
+        dict(lr=1e-3, **DECOUPLED),
+        dict(lr=1e-3, **DECOUPLED, **MORE),
+    ],
+    "adamax": [dict(lr=1e-2), dict(lr=2e-3, betas=(0.8, 0.9), eps=1e-3)],
+    "adagrad": [
+        dict(lr=0.1),
+        dict(lr=1e-2, lr_decay=0.1, initial_accumulator_value=0.5, eps=1e-3),
+    ],
+    "adadelta": [dict(lr=1.0), dict(lr=0.1, rho=0.5, eps=1e-7)],
+    "rmsprop": [
+        dict(lr=1e-2),
+        dict(lr=1e-3, momentum=0.9, alpha=0.9, eps=1e-4),
+        dict(lr=1e-3, centered=True),
+        dict(lr=1e-3, centered=True, momentum=0.9, alpha=0.9, eps=1e-4),
+    ],
+    "rprop": [dict(lr=1e-2), dict(lr=1e-3, etas=(0.3, 1.5), step_sizes=(1e-4, 0.02))],
+    "asgd": [dict(lr=1e-3), dict(lr=1e-4, lambd=0.1, alpha=0.5, t0=20.0)],
+    "adafactor": [
+        dict(),
+        dict(lr=0.005, d=2.0),
+        dict(lr=1e-3, beta2_decay=-0.5),
+        dict(eps=(1e-2, 0.5)),
+    ],
+    "muon": [
+        dict(lr=0.02, momentum=0.5),
+        dict(lr=0.02, nesterov=False),
+        dict(lr=0.02, adjust_lr_fn="match_rms_adamw"),
+        dict(lr=0.02, adjust_lr_fn="original", ns_steps=3, eps=0.1),
+        dict(lr=0.02, ns_coefficients=(2.0, -1.5, 0.5)),
+    ],
+}
+"""Rates and options, the last ones the furthest from the defaults."""
+
+UNCOUNTED = [
+    ("sgd", dict(weight_decay=0.1)),
+    ("sgd", dict(momentum=0.9, nesterov=True)),
+    ("rmsprop", dict(momentum=0.9, centered=True)),
+    *((name, {}) for name in ("adadelta", "rprop", "adagrad")),
+]
+"""Optimizers whose numbers do not depend on the steps of a parameter."""
+COUNTED = [
+    ("sgd", dict(momentum=0.9, dampening=0.5)),
+    ("adagrad", dict(lr_decay=0.5)),
+    ("adamw", dict(amsgrad=True)),
+    ("asgd", dict(lambd=0.1)),
+    *((name, {}) for name in ("adam", "nadam", "radam", "adamax", "adafactor")),
+]

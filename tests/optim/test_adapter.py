@@ -9,6 +9,7 @@ import torch
 from torch import nn, optim
 from torch.optim import lr_scheduler
 
+from tests.optim.optimizers import COUNTED, TORCH, UNCOUNTED
 from tests.optim.problems import go_on, leaves_of, perceptron, train, values
 from tests.oracle import assert_exact
 from vgrad import optim as ours
@@ -325,25 +326,6 @@ def test_parts_of_one_memory_that_do_not_overlap_are_stepped_there(tx):
 
 # Parameters that are trained later. Reference: the optimizers of torch.
 
-COUNTED = {
-    "adam": (adam, optim.Adam, {}),
-    "adamw": (adamw, optim.AdamW, {"amsgrad": True}),
-    "nadam": (ours.nadam, optim.NAdam, {}),
-    "radam": (ours.radam, optim.RAdam, {}),
-    "adamax": (ours.adamax, optim.Adamax, {}),
-    "asgd": (asgd, optim.ASGD, {"lambd": 0.1}),
-    "adagrad": (ours.adagrad, optim.Adagrad, {"lr_decay": 0.5}),
-    "adafactor": (ours.adafactor, optim.Adafactor, {}),
-    "dampened": (sgd, optim.SGD, {"momentum": 0.9, "dampening": 0.5}),
-}
-UNCOUNTED = {
-    "sgd": (sgd, optim.SGD, {"weight_decay": 0.1}),
-    "momentum": (sgd, optim.SGD, {"momentum": 0.9, "nesterov": True}),
-    "adagrad": (ours.adagrad, optim.Adagrad, {}),
-    "adadelta": (ours.adadelta, optim.Adadelta, {}),
-    "rmsprop": (ours.rmsprop, optim.RMSprop, {"centered": True, "momentum": 0.9}),
-    "rprop": (ours.rprop, optim.Rprop, {}),
-}
 LATER = [{"a"}, {"a"}, {"a", "b"}, {"a", "b"}]
 GONE = [{"a", "b"}, {"a", "b"}, {"a"}, {"a"}]
 BACK = [{"a", "b"}, {"a"}, {"a", "b"}, {"b"}]
@@ -358,28 +340,29 @@ def stepped(optimizer, leaves, plan):
         optimizer.step()
 
 
-def both(make, kind, options):
+def both(name, options):
     """Return our optimizer and that of torch, each with its parameters."""
-    start = {name: torch.ones(2, 3, dtype=torch.float64) for name in "ab"}
+    make, kind = TORCH[name]
+    start = {key: torch.ones(2, 3, dtype=torch.float64) for key in "ab"}
     mine, theirs = leaves_of(start), leaves_of(start)
     tx = make(0.1, **options)
     return (as_torch(tx, mine), mine), (kind(theirs.values(), 0.1, **options), theirs)
 
 
-@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize(("name", "options"), COUNTED)
 @pytest.mark.parametrize("plan", [GONE, NEVER], ids=["gone", "never"])
-def test_parameters_that_stay_behind_stay(name, plan):
-    pairs = both(*COUNTED[name])
+def test_parameters_that_stay_behind_stay(name, options, plan):
+    pairs = both(name, options)
     for optimizer, leaves in pairs:
         stepped(optimizer, leaves, plan)
     # NAdam and ASGD of torch keep numbers in float32.
     assert_exact(values(pairs[0][1]), values(pairs[1][1]), 1e-6)
 
 
-@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize(("name", "options"), COUNTED)
 @pytest.mark.parametrize("plan", [LATER, BACK], ids=["later", "back"])
-def test_counts_that_torch_has_for_each_parameter_are_refused(name, plan):
-    (optimizer, leaves), _ = both(*COUNTED[name])
+def test_counts_that_torch_has_for_each_parameter_are_refused(name, options, plan):
+    (optimizer, leaves), _ = both(name, options)
     first = next(n for n in range(1, 4) if "b" not in plan[n - 1] and "b" in plan[n])
     stepped(optimizer, leaves, plan[:first])
     before = values(leaves)
@@ -391,10 +374,10 @@ def test_counts_that_torch_has_for_each_parameter_are_refused(name, plan):
     assert_exact(values(leaves), before, 0)
 
 
-@pytest.mark.parametrize("name", UNCOUNTED)
+@pytest.mark.parametrize(("name", "options"), UNCOUNTED)
 @pytest.mark.parametrize("plan", [LATER, GONE, BACK, NEVER])
-def test_a_parameter_may_come_and_go_where_steps_are_not_counted(name, plan):
-    pairs = both(*UNCOUNTED[name])
+def test_a_parameter_may_come_and_go_where_steps_are_not_counted(name, options, plan):
+    pairs = both(name, options)
     for optimizer, leaves in pairs:
         stepped(optimizer, leaves, plan)
     assert_exact(values(pairs[0][1]), values(pairs[1][1]), 1e-12)
@@ -427,7 +410,7 @@ def test_counts_are_found_inside_of_other_transformations(tx, refused):
 
 
 def test_parameters_that_are_behind_are_those_of_a_file_and_of_a_copy():
-    (optimizer, leaves), _ = both(adam, optim.Adam, {})
+    (optimizer, leaves), _ = both("adam", {})
     stepped(optimizer, leaves, [{"a"}])
     copied = copy.deepcopy(optimizer)
     held = dict(zip("ab", copied.param_groups[0]["params"], strict=True))

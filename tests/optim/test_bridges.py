@@ -10,6 +10,7 @@ from torch import nn, optim
 from torch.optim import lr_scheduler
 from torch.utils import _pytree as pytree
 
+from tests.optim.optimizers import COUNTED, OPTIONS, TORCH, UNCOUNTED
 from tests.optim.problems import (
     go_on,
     gradients,
@@ -23,33 +24,14 @@ from tests.optim.problems import (
 from tests.oracle import assert_exact
 from vgrad.optim import adam, from_torch, interop, step, to_torch
 
-CASES = [
-    (optim.SGD, dict(lr=1e-3, weight_decay=0.1)),
-    (optim.SGD, dict(lr=1e-3, momentum=0.9, maximize=True)),
-    (optim.SGD, dict(lr=1e-3, momentum=0.9, dampening=0.5)),
-    (optim.SGD, dict(lr=1e-3, momentum=0.5, nesterov=True)),
-    (optim.Adam, dict(lr=1e-2)),
-    (optim.Adam, dict(lr=1e-2, amsgrad=True, weight_decay=0.1, maximize=True)),
+CASES = [(TORCH[name][1], o) for name, options in OPTIONS.items() for o in options] + [
+    (optim.SGD, dict(lr=1e-3, momentum=0.9, maximize=True, weight_decay=0.1)),
     (optim.Adam, dict(lr=1e-2, decoupled_weight_decay=True, weight_decay=0.1)),
-    (optim.AdamW, dict(lr=1e-2, betas=(0.8, 0.9), eps=1e-6)),
-    (optim.AdamW, dict(lr=1e-2, amsgrad=True)),
-    (optim.NAdam, dict(lr=2e-3, momentum_decay=0.1)),
-    (optim.NAdam, dict(lr=2e-3, decoupled_weight_decay=True, weight_decay=0.1)),
-    (optim.RAdam, dict(lr=1e-3, weight_decay=0.1)),
-    (optim.RAdam, dict(lr=1e-3, decoupled_weight_decay=True, weight_decay=0.1)),
     (optim.Adamax, dict(lr=2e-3, weight_decay=0.1, maximize=True)),
-    (optim.Adagrad, dict(lr=1e-2)),
-    (optim.Adagrad, dict(lr=1e-2, lr_decay=0.1, initial_accumulator_value=0.5)),
-    (optim.Adadelta, dict(lr=1.0, rho=0.8)),
-    (optim.RMSprop, dict(lr=1e-3)),
-    (optim.RMSprop, dict(lr=1e-3, momentum=0.9, centered=True, weight_decay=0.1)),
-    (optim.Rprop, dict(lr=1e-2, etas=(0.3, 1.5), step_sizes=(1e-4, 0.02))),
     (optim.ASGD, dict(lr=1e-3, lambd=0.1, t0=3.0, weight_decay=0.1)),
-    (optim.Adafactor, dict(lr=1e-2, weight_decay=0.1)),
-    (optim.Muon, dict(lr=1e-2, adjust_lr_fn="match_rms_adamw")),
 ]
-# One of each form of state, for what needs no more.
-FEW = [case for case in CASES if "weight_decay" in case[1] or case[0] is optim.Muon]
+# One of each form of state, for promises that need no more.
+FEW = [(TORCH[name][1], options[-1]) for name, options in OPTIONS.items()]
 
 
 @pytest.fixture(autouse=True)
@@ -209,24 +191,13 @@ def test_none_gradients_after_the_move_leave_a_parameter_alone(kind):
     assert_exact(params, values(leaves), 1e-12)
 
 
-UNCOUNTED = [
-    (optim.SGD, dict(lr=1e-2, momentum=0.9)),
-    (optim.RMSprop, dict(lr=1e-2, momentum=0.9, centered=True)),
-    *((kind, {}) for kind in (optim.Adadelta, optim.Rprop, optim.Adagrad)),
-]
-COUNTED = [
-    (optim.SGD, dict(momentum=0.9, dampening=0.5)),
-    (optim.Adagrad, dict(lr_decay=0.1)),
-    *((kind, {}) for kind in (optim.Adam, optim.RAdam, optim.ASGD, optim.Adafactor)),
-]
-
-
-@pytest.mark.parametrize(("kind", "options"), UNCOUNTED + COUNTED)
-def test_only_where_steps_do_not_count_a_parameter_may_have_missed_some(kind, options):
+@pytest.mark.parametrize(("name", "options"), UNCOUNTED + COUNTED)
+def test_only_where_steps_do_not_count_a_parameter_may_have_missed_some(name, options):
+    kind = TORCH[name][1]
     optimizer, leaves, loss = begun(kind, options, steps=0)
     loss({**leaves, "0.bias": leaves["0.bias"].detach()}).backward()
     optimizer.step()
-    if (kind, options) in UNCOUNTED:
+    if (name, options) in UNCOUNTED:
         tx, state = from_torch(optimizer)
         assert_alike(tx, state, optimizer, leaves, loss, 5)
         return

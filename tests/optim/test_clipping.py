@@ -1,5 +1,6 @@
-"""Clipping against torch and against formulas."""
+"""Clipping and noise against torch and against formulas."""
 
+import copy
 import math
 
 import pytest
@@ -9,9 +10,10 @@ from hypothesis import strategies as st
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from tests.examples import examples
-from tests.optim.problems import double, random_tensors
+from tests.optim.problems import double, perceptron, random_tensors
 from tests.oracle import assert_exact
 from vgrad import optim
+from vgrad.optim import add_noise, clipping
 
 SHAPES = {"conv": (5, 3, 2, 2), "linear": (4, 3), "bias": (4,), "scale": ()}
 
@@ -82,21 +84,6 @@ def test_no_gradients_have_no_norm():
     assert optim.clip_by_global_norm(1.0).update({"w": None}, ())[0] == {"w": None}
 
 
-@pytest.mark.parametrize("clip_norm", [0.5, 2.0])
-def test_each_member_is_clipped_by_its_own_norm(clip_norm):
-    members = [random(abs(k), 10.0**k) for k in range(-2, 2)]
-    stacked = {name: torch.stack([m[name] for m in members]) for name in SHAPES}
-    norms = clip_norm * double([1.0, 2.0, 3.0, 4.0])
-
-    def clip(norm, grads):
-        return optim.clip_by_global_norm(norm).update(grads, ())[0]
-
-    found = torch.vmap(clip)(norms, stacked)
-    for index, (norm, grads) in enumerate(zip(norms.tolist(), members, strict=True)):
-        expected = clipped_by_torch(clip_grad_norm_, grads, norm)
-        assert_exact({name: f[index] for name, f in found.items()}, expected, 1e-12)
-
-
 @pytest.mark.parametrize("threshold", [0.2, 0.8, 3.0])
 def test_blocks_are_clipped_by_their_root_mean_squares(threshold):
     grads = random(2)
@@ -123,20 +110,20 @@ def units(value):
     return list(value)
 
 
-@pytest.mark.parametrize("clipping", [0.01, 0.5, 10.0])
+@pytest.mark.parametrize("share", [0.01, 0.5, 10.0])
 @pytest.mark.parametrize("eps", [1e-3, 1.0])
-def test_each_unit_is_clipped_relative_to_its_parameters(clipping, eps):
+def test_each_unit_is_clipped_relative_to_its_parameters(share, eps):
     grads, params = random(3), random(4, 0.5)
     shapes = {"row": (1, 6), "column": (6, 1), "one": (1, 1), "sequence": (3, 2, 4)}
     grads.update(random_tensors(shapes, seed=5))
     params.update(random_tensors(shapes, seed=6))
     grads["linear"][1] = 0.0
     params["linear"][2] = 0.0
-    found, _ = optim.adaptive_grad_clip(clipping, eps=eps).update(grads, (), params)
+    found, _ = optim.adaptive_grad_clip(share, eps=eps).update(grads, (), params)
     for name, grad in grads.items():
         parts = zip(units(found[name]), units(grad), units(params[name]), strict=True)
         for clipped, g, p in parts:
-            norm, bound = g.norm().item(), clipping * max(p.norm().item(), eps)
+            norm, bound = g.norm().item(), share * max(p.norm().item(), eps)
             expected = g * bound / norm if norm >= bound else g
             torch.testing.assert_close(clipped, expected, rtol=1e-12, atol=0)
 
@@ -174,9 +161,95 @@ def test_nans_become_zeros_and_are_reported_by_name():
     assert not state.slots["found"]["a"]
 
 
-def test_nans_of_one_member_are_that_members_alone():
-    grads = {"w": double([[1.0, math.nan], [2.0, 3.0]])}
-    tx = optim.zero_nans()
-    updates, state = torch.vmap(tx.update)(grads, torch.vmap(tx.init)(grads))
-    assert updates["w"].tolist() == [[1.0, 0.0], [2.0, 3.0]]
-    assert state.slots["found"]["w"].tolist() == [True, False]
+# Noise.
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2,
+         [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        ([0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], [0xA4093822, 0x299F31D0],
+         [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]),
+    ],
+)  # fmt: skip
+def test_the_generator_gives_the_known_answers_of_its_authors(counter, key, expected):
+    words = clipping.philox(
+        tuple(torch.tensor(c) for c in counter), tuple(torch.tensor(k) for k in key)
+    )
+    assert [int(word) for word in words] == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_is_normal(dtype):
+    size = 100_003
+    zeros = {"w": torch.zeros(size, dtype=dtype)}
+    tx = add_noise(1.0, 0.0, seed=0)
+    draws = tx.update(zeros, tx.init(zeros))[0]["w"].double().sort().values
+    # Kolmogorov's distance, whose 1e-6 quantile is 2.7 over the root of the size.
+    uniform = torch.special.ndtr(draws)
+    steps = torch.arange(size + 1, dtype=torch.float64) / size
+    distance = torch.maximum(uniform - steps[:-1], steps[1:] - uniform).max()
+    assert distance < 2.7 / math.sqrt(size)
+    assert (draws**4).mean().item() == pytest.approx(3.0, rel=0.1)
+
+
+def test_no_two_draws_are_correlated():
+    params = {"a": torch.zeros(4096), "b": torch.zeros(64, 64)}
+    tx = add_noise(1.0, 0.0, seed=torch.tensor(0))
+    first, state = tx.update(params, tx.init(params))
+    second, _ = tx.update(params, state)
+    other, _ = tx.update(params, state._replace(slots={"seed": torch.tensor(1 << 40)}))
+    rows = [u.flatten() for updates in (first, second, other) for u in updates.values()]
+    quarters = torch.cat([row.reshape(4, 1024) for row in rows])
+    correlation = torch.corrcoef(quarters) - torch.eye(len(quarters))
+    assert correlation.abs().max() < 6 / math.sqrt(1024)
+
+
+def test_the_variance_falls_as_in_the_paper():
+    params = {"w": torch.zeros(20_000)}
+    tx = add_noise(0.3, 0.55, seed=5)
+    state = tx.init(params)
+    for t in range(1, 6):
+        updates, state = tx.update(params, state)
+        expected = math.sqrt(0.3 / t**0.55)
+        assert updates["w"].std().item() == pytest.approx(expected, rel=0.03)
+
+
+def test_noise_goes_on_from_the_state_alone():
+    params, _ = perceptron()
+    tx = add_noise(1.0, 0.55, seed=5)
+    _, state = tx.update(params, tx.init(params))
+    restored = copy.deepcopy(state)
+    expected = tx.update(params, state)
+    assert_exact(add_noise(1.0, 0.55, seed=6).update(params, restored), expected, 0)
+    zeros = {key: torch.zeros_like(p) for key, p in params.items()}
+    drawn, _ = tx.update(zeros, state)
+    assert_exact(expected[0], {key: params[key] + drawn[key] for key in params}, 1e-12)
+
+
+def test_members_with_seeds_of_their_own_have_noise_of_their_own():
+    zeros = {"w": torch.zeros(3, 5, dtype=torch.float64)}
+    seeds = torch.tensor([1, 2, 1])
+
+    def init(seed, params):
+        return add_noise(1.0, 0.5, seed=seed).init(params)
+
+    state = torch.vmap(init)(seeds, zeros)
+    tx = add_noise(1.0, 0.5, seed=9)
+    updates, _ = torch.vmap(tx.update)(zeros, state)
+    for member, seed in enumerate(seeds.tolist()):
+        alone = {"w": torch.zeros(5, dtype=torch.float64)}
+        expected, _ = tx.update(alone, init(seed, alone))
+        assert_exact({"w": updates["w"][member]}, expected, 1e-12)
+    assert not torch.equal(updates["w"][0], updates["w"][1])
+
+
+def test_no_variance_is_no_noise_exactly():
+    params, _ = perceptron()
+    zeros = {key: torch.zeros_like(p) for key, p in params.items()}
+    for eta in (0.0, double(0.0)):
+        tx = add_noise(eta, 0.55, seed=5)
+        assert_exact(tx.update(zeros, tx.init(zeros))[0], zeros, 0)
+        assert_exact(tx.update(params, tx.init(params))[0], params, 0)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.examples import examples
+from tests.optim.optimizers import OPTIONS, TORCH
 from tests.optim.problems import (
     double,
     go_on,
@@ -26,76 +27,6 @@ from tests.optim.problems import (
 from tests.oracle import assert_exact
 from vgrad import optim
 
-OPTIMIZERS = {
-    "sgd": (optim.sgd, torch.optim.SGD),
-    "adam": (optim.adam, torch.optim.Adam),
-    "adamw": (optim.adamw, torch.optim.AdamW),
-    "nadam": (optim.nadam, torch.optim.NAdam),
-    "radam": (optim.radam, torch.optim.RAdam),
-    "adamax": (optim.adamax, torch.optim.Adamax),
-    "adagrad": (optim.adagrad, torch.optim.Adagrad),
-    "adadelta": (optim.adadelta, torch.optim.Adadelta),
-    "rmsprop": (optim.rmsprop, torch.optim.RMSprop),
-    "rprop": (optim.rprop, torch.optim.Rprop),
-    "asgd": (optim.asgd, torch.optim.ASGD),
-    "adafactor": (optim.adafactor, torch.optim.Adafactor),
-    "muon": (optim.muon, torch.optim.Muon),
-}
-
-MORE = dict(betas=(0.8, 0.9), eps=1e-6)
-DECOUPLED = dict(decoupled_weight_decay=True)
-# Rates and options, to be multiplied by weight decay and direction. Long steps are left
-# out where a change of the start by one rounding changes torch by more than 1e-12.
-OPTIONS = {
-    "sgd": [
-        dict(lr=1e-4),
-        dict(lr=1e-3, dampening=0.5),
-        dict(lr=1e-4, momentum=0.9),
-        dict(lr=1e-3, momentum=0.9, dampening=0.5),
-        dict(lr=1e-4, momentum=0.9, nesterov=True),
-    ],
-    "adam": [dict(), dict(lr=1e-2, **MORE), dict(amsgrad=True, **MORE)],
-    "adamw": [dict(), dict(lr=1e-2, **MORE), dict(amsgrad=True, **MORE)],
-    "nadam": [
-        dict(lr=5e-3),
-        dict(lr=2e-3, momentum_decay=0.1, **MORE),
-        dict(lr=2e-3, **DECOUPLED),
-        dict(lr=5e-3, momentum_decay=0.1, **DECOUPLED, **MORE),
-    ],
-    "radam": [
-        dict(lr=1e-3),
-        dict(lr=1e-4, **MORE),
-        dict(lr=1e-3, **DECOUPLED),
-        dict(lr=1e-3, **DECOUPLED, **MORE),
-    ],
-    "adamax": [dict(lr=1e-2), dict(lr=2e-3, betas=(0.8, 0.9), eps=1e-3)],
-    "adagrad": [
-        dict(lr=0.1),
-        dict(lr=1e-2, lr_decay=0.1, initial_accumulator_value=0.5, eps=1e-3),
-    ],
-    "adadelta": [dict(lr=1.0), dict(lr=0.1, rho=0.5, eps=1e-7)],
-    "rmsprop": [
-        dict(lr=1e-2),
-        dict(lr=1e-3, momentum=0.9, alpha=0.9, eps=1e-4),
-        dict(lr=1e-3, centered=True),
-        dict(lr=1e-3, centered=True, momentum=0.9, alpha=0.9, eps=1e-4),
-    ],
-    "rprop": [dict(lr=1e-2), dict(lr=1e-3, etas=(0.3, 1.5), step_sizes=(1e-4, 0.02))],
-    "asgd": [dict(lr=1e-3), dict(lr=1e-4, lambd=0.1, alpha=0.5, t0=20.0)],
-    "adafactor": [
-        dict(),
-        dict(lr=0.005, d=2.0),
-        dict(lr=1e-3, beta2_decay=-0.5),
-        dict(eps=(1e-2, 0.5)),
-    ],
-    "muon": [
-        dict(lr=0.02, momentum=0.5),
-        dict(lr=0.02, nesterov=False),
-        dict(lr=0.02, adjust_lr_fn="match_rms_adamw"),
-        dict(lr=0.02, adjust_lr_fn="original", ns_steps=3, eps=0.1),
-        dict(lr=0.02, ns_coefficients=(2.0, -1.5, 0.5)),
-    ],
-}
 MOVES = {
     "plain": dict(weight_decay=0.0),
     "decayed": dict(weight_decay=0.1),
@@ -150,7 +81,7 @@ def problem(name, options):
 @pytest.mark.parametrize(("name", "options"), GRID)
 def test_100_steps_agree_with_torch(name, options):
     options = without_lacking(name, options)
-    ours, theirs = OPTIMIZERS[name]
+    ours, theirs = TORCH[name]
     params, loss = problem(name, options)
     found, _ = train(ours(**options), params, loss, 100)
     # Not `foreach`, which Adafactor and RAdam compute in another order.
@@ -166,9 +97,9 @@ def single(theirs):
     return {"foreach": False} if takes else {}
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", TORCH)
 def test_names_order_and_defaults_of_arguments_are_those_of_torch(name):
-    ours, theirs = (inspect.signature(make).parameters for make in OPTIMIZERS[name])
+    ours, theirs = (inspect.signature(make).parameters for make in TORCH[name])
     machinery = {"params", "foreach", "capturable", "differentiable", "fused"}
     if name == "adam":
         machinery.add("decoupled_weight_decay")  # which makes an AdamW of it
@@ -185,7 +116,7 @@ def test_names_order_and_defaults_of_arguments_are_those_of_torch(name):
 @pytest.mark.parametrize(("name", "options"), [e for e in EVERY if e.id != "rprop"])
 def test_schedules_start_at_zero_and_move_the_decay_as_in_torch(name, options):
     options = without_lacking(name, options | dict(lr=1e-3))
-    ours, theirs = OPTIMIZERS[name]
+    ours, theirs = TORCH[name]
     params, loss = problem(name, options)
     tx = ours(**options | dict(lr=lambda count: 1e-3 * 0.9 ** count.double()))
     expected = train_with_torch(
@@ -217,7 +148,7 @@ def test_every_shape_agrees_with_torch_empty_ones_too(shapes, case):
     if name == "adafactor":  # torch divides by the sizes
         shapes = {key: tuple(size + 1 for size in s) for key, s in shapes.items()}
     options = without_lacking(name, options | dict(lr=0.1))
-    ours, theirs = OPTIMIZERS[name]
+    ours, theirs = TORCH[name]
     params = random_tensors(shapes, seed=1)
     tx = ours(**options)
     found, state = params, tx.init(params)
@@ -280,7 +211,7 @@ def test_one_step_of_muon_in_float32_has_the_bits_of_torch():
 def test_float32_updates_are_those_of_torch(name, options, dtype):
     """Of parameters in bfloat16 too, where torch is given the widened ones."""
     options = without_lacking(name, options | dict(lr=0.1))
-    ours, theirs = OPTIMIZERS[name]
+    ours, theirs = TORCH[name]
     params = {"w": torch.linspace(-3, 3, 64).reshape(8, 8).to(dtype)}
     tx = ours(**options)
     state, leaves = tx.init(params), leaves_of({"w": params["w"].float()})
@@ -308,7 +239,7 @@ def test_bias_corrections_are_exact_in_late_steps():
 
 @pytest.mark.parametrize("name", ["adam", "rmsprop"])
 def test_a_square_that_overflows_stays_infinite_as_in_torch(name):
-    ours, theirs = OPTIMIZERS[name]
+    ours, theirs = TORCH[name]
     tx, params = ours(0.1), {"w": torch.ones(1)}
     leaves, state = leaves_of(params), tx.init(params)
     optimizer = theirs(list(leaves.values()), lr=0.1)

@@ -446,43 +446,6 @@ def test_a_schedule_compiles_to_one_graph(name):
     exact(compiled(tensors, counts), curves(tensors, counts))
 
 
-@pytest.mark.slow
-def test_members_whose_schedules_are_made_inside_train_as_one_compiled_graph():
-    lr, steps = double([0.1, 0.2]), torch.tensor([3, 5])
-    start = torch.linspace(1, 2, 4).double()
-
-    def train(lr, steps):
-        main = schedules.cosine(lr, 20)
-        tx = optim.sgd(schedules.warmup(main, steps), momentum=0.9)
-        params = {"w": start}
-        state = tx.init(params)
-        for _ in range(4):
-            params, state = optim.step(tx, {"w": params["w"] ** 3}, state, params)
-        return params["w"]
-
-    members = torch.vmap(train)
-    torch.compiler.reset()
-    compiled = torch.compile(members, fullgraph=True, backend="eager")
-    found = compiled(lr, steps)
-    assert torch.equal(found, members(lr, steps))
-    alone = torch.stack([train(lr[i].item(), steps[i].item()) for i in range(2)])
-    torch.testing.assert_close(found, alone, rtol=1e-12, atol=0)
-
-
-def test_gradients_reach_a_rate_through_training():
-    start = torch.linspace(1, 2, 4).double()
-
-    def final(lr):
-        tx = optim.sgd(schedules.one_cycle(lr, 6))
-        params = {"w": start}
-        state = tx.init(params)
-        for _ in range(6):
-            params, state = optim.step(tx, {"w": params["w"] ** 3}, state, params)
-        return params["w"].sum()
-
-    assert torch.autograd.gradcheck(final, double(0.1).requires_grad_())
-
-
 # Bad arguments.
 
 RANGES = [

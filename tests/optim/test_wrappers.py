@@ -303,14 +303,6 @@ def test_a_mean_that_starts_late_is_that_of_the_steps_since():
         assert_exact(optim.averaged_parameters(state), expected, 1e-12)
 
 
-def test_averages_leave_the_training_alone():
-    params, loss = perceptron()
-    found, _ = train(
-        optim.chain(optim.adam(0.1), optim.ema_parameters(0.9)), params, loss, 5
-    )
-    assert_exact(found, train(optim.adam(0.1), params, loss, 5)[0], 0)
-
-
 def test_averages_are_found_wherever_they_are():
     params, loss = perceptron()
     tx = optim.apply_if_finite(

@@ -2,10 +2,10 @@
 
 * `make_functional_with_buffers`: split a module into `(fmodel, params, buffers)`
 * `make_functional`: the same for a module that has no buffers
-* `FunctionalModel`: what they make, `fmodel(params, buffers, *inputs) -> output`
+* `FunctionalModel`: the result, `fmodel(params, buffers, *inputs) -> output`
 * `sample_loss`, `batch_loss`: make a loss of one sample, of a batch
 * `freeze`: move parameters among the buffers
-* `replace_batch_norm`: copy a module with GroupNorm in the place of BatchNorm
+* `replace_batch_norm`: copy a module with GroupNorm instead of BatchNorm
 * `write_grads_`: fill `.grad` of a module, for a loop that uses `torch.optim`
 """
 

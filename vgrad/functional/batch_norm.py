@@ -1,8 +1,8 @@
-"""Batch normalisation: why it has no per-sample gradient, and what to do instead.
+"""Batch normalisation has no per-sample gradient; GroupNorm replaces it.
 
 With batch statistics the output for one sample depends on all the others, so the loss
-is not a sum over samples. On a batch of one the layer still runs, and its numbers are
-wrong. In evaluation mode the statistics are constants and all is well.
+is not a sum over samples. On a batch of one the layer still runs, with wrong numbers.
+In evaluation mode the statistics are constants.
 """
 
 import copy
@@ -36,8 +36,7 @@ def refuse_batch_statistics(
 ) -> None:
     """Raise if a call of a torch function normalises by statistics of its batch.
 
-    An input that all samples share, as the weight of a layer that standardises it, has
-    statistics of its own.
+    An input that all samples share, such as a weight, has statistics of its own.
     """
     name, _, overload = getattr(function, "__name__", "").partition(".")
     training = name in _ALWAYS_REFUSED or overload == "no_stats"
@@ -54,10 +53,10 @@ def refuse_batch_statistics(
 
 
 def mended(function: Callable, output: Any) -> Any:
-    """Return what a normalisation returned, so that its gradient comes out right.
+    """Make the gradient of a normalisation's output contiguous.
 
-    The kernel of torch 2.13 for fixed statistics on a CPU takes a transposed gradient
-    of a batch of one for a contiguous one: wrong numbers, in plain autograd too.
+    The kernel of torch 2.13 for fixed statistics on a CPU reads a transposed gradient
+    of a batch of one as a contiguous one: wrong numbers, in plain autograd too.
     """
     if function in _MENDED and output.requires_grad and not modes.is_wrapped(output):
         output.register_hook(Tensor.contiguous)
@@ -76,7 +75,7 @@ def replace_batch_norm(model: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: a layer is lazy, a subclass with a forward pass of its own, or has
-            hooks: whatever else it does would be lost.
+            hooks, which would be lost.
 
     Reference: Wu and He, Group Normalization, arXiv 1803.08494.
 
@@ -103,7 +102,6 @@ def replace_batch_norm(model: nn.Module) -> nn.Module:
 
 
 def _group_norm(layer: Any) -> nn.GroupNorm:
-    """Make the GroupNorm that stands in for one BatchNorm."""
     plain = type(layer).forward in (private.BatchNorm.forward, nn.SyncBatchNorm.forward)
     if not plain or private.has_forward_hooks(layer):
         raise TypeError(

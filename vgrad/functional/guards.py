@@ -34,36 +34,33 @@ class Protected(NamedTuple):
     """Tensors that stay as they are, and the error for a call that writes into one.
 
     Attributes:
-        given: the tensors, by name.
-        expected: the first words of the error, `function(what): expected ...`.
-        advice: the last ones.
-        again: called where a checkpoint begins; returns what puts in place, once more,
-            what the call that made the promise works with.
+        tensors: the tensors, by name.
+        expected: the first words of the error, `function(argument): expected ...`.
+        advice: the last words.
+        again: called where a checkpoint begins; returns a block that restores the
+            values of the call for a re-run.
     """
 
-    given: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]
     expected: str
     advice: str
     again: Callable[[], Callable[[], AbstractContextManager]] | None = None
 
 
 class WriteGuard(TorchFunctionMode):
-    """The function mode that keeps promises."""
+    """The function mode that refuses writes into protected tensors."""
 
-    def __init__(self, *promises: Protected) -> None:
-        """Keep these, and more in the blocks of `also`."""
+    def __init__(self, *protected: Protected) -> None:
         super().__init__()
-        self._promises = [*promises]
+        self._protected = [*protected]
         self._saved: WeakSet[Callable] = WeakSet()  # hooks that were seen
 
     def __enter__(self) -> "WriteGuard":
-        """Begin; a checkpoint around the block is not a part of it."""
         if (found := autograd.hooks()) is not None:
             self._saved.add(found[0])
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
-        """End; no checkpoint that an exception has passed is left open."""
         super().__exit__(*raised)
         if raised[1] is not None:
             autograd.close(raised[1])
@@ -71,41 +68,40 @@ class WriteGuard(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Run one call."""
         kwargs = kwargs or {}
         self.look_at_hooks()
         self.check(func, args, kwargs)
         return func(*args, **kwargs)
 
     def look_at_hooks(self) -> None:
-        """See whether a checkpoint has begun."""
+        """Notice a checkpoint that has begun."""
         found = autograd.hooks()
         if found is not None and found[0] not in self._saved:
             self._saved.add(found[0])
             self.saves(found[0])
 
     def saves(self, pack: Callable) -> None:
-        """Have a checkpoint run again under this mode, with the values of now."""
-        promises = tuple(self._promises)
-        blocks = [each.again() for each in promises if each.again is not None]
+        """Have a checkpoint re-run under this mode, with the values of now."""
+        protected = tuple(self._protected)
+        blocks = [each.again() for each in protected if each.again is not None]
         autograd.repeats(
-            pack, self.until_later(lambda: self.repeating(promises, blocks))
+            pack, self.until_later(lambda: self.repeating(protected, blocks))
         )
 
     def until_later(
         self, around: Callable[[], AbstractContextManager]
     ) -> Callable[[], AbstractContextManager]:
-        """Return what a checkpoint keeps until it runs again."""
+        """Return the block that a checkpoint keeps for its re-run."""
         return around
 
     @contextmanager
     def repeating(
         self,
-        promises: Sequence[Protected],
+        protected: Sequence[Protected],
         blocks: Sequence[Callable[[], AbstractContextManager]],
     ) -> Iterator[None]:
-        """Be what the mode was when these were its promises."""
-        before, self._promises = self._promises, [*promises]
+        """Run the mode as it was when it protected these."""
+        before, self._protected = self._protected, [*protected]
         try:
             with ExitStack() as stack:
                 for block in blocks:
@@ -113,7 +109,7 @@ class WriteGuard(TorchFunctionMode):
                 stack.enter_context(self)
                 yield
         finally:
-            self._promises = before
+            self._protected = before
 
     def check(self, func: Callable, args: tuple, kwargs: dict) -> None:
         """Raise a RuntimeError if a call writes into one of the tensors."""
@@ -121,11 +117,11 @@ class WriteGuard(TorchFunctionMode):
         if not written:
             return
         name = getattr(func, "__name__", "").partition(".")[0]
-        # What only changes the object in hand leaves others on the same memory alone.
+        # A call that changes the object alone does not write into its memory.
         key = id if name in _OF_THE_OBJECT else _where
         places = {key(tensor) for tensor in written} - {None}
-        for promise in self._promises:
-            for entry, tensor in promise.given.items():
+        for promise in self._protected:
+            for entry, tensor in promise.tensors.items():
                 if key(tensor) in places:
                     raise RuntimeError(
                         f"{promise.expected}, got {name}, which writes into {entry!r} "
@@ -133,24 +129,24 @@ class WriteGuard(TorchFunctionMode):
                     )
 
     @contextmanager
-    def also(self, promise: Protected) -> Iterator[None]:
-        """Keep one more promise while a block runs."""
+    def protecting(self, protected: Protected) -> Iterator[None]:
+        """Protect more tensors while a block runs."""
         self.look_at_hooks()  # the block may lie in a checkpoint
-        self._promises.append(promise)
+        self._protected.append(protected)
         try:
             yield
         finally:
-            self._promises.pop()
+            self._protected.pop()
 
 
-def protect(promise: Protected) -> AbstractContextManager:
-    """Keep a promise while a block runs, by the current mode or a new one."""
-    if not promise.given and promise.again is None:
+def protect(protected: Protected) -> AbstractContextManager:
+    """Protect tensors in a block, by the current mode or a new one."""
+    if not protected.tensors and protected.again is None:
         return nullcontext()
     for mode in reversed(modes.function_modes()):
         if isinstance(mode, WriteGuard):
-            return mode.also(promise)
-    return WriteGuard(promise)
+            return mode.protecting(protected)
+    return WriteGuard(protected)
 
 
 _OF_THE_OBJECT = {"__set__", "set_", "requires_grad_", "detach_", "rename_"}
@@ -202,7 +198,7 @@ _INPLACE = {
     if isinstance(func, FunctionType)
     and "inplace" in func.__code__.co_varnames[: func.__code__.co_argcount]
 }
-"""The place of the argument that says to write into the first one."""
+"""The place of the argument `inplace`."""
 
 
 def _by_schema(op: Any, args: tuple, kwargs: dict) -> Iterator[Any]:
@@ -219,7 +215,7 @@ def _where(tensor: Tensor) -> int | None:
 
 
 def check_plain(function: str, model: Any) -> None:
-    """Refuse what cannot be copied or exchanged tensor by tensor."""
+    """Refuse modules that cannot be copied or exchanged tensor by tensor."""
     given = f"{function}({type(model).__name__})"
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     if (
@@ -279,7 +275,7 @@ def check_closures(model: nn.Module) -> None:
 
 
 def _reaches(function: FunctionType, known: set[int], origins: Origins) -> bool:
-    """Tell whether a function's closure or defaults hold a part of the module."""
+    """Return whether a function's closure or defaults hold a part of the module."""
     held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     held += [each.cell_contents for each in function.__closure__ or () if _full(each)]
     groups = [each for each in held if isinstance(each, list | tuple | dict)]
@@ -288,7 +284,7 @@ def _reaches(function: FunctionType, known: set[int], origins: Origins) -> bool:
     return (
         any(id(each) in known for each in (*held, *inside, *owners))
         or any(isinstance(each, Tensor) and origins.lead_to(each) for each in held)
-        # Not what was computed: hooks collect results that they do not use.
+        # Computed tensors do not count: hooks collect results that they do not use.
         or any(isinstance(each, Tensor) and origins.hold(each) for each in inside)
     )
 
@@ -319,11 +315,7 @@ def refuse_hooks(hooked: list[str]) -> None:
 
 
 def refuse_cached() -> None:
-    """Raise inside `parametrize.cached()`, which would keep tensors from call to call.
-
-    Raises:
-        RuntimeError: the call is in such a block.
-    """
+    """Raise inside `parametrize.cached()`, which keeps tensors from call to call."""
     if private.keeps_parametrized():
         raise RuntimeError(
             "fmodel(params, buffers): expected a call outside of "

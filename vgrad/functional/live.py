@@ -113,7 +113,6 @@ class LiveSlots(Slots):
     """The places of tensors in whatever a module leads to, and all else in there."""
 
     def __init__(self, function: str, model: nn.Module, firsts: dict[int, str]) -> None:
-        """Look into modules, containers, objects, functions and their closures."""
         self.state, self.registered = [], {}
         self._empty = []
         self._function, self._model = function, model
@@ -121,7 +120,7 @@ class LiveSlots(Slots):
         self._exchanged: list[tuple[Any, Any, Any]] = []
         self._compiled: list[dict[str, Any]] = []
         self._stale: dict[int, Tensor] = {}
-        self._loose: dict[int, Tensor] = {}
+        self._detached: dict[int, Tensor] = {}
         self._marked: list[tuple[int, dict[str, Any]]] = []
         self._seen: dict[int, Any] = {}
         trained = (each for each in model.parameters() if each.requires_grad)
@@ -129,7 +128,7 @@ class LiveSlots(Slots):
         self._filled = False
         with modes.without_modes():
             self._look(model)
-        self.loose = [(None, None, each) for each in self._loose.values()]
+        self.detached = [(None, None, each) for each in self._detached.values()]
 
     def unchanged(self) -> bool:
         """Return whether every container holds the objects that it held at first."""
@@ -141,7 +140,7 @@ class LiveSlots(Slots):
         self._filled = True
         by_id = {key: values[name] for key, name in self._names.items()}
         by_id.update(self._stale)
-        for key, value in self._loose.items():
+        for key, value in self._detached.items():
             by_id[key] = (value if value.is_leaf else value.detach()).clone()
         for container, key, value in self._exchanged:
             if isinstance(container, dict) and next(_tensors(key), None) is not None:
@@ -159,7 +158,7 @@ class LiveSlots(Slots):
         """Leave the module as the call has left it, for the backward pass."""
 
     def restore(self) -> None:
-        """Make everything what it was; once more after an interrupt."""
+        """Restore everything; after an interrupt, call it again."""
         if self._filled:
             for parameter, kind in self._trained:
                 parameter.__class__ = kind
@@ -183,7 +182,7 @@ class LiveSlots(Slots):
                         self.registered.setdefault(name, []).append((registry, key))
 
     def _held(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
-        """Yield what an object holds, and note where that can be exchanged."""
+        """Yield the values in an object, and note where they can be exchanged."""
         if isinstance(value, Tensor):
             if marks := vars(value):  # attributes that are the user's own
                 self._marked.append((id(value), marks))
@@ -287,12 +286,12 @@ class LiveSlots(Slots):
     def _note(self, tensor: Tensor) -> None:
         """Choose a stand-in for a tensor."""
         key = id(tensor)
-        if key in self._names or key in self._stale or key in self._loose:
+        if key in self._names or key in self._stale or key in self._detached:
             return
         if self._origins.lead_to(tensor):
             self._stale[key] = placeholder(tensor, StaleParam)
         else:
-            self._loose[key] = tensor
+            self._detached[key] = tensor
 
     def _check_fixed(self, path: str, values: Iterable[Any]) -> None:
         """Refuse parameters where they cannot be exchanged."""

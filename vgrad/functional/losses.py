@@ -47,10 +47,9 @@ def sample_loss(fmodel: FunctionalModel, criterion: Criterion) -> LossFn:
 
 
 class SampleLoss(LossFn):
-    """What `sample_loss` returns."""
+    """The result of `sample_loss`."""
 
     def __init__(self, fmodel: FunctionalModel, criterion: Criterion) -> None:
-        """Keep the model and the criterion."""
         self._fmodel = fmodel
         self._criterion = criterion
 
@@ -91,10 +90,9 @@ def batch_loss(fmodel: FunctionalModel, criterion: Criterion) -> "BatchLoss":
 
 
 class BatchLoss(BatchLossFn):
-    """What `batch_loss` returns."""
+    """The result of `batch_loss`."""
 
     def __init__(self, fmodel: FunctionalModel, criterion: Criterion) -> None:
-        """Keep the model and the criterion."""
         self._fmodel = fmodel
         self._criterion = criterion
 
@@ -115,12 +113,7 @@ class BatchLoss(BatchLossFn):
 
 
 def check_loss(function: str, loss: Any, *, of_batch: bool = False) -> None:
-    """Refuse what is no loss of a sample, or no loss of a batch: models, and the other.
-
-    Raises:
-        TypeError: it is a module, a functional model, the other kind of loss, or no
-            function at all.
-    """
+    """Refuse a module, a functional model, the other kind of loss, no function."""
     maker, items = ("batch_loss", "batch") if of_batch else ("sample_loss", "sample")
     expected = f"expected a function loss(params, buffers, *{items})"
     if isinstance(loss, nn.Module):
@@ -148,14 +141,9 @@ def check_loss(function: str, loss: Any, *, of_batch: bool = False) -> None:
 
 
 def returned(function: str, result: Any, *, has_aux: bool) -> tuple[Tensor, Any]:
-    """Return the scalar and aux, or `()`, of what a loss returned.
+    """Return the scalar and aux, or `()`, of a loss's result; check both.
 
-    Whole numbers have no slope: plain autograd raises for such a loss, a gradient of
-    zero would be silent.
-
-    Raises:
-        ValueError: it is not a real tensor without dimensions, or no pair of it and aux
-            where there is to be one.
+    Whole numbers are refused, as by plain autograd: a gradient of zero would be silent.
     """
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
         raise ValueError(

@@ -23,7 +23,7 @@ from vgrad.typing import Buffers, Params
 
 
 class Entries:
-    """Which entries a module has, and what a caller gives for them.
+    """The entries of a module: one for each of its tensors.
 
     Attributes:
         aliases: by the first name of each tensor, all of its names.
@@ -32,7 +32,6 @@ class Entries:
     """
 
     def __init__(self, module: nn.Module, constants: dict[str, Tensor]) -> None:
-        """Note names and shapes."""
         self.constants = constants
         self.aliases: dict[str, list[str]] = {}
         self.firsts: dict[int, str] = {}
@@ -43,7 +42,7 @@ class Entries:
             self._shapes[first] = tensor.shape
 
     def merged(self, params: Params, buffers: Buffers) -> dict[str, Tensor]:
-        """Merge the two dictionaries into one value a name, or say what is wrong."""
+        """Merge the two dictionaries into one value a name, or raise."""
         checks.dictionaries("fmodel", params=params, buffers=buffers)
         both = params.keys() & buffers.keys()
         if both:
@@ -61,7 +60,7 @@ class Entries:
         return values
 
     def _of_state_dict(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Fold tied names into their first, add what a `state_dict()` leaves out."""
+        """Fold tied names into their first, and add non-persistent buffers."""
         values = dict(state)
         for first, aliases in self.aliases.items():
             given = [(alias, values.pop(alias)) for alias in aliases if alias in values]
@@ -80,10 +79,10 @@ class Entries:
 
 
 class CallState:
-    """The containers of a module during one call, which ends with them as they were.
+    """The containers of a module during one call, which are restored at its end.
 
-    A checkpoint runs a part of the forward pass again in the backward pass. It must
-    find what the call has left then, as it would in a module that keeps its values.
+    A checkpoint re-runs a part of the forward pass in the backward pass. For that run
+    the containers hold again the values that the call has left.
     """
 
     def __init__(
@@ -93,11 +92,7 @@ class CallState:
         lock: AbstractContextManager,
         written: Sequence[Tensor],
     ) -> None:
-        """Take the slots of the module, which hold no values outside of calls.
-
-        `marked` are the attributes of the call's tensors before it, and `written` the
-        tensors that its forward pass may write into.
-        """
+        """Take the slots, the attributes of the call's tensors, and its copies."""
         self._slots, self._marked = slots, marked
         self._written = {id(each) for each in written}
         self._lock = lock
@@ -105,12 +100,12 @@ class CallState:
         self._left: State = []
 
     def again(self) -> Callable[[], AbstractContextManager]:
-        """Ask for what puts in place, after the call, what it has left."""
+        """Return a block for a re-run, in which the call's last values are there."""
         self._wanted = True
         return self._in_place
 
     def end(self) -> None:
-        """Make the containers what they were before the call."""
+        """Restore the containers."""
         if self._wanted:
             changing = [*self._slots.state, *self._marked]
             self._left = [(each, taken(each)) for each, _ in changing]
@@ -120,12 +115,10 @@ class CallState:
         restore(self._marked)
 
     def _kept(self, value: Tensor) -> Tensor:
-        """Return what a repetition finds in the place of a tensor.
+        """Return the stand-in of a tensor in a re-run.
 
-        It may write into buffers, of which the caller has those of the call. Results
-        are leaves, since it is not differentiated: their graphs refer to the
-        checkpoint, a cycle that Python cannot see and that would stay where no backward
-        pass follows.
+        Copies of buffers, which the run may write into; leaves for results, whose
+        graphs refer to the checkpoint, a cycle that Python cannot collect.
         """
         if id(value) in self._written:
             return with_attributes(value.detach().clone(), value)
@@ -145,7 +138,7 @@ class CallState:
 
 
 def _exchanged(copies: Sequence[Any], change: Callable[[Tensor], Tensor]) -> None:
-    """Put other tensors in the place of some, the same one wherever one is held."""
+    """Exchange tensors, each one for the same one wherever it is."""
     known: dict[int, tuple[Tensor, Tensor]] = {}  # the first is kept for its id
     for values in copies:
         if not isinstance(values, dict | list):
@@ -163,26 +156,25 @@ def _exchanged(copies: Sequence[Any], change: Callable[[Tensor], Tensor]) -> Non
 class FunctionalModel:
     """A module without values: `fmodel(params, buffers, *args, **kwargs) -> output`.
 
-    Made by `make_functional_with_buffers`. A call is pure: it changes neither the
-    tensors it is given nor itself. It copies buffers, inputs and tensors in plain
-    attributes before the module sees them, and undoes what the forward pass sets or
-    appends on the module, after an exception too. An op that would write into a
-    parameter is refused before it runs, `.data` or not; only code that torch does not
-    see could write: `.detach().numpy()[0] = 0`, or compiled code. Attributes that users
-    put on parameters and buffers of the module (`weight.tau`) are there in a call, on
-    the values in their place. A lock lets threads share one object.
+    Made by `make_functional_with_buffers`. A call is pure: it changes neither its
+    arguments nor the module. It copies buffers, inputs and tensors in plain attributes,
+    and undoes all that the forward pass sets or appends on the module, after an
+    exception too. An op that would write into a parameter is refused before it runs,
+    `.data` or not. Writes that bypass torch, such as `.detach().numpy()[0] = 0` or
+    writes from compiled code, are not detected. Attributes of the module's parameters
+    and buffers (`weight.tau`) are set on their values in a call. Threads may share one
+    object.
 
-    `params` and `buffers` together hold every name exactly once, each name in whichever
-    of the two the caller likes. A whole `state_dict()` may stand in for `params` with
-    `{}` for `buffers`. A call costs one copy of the buffers and of the inputs.
+    `params` and `buffers` together hold every name exactly once, each name in either of
+    the two. A whole `state_dict()` with `{}` for `buffers` will do. A call costs one
+    copy of the buffers and of the inputs.
 
     Attributes:
         names: all entries, tied tensors under their first name only.
-        buffer_names: those that are buffers of the module.
+        buffer_names: the names of the module's buffers.
     """
 
     def __init__(self, skeleton: nn.Module, constants: dict[str, Tensor]) -> None:
-        """Take a module of placeholders, and the values that no `state_dict` holds."""
         self._skeleton = skeleton
         self._entries = Entries(skeleton, constants)
         self._lock = threading.RLock()
@@ -201,8 +193,8 @@ class FunctionalModel:
         self.names = tuple(self._entries.aliases)
         self.buffer_names = tuple(n for key, n in firsts.items() if key in own_buffers)
         self._copied = {name for key, name in firsts.items() if key in copied}
-        # Torch's own modules write into no parameter, and into an input only if they
-        # say so; watching and copying would only cost.
+        # Torch's own modules write into no parameter, and into an input only with
+        # `inplace`: copies would only cost.
         self._only_torch = slots.only_of_torch(skeleton)
         in_place = any(getattr(each, "inplace", False) for each in skeleton.modules())
         self._writes = in_place or not self._only_torch
@@ -257,7 +249,7 @@ class FunctionalModel:
     @property
     def constants(self) -> list[Tensor]:
         """The tensors in plain attributes of the module, which each call copies."""
-        return [value for _, _, value in self._slots.loose]
+        return [value for _, _, value in self._slots.detached]
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield all modules, whose tensors are placeholders."""
@@ -294,11 +286,9 @@ class FunctionalModel:
         write_values_(model, {n: values[key] for key in values for n in aliases[key]})
 
     def __reduce__(self) -> tuple:
-        """Copy and pickle by parts, since a lock can be neither."""
         return FunctionalModel, (self._skeleton, self._entries.constants)
 
     def __repr__(self) -> str:
-        """Name the module's class and how much it holds."""
         kind = type(self._skeleton).__name__
         return f"FunctionalModel({kind}, {len(self.names)} tensors)"
 
@@ -308,7 +298,7 @@ class FunctionalModel:
     def _run(
         self, values: dict[str, Tensor], args: tuple, kwargs: dict
     ) -> tuple[Any, dict[str, Tensor]]:
-        """Call the module with copies of what it may change; return what it left."""
+        """Call the module; return its output and the values that it has left."""
         if self._hooked and modes.inside_transform():
             guards.refuse_hooks(self._hooked)
         if self._parametrized:
@@ -329,9 +319,9 @@ class FunctionalModel:
         written = [own[name] for name in self._copied]
         marked = [vars(own[name]) for name in self._attributes]
         before = [(each, dict(each)) for each in marked]
-        held = CallState(self._slots, before, self._lock, written)
-        again = None if self._only_torch else held.again
-        promise = Protected(
+        state = CallState(self._slots, before, self._lock, written)
+        again = None if self._only_torch else state.again
+        protected = Protected(
             {n: own[n] for n in self._watched}, _EXPECTED, _ADVICE, again
         )
         with self._lock:
@@ -345,11 +335,11 @@ class FunctionalModel:
             try:
                 self._slots.fill(own)
                 self._attribute(own)
-                with protect(promise):
+                with protect(protected):
                     output = self._skeleton(*args, **kwargs)
                 left = {name: self._left(name, own[name]) for name in own}
             finally:
-                held.end()
+                state.end()
                 self._running = False
         for name, version in _versions(own, self._copied).items():
             if versions[name] != version or left[name] is not own[name]:
@@ -357,15 +347,12 @@ class FunctionalModel:
         return output, left
 
     def _attribute(self, values: Mapping[str, Tensor]) -> None:
-        """Give the values the attributes that the module's tensors have.
-
-        Those that a value has already stay: it may be another tensor of the user's.
-        """
+        """Set the attributes of the module's tensors on values that lack them."""
         for name, held in self._attributes.items():
             vars(values[name]).update({**held, **vars(values[name])})
 
     def _left(self, name: str, given: Tensor) -> Tensor:
-        """Return what the forward pass left registered under a name and its aliases."""
+        """Return the tensor that is registered under a name and its aliases."""
         found = [held.get(key) for held, key in self._slots.registered.get(name, [])]
         changed = [value for value in found if value is not given]
         new = changed[0] if changed else given
@@ -381,12 +368,11 @@ class BufferlessModel:
     """`fmodel(params, *args, **kwargs)`: a `FunctionalModel` that has no buffers.
 
     Attributes:
-        with_buffers: the same as a function of `(params, buffers, *args)`, which is
-            what `sample_loss` and the other functions of this package take.
+        with_buffers: the same as a function of `(params, buffers, *args)`, for
+            `sample_loss` and the other functions of this package.
     """
 
     def __init__(self, with_buffers: FunctionalModel) -> None:
-        """Take the function of parameters and (no) buffers."""
         self.with_buffers = with_buffers
 
     def __call__(self, params: Params, /, *args: Any, **kwargs: Any) -> Any:
@@ -401,12 +387,13 @@ def make_functional_with_buffers(
 
     `params` and `buffers` are dictionaries by name whose tensors share nothing with
     the module. A tied tensor appears once, under its first name, and drives every
-    alias, those in plain lists and dictionaries of the module included. Parameters
-    require grad unless `disable_autograd_tracking`; those that do not require grad in
-    the module are constants and come back among the buffers.
+    alias, in plain lists and dictionaries of the module too. Parameters require grad
+    unless `disable_autograd_tracking`; a parameter that does not require grad in the
+    module is a constant and comes back among the buffers.
 
-    Views and results of them that the module keeps in attributes, detached or not,
-    would be constants: until the forward pass has set one anew, its use raises.
+    If the module caches a view of a parameter, or a tensor computed from one, using the
+    cached tensor raises until the forward pass recomputes it; otherwise it would be a
+    silent constant.
 
     Raises:
         TypeError: not a module, or one that cannot be copied (scripted, lazy and not

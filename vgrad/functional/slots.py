@@ -26,17 +26,16 @@ class Origins:
     """The registered tensors of a module, as the origins of others."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Note the tensors and their memory."""
         tensors = [*model.parameters(), *model.buffers()]
         self._ids = {id(tensor) for tensor in tensors}
         self._memory = {memory(tensor) for tensor in tensors} - {None}
 
     def hold(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor is one of them, or shares memory with one."""
+        """Return whether a tensor is one of them, or shares memory with one."""
         return id(tensor) in self._ids or memory(tensor) in self._memory
 
     def lead_to(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor is or shares one of them, or was computed from them."""
+        """Return whether a tensor is, shares or was computed from one of them."""
         return self.hold(tensor) or any(
             id(getattr(node, "variable", None)) in self._ids
             for node in graph_nodes([tensor])
@@ -103,10 +102,10 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class Placeholder(nn.Parameter):
-    """Stands where a value goes, and raises where a value would be needed.
+    """A placeholder of a value, on the device `meta`; reading a value raises.
 
-    It lies on the device `meta`. An ordinary tensor there would not do: some kernels
-    take it together with real ones and read memory outside of both.
+    An ordinary tensor there would not do: some kernels take it together with real ones
+    and read memory outside of both.
     """
 
     refusal = (
@@ -119,7 +118,6 @@ class Placeholder(nn.Parameter):
     def __torch_function__(
         cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Answer questions about shape and kind, refuse everything else."""
         name = getattr(func, "__name__", "")
         if name not in _ALLOWED:
             raise RuntimeError(f"{name}: {cls.refusal}")
@@ -128,13 +126,11 @@ class Placeholder(nn.Parameter):
             return value.as_subclass(cls) if isinstance(value, Tensor) else value
 
     def __deepcopy__(self, memo: dict) -> "Placeholder":
-        """Return another one with copies of the attributes."""
         memo[id(self)] = same = placeholder(self, type(self))
         vars(same).update(copy.deepcopy(vars(self), memo))
         return same
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        """Pickle as the same class, and not as a parameter."""
         with modes.without_subclasses():
             return _unpickled, (self.as_subclass(Tensor), type(self), vars(self))
 
@@ -147,7 +143,7 @@ def _unpickled(tensor: Tensor, kind: type, attributes: dict[str, Any]) -> Tensor
 
 
 class StaleParam(Placeholder):
-    """Stands for a view or a result of registered tensors until it is set anew."""
+    """A placeholder of a view or a result of registered tensors, until it is set."""
 
     refusal = (
         "expected a tensor that the forward pass computes before it uses it, got a "
@@ -189,7 +185,7 @@ def renormalised(model: nn.Module) -> set[int]:
 
 
 def only_of_torch(model: nn.Module) -> bool:
-    """Tell whether a forward pass runs modules of torch itself and nothing else."""
+    """Return whether a forward pass runs modules of torch itself and nothing else."""
     return all(
         type(module).__module__.startswith("torch.nn.modules.")
         and "forward" not in vars(module)
@@ -200,7 +196,7 @@ def only_of_torch(model: nn.Module) -> bool:
 
 
 def _is_others(value: Any) -> bool:
-    """Tell whether a module holds a function that is not torch's, as an activation."""
+    """Return whether a value is a function of others than torch, as an activation."""
     written = callable(value) and not isinstance(value, type | nn.Module)
     return written and not str(getattr(value, "__module__", "")).startswith("torch")
 
@@ -208,8 +204,8 @@ def _is_others(value: Any) -> bool:
 def duplicate(model: nn.Module, placeholders: dict[int, Any]) -> nn.Module:
     """Copy a module with its tensors, by id, replaced wherever they are held.
 
-    The forward pass has to compute views and results of them anew, as the old
-    `torch.nn.utils.weight_norm` does: until then, nothing can be done with them.
+    Views and results of them are placeholders until the forward pass computes them, as
+    the old `torch.nn.utils.weight_norm` does.
     """
     origins, memo = Origins(model), dict(placeholders)
     for *_, value in _entries(attributes(model, set())):
@@ -225,8 +221,6 @@ def duplicate(model: nn.Module, placeholders: dict[int, Any]) -> nn.Module:
 
 
 class _Copying(TorchFunctionMode):
-    """Sees each tensor that is copied with a module, whatever holds it."""
-
     def __init__(self, origins: Origins) -> None:
         super().__init__()
         self._origins = origins
@@ -239,37 +233,36 @@ class _Copying(TorchFunctionMode):
         tensor = args[0]
         if self._origins.lead_to(tensor):
             return placeholder(tensor, StaleParam)
-        # Torch copies leaves alone; those of other results are constants here.
+        # Torch copies leaves only; other results are constants here.
         if tensor.is_leaf:
             return func(*args)
         return with_attributes(tensor.detach().clone(), tensor)
 
 
 def placeholder(tensor: Tensor, kind: type[Placeholder] = Placeholder) -> Placeholder:
-    """Return what stands in the place of a tensor."""
+    """Return a placeholder of a tensor."""
     with modes.without_subclasses():
         empty = torch.empty_like(tensor, device="meta", requires_grad=False)
         return empty.as_subclass(kind)
 
 
 class Slots:
-    """The places of tensors in a module of placeholders, and what else it holds.
+    """The places of tensors in a module of placeholders, and its other containers.
 
     Attributes:
         registered: by first name, the registries and keys that hold a tensor.
-        loose: tensors that are neither parameters nor buffers, and their places.
-        state: the containers that a call may change, and what they held before it.
+        detached: tensors that are neither parameters nor buffers, and their places.
+        state: the containers that a call may change, and their contents before it.
     """
 
     def __init__(self, skeleton: nn.Module, firsts: dict[int, str]) -> None:
-        """Find the slots of tensors, by id, that have these first names."""
         registries = [
             held for m in skeleton.modules() for held in private.registered(m)[:2]
         ]
         containers = attributes(skeleton, set(firsts))
         self.registered = _slot_paths(registries, firsts)
         self._referenced = _slot_paths(containers, firsts)
-        self.loose = [
+        self.detached = [
             (container, key, value)
             for container, key, value in _entries(containers)
             if isinstance(value, Tensor)
@@ -282,16 +275,16 @@ class Slots:
         self._empty = [each for each in hooked if not each]
 
     def fill(self, values: Mapping[str, Tensor]) -> None:
-        """Put values wherever the module holds tensors, and copies of loose ones."""
+        """Put values wherever the module holds tensors, and copies of detached ones."""
         for places in (self.registered, self._referenced):
             for name, held in places.items():
                 for container, key in held:
                     container[key] = values[name]
-        for container, key, value in self.loose:
+        for container, key, value in self.detached:
             container[key] = with_attributes(value.clone(), value)
 
     def end(self) -> None:
-        """End a call: make the containers what they were before it."""
+        """End a call: restore the containers."""
         restore(self.state)
         if any(self._empty):  # asked first, since there are many
             for each in self._empty:
@@ -301,9 +294,7 @@ class Slots:
 def attributes(model: nn.Module, tensors: set[int]) -> list[Container]:
     """Return the attributes of each module, and every list and dictionary below them.
 
-    Parameters and buffers can have some, too.
-
-    Looks into modules that are held without being registered, too.
+    Attributes of parameters and buffers count, and modules that are not registered.
 
     Raises:
         TypeError: a tuple holds one of `tensors`: its entry cannot be exchanged.
@@ -342,7 +333,6 @@ class Fields:
     """Values that an object holds by descriptors, as slots and cells do."""
 
     def __init__(self, owner: Any, descriptors: Sequence[Any]) -> None:
-        """Take the object, and the descriptors of its class."""
         self.owner = owner
         self._descriptors = descriptors
 
@@ -355,7 +345,7 @@ class Fields:
         return found
 
     def put_back(self, before: dict[Any, Any]) -> None:
-        """Set what was set before, and nothing else."""
+        """Restore these values, and unset all others."""
         for each in self.contents().keys() - before.keys():
             each.__delete__(self.owner)
         for each, value in before.items():
@@ -409,10 +399,7 @@ def put(container: Any, key: Any, value: Any) -> None:
 
 
 def restore(state: State) -> None:
-    """Make containers what they were, keeping the objects.
-
-    An interrupt leaves some of them as they are; another call restores these.
-    """
+    """Restore the contents of containers; after an interrupt, call it again."""
     for container, before in state:
         if same(container, before):
             continue
@@ -447,14 +434,14 @@ def _entries(containers: Sequence[Any]) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def children(value: Any) -> list[Any]:
-    """Return what a list, tuple or dictionary holds."""
+    """Return the entries of a list or tuple, or the values of a dictionary."""
     return list(value.values() if isinstance(value, dict) else value)
 
 
 def _look_into(
     module: nn.Module, path: str, tensors: set[int], seen: set[int], found: list
 ) -> None:
-    """Append what a module holds, except by registering it."""
+    """Append the containers among the plain attributes of a module."""
     found += [vars(module), private.registered(module)[2]]
     for key, value in vars(module).items():
         if key not in _OF_EVERY_MODULE:

@@ -38,15 +38,17 @@ def scale_by_adam(
 ) -> GradientTransformation:
     """Divide the mean gradient by the root of its mean square, as `adam` does."""
     beta1, beta2 = betas
+    share = 1 - beta1
 
-    def at(t: Tensor) -> Any:
+    def at(count: Tensor) -> Any:
+        t = count.double()
         # Both corrections go into the denominator, by which there are fewer passes.
         correction = 1 - beta1**t
         factor = correction / (1 - beta2**t).sqrt()
         least = correction * scalar(eps, correction)
 
         def rule(g: Tensor, m: Tensor, v: Tensor) -> Directions:
-            m, v = lerp(m, g, 1 - beta1), mean_of_squares(v, g, beta2)
+            m, v = lerp(m, g, share), mean_of_squares(v, g, beta2)
             size = torch.addcmul(placed(least, v), root(v), placed(factor, v))
             return m / size, m, v
 
@@ -63,12 +65,14 @@ def scale_by_amsgrad(
     As in torch, the entrywise maximum is taken before the correction.
     """
     beta1, beta2 = betas
+    share = 1 - beta1
 
-    def at(t: Tensor) -> Any:
+    def at(count: Tensor) -> Any:
+        t = count.double()
         correction1, correction2 = 1 - beta1**t, 1 - beta2**t
 
         def rule(g: Tensor, m: Tensor, v: Tensor, largest: Tensor) -> Directions:
-            m, v = lerp(m, g, 1 - beta1), mean_of_squares(v, g, beta2)
+            m, v = lerp(m, g, share), mean_of_squares(v, g, beta2)
             largest = torch.maximum(largest, v)
             size = root(largest / scalar(correction2, v)) + scalar(eps, v)
             return m / scalar(correction1, m) / size, m, v, largest
@@ -84,18 +88,20 @@ def scale_by_nadam(
 ) -> GradientTransformation:
     """Look ahead of the mean gradient, over the root of the mean square, as `nadam`."""
     beta1, beta2 = betas
+    share = 1 - beta1
 
     def momentum(t: Tensor) -> Any:
         return beta1 * (1 - 0.5 * 0.96 ** (t * momentum_decay))
 
-    def moments(product: Tensor) -> GradientTransformation:
-        def at(t: Tensor) -> Any:
-            now, ahead = momentum(t), momentum(t + 1)
+    def moments(now: Any, product: Tensor) -> GradientTransformation:
+        def at(count: Tensor) -> Any:
+            t = count.double()
+            ahead = momentum(t + 1)
             by_grad, by_mean = (1 - now) / (1 - product), ahead / (1 - product * ahead)
             correction = 1 - beta2**t
 
             def rule(g: Tensor, m: Tensor, v: Tensor) -> Directions:
-                m, v = lerp(m, g, 1 - beta1), mean_of_squares(v, g, beta2)
+                m, v = lerp(m, g, share), mean_of_squares(v, g, beta2)
                 mixed = scalar(by_grad, m) * g.to(m.dtype) + scalar(by_mean, m) * m
                 size = root(v / scalar(correction, v)) + scalar(eps, v)
                 return mixed / size, m, v
@@ -106,14 +112,15 @@ def scale_by_nadam(
 
     def init(params: Params) -> State:
         # One product of all momenta for all parameters, in float64.
-        count, slots = moments(torch.ones(())).init(params)
+        count, slots = moments(0.0, torch.ones(())).init(params)
         return State(count, {"mu_product": count.double() + 1, **slots})
 
     def update(
         grads: Grads, state: State, params: Params | None = None
     ) -> tuple[Updates, State]:
-        product = state.slots["mu_product"] * momentum((state.count + 1).double())
-        updates, new = moments(product).update(grads, state)
+        now = momentum((state.count + 1).double())
+        product = state.slots["mu_product"] * now
+        updates, new = moments(now, product).update(grads, state)
         return updates, State(new.count, {"mu_product": product, **new.slots})
 
     return GradientTransformation(init, update)
@@ -124,8 +131,10 @@ def scale_by_radam(
 ) -> GradientTransformation:
     """Divide by the root of the mean square once that is reliable, as `radam` does."""
     beta1, beta2 = betas
+    share = 1 - beta1
 
-    def at(t: Tensor) -> Any:
+    def at(count: Tensor) -> Any:
+        t = count.double()
         correction1, correction2 = 1 - beta1**t, 1 - beta2**t
         limit = 2 / (1 - scalar(beta2, t)) - torch.ones_like(t)
         length = limit - 2 * t * beta2**t / correction2
@@ -137,7 +146,7 @@ def scale_by_radam(
         plain = torch.where(reliable, 0, torch.ones_like(ratio))
 
         def rule(g: Tensor, m: Tensor, v: Tensor) -> Directions:
-            m, v = lerp(m, g, 1 - beta1), mean_of_squares(v, g, beta2)
+            m, v = lerp(m, g, share), mean_of_squares(v, g, beta2)
             scale = scalar(rectified, v) / (root(v) + scalar(eps, v))
             return m / scalar(correction1, m) * (scale + scalar(plain, v)), m, v
 
@@ -151,12 +160,14 @@ def scale_by_adamax(
 ) -> GradientTransformation:
     """Divide the mean gradient by the decaying maximum of its size, as `adamax`."""
     beta1, beta2 = betas
+    share = 1 - beta1
 
-    def at(t: Tensor) -> Any:
+    def at(count: Tensor) -> Any:
+        t = count.double()
         correction = 1 - beta1**t
 
         def rule(g: Tensor, m: Tensor, u: Tensor) -> Directions:
-            m = lerp(m, g, 1 - beta1)
+            m = lerp(m, g, share)
             size = g.to(u.dtype).abs() + scalar(eps, u)
             u = torch.maximum(scalar(beta2, u) * u, size)
             # Without eps the maximum is zero where the mean is.

@@ -52,7 +52,7 @@ def scale_by_rss(
         return over_root(g, total, eps), total
 
     slots = {"sum": initial_accumulator_value}
-    return per_parameter("scale_by_rss", slots, lambda t: rule)
+    return per_parameter("scale_by_rss", slots, lambda count: rule)
 
 
 def scale_by_rms(alpha: Number = 0.99, eps: Number = 1e-8) -> GradientTransformation:
@@ -62,7 +62,7 @@ def scale_by_rms(alpha: Number = 0.99, eps: Number = 1e-8) -> GradientTransforma
         square = mean_of_squares(square, g, alpha)
         return over_root(g, square, eps), square
 
-    return per_parameter("scale_by_rms", {"square_avg": 0}, lambda t: rule)
+    return per_parameter("scale_by_rms", {"square_avg": 0}, lambda count: rule)
 
 
 def scale_by_stddev(alpha: Number = 0.99, eps: Number = 1e-8) -> GradientTransformation:
@@ -74,7 +74,7 @@ def scale_by_stddev(alpha: Number = 0.99, eps: Number = 1e-8) -> GradientTransfo
         return over_root(g, square - mean * mean, eps), square, mean
 
     slots = {"square_avg": 0, "grad_avg": 0}
-    return per_parameter("scale_by_stddev", slots, lambda t: rule)
+    return per_parameter("scale_by_stddev", slots, lambda count: rule)
 
 
 def scale_by_adadelta(rho: Number = 0.9, eps: Number = 1e-6) -> GradientTransformation:
@@ -87,7 +87,7 @@ def scale_by_adadelta(rho: Number = 0.9, eps: Number = 1e-6) -> GradientTransfor
         return update, square, mean_of_squares(delta, update, rho)
 
     slots = {"square_avg": 0, "acc_delta": 0}
-    return per_parameter("scale_by_adadelta", slots, lambda t: rule)
+    return per_parameter("scale_by_adadelta", slots, lambda count: rule)
 
 
 def scale_by_factored_rms(
@@ -109,8 +109,8 @@ def scale_by_factored_rms(
 
         return mean
 
-    def at(t: Tensor) -> Any:
-        share = t**beta2_decay
+    def at(count: Tensor) -> Any:
+        share = count.double() ** beta2_decay
 
         def rule(
             g: Tensor, row: Tensor | None, column: Tensor | None, whole: Tensor | None
@@ -153,8 +153,7 @@ def adagrad(
     before, `p -= lr / (1 + t * lr_decay) * g / (sqrt(s) + eps)`. State: one tensor of
     the size of each parameter.
 
-    Reference: Duchi, Hazan and Singer, Adaptive Subgradient Methods for Online Learning
-    and Stochastic Optimization, JMLR 12 (2011).
+    Reference: Duchi, Hazan and Singer, Adaptive Subgradient Methods, JMLR 12 (2011).
 
     Example:
         >>> tx, params = adagrad(0.1), {"w": torch.ones(2)}
@@ -219,8 +218,8 @@ def rmsprop(
     `b = momentum * b + g / (sqrt(v) + eps); p -= lr * b`. State: one tensor of the size
     of each parameter, and one more for each of both options.
 
-    Reference: Tieleman and Hinton, RMSprop, lecture 6.5 of Neural Networks for Machine
-    Learning, 2012; Graves, arXiv 1308.0850, for the centered form.
+    Reference: Tieleman and Hinton, lecture 6.5, 2012; Graves, arXiv 1308.0850, for the
+    centered form.
 
     Example:
         >>> tx, params = rmsprop(0.1, alpha=0.75), {"w": torch.ones(2)}

@@ -83,8 +83,8 @@ def ema(decay: Number, *, debias: bool = True) -> GradientTransformation:
     """
     check_shares("ema", decay=decay)
 
-    def at(t: Tensor) -> Any:
-        correction = 1 - decay**t
+    def at(count: Tensor) -> Any:
+        correction = 1 - decay ** count.double()
 
         def rule(g: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
             mean = lerp(mean, g, 1 - decay)
@@ -101,9 +101,8 @@ def ema_parameters(decay: Number) -> GradientTransformation:
     `average = decay * average + (1 - decay) * p` with the parameters `p` after each
     step, and `average = p` after the first: the numbers of
     `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)`. Put it
-    last in a chain, where updates are what is added to the parameters, and read it by
-    `averaged_parameters`. A parameter whose update is None enters unchanged. State: one
-    tensor of the size of each parameter.
+    last in a chain, and read it by `averaged_parameters`. State: one tensor of the size
+    of each parameter.
 
     Reference: Tarvainen and Valpola, arXiv 1703.01780.
 
@@ -128,14 +127,12 @@ def ema_parameters(decay: Number) -> GradientTransformation:
 def polyak_average(*, start: int | Tensor = 0) -> GradientTransformation:
     """Keep the mean of the parameters over all steps; updates pass unchanged.
 
-    The mean is over the parameters after each step later than `start`; until the first
-    of these it is the parameters themselves. With `start=0` these are the numbers
-    of `torch.optim.swa_utils.AveragedModel`. Use and state are those of
-    `ema_parameters`.
+    The mean is over the parameters after each step later than `start`; until then it is
+    the parameters themselves. With `start=0` these are the numbers of
+    `torch.optim.swa_utils.AveragedModel`. Use and state are as in `ema_parameters`.
 
-    Reference: Polyak and Juditsky, Acceleration of Stochastic Approximation by
-    Averaging, SIAM Journal on Control and Optimization 30 (1992); Izmailov et al.,
-    arXiv 1803.05407.
+    Reference: Polyak and Juditsky, SIAM J. Control and Optimization 30 (1992); Izmailov
+    et al., arXiv 1803.05407.
 
     Example:
         >>> from vgrad.optim import chain, sgd, step
@@ -157,9 +154,8 @@ def polyak_average(*, start: int | Tensor = 0) -> GradientTransformation:
 def averaged_parameters(state: Tree) -> Params:
     """Return the average that `ema_parameters` or `polyak_average` keeps in a state.
 
-    `state` is that of the average itself or of an optimizer that holds one. The tensors
-    are in `promote_types(param dtype, float32)`; before the first step they are the
-    parameters given to `init`.
+    `state` may be that of an optimizer with one average inside. The tensors are in
+    `promote_types(param dtype, float32)`.
 
     Example:
         >>> from vgrad.optim import adam, chain
@@ -184,11 +180,10 @@ def lookahead(
 ) -> GradientTransformation:
     """Let fast weights run ahead, and return part of the way every few steps.
 
-    The inner optimizer moves the parameters. At every `sync_period`-th step the slow
-    weights, which start as the parameters, move by `slow_step_size * (p - slow)`
-    towards the parameters `p` after the inner step, and the parameters become the slow
-    weights. The inner state is kept. Nothing waits for the device. State: the inner one
-    and one tensor of the size of each parameter.
+    At every `sync_period`-th step of the inner optimizer the slow weights, which start
+    as the parameters, move by `slow_step_size * (p - slow)` towards the parameters `p`,
+    which become the slow weights. State: the inner one, which is kept, and one tensor
+    of the size of each parameter.
 
     Reference: Zhang et al., arXiv 1907.08610.
 
@@ -260,9 +255,7 @@ def apply_if_finite(
 
     Such a step has updates of zero and leaves the inner state as it is. After
     `max_consecutive_errors` of them in a row the next one is made anyway, so that a
-    training run beyond repair shows. The state counts the errors in a row, which a
-    finite step sets to zero, and all errors, and holds whether the last step was
-    finite.
+    training run beyond repair shows.
 
     Example:
         >>> from vgrad.optim import trace
@@ -310,14 +303,10 @@ def multi_steps(
 ) -> GradientTransformation:
     """Make one inner step of the mean gradient of every `steps` calls.
 
-    All calls but the last of a round have updates of zero and leave the inner state as
-    it is. The inner update is computed at every call, which takes time but avoids
-    waiting for the device. State: the inner one and one tensor of the size of each
-    parameter.
-
-    The mean is over all calls of a round: a gradient of None counts as zero, as when
-    torch accumulates. A parameter whose gradient is None at the last call is not
-    updated, and what it accumulated waits for the next round.
+    All other calls have updates of zero and leave the inner state as it is. A gradient
+    of None counts as zero, as when torch accumulates; a parameter whose gradient is
+    None at the last call is not updated, and its sum waits for the next round. State:
+    the inner one and one tensor of the size of each parameter.
 
     Example:
         >>> from vgrad.optim import sgd

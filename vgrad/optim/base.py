@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -23,16 +23,8 @@ from vgrad.optim.arithmetic import (
 from vgrad.tree import cast, map_values, tree_leaves, widened
 from vgrad.typing import Params, Schedule, Tree
 
-
-class UpdateFn(Protocol):
-    """How a transformation turns gradients into updates."""
-
-    def __call__(
-        self, grads: Grads, state: Tree, params: Params | None = None
-    ) -> tuple[Updates, Tree]:
-        """Return the updates and the new state; the arguments stay as they are."""
-        ...
-
+UpdateFn = Callable[..., tuple[Updates, Tree]]
+"""`(grads, state, params=None) -> (updates, state)`; the arguments do not change."""
 
 Donated = Callable[[Grads, Tree, Params], tuple[Params, Tree] | None]
 """A step in place: `(grads, state, params) -> (params, state)`.
@@ -50,14 +42,10 @@ class GradientTransformation(NamedTuple):
     already in them. They are never narrower than float32.
 
     Neither function changes anything in place or reads a value, so both run under
-    `torch.vmap`, `torch.compile` and `torch.func.grad`. For many members, put `init`
-    and `update` under `torch.vmap`, and build the optimizer inside the mapped function
-    if its rate differs from member to member.
-
-    A gradient of `None` gives an update of `None` and leaves the state of that
-    parameter as it is; step counters run on.
-
-    `donated` is a faster way to make a whole step, for `step` with `donate=True`; a
+    `torch.vmap`, `torch.compile` and `torch.func.grad`; an optimizer whose rate differs
+    from member to member is built inside the mapped function. A gradient of `None`
+    gives an update of `None` and leaves the state of that parameter as it is; step
+    counters run on. `donated` is a faster whole step, for `step` with `donate=True`; a
     chain does not inherit it from its parts.
 
     Example:
@@ -102,7 +90,7 @@ def per_parameter(
 ) -> GradientTransformation:
     """Make a transformation of a rule for one parameter.
 
-    `at(step) -> rule` is called once a step with its number, in float64, and
+    `at(step) -> rule` is called once a step with its number, an int64 tensor, and
     `rule(gradient, *slots) -> (update, *slots)` once for each parameter with a
     gradient. A slot is None for parameters for which its function returns None.
     Parameters have to be `real`; errors begin with the name of the `function`.
@@ -130,17 +118,19 @@ def per_parameter(
         old = [state.slots.get(slot, {}) for slot in slots]
         checks.names(f"{function}(grads)", set().union(*old), grads)
         count = state.count + 1
-        rule = at(count.double())
-        updates: Updates = dict(grads)
-        new = [dict(tensors) for tensors in old]
-        for name, grad in grads.items():
-            if grad is not None:
-                before = [tensors.get(name) for tensors in old]
-                updates[name], *after = rule(grad, *before)
-                for tensors, tensor in zip(new, after, strict=True):
-                    if tensor is not None:
-                        tensors[name] = tensor
-        return updates, State(count, dict(zip(slots, new, strict=True)))
+        rule = at(count)
+        columns = [map(tensors.get, grads) for tensors in old]
+        rows = zip(grads, grads.values(), *columns, strict=True)
+        results = {
+            name: (grad, *before) if grad is None else rule(grad, *before)
+            for name, grad, *before in rows
+        }
+        updates = {name: result[0] for name, result in results.items()}
+        new = {
+            slot: {name: results[name][place] for name in tensors}
+            for place, (slot, tensors) in enumerate(zip(slots, old, strict=True), 1)
+        }
+        return updates, State(count, new)
 
     return GradientTransformation(init, update)
 
@@ -264,17 +254,15 @@ def step(
 ) -> tuple[Params, Tree]:
     """Update and apply: `(grads, state, params) -> (new params, new state)`.
 
-    Like every function of tensors it records a graph if its inputs require grad, as
-    gradients through the training need it. Ordinary training calls it under
+    It records a graph if its inputs require grad: ordinary training calls it under
     `torch.no_grad()`, or with gradients and parameters of `torch.func`.
 
     With `donate=True` the step may write into the old state, which must not be used
     again, and into the old parameters: `sgd`, `adam` and `adamw` make the step by one
     kernel of torch, at the speed of its fused optimizers. The dictionaries passed are
-    left empty, so that using them again raises; tensors that are also held elsewhere,
-    for example by a module, may have changed. The gradients are never changed: where
-    one, or a part of the state, has the memory of a parameter, the step is a pure one,
-    as it is for one tensor under two names.
+    left empty, so that using them again raises; their tensors may have changed. The
+    gradients are never changed: where one, or a part of the state, shares the memory of
+    a parameter, the step is a pure one.
 
     Example:
         >>> from vgrad.optim import sgd

@@ -46,7 +46,7 @@ Words = tuple[Tensor, ...]
 def clip_by_value(clip_value: Number) -> GradientTransformation:
     """Clip every entry to `[-clip_value, clip_value]`, as `clip_grad_value_` does.
 
-    There is no state. An entry that is NaN stays NaN.
+    An entry that is NaN stays NaN.
 
     Example:
         >>> clip = clip_by_value(1.0)
@@ -65,9 +65,8 @@ def clip_by_value(clip_value: Number) -> GradientTransformation:
 def clip_by_global_norm(max_norm: Number) -> GradientTransformation:
     """Shrink all gradients by one factor where their common norm exceeds `max_norm`.
 
-    The factor is `min(max_norm / (norm + 1e-6), 1)` with the norm of `global_norm`: the
-    formula of `torch.nn.utils.clip_grad_norm_`, by which the norm ends up a little
-    below `max_norm`. There is no state. If the norm is infinite, entries that are not
+    The factor is `min(max_norm / (norm + 1e-6), 1)` with the norm of `global_norm`, as
+    in `torch.nn.utils.clip_grad_norm_`. If the norm is infinite, entries that are not
     finite become NaN, and all others zero.
 
     Reference: Pascanu et al., arXiv 1211.5063.
@@ -114,8 +113,6 @@ def global_norm(grads: Grads) -> Tensor:
 def clip_by_block_rms(threshold: Number) -> GradientTransformation:
     """Divide each tensor by `max(rms / threshold, 1)`, with its root mean square.
 
-    Tensors are clipped independently. There is no state.
-
     Reference: Shazeer and Stern, arXiv 1804.04235, section 6.
 
     Example:
@@ -139,9 +136,8 @@ def adaptive_grad_clip(
 
     A gradient `g` of parameters `p` whose norm exceeds
     `bound = clipping * max(norm(p), eps)` becomes `g * bound / max(norm(g), 1e-6)`. The
-    norms are those of the units: a unit is what belongs to one output, that is, one
-    entry of the first dimension of a linear or convolution weight. A tensor with at
-    most one dimension longer than one is a single unit. There is no state.
+    norms are of units: one entry of the first dimension, as in a linear or convolution
+    weight. A tensor with at most one dimension longer than one is a single unit.
 
     Reference: Brock et al., arXiv 2102.06171.
 
@@ -170,7 +166,7 @@ def centralize() -> GradientTransformation:
     """Subtract the mean of each unit from its gradient: `g - mean(g)`.
 
     A unit is one entry of the first dimension, as in a linear or convolution weight.
-    Tensors of fewer than two dimensions stay as they are. There is no state.
+    Tensors of fewer than two dimensions stay as they are.
 
     Reference: Yong et al., arXiv 2004.01461.
 
@@ -209,7 +205,7 @@ def zero_nans() -> GradientTransformation:
         # Of a DTensor, a count is compared once its parts are added up; `any` is not.
         return torch.where(wide.isnan(), 0.0, wide), g.isnan().sum() > 0
 
-    return per_parameter("zero_nans", {"found": none}, lambda t: rule, real=False)
+    return per_parameter("zero_nans", {"found": none}, lambda count: rule, real=False)
 
 
 def _unit_norm(value: Tensor) -> Tensor:
@@ -225,11 +221,9 @@ def add_noise(
 ) -> GradientTransformation:
     """Add Gaussian noise of the variance `eta / t^gamma` at step `t = 1, 2, ...`.
 
-    The draws of a step are a function of the seed, of `t` and of the sizes of the
-    gradients. The state holds seed and count, so that training goes on with the same
-    noise after a checkpoint; the `seed` of the transformation is for `init` alone. To
-    give members their own noise, put `init` under `torch.vmap` with seeds of shape [E].
-
+    The draws of a step are a function of the seed and the count in the state, and of
+    the sizes of the gradients: training goes on with the same noise after a checkpoint.
+    To give members their own noise, put `init` under `torch.vmap` with seeds `[E]`.
     Draws have 32 random bits and never exceed 6.8 standard deviations. Drawing takes
     about four times the memory of the parameters in float32, also where they are
     sharded: each rank draws all of it, and any number of ranks adds the same bits.

@@ -40,15 +40,12 @@ def inject_hyperparams(
 ) -> GradientTransformation:
     """Keep the hyperparameters of an optimizer in its state, where they can be set.
 
-    `inject_hyperparams(adam, lr=1e-3)` makes the steps of `adam(lr=1e-3)`. Each value
-    is a number, a tensor without dimensions, a schedule, or a tuple of these. They are
-    in `state.hyperparams` as float64 tensors; `with_hyperparams` sets them. A schedule
-    is evaluated at every step: the state holds the last rate, and a value set by hand
-    is overwritten. Bind all other options before:
-    `inject_hyperparams(partial(sgd, nesterov=True), lr=0.1, momentum=0.9)`.
-
-    For members, put `init` under `torch.vmap` with one value per member, or set a
-    tensor of shape [E] in the stacked state. `update` takes the values from the state.
+    `inject_hyperparams(adam, lr=1e-3)` makes the steps of `adam(lr=1e-3)`. The values
+    are in `state.hyperparams` as float64 tensors; `with_hyperparams` sets them. A
+    schedule is evaluated at every step, and overwrites a value set by hand. Bind all
+    other options before: `inject_hyperparams(partial(sgd, nesterov=True), lr=0.1)`. For
+    members, put `init` under `torch.vmap` with one value per member, or set a tensor
+    `[E]` in the stacked state.
 
     Example:
         >>> from vgrad.optim import sgd
@@ -89,8 +86,8 @@ def with_hyperparams(
 ) -> HyperparamsState:
     """Return a state of `inject_hyperparams` with other values.
 
-    In a stacked state, a number or a tensor without dimensions is set for all members,
-    and a tensor of shape [E] has one value per member. The values are not checked.
+    In a stacked state, a number is set for all members, and a tensor `[E]` has one
+    value per member. The values are not checked.
 
     Example:
         >>> from vgrad.optim import adam

@@ -84,10 +84,6 @@ def from_torch(
     gradient and have not been stepped are left out, as in
     `make_functional_with_buffers`.
 
-    Raises:
-        TypeError: there is no transformation for this class, subclasses included.
-        ValueError: names, steps or options of the optimizer do not fit one state.
-
     Example:
         >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = torch.optim.Adam(model.named_parameters(), lr=0.1)
@@ -190,10 +186,6 @@ def to_torch(
     Tensors are copies in the dtype of torch, so that a state of `from_torch` comes back
     exactly. The steps are those of the transformation also for parameters that missed
     some, in optimizers whose numbers do not depend on them.
-
-    Raises:
-        TypeError: there is no transformation for this class, subclasses included.
-        ValueError: the state is one of another optimizer, or of other parameters.
 
     Example:
         >>> from vgrad.optim import adam, step
@@ -355,8 +347,8 @@ def as_torch(
 ) -> Optimizer:
     """Make a `torch.optim.Optimizer` that steps by a transformation.
 
-    It is for code that asks for one, such as trainers, `GradScaler` and the schedulers
-    of torch. `params` are `model.named_parameters()` or a dictionary of them; their
+    It is for code that needs one, such as trainers, `GradScaler` and the schedulers of
+    torch. `params` are `model.named_parameters()` or a dictionary of them; their
     `.grad` is read, and they are written in place. State: that of the transformation,
     made at the first step. `state_dict` returns copies of its tensors, named by
     `vgrad.tree.state_dict`, and the parameter group. A step without any gradient
@@ -370,12 +362,8 @@ def as_torch(
     hand. `partition` makes groups of parameters.
 
     Raises:
-        TypeError: the transformation is none, or the parameters are not pairs of a name
-            and a tensor.
-        ValueError: a name comes twice, or parameters share memory; in `step`, a
-            gradient is sparse, a rate was set that nothing reads, or a parameter that
-            was behind has a gradient, where updates depend on the steps that torch
-            counts for each parameter.
+        ValueError: in `step`, a gradient is sparse, or a parameter that was behind has
+            one where updates depend on the steps that torch counts for each parameter.
 
     Example:
         >>> from vgrad.optim import inject_hyperparams, sgd

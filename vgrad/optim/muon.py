@@ -50,13 +50,13 @@ def orthogonalize(
     With `x = g / max(norm(g), eps)`, each of `ns_steps` iterations takes
     `s = x @ x.T; x = a * x + (b * s + c * s @ s) @ x`, on the transpose of a matrix
     that is taller than wide. By default, singular values of a hundredth of the norm and
-    more end between 0.6 and 1.2. There is no state. The cost is `ns_steps` times three
+    more end between 0.6 and 1.2. The cost is `ns_steps` times three
     products of matrices.
 
     The iteration runs in `dtype`, norm included: bfloat16, the choice of
-    `torch.optim.Muon`, is right to two or three digits and fast on accelerators. Take
-    float32 for gradients through training. In bfloat16, members under `torch.vmap` have
-    the bits they have alone, except in a compiled function, which rounds elsewhere.
+    `torch.optim.Muon`, is right to two or three digits. Take float32 for gradients
+    through training. In bfloat16, members under `torch.vmap` have the same bits as
+    alone, except in a compiled function, which rounds elsewhere.
 
     Reference: as for `muon`; Bernstein and Newhouse, arXiv 2409.20325.
 
@@ -176,7 +176,9 @@ def muon(
 
     return descent(
         lr,
-        per_parameter("muon", {"momentum_buffer": 0}, lambda t: average, real=False),
+        per_parameter(
+            "muon", {"momentum_buffer": 0}, lambda count: average, real=False
+        ),
         orthogonalize(
             ns_coefficients=ns_coefficients, eps=eps, ns_steps=ns_steps, dtype=dtype
         ),

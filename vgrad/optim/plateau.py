@@ -60,10 +60,9 @@ def reduce_on_plateau(
 ) -> tuple[GradientTransformation, Observe]:
     """Make the steps of `make(rate)`, and lower the rate when a value stagnates.
 
-    Returns the optimizer and a function that gives it a value, for example after each
-    epoch: `state = observe(state, loss)`. Nothing waits for the device. The state may
-    be that of the optimizer or any tree that holds it, also stacked for members: then a
-    value of shape [E] is one per member.
+    Returns the optimizer and `observe(state, value) -> state`, to be called, for
+    example, after each epoch. The state may be any tree with that of the optimizer
+    inside, also stacked for members: then a value `[E]` is one per member.
 
     The numbers are those of `torch.optim.lr_scheduler.ReduceLROnPlateau`. A value is
     better than the best one, for `mode="min"`, if it is below `best * (1 - threshold)`

@@ -59,13 +59,11 @@ def schedule_free(
     optimizer moves and `x` its average, all three of which start as the parameters:
     `z += inner(gradient at y); x = (1 - c) * x + c * z; y = (1 - beta) * z + beta * x`.
     The share `c` is `w / (sum of w so far)` with `w = lr ** weight_lr_power` of the
-    step. `lr` is the rate of the inner optimizer; it only weighs the average, and
-    matters where it changes, as in a warm-up. The inner optimizer should have no
-    momentum. Its weight decay is that of `y`.
-
-    Evaluate the model at `x`, which `evaluation_parameters` returns. State: that of
-    `inner`, and `z` and `x` in `promote_types(param dtype, float32)`: parameters of
-    bfloat16 lose no small updates, and changes made to them by hand are overwritten.
+    step. `lr` is the rate of the inner optimizer, which only weighs the average; it
+    should have no momentum, and its weight decay is that of `y`. Evaluate the model at
+    `x`, which `evaluation_parameters` returns. State: that of `inner`, and `z` and `x`
+    in `promote_types(param dtype, float32)`: parameters of bfloat16 lose no small
+    updates, and changes made to them by hand are overwritten.
 
     Reference: Defazio et al., arXiv 2405.15682.
 
@@ -114,9 +112,8 @@ def schedule_free(
 def evaluation_parameters(state: Tree, params: Params) -> Params:
     """Return the parameters to evaluate: `{name: shape} -> {name: shape}`.
 
-    They are the averages that `schedule_free` keeps in `state`, in the dtypes of
-    `params`. `state` may be that of an optimizer with `schedule_free` inside, such as a
-    `partition`; parameters without an average are returned as they are.
+    They are the averages of `schedule_free` in `state`, which may be anywhere inside,
+    in the dtypes of `params`; parameters without an average are returned as they are.
 
     Example:
         >>> tx, params = schedule_free_sgd(0.5), {"w": torch.ones(2)}
@@ -189,8 +186,8 @@ def schedule_free_adamw(
     check_numbers("schedule_free_adamw", lr, betas, eps=eps, **decays)
     options = {"weight_decay": weight_decay, "decoupled": True, "maximize": maximize}
 
-    def at(t: Tensor) -> Any:
-        correction = 1 - betas[1] ** t
+    def at(count: Tensor) -> Any:
+        correction = 1 - betas[1] ** count.double()
 
         def rule(g: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
             square = mean_of_squares(square, g, betas[1])

@@ -49,16 +49,12 @@ __all__ = [
 ]
 
 Length = int | Tensor
-"""A number of steps."""
-
 Curve = Callable[[Tensor], Tensor]
 """A schedule that always returns a tensor."""
 
 Anneal = Literal["cos", "linear"]
-
 Mode = Literal["triangular", "triangular2", "exp_range"]
 MODES = get_args(Mode)
-"""How the triangles of `cyclic` shrink."""
 
 
 def __dir__() -> list[str]:
@@ -72,13 +68,12 @@ def constant(lr: Number, steps: Length = 0, *, factor: Number = 1 / 3) -> Curve:
         >>> constant(0.5, 2, factor=0.5)(torch.arange(4)).tolist()
         [0.25, 0.25, 0.5, 0.5]
     """
-    _check_lengths("constant", 0, steps=steps)
-    _check_rates("constant", lr=lr, factor=factor)
 
-    def formula(t: Tensor, base: Tensor, length: Tensor, share: Tensor) -> Tensor:
+    def formula(t: Tensor, base: Tensor, share: Tensor, length: Tensor) -> Tensor:
         return torch.where(t < length, base * share, base)
 
-    return _curve(formula, lr, steps, factor)
+    rates = {"lr": lr, "factor": factor}
+    return _curve("constant", formula, rates, {"steps": steps}, least=0)
 
 
 def linear(
@@ -94,14 +89,12 @@ def linear(
         >>> linear(1.0, 4, start_factor=0.0)(torch.arange(6)).tolist()
         [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
     """
-    _check_lengths("linear", steps=steps)
-    _check_rates("linear", lr=lr, start_factor=start_factor, end_factor=end_factor)
 
-    def formula(t: Tensor, *values: Tensor) -> Tensor:
-        base, length, start, end = values
-        return base * _line(start, end, (t / length).clamp(max=1))
+    def formula(t: Tensor, base: Tensor, *ends_and_length: Tensor) -> Tensor:
+        return base * _rise(t, *ends_and_length)
 
-    return _curve(formula, lr, steps, start_factor, end_factor)
+    rates = {"lr": lr, "start_factor": start_factor, "end_factor": end_factor}
+    return _curve("linear", formula, rates, {"steps": steps})
 
 
 def polynomial(lr: Number, steps: Length, *, power: Number = 1.0) -> Curve:
@@ -111,15 +104,14 @@ def polynomial(lr: Number, steps: Length, *, power: Number = 1.0) -> Curve:
         >>> polynomial(1.0, 4, power=2.0)(torch.arange(6)).tolist()
         [1.0, 0.5625, 0.25, 0.0625, 0.0, 0.0]
     """
-    _check_lengths("polynomial", steps=steps)
-    _check_rates("polynomial", lr=lr, power=power)
 
-    def formula(t: Tensor, base: Tensor, length: Tensor, exponent: Tensor) -> Tensor:
+    def formula(t: Tensor, base: Tensor, exponent: Tensor, length: Tensor) -> Tensor:
         # Not clamped: the slope of a root is infinite at zero and would make NaN there.
         left = torch.where(t < length, 1 - t / length, 0.0)
         return base * left**exponent
 
-    return _curve(formula, lr, steps, power)
+    rates = {"lr": lr, "power": power}
+    return _curve("polynomial", formula, rates, {"steps": steps})
 
 
 def exponential(lr: Number, gamma: Number) -> Curve:
@@ -129,9 +121,11 @@ def exponential(lr: Number, gamma: Number) -> Curve:
         >>> exponential(1.0, 0.5)(torch.arange(4)).tolist()
         [1.0, 0.5, 0.25, 0.125]
     """
-    _check_rates("exponential", lr=lr, gamma=gamma)
 
-    return _curve(lambda t, base, ratio: base * ratio**t, lr, gamma)
+    def formula(t: Tensor, base: Tensor, ratio: Tensor) -> Tensor:
+        return base * ratio**t
+
+    return _curve("exponential", formula, {"lr": lr, "gamma": gamma})
 
 
 def step(lr: Number, step_size: Length, *, gamma: Number = 0.1) -> Curve:
@@ -141,13 +135,12 @@ def step(lr: Number, step_size: Length, *, gamma: Number = 0.1) -> Curve:
         >>> step(1.0, 2, gamma=0.5)(torch.arange(5)).tolist()
         [1.0, 1.0, 0.5, 0.5, 0.25]
     """
-    _check_lengths("step", step_size=step_size)
-    _check_rates("step", lr=lr, gamma=gamma)
 
-    def formula(t: Tensor, base: Tensor, size: Tensor, ratio: Tensor) -> Tensor:
+    def formula(t: Tensor, base: Tensor, ratio: Tensor, size: Tensor) -> Tensor:
         return base * ratio ** torch.floor(t / size)
 
-    return _curve(formula, lr, step_size, gamma)
+    rates = {"lr": lr, "gamma": gamma}
+    return _curve("step", formula, rates, {"step_size": step_size})
 
 
 def multi_step(
@@ -162,9 +155,6 @@ def multi_step(
         >>> multi_step(1.0, [1, 3], gamma=0.5)(torch.arange(5)).tolist()
         [1.0, 0.5, 0.5, 0.25, 0.25]
     """
-    for index, milestone in enumerate(milestones):
-        _check_lengths("multi_step", **{f"milestones[{index}]": milestone})
-    _check_rates("multi_step", lr=lr, gamma=gamma)
 
     def formula(t: Tensor, base: Tensor, ratio: Tensor, *places: Tensor) -> Tensor:
         passed = torch.zeros_like(t)
@@ -172,18 +162,17 @@ def multi_step(
             passed = passed + (t >= place)
         return base * ratio**passed
 
-    return _curve(formula, lr, gamma, *milestones)
+    lengths = {f"milestones[{i}]": place for i, place in enumerate(milestones)}
+    return _curve("multi_step", formula, {"lr": lr, "gamma": gamma}, lengths)
 
 
 def cosine(lr: Number, steps: Length, *, eta_min: Number = 0.0) -> Curve:
     """Swing between `lr` and `eta_min`, which is reached after `steps` steps.
 
     `eta_min + (lr - eta_min) * (1 + cos(pi * count / steps)) / 2`. After `steps` steps
-    the rate rises again, as it does in `CosineAnnealingLR`, and is back at `lr` after
-    twice as many. To hold it, `join([cosine(0.1, 100), constant(0.0)], [100])`.
-
-    The recursion of `CosineAnnealingLR` is the same function but accumulates rounding
-    errors; the formula itself has none to accumulate.
+    the rate rises again, as it does in `CosineAnnealingLR`, whose recursion accumulates
+    rounding errors, and is back at `lr` after twice as many. To hold it,
+    `join([cosine(0.1, 100), constant(0.0)], [100])`.
 
     Reference: Loshchilov and Hutter, arXiv 1608.03983.
 
@@ -191,13 +180,11 @@ def cosine(lr: Number, steps: Length, *, eta_min: Number = 0.0) -> Curve:
         >>> cosine(1.0, 3)(torch.arange(7)).round(decimals=2).tolist()
         [1.0, 0.75, 0.25, 0.0, 0.25, 0.75, 1.0]
     """
-    _check_lengths("cosine", steps=steps)
-    _check_rates("cosine", lr=lr, eta_min=eta_min)
 
-    def formula(t: Tensor, high: Tensor, length: Tensor, low: Tensor) -> Tensor:
+    def formula(t: Tensor, high: Tensor, low: Tensor, length: Tensor) -> Tensor:
         return _half_cosine(high, low, t / length)
 
-    return _curve(formula, lr, steps, eta_min)
+    return _curve("cosine", formula, {"lr": lr, "eta_min": eta_min}, {"steps": steps})
 
 
 def cosine_with_restarts(
@@ -216,11 +203,9 @@ def cosine_with_restarts(
         >>> cosine_with_restarts(1.0, 1, T_mult=2)(torch.arange(4)).round(decimals=3)
         tensor([1.0000, 1.0000, 0.5000, 1.0000], dtype=torch.float64)
     """
-    _check_lengths("cosine_with_restarts", steps=steps)
     [T_mult] = checks.whole("cosine_with_restarts", least=1, T_mult=T_mult)
-    _check_rates("cosine_with_restarts", lr=lr, eta_min=eta_min)
 
-    def formula(t: Tensor, high: Tensor, first: Tensor, low: Tensor) -> Tensor:
+    def formula(t: Tensor, high: Tensor, low: Tensor, first: Tensor) -> Tensor:
         if T_mult == 1:
             return _half_cosine(high, low, t % first / first)
         # Period n starts where `reached` is steps * T_mult^n. Both are whole, so that
@@ -232,7 +217,8 @@ def cosine_with_restarts(
         start = first * (power - 1) / (T_mult - 1)
         return _half_cosine(high, low, (t - start) / (first * power))
 
-    return _curve(formula, lr, steps, eta_min)
+    rates = {"lr": lr, "eta_min": eta_min}
+    return _curve("cosine_with_restarts", formula, rates, {"steps": steps})
 
 
 def cyclic(
@@ -259,12 +245,10 @@ def cyclic(
         [0.0, 0.5, 1.0, 0.5, 0.0, 0.25, 0.5, 0.25]
     """
     step_size_down = step_size_up if step_size_down is None else step_size_down
-    _check_lengths("cyclic", step_size_up=step_size_up, step_size_down=step_size_down)
-    _check_rates("cyclic", base_lr=base_lr, max_lr=max_lr, gamma=gamma)
     checks.choice("cyclic", MODES, mode=mode)
 
     def formula(t: Tensor, *values: Tensor) -> Tensor:
-        up, down, low, high, ratio = values
+        low, high, ratio, up, down = values
         phase = t % (up + down)
         height = torch.minimum(phase / up, (up + down - phase) / down)
         scale = torch.ones_like(t)
@@ -274,7 +258,9 @@ def cyclic(
             scale = ratio**t
         return low + (high - low) * height * scale
 
-    return _curve(formula, step_size_up, step_size_down, base_lr, max_lr, gamma)
+    rates = {"base_lr": base_lr, "max_lr": max_lr, "gamma": gamma}
+    lengths = {"step_size_up": step_size_up, "step_size_down": step_size_down}
+    return _curve("cyclic", formula, rates, lengths)
 
 
 def one_cycle(
@@ -307,17 +293,15 @@ def one_cycle(
         >>> rate(torch.arange(7)).tolist()
         [0.5, 0.75, 1.0, 0.75, 0.5, 0.25, 0.25]
     """
-    _check_lengths("one_cycle", steps=steps)
-    _check_rates("one_cycle", max_lr=max_lr, pct_start=pct_start)
     if not isinstance(pct_start, Tensor) and pct_start > 1:
         raise ValueError(f"one_cycle(pct_start={pct_start!r}): expected at most 1.")
-    divisors = dict(div_factor=div_factor, final_div_factor=final_div_factor)
+    divisors = {"div_factor": div_factor, "final_div_factor": final_div_factor}
     checks.positive("one_cycle", **_plain_numbers("one_cycle", **divisors))
     checks.choice("one_cycle", ANNEAL, anneal_strategy=anneal_strategy)
     anneal = ANNEAL[anneal_strategy]
 
     def formula(t: Tensor, *values: Tensor) -> Tensor:
-        top, length, warm, first, last = values
+        top, warm, first, last, length = values
         start, peak, done = top / first, warm * length - 1, length - 1
         corners = [(torch.zeros_like(peak), start), (peak, top)]
         if three_phase:
@@ -334,7 +318,8 @@ def one_cycle(
             rate = torch.where(t <= end, phase, rate)
         return rate
 
-    return _curve(formula, max_lr, steps, pct_start, div_factor, final_div_factor)
+    rates = {"max_lr": max_lr, "pct_start": pct_start, **divisors}
+    return _curve("one_cycle", formula, rates, {"steps": steps})
 
 
 def join(schedules: Sequence[Schedule], boundaries: Sequence[Length]) -> Curve:
@@ -387,14 +372,9 @@ def warmup(schedule: Schedule, steps: Length, *, start_factor: Number = 1 / 3) -
         [0.5, 0.75, 1.0, 0.5, 0.0]
     """
     _check_schedule("warmup", "schedule", schedule)
-    _check_lengths("warmup", steps=steps)
-    _check_rates("warmup", start_factor=start_factor)
-    ramp = linear(1.0, steps, start_factor=start_factor)
-
-    def rise(count: Tensor) -> Tensor:
-        return schedule(torch.zeros_like(count)) * ramp(count)
-
-    return join([rise, schedule], [steps])
+    rates = {"start_factor": start_factor, "end_factor": 1.0}
+    ramp = _curve("warmup", _rise, rates, {"steps": steps})
+    return join([lambda t: schedule(torch.zeros_like(t)) * ramp(t), schedule], [steps])
 
 
 def piecewise_constant(values: Sequence[Number], boundaries: Sequence[Length]) -> Curve:
@@ -410,16 +390,15 @@ def piecewise_constant(values: Sequence[Number], boundaries: Sequence[Length]) -
     return join([constant(value) for value in values], boundaries)
 
 
-# Curves.
-
-
 def _line(start: Tensor, end: Tensor, share: Tensor) -> Tensor:
-    """Go from `start` to `end` while `share` goes from zero to one."""
     return start + (end - start) * share
 
 
+def _rise(t: Tensor, start: Tensor, end: Tensor, length: Tensor) -> Tensor:
+    return _line(start, end, (t / length).clamp(max=1))
+
+
 def _half_cosine(start: Tensor, end: Tensor, share: Tensor) -> Tensor:
-    """Go from `start` to `end` along half a period of a cosine."""
     return end + (start - end) * (1 + torch.cos(math.pi * share)) / 2
 
 
@@ -436,8 +415,17 @@ def _share(t: Tensor, begin: Tensor, end: Tensor) -> Tensor:
     return (t - begin) / torch.where(span == 0, torch.ones_like(span), span)
 
 
-def _curve(formula: Callable[..., Tensor], *values: Number) -> Curve:
-    """Make a schedule of a formula of the count and of values, all of them float64."""
+def _curve(
+    function: str,
+    formula: Callable[..., Tensor],
+    rates: dict[str, Number],
+    lengths: dict[str, Length] | None = None,
+    *,
+    least: int = 1,
+) -> Curve:
+    """Make a schedule of a formula of the count, rates and lengths, all in float64."""
+    _check_rates(function, **rates)
+    _check_lengths(function, least, **(lengths or {}))
 
     def schedule(count: Tensor) -> Tensor:
         t = count.double()
@@ -447,28 +435,23 @@ def _curve(formula: Callable[..., Tensor], *values: Number) -> Curve:
                 return value.to(t.device, t.dtype)
             return t.new_full((), value)
 
-        return formula(t, *map(cast, values))
+        return formula(t, *map(cast, [*rates.values(), *(lengths or {}).values()]))
 
     return schedule
 
 
-# Checks.
-
-
 def _check_rates(function: str, **values: Number) -> None:
-    """Each value is a number of zero or more and finite, or one tensor."""
     numbers = _plain_numbers(function, **values)
     checks.non_negative(function, **numbers)
     checks.finite(function, **numbers)
 
 
 def _check_lengths(function: str, least: int = 1, /, **values: Length) -> None:
-    """Each value is a whole number of at least `least`, or one tensor."""
     checks.whole(function, least=least, **_plain_numbers(function, **values))
 
 
 def _plain_numbers(function: str, **values: Number) -> dict[str, Any]:
-    """Return the values that are no tensors; a tensor must have no dimensions."""
+    """Return the values that are not tensors; a tensor must have no dimensions."""
     for name, value in values.items():
         if isinstance(value, Tensor) and value.ndim > 0:
             raise ValueError(
@@ -480,7 +463,6 @@ def _plain_numbers(function: str, **values: Number) -> dict[str, Any]:
 
 
 def _check_schedule(function: str, name: str, schedule: Any) -> None:
-    """The schedule is a function; a number is a frequent mistake."""
     if isinstance(schedule, Tensor) or not callable(schedule):
         raise TypeError(
             f"{function}({name}={schedule!r}): expected a function of the step count, "
@@ -491,7 +473,7 @@ def _check_schedule(function: str, name: str, schedule: Any) -> None:
 def _check_boundaries(
     function: str, name: str, pieces: Sequence[Any], boundaries: Sequence[Length]
 ) -> None:
-    """There is one more piece than boundaries; those that are numbers increase."""
+    """There is one more piece than boundaries; boundaries that are numbers increase."""
     if len(pieces) != len(boundaries) + 1:
         raise ValueError(
             f"{function}({len(pieces)} {name}, {len(boundaries)} boundaries): expected "
@@ -499,7 +481,7 @@ def _check_boundaries(
         )
     for index, boundary in enumerate(boundaries):
         _check_lengths(function, **{f"boundaries[{index}]": boundary})
-    numbers = [each for each in boundaries if not isinstance(each, Tensor)]
+    numbers = [place for place in boundaries if not isinstance(place, Tensor)]
     if any(left >= right for left, right in pairwise(numbers)):
         raise ValueError(
             f"{function}(boundaries={list(boundaries)}): expected them to increase."

@@ -46,8 +46,7 @@ def trace(
     is the identity. A parameter whose first gradient comes after the first step is
     dampened, unlike in `torch.optim.SGD`.
 
-    Reference: Sutskever et al., On the importance of initialization and momentum in
-    deep learning, ICML 2013.
+    Reference: Sutskever et al., On the importance of initialization, ICML 2013.
 
     Example:
         >>> heavy_ball, grads = trace(0.5), {"w": torch.ones(2)}
@@ -58,11 +57,11 @@ def trace(
     if is_zero(momentum):
         return chain()
 
-    def at(t: Tensor) -> Any:
+    def at(count: Tensor) -> Any:
         taken: Number = 1
         if not is_zero(dampening):
             # As for the number zero, no momentum is no dampening.
-            taken = 1 - dampening * ((t > 1) & (momentum != 0)).double()
+            taken = 1 - dampening * ((count > 1) & (momentum != 0)).double()
 
         def rule(g: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
             g = cast(g, total.dtype)
@@ -126,8 +125,7 @@ def asgd(
     first of these it is the parameters themselves. A schedule moves the rate one step
     late, as in `torch.optim.ASGD`. State: one tensor of the size of each parameter.
 
-    Reference: Polyak and Juditsky, Acceleration of Stochastic Approximation by
-    Averaging, SIAM Journal on Control and Optimization 30 (1992).
+    Reference: Polyak and Juditsky, SIAM J. Control and Optimization 30 (1992).
 
     Example:
         >>> from vgrad.optim import averaged_parameters, step
@@ -164,7 +162,7 @@ def scale_by_lion(betas: Betas = (0.9, 0.99)) -> GradientTransformation:
     def rule(g: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
         return lerp(mean, g, 1 - beta1).sign(), lerp(mean, g, 1 - beta2)
 
-    return per_parameter("scale_by_lion", {"exp_avg": 0}, lambda t: rule)
+    return per_parameter("scale_by_lion", {"exp_avg": 0}, lambda count: rule)
 
 
 def lion(
@@ -214,7 +212,7 @@ def scale_by_rprop(
         return kept.sign() * size, kept, size
 
     slots = {"prev": 0, "step_size": lr}
-    return per_parameter("scale_by_rprop", slots, lambda t: rule)
+    return per_parameter("scale_by_rprop", slots, lambda count: rule)
 
 
 def rprop(
@@ -233,8 +231,7 @@ def rprop(
     Changing the rate later, in a state of `inject_hyperparams`, has no effect. State:
     two tensors of the size of each parameter.
 
-    Reference: Riedmiller and Braun, A Direct Adaptive Method for Faster Backpropagation
-    Learning: The RPROP Algorithm, ICNN 1993.
+    Reference: Riedmiller and Braun, The RPROP Algorithm, ICNN 1993.
 
     Example:
         >>> tx, params = rprop(0.1), {"w": torch.ones(2)}

@@ -103,7 +103,7 @@ def is_foreign_op(func: Callable) -> bool:
 
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-"""What packs a tensor that autograd saves, and what unpacks it."""
+"""The functions that pack a tensor which autograd saves, and unpack it."""
 
 
 def hooks() -> Hooks | None:
@@ -128,7 +128,7 @@ def _unchanged(tensor: Tensor) -> Tensor:
 
 
 def keeps_values(pack: Callable) -> bool:
-    """Tell whether tensors come back as they were: from checkpoints, `save_on_cpu`."""
+    """Return whether hooks keep values: of checkpoints and `save_on_cpu`."""
     return getattr(pack, "__qualname__", "").startswith((_FIRST, *_OTHERS))
 
 
@@ -136,7 +136,7 @@ _FIRST, *_OTHERS = "_checkpoint_hook.", "_recomputation_hook.", "save_on_cpu."
 
 
 def repeats(pack: Callable, around: Callable[[], AbstractContextManager]) -> None:
-    """Have a block around the repetition of what a checkpoint saves by this hook.
+    """Enter a block around the re-run of the checkpoint with this hook.
 
     Other hooks are left alone.
     """
@@ -145,8 +145,8 @@ def repeats(pack: Callable, around: Callable[[], AbstractContextManager]) -> Non
     cells = zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True)
     frame = dict(cells)["frame"].cell_contents
     run = frame.recompute_fn
-    # Only where transforms run: the hooks of a region around this one see what is
-    # read here, and run it once more.
+    # Only under transforms: a read here makes the hooks of a region around this one
+    # run it once more.
     versions = _versions(_inputs(frame)) if modes.inside_transform() else []
 
     def again(*args: Any) -> Any:
@@ -162,7 +162,7 @@ def repeats(pack: Callable, around: Callable[[], AbstractContextManager]) -> Non
 
 
 def _inputs(frame: Any) -> Sequence[Any]:
-    """Return what a checkpoint has saved of its arguments."""
+    """Return the saved arguments of a checkpoint."""
     if hasattr(frame, "get_inputs"):
         return frame.get_inputs()
     saver = frame.input_saver.grad_fn  # in older versions of torch
@@ -187,7 +187,7 @@ _CHECKPOINT = inspect.unwrap(checkpoint).__code__
 
 
 def _versions(args: Sequence[Any]) -> list[int]:
-    """Return how often tensors of transforms changed, of which autograd is not told."""
+    """Return the versions of wrapped tensors, which autograd does not check."""
     wrapped = [t for t in args if isinstance(t, Tensor) and modes.is_wrapped(t)]
     return [version_of(modes.unwrap_all(each)) for each in wrapped]
 
@@ -205,7 +205,6 @@ class SavedArguments:
     saved_tensors = ()
 
     def __init__(self, *args: Any) -> None:
-        """Save arguments, by the hooks at work if there are some."""
         self._records = torch.is_grad_enabled()
         found = hooks()
         self._args = [

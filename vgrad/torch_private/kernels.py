@@ -21,29 +21,29 @@ fused_adamw_ = torch.ops.aten._fused_adamw_
 `torch.optim.SGD(fused=True)` and its like take them (torch/optim/sgd.py, adam.py)."""
 
 copy_all_ = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-"""Copy each tensor of a list into that of another one, on a GPU by few launches, as
+"""Copy a list of tensors into another one, on a GPU by few launches, as
 torch/optim/asgd.py does."""
 
 convolution_backward = torch.ops.aten.convolution_backward
 sigmoid_backward = torch.ops.aten.sigmoid_backward
 tanh_backward = torch.ops.aten.tanh_backward
-"""The derivatives that autograd calls (tools/autograd/derivatives.yaml), that of a
-convolution with a choice of input, weight and bias."""
+"""The derivatives that autograd calls (tools/autograd/derivatives.yaml); for a
+convolution, of a choice of input, weight and bias."""
 
 pack_padded_sequence = torch._VF._pack_padded_sequence
 pad_packed_sequence = torch._VF._pad_packed_sequence
-"""What the functions of these names call (torch/nn/utils/rnn.py)."""
+"""The kernels of the functions of these names (torch/nn/utils/rnn.py)."""
 
 is_left_aligned = torch._nested_tensor_from_mask_left_aligned  # pyright: ignore[reportPrivateImportUsage]
-"""Tells whether a mask hides nothing but the end, for which a TransformerEncoder has a
+"""Whether a mask hides nothing but the end, for which a TransformerEncoder has a
 kernel of inference (torch/nn/modules/transformer.py)."""
 
 
 def attention(query: Tensor, *inputs: Any, **options: Any) -> Tensor:
     """Call `F.scaled_dot_product_attention`; without heads, not its fused kernel.
 
-    Before torch 2.12 that of a CPU divides by the number of heads, which ends the
-    process (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp).
+    Before torch 2.12 the fused kernel of a CPU divides by the number of heads, which
+    ends the process (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp).
     """
     if query.shape[-3:-2] != (0,):
         return F.scaled_dot_product_attention(query, *inputs, **options)
@@ -52,8 +52,8 @@ def attention(query: Tensor, *inputs: Any, **options: Any) -> Tensor:
 
 
 fp32_precision = torch._C._get_fp32_precision_getter
-"""What torch's switch for a backend's op says: `torch.backends.cuda.matmul` and so on
-read it by this function, which costs a tenth of them (torch/backends/__init__.py)."""
+"""Torch's switch for an op of a backend, at a tenth of the time of
+`torch.backends.cuda.matmul` and its like (torch/backends/__init__.py)."""
 
 _ON_CPU = {
     "bfloat16": "_is_mkldnn_bf16_supported",
@@ -62,9 +62,9 @@ _ON_CPU = {
 
 
 def cpu_multiplies(dtype: torch.dtype) -> bool:
-    """Tell whether this CPU has instructions for products of a low precision dtype.
+    """Return whether this CPU has instructions for products of a low precision dtype.
 
-    True where torch cannot tell: builds without oneDNN lack these ops
+    True where torch has no op for the test: builds without oneDNN lack these ops
     (aten/src/ATen/native/mkldnn/Utils.cpp).
     """
     name = _ON_CPU.get(str(dtype).removeprefix("torch."), "")

@@ -127,7 +127,7 @@ current_level: Any = maybe_current_level  # an int, or None outside of transform
 
 
 def inside_transform() -> bool:
-    """Tell whether a transform of `torch.func` is running around the caller.
+    """Return whether a transform of `torch.func` is running around the caller.
 
     Forward mode counts, which `linearize` uses without a level of its own.
     """
@@ -176,7 +176,7 @@ ASKING = frozenset(
 
 
 def is_python(func: Callable) -> bool:
-    """Tell whether `torch.nn.functional` defines a function, in Python."""
+    """Return whether `torch.nn.functional` defines a function, in Python."""
     return isinstance(func, FunctionType) and func.__globals__ is vars(F)
 
 
@@ -206,7 +206,7 @@ def op_name(func: Any, *, full: bool = False) -> str:
 def opened(func: FunctionType, **others: Callable) -> Callable:
     """Return the same function, which does not hand itself to function modes.
 
-    What it calls does, so run it where the mode is on. `others` take the place of
+    Functions that it calls still do, so run it where the mode is on. `others` replace
     functions that it calls by these names.
 
     Example:
@@ -237,23 +237,23 @@ def opened(func: FunctionType, **others: Callable) -> Callable:
 def opened_attention(projections: Callable) -> Callable:
     """Return `F.multi_head_attention_forward`, opened, which projects in this way.
 
-    `projections(query, key, value, weight, bias)` take the place of those of torch,
-    which copy the three to be contiguous, forward and backward:
+    `projections(query, key, value, weight, bias)` replaces torch's own function, which
+    copies the three to be contiguous, forward and backward:
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/functional.py#L6191
     """
     return opened(F.multi_head_attention_forward, _in_projection_packed=projections)
 
 
 class _NoModules(nullcontext):
-    """In the place of what tells modules apart."""
+    """A tracker of modules that tracks none."""
 
     parents = frozenset({"Global"})
 
 
 def flop_counter(formulas: Mapping[Any, Any] | None = None) -> FlopCounterMode:
-    """Return torch's counter of operations, which tells no modules apart.
+    """Return torch's counter of operations, without its tracker of modules.
 
-    For that it puts hooks on all modules, which fail inside of gradients and stop a
+    The tracker puts hooks on all modules, which fail inside of gradients and stop a
     recorded pass. `formulas` are for ops that it does not know.
     """
     counter = FlopCounterMode(display=False, custom_mapping=dict(formulas or {}))
@@ -264,8 +264,8 @@ def flop_counter(formulas: Mapping[Any, Any] | None = None) -> FlopCounterMode:
 def unoptimized_scripts() -> AbstractContextManager:
     """Run functions of TorchScript op by op; optimized ones differentiate themselves.
 
-    Nor may they specialize on what they see here: tensors without memory. The end of
-    TorchScript would end the need (torch/jit/_fuser.py).
+    Nor may they specialize on tensors without memory. The end of TorchScript would end
+    the need (torch/jit/_fuser.py).
     """
     return torch.jit.optimized_execution(False)  # pyright: ignore[reportPrivateImportUsage]
 

@@ -19,7 +19,7 @@ _MODULE = "torch.distributed.tensor"
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a DTensor."""
+    """Return whether a tensor is a DTensor."""
     kind = getattr(sys.modules.get(_MODULE), "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
 

@@ -59,7 +59,7 @@ class Lazy(Tensor):
     """
 
     _compute: Callable[[], Tensor]
-    _of: "Lazy | None" = None  # what it is a view of
+    _of: "Lazy | None" = None  # the base of a view
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
@@ -92,11 +92,9 @@ class Lazy(Tensor):
         )
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: there is no memory."""
         self.data_ptr()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        """Show what is known without the values."""
         return f"Lazy(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
@@ -107,7 +105,6 @@ class Lazy(Tensor):
         args: tuple = (),
         kwargs: Any = None,
     ) -> Any:
-        """Run an op on the values, or put it off where it only moves them."""
         kwargs = dict(kwargs or {})
         if func in _SIZES:
             memory = torch.empty((), dtype=args[0].dtype, device=args[0].device)
@@ -134,7 +131,7 @@ def _made(compute: Callable[[], Tensor], like: Tensor, device: torch.device) -> 
 
 
 def _moves(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether an op gives views or a cast of its first argument alone."""
+    """Return whether an op gives views or a cast of its first argument alone."""
     if not args or not isinstance(args[0], Lazy):
         return False
     leaves = pytree.tree_leaves((args[1:], kwargs))
@@ -148,7 +145,7 @@ def _moves(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _put_off(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """Return what an op gives, to be computed when it is asked for."""
+    """Return the lazy result of an op."""
     source, *rest = args
     like = torch.empty_strided(
         source.shape, source.stride(), dtype=source.dtype, device="meta"
@@ -193,7 +190,7 @@ IS_VIEW = Tensor._is_view
 """The method that does the same."""
 
 OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-"""The classes of what `torch.ops` holds."""
+"""The classes of ops in `torch.ops`."""
 
 HOOKS = (
     "_forward_pre_hooks",
@@ -213,7 +210,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Return what tells whether other tensors are like these in all but their values.
+    """Return a test of whether other tensors are like these in all but their values.
 
     Compares classes, shapes, strides, dtypes, devices, and which of them require grad
     if grad mode is on, a tenth of a microsecond for each. No tensor may be there twice.
@@ -252,7 +249,7 @@ def leaf(value: Tensor) -> Tensor:
 
 
 def memory(tensor: Tensor) -> int | None:
-    """Return an address that tells memory apart; None without ordinary storage."""
+    """Return an address that identifies memory; None without ordinary storage."""
     if isinstance(tensor, Lazy):
         tensor = tensor.root
     if not torch._C._has_storage(tensor):
@@ -266,7 +263,7 @@ def storage(tensor: Tensor) -> StorageWeakRef:
 
 
 def has_hooks(tensor: Tensor) -> bool:
-    """Tell whether hooks wait for the gradient of a tensor."""
+    """Return whether hooks wait for the gradient of a tensor."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
@@ -283,7 +280,7 @@ def persistent(module: nn.Module) -> Iterator[Tensor | None]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Tell whether a module is what `torch.compile` makes of another one."""
+    """Return whether `torch.compile` has made a module of another one."""
     return "_orig_mod" in module._modules
 
 
@@ -298,36 +295,36 @@ def copied_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def hooks(module: nn.Module) -> list[dict[int, Any]]:
-    """Return the very dictionaries of hooks on calls, and of what is known of each."""
+    """Return the very dictionaries of hooks on calls and of their options."""
     names = ("_forward_", "_backward_")
     return [held for name, held in vars(module).items() if name.startswith(names)]
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Tell whether hooks run when a module is called."""
+    """Return whether hooks run when a module is called."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """Tell whether hooks run when a gradient passes a module."""
+    """Return whether hooks run when a gradient passes a module."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def makes_memory(op: Any) -> bool:
-    """Tell whether an op returns nothing but memory of its own."""
+    """Return whether an op returns nothing but new memory."""
     returns = getattr(getattr(op, "_schema", None), "returns", ())
     return bool(returns) and all(each.alias_info is None for each in returns)
 
 
 def shared(op: Any) -> Iterator[tuple[int, str]]:
-    """Yield place and name of what an op may return the memory of."""
+    """Yield place and name of the arguments whose memory an op may return."""
     for place, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None:
             yield place, argument.name
 
 
 def written(op: Any) -> Iterator[tuple[int, str, bool]]:
-    """Yield place, name and whether by keyword only of what an op writes into."""
+    """Yield place, name and whether by keyword only, of arguments that an op writes."""
     packet = isinstance(op, torch._ops.OpOverloadPacket)
     for each in [getattr(op, name) for name in op.overloads()] if packet else [op]:
         for place, argument in enumerate(each._schema.arguments):
@@ -346,7 +343,7 @@ def op_name(op: Any) -> str:
 
 
 def may_draw(op: Any) -> bool:
-    """Tell whether an op may draw random numbers."""
+    """Return whether an op may draw random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
 
 
@@ -359,12 +356,12 @@ def named(op: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
 
 
 def writes(op: Any) -> bool:
-    """Tell whether an op writes into one of its arguments."""
+    """Return whether an op writes into one of its arguments."""
     return next(written(op), None) is not None
 
 
 def shown_results(op: Any, args: tuple, kwargs: dict, found: Any) -> list[Tensor]:
-    """Return what an op returned and what it wrote into, each tensor once."""
+    """Return the results of an op and the tensors it wrote into, each once."""
     returned = found if isinstance(found, tuple | list) else (found,)
     both = (*_written(op, args, kwargs), *returned)
     tensors = {id(each): each for each in both if isinstance(each, Tensor)}
@@ -384,4 +381,4 @@ SHOWN = {
     *("randperm", "rrelu_with_noise", "rrelu_with_noise_functional", "uniform"),
     *("_fused_dropout", "_sample_dirichlet", "_standard_gamma"),
 }
-"""Random ops whose results, or what they write, show all the numbers they drew."""
+"""Random ops whose results, or written arguments, show all the numbers they drew."""

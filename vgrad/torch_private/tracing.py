@@ -5,7 +5,7 @@ torch/_inductor/__init__.py:
 
     traced      run a function once, and return all ops that it called as a graph
     untraced    a block whose ops leave nothing in the graph
-    compiled    turn a graph into code for these shapes, which asks nothing when called
+    compiled    turn a graph into code for these shapes, without checks when called
 
 From torch/utils/_python_dispatch.py, which torch documents in notes alone:
 
@@ -35,7 +35,7 @@ dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def traced(function: Callable, *inputs: Tensor) -> fx.GraphModule:
-    """Return the ops that a function calls, each with the shape of what it returns.
+    """Return the ops that a function calls, each with the shape of its result.
 
     torch keeps shapes as fake tensors, and makes a mode for each of them unless it
     finds one here; that took a third of the time.
@@ -50,7 +50,7 @@ def compiled(
 ) -> Callable[..., Any]:
     """Compile a graph by Inductor for inputs of these shapes.
 
-    Random ops stay torch's own, so that they draw what they draw in eager mode, and
+    Random ops stay torch's own, so that they draw the numbers of eager mode, and
     half precision is rounded after each op, as there. The kernels of a `small` graph
     are called from C++, and not from Python, and each runs on one thread: to wake up
     another takes longer than all that a kernel does.
