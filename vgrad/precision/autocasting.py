@@ -208,14 +208,13 @@ class AutocastMode(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not modes.autocast_is_on():
-            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name == "__get__":
-            return func(*args, **kwargs)
-        if modes.current_level() is None and not _clashes(name, args, kwargs):
-            return func(*args, **kwargs)
-        if func is modes.custom_function_call:  # whose insides torch casts
+        if (
+            not modes.autocast_is_on()
+            or name == "__get__"
+            or (modes.current_level() is None and not _clashes(name, args, kwargs))
+            or func is modes.custom_function_call  # torch casts the ops inside
+        ):
             return func(*args, **kwargs)
         device = _device(args, kwargs)
         if device not in KINDS or not torch.is_autocast_enabled(device):
