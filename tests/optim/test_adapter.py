@@ -29,7 +29,6 @@ from vgrad.optim import (
     schedule_free_adamw,
     sgd,
     state_dict,
-    step,
 )
 
 TRANSFORMATIONS = {
@@ -124,16 +123,6 @@ def test_a_module_trains_with_a_closure_and_parameters_without_gradient_stay():
     after = dict(model.named_parameters())
     moved = {name for name, p in after.items() if not torch.equal(p, before[name])}
     assert moved == {"1.weight", "1.bias"}
-
-
-def test_bfloat16_parameters_round_once():
-    leaf = nn.Parameter(torch.linspace(-3, 3, 32).bfloat16())
-    tx, start = adam(0.1), {"w": leaf.detach().clone()}
-    optimizer = as_torch(tx, {"w": leaf})
-    leaf.grad = torch.linspace(1, 2, 32).bfloat16()
-    expected, _ = step(tx, {"w": leaf.grad}, tx.init(start), start)
-    optimizer.step()
-    assert torch.equal(leaf, expected["w"])
 
 
 def test_a_loss_scaler_of_torch_skips_and_makes_steps():

@@ -13,11 +13,9 @@ from torch.utils import _pytree as pytree
 from tests.optim.optimizers import COUNTED, OPTIONS, TORCH, UNCOUNTED
 from tests.optim.problems import (
     go_on,
-    gradients,
     leaves_of,
     matrices,
     perceptron,
-    random_gradients,
     train,
     values,
 )
@@ -174,23 +172,6 @@ def test_frozen_parameters_without_steps_are_left_out(kind):
         assert_exact(dict(optimizer.state[param]), before[name], 0)
 
 
-@pytest.mark.parametrize("kind", [optim.Adam, optim.SGD, optim.RMSprop, optim.Rprop])
-def test_none_gradients_after_the_move_leave_a_parameter_alone(kind):
-    options = dict(lr=1e-2)
-    if kind is optim.SGD:
-        options["momentum"] = 0.9
-    optimizer, leaves, _ = begun(kind, options)
-    tx, state = from_torch(optimizer)
-    params = values(leaves)
-    grads = random_gradients(params, seed=3) | {"0.bias": None}
-    for name, leaf in leaves.items():
-        leaf.grad = grads[name]
-    for _ in range(3):
-        params, state = step(tx, grads, state, params)
-        optimizer.step()
-    assert_exact(params, values(leaves), 1e-12)
-
-
 @pytest.mark.parametrize(("name", "options"), UNCOUNTED + COUNTED)
 def test_only_where_steps_do_not_count_a_parameter_may_have_missed_some(name, options):
     kind = TORCH[name][1]
@@ -235,32 +216,6 @@ def test_bfloat16_states_come_in_float32_and_go_back_as_they_were():
     assert_exact(pytree.tree_map(torch.zeros_like, state), fresh, 0)
     to_torch(state, optimizer)
     assert_exact(optimizer.state[leaf], before, 0)
-
-
-@pytest.mark.slow
-def test_the_transformation_runs_under_compile_and_vmap():
-    start, loss = perceptron()
-    leaves = leaves_of(start)
-    groups = [
-        {"params": [(name, leaf)], "lr": 0.01 * number}
-        for number, (name, leaf) in enumerate(leaves.items(), start=1)
-    ]
-    optimizer = optim.AdamW(groups)
-    go_on(optimizer, leaves, loss, 3)
-    tx, state = from_torch(optimizer)
-    params = values(leaves)
-    grads = gradients(loss, params)
-    expected, _ = step(tx, grads, state, params)
-    compiled = torch.compile(
-        lambda *args: step(tx, *args), backend="eager", fullgraph=True
-    )
-    assert_exact(compiled(grads, state, params)[0], expected, 1e-12)
-    mapped = torch.vmap(lambda *args: step(tx, *args))
-    twice = pytree.tree_map(
-        lambda leaf: torch.stack([leaf, leaf]), (grads, state, params)
-    )
-    found, _ = mapped(*twice)
-    assert_exact({name: p[1] for name, p in found.items()}, expected, 1e-12)
 
 
 # To torch.

@@ -25,7 +25,6 @@ from tests.optim.problems import (
 from tests.oracle import assert_exact
 from vgrad.optim import (
     adafactor,
-    adamw,
     chain,
     evaluation_parameters,
     lamb,
@@ -36,7 +35,6 @@ from vgrad.optim import (
     partition,
     scale_by_factored_rms,
     scale_by_trust_ratio,
-    schedule_free,
     schedule_free_adamw,
     schedule_free_sgd,
     sgd,
@@ -153,15 +151,6 @@ def test_steps_agree_with_the_paper(make, schedule, weight_decay):
     )
     assert_exact(found, y, 1e-11)
     assert_exact(evaluation_parameters(state, found), x, 1e-11)
-
-
-def test_schedule_free_adamw_is_adamw_without_momentum_wrapped():
-    params, loss = perceptron()
-    options = dict(eps=1e-4, weight_decay=0.1)
-    tx = schedule_free_adamw(0.02, betas=(0.8, 0.9), **options)
-    wrapped = schedule_free(adamw(0.02, betas=(0.0, 0.9), **options), beta=0.8)
-    found, expected = (train(each, params, loss, 20)[0] for each in (tx, wrapped))
-    assert_exact(found, expected, 1e-12)
 
 
 def test_steps_of_no_rate_have_no_weight():

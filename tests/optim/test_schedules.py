@@ -132,19 +132,6 @@ def test_every_step_agrees_with_torch_to_the_end_and_beyond(name, data):
     exact(ours(torch.arange(90)), torch_curve(theirs, lr, 90))
 
 
-@pytest.mark.parametrize("steps", [100, 10_000])
-def test_a_long_cosine_agrees_with_the_closed_form_of_torch(steps):
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.3)
-    scheduler = lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=0.01)
-    expected = []
-    for count in range(0, 3 * steps, steps // 50):
-        scheduler.last_epoch = count
-        expected += scheduler._get_closed_form_lr()
-    found = schedules.cosine(0.3, steps, eta_min=0.01)
-    counts = torch.arange(0, 3 * steps, steps // 50)
-    exact(found(counts), double(expected))
-
-
 @given(
     RATES,
     LENGTHS,

@@ -142,12 +142,33 @@ def add_gaussian_noise(
         >>> noisy["weight"].dtype
         torch.float32
     """
-    deviation = _deviation("add_gaussian_noise", noise_multiplier, sensitivity)
-    checks.dictionaries("add_gaussian_noise", sums=sums)
-    step, member = checks.whole("add_gaussian_noise", least=0, step=step, member=member)
-    generators.check_key("add_gaussian_noise", key)
+    function = "add_gaussian_noise"
+    check_sensitivity(function, sensitivity)
+    checks.non_negative(function, noise_multiplier=noise_multiplier)
+    checks.finite(function, noise_multiplier=noise_multiplier)
+    deviation = noise_multiplier * sensitivity.value
+    if noise_multiplier != 0 and not _LEAST < deviation < 1 / _LEAST:
+        raise ValueError(
+            f"{function}(noise_multiplier={noise_multiplier!r}, {sensitivity}): "
+            f"expected a standard deviation between {_LEAST} and {1 / _LEAST}, got "
+            f"{deviation!r}. Clip to another norm."
+        )
+    checks.dictionaries(function, sums=sums)
+    step, member = checks.whole(function, least=0, step=step, member=member)
+    generators.check_key(function, key)
     for name, total in sums.items():
-        _check_sum("add_gaussian_noise", name, total)
+        if not total.is_floating_point():
+            raise TypeError(
+                f"{function}(sums[{name!r}]): expected a tensor of real floating-point "
+                f"numbers, got {total.dtype}. Noise is for sums of gradients."
+            )
+        sharded = shards.is_distributed(total)
+        if sharded and (got := shards.unsupported_placements(total)):
+            raise TypeError(
+                f"{function}(sums[{name!r}]): expected a DTensor of Shard and "
+                f"Replicate alone, got {got}. Noise comes after the reduction: "
+                f"redistribute the sum first."
+            )
     if noise_multiplier == 0:
         return map_values(_released, sums, sums)
     step_key = generators.fold_in(
@@ -392,35 +413,4 @@ def check_sensitivity(function: str, sensitivity: Any) -> None:
         raise ValueError(
             f"{function}(sensitivity={sensitivity!r}): expected a finite sensitivity, "
             f"got {sensitivity.value}. Clip the gradients with a finite max_norm."
-        )
-
-
-def _deviation(
-    function: str, noise_multiplier: float, sensitivity: Sensitivity
-) -> float:
-    """Return the standard deviation of the noise, zero or large enough for a grid."""
-    check_sensitivity(function, sensitivity)
-    checks.non_negative(function, noise_multiplier=noise_multiplier)
-    checks.finite(function, noise_multiplier=noise_multiplier)
-    deviation = noise_multiplier * sensitivity.value
-    if noise_multiplier != 0 and not _LEAST < deviation < 1 / _LEAST:
-        raise ValueError(
-            f"{function}(noise_multiplier={noise_multiplier!r}, {sensitivity}): "
-            f"expected a standard deviation between {_LEAST} and {1 / _LEAST}, got "
-            f"{deviation!r}. Clip to another norm."
-        )
-    return deviation
-
-
-def _check_sum(function: str, name: str, total: Tensor) -> None:
-    if not total.is_floating_point():
-        raise TypeError(
-            f"{function}(sums[{name!r}]): expected a tensor of real floating-point "
-            f"numbers, got {total.dtype}. Noise is for sums of gradients."
-        )
-    if shards.is_distributed(total) and (got := shards.unsupported_placements(total)):
-        raise TypeError(
-            f"{function}(sums[{name!r}]): expected a DTensor of Shard and Replicate "
-            f"alone, got {got}. Noise comes after the reduction: redistribute the sum "
-            f"first."
         )

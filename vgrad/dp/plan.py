@@ -164,9 +164,28 @@ class Plan:
             ... )
             True
         """
-        sampling_rate, steps = _rate_and_steps(
-            dataset_size, (sampling_rate, steps), (batch_size, epochs)
-        )
+        by_rate, by_epochs = (sampling_rate, steps), (batch_size, epochs)
+        if batch_size is not None and epochs is not None and by_rate == (None, None):
+            dataset_size, batch_size, epochs = checks.whole(
+                "Plan.for_epsilon",
+                least=1,
+                dataset_size=dataset_size,
+                batch_size=batch_size,
+                epochs=epochs,
+            )
+            if batch_size > dataset_size:
+                raise ValueError(
+                    f"Plan.for_epsilon(batch_size={batch_size}): expected at most the "
+                    f"{dataset_size} samples of the data set."
+                )
+            sampling_rate = batch_size / dataset_size
+            steps = epochs * _steps_per_epoch(sampling_rate)
+        elif sampling_rate is None or steps is None or by_epochs != (None, None):
+            raise ValueError(
+                f"Plan.for_epsilon(sampling_rate={sampling_rate!r}, steps={steps!r}, "
+                f"batch_size={batch_size!r}, epochs={epochs!r}): expected either "
+                f"sampling_rate and steps or batch_size and epochs."
+            )
         noise_multiplier = accounting.noise_multiplier_for(
             epsilon=epsilon,
             delta=delta,
@@ -429,38 +448,6 @@ def check_spent(function: str, plan: Plan, digest: Tensor | None, steps: int) ->
         f"sampling_rate, noise_multiplier, max_norm or history. "
         f"plan.after(other, steps) makes the plan that accounts for both."
     )
-
-
-def _rate_and_steps(
-    dataset_size: int,
-    direct: tuple[float | None, int | None],
-    by_epochs: tuple[int | None, int | None],
-) -> tuple[float, int]:
-    """Return sampling rate and steps, from themselves or from batch size and epochs."""
-    rate, steps = direct
-    batch_size, epochs = by_epochs
-    if rate is not None and steps is not None and by_epochs == (None, None):
-        return rate, steps
-    if batch_size is None or epochs is None or direct != (None, None):
-        raise ValueError(
-            f"Plan.for_epsilon(sampling_rate={rate!r}, steps={steps!r}, "
-            f"batch_size={batch_size!r}, epochs={epochs!r}): expected either "
-            f"sampling_rate and steps or batch_size and epochs."
-        )
-    dataset_size, batch_size, epochs = checks.whole(
-        "Plan.for_epsilon",
-        least=1,
-        dataset_size=dataset_size,
-        batch_size=batch_size,
-        epochs=epochs,
-    )
-    if batch_size > dataset_size:
-        raise ValueError(
-            f"Plan.for_epsilon(batch_size={batch_size}): expected at most the "
-            f"{dataset_size} samples of the data set."
-        )
-    rate = batch_size / dataset_size
-    return rate, epochs * _steps_per_epoch(rate)
 
 
 def _steps_per_epoch(rate: float) -> int:

@@ -2,7 +2,7 @@
 
 This holds for all of them, unless documented otherwise:
 
-* Arguments, defaults and numbers are those of `torch.optim`, where it has the method.
+* Arguments, defaults and numbers are as in `torch.optim`, where it has the method.
 * Every number may also be a tensor without dimensions, which `torch.vmap` can batch and
   gradients can flow to. Its value is then not checked. `lr` may also be a schedule, as
   `scale_by_learning_rate` takes it.

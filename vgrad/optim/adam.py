@@ -193,8 +193,8 @@ def adam(
     `g += weight_decay * p`, then
     `p -= lr * m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)` at step `t`, with
     the exponential moving averages `m` of `g` and `v` of `g * g`, or with `amsgrad` the
-    entrywise maximum of all `v` so far. State: two tensors of the size of each
-    parameter, three with `amsgrad`.
+    entrywise maximum of all `v` so far. State: two tensors per parameter, three with
+    `amsgrad`.
 
     Reference: Kingma and Ba, arXiv 1412.6980; Reddi et al., arXiv 1904.09237.
 
@@ -266,8 +266,8 @@ def nadam(
     the numerator is
     `(1 - mu_t) * g / (1 - mu_1 ... mu_t) + mu_(t+1) * m / (1 - mu_1 ... mu_(t+1))`.
     With `decoupled_weight_decay` the decay stays apart from the moments, as in `adamw`.
-    State: two tensors of the size of each parameter, and the product of the momenta in
-    float64, where torch keeps it in its default dtype.
+    State: two tensors per parameter, and the product of the momenta in float64, where
+    torch keeps it in its default dtype.
 
     Reference: Dozat, Incorporating Nesterov Momentum into Adam, ICLR 2016 workshop.
 
@@ -300,7 +300,7 @@ def radam(
     later it is that times `r * sqrt(1 - beta2^t) / (sqrt(v) + eps)`, where `r` is the
     root of `(n - 4) * (n - 2) * N / ((N - 4) * (N - 2) * n)`. With
     `decoupled_weight_decay` the decay stays apart from the moments, as in `adamw`.
-    State: two tensors of the size of each parameter.
+    State: two tensors per parameter.
 
     Reference: Liu et al., arXiv 1908.03265.
 
@@ -326,7 +326,7 @@ def adamax(
 
     `g += weight_decay * p; u = max(beta2 * u, abs(g) + eps)`, then
     `p -= lr * m / (1 - beta1^t) / u` with the moment `m` of `adam`. State: two tensors
-    of the size of each parameter.
+    per parameter.
 
     Reference: Kingma and Ba, arXiv 1412.6980, section 7.1.
 

@@ -150,8 +150,8 @@ def adagrad(
     """Descend along the gradient over the root of the sum of all its squares.
 
     `g += weight_decay * p; s += g * g`, then, with the number `t` of steps taken
-    before, `p -= lr / (1 + t * lr_decay) * g / (sqrt(s) + eps)`. State: one tensor of
-    the size of each parameter.
+    before, `p -= lr / (1 + t * lr_decay) * g / (sqrt(s) + eps)`. State: one tensor per
+    parameter.
 
     Reference: Duchi, Hazan and Singer, Adaptive Subgradient Methods, JMLR 12 (2011).
 
@@ -182,9 +182,9 @@ def adadelta(
 ) -> GradientTransformation:
     """Descend along the gradient, scaled to the size of earlier steps.
 
-    `g += weight_decay * p`, then `p -= lr * g * sqrt(d + eps) / sqrt(v + eps)` with
-    the mean squares, of decay `rho`, `d` of the directions before and `v` of the
-    gradients. State: two tensors of the size of each parameter.
+    `g += weight_decay * p`, then `p -= lr * g * sqrt(d + eps) / sqrt(v + eps)` with the
+    mean squares, of decay `rho`, `d` of the directions before and `v` of the gradients.
+    State: two tensors per parameter.
 
     Reference: Zeiler, arXiv 1212.5701.
 
@@ -215,8 +215,8 @@ def rmsprop(
     `g * g` of decay `alpha`, without correction, less the square of the mean of `g` if
     `centered`. A variance that rounding makes negative counts as zero, where torch
     gives NaN. With momentum, the quotients add up as
-    `b = momentum * b + g / (sqrt(v) + eps); p -= lr * b`. State: one tensor of the size
-    of each parameter, and one more for each of both options.
+    `b = momentum * b + g / (sqrt(v) + eps); p -= lr * b`. State: one tensor per
+    parameter, and one more for each of both options.
 
     Reference: Tieleman and Hinton, lecture 6.5, 2012; Graves, arXiv 1308.0850, for the
     centered form.

@@ -70,8 +70,7 @@ def ema(decay: Number, *, debias: bool = True) -> GradientTransformation:
     """Replace gradients by their exponential moving average.
 
     `m = decay * m + (1 - decay) * g` from zero; the update is `m`, divided by
-    `1 - decay^t` at step `t` for `debias`. State: one tensor of the size of each
-    parameter.
+    `1 - decay^t` at step `t` for `debias`. State: one tensor per parameter.
 
     Reference: Kingma and Ba, arXiv 1412.6980, section 3.
 
@@ -101,8 +100,8 @@ def ema_parameters(decay: Number) -> GradientTransformation:
     `average = decay * average + (1 - decay) * p` with the parameters `p` after each
     step, and `average = p` after the first: the numbers of
     `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)`. Put it
-    last in a chain, and read it by `averaged_parameters`. State: one tensor of the size
-    of each parameter.
+    last in a chain, and read it by `averaged_parameters`. State: one tensor per
+    parameter.
 
     Reference: Tarvainen and Valpola, arXiv 1703.01780.
 
@@ -154,7 +153,7 @@ def polyak_average(*, start: int | Tensor = 0) -> GradientTransformation:
 def averaged_parameters(state: Tree) -> Params:
     """Return the average that `ema_parameters` or `polyak_average` keeps in a state.
 
-    `state` may be that of an optimizer with one average inside. The tensors are in
+    `state` may also be of an optimizer with one average inside. The tensors are in
     `promote_types(param dtype, float32)`.
 
     Example:
@@ -183,7 +182,7 @@ def lookahead(
     At every `sync_period`-th step of the inner optimizer the slow weights, which start
     as the parameters, move by `slow_step_size * (p - slow)` towards the parameters `p`,
     which become the slow weights. State: the inner one, which is kept, and one tensor
-    of the size of each parameter.
+    per parameter.
 
     Reference: Zhang et al., arXiv 1907.08610.
 
@@ -306,7 +305,7 @@ def multi_steps(
     All other calls have updates of zero and leave the inner state as it is. A gradient
     of None counts as zero, as when torch accumulates; a parameter whose gradient is
     None at the last call is not updated, and its sum waits for the next round. State:
-    the inner one and one tensor of the size of each parameter.
+    the inner one and one tensor per parameter.
 
     Example:
         >>> from vgrad.optim import sgd

@@ -29,73 +29,46 @@ _BYTES, _REQUIRES_GRAD = map(attrgetter, ("nbytes", "requires_grad"))
 
 
 def donated_sgd(
-    lr: Number | Schedule,
-    *,
-    momentum: Number,
-    dampening: Number,
-    nesterov: bool,
-    weight_decay: Number,
-    maximize: bool,
+    lr: Number | Schedule, *, momentum: Number, dampening: Number, **options: Any
 ) -> Donated:
-    """Make the step in place of `sgd`."""
-    # The first step of dampened momentum differs: its number would have to be read.
-    numbers = _numbers(momentum, dampening, weight_decay) and is_zero(dampening)
+    """Make the step in place of `sgd`, with its options."""
 
     def launch(group: list[list[Tensor]], rate: Any, count: Tensor | None) -> None:
         params, grads, *sums = group
-        kernels.fused_sgd_(
-            params,
-            grads,
-            *(sums or [[]]),
-            weight_decay=weight_decay,
-            momentum=momentum,
-            lr=rate,
-            dampening=0.0,
-            nesterov=nesterov,
-            maximize=maximize,
-            is_first_step=False,
-        )
+        sums = sums or [[]]
+        numbers = {"momentum": momentum, "dampening": 0.0, "lr": rate, **options}
+        kernels.fused_sgd_(params, grads, *sums, is_first_step=False, **numbers)
 
+    # The first step of dampened momentum differs: its number would have to be read.
+    if not is_zero(dampening) or not _numbers(momentum, options["weight_decay"]):
+        return _impossible
     # Without momentum there are no sums, and the kernel refuses them.
-    slots = () if is_zero(momentum) else ("momentum_buffer",)
-    return _donated(lr, launch, slots) if numbers else _impossible
+    return _donated(lr, launch, () if is_zero(momentum) else ("momentum_buffer",))
 
 
 def donated_adam(
     lr: Number | Schedule,
     *,
     betas: tuple[Number, Number],
-    eps: Number,
-    weight_decay: Number,
-    amsgrad: bool,
-    maximize: bool,
     decoupled: bool,
+    **options: Any,
 ) -> Donated:
-    """Make the step in place of `adam`, or `adamw`."""
+    """Make the step in place of `adam`, or `adamw`, with its options."""
     kernel = kernels.fused_adamw_ if decoupled else kernels.fused_adam_
-    # Without eps the kernel divides zero by zero where scale_by_adam does not.
-    numbers = _numbers(*betas, eps, weight_decay) and not is_zero(eps)
 
     def launch(group: list[list[Tensor]], rate: Any, count: Tensor) -> None:
         params, grads, means, squares, *largest = group
-        kernel(
-            params,
-            grads,
-            means,
-            squares,
-            *(largest or [[]]),
-            [count.to(params[0].device, torch.float32)] * len(params),
-            lr=rate,
-            beta1=betas[0],
-            beta2=betas[1],
-            weight_decay=weight_decay,
-            eps=eps,
-            amsgrad=amsgrad,
-            maximize=maximize,
-        )
+        largest = largest or [[]]
+        steps = [count.to(params[0].device, torch.float32)] * len(params)
+        numbers = {"beta1": betas[0], "beta2": betas[1], "lr": rate, **options}
+        kernel(params, grads, means, squares, *largest, steps, **numbers)
 
-    slots = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if amsgrad else 2]
-    return _donated(lr, launch, slots) if numbers else _impossible
+    # Without eps the kernel divides zero by zero where scale_by_adam does not.
+    eps = options["eps"]
+    if is_zero(eps) or not _numbers(*betas, eps, options["weight_decay"]):
+        return _impossible
+    slots = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    return _donated(lr, launch, slots if options["amsgrad"] else slots[:2])
 
 
 def _impossible(grads: Grads, state: Tree, params: Params) -> None:

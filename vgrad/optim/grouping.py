@@ -17,7 +17,7 @@ from vgrad.optim.base import GradientTransformation
 from vgrad.typing import Params, Tree
 
 Selection = checks.Patterns | Callable[[str], bool]
-"""Names: those that match one of the patterns, or for which a function is true."""
+"""The names that match one of the patterns, or for which a function is true."""
 
 Key = str | tuple[str, ...] | Callable[[str], bool]
 """A selection as the key of a dictionary, where one pattern needs no tuple."""
@@ -28,7 +28,7 @@ def masked(
 ) -> GradientTransformation:
     """Apply a transformation to the selected names; other gradients pass unchanged.
 
-    State: that of `inner` for the selected parameters. For no update at all, see
+    State: `inner`'s, for the selected parameters. For no update at all, see
     `set_to_zero`.
 
     Args:
@@ -65,7 +65,7 @@ def partition(
 
     A key is a pattern, a tuple of patterns or a function of the name. A name belongs to
     the first group that selects it, in the order of the dictionary, so that exceptions
-    come first and `"*"` last. State: the tuple of those of the groups, in their order.
+    come first and `"*"` last. State: a tuple of the groups' states.
 
     Example:
         >>> from vgrad.optim import adamw, sgd

@@ -71,8 +71,8 @@ def inject_hyperparams(
             "inject_hyperparams(state.hyperparams)", hyperparams, state.hyperparams
         )
 
-        def now(value: Any, held: Tensor) -> Tensor:
-            return _in_state(value, state.count) if is_schedule(value) else held
+        def now(value: Any, last: Tensor) -> Tensor:
+            return _in_state(value, state.count) if is_schedule(value) else last
 
         values = map_values(partial(tree_map, now), hyperparams, state.hyperparams)
         updates, inner = make(**values).update(grads, state.inner, params)
@@ -100,15 +100,15 @@ def with_hyperparams(
             f"with_hyperparams(state): expected the state of inject_hyperparams, got a "
             f"{type(state).__name__}. Pass that part of it."
         )
-    held = state.hyperparams
-    unknown = set(hyperparams) - set(held)
+    old = state.hyperparams
+    unknown = set(hyperparams) - set(old)
     if unknown:
         raise ValueError(
             f"with_hyperparams({checks.listed(unknown)}): expected names among "
-            f"{checks.listed(held)}."
+            f"{checks.listed(old)}."
         )
-    new = {name: _like(name, value, held[name]) for name, value in hyperparams.items()}
-    return state._replace(hyperparams={**held, **new})
+    new = {name: _like(name, value, old[name]) for name, value in hyperparams.items()}
+    return state._replace(hyperparams={**old, **new})
 
 
 def _unscheduled(value: Any) -> Any:
@@ -124,15 +124,15 @@ def _in_state(value: Any, count: Tensor) -> Tensor:
     return torch.full_like(count, value, dtype=torch.float64)
 
 
-def _like(name: str, value: Any, held: Tree) -> Tree:
-    """Make tensors of the shape, dtype and device of those held."""
-    if isinstance(held, tuple):
-        if not isinstance(value, tuple) or len(value) != len(held):
+def _like(name: str, value: Any, old: Tree) -> Tree:
+    """Make tensors of the shape, dtype and device of the old ones."""
+    if isinstance(old, tuple):
+        if not isinstance(value, tuple) or len(value) != len(old):
             raise ValueError(
-                f"with_hyperparams({name}={value!r}): expected a tuple of {len(held)}."
+                f"with_hyperparams({name}={value!r}): expected a tuple of {len(old)}."
             )
-        return tuple(_like(name, v, h) for v, h in zip(value, held, strict=True))
-    return expanded("with_hyperparams", name, value, held).clone()
+        return tuple(_like(name, v, o) for v, o in zip(value, old, strict=True))
+    return expanded("with_hyperparams", name, value, old).clone()
 
 
 def _check_hyperparam(name: str, value: Any) -> None:

@@ -80,7 +80,7 @@ def from_torch(
     An optimizer that has not stepped gives a fresh state.
 
     Names are those the optimizer was made with, from `model.named_parameters()`, or
-    those of `params`, a dictionary of the same tensors. Parameters that require no
+    the keys of `params`, a dictionary of the same tensors. Parameters that require no
     gradient and have not been stepped are left out, as in
     `make_functional_with_buffers`.
 
@@ -117,7 +117,7 @@ def _read(optimizer: Optimizer, group: _Group) -> Tree:
         raise ValueError(
             f"from_torch(optimizer): expected parameters of one group that took "
             f"equally many steps, got {count:.0f} of {name!r} and {most:.0f} of "
-            f"others. Put those that missed steps into a group of their own, which "
+            f"others. Put the parameters that missed steps into another group, which "
             f"has its own counter: {checks.listed(behind)}."
         )
     if isinstance(optimizer, torch.optim.ASGD):
@@ -184,8 +184,8 @@ def to_torch(
     parameters as in `from_torch`; load their values into the module.
 
     Tensors are copies in the dtype of torch, so that a state of `from_torch` comes back
-    exactly. The steps are those of the transformation also for parameters that missed
-    some, in optimizers whose numbers do not depend on them.
+    exactly. `step` is the count of the transformation also for parameters that missed
+    some, in optimizers whose numbers do not depend on it.
 
     Example:
         >>> from vgrad.optim import adam, step
@@ -349,17 +349,17 @@ def as_torch(
 
     It is for code that needs one, such as trainers, `GradScaler` and the schedulers of
     torch. `params` are `model.named_parameters()` or a dictionary of them; their
-    `.grad` is read, and they are written in place. State: that of the transformation,
+    `.grad` is read, and they are written in place. State: the transformation's,
     made at the first step. `state_dict` returns copies of its tensors, named by
     `vgrad.tree.state_dict`, and the parameter group. A step without any gradient
     changes nothing; `param_groups[0]["behind"]` names the parameters that had none at
     an earlier step.
 
     If the transformation is made by `inject_hyperparams`, its hyperparameters are in
-    `param_groups[0]`, and the next step uses what a scheduler writes there; those that
-    are schedules themselves are left out. So is the rate of any other transformation:
-    it raises when a scheduler of torch asks for it, and in `step` if one was set by
-    hand. `partition` makes groups of parameters.
+    `param_groups[0]`, and the next step uses the values a scheduler writes there;
+    schedules among them are left out. So is the rate of any other transformation: it
+    raises when a scheduler of torch reads it, and in `step` if one was set by hand.
+    `partition` makes groups of parameters.
 
     Raises:
         ValueError: in `step`, a gradient is sparse, or a parameter that was behind has
@@ -441,7 +441,7 @@ class _Adapter(Optimizer):
             raise ValueError(
                 f"as_torch(...).step: expected gradients of the parameters that had "
                 f"one at every step, got others of {checks.listed(late)}: torch counts "
-                f"the steps of each parameter, this transformation those of all. Make "
+                f"the steps of each parameter, this transformation all steps. Make "
                 f"an optimizer of its own for parameters that are trained later."
             )
         # A fresh dictionary is given away; the parameters are written in any case.
@@ -540,7 +540,7 @@ _OWN_SLOTS = {"ema", "seed", "square"}
 def _later(states: tuple) -> tuple:
     """Increment the counts that torch has for each parameter.
 
-    Those of schedules are for all of them, but for those of `asgd` and `adagrad`.
+    Counts of schedules are for all parameters, except in `asgd` and `adagrad`.
     """
     decays = any(
         isinstance(s, State) and s.slots.keys() & {"ax", "sum"} for s in states

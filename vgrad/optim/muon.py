@@ -35,7 +35,7 @@ from vgrad.typing import Params, Schedule
 
 Adjustment = Literal["original", "match_rms_adamw"]
 ADJUSTMENTS = get_args(Adjustment)
-"""How the size of an update follows from that of its matrix."""
+"""How the size of an update follows from the shape of its matrix."""
 
 
 def orthogonalize(
@@ -144,11 +144,11 @@ def muon(
     `m`, or for `momentum * m + (1 - momentum) * g` again with `nesterov`. For a matrix
     of n by m, `s` is `sqrt(max(1, n / m))`, also with `adjust_lr_fn="original"`, and
     `0.2 * sqrt(max(n, m))` with `"match_rms_adamw"`, for the rates of AdamW. State: one
-    tensor of the size of each parameter.
+    tensor per parameter.
 
     It takes the matrices of hidden layers. Biases, embeddings and the last layer go to
     another optimizer, see `partition`; kernels of convolutions are not matrices.
-    `dtype` is that of the iteration; `torch.optim.Muon` has the numbers of bfloat16.
+    The iteration runs in `dtype`; `torch.optim.Muon` has the numbers of bfloat16.
 
     Reference: Jordan et al., Muon: An optimizer for hidden layers in neural networks,
     2024; Liu et al., arXiv 2502.16982.

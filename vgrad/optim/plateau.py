@@ -61,10 +61,10 @@ def reduce_on_plateau(
     """Make the steps of `make(rate)`, and lower the rate when a value stagnates.
 
     Returns the optimizer and `observe(state, value) -> state`, to be called, for
-    example, after each epoch. The state may be any tree with that of the optimizer
+    example, after each epoch. The state may be any tree with the optimizer's
     inside, also stacked for members: then a value `[E]` is one per member.
 
-    The numbers are those of `torch.optim.lr_scheduler.ReduceLROnPlateau`. A value is
+    The numbers are as in `torch.optim.lr_scheduler.ReduceLROnPlateau`. A value is
     better than the best one, for `mode="min"`, if it is below `best * (1 - threshold)`
     for `"rel"`, `best - threshold` for `"abs"`; NaN never is. After more than
     `patience` values in a row that are not better, `rate = max(rate * factor, min_lr)`,

@@ -60,8 +60,8 @@ def schedule_free(
     `z += inner(gradient at y); x = (1 - c) * x + c * z; y = (1 - beta) * z + beta * x`.
     The share `c` is `w / (sum of w so far)` with `w = lr ** weight_lr_power` of the
     step. `lr` is the rate of the inner optimizer, which only weighs the average; it
-    should have no momentum, and its weight decay is that of `y`. Evaluate the model at
-    `x`, which `evaluation_parameters` returns. State: that of `inner`, and `z` and `x`
+    should have no momentum, and its weight decay acts on `y`. Evaluate the model at
+    `x`, which `evaluation_parameters` returns. State: `inner`'s, and `z` and `x`
     in `promote_types(param dtype, float32)`: parameters of bfloat16 lose no small
     updates, and changes made to them by hand are overwritten.
 
@@ -143,7 +143,7 @@ def schedule_free_sgd(
 
     `schedule_free` around plain `sgd`, with `momentum` for its beta:
     `z -= lr * (g + weight_decay * y)`. A schedule for `lr` should rise to a constant
-    and not fall. State: two tensors of the size of each parameter.
+    and not fall. State: two tensors per parameter.
 
     Reference: Defazio et al., arXiv 2405.15682, algorithm 1 without the scale of Adam.
 
@@ -173,7 +173,7 @@ def schedule_free_adamw(
     `schedule_free` with `beta1`, around `adamw` without its first moment:
     `z -= lr * (g / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * y)`, where `v` is
     the moving average of `g * g`. A schedule for `lr` should rise to a constant and not
-    fall. State: three tensors of the size of each parameter.
+    fall. State: three tensors per parameter.
 
     Reference: Defazio et al., arXiv 2405.15682, algorithm 1.
 

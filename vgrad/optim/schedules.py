@@ -7,7 +7,7 @@ zero at the first step. It returns the rate, entry by entry and in float64, so t
 The argument `lr` is the rate that torch reads from its optimizer, and lengths are
 called `steps` where torch says `total_iters`, `T_max`, `T_0` or `total_steps`. Only
 `constant` has a default for it, which makes the rate constant from the start. All other
-names, defaults and numbers are those of torch. `LambdaLR` and `ChainedScheduler` have
+names, defaults and numbers are as in torch. `LambdaLR` and `ChainedScheduler` have
 no counterpart: every function of the count is a schedule, and so is a product of two.
 Neither has `cycle_momentum`: `inject_hyperparams` takes a schedule for the momentum.
 
@@ -325,7 +325,7 @@ def one_cycle(
 def join(schedules: Sequence[Schedule], boundaries: Sequence[Length]) -> Curve:
     """Follow one schedule after the other, as `SequentialLR` does.
 
-    From step `boundaries[i - 1]` on the rate is that of `schedules[i]`, which counts
+    From step `boundaries[i - 1]` on the rate follows `schedules[i]`, which counts
     its own steps from there. No schedule is evaluated outside its own steps, so one
     that overflows beyond its end leaves the gradients finite.
 

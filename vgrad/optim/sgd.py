@@ -88,7 +88,7 @@ def sgd(
     """Descend along the gradient or, with momentum, along its decaying sum.
 
     `g += weight_decay * p; p -= lr * b` with the sum `b` of `trace`. State: with
-    momentum, one tensor of the size of each parameter.
+    momentum, one tensor per parameter.
 
     Example:
         >>> tx, params = sgd(0.1, momentum=0.9), {"w": torch.ones(2)}
@@ -123,7 +123,7 @@ def asgd(
     the number `t` of steps taken before. `averaged_parameters` reads from the state the
     mean of the parameters after each step later than `t0 + 1`, `ax` in torch; until the
     first of these it is the parameters themselves. A schedule moves the rate one step
-    late, as in `torch.optim.ASGD`. State: one tensor of the size of each parameter.
+    late, as in `torch.optim.ASGD`. State: one tensor per parameter.
 
     Reference: Polyak and Juditsky, SIAM J. Control and Optimization 30 (1992).
 
@@ -177,7 +177,7 @@ def lion(
     `p -= lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * p)`, and then
     `m = beta2 * m + (1 - beta2) * g`. Every entry moves by `lr`, and no gradient flows
     through its sign: the paper takes a third to a tenth of the rate of AdamW, and a
-    decay larger by that factor. State: one tensor of the size of each parameter.
+    decay larger by that factor. State: one tensor per parameter.
 
     Reference: Chen et al., arXiv 2302.06675.
 
@@ -229,7 +229,7 @@ def rprop(
     for this step and counts as zero in the next. Sizes are kept within `step_sizes`. No
     gradient flows through a sign. It is meant for gradients of all the data at once.
     Changing the rate later, in a state of `inject_hyperparams`, has no effect. State:
-    two tensors of the size of each parameter.
+    two tensors per parameter.
 
     Reference: Riedmiller and Braun, The RPROP Algorithm, ICNN 1993.
 
@@ -269,7 +269,7 @@ def scale_by_trust_ratio(
     `r = trust_coefficient * norm(p) / (norm(g) + weight_decay * norm(p))`. The ratio is
     one for a parameter of zeros, which could otherwise never change. Norms are of one
     parameter; under `torch.vmap` each member has its own. With `add_decayed_weights` in
-    front, instead of the decay here, the ratio is that of LAMB,
+    front, instead of the decay here, the ratio is as in LAMB,
     `norm(p) / norm(g + weight_decay * p)`.
 
     Example:
@@ -302,7 +302,7 @@ def lamb(
 
     `u` is the direction of `adam` plus `weight_decay * p`, and then
     `p -= lr * norm(p) / norm(u) * u`. The ratio of the norms is one for a parameter of
-    zeros. State: two tensors of the size of each parameter.
+    zeros. State: two tensors per parameter.
 
     Reference: You et al., arXiv 1904.00962, algorithm 2 with the identity for phi.
 
@@ -334,7 +334,7 @@ def lars(
     `b = momentum * b + lr * u; p -= b` with the update `u` of `scale_by_trust_ratio`.
     The rate is inside the momentum, so that changing it reaches the parameters over
     several steps. Biases and the scales of norms usually go to another optimizer, see
-    `partition`. State: with momentum, one tensor of the size of each parameter.
+    `partition`. State: with momentum, one tensor per parameter.
 
     Reference: You et al., arXiv 1708.03888, algorithm 1.
 
