@@ -88,11 +88,11 @@ def open_own(path: Path, flags: int) -> int:
             f"{path}: expected a file, got a link. Put a copy in its place."
         ) from error
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
             raise OSError(
-                f"{path}: expected a file with this one name, got {found.st_nlink} "
-                f"names of {stat.filemode(found.st_mode)}. Put a copy in its place."
+                f"{path}: expected a file with this one name, got {status.st_nlink} "
+                f"names of {stat.filemode(status.st_mode)}. Put a copy in its place."
             )
         if flags & (os.O_WRONLY | os.O_RDWR):
             os.fchmod(descriptor, 0o600)
@@ -206,16 +206,16 @@ def read_parts(
     if description is not None and description["kind"] != kind:
         raise ValueError(f"{path}: expected {called}, got a {description['kind']}.")
     if description is None or any(
-        metadata.get(f"{_prefix(part)}sha256") != _seal(text, held)
-        for part, held in tensors.items()
+        metadata.get(f"{_prefix(part)}sha256") != _seal(text, entries)
+        for part, entries in tensors.items()
     ):
         raise ValueError(
             f"{path}: expected {called}, got a damaged file (its checksum does not "
             f"match)."
         )
     named = {
-        part: {key.removeprefix(_prefix(part)): value for key, value in held.items()}
-        for part, held in tensors.items()
+        part: {key.removeprefix(_prefix(part)): value for key, value in entries.items()}
+        for part, entries in tensors.items()
     }
     return named, description
 
@@ -266,11 +266,11 @@ def _held(
 def _description(text: str) -> Description | None:
     """Read a description; None if it is damaged."""
     try:
-        found = from_json(text)
+        description = from_json(text)
     except ValueError:
         return None
-    known = isinstance(found, dict) and isinstance(found.get("kind"), str)
-    return found if known else None
+    known = isinstance(description, dict) and isinstance(description.get("kind"), str)
+    return description if known else None
 
 
 def _prefix(part: str) -> str:
@@ -284,8 +284,8 @@ def plain(tensor: Tensor) -> Tensor:
 
 def _seal(text: str, tensors: Mapping[str, Tensor]) -> str:
     """Hash a description and the tensors, SHA-256 in hexadecimal."""
-    found = hashlib.sha256(text.encode())
+    seal = hashlib.sha256(text.encode())
     for name, tensor in sorted(tensors.items()):
-        found.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        seal.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
+        seal.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return seal.hexdigest()
