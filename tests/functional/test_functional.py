@@ -273,6 +273,7 @@ WRITES = [
     "F.embedding(ZERO, weight=w, max_norm=0.01)",
     "F.batch_norm(w + 1, w[0], ONES, training=True)",
     "F.batch_norm(THREE, running_mean=w[0], running_var=w[1], training=True)",
+    "F.instance_norm(torch.ones(1, 2, 3), w[0], w[1])",
     "torch.batch_norm(THREE, None, None, w[0], w[1], True, 0.1, 1e-5, False)",
 ]
 

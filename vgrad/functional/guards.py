@@ -177,17 +177,26 @@ def _written(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
     if (place := _INPLACE.get(func)) is not None:
         if args[place] if len(args) > place else kwargs.get("inplace"):
             found += args[:1] or [kwargs["input"]]
-    if func in _STATISTICS:
-        training = args[5] if len(args) > 5 else kwargs.get("training")
-        if training or kwargs.get("use_input_stats"):
-            first = _STATISTICS[func]
-            found += args[first : first + 2]
-            found += [kwargs.get("running_mean"), kwargs.get("running_var")]
-    elif func in _TABLES and kwargs.get("max_norm") is not None:
+    found += updated_statistics(func, args, kwargs)
+    if func in _TABLES and kwargs.get("max_norm") is not None:
         found += args[1:2] or [kwargs["weight"]]
     if not found:
         return []
     return [each for each in tree_leaves(found) if isinstance(each, Tensor)]
+
+
+def updated_statistics(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
+    """Return the running statistics that a norm updates in place."""
+    if func not in _STATISTICS:
+        return []
+    by_default = func is F.instance_norm
+    training = kwargs.get("training", kwargs.get("use_input_stats", by_default))
+    if not (args[5] if len(args) > 5 else training):
+        return []
+    first = _STATISTICS[func]
+    running = [kwargs.get("running_mean"), kwargs.get("running_var")]
+    running += args[first : first + 2]
+    return [tensor for tensor in running if isinstance(tensor, Tensor)]
 
 
 _BY_SIGN = {"__setitem__", "__set__", "__delitem__"}
@@ -216,7 +225,7 @@ def _where(tensor: Tensor) -> int | None:
 
 def check_plain(function: str, model: Any) -> None:
     """Refuse modules that cannot be copied or exchanged tensor by tensor."""
-    given = f"{function}({type(model).__name__})"
+    start = f"{function}({type(model).__name__}): expected"
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     if (
         not isinstance(model, nn.Module)
@@ -224,35 +233,39 @@ def check_plain(function: str, model: Any) -> None:
         or private.is_compiled(model)
     ):
         raise TypeError(
-            f"{given}: expected a plain torch.nn.Module. Pass the module itself, "
-            f"before it was scripted, compiled or wrapped (`wrapped.module`)."
+            f"{start} a plain torch.nn.Module. Pass the module itself, before it was "
+            f"scripted, compiled or wrapped (`wrapped.module`)."
         )
-    modules = model.named_modules()
-    if scripted := [n for n, m in modules if isinstance(m, torch.jit.ScriptModule)]:
-        raise TypeError(
-            f"{given}: expected modules whose tensors can be exchanged, got modules of "
-            f"torch.jit in {checks.listed(scripted)}. Use them as they were before "
-            f"they were scripted or traced."
-        )
-    tensors = list(named_tensors(model))
-    if lazy := [n for n, tensor in tensors if nn.parameter.is_lazy(tensor)]:
-        raise TypeError(
-            f"{given}: expected initialised tensors, got lazy ones in "
-            f"{checks.listed(lazy)}. Run the model once on a batch first."
-        )
-    if sparse := [n for n, x in tensors if x.layout is not torch.strided]:
-        raise TypeError(
-            f"{given}: expected dense tensors, got sparse ones in "
-            f"{checks.listed(sparse)}. Register their indices and values, or a dense "
-            f"tensor, and make the sparse one in the forward pass."
-        )
-    if hooked := [n for n, tensor in tensors if private.has_hooks(tensor)]:
-        raise TypeError(
-            f"{given}: expected tensors without hooks, which gradients of other "
-            f"tensors would not run, got some on {checks.listed(hooked)}. Remove them "
-            f"(`handle.remove()`). To change a gradient, use a parametrization with a "
-            f"backward pass of its own (torch.nn.utils.parametrize)."
-        )
+    modules = dict(model.named_modules())
+    tensors = dict(named_tensors(model))
+    for names, expected, advice in (
+        (
+            [n for n, m in modules.items() if isinstance(m, torch.jit.ScriptModule)],
+            "modules whose tensors can be exchanged, got modules of torch.jit in",
+            "Use them as they were before they were scripted or traced.",
+        ),
+        (
+            [n for n, tensor in tensors.items() if nn.parameter.is_lazy(tensor)],
+            "initialised tensors, got lazy ones in",
+            "Run the model once on a batch first.",
+        ),
+        (
+            [n for n, x in tensors.items() if x.layout is not torch.strided],
+            "dense tensors, got sparse ones in",
+            "Register their indices and values, or a dense tensor, and make the sparse "
+            "one in the forward pass.",
+        ),
+        (
+            [n for n, tensor in tensors.items() if private.has_hooks(tensor)],
+            "tensors without hooks, which gradients of other tensors would not run, "
+            "got some on",
+            "Remove them (`handle.remove()`). To change a gradient, use a "
+            "parametrization with a backward pass of its own "
+            "(torch.nn.utils.parametrize).",
+        ),
+    ):
+        if names:
+            raise TypeError(f"{start} {expected} {checks.listed(names)}. {advice}")
     check_apart(function, model)
 
 
@@ -260,8 +273,8 @@ def check_closures(model: nn.Module) -> None:
     """Refuse functions that hold on to the module, which a copy of it would share."""
     known = {id(module) for module in model.modules()}
     origins = Origins(model)
-    held = {n: private.copied_attributes(m) for n, m in model.named_modules()}
-    for name, attributes in (*held.items(), *of_tensors(model).items()):
+    holders = {n: private.copied_attributes(m) for n, m in model.named_modules()}
+    for name, attributes in (*holders.items(), *of_tensors(model).items()):
         for key, value in attributes.items():
             for each in value.values() if isinstance(value, dict) else (value,):
                 if isinstance(each, FunctionType) and _reaches(each, known, origins):
@@ -294,31 +307,3 @@ def _full(cell: Any) -> bool:
         return cell.cell_contents is not None
     except ValueError:  # a name that was never bound
         return False
-
-
-def backward_hooks(model: nn.Module) -> list[str]:
-    """Name the modules with hooks on gradients that pass them."""
-    return [
-        name or type(module).__name__
-        for name, module in model.named_modules()
-        if private.has_backward_hooks(module)
-    ]
-
-
-def refuse_hooks(hooked: list[str]) -> None:
-    """Raise inside a transform of `torch.func`, which would skip backward hooks."""
-    raise RuntimeError(
-        f"fmodel(params, buffers): expected a model without backward hooks, which "
-        f"transforms of torch.func skip, got some on {checks.listed(hooked)}. Remove "
-        f'them, or use strategy="loop".'
-    )
-
-
-def refuse_cached() -> None:
-    """Raise inside `parametrize.cached()`, which keeps tensors from call to call."""
-    if private.keeps_parametrized():
-        raise RuntimeError(
-            "fmodel(params, buffers): expected a call outside of "
-            "torch.nn.utils.parametrize.cached(), which keeps the tensors of one call "
-            "for the next, got one inside. Leave the block first."
-        )

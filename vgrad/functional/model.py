@@ -10,15 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from vgrad import checks
+from vgrad import checks, tree
 from vgrad.checks import Patterns
 from vgrad.functional import guards, slots
 from vgrad.functional.guards import Protected, protect
 from vgrad.functional.slots import Slots, State, restore, taken
 from vgrad.generators import RNG_LOCK
 from vgrad.torch_private import modes
-from vgrad.torch_private.tensors import version_of, with_attributes
-from vgrad.tree import copied, tensors
+from vgrad.torch_private.tensors import (
+    has_backward_hooks,
+    keeps_parametrized,
+    version_of,
+    with_attributes,
+)
 from vgrad.typing import Buffers, Params
 
 
@@ -184,11 +188,15 @@ class FunctionalModel:
         own_buffers = slots.own_buffers(skeleton)
         copied = own_buffers | slots.renormalised(skeleton)
         self._attributes = {
-            name: held
-            for name, held in slots.of_tensors(skeleton).items()
+            name: attributes
+            for name, attributes in slots.of_tensors(skeleton).items()
             if name in self._entries.aliases
         }
-        self._hooked = guards.backward_hooks(skeleton)
+        self._hooked = [
+            name or type(module).__name__
+            for name, module in skeleton.named_modules()
+            if has_backward_hooks(module)
+        ]
         self._parametrized = any(map(is_parametrized, skeleton.modules()))
         self.names = tuple(self._entries.aliases)
         self.buffer_names = tuple(n for key, n in firsts.items() if key in own_buffers)
@@ -261,16 +269,16 @@ class FunctionalModel:
         Its parameters require grad unless their names are in `buffers`.
         """
         module = copy.deepcopy(self._skeleton)
-        own: dict[str, Tensor] = {}
+        copies: dict[str, Tensor] = {}
         for name, given in self._entries.merged(params, buffers).items():
-            own[name] = value = given.detach().clone()
+            copies[name] = value = given.detach().clone()
             if name not in self.buffer_names:
                 real_or_complex = value.is_floating_point() or value.is_complex()
                 trained = name in params and real_or_complex
-                own[name] = nn.Parameter(value, requires_grad=trained)
+                copies[name] = nn.Parameter(value, requires_grad=trained)
         filled = FunctionalModel(module, self._entries.constants)
-        filled._slots.fill(own)
-        filled._attribute(own)
+        filled._slots.fill(copies)
+        filled._attribute(copies)
         for each in module.modules():
             if isinstance(each, nn.RNNBase):
                 each.flatten_parameters()  # cuDNN wants the weights in one block
@@ -300,10 +308,18 @@ class FunctionalModel:
     ) -> tuple[Any, dict[str, Tensor]]:
         """Call the module; return its output and the values that it has left."""
         if self._hooked and modes.inside_transform():
-            guards.refuse_hooks(self._hooked)
-        if self._parametrized:
-            guards.refuse_cached()
-        own = {
+            raise RuntimeError(
+                f"fmodel(params, buffers): expected a model without backward hooks, "
+                f"which transforms of torch.func skip, got some on "
+                f'{checks.listed(self._hooked)}. Remove them, or use strategy="loop".'
+            )
+        if self._parametrized and keeps_parametrized():
+            raise RuntimeError(
+                "fmodel(params, buffers): expected a call outside of "
+                "torch.nn.utils.parametrize.cached(), which keeps the tensors of one "
+                "call for the next, got one inside. Leave the block first."
+            )
+        tensors = {
             name: with_attributes(value.clone(), value)
             if name in self._copied
             else value
@@ -312,17 +328,19 @@ class FunctionalModel:
         copies = self._writes
         if not copies:  # autograd saves no tensor of inference mode, but copies of them
             with modes.without_modes():
-                copies = any(each.is_inference() for each in tensors((args, kwargs)))
+                copies = any(
+                    each.is_inference() for each in tree.tensors((args, kwargs))
+                )
         if copies:
-            args, kwargs = copied((args, kwargs))
-        versions = _versions(own, self._copied)
-        written = [own[name] for name in self._copied]
-        marked = [vars(own[name]) for name in self._attributes]
-        before = [(each, dict(each)) for each in marked]
+            args, kwargs = tree.copied((args, kwargs))
+        versions = _versions(tensors, self._copied)
+        written = [tensors[name] for name in self._copied]
+        marked = [vars(tensors[name]) for name in self._attributes]
+        before = [(attributes, dict(attributes)) for attributes in marked]
         state = CallState(self._slots, before, self._lock, written)
         again = None if self._only_torch else state.again
         protected = Protected(
-            {n: own[n] for n in self._watched}, _EXPECTED, _ADVICE, again
+            {n: tensors[n] for n in self._watched}, _EXPECTED, _ADVICE, again
         )
         with self._lock:
             if self._running:
@@ -333,33 +351,34 @@ class FunctionalModel:
                 )
             self._running = True
             try:
-                self._slots.fill(own)
-                self._attribute(own)
+                self._slots.fill(tensors)
+                self._attribute(tensors)
                 with protect(protected):
                     output = self._skeleton(*args, **kwargs)
-                left = {name: self._left(name, own[name]) for name in own}
+                left = {name: self._left(name, tensors[name]) for name in tensors}
             finally:
                 state.end()
                 self._running = False
-        for name, version in _versions(own, self._copied).items():
-            if versions[name] != version or left[name] is not own[name]:
+        for name, version in _versions(tensors, self._copied).items():
+            if versions[name] != version or left[name] is not tensors[name]:
                 raise RuntimeError(f"{_EXPECTED}, but it changed {name!r}. {_ADVICE}")
         return output, left
 
     def _attribute(self, values: Mapping[str, Tensor]) -> None:
         """Set the attributes of the module's tensors on values that lack them."""
-        for name, held in self._attributes.items():
-            vars(values[name]).update({**held, **vars(values[name])})
+        for name, attributes in self._attributes.items():
+            vars(values[name]).update({**attributes, **vars(values[name])})
 
-    def _left(self, name: str, given: Tensor) -> Tensor:
+    def _left(self, name: str, before: Tensor) -> Tensor:
         """Return the tensor that is registered under a name and its aliases."""
-        found = [held.get(key) for held, key in self._slots.registered.get(name, [])]
-        changed = [value for value in found if value is not given]
-        new = changed[0] if changed else given
+        places = self._slots.registered.get(name, [])
+        registered = [registry.get(key) for registry, key in places]
+        changed = [value for value in registered if value is not before]
+        new = changed[0] if changed else before
         if not isinstance(new, Tensor) or any(value is not new for value in changed):
             raise RuntimeError(
                 f"fmodel(params, buffers): expected one tensor to be left in {name!r} "
-                f"and the names tied to it, got {[type(each) for each in found]}."
+                f"and the names tied to it, got {[type(x) for x in registered]}."
             )
         return new
 

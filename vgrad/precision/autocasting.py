@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from vgrad.functional.guards import updated_statistics
 from vgrad.lowering.vmapped import VMAPPED
 from vgrad.torch_private import modes
 from vgrad.torch_private.kernels import has_autocast
@@ -263,11 +263,11 @@ class AutocastMode(TorchFunctionMode):
                     f"or torch.autocast(..., enabled=False) around it."
                 )
         dtypes = [x.dtype for x in _eligible(args, kwargs)]
-        statistics = _statistics(func, args, kwargs)
+        statistics = updated_statistics(func, args, kwargs)
         if dtype is not None and any(old != dtype for old in dtypes):
             args, kwargs = self._cast((args, kwargs), dtype)
         output = func(*args, **kwargs)
-        updated = _statistics(func, args, kwargs)
+        updated = updated_statistics(func, args, kwargs)
         for old, new in zip(statistics, updated, strict=True):
             if new is not old:
                 old.copy_(new)
@@ -338,25 +338,6 @@ def _mixes(func: Callable, args: tuple, kwargs: dict) -> bool:
         return False
     others = _eligible(args, kwargs)[1:]  # float64 is none of them
     return all(x.dtype == torch.float32 for x in others)
-
-
-def _statistics(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
-    """Return the running statistics that a norm updates in place."""
-    if func not in _FIRST_STATISTICS:
-        return []
-    by_default = func is F.instance_norm
-    training = kwargs.get("training", kwargs.get("use_input_stats", by_default))
-    if not (args[5] if len(args) > 5 else training):
-        return []
-    first = _FIRST_STATISTICS[func]
-    statistics = [kwargs.get("running_mean"), kwargs.get("running_var")]
-    statistics += args[first : first + 2]
-    return [x for x in statistics if isinstance(x, Tensor)]
-
-
-_FIRST_STATISTICS = {F.batch_norm: 1, F.instance_norm: 1}
-_FIRST_STATISTICS |= {torch.batch_norm: 3, torch.instance_norm: 3}
-"""The place of the first of two running statistics."""
 
 
 def _one_number(name: str, args: tuple, kwargs: dict) -> bool:

@@ -49,22 +49,7 @@ from torch.utils.checkpoint import checkpoint
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import OPS, leaf, version_of
 
-__all__ = [
-    "REENTRANT_ERROR",
-    "SAVES_ARGUMENTS",
-    "Hooks",
-    "Reentrant",
-    "SavedArguments",
-    "close",
-    "foreign_nodes",
-    "graph_nodes",
-    "hooks",
-    "is_foreign_op",
-    "keeps_values",
-    "plain",
-    "reenters",
-    "repeats",
-]
+__all__ = ["Reentrant"]
 
 
 _COMPILED: Any = torch._C

@@ -88,39 +88,12 @@ from torch.overrides import resolve_name
 from torch.utils._device import DeviceContext as DeviceMode
 from torch.utils.flop_counter import FlopCounterMode
 
-__all__ = [
-    "ASKING",
-    "DeviceMode",
-    "active_transforms",
-    "add_batch_axis",
-    "autocast_is_on",
-    "batch_axis",
-    "current_level",
-    "custom_function_call",
-    "exit_all",
-    "exit_to",
-    "flop_counter",
-    "function_modes",
-    "innermost",
-    "inside_transform",
-    "is_batched",
-    "is_python",
-    "is_wrapped",
-    "level_of",
-    "load_decompositions",
-    "op_name",
-    "opened",
-    "opened_attention",
-    "remove_batch_axis",
-    "split_batch_axis",
-    "unoptimized_scripts",
-    "unwrap_all",
-    "unwrapped",
-    "vmap_level",
-    "without_innermost",
-    "without_modes",
-    "without_subclasses",
-]
+__all__ = ["DeviceMode", "autocast_is_on", "function_modes"]
+__all__ += ["without_modes", "without_subclasses"]
+__all__ += ["add_batch_axis", "batch_axis", "custom_function_call", "innermost"]
+__all__ += ["is_batched", "is_wrapped", "level_of", "load_decompositions"]
+__all__ += ["remove_batch_axis", "split_batch_axis", "unwrapped", "vmap_level"]
+__all__ += ["without_innermost"]
 
 
 current_level: Any = maybe_current_level  # an int, or None outside of transforms

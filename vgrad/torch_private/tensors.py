@@ -31,17 +31,7 @@ from torch.utils import _pytree as pytree
 
 from vgrad.torch_private.modes import exit_all
 
-__all__ = [
-    "GLOBAL_HOOKS",
-    "GRAPH",
-    "HOOKS",
-    "IS_VIEW",
-    "MEMORY",
-    "OPS",
-    "BatchNorm",
-    "Lazy",
-    "NormBase",
-]
+__all__ = ["BatchNorm", "NormBase"]
 
 
 _CAST = torch.ops.aten._to_copy.default
