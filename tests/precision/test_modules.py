@@ -344,27 +344,17 @@ def test_batch_norm_keeps_its_statistics_in_float32(policy, training):
         assert int(new["1.num_batches_tracked"]) == int(training)
 
 
-def test_mixed_batch_norm_is_eager_autocast_bit_for_bit():
-    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
-    fmodel, params, buffers = split(model)
-    x = torch.randn(6, 2, 5, 5)
-    found, new = policy_for(fmodel, "mixed_bfloat16").call_and_update(
-        params, buffers, x
-    )
-    assert torch.equal(found, eager(model, x, BF16).float())
-    oracle.assert_exact(new, dict(model.named_buffers()), 0)
-
-
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("training", [True, False])
-def test_a_gradient_keeps_the_low_input_of_a_batch_norm(policy, training):
-    """As eager autocast does; a float32 copy of it would double the memory."""
+def test_a_mixed_batch_norm_is_eager_autocast_bit_for_bit(policy, training):
+    """Autograd saves the low input: a float32 copy of it would double the memory."""
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
     model.train(training)
     dtype = Policy.parse(policy).compute_dtype
     fmodel, params, buffers = split(model)
     x = torch.randn(6, 2, 5, 5)
     under = policy_for(fmodel, policy)
+    outputs, updated = under.call_and_update(params, buffers, x)
 
     def loss(params):
         return under(params, buffers, x).square().mean()
@@ -374,6 +364,8 @@ def test_a_gradient_keeps_the_low_input_of_a_batch_norm(policy, training):
     assert seen.dtypes == [dtype]
     with torch.autocast("cpu", dtype=dtype):
         output = model(x)
+    assert torch.equal(outputs, output.float())
+    oracle.assert_exact(updated, dict(model.named_buffers()), 0)
     output.float().square().mean().backward()
     expected = {name: each.grad for name, each in model.named_parameters()}
     oracle.assert_exact(found, expected, 0)
