@@ -34,8 +34,9 @@ class Batch:
     @property
     def inputs(self) -> tuple[Tensor, ...]:
         """The tensors for a loss, which require no grad under no_grad."""
-        given = tuple(self.tensors)
-        return given if torch.is_grad_enabled() else tuple(x.detach() for x in given)
+        if torch.is_grad_enabled():
+            return tuple(self.tensors)
+        return tuple(tensor.detach() for tensor in self.tensors)
 
     def part(self, start: int, stop: int) -> "Batch":
         """Return the batch of these samples."""
@@ -56,13 +57,13 @@ class Batch:
     def one(self, number: int) -> tuple[Tensor, ...]:
         """Return the tensors of one sample, without the batch dimension."""
         part = self.part(number, number + 1)
-        return tuple(each.squeeze(0) for each in part.inputs)
+        return tuple(tensor.squeeze(0) for tensor in part.inputs)
 
     def sample(self, tensors: tuple[Tensor, ...]) -> Tree:
         """Put the tensors of one sample where they are in the batch."""
-        given = iter(tensors)
+        values = iter(tensors)
         leaves = [
-            next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves
+            next(values) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves
         ]
         return tree_unflatten(leaves, self.spec)
 
@@ -95,10 +96,10 @@ def read(function: str, batch: Tree) -> Batch:
                 f"example with dict(...) or torch.as_tensor(...)."
             )
     if len(sizes) != 1:
-        found = f"sizes {sorted(sizes)}" if sizes else "no tensor"
+        got = f"sizes {sorted(sizes)}" if sizes else "no tensor"
         raise ValueError(
             f"{function}(params, buffers, *batch): expected tensors of one batch size, "
-            f"got {found}."
+            f"got {got}."
         )
     return Batch(sizes.pop(), leaves, spec)
 

@@ -63,16 +63,16 @@ def whole(function: str, *, least: int, **values: Any) -> list[int]:
 
     Whole numbers of numpy and of tensors without dimensions are among them.
     """
-    found = []
+    numbers = []
     for name, value in values.items():
-        number = _index(value)
-        if number is None or number < least:
+        whole_number = _index(value)
+        if whole_number is None or whole_number < least:
             raise ValueError(
                 f"{function}({name}={shown(value)}): expected a whole number >= "
                 f"{least}."
             )
-        found.append(number)
-    return found
+        numbers.append(whole_number)
+    return numbers
 
 
 def shown(value: Any) -> str:
@@ -81,9 +81,9 @@ def shown(value: Any) -> str:
     These may be private data, which an error must not show.
     """
     if isinstance(value, Mapping):
-        items = [f"{key!r}: {shown(each)}" for key, each in [*value.items()][:_MOST]]
+        items = [f"{key!r}: {shown(item)}" for key, item in [*value.items()][:_MOST]]
     elif isinstance(value, list | tuple | set | frozenset):
-        items = [shown(each) for each in [*value][:_MOST]]
+        items = [shown(item) for item in [*value][:_MOST]]
     elif hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{type(value).__name__} of {value.dtype} {tuple(value.shape)}"
     else:
@@ -136,10 +136,10 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(quoted[:8]) + more
 
 
-def names(function: str, expected: Iterable[str], given: Iterable[str]) -> None:
+def names(function: str, expected: Iterable[str], got: Iterable[str]) -> None:
     """The names are exactly those expected; the message lists the others."""
-    missing = set(expected) - set(given)
-    unexpected = set(given) - set(expected)
+    missing = set(expected) - set(got)
+    unexpected = set(got) - set(expected)
     problems = [f"missing: {listed(missing)}"] if missing else []
     problems += [f"unexpected: {listed(unexpected)}"] if unexpected else []
     if problems:
@@ -149,11 +149,11 @@ def names(function: str, expected: Iterable[str], given: Iterable[str]) -> None:
 
 
 def shapes(
-    function: str, expected: Mapping[str, torch.Size], given: Mapping[str, Tensor]
+    function: str, expected: Mapping[str, torch.Size], tensors: Mapping[str, Tensor]
 ) -> None:
     """Each entry is a tensor of the shape expected under its name."""
     for name, shape in expected.items():
-        value = given[name]
+        value = tensors[name]
         if not isinstance(value, Tensor):
             kind = type(value).__name__
             raise TypeError(f"{function}: expected a tensor in {name!r}, got a {kind}.")

@@ -85,11 +85,11 @@ def open_own(path: Path, flags: int) -> int:
             f"{path}: expected a file, got a link. Put a copy in its place."
         ) from error
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
             raise OSError(
-                f"{path}: expected a file with this one name, got {found.st_nlink} "
-                f"names of {stat.filemode(found.st_mode)}. Put a copy in its place."
+                f"{path}: expected a file with this one name, got {status.st_nlink} "
+                f"names of {stat.filemode(status.st_mode)}. Put a copy in its place."
             )
         if flags & (os.O_WRONLY | os.O_RDWR):
             os.fchmod(descriptor, 0o600)
@@ -214,11 +214,11 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 def _description(text: str) -> Description | None:
     """Read a description; None if it is damaged."""
     try:
-        found = from_json(text)
+        description = from_json(text)
     except ValueError:
         return None
-    known = isinstance(found, dict) and isinstance(found.get("kind"), str)
-    return found if known else None
+    known = isinstance(description, dict) and isinstance(description.get("kind"), str)
+    return description if known else None
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -228,8 +228,8 @@ def plain(tensor: Tensor) -> Tensor:
 
 def _seal(text: str, tensors: Mapping[str, Tensor]) -> str:
     """Hash a description and the tensors, SHA-256 in hexadecimal."""
-    found = hashlib.sha256(text.encode())
+    seal = hashlib.sha256(text.encode())
     for name, tensor in sorted(tensors.items()):
-        found.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        seal.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
+        seal.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return seal.hexdigest()

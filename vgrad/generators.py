@@ -117,13 +117,13 @@ def drawn(draw: Callable[..., object], stream: int, count: int) -> np.ndarray:
     `draw` is a method of numpy's generators that takes `out`. The numbers do not depend
     on how many threads there are.
     """
-    found = np.empty(count)
+    numbers = np.empty(count)
     works = (
-        partial(draw, block(stream, number), out=found[part])
+        partial(draw, block(stream, number), out=numbers[part])
         for number, part in blocks(count)
     )
     on_threads(works, count)
-    return found
+    return numbers
 
 
 def blocks(count: int) -> Iterator[tuple[int, slice]]:
@@ -231,7 +231,7 @@ def check_key(function: str, key: Tensor) -> None:
 
 def random_state(tensors: Iterable[Tensor]) -> RandomState:
     """Return the state of the generators that computing with `tensors` may use."""
-    devices = {each.device.index for each in tensors if each.is_cuda}
+    devices = {tensor.device.index for tensor in tensors if tensor.is_cuda}
     states = {index: torch.cuda.get_rng_state(index) for index in devices}
     return torch.get_rng_state(), states
 
@@ -250,9 +250,9 @@ def set_seed(seed: int, tensors: Iterable[Tensor]) -> None:
     if conditions.checks_collected():
         raise conditions.Unrepeatable("it seeds torch's generators")
     torch.default_generator.manual_seed(seed)
-    for device in {each.device for each in tensors if each.is_cuda}:
-        own = torch.Generator(device).manual_seed(seed)
-        torch.cuda.set_rng_state(own.get_state(), device)
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        generator = torch.Generator(device).manual_seed(seed)
+        torch.cuda.set_rng_state(generator.get_state(), device)
 
 
 @contextmanager

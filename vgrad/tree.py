@@ -72,7 +72,7 @@ def tensors(tree: Tree) -> list[Tensor]:
         tree = tree.values()
     elif not _is_sequence(tree):
         return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-    return [leaf for each in tree for leaf in tensors(each)]
+    return [leaf for branch in tree for leaf in tensors(branch)]
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
@@ -88,7 +88,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
         return {key: map_tensors(function, value) for key, value in tree.items()}
     if not _is_sequence(tree):
         return tree_map(lambda leaf: _map_leaf(function, leaf), tree)
-    mapped = [map_tensors(function, each) for each in tree]
+    mapped = [map_tensors(function, branch) for branch in tree]
     return type(tree)(mapped) if type(tree) in (list, tuple) else type(tree)(*mapped)
 
 
@@ -108,19 +108,19 @@ def _map_leaf(function: Callable[[Tensor], Any], leaf: Any) -> Any:
 
 def map_once(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
     """Apply `function` to the tensors of a tree; one that is there twice stays one."""
-    found: dict[int, Tensor] = {}
+    mapped: dict[int, Tensor] = {}
 
     def once(tensor: Tensor) -> Tensor:
-        if id(tensor) not in found:
-            found[id(tensor)] = function(tensor)
-        return found[id(tensor)]
+        if id(tensor) not in mapped:
+            mapped[id(tensor)] = function(tensor)
+        return mapped[id(tensor)]
 
     return map_tensors(once, tree)
 
 
 def copied(tree: Tree) -> Tree:
     """Copy the tensors of a tree; one that is there twice stays one."""
-    return map_once(lambda each: with_attributes(each.clone(), each), tree)
+    return map_once(lambda tensor: with_attributes(tensor.clone(), tensor), tree)
 
 
 def _is_sequence(tree: Tree) -> bool:
@@ -195,16 +195,16 @@ def load_state_dict(template: T, tensors: Mapping[str, Tensor]) -> T:
 
 
 def check_fit(
-    where: str, expected: Mapping[str, Tensor], given: Mapping[str, Tensor]
+    where: str, expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
 ) -> None:
     """Refuse tensors whose names, shapes or dtypes are not those expected."""
-    checks.names(where, expected, given)
-    checks.shapes(where, {n: t.shape for n, t in expected.items()}, given)
+    checks.names(where, expected, tensors)
+    checks.shapes(where, {n: t.shape for n, t in expected.items()}, tensors)
     for name, tensor in expected.items():
-        if given[name].dtype != tensor.dtype:
+        if tensors[name].dtype != tensor.dtype:
             raise ValueError(
                 f"{where}: expected {tensor.dtype} in {name!r}, got "
-                f"{given[name].dtype}. Was it saved from other code?"
+                f"{tensors[name].dtype}. Was it saved from other code?"
             )
 
 

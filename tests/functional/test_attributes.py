@@ -138,19 +138,6 @@ def test_members_with_other_attributes_are_refused():
         vgrad.stack([Net(), Net(5.0)])
 
 
-def test_a_step_of_batches(model):
-    fmodel, params, buffers = split(model)
-    loss = vgrad.batch_loss(fmodel, F.mse_loss)
-    tx = vgrad.optim.sgd(1.0)
-    step = vgrad.training.train_step(loss, tx)
-    state = vgrad.training.TrainState.create(tx, params, buffers)
-    state, _ = step(state, X, Y)
-    F.mse_loss(model(X), Y).backward()
-    for name, value in params.items():
-        grad = model.get_parameter(name).grad
-        torch.testing.assert_close(value - state.params[name], grad, **EXACT)
-
-
 class Writing(nn.Linear):
     """Counts its calls in an attribute of a tensor."""
 

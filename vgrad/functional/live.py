@@ -65,8 +65,8 @@ class LiveModel(FunctionalModel):
         guards.check_plain(function, model)
         self._function = function
         super().__init__(model, {})
-        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        self.values = {name: held[name] for name in self.names}
+        registered = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self.values = {name: registered[name] for name in self.names}
         self._facts = self.facts()
 
     def facts(self) -> list[tuple]:

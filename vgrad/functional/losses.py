@@ -271,14 +271,14 @@ def gradient(function: Callable, params: Params) -> tuple[Params, Any, set[str]]
             for name, p in params.items()
         }
         value, rest = function(leaves)
-    found = dict.fromkeys(leaves)
+    reached = dict.fromkeys(leaves)
     if value.requires_grad:
         with no_autocast(value.device):
-            each = torch.autograd.grad(value, [*leaves.values()], allow_unused=True)
-        found = dict(zip(leaves, each, strict=True))
-    unreached = {name for name, grad in found.items() if grad is None}
+            computed = torch.autograd.grad(value, [*leaves.values()], allow_unused=True)
+        reached = dict(zip(leaves, computed, strict=True))
+    unreached = {name for name, grad in reached.items() if grad is None}
     grads = {
         name: torch.zeros_like(params[name]) if grad is None else grad
-        for name, grad in found.items()
+        for name, grad in reached.items()
     }
     return grads, map_tensors(Tensor.detach, rest), unreached

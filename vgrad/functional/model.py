@@ -67,15 +67,17 @@ class Entries:
         """Fold tied names into their first, and add non-persistent buffers."""
         values = dict(state)
         for first, aliases in self.aliases.items():
-            given = [(alias, values.pop(alias)) for alias in aliases if alias in values]
-            for alias, value in given:
-                if not checks.same_values(value, given[0][1]):
+            aliased = [
+                (alias, values.pop(alias)) for alias in aliases if alias in values
+            ]
+            for alias, value in aliased:
+                if not checks.same_values(value, aliased[0][1]):
                     raise ValueError(
                         f"fmodel(state_dict, {{}}): expected one value for the tied "
-                        f"names {given[0][0]!r} and {alias!r}, got two."
+                        f"names {aliased[0][0]!r} and {alias!r}, got two."
                     )
-            if given:
-                values[first] = given[0][1]
+            if aliased:
+                values[first] = aliased[0][1]
         device = next((value.device for value in values.values()), None)
         for name, constant in self.constants.items():
             values.setdefault(name, constant.to(device))
@@ -112,7 +114,7 @@ class CallState:
         """Restore the containers."""
         if self._wanted:
             changing = [*self._slots.state, *self._marked]
-            self._left = [(each, taken(each)) for each, _ in changing]
+            self._left = [(container, taken(container)) for container, _ in changing]
             with modes.without_modes():
                 _exchanged([values for _, values in self._left], self._kept)
         self._slots.end()
@@ -133,7 +135,7 @@ class CallState:
     @contextmanager
     def _in_place(self) -> Iterator[None]:
         with self._lock:
-            before = [(each, taken(each)) for each, _ in self._left]
+            before = [(container, taken(container)) for container, _ in self._left]
             restore(self._left)
             try:
                 yield
@@ -508,10 +510,10 @@ def write_values_(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     checks.names(function, targets, values)
     shapes = {name: target.shape for name, target in targets.items()}
     checks.shapes(function, shapes, values)
-    given: dict[int, Tensor] = {}
+    first_values: dict[int, Tensor] = {}
     for name, target in targets.items():
         _check_writable(function, name, target)
-        first = given.setdefault(id(target), values[name])
+        first = first_values.setdefault(id(target), values[name])
         if not checks.same_values(first, values[name]):
             raise ValueError(
                 f"{function}: expected one value for {name!r} and the names that the "

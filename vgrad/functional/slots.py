@@ -215,8 +215,8 @@ def duplicate(model: nn.Module, placeholders: dict[int, Any]) -> nn.Module:
     with _Copying(origins):
         skeleton = copy.deepcopy(model, memo)
         for _, tensor in named_tensors(model):
-            held = copy.deepcopy(vars(tensor), memo)
-            vars(placeholders[id(tensor)]).update(held)
+            marks = copy.deepcopy(vars(tensor), memo)
+            vars(placeholders[id(tensor)]).update(marks)
     return skeleton
 
 
@@ -277,8 +277,8 @@ class Slots:
     def fill(self, values: Mapping[str, Tensor]) -> None:
         """Put values wherever the module holds tensors, and copies of detached ones."""
         for places in (self.registered, self._referenced):
-            for name, held in places.items():
-                for container, key in held:
+            for name, keys in places.items():
+                for container, key in keys:
                     container[key] = values[name]
         for container, key, value in self.detached:
             container[key] = with_attributes(value.clone(), value)
@@ -299,30 +299,30 @@ def attributes(model: nn.Module, tensors: set[int]) -> list[Container]:
     Raises:
         TypeError: a tuple holds one of `tensors`: its entry cannot be exchanged.
     """
-    found: list[Container] = []
+    containers: list[Container] = []
     seen = {id(module) for module in model.modules()}
     for name, module in model.named_modules():
-        _look_into(module, name, tensors, seen, found)
-    for name, held in of_tensors(model).items():
-        _collect(held, name, tensors, seen, found)
-    return found
+        _look_into(module, name, tensors, seen, containers)
+    for name, marks in of_tensors(model).items():
+        _collect(marks, name, tensors, seen, containers)
+    return containers
 
 
 def of_tensors(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return the attributes that users put on parameters and buffers, by name."""
-    found = {name: vars(tensor) for name, tensor in named_tensors(model)}
-    return {name: attributes for name, attributes in found.items() if attributes}
+    owned = {name: vars(tensor) for name, tensor in named_tensors(model)}
+    return {name: attributes for name, attributes in owned.items() if attributes}
 
 
 def _slot_paths(
     containers: Sequence[Any], names: dict[int, str]
 ) -> dict[str, list[tuple[Any, Any]]]:
     """Return, by name, each container and key (or index) that holds the tensor."""
-    found: dict[str, list[tuple[Any, Any]]] = {}
+    paths: dict[str, list[tuple[Any, Any]]] = {}
     for container, key, value in _entries(containers):
         if id(value) in names:
-            found.setdefault(names[id(value)], []).append((container, key))
-    return found
+            paths.setdefault(names[id(value)], []).append((container, key))
+    return paths
 
 
 State = list[tuple[Any, Any]]
@@ -338,18 +338,18 @@ class Fields:
 
     def contents(self) -> dict[Any, Any]:
         """Return the values that are set, by descriptor."""
-        found = {}
-        for each in self._descriptors:
+        values = {}
+        for descriptor in self._descriptors:
             with suppress(AttributeError, ValueError):  # not set
-                found[each] = each.__get__(self.owner)
-        return found
+                values[descriptor] = descriptor.__get__(self.owner)
+        return values
 
     def put_back(self, before: dict[Any, Any]) -> None:
         """Restore these values, and unset all others."""
-        for each in self.contents().keys() - before.keys():
-            each.__delete__(self.owner)
-        for each, value in before.items():
-            each.__set__(self.owner, value)
+        for descriptor in self.contents().keys() - before.keys():
+            descriptor.__delete__(self.owner)
+        for descriptor, value in before.items():
+            descriptor.__set__(self.owner, value)
 
 
 def taken(container: Any) -> Any:
@@ -439,35 +439,35 @@ def children(value: Any) -> list[Any]:
 
 
 def _look_into(
-    module: nn.Module, path: str, tensors: set[int], seen: set[int], found: list
+    module: nn.Module, path: str, tensors: set[int], seen: set[int], containers: list
 ) -> None:
     """Append the containers among the plain attributes of a module."""
-    found += [vars(module), private.registered(module)[2]]
+    containers += [vars(module), private.registered(module)[2]]
     for key, value in vars(module).items():
         if key not in _OF_EVERY_MODULE:
-            _collect(value, f"{path}.{key}".lstrip("."), tensors, seen, found)
+            _collect(value, f"{path}.{key}".lstrip("."), tensors, seen, containers)
 
 
 def _collect(
-    value: Any, path: str, tensors: set[int], seen: set[int], found: list
+    value: Any, path: str, tensors: set[int], seen: set[int], containers: list
 ) -> None:
     """Append the lists and dictionaries that `value` is or holds."""
     if id(value) in seen:
         return
     if isinstance(value, nn.Module):
-        for each in value.modules():
-            seen.add(id(each))
-            found += private.registered(each)[:2]
-            _look_into(each, path, tensors, seen, found)
+        for child in value.modules():
+            seen.add(id(child))
+            containers += private.registered(child)[:2]
+            _look_into(child, path, tensors, seen, containers)
     if not isinstance(value, list | dict | tuple):
         return
     seen.add(id(value))
     if not isinstance(value, tuple):
-        found.append(value)
+        containers.append(value)
     elif any(id(child) in tensors for child in value):
         raise TypeError(
             f"make_functional_with_buffers(model): expected parameters in modules, "
             f"lists or dictionaries, got one in the tuple {path!r}. Make it a list."
         )
     for child in children(value):
-        _collect(child, path, tensors, seen, found)
+        _collect(child, path, tensors, seen, containers)

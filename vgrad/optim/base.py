@@ -285,12 +285,14 @@ def step(
 
 
 def _dictionaries(tree: Tree) -> list[dict]:
-    if isinstance(tree, dict):
-        inner = [value for value in tree.values() if not isinstance(value, Tensor)]
-        return [tree, *_dictionaries(inner)]
-    if isinstance(tree, list | tuple):
-        return [dictionary for node in tree for dictionary in _dictionaries(node)]
-    return []
+    dictionaries, nodes = [], [tree]
+    for node in nodes:
+        if isinstance(node, dict):
+            dictionaries.append(node)
+            nodes += [value for value in node.values() if not isinstance(value, Tensor)]
+        elif isinstance(node, list | tuple):
+            nodes += node
+    return dictionaries
 
 
 def states_of(

@@ -154,7 +154,11 @@ def _groups(
         return None
     idle = [params[name] for name, grad in grads.items() if grad is None]
     if not all(map(Tensor.is_contiguous, itertools.chain(*columns, idle))):
-        columns[1] = list(map(_like, stepped, columns[1]))
+        # The kernel needs gradients in the memory layout of their parameters.
+        columns[1] = [
+            g if g.stride() == p.stride() else torch.empty_like(p).copy_(g)
+            for p, g in zip(stepped, columns[1], strict=True)
+        ]
         if alike(Tensor.stride) is None or not all(map(_dense, [*stepped, *idle])):
             return None
     sizes = list(map(_BYTES, stepped)) * len(columns) + list(map(_BYTES, idle))
@@ -187,13 +191,6 @@ def _parts(trees: list[Any]) -> list[Any] | None:
     return local
 
 
-def _like(param: Tensor, grad: Tensor) -> Tensor:
-    """Give a gradient the memory layout of its parameter."""
-    if grad.stride() == param.stride():
-        return grad
-    return torch.empty_like(param).copy_(grad)
-
-
 def _dense(tensor: Tensor) -> bool:
     """Return whether a tensor is contiguous in one of the usual layouts."""
     if tensor.is_contiguous():
@@ -212,10 +209,10 @@ def _taken(rate: Number, params: Params) -> bool:
 
 
 def _on(rate: Number, device: torch.device) -> Any:
-    """Give the kernel a number, or a tensor that it reads without waiting for it."""
-    if not isinstance(rate, Tensor):
-        return float(rate)
-    return float(rate) if rate.device.type == "cpu" else rate.to(device, torch.float32)
+    """Return a number, or a tensor that the kernel reads without waiting for it."""
+    if isinstance(rate, Tensor) and rate.device.type != "cpu":
+        return rate.to(device, torch.float32)
+    return float(rate)
 
 
 # Memory that tensors share.

@@ -57,7 +57,8 @@ def inject_hyperparams(
     for name, value in hyperparams.items():
         _check_hyperparam(name, value)
     # This call checks the numbers: as tensors of the state they never are.
-    make(**tree_map(_unscheduled, hyperparams))
+    unchecked = torch.zeros(())  # instead of a schedule
+    make(**tree_map(lambda v: unchecked if is_schedule(v) else v, hyperparams))
 
     def init(params: Params) -> HyperparamsState:
         count = counter(params)
@@ -109,11 +110,6 @@ def with_hyperparams(
         )
     new = {name: _like(name, value, old[name]) for name, value in hyperparams.items()}
     return state._replace(hyperparams={**old, **new})
-
-
-def _unscheduled(value: Any) -> Any:
-    """Replace a schedule by a tensor, whose value is not checked."""
-    return torch.zeros(()) if is_schedule(value) else value
 
 
 def _in_state(value: Any, count: Tensor) -> Tensor:

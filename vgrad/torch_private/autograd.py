@@ -174,7 +174,7 @@ _CHECKPOINT = inspect.unwrap(checkpoint).__code__
 def _versions(args: Sequence[Any]) -> list[int]:
     """Return the versions of wrapped tensors, which autograd does not check."""
     wrapped = [t for t in args if isinstance(t, Tensor) and modes.is_wrapped(t)]
-    return [version_of(modes.unwrap_all(each)) for each in wrapped]
+    return [version_of(modes.unwrap_all(tensor)) for tensor in wrapped]
 
 
 SAVES_ARGUMENTS = getattr(checkpoints, "_NoopSaveInputs", None)
@@ -191,9 +191,9 @@ class SavedArguments:
 
     def __init__(self, *args: Any) -> None:
         self._records = torch.is_grad_enabled()
-        found = hooks()
+        active = hooks()
         self._args = [
-            _saved(arg, found) if isinstance(arg, Tensor) else lambda arg=arg: arg
+            _saved(arg, active) if isinstance(arg, Tensor) else lambda arg=arg: arg
             for arg in args
         ]
 
@@ -207,9 +207,9 @@ class SavedArguments:
         return [arg() for arg in self._args]
 
 
-def _saved(tensor: Tensor, found: Hooks | None) -> Callable[[], Tensor]:
+def _saved(tensor: Tensor, active: Hooks | None) -> Callable[[], Tensor]:
     """Save a tensor as torch does from 2.12 on, by `_make_saved_tensor`."""
-    if found is None:
+    if active is None:
         version = version_of(tensor)
 
         def unchanged() -> Tensor:
@@ -221,7 +221,7 @@ def _saved(tensor: Tensor, found: Hooks | None) -> Callable[[], Tensor]:
             return tensor
 
         return unchanged
-    pack, unpack = found
+    pack, unpack = active
     with torch.no_grad():
         packed = pack(tensor)
     requires_grad = tensor.requires_grad

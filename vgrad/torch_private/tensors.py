@@ -140,7 +140,7 @@ def _put_off(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     like = torch.empty_strided(
         source.shape, source.stride(), dtype=source.dtype, device="meta"
     ).as_strided(source.shape, source.stride())
-    sizes = {name: each for name, each in kwargs.items() if name != "device"}
+    sizes = {n: value for n, value in kwargs.items() if n != "device"}
     output = func(like, *rest, **sizes)
     leaves, structure = pytree.tree_flatten(output)
 
@@ -148,11 +148,11 @@ def _put_off(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         return lambda: pytree.tree_leaves(func(source.value(), *rest, **kwargs))[number]
 
     parts = [
-        _made(part(number), each, source.device) for number, each in enumerate(leaves)
+        _made(part(number), lazy, source.device) for number, lazy in enumerate(leaves)
     ]
-    for each in parts:
+    for lazy in parts:
         if func is not _CAST:
-            each._of = source.root
+            lazy._of = source.root
     return pytree.tree_unflatten(parts, structure)
 
 
@@ -350,11 +350,11 @@ def writes(op: Any) -> bool:
     return next(written(op), None) is not None
 
 
-def shown_results(op: Any, args: tuple, kwargs: dict, found: Any) -> list[Tensor]:
+def shown_results(op: Any, args: tuple, kwargs: dict, result: Any) -> list[Tensor]:
     """Return the results of an op and the tensors it wrote into, each once."""
-    returned = found if isinstance(found, tuple | list) else (found,)
+    returned = result if isinstance(result, tuple | list) else (result,)
     both = (*_written(op, args, kwargs), *returned)
-    tensors = {id(each): each for each in both if isinstance(each, Tensor)}
+    tensors = {id(tensor): tensor for tensor in both if isinstance(tensor, Tensor)}
     return [*tensors.values()]
 
 
