@@ -1,0 +1,26 @@
+"""Public names of the release before this one: each raises, with the new name."""
+
+from collections.abc import Callable
+from typing import Any
+
+RENAMED = {
+    "vgrad.hessian": "torch.func.hessian",
+    "vgrad.jacfwd": "torch.func.jacfwd",
+    "vgrad.jacrev": "torch.func.jacrev",
+    "vgrad.jvp": "torch.func.jvp",
+    "vgrad.linearize": "torch.func.linearize",
+    "vgrad.vjp": "torch.func.vjp",
+}
+"""Old name to new name, as in the last table of docs/migration.md."""
+
+
+def raising(module: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module whose old names raise."""
+
+    def __getattr__(name: str) -> Any:
+        old = f"{module}.{name}"
+        if new := RENAMED.get(old):
+            raise AttributeError(f"{old}: expected a name of this release. Use {new}.")
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return __getattr__
