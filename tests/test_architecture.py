@@ -14,7 +14,8 @@ PACKAGE = ROOT / "vgrad"
 
 LAYERS = [
     {"torch_private"},
-    {"typing", "checks", "tree", "batches"} | {"conditions", "files", "generators"},
+    {"typing", "checks", "tree", "batches"}
+    | {"conditions", "files", "generators", "ranks"},
     {"functional", "optim"},
     {"lowering", "precision"},
     {"persample"},

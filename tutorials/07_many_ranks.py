@@ -58,7 +58,7 @@ def run(rank: int, folder: str, data: TensorDataset, plan: Plan) -> None:
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
     found = train(mesh, data, plan)
-    vgrad.training.save_state(f"{folder}/{rank}.safetensors", found)
+    vgrad.training.save(f"{folder}/{rank}", found)
     distributed.destroy_process_group()
 
 
@@ -85,8 +85,8 @@ def main() -> None:
         one = train(mesh, data, plan)
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(run, args=(folder, data, plan), nprocs=RANKS)
-        files = [Path(folder) / f"{rank}.safetensors" for rank in range(RANKS)]
-        ranks = [vgrad.training.load_state(path, one) for path in files]
+        folders = [Path(folder) / f"{rank}" for rank in range(RANKS)]
+        ranks = [vgrad.training.load(path, one) for path in folders]
 
     for name, value in one.items():
         assert all(torch.equal(each[name], ranks[0][name]) for each in ranks)

@@ -1,7 +1,4 @@
-"""Files that exist as a whole or not at all, and tensors kept in such files.
-
-A file of tensors has parts, each sealed with a hash of its own and readable alone.
-"""
+"""Files that exist as a whole or not at all, and tensors in such files."""
 
 import hashlib
 import json
@@ -127,18 +124,14 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_parts(
+def write_tensors(
     path: Path,
-    parts: Mapping[str, Mapping[str, Tensor]],
+    tensors: Mapping[str, Tensor],
     description: Description,
     *,
     private: bool = False,
 ) -> None:
-    """Replace a file by parts and their description.
-
-    The entry `name` of a part is `part/name` in the file. A part `""` must be the only
-    one, and adds nothing to the names.
-    """
+    """Replace a file by tensors and their description, sealed with a hash."""
     try:
         text = json.dumps(description, allow_nan=False)
     except ValueError as error:
@@ -146,20 +139,15 @@ def write_parts(
             f"{path}: expected settings that JSON has, got {description} ({error}). "
             f"Give a number that is not finite as text."
         ) from error
-    metadata = {"vgrad": text}
-    everything: dict[str, Tensor] = {}
-    for part, tensors in parts.items():
-        prefix = _prefix(part)
-        named = {f"{prefix}{name}": plain(value) for name, value in tensors.items()}
-        metadata[f"{prefix}sha256"] = _seal(text, named)
-        everything |= named
-    replace(path, *serialized(str(path), everything, metadata), private=private)
+    values = {name: plain(value) for name, value in tensors.items()}
+    metadata = {"vgrad": text, "sha256": _seal(text, values)}
+    replace(path, *serialized(str(path), values, metadata), private=private)
 
 
 def serialized(
     where: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> list[bytes | memoryview]:
-    """Return a file of `plain` tensors in parts, the same bytes for the same content.
+    """Return a file of `plain` tensors, the same bytes for the same content.
 
     Raises:
         TypeError: the format lacks a dtype.
@@ -180,20 +168,25 @@ def serialized(
     return [len(text).to_bytes(8, "little"), text, memoryview(content)[end:]]
 
 
-def read_parts(
-    path: Path, kind: str, parts: Iterable[str], *, called: str
-) -> tuple[dict[str, dict[str, Tensor]], Description]:
-    """Read some of the parts that `write_parts` wrote, on the CPU.
+def read_tensors(
+    path: Path, kind: str, *, called: str | None = None
+) -> tuple[dict[str, Tensor], Description]:
+    """Read a file of `write_tensors`, on the CPU.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is damaged, was written by another program, or holds another
             kind of tensors. `called` is the name of the expected file in the error.
     """
+    called = called or f"the {kind} of a run"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: expected {called}, got no file.")
     try:
-        metadata, tensors = _held(path, parts)
+        with safetensors.safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            # Copied, because torch aligns its own memory and a file does not, and the
+            # numbers that a kernel computes may depend on that.
+            tensors = {key: file.get_tensor(key).clone() for key in file.keys()}
     except (safetensors.SafetensorError, OSError, TypeError) as error:
         # TypeError: torch got a size beyond 64 bits.
         raise ValueError(
@@ -205,62 +198,17 @@ def read_parts(
     description = _description(text)
     if description is not None and description["kind"] != kind:
         raise ValueError(f"{path}: expected {called}, got a {description['kind']}.")
-    if description is None or any(
-        metadata.get(f"{_prefix(part)}sha256") != _seal(text, entries)
-        for part, entries in tensors.items()
-    ):
+    if description is None or metadata.get("sha256") != _seal(text, tensors):
         raise ValueError(
             f"{path}: expected {called}, got a damaged file (its checksum does not "
             f"match)."
         )
-    named = {
-        part: {key.removeprefix(_prefix(part)): value for key, value in entries.items()}
-        for part, entries in tensors.items()
-    }
-    return named, description
-
-
-def write_tensors(
-    path: Path,
-    tensors: Mapping[str, Tensor],
-    description: Description,
-    *,
-    private: bool = False,
-) -> None:
-    """Replace a file by tensors in one part, and their description."""
-    write_parts(path, {"": tensors}, description, private=private)
-
-
-def read_tensors(path: Path, kind: str) -> tuple[dict[str, Tensor], Description]:
-    """Read a file of `write_tensors`, on the CPU; raises as `read_parts` does."""
-    parts, description = read_parts(path, kind, [""], called=f"the {kind} of a run")
-    return parts[""], description
+    return tensors, description
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """Hash tensors by name, SHA-256 in hexadecimal; those on the CPU are not copied."""
+    """Hash tensors by name, SHA-256 in hexadecimal; on the CPU nothing is copied."""
     return _seal("", {n: t.detach().cpu().contiguous() for n, t in tensors.items()})
-
-
-def _held(
-    path: Path, parts: Iterable[str]
-) -> tuple[dict[str, str], dict[str, dict[str, Tensor]]]:
-    """Return the metadata of a file, and its parts up to the first without a seal."""
-    tensors: dict[str, dict[str, Tensor]] = {}
-    with safetensors.safe_open(path, framework="pt") as file:
-        metadata = file.metadata() or {}
-        for part in parts:
-            tensors[part] = {}
-            # A file may claim any number of parts; it lists the seals of those it has.
-            if f"{_prefix(part)}sha256" not in metadata:
-                break
-        for key in file.keys():
-            part = "" if "" in tensors else key.partition("/")[0]
-            if part in tensors:
-                # Copied, because torch aligns its own memory and a file does not,
-                # and the numbers that a kernel computes may depend on that.
-                tensors[part][key] = file.get_tensor(key).clone()
-    return metadata, tensors
 
 
 def _description(text: str) -> Description | None:
@@ -271,10 +219,6 @@ def _description(text: str) -> Description | None:
         return None
     known = isinstance(description, dict) and isinstance(description.get("kind"), str)
     return description if known else None
-
-
-def _prefix(part: str) -> str:
-    return f"{part}/" if part else ""
 
 
 def plain(tensor: Tensor) -> Tensor:

@@ -563,12 +563,10 @@ def test_any_change_of_a_model_is_refused_or_harmless(either, images, capsys, se
     if text.exists() and seed % 2 == 0:
         text.write_text(json.dumps(mutated(json.loads(text.read_text()), chance)))
     else:
-        path, kind, parts = either / "model.safetensors", "model", [""]
-        if text.exists():
-            path, kind = either / "ensemble.safetensors", "model ensemble"
-            parts = ["shared", "0", "1", "2"]
-        held, said = files.read_parts(path, kind, parts, called="it")
-        files.write_parts(path, held, mutated(said, chance))
+        kind = "ensemble" if text.exists() else "model"
+        path = either / f"{kind}.safetensors"
+        held, said = files.read_tensors(path, kind)
+        files.write_tensors(path, held, mutated(said, chance))
     status(capsys, "evaluate", either, "--data", images)
     with contextlib.suppress(ValueError):
         vgrad.load(either)

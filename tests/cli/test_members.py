@@ -34,7 +34,7 @@ from tests.cli.runs import (
 from vgrad import dp
 from vgrad.__main__ import main
 from vgrad.cli import checkpoint, report
-from vgrad.ensemble import load_ensemble, load_member, member_seed
+from vgrad.ensemble import member_seed
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_members_are_what_plain_torch_computes_for_each_of_them(images, tmp_path
         own, member = f".private.members[{i}]", {"member": i, "seed": member_seed(0, i)}
         key = before[f"{own}.key"].tolist()
         expected = reference(images, key, plan, True, **member)
-        params, _ = load_member(out / "ensemble.safetensors", i, *templates(images))
+        params = dict(vgrad.load(out, member=i).named_parameters())
         for name, value in expected.items():
             found = after[f"{own}.params['{name}']"]
             torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-5)
@@ -145,11 +145,7 @@ def test_without_privacy_there_is_nothing_of_it(images, runs, tmp_path, capsys):
     state, description = checkpoint.read_state(out)
     assert description["plan"] == {}
     assert all(name.startswith(".plain") for name in state)
-    stacked = [
-        {name: value.expand(3, *value.shape) for name, value in one.items()}
-        for one in templates(images)
-    ]
-    params, _ = load_ensemble(out / "ensemble.safetensors", *stacked)
+    _, params, _ = vgrad.load(out)
     for name, value in params.items():
         assert torch.equal(value, state[f".plain.params['{name}']"])
     told = said(out, "ensemble.json")
@@ -217,8 +213,7 @@ def test_evaluate_counts_right_answers_of_ensemble_and_members(images, runs, cap
     x, y = held_out(images)
     model, each = built(images), []
     for i in range(3):
-        values = load_member(out / "ensemble.safetensors", i, *templates(images))
-        model.load_state_dict({**values[0], **values[1]})
+        model.load_state_dict(vgrad.load(out, member=i).state_dict())
         each.append(model(x).softmax(1).detach().numpy())
     shares = [np.mean(one.argmax(1) == y) for one in each]
     together = np.mean(sum(each).argmax(1) == y)

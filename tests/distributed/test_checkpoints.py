@@ -1,5 +1,7 @@
 """What is saved over ranks is what is loaded, over as many ranks or others."""
 
+import hashlib
+import json
 import os
 import pickle
 import shutil
@@ -13,13 +15,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 from tests.distributed.processes import SERVER
 from vgrad import files, optim, tree
-from vgrad.distributed import (
-    RankError,
-    gather,
-    load_checkpoint,
-    save_checkpoint,
-)
-from vgrad.training import TrainState, load_state, save_state
+from vgrad.distributed import RankError, gather
+from vgrad.training import TrainState, load, save
 
 SETTINGS = {"lr": 0.1, "sizes": (3, 2), "name": None}
 
@@ -80,9 +77,7 @@ def zeros():
 
 def _save(folder, shape, placements, seed=0):
     mesh = meshed(*shape)
-    save_checkpoint(
-        folder, spread(made(seed), mesh, *placements), mesh, settings=SETTINGS
-    )
+    save(folder, spread(made(seed), mesh, *placements), mesh, settings=SETTINGS)
 
 
 def _load(folders, size):
@@ -97,7 +92,7 @@ def _load(folders, size):
             with pytest.MonkeyPatch.context() as patch:
                 for name in ("load", "loads", "Unpickler", "_Unpickler"):
                     patch.setattr(pickle, name, refuse)
-                found = load_checkpoint(folder, like, mesh, settings=SETTINGS)
+                found = load(folder, like, mesh, settings=SETTINGS)
             for a, b in zip(tree.tensors(found), tree.tensors(like), strict=True):
                 assert type(a) is type(b)
                 assert getattr(a, "placements", 0) == getattr(b, "placements", 0)
@@ -128,11 +123,9 @@ def test_what_ranks_share_is_written_once(ranks, tmp_path):
         found = [torch.tensor(0)]
         sizes = []
         for path in sorted(folder.glob("pieces-*")):
-            parts, _ = files.read_parts(
-                path, "file of pieces of a checkpoint", [""], called="it"
-            )
-            found += parts[""].values()
-            sizes.append(sum(each.nbytes for each in parts[""].values()))
+            read, _ = files.read_tensors(path, "file of pieces of a checkpoint")
+            found += read.values()
+            sizes.append(sum(each.nbytes for each in read.values()))
         total = sum(each.nbytes for each in tree.tensors(made()))
         assert sum(sizes) == total
         assert len(sizes) == size
@@ -155,19 +148,19 @@ def _over_a_grid(folder):
         # Replicated along the other axis of the mesh, though its own does not say so.
         state["half"] = distribute_tensor(weight, mesh["tp"], [Shard(0)])
         path = folder / str(number)
-        save_checkpoint(path, state, mesh)
+        save(path, state, mesh)
         assert sum(each.stat().st_size for each in path.iterdir()) < 9000
         for like in (
             {name: torch.zeros_like(weight) for name in state},
             {name: distribute_tensor(-weight, line, [Shard(0)]) for name in state},
             tree.map_tensors(torch.zeros_like, state),
         ):
-            found = gather(load_checkpoint(path, like, mesh), mesh)
+            found = gather(load(path, like, mesh), mesh)
             assert same(found, {"w": weight, "half": weight})
     part = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
     if mesh.get_rank() < 2:
         with pytest.raises(ValueError, match="one axis, or of all 4 ranks, got 2 axes"):
-            save_checkpoint(folder, state, part)
+            save(folder, state, part)
 
 
 def test_tensors_are_sharded_over_grids(ranks, tmp_path):
@@ -175,7 +168,7 @@ def test_tensors_are_sharded_over_grids(ranks, tmp_path):
     for number in range(len(GRIDS)):
         weight = made()["others"]["counts"]
         like = {name: torch.zeros_like(weight) for name in ("w", "half")}
-        found = load_checkpoint(tmp_path / str(number), like, None)
+        found = load(tmp_path / str(number), like, None)
         assert same(found, {"w": weight, "half": weight})
 
 
@@ -206,16 +199,16 @@ def _stopped(folder, bad, call):
     """Stop a rank at one of its writes: did a save come through, is it the new one?"""
     mesh = meshed(2)
     old, new = (spread(small(seed), mesh, Shard(0)) for seed in (0, 1))
-    save_checkpoint(folder, old, mesh)
+    save(folder, old, mesh)
     done = True
     with pytest.MonkeyPatch.context() as patch:
         if mesh.get_rank() == bad:
             counted(patch, call, _full)
         try:
-            save_checkpoint(folder, new, mesh)
+            save(folder, new, mesh)
         except (OSError, RankError) as error:
             done = "no space left" not in str(error)
-    found = gather(load_checkpoint(folder, old, mesh), mesh)
+    found = gather(load(folder, old, mesh), mesh)
     assert same(found, small(0)) or same(found, small(1))
     return done, same(found, small(1))
 
@@ -238,18 +231,18 @@ def test_when_a_rank_stops_the_last_complete_one_is_good(ranks, bad, tmp_path):
 def _killed(folder, call):
     """End the process at one of the calls by which it writes."""
     counted(pytest.MonkeyPatch(), call, lambda: os._exit(9))
-    save_checkpoint(folder, small(1), None)
+    save(folder, small(1), None)
 
 
 def test_a_kill_leaves_the_last_complete_one_and_no_rest(tmp_path):
-    save_checkpoint(tmp_path, small(0), None)
+    save(tmp_path, small(0), None)
     code, seen = 9, []
     while code == 9:
         process = SERVER.Process(target=_killed, args=(tmp_path, len(seen)))
         process.start()
         process.join()
         code = process.exitcode
-        found = load_checkpoint(tmp_path, small(2), None)
+        found = load(tmp_path, small(2), None)
         seen.append(same(found, small(1)))
         assert seen[-1] or same(found, small(0))
     assert code == 0
@@ -257,9 +250,9 @@ def test_a_kill_leaves_the_last_complete_one_and_no_rest(tmp_path):
     assert seen.count(False) > 6
     (tmp_path / f"pieces-{'0' * 16}-12.safetensors").touch()
     (tmp_path / "notes.safetensors").touch()
-    save_checkpoint(tmp_path, small(1), None)
+    save(tmp_path, small(1), None)
     (piece,) = tmp_path.glob("*pieces-*")
-    names = {"index.safetensors", "notes.safetensors", piece.name}
+    names = {"meta.json", "notes.safetensors", piece.name}
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
@@ -267,15 +260,15 @@ def test_a_kill_leaves_the_last_complete_one_and_no_rest(tmp_path):
 def test_rests_are_removed_before_writing_where_it_is_known_what_they_are(
     damaged, tmp_path, monkeypatch
 ):
-    save_checkpoint(tmp_path, small(0), None)
+    save(tmp_path, small(0), None)
     rest = tmp_path / f".pieces-{'0' * 16}-1.safetensors.partial"
     rest.touch()
     if damaged:
-        (tmp_path / "index.safetensors").write_bytes(b"{}")
+        (tmp_path / "meta.json").write_bytes(b"{}")
     before = {path.name for path in tmp_path.iterdir()}
     monkeypatch.setattr(os, "replace", lambda *_: _full())
     with pytest.raises(OSError, match="no space left"):
-        save_checkpoint(tmp_path, small(1), None)
+        save(tmp_path, small(1), None)
     after = {path.name for path in tmp_path.iterdir()}
     assert after == (before if damaged else before - {rest.name})
 
@@ -299,13 +292,13 @@ def test_only_the_owner_can_read(ranks, tmp_path):
 def refused(folder, match, like=None, kind=ValueError, mesh=None, **settings):
     like = zeros() if like is None else like
     with pytest.raises(kind, match=match):
-        load_checkpoint(folder, like, mesh, settings=settings)
+        load(folder, like, mesh, settings=settings)
 
 
 def test_another_state_is_refused(tmp_path):
-    refused(tmp_path, "a checkpoint as save_checkpoint", kind=FileNotFoundError)
+    refused(tmp_path, "a checkpoint as vgrad.training.save", kind=FileNotFoundError)
     state = {"w": torch.ones(3), "step": torch.tensor(1)}
-    save_checkpoint(tmp_path, state, None, settings=SETTINGS)
+    save(tmp_path, state, None, settings=SETTINGS)
     path = str(tmp_path)
     refused(path, f"{path}: expected a state saved with lr = 0.2, got .* 0.1", lr=0.2)
     refused(path, r"sizes = \[3\], got one with \[3, 2\]", state, sizes=[3])
@@ -318,9 +311,9 @@ def test_another_state_is_refused(tmp_path):
 
 def test_damage_is_refused(tmp_path):
     state, good, path = {"w": torch.arange(4.0)}, tmp_path / "good", tmp_path / "bad"
-    save_checkpoint(good, state, None)
-    save_checkpoint(tmp_path / "other", state, None)
-    index, (piece,) = "index.safetensors", [p.name for p in good.glob("pieces-*")]
+    save(good, state, None)
+    save(tmp_path / "other", state, None)
+    index, (piece,) = "meta.json", [p.name for p in good.glob("pieces-*")]
     (other,) = (tmp_path / "other").glob("pieces-*")
 
     def cut(name):
@@ -334,20 +327,20 @@ def test_damage_is_refused(tmp_path):
     for name, change, match in [
         (index, cut, "got a damaged file"),
         (index, lambda name: name.write_bytes(b"{}"), "got a damaged file"),
-        (index, lambda name: save_state(name, state), "got a training state in a"),
+        (index, lambda name: name.write_bytes(b"[]"), "got a damaged file"),
         (piece, cut, "got a damaged file"),
         (piece, flipped, "its checksum does not match"),
         (piece, Path.unlink, f"{piece}: expected a checkpoint .* got no file"),
         (piece, lambda name: shutil.copy(other, name), "or one of another checkpoint"),
-        (piece, lambda name: shutil.copy(good / index, name), "got a index of a"),
+        (piece, lambda name: shutil.copy(good / index, name), "got a damaged file"),
     ]:
         shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(good, path)
         change(path / name)
         refused(path, match, state)
         # The next one takes its place.
-        save_checkpoint(path, state, None)
-        assert same(load_checkpoint(path, {"w": torch.zeros(4)}, None), state)
+        save(path, state, None)
+        assert same(load(path, {"w": torch.zeros(4)}, None), state)
 
 
 GOOD = {"checkpoint": "0" * 16, "settings": {}}
@@ -374,9 +367,10 @@ DIAGONAL = [[0, [[0, 0], [1, 1]]], [0, [[1, 1], [1, 1]]]]
     ],
 )
 def test_an_index_that_says_what_none_says_is_refused(description, tmp_path):
-    description = {"kind": "index of a checkpoint", **description}
-    files.write_tensors(tmp_path / "index.safetensors", {}, description)
-    refused(tmp_path, "index.safetensors: expected .* got a damaged file", zeros())
+    seal = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
+    content = {"checkpoint": description, "sha256": seal}
+    (tmp_path / "meta.json").write_text(json.dumps(content))
+    refused(tmp_path, "meta.json: expected .* got a damaged file", zeros())
 
 
 def _one_is_refused(folder):
@@ -386,9 +380,9 @@ def _one_is_refused(folder):
 
     def kept(match, kind=RankError, given=state, **settings):
         with pytest.raises(kind, match=match):
-            save_checkpoint(folder, given, mesh, settings=settings)
+            save(folder, given, mesh, settings=settings)
 
-    save_checkpoint(folder, state, mesh, settings={"lr": 0.1})
+    save(folder, state, mesh, settings={"lr": 0.1})
     refused(folder, "lr = 0.2, got one with 0.1", state, ValueError, mesh, lr=0.2)
     kept("the same setting 'lr' on all ranks, got 0 on rank 0 and 1 on rank 1", lr=rank)
     kept("same setting 'more' .* got none on rank 0", **({"more": 1} if rank else {}))
@@ -403,7 +397,7 @@ def _one_is_refused(folder):
         "the same tensor .*int64.* on rank 1",
         given={"w": weight if rank else weight.long()},
     )
-    kept(r"\(settings\): expected what JSON can hold, got", ValueError, lr=float("nan"))
+    kept(r"\(settings\): expected values of JSON, got", ValueError, lr=float("nan"))
     partial = state["w"].from_local(weight, mesh, [Partial()])
     kept(r"or replicas in .*'w'.*partial sum", ValueError, {"w": partial})
     uneven = {"shape": weight.shape, "stride": (1,)}
@@ -421,15 +415,13 @@ def _one_is_refused(folder):
     with pytest.raises(
         ValueError, match=r"all pieces of .*'w'.* got shapes \[\[[12]\]\] of"
     ):
-        save_checkpoint(folder / "alone", state, None)
-    with pytest.raises(
-        ValueError, match=r"load_checkpoint\(mesh\): expected all piece"
-    ):
-        load_checkpoint(folder, state, None)
+        save(folder / "alone", state, None)
+    with pytest.raises(ValueError, match=r"load\(mesh\): expected all piece"):
+        load(folder, state, None)
     with pytest.raises(TypeError, match="expected a DeviceMesh"):
-        save_checkpoint(folder, state, "dp")
+        save(folder, state, "dp")
     torch.distributed.barrier()
-    assert same(gather(load_checkpoint(folder, state, mesh), mesh), {"w": weight})
+    assert same(gather(load(folder, state, mesh), mesh), {"w": weight})
     if rank == 0:
         (path,) = folder.glob("pieces-*-2.safetensors")
         path.write_bytes(path.read_bytes()[:-1])
@@ -453,7 +445,7 @@ def test_what_one_rank_refuses_all_refuse(ranks, tmp_path):
 def _halves(folder):
     mesh = meshed(2)
     state = {"w": distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])}
-    save_checkpoint(folder, state, mesh)
+    save(folder, state, mesh)
 
 
 def test_files_in_the_place_of_each_other_are_refused(ranks, tmp_path):
@@ -484,8 +476,8 @@ def test_files_are_on_the_disk_in_the_order_that_keeps_them(tmp_path, monkeypatc
 
     for name, call in {"open": opened, "fsync": synced, "replace": replaced}.items():
         monkeypatch.setattr(os, name, call)
-    save_checkpoint(folder, small(0), None)
-    index = "index.safetensors"
+    save(folder, small(0), None)
+    index = "meta.json"
     assert seen == [
         ("synced", tmp_path.name.split("-")[0]),
         *[("synced", "pieces"), ("replaced", "pieces"), ("synced", "run")],
@@ -498,14 +490,14 @@ def _elsewhere(folders):
     state = {"w": distribute_tensor(torch.ones(4), mesh, [Shard(0)])}
     match = "expected a folder that all ranks share, got none of 'pieces-"
     with pytest.raises((FileNotFoundError, RankError), match=match):
-        save_checkpoint(folders[mesh.get_rank()], state, mesh)
+        save(folders[mesh.get_rank()], state, mesh)
 
 
 def test_a_folder_of_one_rank_alone_is_refused(ranks, tmp_path):
     folders = [tmp_path / "0", tmp_path / "1"]
     folders[1].mkdir()
     ranks(2).run(_elsewhere, folders)
-    assert not (folders[0] / "index.safetensors").exists()
+    assert not (folders[0] / "meta.json").exists()
 
 
 def _released(path):
@@ -513,13 +505,13 @@ def _released(path):
     state = spread(made(), mesh, Shard(0))
     params = gather(state["state"].params, mesh)
     if mesh.get_rank() == 0:
-        save_state(path, params)
+        save(path, params)
 
 
 def test_parameters_are_released_for_a_process_without_ranks(ranks, tmp_path):
-    path = tmp_path / "params.safetensors"
+    path = tmp_path / "params"
     ranks(4).run(_released, path)
     assert not torch.distributed.is_initialized()
     params = made()["state"].params
     like = tree.map_tensors(torch.zeros_like, params)
-    assert same(load_state(path, like), params)
+    assert same(load(path, like), params)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import vgrad
 from tests.distributed.nets import MODELS, problem
 from vgrad import distributed
+from vgrad import ranks as collectives
 from vgrad.distributed import (
     RankError,
     Ranks,
@@ -21,7 +22,6 @@ from vgrad.distributed import (
     shard,
     sharded,
 )
-from vgrad.distributed import ranks as collectives
 from vgrad.dp import PoissonBatchSampler, secret_key
 from vgrad.tree import tree_leaves
 

@@ -29,8 +29,8 @@ from vgrad.training import (
     EarlyStopping,
     EnsembleState,
     ensemble_train_step,
-    load_state,
-    save_state,
+    load,
+    save,
 )
 from vgrad.tree import map_tensors, state_dict
 
@@ -260,15 +260,15 @@ def _half(size, path):
         state, _ = step(state, *data)
     gathered = all_members(state, mesh)
     if mesh.get_local_rank() == 0:
-        save_state(path, gathered)
+        save(path, gathered)
     torch.distributed.barrier()
-    return own(load_state(path, whole)), state
+    return own(load(path, whole)), state
 
 
 def _rest(size, path):
     mesh = mesh_of(size)
     step, own, whole, data = plain_run(mesh)
-    state = own(load_state(path, whole))
+    state = own(load(path, whole))
     for _ in range(2):
         state, _ = step(state, *data)
     return all_members(state, mesh)

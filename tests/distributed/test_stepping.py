@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import vgrad
 from tests.distributed.nets import MODELS, problem
 from vgrad import distributed, optim
+from vgrad import ranks as collectives
 from vgrad.distributed import RankError, data_parallel
-from vgrad.distributed import ranks as collectives
 from vgrad.dp import Plan, collate
 from vgrad.training import TrainState, private_step, train_step
 
@@ -391,8 +391,8 @@ def _after(mesh, shards, folder):
             state, _ = step(state, *(each[rows] for each in data))
         assert torch.equal(state.plan_digest, plan.digest)
         if plan is first:
-            distributed.save_checkpoint(folder, state, mesh)
-            state = distributed.load_checkpoint(folder, state.fork(), mesh)
+            vgrad.training.save(folder, state, mesh)
+            state = vgrad.training.load(folder, state.fork(), mesh)
             wrong = private_step(loss, tx, second)
             if mesh is not None:
                 wrong = data_parallel(wrong, mesh)

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import re
-from collections import namedtuple
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,7 +24,7 @@ from vgrad.dp import (
     secret_key,
 )
 from vgrad.precision import StaticLossScale
-from vgrad.training import TrainState, load_state, private_step, save_state, train_step
+from vgrad.training import TrainState, load, private_step, save, train_step
 
 RUN = {"noise_multiplier": 2.0, "steps": 20, "delta": 1e-4}
 PLAN = Plan(dataset_size=105, sampling_rate=0.1, max_norm=3.0, **RUN)
@@ -518,27 +517,12 @@ def test_plans_with_another_past_share_neither_batches_nor_noise():
 
 def test_a_saved_state_says_what_it_has_spent(tmp_path):
     path = tmp_path / "state"
-    save_state(path, trained(begun(), FIRST, 3))
-    state = load_state(path, begun())
+    save(path, trained(begun(), FIRST, 3))
+    state = load(path, begun())
     assert torch.equal(state.plan_digest, FIRST.digest)
     with pytest.raises(ValueError, match=OTHER_PLAN):
         SECOND.sampler(state)
     assert len(BOTH.sampler(state)) == 10
-
-
-def test_a_file_of_older_code_is_refused_and_may_be_read_by_its_fields(tmp_path):
-    fields = [name for name in TrainState._fields if name != "plan_digest"]
-    Old = namedtuple("Old", fields)
-    state = trained(begun(), FIRST, 3)
-    path = tmp_path / "state"
-    save_state(path, Old(*[getattr(state, name) for name in fields]))
-    with pytest.raises(ValueError, match="got an older one, which does not say"):
-        load_state(path, begun())
-    like = begun()
-    old = load_state(path, Old(*[getattr(like, name) for name in fields]))
-    again = TrainState(**old._asdict(), plan_digest=FIRST.digest)
-    assert torch.equal(again.key, state.key)
-    assert len(BOTH.sampler(again)) == 10
 
 
 def bridge(plan, **options):

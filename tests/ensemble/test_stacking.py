@@ -362,15 +362,13 @@ def test_members_that_are_not_there_are_refused(call, message):
         eval(call)
 
 
-def test_patterns_are_a_list_and_dictionaries_are_dictionaries(tmp_path):
+def test_patterns_are_a_list_and_dictionaries_are_dictionaries():
     fmodel, params, buffers = stack(models())
     tx, given = vgrad.optim.sgd(0.1), (params, buffers)
     for name, call in {
         "share": partial(share, *given),
         "member": partial(member, params, 0),
         "unstack": partial(unstack, fmodel, *given),
-        "save_ensemble": partial(ensemble.save_ensemble, tmp_path / "x", *given),
-        "load_ensemble": partial(ensemble.load_ensemble, tmp_path / "x", *given),
         "for_members": partial(ensemble.for_members, tx),
         "ensemble_forward": partial(ensemble.ensemble_forward, fmodel),
         "ensemble_per_sample_grad": partial(ensemble.ensemble_per_sample_grad, abs),

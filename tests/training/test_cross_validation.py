@@ -4,7 +4,6 @@ import itertools
 import shutil
 import stat
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -184,10 +183,11 @@ def test_a_killed_run_goes_on_with_the_same_bits(name, killed, tmp_path):
     assert_exact(run(factory, tell=kill_at(1), **options), whole, 0)
     paths = list(options["folder"].iterdir())
     assert {path.name for path in paths} == {
-        "folds-0.safetensors",
-        "folds-2.safetensors",
+        "folds-0",
+        "folds-2",
     }
-    assert {stat.S_IMODE(path.stat().st_mode) for path in paths} == {0o600}
+    modes = [each.stat().st_mode for path in paths for each in path.iterdir()]
+    assert {stat.S_IMODE(mode) for mode in modes} == {0o600}
 
 
 @pytest.fixture(scope="module")
@@ -218,23 +218,34 @@ def begun(tmp_path_factory):
     ],
 )
 def test_a_run_of_another_call_is_refused(change, message, begun):
-    (path,) = begun.iterdir()
-    before = path.read_bytes()
+    before = {path: path.read_bytes() for path in begun.glob("*/*")}
     with pytest.raises(ValueError, match=message):
         run(folder=begun, **change)
-    assert [path.read_bytes() for path in begun.iterdir()] == [before]
+    assert {path: path.read_bytes() for path in begun.glob("*/*")} == before
 
 
-def test_a_damaged_file_is_refused(begun, tmp_path):
-    (path,) = begun.iterdir()
-    path = Path(shutil.copy(path, tmp_path))
+@pytest.mark.parametrize("name", ["meta.json", "pieces-*"])
+def test_a_damaged_file_is_refused(begun, tmp_path, name):
+    shutil.copytree(begun, tmp_path / "new")
+    (path,) = (tmp_path / "new").glob(f"*/{name}")
     whole = path.read_bytes()
-    changed = whole[:-1] + bytes([whole[-1] ^ 1])
+    changed = whole[:-2] + bytes([whole[-2] ^ 1]) + whole[-1:]
     for content in (whole[:-100], whole[:20], b"", changed):
         path.write_bytes(content)
         with pytest.raises(ValueError, match="got a damaged file"):
-            run(folder=tmp_path)
+            run(folder=tmp_path / "new")
         assert path.read_bytes() == content
+
+
+def test_a_run_of_an_older_version_is_refused(tmp_path):
+    (tmp_path / "folds-0.safetensors").touch()
+    with pytest.raises(ValueError, match="Finish a run with the version that began"):
+        run(folder=tmp_path)
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins(tmp_path):
+    (tmp_path / "folds-0").mkdir()
+    assert_exact(run(folder=tmp_path), run(), 0)
 
 
 @pytest.mark.parametrize(

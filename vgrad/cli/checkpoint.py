@@ -23,10 +23,8 @@ from torch import Tensor, nn
 from vgrad import checks, files, tree
 from vgrad.cli import metrics, models
 from vgrad.cli.descriptions import TABLE, check, optional, several, shape_of
-from vgrad.ensemble.store import load_ensemble, load_member, save_ensemble
 from vgrad.files import Description
 from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
-from vgrad.training.saved_states import lost_digests
 from vgrad.typing import Buffers, Params, Tree
 from vgrad_command import MOST_EPOCHS, TEXT, whole
 
@@ -48,6 +46,7 @@ _MOST_IN_A_FILE = 2**20
 
 STATE_KIND = "training state"
 MODEL_KIND = "model"
+ENSEMBLE_KIND = "ensemble"
 
 _SECTIONS = ("arguments", "lengths", "data", "plan", "model", "machine", "forms")
 """Dictionaries in the description of every state."""
@@ -90,12 +89,6 @@ def restored(template: Tree, tensors: dict[str, Tensor]) -> Tree:
         ValueError: names, shapes or dtypes differ.
     """
     expected = tree.state_dict(template)
-    if lost_digests(expected, tensors):
-        raise ValueError(
-            f"{STATE}: expected states with the digest of their plan, got some of an "
-            f"older vgrad, which do not say under which plan they have spent. Start "
-            f"another run with --out."
-        )
     tree.check_fit(STATE, expected, tensors)
     return tree.load_state_dict(template, tensors)
 
@@ -164,7 +157,8 @@ def save_members(
     what the members in the other file have spent.
     """
     files.replace(folder / ENSEMBLE_TEXT, _text(description))
-    save_ensemble(folder / ENSEMBLE, params, buffers)
+    said = {"kind": ENSEMBLE_KIND, "members": description["members"]}
+    files.write_tensors(folder / ENSEMBLE, {**params, **buffers}, said)
 
 
 def read_model(
@@ -185,15 +179,30 @@ def read_model(
         description = _read_text(path)
         check(str(path), description, {"members": whole(1, _MOST_IN_A_FILE)})
         fmodel, *entries = _template(path, description, named)
-        if member is not None:
-            values = load_member(folder / ENSEMBLE, member, *map(_blank, entries))
-            return fmodel, *values, description
-        templates = [_blank(values, description["members"]) for values in entries]
-        return fmodel, *load_ensemble(folder / ENSEMBLE, *templates), description
-    tensors, description = files.read_tensors(folder / MODEL, MODEL_KIND)
-    fmodel, *entries = _template(folder / MODEL, description, named)
-    tree.check_fit(MODEL, {**entries[0], **entries[1]}, tensors)
-    params, buffers = ({name: tensors[name] for name in each} for each in entries)
+        path, count = folder / ENSEMBLE, description["members"]
+        tensors, said = files.read_tensors(path, ENSEMBLE_KIND)
+        if said.get("members") != count:
+            raise ValueError(
+                f"{path}: expected {count} members, got {said.get('members')!r}."
+            )
+        if member is not None and member >= count:
+            raise ValueError(
+                f"{path}: expected a file with member {member}, got {count} members."
+            )
+        entries = [_blank(values, count) for values in entries]
+    else:
+        path = folder / MODEL
+        tensors, description = files.read_tensors(path, MODEL_KIND)
+        fmodel, *entries = _template(path, description, named)
+    tree.check_fit(str(path), {**entries[0], **entries[1]}, tensors)
+    rows = ... if member is None else member
+    params, buffers = (
+        {
+            name: tensors[name][rows].clone().requires_grad_(like.requires_grad)
+            for name, like in each.items()
+        }
+        for each in entries
+    )
     return fmodel, params, buffers, description
 
 

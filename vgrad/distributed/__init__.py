@@ -11,22 +11,20 @@ The result does not depend on how many ranks there are.
 * `predict`, `predict_values`: those of `vgrad.ensemble`, over ranks
 * `shard`, `gather`: keep this rank's part of each tensor, and the way back
 * `replicated`: a tree as the first rank has it
-* `save_checkpoint`, `load_checkpoint`: a state in a folder that all ranks share
 * `alone`: a mesh of this process alone
 * `RankError`: another rank has failed, or ranks are at different places
 """
 
 from vgrad.distributed.alone import alone
-from vgrad.distributed.checkpoints import gather, load_checkpoint, save_checkpoint
 from vgrad.distributed.data_parallel import data_parallel
 from vgrad.distributed.loading import LocalBatches, local_batches
 from vgrad.distributed.member_parallel import member_parallel
 from vgrad.distributed.own_members import all_members, member_range, own_members
 from vgrad.distributed.predictions import predict, predict_values
-from vgrad.distributed.ranks import RankError
-from vgrad.distributed.ranks import Ranks as Ranks
-from vgrad.distributed.sharding import shard
+from vgrad.distributed.sharding import gather, shard
 from vgrad.distributed.stepping import replicated
+from vgrad.ranks import RankError
+from vgrad.ranks import Ranks as Ranks
 
 __all__ = [
     "LocalBatches",
@@ -35,7 +33,6 @@ __all__ = [
     "alone",
     "data_parallel",
     "gather",
-    "load_checkpoint",
     "local_batches",
     "member_parallel",
     "member_range",
@@ -43,7 +40,6 @@ __all__ = [
     "predict",
     "predict_values",
     "replicated",
-    "save_checkpoint",
     "shard",
 ]
 

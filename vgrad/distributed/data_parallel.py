@@ -9,10 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from vgrad import optim
 from vgrad.compiled import Captures, CompiledStep, CompiledTransform
 from vgrad.distributed.parallel import ParallelTransform, plain_of
-from vgrad.distributed.ranks import Ranks
 from vgrad.distributed.stepping import parallel_step
 from vgrad.persample.engine import Transform
 from vgrad.persample.gram import GramFn
+from vgrad.ranks import Ranks
 from vgrad.training.plain import OfSamples, TrainStep
 from vgrad.training.private import PrivateStep
 from vgrad.typing import Arguments, Found, Same

@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from vgrad.distributed.ranks import RankError, Ranks
 from vgrad.distributed.sharding import is_cut, reduced, whole
+from vgrad.ranks import RankError, Ranks
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import Lazy
 from vgrad.tree import cast, wide

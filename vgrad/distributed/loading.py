@@ -7,8 +7,8 @@ from typing import Protocol
 from torch.distributed.device_mesh import DeviceMesh
 
 from vgrad import checks
-from vgrad.distributed.ranks import Ranks
 from vgrad.dp.sampling import check_drawer
+from vgrad.ranks import Ranks
 
 
 class BatchSampler(Protocol):

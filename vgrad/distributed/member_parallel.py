@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from vgrad import files
 from vgrad.distributed.options import Options
 from vgrad.distributed.own_members import part
-from vgrad.distributed.ranks import Ranks
 from vgrad.ensemble.axes import members, split
 from vgrad.ensemble.forward import EnsembleForward
 from vgrad.ensemble.gradients import EnsembleGradFn, EnsembleGrads
@@ -29,6 +28,7 @@ from vgrad.generators import (
     set_seed,
     torch_seed,
 )
+from vgrad.ranks import Ranks
 from vgrad.training.ensemble import EnsembleState, EnsembleStep
 from vgrad.training.others import Found
 from vgrad.tree import tensors, widened

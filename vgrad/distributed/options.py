@@ -141,25 +141,6 @@ def of_transform(transform: Transform) -> dict[str, Any]:
     return facts
 
 
-def differences(facts: Sequence[Mapping[str, str]]) -> str:
-    """Say where facts of all ranks differ; of many places the first few."""
-    places = dict.fromkeys(name for each in facts for name in each)
-    values = {name: [each.get(name, "nothing") for each in facts] for name in places}
-    found = {name: each for name, each in values.items() if len({*each}) > 1}
-
-    def is_first(name: str) -> bool:  # a part of what differs as a whole is not
-        parts = name.split(".")
-        return not any(".".join(parts[:n]) in found for n in range(1, len(parts)))
-
-    names = sorted(filter(is_first, found), key=lambda name: (name.count("."), name))
-    first = names[:4]
-    told = [
-        f"{n.replace('._', '.').lstrip('_')} [{', '.join(found[n])}]" for n in first
-    ]
-    more = len(names) - len(told)
-    return "; ".join(told) + (f"; and {more} more" if more else "")
-
-
 def _plain(value: Any) -> str | None:
     """Return the text of a plain value; None of any other, and of a device's name."""
     if isinstance(value, np.generic):

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vgrad import checks, files
 from vgrad.checks import Patterns
-from vgrad.distributed.ranks import Ranks
 from vgrad.ensemble import MembersState
+from vgrad.ranks import Ranks
 from vgrad.training import EarlyStopping, EnsembleState
 from vgrad.tree import map_tensors, tree_flatten, tree_unflatten
 from vgrad.typing import T, Tree

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vgrad.checks import Patterns
 from vgrad.distributed.options import Options
-from vgrad.distributed.ranks import RankError, Ranks
 from vgrad.ensemble.axes import Here
 from vgrad.ensemble.forward import ensemble_forward
 from vgrad.ensemble.prediction import (
@@ -26,6 +25,7 @@ from vgrad.ensemble.prediction import (
     summarised_values,
 )
 from vgrad.functional.model import FunctionalModel
+from vgrad.ranks import RankError, Ranks
 from vgrad.typing import Buffers, EnsembleStrategy, Params, Tree
 
 T = TypeVar("T")

@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from vgrad import batches
 from vgrad.distributed.gathering import Gathering
-from vgrad.distributed.ranks import Ranks, layout
 from vgrad.distributed.sharding import laid, ranks_of, reduced, wholes
 from vgrad.persample.clipped import ClippedGradFn
 from vgrad.persample.engine import FINAL, Call, Transform, at_a_time
 from vgrad.persample.weighted import WeightedGradFn
 from vgrad.precision.loss_scale import LossScale
+from vgrad.ranks import Ranks, layout
 from vgrad.tree import map_tensors, tensors
 from vgrad.typing import Buffers, Params, Tree
 

@@ -12,9 +12,10 @@ from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from vgrad import files
-from vgrad.distributed.ranks import Ranks, layout
-from vgrad.typing import Params
+from vgrad import files, tree
+from vgrad.ranks import Ranks, layout
+from vgrad.training.saved import exchanged
+from vgrad.typing import Params, T
 
 
 def shard(params: Params, mesh: DeviceMesh, *, data: str = "dp") -> Params:
@@ -143,6 +144,32 @@ def laid(local: Tensor, like: DTensor) -> DTensor:
 def is_cut(value: DTensor) -> bool:
     """Tell whether ranks hold parts of a tensor."""
     return value.placements[0].is_shard()
+
+
+def gather(state: T, mesh: DeviceMesh | None) -> T:
+    """Return a tree with plain tensors in the place of DTensors, on every rank.
+
+    Called on every rank of the mesh. One of them can write the result with
+    `vgrad.training.release`, for others; a state itself is saved by
+    `vgrad.training.save`, whose files hold the secret key. Plain tensors stay as they
+    are.
+
+    Raises:
+        RankError: names, shapes or dtypes differ between ranks.
+
+    Example:
+        >>> gather({"w": torch.ones(2)}, None)
+        {'w': tensor([1., 1.])}
+    """
+    ranks = Ranks.of_all("gather", mesh)
+    with ranks.together("gather"):
+        tensors = tree.state_dict(state)
+    exchanged("gather", ranks, None, tensors, {})
+    with torch.no_grad():
+        return tree.map_tensors(
+            lambda each: each.full_tensor() if isinstance(each, DTensor) else each,
+            state,
+        )
 
 
 def _gathered(ranks: Ranks, value: DTensor) -> Tensor:

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from vgrad import batches, files
 from vgrad.distributed.options import Options
-from vgrad.distributed.ranks import Ranks, layout
 from vgrad.generators import torch_seed
 from vgrad.precision import all_finite
+from vgrad.ranks import Ranks, layout
 from vgrad.training.plain import OfBatch, TrainStep
 from vgrad.training.private import PrivateStep
 from vgrad.training.state import TrainState, check_state

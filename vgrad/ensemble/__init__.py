@@ -10,8 +10,6 @@ Making and taking apart:
 * `share`: let all members use one tensor for some entries
 * `group`: stack the models that are alike, and put the groups behind one call
 * `ModelGroups`: what `group` makes
-* `save_ensemble`: write stacked entries to a file
-* `load_ensemble`, `load_member`: read all of them, or one member alone
 
 Running and training:
 
@@ -66,7 +64,6 @@ from vgrad.ensemble.stacking import (
     stack,
     unstack,
 )
-from vgrad.ensemble.store import load_ensemble, load_member, save_ensemble
 
 __all__ = [
     "Calibration",
@@ -89,14 +86,11 @@ __all__ = [
     "for_members",
     "group",
     "init_ensemble",
-    "load_ensemble",
-    "load_member",
     "member",
     "member_seed",
     "predict",
     "predict_values",
     "reliability",
-    "save_ensemble",
     "share",
     "stack",
     "unstack",

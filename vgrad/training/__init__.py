@@ -4,7 +4,7 @@
 * `private_step`: DP-SGD: clip every sample, sum, add noise once, optimizer
 * `ensemble_train_step`: one step of all members
 * `TrainState`, `EnsembleState`: all that a step changes
-* `save_state`, `load_state`: a state in a file
+* `save`, `load`: a state, or another tree of tensors, in a folder
 * `release`: parameters and buffers in files for others, with the claim of privacy
 * `cross_validate`: train each model on all but its fold, and judge it on the fold
 * `CrossValidation`, `FoldEpoch`: what that finds, in the end and after each epoch
@@ -18,7 +18,7 @@ from vgrad.training.ensemble import EnsembleState, ensemble_train_step
 from vgrad.training.plain import train_step
 from vgrad.training.private import private_step
 from vgrad.training.released import release
-from vgrad.training.saved_states import load_state, save_state
+from vgrad.training.saved import load, save
 from vgrad.training.state import Step, TrainState
 
 __all__ = [
@@ -30,10 +30,10 @@ __all__ = [
     "TrainState",
     "cross_validate",
     "ensemble_train_step",
-    "load_state",
+    "load",
     "private_step",
     "release",
-    "save_state",
+    "save",
     "train_step",
 ]
 

@@ -4,6 +4,7 @@ K folds, E of them at once, n samples.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +23,7 @@ from vgrad.optim.base import GradientTransformation, check_transformation
 from vgrad.precision import DynamicLossScale, LossScale, Policy
 from vgrad.training.ensemble import EnsembleState, ensemble_train_step
 from vgrad.training.folds import Folds
-from vgrad.training.saved_states import load_state, save_state
+from vgrad.training.saved import load, save
 from vgrad.training.state import Step, device_of, first_scale
 from vgrad.training.validation import Figures, Metric, Validation
 from vgrad.typing import Buffers, EnsembleStrategy, Params, Randomness, Tree
@@ -247,10 +248,13 @@ def _trained(job: _Job, which: range, before: Sequence[_Trained]) -> _Trained:
     names += [] if job.metric is None else ["scores"]
     blank = torch.full((len(which), job.epochs), torch.nan, dtype=torch.float64)
     history, done = {name: blank.clone() for name in names}, torch.tensor(0)
-    path = job.folder and job.folder / f"folds-{which.start}.safetensors"
-    if path is not None and path.exists():
-        start = state, history, done
-        state, history, done = load_state(path, start, settings=job.settings)
+    path = job.folder and job.folder / f"folds-{which.start}"
+    if path is not None:
+        start, old = (state, history, done), path.with_suffix(".safetensors")
+        with suppress(FileNotFoundError):  # one of an older version is refused
+            state, history, done = load(
+                old if old.exists() else path, start, settings=job.settings
+            )
     for epoch in range(int(done), job.epochs):
         state, figures = _epoch(step, state, job.folds.training(which, epoch, device))
         figures |= judge(state, job.folds.held_out(which, device))
@@ -259,7 +263,7 @@ def _trained(job: _Job, which: range, before: Sequence[_Trained]) -> _Trained:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             reached = state, history, torch.tensor(epoch + 1)
-            save_state(path, reached, settings=job.settings)
+            save(path, reached, settings=job.settings)
         if job.tell is not None:
             job.tell(FoldEpoch(which, epoch, **figures))
     return tree.to_device((state.params, state.buffers, history), "cpu")

@@ -30,8 +30,8 @@ def release(
     claim for people: epsilon, delta, neighbours, mechanism, and how many steps of which
     sampling rate and noise multiplier, those of plans before included. There is no key,
     no loss, norm or count of clipped samples, no optimizer state and no order of data;
-    nor the size of the data set, in which neighbours differ. `save_state` writes the
-    secret key: never publish its files.
+    nor the size of the data set, in which neighbours differ. `save` writes the secret
+    key: never publish its files.
 
     The folder is new or empty, and is there with both files or not at all. The same
     state gives the same bytes. `PrivateGradients` has its plan; a `TrainState` needs

@@ -12,22 +12,35 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from vgrad import checks
-from vgrad.distributed.options import Options, differences
+from vgrad.torch_private import shards
 from vgrad.typing import Params
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _NOTE = 1024
 """Bytes of what a rank tells the others before collectives."""
 
 _BUCKET = 2**25
 """Bytes of small tensors that are summed in one collective."""
+
+
+class Options(Protocol):
+    """Values that have to be the same on all ranks, too many to send each time."""
+
+    def digest(self) -> str:
+        """Return a hash of the facts."""
+        ...
+
+    def facts(self) -> dict[str, str]:
+        """Return the values by name."""
+        ...
 
 
 class RankError(RuntimeError):
@@ -44,19 +57,21 @@ class Ranks(NamedTuple):
         device: where tensors are that take part in collectives.
     """
 
-    group: distributed.ProcessGroup | None
+    group: "distributed.ProcessGroup | None"
     rank: int
     size: int
     device: torch.device
 
     @classmethod
-    def of(cls, function: str, mesh: DeviceMesh, axis: str) -> "Ranks":
-        """Return those along an axis of a mesh, to which this rank belongs.
+    def of(cls, function: str, mesh: "DeviceMesh", axis: str) -> "Ranks":
+        """Return the ranks along an axis of a mesh, to which this rank belongs.
 
         Raises:
             TypeError: it is no mesh.
             ValueError: it has no such axis, or this rank is not in it.
         """
+        from torch.distributed.device_mesh import DeviceMesh
+
         if not isinstance(mesh, DeviceMesh):
             raise TypeError(
                 f"{function}(mesh={mesh!r}): expected a DeviceMesh, as "
@@ -84,6 +99,24 @@ class Ranks(NamedTuple):
             mesh.size(names.index(axis)),
             device,
         )
+
+    @classmethod
+    def of_all(cls, function: str, mesh: "DeviceMesh | None") -> "Ranks":
+        """Return all ranks of a mesh, along whatever axes; None is one process."""
+        if mesh is None:
+            return cls(None, 0, 1, torch.device("cpu"))
+        names = getattr(mesh, "mesh_dim_names", None) or ("",)
+        ranks = cls.of(function, mesh, names[0])
+        if mesh.ndim == 1:
+            return ranks
+        rank, size = distributed.get_rank(), distributed.get_world_size()
+        if mesh.size() != size:
+            raise ValueError(
+                f"{function}(mesh): expected a mesh of one axis, or of all {size} "
+                f"ranks, got {mesh.ndim} axes and {mesh.size()} ranks. Pass the mesh "
+                f"that init_device_mesh made."
+            )
+        return ranks._replace(group=distributed.group.WORLD, rank=rank, size=size)
 
     @property
     def members(self) -> list[int]:
@@ -265,11 +298,32 @@ class Summing:
         )
 
 
+def differences(facts: Sequence[Mapping[str, str]]) -> str:
+    """Say where facts of all ranks differ; of many places the first few."""
+    places = dict.fromkeys(name for each in facts for name in each)
+    values = {name: [each.get(name, "nothing") for each in facts] for name in places}
+    found = {name: each for name, each in values.items() if len({*each}) > 1}
+
+    def is_first(name: str) -> bool:  # a part of what differs as a whole is not
+        parts = name.split(".")
+        return not any(".".join(parts[:n]) in found for n in range(1, len(parts)))
+
+    names = sorted(filter(is_first, found), key=lambda name: (name.count("."), name))
+    first = names[:4]
+    told = [
+        f"{n.replace('._', '.').lstrip('_')} [{', '.join(found[n])}]" for n in first
+    ]
+    more = len(names) - len(told)
+    return "; ".join(told) + (f"; and {more} more" if more else "")
+
+
 def layout(tensors: Mapping[str, Tensor]) -> str:
     """Tell dictionaries of other names, dtypes, sizes or places on a mesh apart."""
     found = hashlib.blake2b(digest_size=16)
     for name, value in tensors.items():
-        placed = value.placements if isinstance(value, DTensor) else ()
+        placed = (
+            getattr(value, "placements", ()) if shards.is_distributed(value) else ()
+        )
         found.update(f"{name} {value.dtype} {tuple(value.shape)} {placed}".encode())
     return found.hexdigest()
 

@@ -1,0 +1,509 @@
+"""States in folders: each rank writes its shards, any number of ranks reads.
+
+A folder has files of safetensors and `meta.json`, which is written last and as a whole.
+A piece is a box of a tensor. Each is in one file, whose name belongs to one checkpoint,
+and `meta.json` lists the pieces: until the new one is there, the checkpoint before is
+complete.
+
+`torch.distributed.checkpoint` is not used, since its storage of safetensors reads
+whatever files are in the folder, leaves memory as it was where one is missing, seals
+nothing, lets everybody read, and its ranks send each other pickles.
+"""
+
+import hashlib
+import json
+import math
+import re
+import secrets
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vgrad import checks, files, tree
+from vgrad.ranks import RankError, Ranks
+from vgrad.torch_private import shards
+from vgrad.typing import T, Tree
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+META = "meta.json"
+PIECES = "file of pieces of a checkpoint"
+CALLED = "a checkpoint as vgrad.training.save writes it"
+
+DTYPES = {str(each): each for each in vars(torch).values() if type(each) is torch.dtype}
+"""The dtypes by name."""
+
+_OWN = re.compile(r"\.?(pieces-[0-9a-f]{16}-\d+\.safetensors|meta\.json)(\.partial)?")
+
+
+class Box(NamedTuple):
+    """A part of a tensor: where it begins in each dimension, and its shape."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, offsets: Iterable[int], sizes: Iterable[int]) -> "Box":
+        """Return a box that can be a key."""
+        return cls(tuple(map(int, offsets)), tuple(map(int, sizes)))
+
+    def common(self, other: "Box") -> "Box | None":
+        """Return the intersection, None if it is empty."""
+        pairs = list(zip(*self, *other, strict=True))
+        offsets = [max(a, b) for a, _, b, _ in pairs]
+        ends = [min(a + m, b + n) for a, m, b, n in pairs]
+        sizes = [end - low for low, end in zip(offsets, ends, strict=True)]
+        return Box.of(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+    def slices(self, part: "Box") -> tuple[slice, ...]:
+        """Return the index of a part in a tensor of this box."""
+        lows = [a - b for a, b in zip(part.offsets, self.offsets, strict=True)]
+        return tuple(slice(a, a + n) for a, n in zip(lows, part.sizes, strict=True))
+
+
+Local = Mapping[str, tuple[Box, Tensor]]
+"""The pieces on this rank, by the names of their tensors."""
+
+
+class Meta(NamedTuple):
+    """The content of `meta.json`.
+
+    Attributes:
+        checkpoint: its name, which the names of its files contain.
+        settings: those of the run.
+        tensors: their shapes and dtypes; they have no memory.
+        pieces: the number of the file that each piece is in.
+    """
+
+    checkpoint: str
+    settings: dict[str, Any]
+    tensors: dict[str, Tensor]
+    pieces: dict[str, dict[Box, int]]
+
+    def file(self, number: int) -> str:
+        """Return the name of a file."""
+        return f"pieces-{self.checkpoint}-{number}.safetensors"
+
+    def files(self) -> set[str]:
+        """Return the names of all files of pieces."""
+        return {self.file(n) for boxes in self.pieces.values() for n in boxes.values()}
+
+
+def save(
+    folder: Path | str,
+    state: Tree,
+    mesh: "DeviceMesh | None" = None,
+    *,
+    settings: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a state, an ensemble or any other tree of tensors to a folder.
+
+    Called on every rank of the mesh, with a folder that all ranks share; `None` is a
+    process alone. Each rank writes its shards of DTensors. Plain tensors are the same
+    on all ranks, which is checked, and are written once, each by one of them.
+
+    At any moment the old checkpoint is there or the new one, and the rest of a kill is
+    removed by the next call. The folder belongs to one run at a time. Only the owner
+    can read the files, since a state holds a secret key. Nothing is pickled. While
+    writing, a rank holds two more copies of its tensors.
+
+    Args:
+        folder: its parent has to be there.
+        state: the leaves are tensors.
+        mesh: of `torch.distributed`.
+        settings: values of JSON that have to be the same when the run goes on.
+
+    Raises:
+        TypeError: a leaf is no tensor, or has a dtype that the format lacks.
+        ValueError: a DTensor is a partial sum, the mesh lacks some of its shards, or
+            JSON has no such settings.
+        RankError: settings, names, shapes, dtypes or plain tensors differ between
+            ranks, or another rank has failed.
+
+    Example:
+        >>> import tempfile
+        >>> state = {"w": torch.ones(2), "step": torch.tensor(7)}
+        >>> with tempfile.TemporaryDirectory() as parent:
+        ...     save(f"{parent}/run", state, settings={"lr": 0.1})
+    """
+    function, folder = "save", Path(folder)
+    ranks = Ranks.of_all(function, mesh)
+    with ranks.together(function):
+        tensors = tree.state_dict(state)
+        local = _local(function, tensors)
+    plans = exchanged(function, ranks, settings, tensors, local, sealed=True)
+    description = {
+        "checkpoint": ranks.agree(function, name=secrets.token_hex(8))[0]["name"],
+        "settings": plans[0]["setting"],
+        "tensors": _writers(function, plans),
+    }
+    meta = _parsed(folder, description)
+    with ranks.together(function):
+        if ranks.rank == 0:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            files.sync_folder(folder.parent)
+            _remove_left_overs(folder)
+    with ranks.together(function):
+        mine = {
+            name: piece
+            for name, (box, piece) in local.items()
+            if meta.pieces[name][box] == ranks.rank
+        }
+        if mine:
+            path = folder / meta.file(ranks.rank)
+            what = {"kind": PIECES, "name": path.name}
+            files.write_tensors(path, mine, what, private=True)
+    with ranks.together(function):
+        if ranks.rank == 0:
+            _complete(folder, meta, description)
+
+
+def load(
+    folder: Path | str,
+    like: T,
+    mesh: "DeviceMesh | None" = None,
+    *,
+    settings: Mapping[str, Any] | None = None,
+) -> T:
+    """Read a checkpoint of `save`: the tree of `like`, with the tensors saved.
+
+    Called on every rank of the mesh, of which there may be more or fewer than at
+    saving; `None` is a process alone. `like` is a state as the run starts with, which
+    stays as it is. Devices, layouts in memory, `requires_grad` and how DTensors are
+    sharded are its own, so that a run goes on with the same kernels and bits. A rank
+    reads the files that hold parts of its shards, one at a time. Only the settings of
+    this call are compared.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint in the folder.
+        ValueError: a file is damaged or missing, names, shapes or dtypes are not those
+            of `like`, a setting was another one, or an older version of vgrad wrote the
+            file. A rank that fails makes all fail.
+        RankError: settings differ between ranks, or ranks are at different places.
+
+    Example:
+        >>> import tempfile
+        >>> state = {"w": torch.ones(2), "step": torch.tensor(7)}
+        >>> start = {"w": torch.zeros(2), "step": torch.tensor(0)}
+        >>> with tempfile.TemporaryDirectory() as parent:
+        ...     save(f"{parent}/run", state, settings={"lr": 0.1})
+        ...     load(f"{parent}/run", start, settings={"lr": 0.1})
+        {'w': tensor([1., 1.]), 'step': tensor(7)}
+    """
+    function, folder = "load", Path(folder)
+    ranks = Ranks.of_all(function, mesh)
+    with ranks.together(function):
+        tensors = tree.state_dict(like)
+        local = _local(function, tensors)
+    _holders(function, exchanged(function, ranks, settings, tensors, local))
+    with _all_refuse(function, ranks):
+        meta = _read_meta(folder)
+        _check_settings(folder, meta.settings, settings)
+        tree.check_fit(str(folder), tensors, meta.tensors)
+    ranks.check_same(function, checkpoint=meta.checkpoint)
+    with _all_refuse(function, ranks), torch.no_grad():
+        loaded = tree.tree_map(
+            lambda each: torch.empty_like(each).requires_grad_(each.requires_grad), like
+        )
+        _fill(folder, meta, _local(function, tree.state_dict(loaded)))
+    return loaded
+
+
+def exchanged(
+    function: str,
+    ranks: Ranks,
+    settings: Mapping[str, Any] | None,
+    tensors: Mapping[str, Tensor],
+    local: Local,
+    *,
+    sealed: bool = False,
+) -> list[dict[str, Any]]:
+    """Return settings, names, shapes, dtypes and pieces of all ranks.
+
+    Pieces that several ranks have are `sealed` by a hash.
+
+    Raises:
+        RankError: settings, names, shapes or dtypes differ between ranks.
+    """
+    with ranks.together(function):
+        plan = {
+            "setting": dict(settings or {}),
+            "tensor": {n: [str(t.dtype), list(t.shape)] for n, t in tensors.items()},
+            "pieces": {
+                name: [box, _seal(name, tensors[name], piece, ranks) if sealed else ""]
+                for name, (box, piece) in local.items()
+            },
+        }
+        try:
+            text = bytearray(json.dumps(plan, allow_nan=False).encode())
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{function}(settings): expected values of JSON, got another one "
+                f"({error}). Give a number that is not finite as text."
+            ) from error
+    sent = torch.frombuffer(text, dtype=torch.uint8).to(ranks.device)
+    sizes = [note["size"] for note in ranks.agree(function, size=len(sent))]
+    texts = ranks.joined(sent, sizes).cpu().split(sizes)
+    plans = [json.loads(bytes(each.numpy())) for each in texts]
+    for rank, plan in enumerate(plans):
+        for kind in ("setting", "tensor"):
+            for name in plans[0][kind] | plan[kind]:
+                first, other = (
+                    repr(each[kind][name]) if name in each[kind] else "none"
+                    for each in (plans[0], plan)
+                )
+                if first != other:
+                    raise RankError(
+                        f"{function}: expected the same {kind} {name!r} on all ranks, "
+                        f"got {first} on rank 0 and {other} on rank {rank}."
+                    )
+    return plans
+
+
+@contextmanager
+def _all_refuse(function: str, ranks: Ranks) -> Iterator[None]:
+    """As `Ranks.together`; an error of another rank is a ValueError on this one."""
+    try:
+        with ranks.together(function):
+            yield
+    except RankError as error:
+        raise ValueError(str(error)) from error
+
+
+def _local(function: str, tensors: Mapping[str, Tensor]) -> Local:
+    """Return the pieces of tensors that are on this rank, without empty ones."""
+    local = {}
+    for name, tensor in tensors.items():
+        piece, box = tensor, Box.of([0] * tensor.dim(), tensor.shape)
+        if shards.is_distributed(tensor):
+            sharded: Any = tensor
+            if any(each.is_partial() for each in sharded.placements):
+                raise ValueError(
+                    f"{function}: expected shards or replicas in {name!r}, got a "
+                    f"partial sum, {sharded.placements}. Redistribute it first."
+                )
+            piece = sharded.to_local().detach()
+            (chunk,) = sharded.__create_chunk_list__()
+            box = Box.of(chunk.offsets, chunk.sizes)
+            if piece.numel() and tuple(piece.shape) != box.sizes:
+                raise ValueError(
+                    f"{function}: expected shape {box.sizes} of this rank's shard of "
+                    f"{name!r}, got {tuple(piece.shape)}. Shards are as torch.chunk "
+                    f"cuts the whole."
+                )
+        if piece.numel():
+            local[name] = box, piece
+    return local
+
+
+def _seal(name: str, tensor: Tensor, piece: Tensor, ranks: Ranks) -> str:
+    """Hash a piece that other ranks have too; empty if no other rank has it."""
+    if ranks.size == 1:
+        return ""
+    if shards.is_distributed(tensor):
+        sharded: Any = tensor
+        replicated = any(each.is_replicate() for each in sharded.placements)
+        if sharded.device_mesh.size() == ranks.size and not replicated:
+            return ""
+    return files.digest({name: piece})
+
+
+def _holders(
+    function: str, plans: Sequence[Mapping[str, Any]]
+) -> dict[str, dict[Box, dict[int, str]]]:
+    """Return the ranks that hold each piece of each tensor, and their seals.
+
+    Raises:
+        ValueError: pieces do not make up a tensor.
+    """
+    holders: dict[str, dict[Box, dict[int, str]]] = {}
+    for name, (_, shape) in plans[0]["tensor"].items():
+        holders[name] = defaultdict(dict)
+        for rank, plan in enumerate(plans):
+            if name in plan["pieces"]:
+                box, seal = plan["pieces"][name]
+                holders[name][Box.of(*box)][rank] = seal
+        if not _is_whole(shape, holders[name]):
+            raise ValueError(
+                f"{function}(mesh): expected all pieces of {name!r}, got shapes "
+                f"{[list(box.sizes) for box in holders[name]]} of {shape}. Pass the "
+                f"mesh that the state is sharded over."
+            )
+    return holders
+
+
+def _writers(
+    function: str, plans: Sequence[Mapping[str, Any]]
+) -> dict[str, tuple[str, list[int], list[tuple[int, Box]]]]:
+    """Return dtype and shape of each tensor, and the rank that writes each piece of it.
+
+    Of the ranks that hold a piece it is one that has the least to write so far.
+    """
+    writers, loads = {}, [0] * len(plans)
+    for name, holders in _holders(function, plans).items():
+        dtype, shape = plans[0]["tensor"][name]
+        boxes = []
+        for box, seals in holders.items():
+            first, *others = seals
+            for rank in others:
+                if seals[rank] != seals[first]:
+                    raise RankError(
+                        f"{function}: expected the same values in {name!r} on all "
+                        f"ranks, got some on rank {rank} that rank {first} has not. "
+                        f"Begin with the same state on every rank."
+                    )
+            writer = min(seals, key=lambda rank: loads[rank])
+            loads[writer] += math.prod(box.sizes) * DTYPES[dtype].itemsize
+            boxes.append((writer, box))
+        writers[name] = dtype, shape, boxes
+    return writers
+
+
+def _is_whole(shape: Collection[int], boxes: Collection[Box]) -> bool:
+    """Return whether different boxes make up a grid that fills a shape."""
+    if 0 in shape:
+        return not boxes
+    cells = 1
+    for dim, size in enumerate(shape):
+        intervals = {(box.offsets[dim], box.sizes[dim]) for box in boxes}
+        end = 0
+        for start, length in sorted(intervals):
+            if start != end or length < 1:
+                return False
+            end += length
+        if end != size:
+            return False
+        cells *= len(intervals)
+    return len(boxes) == cells
+
+
+def _parsed(folder: Path, description: Mapping[str, Any]) -> Meta:
+    """Check a description, which may hold anything."""
+    tensors, pieces = {}, {}
+    try:
+        checkpoint, settings = description["checkpoint"], description["settings"]
+        fine = re.fullmatch("[0-9a-f]{16}", checkpoint) and isinstance(settings, dict)
+        for name, (dtype, shape, boxes) in description["tensors"].items():
+            tensors[name] = torch.empty(shape, dtype=DTYPES[dtype], device="meta")
+            pieces[name] = {Box.of(*box): int(number) for number, box in boxes}
+            fine = fine and _is_whole(shape, pieces[name])
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError):
+        fine = False
+    if not fine:
+        raise ValueError(f"{folder / META}: expected {CALLED}, got a damaged file.")
+    return Meta(checkpoint, settings, tensors, pieces)
+
+
+def _digest(description: Any) -> str:
+    """Hash a description, SHA-256 in hexadecimal."""
+    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
+
+
+def _read_meta(folder: Path) -> Meta:
+    """Read `meta.json`.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is damaged, or something else.
+    """
+    path = folder / META
+    if folder.is_file() or (folder / "index.safetensors").is_file():
+        raise ValueError(
+            f"{folder}: expected {CALLED}, got a file of an older version, or of "
+            f"another program. Finish a run with the version that began it."
+        )
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: expected {CALLED}, got no file.")
+    try:
+        content = files.from_json(path.read_bytes())
+        description = content["checkpoint"]
+        fine = content["sha256"] == _digest(description)
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{path}: expected {CALLED}, got a damaged file ({error})."
+        ) from error
+    if not fine:
+        raise ValueError(
+            f"{path}: expected {CALLED}, got a damaged file (its checksum does not "
+            f"match)."
+        )
+    return _parsed(folder, description)
+
+
+def _complete(folder: Path, meta: Meta, description: Mapping[str, Any]) -> None:
+    """Write `meta.json`, and remove the files of the checkpoint before."""
+    lost = meta.files() - {path.name for path in folder.iterdir()}
+    if lost:
+        raise FileNotFoundError(
+            f"{folder}: expected a folder that all ranks share, got none of "
+            f"{checks.listed(lost)} on rank 0. Pass a folder on a shared file system."
+        )
+    content = {"checkpoint": description, "sha256": _digest(description)}
+    files.replace(folder / META, json.dumps(content).encode(), private=True)
+    _remove_left_overs(folder)
+
+
+def _fill(folder: Path, meta: Meta, targets: Local) -> None:
+    """Copy pieces of files to pieces in memory, one file after the other.
+
+    Raises:
+        ValueError: a file is missing, damaged, or belongs to another checkpoint.
+    """
+    wanted: dict[int, list[tuple[str, Box, Box]]] = defaultdict(list)
+    for name, (target, _) in targets.items():
+        for box, number in meta.pieces[name].items():
+            common = target.common(box)
+            if common is not None:
+                wanted[number].append((name, box, common))
+    for number, boxes in wanted.items():
+        path = folder / meta.file(number)
+        try:
+            read, said = files.read_tensors(path, PIECES, called=CALLED)
+        except FileNotFoundError as error:
+            raise ValueError(str(error)) from error
+        for name, box, common in boxes:
+            target, local = targets[name]
+            piece = read.get(name)
+            if (
+                said.get("name") != path.name
+                or piece is None
+                or (tuple(piece.shape), piece.dtype) != (box.sizes, local.dtype)
+            ):
+                raise ValueError(
+                    f"{path}: expected {CALLED}, got another of its files, "
+                    f"or one of another checkpoint."
+                )
+            local[target.slices(common)].copy_(piece[box.slices(common)])
+
+
+def _remove_left_overs(folder: Path) -> None:
+    """Remove files of checkpoints that were replaced, or never completed."""
+    try:
+        kept = _read_meta(folder).files()
+    except FileNotFoundError:
+        kept = set()
+    except ValueError:
+        return  # the files of a damaged one are not known
+    for path in folder.iterdir():
+        if _OWN.fullmatch(path.name) and path.name not in kept | {META}:
+            path.unlink(missing_ok=True)
+
+
+def _check_settings(
+    path: Path, saved: Mapping[str, Any], settings: Mapping[str, Any] | None
+) -> None:
+    """Refuse settings that are not those saved; only those of the call are compared."""
+    for name, value in json.loads(json.dumps(dict(settings or {}))).items():
+        if name not in saved or saved[name] != value:
+            before = repr(saved[name]) if name in saved else "no such setting"
+            raise ValueError(
+                f"{path}: expected a state saved with {name} = {value!r}, got one with "
+                f"{before}. Its run would go on with other numbers: keep the setting, "
+                f"or save to another place."
+            )
