@@ -8,8 +8,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 WAITING = (
-    "vgrad/persample/engine",
-    "vgrad/persample/rules",
+    "vgrad/cli",
+    "vgrad/persample",
     "vgrad/lowering",
     "vgrad/training",
     "vgrad/ensemble",

@@ -58,20 +58,13 @@ Rooms, each with a list like this one:
 
 `import vgrad.distributed` adds many ranks.
 
-* `functional_call`, `grad`, `grad_and_value`, `hessian`, `jacfwd`, `jacrev`, `jvp`,
-  `linearize`, `vjp`, `vmap`: the functions of `torch.func`
+* `functional_call`, `grad`, `grad_and_value`, `vmap`: the functions of `torch.func`
 """
 
 from torch.func import (
     functional_call,
     grad,
     grad_and_value,
-    hessian,
-    jacfwd,
-    jacrev,
-    jvp,
-    linearize,
-    vjp,
     vmap,
 )
 
@@ -123,6 +116,7 @@ from vgrad.persample import (
 from vgrad.persample.engine import FallbackWarning, UnsupportedOp
 from vgrad.persample.explain import explain
 from vgrad.precision import autocast
+from vgrad.renamed import raising
 from vgrad.tree import to_device
 
 __all__ = [
@@ -152,12 +146,7 @@ __all__ = [
     "grad",
     "grad_and_value",
     "gradient_moments",
-    "hessian",
     "init_ensemble",
-    "jacfwd",
-    "jacrev",
-    "jvp",
-    "linearize",
     "load",
     "make_functional",
     "make_functional_with_buffers",
@@ -176,11 +165,12 @@ __all__ = [
     "to_device",
     "training",
     "typing",
-    "vjp",
     "vmap",
     "weighted_grad",
     "write_grads_",
 ]
+
+__getattr__ = raising(__name__)
 
 
 def __dir__() -> list[str]:

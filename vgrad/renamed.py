@@ -10,6 +10,11 @@ RENAMED = {
     "vgrad.jvp": "torch.func.jvp",
     "vgrad.linearize": "torch.func.linearize",
     "vgrad.vjp": "torch.func.vjp",
+    "vgrad.optim.keep": "vgrad.optim.set_to_zero",
+    "vgrad.optim.states": "vgrad.optim.State",
+    "vgrad.precision.cast_floating": "vgrad.precision.Policy.cast",
+    "vgrad.precision.cast_to_full": "vgrad.precision.Policy.cast",
+    "vgrad.precision.cast_to_half": "vgrad.precision.Policy.cast",
 }
 """Old name to new name, as in the last table of docs/migration.md."""
 
