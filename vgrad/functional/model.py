@@ -115,8 +115,14 @@ class CallState:
         if self._wanted:
             changing = [*self._slots.state, *self._marked]
             self._left = [(container, taken(container)) for container, _ in changing]
+            copies = [copy for _, copy in self._left if isinstance(copy, dict | list)]
+            known: dict[int, tuple[Tensor, Tensor]] = {}  # the first is kept for its id
             with modes.without_modes():
-                _exchanged([values for _, values in self._left], self._kept)
+                for container, key, value in slots.entries(copies):
+                    if isinstance(value, Tensor):
+                        if id(value) not in known:
+                            known[id(value)] = value, self._kept(value)
+                        container[key] = known[id(value)][1]
         self._slots.end()
         restore(self._marked)
 
@@ -141,22 +147,6 @@ class CallState:
                 yield
             finally:
                 restore(before)
-
-
-def _exchanged(copies: Sequence[Any], change: Callable[[Tensor], Tensor]) -> None:
-    """Exchange tensors, each one for the same one wherever it is."""
-    known: dict[int, tuple[Tensor, Tensor]] = {}  # the first is kept for its id
-    for values in copies:
-        if not isinstance(values, dict | list):
-            continue
-        pairs = values.items() if isinstance(values, dict) else enumerate(values)
-        for key, value in [*pairs]:
-            if not isinstance(value, Tensor):
-                continue
-            if id(value) not in known:
-                known[id(value)] = value, change(value)
-            if (new := known[id(value)][1]) is not value:
-                values[key] = new
 
 
 class FunctionalModel:

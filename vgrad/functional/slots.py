@@ -208,7 +208,7 @@ def duplicate(model: nn.Module, placeholders: dict[int, Any]) -> nn.Module:
     the old `torch.nn.utils.weight_norm` does.
     """
     origins, memo = Origins(model), dict(placeholders)
-    for *_, value in _entries(attributes(model, set())):
+    for *_, value in entries(attributes(model, set())):
         # An unregistered parameter: its class copies it unseen.
         if isinstance(value, nn.Parameter) and origins.hold(value):
             memo.setdefault(id(value), placeholder(value, StaleParam))
@@ -264,7 +264,7 @@ class Slots:
         self._referenced = _slot_paths(containers, firsts)
         self.detached = [
             (container, key, value)
-            for container, key, value in _entries(containers)
+            for container, key, value in entries(containers)
             if isinstance(value, Tensor)
             and id(value) not in firsts
             and not isinstance(value, StaleParam)
@@ -319,7 +319,7 @@ def _slot_paths(
 ) -> dict[str, list[tuple[Any, Any]]]:
     """Return, by name, each container and key (or index) that holds the tensor."""
     paths: dict[str, list[tuple[Any, Any]]] = {}
-    for container, key, value in _entries(containers):
+    for container, key, value in entries(containers):
         if id(value) in names:
             paths.setdefault(names[id(value)], []).append((container, key))
     return paths
@@ -426,7 +426,8 @@ def _kind(container: dict) -> Any:
     return OrderedDict if isinstance(container, OrderedDict) else dict
 
 
-def _entries(containers: Sequence[Any]) -> Iterator[tuple[Any, Any, Any]]:
+def entries(containers: Sequence[Any]) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield each entry of containers: the container, its key or index, the value."""
     for container in containers:
         is_dict = isinstance(container, dict)
         for key, value in container.items() if is_dict else enumerate(container):

@@ -15,6 +15,7 @@ from torch.autograd.function import BackwardCFunction
 from vgrad.lowering.one_by_one import Foreign, one_by_one
 from vgrad.lowering.truthful import UnsupportedOp, among
 from vgrad.torch_private import modes
+from vgrad.torch_private.autograd import graph_nodes
 from vgrad.torch_private.tensors import version_of
 from vgrad.tree import tree_leaves
 
@@ -100,17 +101,14 @@ def _below(values: Any) -> Iterator[Tensor]:
 
 
 def _passed_by(given: list[Tensor], made: list[Tensor]) -> bool:
-    """Tell whether a path from results to arguments passes no backward of its own."""
+    """Return whether a path from results to arguments passes no backward of its own."""
     leaves = {id(each) for each in given if each.grad_fn is None}
     ends = {each.grad_fn for each in given} - {None}
-    left: list[Any] = [each.grad_fn for each in made]
-    seen: set[Any] = {None}
-    while left:
-        node = left.pop()
-        if node in seen or (isinstance(node, BackwardCFunction) and node not in ends):
-            continue
-        if node in ends or id(getattr(node, "variable", None)) in leaves:
-            return True
-        seen.add(node)
-        left += [each for each, _ in node.next_functions]
-    return False
+
+    def own_backward(node: Any) -> bool:
+        return isinstance(node, BackwardCFunction) and node not in ends
+
+    return any(
+        node in ends or id(getattr(node, "variable", None)) in leaves
+        for node in graph_nodes(made, own_backward)
+    )

@@ -56,13 +56,15 @@ _COMPILED: Any = torch._C
 _OWN = {each for each in vars(_COMPILED._functions).values() if isinstance(each, type)}
 
 
-def graph_nodes(tensors: Iterable[Tensor]) -> Iterator[Any]:
-    """Yield each node of the graphs that lead to these tensors."""
+def graph_nodes(
+    tensors: Iterable[Tensor], stop: Callable[[Any], bool] = lambda _: False
+) -> Iterator[Any]:
+    """Yield each node of the graphs of these tensors, but none at or behind a stop."""
     left: list[Any] = [each.grad_fn for each in tensors]
     seen: set[Any] = {None}
     while left:
         node = left.pop()
-        if node not in seen:
+        if node not in seen and not stop(node):
             seen.add(node)
             yield node
             left += [each for each, _ in node.next_functions]
