@@ -211,7 +211,7 @@ class Ranks(NamedTuple):
         return Summing(self, what, tensors).finished(tensors)
 
     def of_first(self, tensor: Tensor, first: int = 0) -> Tensor:
-        """Return what the first rank has, bit by bit; shapes must be the same."""
+        """Return the tensors of the first rank, bit by bit; shapes must be the same."""
         sent = tensor.detach().clone(memory_format=torch.contiguous_format)
         if self.size > 1:
             flat = sent.view(-1).view(torch.uint8)
