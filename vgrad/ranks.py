@@ -254,7 +254,6 @@ class Summing:
     """
 
     def __init__(self, ranks: Ranks, what: str, like: Params) -> None:
-        """Begin, with tensors that are as large as those to come."""
         like = dict(sorted(like.items()))
         self._ranks = ranks
         self._like = like

@@ -14,12 +14,10 @@ class CompiledFunction:
     """
 
     def __init__(self, function: Callable, captures: Captures) -> None:
-        """Keep what runs the function."""
         self._function = function
         self._captures = captures
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the function."""
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._function, name)
@@ -54,12 +52,10 @@ class CompiledStep:
     """
 
     def __init__(self, step: Callable, captures: Captures) -> None:
-        """Take a step that runs what it computes as graphs."""
         self._step = step
         self._captures = captures
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the step."""
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._step, name)

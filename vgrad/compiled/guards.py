@@ -30,7 +30,6 @@ class Guards:
     """Values as they were, wherever a function could reach them."""
 
     def __init__(self) -> None:
-        """Start with nothing noted."""
         self._empty: list[Holder] = []
         self._sized: list[Holder] = []
         self._sizes: list[int] = []

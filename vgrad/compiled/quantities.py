@@ -32,7 +32,6 @@ class CompiledTransform:
         batch_sizes: tuple[int, ...] | None,
         loss_scale: LossScale | None = None,
     ) -> None:
-        """Keep what runs the transform."""
         self._transform = transform
         self._captures = captures
         self._buckets = batch_sizes
@@ -41,7 +40,6 @@ class CompiledTransform:
         self._keys: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the transform."""
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._transform, name)

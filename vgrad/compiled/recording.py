@@ -46,7 +46,6 @@ class OnCuda:
     device = "cuda"
 
     def __init__(self, run: Run, inputs: Sequence[Tensor]) -> None:
-        """Record a function of tensors that stay where they are."""
         self._place = inputs[0].device
         self._done: Any = None
         self._graph = torch.cuda.CUDAGraph()
@@ -102,7 +101,6 @@ class _Recorded:
     """Runs a recording on arguments, and returns tensors that are the caller's."""
 
     def __init__(self, recording: Recording, own: Sequence[Tensor]) -> None:
-        """Take the memory that it reads."""
         self._recording, self._own = recording, own
         self._into, self._out = _alike(own), _alike(recording.outputs)
         self._lock = threading.Lock()

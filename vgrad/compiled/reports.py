@@ -46,7 +46,6 @@ class CompiledExplanation:
     eager: Any
 
     def __str__(self) -> str:
-        """Return tables in plain text."""
         head = ("capture", "backend", "nodes", "build", "calls", "redos", "key", "why")
         cells = [
             (

@@ -16,13 +16,16 @@ The result does not depend on how many ranks there are.
 """
 
 from vgrad.distributed.alone import alone
-from vgrad.distributed.data_parallel import data_parallel
+from vgrad.distributed.data_parallel import data_parallel, replicated
 from vgrad.distributed.loading import LocalBatches, local_batches
-from vgrad.distributed.member_parallel import member_parallel
-from vgrad.distributed.own_members import all_members, member_range, own_members
+from vgrad.distributed.member_parallel import (
+    all_members,
+    member_parallel,
+    member_range,
+    own_members,
+)
 from vgrad.distributed.predictions import predict, predict_values
 from vgrad.distributed.sharding import gather, shard
-from vgrad.distributed.stepping import replicated
 from vgrad.ranks import RankError
 from vgrad.ranks import Ranks as Ranks
 

@@ -14,13 +14,9 @@ from vgrad.ranks import Ranks
 class BatchSampler(Protocol):
     """Batches of indices, such as `PoissonBatchSampler` draws them."""
 
-    def __iter__(self) -> Iterator[list[int]]:
-        """Yield the indices of one batch after another."""
-        ...
+    def __iter__(self) -> Iterator[list[int]]: ...
 
-    def __len__(self) -> int:
-        """Return the number of batches."""
-        ...
+    def __len__(self) -> int: ...
 
 
 def local_batches(
@@ -95,17 +91,14 @@ class LocalBatches:
     def __init__(
         self, sampler: BatchSampler, rank: int, size: int, own: range | None
     ) -> None:
-        """Keep the sampler."""
         self._sampler = sampler
         self._place = rank, size
         self._own = own
 
     def __len__(self) -> int:
-        """Return the number of batches, which is that of the sampler."""
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield one part after another."""
         check_drawer(self, sys._getframe(1))
         for batch in self._sampler:
             yield self._part(batch)

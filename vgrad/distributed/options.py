@@ -52,7 +52,6 @@ class Options:
     """The options of a function, and the plain values that it reaches."""
 
     def __init__(self, loss: Any = None, **parts: Any) -> None:
-        """Read them; those of the loss are read again at every call."""
         self._holders: list[tuple[str, Any, Set[str] | None]] = []
         self._facts: dict[str, str] = {}
         self._seen: dict[int, Any] = {}

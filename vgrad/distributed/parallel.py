@@ -40,14 +40,12 @@ class ParallelTransform:
         ranks: Ranks,
         options: Options | None = None,
     ) -> None:
-        """Keep the transform, whose options may have been read already."""
         self._transform = transform
         self._ranks = ranks
         self._options = options or Options(**of_transform(plain_of(transform)))
         self._takes_weights = isinstance(plain_of(transform), WeightedGradFn)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the transform."""
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._transform, name)
@@ -167,7 +165,6 @@ class _Meeting:
     """One call of all ranks, which either come through together or raise together."""
 
     def __init__(self, ranks: Ranks, what: str) -> None:
-        """Begin."""
         self.what = what
         self._ranks = ranks
         self._place = 0
@@ -247,7 +244,6 @@ class _AsFormed:
     def __init__(
         self, give: Callable[[Params, str, Tensor], None], params: Params
     ) -> None:
-        """Keep what sends a sum off."""
         self._give = give
         self._like = {
             name: torch.empty_like(value, dtype=wide(value.dtype), device="meta")

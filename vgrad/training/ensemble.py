@@ -75,7 +75,6 @@ class EnsembleState(NamedTuple):
     active: Tensor
 
     def __repr__(self) -> str:
-        """Show all but the key."""
         return without_key(self)
 
     @classmethod

@@ -90,7 +90,6 @@ class TrainState(NamedTuple):
     loss_scale: LossScale = NoOpLossScale()
 
     def __repr__(self) -> str:
-        """Show all but the key."""
         return without_key(self)
 
     @classmethod

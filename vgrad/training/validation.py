@@ -36,7 +36,6 @@ class Validation:
         policy: Policy | None,
         options: dict[str, Any],
     ) -> None:
-        """Keep the options; the last ones are those of an ensemble's steps."""
         self._fmodel = fmodel.eval()
         self._criterion = criterion
         self._metric = metric
