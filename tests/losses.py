@@ -78,6 +78,20 @@ def tokens(vocabulary: int, length: int, classes: int = 3) -> Callable[[int], tu
     )
 
 
+class Net(nn.Module):
+    """Modules and parameters by name, and a function of them as the forward pass."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            trained = isinstance(part, Tensor) and not isinstance(part, nn.Parameter)
+            setattr(self, name, nn.Parameter(part) if trained else part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
 class Pick(nn.Module):
     """Apply a function, so that Sequential can hold it."""
 
@@ -110,17 +124,14 @@ def next_token(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-class Flattened(nn.Module):
-    """Flattens samples and positions into rows, as many language models do."""
+def flattened() -> nn.Module:
+    """Flatten samples and positions into rows, as many language models do."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 5)
-        self.outer = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         rows = torch.relu(self.inner(x.reshape(-1, 4)))
         return self.outer(rows).view(x.shape[0], -1, 3).mean(1)
+
+    return Net(forward, inner=nn.Linear(4, 5), outer=nn.Linear(5, 3))
 
 
 class TwoCalls(nn.Module):
@@ -138,28 +149,22 @@ class TwoCalls(nn.Module):
         return self.head(hidden * scale)
 
 
-class Bare(nn.Module):
+def bare() -> nn.Module:
     """A parameter that no module owns, beside one that is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(4))
-        self.shift = nn.Parameter(torch.randn(4), requires_grad=False)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(x * self.scale + self.shift)
+    return Net(
+        lambda self, x: self.head(x * self.scale + self.shift),
+        scale=torch.randn(4),
+        shift=nn.Parameter(torch.randn(4), requires_grad=False),
+        head=nn.Linear(4, 3),
+    )
 
 
-class OwnLoss(nn.Module):
-    """Returns its loss, in a dictionary, when it is given labels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(x), labels)
+def own_loss() -> nn.Module:
+    """A model that returns its loss when it is given labels."""
+    return Net(
+        lambda self, x, labels: F.cross_entropy(self.head(x), labels),
+        head=nn.Linear(4, 3),
+    )
 
 
 def batch_norm_evaluated() -> nn.Module:
@@ -239,12 +244,12 @@ CASES: dict[str, Case] = {
         next_token,
     ),
     "flattened": Case(
-        Flattened, lambda size: (torch.randn(size, 6, 4), torch.randint(3, (size,)))
+        flattened, lambda size: (torch.randn(size, 6, 4), torch.randint(3, (size,)))
     ),
     "two_calls_and_unused": Case(TwoCalls, keyword_batch),
-    "bare_and_frozen": Case(Bare, vectors(4)),
+    "bare_and_frozen": Case(bare, vectors(4)),
     "own_loss": Case(
-        OwnLoss,
+        own_loss,
         lambda size: (torch.randn(size, 4), {"labels": torch.randint(3, (size,))}),
         criterion=None,
     ),
@@ -400,6 +405,12 @@ class Dropping(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad
+
+
+class Unruled(Dropping):
+    """A function without a vmap rule that draws random numbers."""
+
+    generate_vmap_rule = False
 
 
 class Noisy(Dropping):

@@ -362,23 +362,21 @@ def test_a_transform_may_run_in_a_checkpoint_of_the_caller():
     assert torch.equal(found, expected)
 
 
-class Remembers(nn.Module):
-    """Sets in its forward pass what the region needs in the backward pass."""
+def two_layers(forward):
+    net = losses.Net(forward, first=nn.Linear(4, 4), second=nn.Linear(4, 4), kept=None)
+    net.register_buffer("calls", torch.zeros(()))
+    return net.double()
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.register_buffer("calls", torch.zeros(()))
-        self.scale = None
 
-    def forward(self, x):
-        self.scale = x.abs().amax()
-        self.calls = self.calls + 1
-        return checkpoint(lambda x: self.second(x.tanh() / self.scale), self.first(x))
+def remembers(self, x):
+    """Set in the forward pass a scale that the region reads in the backward pass."""
+    self.kept = x.abs().amax()
+    self.calls = self.calls + 1
+    return checkpoint(lambda x: self.second(x.tanh() / self.kept), self.first(x))
 
 
 def test_a_functional_model_has_its_values_again_in_the_backward_pass():
-    model = Remembers().double()
+    model = two_layers(remembers)
     fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
     others = {
         name: (each + 1).detach().requires_grad_() for name, each in params.items()
@@ -402,7 +400,7 @@ def test_a_functional_model_has_its_values_again_in_the_backward_pass():
 
 def test_buffers_of_a_call_stay_as_they_are_when_a_region_repeats():
     norm = nn.BatchNorm1d(4).double()
-    model = Region(norm)
+    model = losses.Net(lambda self, x: checkpoint(self.inner, x), inner=norm)
     fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
     x = randn(5, 4)
     output, new = fmodel.call_and_update(params, buffers, x)
@@ -416,17 +414,8 @@ def test_buffers_of_a_call_stay_as_they_are_when_a_region_repeats():
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-15)
 
 
-class Region(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return checkpoint(self.inner, x)
-
-
 def test_two_calls_of_a_functional_model_repeat_with_values_of_their_own():
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(Remembers().double())
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(two_layers(remembers))
     others = {name: each.detach() * 2 for name, each in params.items()}
     x = randn(5, 4)
 
@@ -455,20 +444,6 @@ def test_selected_activations_are_kept():
 
     with contextlib.suppress(vgrad.FallbackWarning):
         losses.assert_quantities(run, W, (X,), strategy="auto")
-
-
-class Sine(torch.autograd.Function):
-    """No transform can run this."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx, *grads):
-        (x,) = ctx.saved_tensors
-        return grads[0] * x.cos()
 
 
 @pytest.mark.parametrize("leads", [False, True], ids=["apart", "reached"])
@@ -526,21 +501,14 @@ def test_a_region_that_never_runs_again_is_freed(loss, passes):
     assert all(each.expired() for each in kept)
 
 
-class Keeps(nn.Module):
-    """Has an activation left when its forward pass ends."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.kept = None
-
-    def forward(self, x):
-        self.kept = self.first(x).tanh()
-        return checkpoint(lambda x: self.second(x).sin() * self.kept, self.kept)
+def keeps(self, x):
+    """Leave an activation when the forward pass ends."""
+    self.kept = self.first(x).tanh()
+    return checkpoint(lambda x: self.second(x).sin() * self.kept, self.kept)
 
 
 def test_what_a_functional_model_leaves_is_freed_and_has_its_gradients():
-    model = Keeps().double()
+    model = two_layers(keeps)
     fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
     output = fmodel(params, buffers, X)
     found = torch.autograd.grad(output.square().sum(), [*params.values()])

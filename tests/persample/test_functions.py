@@ -254,27 +254,11 @@ def test_each_sample_has_a_call_and_a_context_of_its_own():
 
 
 def with_noise(p, b, x):
-    return (Noisy.apply(x) * p["w"][0]).sum()
+    return (losses.Unruled.apply(x) * p["w"][0]).sum()
 
 
-class Noisy(Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x + torch.rand_like(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
-class NoisyBackward(Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad + torch.rand_like(grad)
+class NoisyBackward(losses.Noisy):
+    generate_vmap_rule = False
 
 
 def with_noise_in_the_backward_pass(p, b, x):
@@ -450,20 +434,13 @@ def test_a_backward_pass_inside_of_another_counts(strategy):
 
 @pytest.mark.parametrize("strategy", ["auto", "loop"])
 def test_layers_that_run_again_in_a_backward_pass_say_what_they_lack(strategy):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.scale = nn.Linear(3, 3), None
+    def forward(self, x):
+        self.scale = 2.0
+        again = lambda x: self.layer(x) * self.scale  # noqa: E731
+        return Reversible.apply(x * self.layer.weight[0], again)
 
-        def forward(self, x):
-            self.scale = 2.0
-            return Reversible.apply(x * self.layer.weight[0], self.again)
-
-        def again(self, x):
-            return self.layer(x) * self.scale
-
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(Net().double())
-    loss = vgrad.sample_loss(fmodel, F.mse_loss)
+    model = losses.Net(forward, layer=nn.Linear(3, 3), scale=None)
+    loss, params, buffers = losses.of_model(model, F.mse_loss)
     x = randn(5, 3)
     with pytest.raises(Exception, match="outside of its call|NoneType") as caught:
         vgrad.per_sample_grad(loss, strategy=strategy)(params, buffers, x, x)
@@ -501,14 +478,6 @@ def test_a_failing_rule_that_has_written_is_not_followed_by_calls():
 
 @pytest.mark.filterwarnings("ignore:.*vmap cannot run:vgrad.FallbackWarning")
 def test_inside_a_module_whose_parameters_it_takes():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
-
-        def forward(self, x):
-            return self.last(square(Rows.apply(x, self.first.weight)))
-
     class Rows(Function):
         """Has a batch in front, of which it sees one at a time."""
 
@@ -523,13 +492,16 @@ def test_inside_a_module_whose_parameters_it_takes():
             x, weight = ctx.saved_tensors
             return grad @ weight, grad.t() @ x
 
-    model = Net().double()
+    model = losses.Net(
+        lambda self, x: self.last(square(Rows.apply(x, self.first.weight))),
+        first=nn.Linear(3, 4),
+        last=nn.Linear(4, 2),
+    ).double()
     batch = randn(5, 3), randn(5, 2, seed=1)
     expected = oracle.model_gradients(
         model, lambda m, x, y: F.mse_loss(m(x), y), batch, 5
     )
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
-    loss = vgrad.sample_loss(fmodel, F.mse_loss)
+    loss, params, buffers = losses.of_model(model, F.mse_loss)
     found = vgrad.per_sample_grad(loss)(params, buffers, *batch)
     oracle.assert_exact(found, expected, 1e-12)
 

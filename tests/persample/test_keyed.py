@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import vgrad
-from tests.losses import Dropping, Noisy
+from tests.losses import Dropping, Noisy, Unruled
 from vgrad import conditions
 from vgrad.generators import sample_keys
 from vgrad.persample.engine import FallbackWarning, UnsupportedOp
@@ -126,17 +126,13 @@ ALONE = {
     "empty": lambda x: torch.empty(4, 5).uniform_() + x,
     "rsample": lambda x: torch.distributions.Normal(x, 1.0).rsample(),
     "a function's own": lambda x: Dropping.apply(x),
-    "a function without a rule": lambda x: Plain.apply(x),
+    "a function without a rule": lambda x: Unruled.apply(x),
 }
 """Ops that run one sample after another, whatever the strategy, or not at all."""
 
 
 def two(x):
     return F.dropout(F.dropout(x.sin()).exp())
-
-
-class Plain(Dropping):
-    generate_vmap_rule = False
 
 
 def of(op):

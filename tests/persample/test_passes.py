@@ -173,9 +173,8 @@ REDONE = "expected a loss of which two backward passes compute the same gradient
 def large(clipping: str) -> dict[str, Tensor]:
     grads = oracle.loss_gradients(Changing((1.0,)), LARGE, {}, (ROWS,), 7)
     if clipping != "per_layer":
-        return {name: each[None] for name, each in oracle.clipped(grads, 1.0).items()}
-    found = {n: oracle.clipped({n: each}, 0.5**0.5)[n] for n, each in grads.items()}
-    return {name: each[None] for name, each in found.items()}
+        return oracle.clipped(grads, 1.0)
+    return {n: oracle.clipped({n: grad}, 0.5**0.5)[n] for n, grad in grads.items()}
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 3}, {"mask": True}], ids=str)
@@ -190,8 +189,7 @@ def test_weights_never_meet_gradients_of_another_pass(scales, clipping, options)
     with pytest.warns(vgrad.FallbackWarning, match=REDONE):
         found = clip(LARGE, {}, ROWS, mask=mask)
     if mask is None:
-        expected = {name: each[0] for name, each in large(clipping).items()}
-        oracle.assert_exact(found.grads, expected, 1e-6)
+        oracle.assert_exact(found.grads, large(clipping), 1e-6)
     for row in ROWS[:2]:
         alone = clip(LARGE, {}, row[None]).grads.values()
         assert sum(float(each.square().sum()) for each in alone) <= (1 + 1e-6) ** 2
@@ -202,15 +200,12 @@ def test_automatic_weights_are_those_of_the_same_pass():
     clip = vgrad.clipped_grad(Changing((1, 10, 100, 1000)), **options)
     with pytest.warns(vgrad.FallbackWarning, match=REDONE):
         found = clip(LARGE, {}, ROWS).grads
-    expected = {name: each[0] for name, each in large("flat").items()}
-    oracle.assert_exact(found, expected, 1e-4)  # but for 0.01 beside the norms
+    oracle.assert_exact(found, large("flat"), 1e-4)  # but for 0.01 beside the norms
 
 
-@pytest.mark.parametrize("draw", ["dropout", "rand"])
-@pytest.mark.parametrize("randomness", ["different", "same"])
-@pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
-@pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
-def test_checkpoints_that_draw_anew_keep_the_bound(draw, randomness, clipping):
+def drawing_anew(draw: str) -> Callable:
+    """Make a loss whose checkpoint draws other numbers when it runs again."""
+
     def inner(w: Tensor, x: Tensor) -> Tensor:
         y = F.linear(x, w).square()
         return F.dropout(y, 0.9) if draw == "dropout" else y * (torch.rand(()) < 0.5)
@@ -219,7 +214,16 @@ def test_checkpoints_that_draw_anew_keep_the_bound(draw, randomness, clipping):
         how = {"use_reentrant": False, "preserve_rng_state": False}
         return 1e3 * checkpoint(inner, p["w"], x, **how).sum()
 
+    return loss
+
+
+@pytest.mark.parametrize("draw", ["dropout", "rand"])
+@pytest.mark.parametrize("randomness", ["different", "same"])
+@pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
+@pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
+def test_checkpoints_that_draw_anew_keep_the_bound(draw, randomness, clipping):
     options = {"randomness": randomness, "clipping": clipping, "strategy": "recorded"}
+    loss = drawing_anew(draw)
     clip = vgrad.clipped_grad(loss, max_norm=1.0, passes=2, **options)
     torch.manual_seed(0)
     params, x = {"w": torch.ones(1, 1)}, torch.ones(1, 1)
@@ -248,13 +252,7 @@ def test_the_random_state_goes_on_where_one_pass_leaves_it():
 
 @pytest.mark.compiled
 def test_captures_drop_sums_of_two_kinds_of_gradients():
-    def inner(w: Tensor, x: Tensor) -> Tensor:
-        return F.dropout(F.linear(x, w).square(), 0.9)
-
-    def loss(p: dict[str, Tensor], b: dict, x: Tensor) -> Tensor:
-        how = {"use_reentrant": False, "preserve_rng_state": False}
-        return 1e3 * checkpoint(inner, p["w"], x, **how).sum()
-
+    loss = drawing_anew("dropout")
     clip = vgrad.clipped_grad(loss, max_norm=1.0, passes=2, randomness="different")
     compute, params = vgrad.compile(clip), {"w": torch.ones(1, 1)}
     with warnings.catch_warnings():

@@ -19,35 +19,24 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 EXACT, WRONG, RAISES = "exact", "wrong", "raises"
 
 
-class CalledByKeyword(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.layer(input=x)
+def called_by_keyword():
+    return losses.Net(lambda self, x: self.layer(input=x), layer=nn.Linear(4, 3))
 
 
-class TiedLinear(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.second.weight = self.first.weight
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+def tied_linear():
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), nn.Linear(4, 3))
 
 
-class BroadcastPositions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.token, self.position = nn.Embedding(7, 4), nn.Embedding(3, 4)
-        self.head = nn.Linear(12, 3)
-        self.register_buffer("ids", torch.arange(3)[None])
-
+def broadcast_positions():
     def forward(self, x):
         return self.head((self.token(x) + self.position(self.ids)).flatten(1))
+
+    tables = dict(token=nn.Embedding(7, 4), position=nn.Embedding(3, 4))
+    model = losses.Net(forward, **tables, head=nn.Linear(12, 3))
+    model.register_buffer("ids", torch.arange(3)[None])
+    return model
 
 
 def circular():
@@ -59,10 +48,10 @@ PADDED, FLATTENED = losses.CASES["padding_idx"], losses.CASES["flattened"]
 README = {  # a model, its batch, and what Opacus and BackPACK do
     "padding_idx": (PADDED.model, PADDED.batch, WRONG, RAISES),
     "circular padding": (circular, losses.images(2, 4), WRONG, WRONG),
-    "tied weights": (TiedLinear, losses.vectors(4), EXACT, WRONG),
-    "broadcast positions": (BroadcastPositions, losses.tokens(7, 3), RAISES, RAISES),
+    "tied weights": (tied_linear, losses.vectors(4), EXACT, WRONG),
+    "broadcast positions": (broadcast_positions, losses.tokens(7, 3), RAISES, RAISES),
     "flattened rows": (FLATTENED.model, FLATTENED.batch, RAISES, RAISES),
-    "keyword call": (CalledByKeyword, losses.vectors(4), RAISES, RAISES),
+    "keyword call": (called_by_keyword, losses.vectors(4), RAISES, RAISES),
 }
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.losses import Net
+
 SIZE = 3
 """Samples of a batch: enough for answers that differ."""
 
@@ -127,20 +129,6 @@ def entry(
     """Make an entry, whose builder gets the other arguments."""
     build = functools.partial(build, *arguments, **more)
     return Entry(name, build, today, tolerance, options, through, twice, slow)
-
-
-class Net(nn.Module):
-    """Modules and parameters by name, and a function of them as the forward pass."""
-
-    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            trained = isinstance(part, Tensor) and not isinstance(part, nn.Parameter)
-            setattr(self, name, nn.Parameter(part) if trained else part)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self, *args, **kwargs)
 
 
 def total(output: Tensor, target: Tensor) -> Tensor:

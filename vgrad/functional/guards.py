@@ -56,8 +56,8 @@ class WriteGuard(TorchFunctionMode):
         self._saved: WeakSet[Callable] = WeakSet()  # hooks that were seen
 
     def __enter__(self) -> "WriteGuard":
-        if (found := autograd.hooks()) is not None:
-            self._saved.add(found[0])
+        if (active := autograd.hooks()) is not None:
+            self._saved.add(active[0])
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
@@ -75,10 +75,10 @@ class WriteGuard(TorchFunctionMode):
 
     def look_at_hooks(self) -> None:
         """Notice a checkpoint that has begun."""
-        found = autograd.hooks()
-        if found is not None and found[0] not in self._saved:
-            self._saved.add(found[0])
-            self.saves(found[0])
+        active = autograd.hooks()
+        if active is not None and active[0] not in self._saved:
+            self._saved.add(active[0])
+            self.saves(active[0])
 
     def saves(self, pack: Callable) -> None:
         """Have a checkpoint re-run under this mode, with the values of now."""
@@ -167,22 +167,22 @@ def _written(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return []
-    found: list[Any] = []
+    arguments: list[Any] = []
     if isinstance(func, private.OPS):
-        found += _by_schema(func, args, kwargs)
+        arguments += _by_schema(func, args, kwargs)
     elif (name.endswith("_") and not name.endswith("__")) or name in _BY_SIGN:
-        found += args[:1] or list(kwargs.values())[:1]
+        arguments += args[:1] or list(kwargs.values())[:1]
     if kwargs and (out := kwargs.get("out")) is not None:
-        found.append(out)
+        arguments.append(out)
     if (place := _INPLACE.get(func)) is not None:
         if args[place] if len(args) > place else kwargs.get("inplace"):
-            found += args[:1] or [kwargs["input"]]
-    found += updated_statistics(func, args, kwargs)
+            arguments += args[:1] or [kwargs["input"]]
+    arguments += updated_statistics(func, args, kwargs)
     if func in _TABLES and kwargs.get("max_norm") is not None:
-        found += args[1:2] or [kwargs["weight"]]
-    if not found:
+        arguments += args[1:2] or [kwargs["weight"]]
+    if not arguments:
         return []
-    return [each for each in tree_leaves(found) if isinstance(each, Tensor)]
+    return [each for each in tree_leaves(arguments) if isinstance(each, Tensor)]
 
 
 def updated_statistics(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
@@ -289,16 +289,20 @@ def check_closures(model: nn.Module) -> None:
 
 def _reaches(function: FunctionType, known: set[int], origins: Origins) -> bool:
     """Return whether a function's closure or defaults hold a part of the module."""
-    held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    held += [each.cell_contents for each in function.__closure__ or () if _full(each)]
-    groups = [each for each in held if isinstance(each, list | tuple | dict)]
-    inside = [each for group in groups for each in children(group)]
-    owners = [each.__self__ for each in held + inside if isinstance(each, MethodType)]
+    values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    values += [
+        value.cell_contents for value in function.__closure__ or () if _full(value)
+    ]
+    groups = [value for value in values if isinstance(value, list | tuple | dict)]
+    inside = [value for group in groups for value in children(group)]
+    owners = [
+        value.__self__ for value in values + inside if isinstance(value, MethodType)
+    ]
     return (
-        any(id(each) in known for each in (*held, *inside, *owners))
-        or any(isinstance(each, Tensor) and origins.lead_to(each) for each in held)
+        any(id(value) in known for value in (*values, *inside, *owners))
+        or any(isinstance(x, Tensor) and origins.lead_to(x) for x in values)
         # Computed tensors do not count: hooks collect results that they do not use.
-        or any(isinstance(each, Tensor) and origins.hold(each) for each in inside)
+        or any(isinstance(x, Tensor) and origins.hold(x) for x in inside)
     )
 
 
