@@ -25,7 +25,7 @@ def rooms(module=vgrad):
 
 
 ROOMS = [*dict.fromkeys(rooms())]
-ROOMS += [importlib.import_module(f"vgrad.{n}") for n in ("distributed",)]
+ROOMS += [importlib.import_module(f"vgrad.{n}") for n in ("cli", "distributed")]
 every_room = pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.__name__)
 
 

@@ -9,6 +9,7 @@ RENAMED = {
     "vgrad.jacrev": "torch.func.jacrev",
     "vgrad.jvp": "torch.func.jvp",
     "vgrad.linearize": "torch.func.linearize",
+    "vgrad.load": "vgrad.cli.load",
     "vgrad.vjp": "torch.func.vjp",
     "vgrad.optim.keep": "vgrad.optim.set_to_zero",
     "vgrad.optim.states": "vgrad.optim.State",
