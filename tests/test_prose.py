@@ -25,7 +25,7 @@ BANNED = [
     r"\b(whoever|whosoever|anew|all the same)\b",
     r"\b(tensor|function|loss|op|graph|hook|mode|module|model|code|call|factor|it)s? "
     r"(asks?|knows?|tells?|answers?|promises?)\b",
-    r"(^|[.:;,] |\b(of|to|from|for|with|by|in|on|as|than|and|or|is|are|return|returns) )"
+    r"(^|[.:;,] |\b(of|to|from|for|with|by|in|on|as|than|and|or|is|are|returns?) )"
     r"what (is|are|was|a|an|the|it|they|this|one|has|had|does|did|would|its)\b",
 ]
 

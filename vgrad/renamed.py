@@ -16,6 +16,13 @@ RENAMED = {
     "vgrad.precision.cast_floating": "vgrad.precision.Policy.cast",
     "vgrad.precision.cast_to_full": "vgrad.precision.Policy.cast",
     "vgrad.precision.cast_to_half": "vgrad.precision.Policy.cast",
+    "vgrad.training.save_state": "vgrad.training.save",
+    "vgrad.training.load_state": "vgrad.training.load",
+    "vgrad.distributed.save_checkpoint": "vgrad.training.save",
+    "vgrad.distributed.load_checkpoint": "vgrad.training.load",
+    "vgrad.ensemble.save_ensemble": "vgrad.training.save",
+    "vgrad.ensemble.load_ensemble": "vgrad.training.load",
+    "vgrad.ensemble.load_member": "vgrad.ensemble.member",
 }
 """Old name to new name, as in the last table of docs/migration.md."""
 

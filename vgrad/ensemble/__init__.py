@@ -70,6 +70,7 @@ from vgrad.ensemble.stacking import (
 from vgrad.ensemble.stacking import (
     stack as stack,
 )
+from vgrad.renamed import raising
 
 __all__ = [
     "Calibration",
@@ -96,6 +97,8 @@ __all__ = [
     "unstack",
     "value_prediction",
 ]
+
+__getattr__ = raising(__name__)
 
 
 def __dir__() -> list[str]:
