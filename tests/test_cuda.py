@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-import vgrad
+import vgrad.cli
 from tests import losses, oracle
 from vgrad.__main__ import main
 from vgrad.training import TrainState, private_step
@@ -222,7 +222,7 @@ def test_the_main_job_runs_on_the_device(tmp_path):
     options = ["--model", "mlp", "--epochs", "2", "--batch-size", "20"]
     assert main(["train", "--out", str(tmp_path / "run"), *data, *options]) == 0
     assert main(["evaluate", str(tmp_path / "run"), *data]) == 0
-    assert vgrad.load(tmp_path / "run")(torch.zeros(1, 1, 4, 4)).shape == (1, 3)
+    assert vgrad.cli.load(tmp_path / "run")(torch.zeros(1, 1, 4, 4)).shape == (1, 3)
 
 
 def test_ensembles_stop_early_and_scale_their_losses_on_the_device():

@@ -23,7 +23,9 @@ def rooms(module=vgrad):
 
 
 ROOMS = [*dict.fromkeys(rooms())]
-ROOMS += [importlib.import_module(f"vgrad.{n}") for n in ("distributed", "functional")]
+ROOMS += [
+    importlib.import_module(f"vgrad.{n}") for n in ("cli", "distributed", "functional")
+]
 every_room = pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.__name__)
 
 

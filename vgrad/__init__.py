@@ -13,7 +13,6 @@ Models and losses:
 * `replace_batch_norm`: copy a module with GroupNorm in the place of BatchNorm
 * `write_grads_`: fill `.grad` of a module, for a loop that uses `torch.optim`
 * `to_device`: move every tensor of a tree
-* `load`: rebuild what `python -m vgrad train` left in a folder
 
 Quantities of every sample, computed from `(params, buffers, *batch)`:
 
@@ -56,7 +55,8 @@ Rooms, each with a list like this one:
 * `rules`, `testing`: rules for ops of your own, and their test
 * `typing`: the types that annotations name
 
-`import vgrad.distributed` adds many ranks.
+`import vgrad.distributed` adds many ranks, `import vgrad.cli` the models that
+`python -m vgrad train` saved.
 
 * `functional_call`, `grad`, `grad_and_value`, `hessian`, `jacfwd`, `jacrev`, `jvp`,
   `linearize`, `vjp`, `vmap`: the functions of `torch.func`
@@ -87,7 +87,6 @@ from vgrad import (
     typing,
 )
 from vgrad.batches import Sensitivity
-from vgrad.cli.checkpoint import load
 from vgrad.compiled import CompileWarning, compile
 from vgrad.ensemble import (
     combine_state_for_ensemble,
@@ -158,7 +157,6 @@ __all__ = [
     "jacrev",
     "jvp",
     "linearize",
-    "load",
     "make_functional",
     "make_functional_with_buffers",
     "optim",

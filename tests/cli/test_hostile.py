@@ -15,7 +15,7 @@ import sys
 import pytest
 import torch
 
-import vgrad
+import vgrad.cli
 from tests import oracle
 from tests.cli.runs import (
     PICTURES,
@@ -210,14 +210,14 @@ def test_no_model_chooses_the_code_that_runs(either, images, capsys, evil):
     judge = ["evaluate", either, "--data", images]
     assert "name it: with --model" in error(capsys, *judge)
     with pytest.raises(ValueError, match="a file may not choose the code that runs"):
-        vgrad.load(either)
+        vgrad.cli.load(either)
     other = "expected the model 'math:sqrt', got 'evil:make'"
     assert other in error(capsys, *judge, "--model", "math:sqrt")
     with pytest.raises(ValueError, match=other):
-        vgrad.load(either, model="math:sqrt")
+        vgrad.cli.load(either, model="math:sqrt")
     assert not evil.exists()
     assert "evil" not in sys.modules
-    vgrad.load(either, model="evil:make")
+    vgrad.cli.load(either, model="evil:make")
     assert evil.exists()
     assert main([*map(str, judge), "--model", "evil:make"]) == 0
 
@@ -235,9 +235,9 @@ def test_no_state_chooses_the_code_that_runs(either, capsys, evil):
 
 
 def test_a_net_of_this_package_may_be_named_again(one, images, capsys):
-    assert isinstance(vgrad.load(one, model="mlp"), torch.nn.Module)
+    assert isinstance(vgrad.cli.load(one, model="mlp"), torch.nn.Module)
     with pytest.raises(ValueError, match="expected the model 'cnn', got 'mlp'"):
-        vgrad.load(one, model="cnn")
+        vgrad.cli.load(one, model="cnn")
     assert main(["evaluate", str(one), "--data", str(images), "--model", "mlp"]) == 0
 
 
@@ -249,7 +249,7 @@ def test_the_path_is_that_of_the_user_unless_a_factory_is_named(one, monkeypatch
         return models.mlp(**sizes)
 
     monkeypatch.setitem(models.MODELS, "mlp", mlp)
-    vgrad.load(one)
+    vgrad.cli.load(one)
     assert paths == [sys.path]
 
 
@@ -257,7 +257,7 @@ def test_the_path_is_that_of_the_user_unless_a_factory_is_named(one, monkeypatch
 
 
 def test_an_ensemble_is_loaded_from_its_folder(three):
-    fmodel, params, buffers = vgrad.load(three)
+    fmodel, params, buffers = vgrad.cli.load(three)
     state, _ = checkpoint.read_state(three)
     assert not fmodel.training
     assert buffers == {}
@@ -271,27 +271,27 @@ def test_an_ensemble_is_loaded_from_its_folder(three):
 
 def test_a_member_is_loaded_alone_as_a_module(three, runs):
     x = torch.randn(5, 1, 1, 6, generator=torch.Generator().manual_seed(0))
-    fmodel, params, buffers = vgrad.load(three)
+    fmodel, params, buffers = vgrad.cli.load(three)
     scores = vgrad.ensemble_forward(fmodel)(params, buffers, x)
     for i in range(3):
-        model = vgrad.load(three, member=i)
+        model = vgrad.cli.load(three, member=i)
         assert not model.training
         assert all(value.requires_grad for value in model.parameters())
         oracle.assert_exact(model(x), scores[i], 1e-6)
     for member in (-1, True, 1.0, "0"):
         with pytest.raises(ValueError, match="expected a whole number >= 0"):
-            vgrad.load(three, member=member)
+            vgrad.cli.load(three, member=member)
     with pytest.raises(ValueError, match="expected a file with member 3, got 3 mem"):
-        vgrad.load(three, member=3)
+        vgrad.cli.load(three, member=3)
     with pytest.raises(ValueError, match="which holds one model. Leave member out."):
-        vgrad.load(runs / "one", member=0)
+        vgrad.cli.load(runs / "one", member=0)
     with pytest.raises(FileNotFoundError, match="got no file"):
-        vgrad.load(three / "none", member=0)
+        vgrad.cli.load(three / "none", member=0)
 
 
 def test_a_folder_of_two_runs_is_no_guess(one, three_too, images, capsys):
     with pytest.raises(ValueError, match=r"one run, got model\.safetensors and ens"):
-        vgrad.load(one)
+        vgrad.cli.load(one)
     message = error(capsys, "evaluate", one, "--data", images)
     assert "expected the folder of one run" in message
 
@@ -346,7 +346,7 @@ def test_a_model_that_says_what_cannot_be_is_refused(
 
     monkeypatch.setattr(models, "build", build)
     with pytest.raises(ValueError, match=message):
-        vgrad.load(either)
+        vgrad.cli.load(either)
     assert "vgrad: " in error(capsys, "evaluate", either, "--data", images)
 
 
@@ -379,7 +379,7 @@ def test_an_ensemble_of_any_number_of_members_is_refused(three, count):
     with pytest.raises(
         ValueError, match="expected (a whole number|10000)|in 'members'"
     ):
-        vgrad.load(three)
+        vgrad.cli.load(three)
 
 
 DEEP = "[" * 100_000
@@ -391,7 +391,7 @@ TEXTS += ['{"members": ' + "9" * 5000 + "}"]
 def test_a_text_that_is_no_description_is_refused(three, images, capsys, text):
     (three / "ensemble.json").write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=r"ensemble\.json: expected"):
-        vgrad.load(three)
+        vgrad.cli.load(three)
     error(capsys, "evaluate", three, "--data", images)
 
 
@@ -399,11 +399,11 @@ def test_a_text_that_has_no_end_is_refused(three, images, capsys):
     path = three / "ensemble.json"
     os.truncate(path, 2**40)
     with pytest.raises(ValueError, match="got a damaged file"):
-        vgrad.load(three)
+        vgrad.cli.load(three)
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(FileNotFoundError, match=r"ensemble\.json: .*, got no file"):
-        vgrad.load(three)
+        vgrad.cli.load(three)
     assert "got no file" in error(capsys, "evaluate", three, "--data", images)
 
 
@@ -569,7 +569,7 @@ def test_any_change_of_a_model_is_refused_or_harmless(either, images, capsys, se
         files.write_tensors(path, held, mutated(said, chance))
     status(capsys, "evaluate", either, "--data", images)
     with contextlib.suppress(ValueError):
-        vgrad.load(either)
+        vgrad.cli.load(either)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-import vgrad
+import vgrad.cli
 from tests.cli.runs import (
     BATCH,
     FIXED,
@@ -97,7 +97,7 @@ def test_members_are_what_plain_torch_computes_for_each_of_them(images, tmp_path
         own, member = f".private.members[{i}]", {"member": i, "seed": member_seed(0, i)}
         key = before[f"{own}.key"].tolist()
         expected = reference(images, key, plan, True, **member)
-        params = dict(vgrad.load(out, member=i).named_parameters())
+        params = dict(vgrad.cli.load(out, member=i).named_parameters())
         for name, value in expected.items():
             found = after[f"{own}.params['{name}']"]
             torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-5)
@@ -145,7 +145,7 @@ def test_without_privacy_there_is_nothing_of_it(images, runs, tmp_path, capsys):
     state, description = checkpoint.read_state(out)
     assert description["plan"] == {}
     assert all(name.startswith(".plain") for name in state)
-    _, params, _ = vgrad.load(out)
+    _, params, _ = vgrad.cli.load(out)
     for name, value in params.items():
         assert torch.equal(value, state[f".plain.params['{name}']"])
     told = said(out, "ensemble.json")
@@ -213,7 +213,7 @@ def test_evaluate_counts_right_answers_of_ensemble_and_members(images, runs, cap
     x, y = held_out(images)
     model, each = built(images), []
     for i in range(3):
-        model.load_state_dict(vgrad.load(out, member=i).state_dict())
+        model.load_state_dict(vgrad.cli.load(out, member=i).state_dict())
         each.append(model(x).softmax(1).detach().numpy())
     shares = [np.mean(one.argmax(1) == y) for one in each]
     together = np.mean(sum(each).argmax(1) == y)

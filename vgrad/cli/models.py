@@ -178,7 +178,7 @@ def named_again(where: str, spec: str, again: str | None) -> None:
         raise ValueError(
             f"{where}: expected one of {', '.join(MODELS)}, got the model {spec!r}, "
             f"and a file may not choose the code that runs. If it is a factory that "
-            f"you trust, name it: with --model, or vgrad.load(folder, model=...)."
+            f"you trust, name it: with --model, or vgrad.cli.load(folder, model=...)."
         )
     if again not in (None, spec):
         raise ValueError(
