@@ -477,7 +477,9 @@ def test_graphs_of_torch_alone_hold_no_copies(monkeypatch):
 
     monkeypatch.setattr(sites, "owned", refuse)
     for net in NETS.values():
-        vgrad.clipped_grad(net(torch.sin), max_norm=1.0)(params(), {}, X)
+        vgrad.clipped_grad(net(torch.sin), max_norm=1.0, strategy="recorded")(
+            params(), {}, X
+        )
     loss = residual(Old.apply)
     clip = vgrad.clipped_grad(loss, max_norm=1.0, strategy="recorded")
     with pytest.raises(AssertionError, match="copied"):
