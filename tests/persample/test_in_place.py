@@ -20,7 +20,7 @@ import vgrad
 from tests import losses, oracle
 from tests.losses import randn
 from vgrad import dp
-from vgrad.persample.engine import saved_bytes
+from vgrad.persample.engine import saved_bytes, sites
 
 pytestmark = pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
 
@@ -471,11 +471,19 @@ def test_chunks_that_fit_leave_room_for_the_copies():
     assert sizes[1] >= 1.5 * sizes[0]
 
 
-@pytest.mark.parametrize("net", NETS)
-def test_graphs_of_torch_alone_hold_no_copies(net):
-    clip = vgrad.clipped_grad(NETS[net](torch.sin), max_norm=1.0)
-    graph = vgrad.explain(clip)(params(), {}, X)
-    assert (graph.strategy, graph.foreign, graph.copied) == ("recorded", (), 0)
+def test_graphs_of_torch_alone_hold_no_copies(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("copied")
+
+    monkeypatch.setattr(sites, "owned", refuse)
+    for net in NETS.values():
+        vgrad.clipped_grad(net(torch.sin), max_norm=1.0, strategy="recorded")(
+            params(), {}, X
+        )
+    loss = residual(Old.apply)
+    clip = vgrad.clipped_grad(loss, max_norm=1.0, strategy="recorded")
+    with pytest.raises(AssertionError, match="copied"):
+        clip(params(), {}, X)
 
 
 @pytest.mark.parametrize("strategy", ["recorded", "auto"])
