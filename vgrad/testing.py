@@ -13,11 +13,8 @@ from torch import Tensor
 
 from vgrad import batches
 from vgrad.persample.clipped import clipped_grad
-from vgrad.persample.explain import EXPANDED, explain
-from vgrad.persample.explanation import Row
-from vgrad.persample.grad import per_sample_grad
-from vgrad.persample.norm import per_sample_norm
-from vgrad.persample.weighted import weighted_grad
+from vgrad.persample.explain import EXPANDED, Row, explain
+from vgrad.persample.grad import per_sample_grad, per_sample_norm, weighted_grad
 from vgrad.tree import map_tensors
 from vgrad.typing import Buffers, Clipping, LossFn, Params, Tree
 

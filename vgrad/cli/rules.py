@@ -12,8 +12,7 @@ from vgrad.cli.setup import STRATEGY
 from vgrad.functional.losses import sample_loss
 from vgrad.functional.model import make_functional_with_buffers
 from vgrad.persample.clipped import clipped_grad
-from vgrad.persample.explain import explain
-from vgrad.persample.explanation import Explanation, aligned
+from vgrad.persample.explain import Explanation, aligned, explain
 from vgrad.persample.rules import RULES, Factor, Rule
 from vgrad.precision.alignment import AlignmentReport, alignment_report
 from vgrad.torch_private.modes import op_name

@@ -13,8 +13,8 @@ from vgrad.compiled.captures import Captures
 from vgrad.compiled.reports import CompiledExplanation, Report
 from vgrad.persample.engine import Call, Chunk, Problem, Transform, at_a_time
 from vgrad.persample.explain import explain
+from vgrad.persample.grad import WeightedGradFn, check_weights
 from vgrad.persample.gram import GramFn
-from vgrad.persample.weighted import WeightedGradFn, check_weights
 from vgrad.precision.loss_scale import LossScale
 from vgrad.typing import Buffers, Params, Tree
 

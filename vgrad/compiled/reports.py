@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, NamedTuple
 
-from vgrad.persample.explanation import aligned
+from vgrad.persample.explain import aligned
 
 
 class Report(NamedTuple):

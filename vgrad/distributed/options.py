@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from vgrad.functional.model import FunctionalModel
-from vgrad.persample.decision import Clip
+from vgrad.persample.clipped import Clip
 from vgrad.persample.engine import Transform
 
 _DEVICE = re.compile(r"(cpu|cuda|hpu|meta|mps|mtia|xla|xpu)(:\d+)?")

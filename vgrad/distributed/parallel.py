@@ -20,7 +20,7 @@ from vgrad.distributed.options import Options, of_transform
 from vgrad.distributed.sharded import sharded_call
 from vgrad.generators import RNG_LOCK, kept_random_state, sample_keys
 from vgrad.persample.engine import Call, Problem, Transform, constant
-from vgrad.persample.weighted import WeightedGradFn
+from vgrad.persample.grad import WeightedGradFn
 from vgrad.precision.loss_scale import LossScale
 from vgrad.ranks import RankError, Ranks, Summing
 from vgrad.torch_private import modes

@@ -17,7 +17,7 @@ from vgrad import batches
 from vgrad.distributed.sharding import is_cut, laid, ranks_of, reduced, whole, wholes
 from vgrad.persample.clipped import ClippedGradFn
 from vgrad.persample.engine import FINAL, Call, Transform, at_a_time
-from vgrad.persample.weighted import WeightedGradFn
+from vgrad.persample.grad import WeightedGradFn
 from vgrad.precision.loss_scale import LossScale
 from vgrad.ranks import RankError, Ranks, layout
 from vgrad.torch_private import modes

@@ -32,7 +32,7 @@ from vgrad.generators import kept_random_state
 from vgrad.lowering.draws import Draws
 from vgrad.lowering.questions import Parts
 from vgrad.persample.engine.guard import Fallbacks
-from vgrad.persample.explanation import aligned
+from vgrad.persample.explain import aligned
 from vgrad.torch_private import modes
 from vgrad.typing import Buffers, EnsembleStrategy, Params, Randomness
 

@@ -1,10 +1,10 @@
-"""Per-sample quantities: what can be had from the gradient of every sample.
+"""Per-sample quantities: norms, sums and products of the gradients of all samples.
 
 Each transform takes a loss of one sample, `loss(params, buffers, *sample) -> scalar`,
 and returns a function of `(params, buffers, *batch)`. B samples; every tensor of the
 batch is `[B, ...]`.
 
-They are names of `vgrad` itself: `per_sample_grad`, `per_sample_norm`,
+The transforms are names of `vgrad` itself: `per_sample_grad`, `per_sample_norm`,
 `per_sample_gram`, `per_sample_projection`, `clipped_grad`, `weighted_grad` and
 `gradient_moments`.
 
@@ -59,16 +59,16 @@ autograd, once for a transform and such parameters: zero is what it finds zero.
 from vgrad.persample.clipped import ClippedGrad as ClippedGrad
 from vgrad.persample.clipped import clipped_grad as clipped_grad
 from vgrad.persample.explain import EXPANDED
-from vgrad.persample.explanation import Explanation as Explanation
-from vgrad.persample.explanation import aligned as aligned
+from vgrad.persample.explain import Explanation as Explanation
+from vgrad.persample.explain import aligned as aligned
 from vgrad.persample.grad import per_sample_grad as per_sample_grad
+from vgrad.persample.grad import per_sample_norm as per_sample_norm
+from vgrad.persample.grad import weighted_grad as weighted_grad
 from vgrad.persample.gram import per_sample_gram as per_sample_gram
 from vgrad.persample.moments import GradientMoments as GradientMoments
 from vgrad.persample.moments import NoiseScale as NoiseScale
 from vgrad.persample.moments import gradient_moments as gradient_moments
-from vgrad.persample.norm import per_sample_norm as per_sample_norm
 from vgrad.persample.projection import per_sample_projection as per_sample_projection
-from vgrad.persample.weighted import weighted_grad as weighted_grad
 
 __all__ = ["EXPANDED"]
 

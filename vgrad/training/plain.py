@@ -12,7 +12,7 @@ from vgrad import batches
 from vgrad.ensemble.gradients import returning_buffers
 from vgrad.functional.losses import SampleLoss, check_loss, gradient
 from vgrad.optim.base import GradientTransformation, check_transformation
-from vgrad.persample.weighted import weighted_grad
+from vgrad.persample.grad import weighted_grad
 from vgrad.precision import (
     DynamicLossScale,
     LossScale,
