@@ -298,23 +298,6 @@ def _add_experiment(parser: ArgumentParser) -> None:
     _add(parser, ["device"])
 
 
-def _add_rules(parser: ArgumentParser) -> None:
-    texts = {each.name: each.metadata["help"] for each in fields(Options)}
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        help=f"explain a private step of this model as well: {texts['model']}; a "
-        f"module may register rules of its own",
-    )
-    parser.add_argument(
-        "--alignment",
-        action="store_true",
-        help="with --model, also list its matrix products and what to pad so that "
-        "tensor cores take them",
-    )
-    _add(parser, ["data"])
-
-
 def _add_help(parser: ArgumentParser) -> None:
     parser.add_argument("topic", metavar="COMMAND", nargs="?", help="a command")
 
@@ -352,11 +335,6 @@ COMMANDS = {
         "with cross-validation, and the price of privacy. Each ends with a check, a "
         "table and a figure.",
         _add_experiment,
-    ),
-    "rules": Command(
-        "Print the ops that have a rule for per-sample gradients. With --model also "
-        "the way in which a private step computes each parameter of that model.",
-        _add_rules,
     ),
     "help": Command("Print this help, or that of a command.", _add_help),
 }

@@ -497,7 +497,9 @@ def test_a_state_that_does_not_say_its_plan_is_refused(one, capsys):
     held, description = checkpoint.read_state(one)
     held = {name: each for name, each in held.items() if "digest" not in name}
     files.write_tensors(one / "state.safetensors", held, description)
-    assert "some of an older vgrad" in error(capsys, "train", "--resume", one)
+    assert "got missing: '.plain.plan_digest'" in error(
+        capsys, "train", "--resume", one
+    )
 
 
 @pytest.mark.slow

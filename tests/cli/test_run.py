@@ -603,7 +603,7 @@ def test_on_a_terminal_there_is_a_bar_and_a_table(
     monkeypatch.setenv("TERM", "xterm")
     screen = io.StringIO()
     monkeypatch.setattr(
-        report.console, "Console", lambda: Console(file=screen, force_terminal=True)
+        report, "Console", lambda: Console(file=screen, force_terminal=True)
     )
     assert train(images, tmp_path / "run", *more) == 0
     shown = screen.getvalue()

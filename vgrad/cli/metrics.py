@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vgrad import files
-from vgrad.cli.descriptions import check, optional, several
+from vgrad.cli.settings import check, optional, several
 from vgrad_command import number, whole
 
 METRICS = "metrics.jsonl"

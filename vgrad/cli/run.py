@@ -13,37 +13,41 @@ A run that was extended has more epochs than it was started for, and the same no
 state says so before the first step beyond the old end.
 """
 
+import contextlib
 import fcntl
 import math
 import os
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 
 from vgrad import files
 from vgrad.cli import (
     checkpoint,
-    ensembles,
-    launched,
     metrics,
     models,
     report,
     setup,
 )
-from vgrad.cli.ensembles import PrivateMembers
 from vgrad.cli.evaluate import judge
-from vgrad.cli.launched import World
 from vgrad.cli.metrics import FIGURES, Record
 from vgrad.cli.settings import Settings, folder_of
-from vgrad.cli.setup import Job, Pair, Trainer
+from vgrad.cli.setup import Job, Pair, PrivateMembers, Trainer, World
+from vgrad.distributed import RankError
 from vgrad.dp.plan import check_spent
 from vgrad.precision import NoOpLossScale
+
+_PATIENCE = timedelta(seconds=45)
+"""How long a rank waits for another one before it takes it for dead."""
 
 
 def train(given: Namespace) -> None:
@@ -57,7 +61,7 @@ def train(given: Namespace) -> None:
             "--extend: expected --resume DIR and --epochs N with it, the number of "
             "epochs that the longer run has in all."
         )
-    with launched.ranks() as world:
+    with _ranks() as world:
         if given.resume is None:
             _begin(Settings.started(given), folder_of("--out", given.out), world)
         else:
@@ -69,7 +73,7 @@ def _begin(settings: Settings, folder: Path, world: World) -> None:
     with ExitStack() as held:
         with world.together("train, its start"):
             _refuse_taken(folder)  # now, and not after the minutes a plan may take
-            job = _prepare(settings)
+            job = setup.prepare(settings)
         with world.together("train, its folder"):
             if world.is_first:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -88,12 +92,6 @@ def _refuse_taken(folder: Path) -> None:
                 f"--out {folder}: expected a folder without a run, got one with "
                 f"{name}. Go on with --resume {folder}, or name another folder."
             )
-
-
-def _prepare(settings: Settings, extended: Sequence[int] = ()) -> Job:
-    """Prepare the run of one model or of an ensemble."""
-    room = setup if settings.members == 1 else ensembles
-    return room.prepare(settings, extended)
 
 
 def _resume(folder: Path, given: Namespace, world: World) -> None:
@@ -127,7 +125,7 @@ def _checked(folder: Path, given: Namespace) -> tuple[Job, Pair, files.Descripti
     settings = Settings.recorded(before["arguments"], given)
     checkpoint.check_members(tensors, settings.members)
     ends_at = [settings.epochs, *(before.get("extended") or [])]
-    job = _prepare(settings, _extended(ends_at, given))
+    job = setup.prepare(settings, _extended(ends_at, given))
     description = job.description
     if job.plan:  # that of a run which is extended now has more steps
         steps = job.ends[ends_at[-1] - 1] * settings.members
@@ -345,3 +343,51 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _ranks() -> Iterator[World]:
+    """Join the ranks that a launcher has started, if one has.
+
+    Raises:
+        OSError: another rank has failed, or is gone.
+    """
+    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if launched and not distributed.is_initialized():
+        with _joined():
+            yield World()
+        return
+    yield World()
+
+
+@contextlib.contextmanager
+def _joined() -> Iterator[None]:
+    """Make the process group of a run, in which the first rank alone prints."""
+    backend, first = "gloo", int(os.environ["RANK"]) == 0
+    if torch.cuda.is_available():
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group(backend, timeout=_PATIENCE)
+    with open(os.devnull, "w") as nowhere:
+        shown = contextlib.redirect_stdout(sys.stdout if first else nowhere)
+        try:
+            with shown:
+                yield
+        except RankError as error:
+            raise OSError(f"rank {os.environ['RANK']}: {error}") from error
+        except (distributed.DistError, RuntimeError) as error:
+            raise _lost(error) from error
+        finally:
+            distributed.destroy_process_group()  # a group left at exit may abort
+
+
+def _lost(error: Exception) -> Exception:
+    """Say that a rank is gone, if that is what an error is about."""
+    text = str(error)
+    if "gloo" not in text and not isinstance(error, distributed.DistError):
+        return error
+    return OSError(
+        f"rank {os.environ['RANK']}: expected an answer of the other ranks within "
+        f"{_PATIENCE.seconds} seconds, got: {text.partition(chr(10))[0]}. What was "
+        f"saved is good, and --resume goes on with any number of ranks."
+    )
