@@ -14,7 +14,7 @@ PACKAGE = ROOT / "vgrad"
 
 LAYERS = [
     {"torch_private"},
-    {"typing", "checks", "tree", "batches"}
+    {"renamed", "typing", "checks", "tree", "batches"}
     | {"conditions", "files", "generators", "ranks"},
     {"functional", "optim"},
     {"lowering", "precision"},

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import re
 import types
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -12,6 +13,7 @@ import vgrad
 from vgrad.dp import accounting
 from vgrad.optim import schedules
 from vgrad.persample import engine
+from vgrad.renamed import RENAMED
 
 
 def rooms(module=vgrad):
@@ -23,9 +25,7 @@ def rooms(module=vgrad):
 
 
 ROOMS = [*dict.fromkeys(rooms())]
-ROOMS += [
-    importlib.import_module(f"vgrad.{n}") for n in ("cli", "distributed", "functional")
-]
+ROOMS += [importlib.import_module(f"vgrad.{n}") for n in ("cli", "distributed")]
 every_room = pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.__name__)
 
 
@@ -118,3 +118,19 @@ def test_shared_options_are_explained_in_the_same_words():
 )
 def test_types_have_the_names_of_the_tables(names, table):
     assert get_args(names) == tuple(table)
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "migration.md"
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_an_old_name_raises_with_the_new_one(old):
+    module, _, name = old.rpartition(".")
+    with pytest.raises(AttributeError, match=re.escape(f"Use {RENAMED[old]}.")):
+        getattr(importlib.import_module(module), name)
+    assert f"| {old} | {RENAMED[old]} |" in PAGE.read_text()
+
+
+def test_other_names_raise_as_ever():
+    with pytest.raises(AttributeError, match="module 'vgrad' has no attribute 'norms'"):
+        getattr(vgrad, "norms")  # noqa: B009

@@ -58,20 +58,13 @@ Rooms, each with a list like this one:
 `import vgrad.distributed` adds many ranks, `import vgrad.cli` the models that
 `python -m vgrad train` saved.
 
-* `functional_call`, `grad`, `grad_and_value`, `hessian`, `jacfwd`, `jacrev`, `jvp`,
-  `linearize`, `vjp`, `vmap`: the functions of `torch.func`
+* `functional_call`, `grad`, `grad_and_value`, `vmap`: the functions of `torch.func`
 """
 
 from torch.func import (
     functional_call,
     grad,
     grad_and_value,
-    hessian,
-    jacfwd,
-    jacrev,
-    jvp,
-    linearize,
-    vjp,
     vmap,
 )
 
@@ -122,6 +115,7 @@ from vgrad.persample import (
 from vgrad.persample.engine import FallbackWarning, UnsupportedOp
 from vgrad.persample.explain import explain
 from vgrad.precision import autocast
+from vgrad.renamed import raising
 from vgrad.tree import to_device
 
 __all__ = [
@@ -151,12 +145,7 @@ __all__ = [
     "grad",
     "grad_and_value",
     "gradient_moments",
-    "hessian",
     "init_ensemble",
-    "jacfwd",
-    "jacrev",
-    "jvp",
-    "linearize",
     "make_functional",
     "make_functional_with_buffers",
     "optim",
@@ -174,11 +163,12 @@ __all__ = [
     "to_device",
     "training",
     "typing",
-    "vjp",
     "vmap",
     "weighted_grad",
     "write_grads_",
 ]
+
+__getattr__ = raising(__name__)
 
 
 def __dir__() -> list[str]:

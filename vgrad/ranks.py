@@ -1,9 +1,8 @@
-"""The ranks along one axis of a mesh, and what they do together.
+"""The ranks along one axis of a mesh, and their collectives.
 
 Every rank has to issue the same collectives in the same order. So each group of them
 begins with a call of `agree`, which says what it is for: where ranks are at different
-places, or one has failed, all of them raise, instead of adding up what has nothing to
-do with each other.
+places, or one has failed, all of them raise, instead of adding up unrelated tensors.
 
 W ranks.
 """
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _NOTE = 1024
-"""Bytes of what a rank tells the others before collectives."""
+"""Bytes of the facts that ranks exchange before collectives."""
 
 _BUCKET = 2**25
 """Bytes of small tensors that are summed in one collective."""
@@ -126,7 +125,7 @@ class Ranks(NamedTuple):
     def agree(
         self, what: str, *, error: BaseException | None = None, **facts: Any
     ) -> list[dict[str, Any]]:
-        """Tell each other where this rank is and some facts; return those of all ranks.
+        """Exchange the place of this rank and some facts; return all ranks' facts.
 
         Raises:
             RankError: a rank has an error, or is somewhere else.
@@ -184,7 +183,7 @@ class Ranks(NamedTuple):
         raise RankError(
             f"{what}: expected the same options, loss and optimizer on all ranks, got "
             f"{differences(facts)} on ranks 0 to {self.size - 1}. Make it of the same "
-            f"values on every rank; those that a loss may have for itself are tensors."
+            f"values on every rank; values that may differ are tensors."
         )
 
     @contextmanager
@@ -212,7 +211,7 @@ class Ranks(NamedTuple):
         return Summing(self, what, tensors).finished(tensors)
 
     def of_first(self, tensor: Tensor, first: int = 0) -> Tensor:
-        """Return what the first rank has, bit by bit; shapes must be the same."""
+        """Return the tensors of the first rank, bit by bit; shapes must be the same."""
         sent = tensor.detach().clone(memory_format=torch.contiguous_format)
         if self.size > 1:
             flat = sent.view(-1).view(torch.uint8)

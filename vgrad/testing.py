@@ -1,4 +1,4 @@
-"""Checks for those who write rules of their own.
+"""Checks for authors of rules.
 
 The reference is a loop over samples of plain autograd in float64, B samples. It
 shares nothing with factors, so that a mistake in a rule shows.

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.examples import examples
-from vgrad import UnsupportedOp
+from vgrad import UnsupportedOp, make_functional_with_buffers
 from vgrad.ensemble import (
     class_prediction,
     predict,
@@ -15,7 +15,6 @@ from vgrad.ensemble import (
     stack,
     value_prediction,
 )
-from vgrad.functional import make_functional_with_buffers
 
 WIDTH = 3
 

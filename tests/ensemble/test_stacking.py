@@ -14,7 +14,7 @@ import vgrad
 from tests import losses
 from tests.examples import examples
 from tests.oracle import assert_exact
-from vgrad import ensemble
+from vgrad import ensemble, make_functional_with_buffers
 from vgrad.ensemble import (
     axes,
     combine_state_for_ensemble,
@@ -26,7 +26,6 @@ from vgrad.ensemble import (
     stack,
     unstack,
 )
-from vgrad.functional import make_functional_with_buffers
 from vgrad.training import EnsembleState
 
 

@@ -594,7 +594,7 @@ def test_forward_mode_sees_the_result(strategy):
         return vgrad.per_sample_norm(squared, strategy=strategy)({"w": w}, {}, x).mean()
 
     x = torch.ones(2, 2)
-    _, tangent = vgrad.linearize(mean_norm, torch.tensor([1.0, 2.0]))
+    _, tangent = torch.func.linearize(mean_norm, torch.tensor([1.0, 2.0]))
     expected = torch.autograd.functional.jacobian(mean_norm, torch.tensor([1.0, 2.0]))
     torch.testing.assert_close(tangent(torch.tensor([1.0, 0.0])), expected[0])
 

@@ -28,6 +28,7 @@ from vgrad.distributed.predictions import predict, predict_values
 from vgrad.distributed.sharding import gather, shard
 from vgrad.ranks import RankError
 from vgrad.ranks import Ranks as Ranks
+from vgrad.renamed import raising
 
 __all__ = [
     "LocalBatches",
@@ -45,6 +46,8 @@ __all__ = [
     "replicated",
     "shard",
 ]
+
+__getattr__ = raising(__name__)
 
 
 def __dir__() -> list[str]:

@@ -34,7 +34,7 @@ _MOST_NOISE = 2.0**40
 # Beyond, the grid of privacy losses would be too coarse for one step.
 _MOST_STEPS = 10**10
 _TOLERANCE = 1e-4
-# Epsilon was at most 0.1 % above that of a grid 16 times as fine, in two seconds.
+# Epsilon was at most 0.1 % above a grid's 16 times as fine, in two seconds.
 _MOST_REFINED = 64
 
 

@@ -1,9 +1,10 @@
 """Ensembles: many models trained and evaluated as one.
 
+`stack`, `init_ensemble`, `combine_state_for_ensemble`, `ensemble_forward`,
+`ensemble_grad` and `for_members` are names of `vgrad` itself.
+
 Making and taking apart:
 
-* `stack`, `combine_state_for_ensemble`: stack models that are alike, `[E, *shape]`
-* `init_ensemble`: stack models made by a factory, each from its own random numbers
 * `unstack`: the members as modules of their own
 * `member`: the entries of one member, as views
 * `member_seed`: the seed of one member
@@ -13,12 +14,9 @@ Making and taking apart:
 
 Running and training:
 
-* `ensemble_forward`: run all members, `[E, B, ...]`
-* `ensemble_grad`: differentiate every member's loss
 * `EnsembleGrads`: what that returns
 * `ensemble_per_sample_grad`: the gradient of every sample for every member
 * `ensemble_clipped_grad`: the sum of clipped gradients of every member
-* `for_members`: run an optimizer for every member by itself
 * `MembersState`: its state
 * `bootstrap_indices`: draw samples with replacement for each member
 * `fold_indices`: split samples for cross-validation
@@ -41,10 +39,12 @@ from vgrad.ensemble.calibration import (
     reliability,
 )
 from vgrad.ensemble.choice import EnsembleExplanation
-from vgrad.ensemble.forward import ensemble_forward
-from vgrad.ensemble.gradients import EnsembleGrads, ensemble_grad
+from vgrad.ensemble.forward import ensemble_forward as ensemble_forward
+from vgrad.ensemble.gradients import EnsembleGrads
+from vgrad.ensemble.gradients import ensemble_grad as ensemble_grad
 from vgrad.ensemble.groups import ModelGroups, group
-from vgrad.ensemble.optimizer import MembersState, for_members
+from vgrad.ensemble.optimizer import MembersState
+from vgrad.ensemble.optimizer import for_members as for_members
 from vgrad.ensemble.per_sample import ensemble_clipped_grad, ensemble_per_sample_grad
 from vgrad.ensemble.prediction import (
     EnsemblePrediction,
@@ -56,14 +56,21 @@ from vgrad.ensemble.prediction import (
 )
 from vgrad.ensemble.resampling import bootstrap_indices, fold_indices
 from vgrad.ensemble.stacking import (
-    combine_state_for_ensemble,
-    init_ensemble,
+    combine_state_for_ensemble as combine_state_for_ensemble,
+)
+from vgrad.ensemble.stacking import (
+    init_ensemble as init_ensemble,
+)
+from vgrad.ensemble.stacking import (
     member,
     member_seed,
     share,
-    stack,
     unstack,
 )
+from vgrad.ensemble.stacking import (
+    stack as stack,
+)
+from vgrad.renamed import raising
 
 __all__ = [
     "Calibration",
@@ -77,25 +84,21 @@ __all__ = [
     "bootstrap_indices",
     "calibration",
     "class_prediction",
-    "combine_state_for_ensemble",
     "ensemble_clipped_grad",
-    "ensemble_forward",
-    "ensemble_grad",
     "ensemble_per_sample_grad",
     "fold_indices",
-    "for_members",
     "group",
-    "init_ensemble",
     "member",
     "member_seed",
     "predict",
     "predict_values",
     "reliability",
     "share",
-    "stack",
     "unstack",
     "value_prediction",
 ]
+
+__getattr__ = raising(__name__)
 
 
 def __dir__() -> list[str]:

@@ -110,7 +110,7 @@ def predict(
         UnsupportedOp: as `ensemble_forward`.
 
     Example:
-        >>> from vgrad.functional import make_functional_with_buffers
+        >>> from vgrad import make_functional_with_buffers
         >>> fmodel, _, _ = make_functional_with_buffers(torch.nn.Linear(1, 2))
         >>> weight = torch.tensor([[[9.0], [0.0]], [[0.0], [9.0]]])  # two members
         >>> params = {"weight": weight, "bias": torch.zeros(2, 2)}
@@ -157,7 +157,7 @@ def predict_values(
         UnsupportedOp: as `ensemble_forward`.
 
     Example:
-        >>> from vgrad.functional import make_functional_with_buffers
+        >>> from vgrad import make_functional_with_buffers
         >>> fmodel, _, _ = make_functional_with_buffers(torch.nn.Linear(1, 1))
         >>> weight = torch.tensor([1.0, 2.0, 6.0]).reshape(3, 1, 1)  # three members
         >>> params = {"weight": weight, "bias": torch.zeros(3, 1)}

@@ -150,6 +150,7 @@ from vgrad.optim.transforms import (
     scale_by_learning_rate,
     scale_by_schedule,
 )
+from vgrad.renamed import raising
 from vgrad.tree import load_state_dict, state_dict
 
 __all__ = [
@@ -231,6 +232,8 @@ __all__ = [
     "with_hyperparams",
     "zero_nans",
 ]
+
+__getattr__ = raising(__name__)
 
 
 def __dir__() -> list[str]:

@@ -4,19 +4,11 @@ Each transform takes a loss of one sample, `loss(params, buffers, *sample) -> sc
 and returns a function of `(params, buffers, *batch)`. B samples; every tensor of the
 batch is `[B, ...]`.
 
-The transforms, and what they return:
+They are names of `vgrad` itself: `per_sample_grad`, `per_sample_norm`,
+`per_sample_gram`, `per_sample_projection`, `clipped_grad`, `weighted_grad` and
+`gradient_moments`.
 
-* `per_sample_grad`: the gradient of every sample, `{name: [B, *shape]}`
-* `per_sample_norm`: its norm, `[B]`
-* `per_sample_gram`: inner products of all pairs of gradients, `[B, B]`
-* `per_sample_projection`: a random projection of every gradient, `[B, dim]`
-* `clipped_grad`: the sum of clipped gradients, a `ClippedGrad`
-* `weighted_grad`: a weighted sum of gradients, `{name: shape}`
-* `gradient_moments`: mean, variance and noise of gradients, `GradientMoments`
-* `ClippedGrad`, `GradientMoments`: results with several fields
-* `NoiseScale`: the gradient noise scale, averaged over batches
-* `Explanation`: what `vgrad.explain` finds
-* `EXPANDED`: how its reason begins where no rule fits an op
+* `EXPANDED`: the beginning of the reason in `vgrad.explain` where no rule fits an op
 
 The transforms share these options:
 
@@ -64,31 +56,21 @@ changes nothing. If no gradient of a parameter arrives, one sample runs by plain
 autograd, once for a transform and such parameters: zero is what it finds zero.
 """
 
-from vgrad.persample.clipped import ClippedGrad, clipped_grad
+from vgrad.persample.clipped import ClippedGrad as ClippedGrad
+from vgrad.persample.clipped import clipped_grad as clipped_grad
 from vgrad.persample.explain import EXPANDED
-from vgrad.persample.explanation import Explanation
+from vgrad.persample.explanation import Explanation as Explanation
 from vgrad.persample.explanation import aligned as aligned
-from vgrad.persample.grad import per_sample_grad
-from vgrad.persample.gram import per_sample_gram
-from vgrad.persample.moments import GradientMoments, NoiseScale, gradient_moments
-from vgrad.persample.norm import per_sample_norm
-from vgrad.persample.projection import per_sample_projection
-from vgrad.persample.weighted import weighted_grad
+from vgrad.persample.grad import per_sample_grad as per_sample_grad
+from vgrad.persample.gram import per_sample_gram as per_sample_gram
+from vgrad.persample.moments import GradientMoments as GradientMoments
+from vgrad.persample.moments import NoiseScale as NoiseScale
+from vgrad.persample.moments import gradient_moments as gradient_moments
+from vgrad.persample.norm import per_sample_norm as per_sample_norm
+from vgrad.persample.projection import per_sample_projection as per_sample_projection
+from vgrad.persample.weighted import weighted_grad as weighted_grad
 
-__all__ = [
-    "EXPANDED",
-    "ClippedGrad",
-    "Explanation",
-    "GradientMoments",
-    "NoiseScale",
-    "clipped_grad",
-    "gradient_moments",
-    "per_sample_grad",
-    "per_sample_gram",
-    "per_sample_norm",
-    "per_sample_projection",
-    "weighted_grad",
-]
+__all__ = ["EXPANDED"]
 
 
 def __dir__() -> list[str]:

@@ -29,6 +29,7 @@ from vgrad.precision.loss_scale import (
 )
 from vgrad.precision.modules import PolicyModel, loss_under, policy_for
 from vgrad.precision.policy import Policy
+from vgrad.renamed import raising
 
 __all__ = [
     "KINDS",
@@ -48,6 +49,8 @@ __all__ = [
     "policy_for",
     "select_tree",
 ]
+
+__getattr__ = raising(__name__)
 
 
 def __dir__() -> list[str]:

@@ -57,28 +57,30 @@ _OWN = {each for each in vars(_COMPILED._functions).values() if isinstance(each,
 
 
 def graph_nodes(
-    tensors: Iterable[Tensor], stop: Callable[[Any], bool] = lambda _: False
+    tensors: Iterable[Tensor], stop: Callable[[Any], bool] | None = None
 ) -> Iterator[Any]:
     """Yield each node of the graphs of these tensors, but none at or behind a stop."""
-    left: list[Any] = [each.grad_fn for each in tensors]
+    left: list[Any] = [tensor.grad_fn for tensor in tensors]
     seen: set[Any] = {None}
     while left:
         node = left.pop()
-        if node not in seen and not stop(node):
+        if node not in seen and not (stop and stop(node)):
             seen.add(node)
             yield node
-            left += [each for each, _ in node.next_functions]
+            left += [following for following, _ in node.next_functions]
 
 
 def foreign_nodes(tensors: Iterable[Tensor]) -> list[str]:
     """Name the nodes of these graphs whose backward passes are not torch's own."""
-    return [node.name() for node in graph_nodes(tensors) if not _is_own(type(node))]
+    return [
+        node.name()
+        for node in graph_nodes(tensors)
+        if type(node) not in _OWN and not _is_own(type(node))
+    ]
 
 
 def _is_own(kind: type) -> bool:
-    """Return whether a class of nodes is torch's, or a function of vgrad itself."""
-    if kind in _OWN:
-        return True
+    """Return whether a class of nodes that torch did not compile is vgrad's own."""
     function = getattr(kind, "_forward_cls", None)
     own = getattr(function, "__module__", "").startswith("vgrad.")
     return own and not getattr(function, "foreign_nodes", False)

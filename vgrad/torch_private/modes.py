@@ -112,11 +112,18 @@ def active_transforms() -> tuple[str, ...]:
     return tuple(each.key().name for each in interpreters() or ())
 
 
+def exit_to(level: int) -> AbstractContextManager[None]:
+    """Leave the transform of a level, and those inside of it, in a block."""
+    inside = (current_level() or 0) - level
+    if inside < 0:
+        return nullcontext()
+    return without_innermost() if inside == 0 else _exit(inside + 1)
+
+
 @contextmanager
-def exit_to(level: int) -> Iterator[None]:
-    """Leave the transform of a level, and those inside of it, in this block."""
+def _exit(count: int) -> Iterator[None]:
     with ExitStack() as stack:
-        while (current_level() or 0) >= level:
+        for _ in range(count):
             stack.enter_context(without_innermost())
         yield
 

@@ -12,6 +12,7 @@
 * `Step`: the type of a step
 """
 
+from vgrad.renamed import raising
 from vgrad.training.cross_validation import CrossValidation, FoldEpoch, cross_validate
 from vgrad.training.early_stopping import EarlyStopping
 from vgrad.training.ensemble import EnsembleState, ensemble_train_step
@@ -36,6 +37,8 @@ __all__ = [
     "save",
     "train_step",
 ]
+
+__getattr__ = raising(__name__)
 
 
 def __dir__() -> list[str]:

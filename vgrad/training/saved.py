@@ -413,7 +413,8 @@ def _read_meta(folder: Path) -> Meta:
         ValueError: it is damaged, or something else.
     """
     path = folder / META
-    if folder.is_file() or (folder / "index.safetensors").is_file():
+    old = folder.is_file() or (folder / "index.safetensors").is_file()
+    if old and not path.is_file():
         raise ValueError(
             f"{folder}: expected {CALLED}, got a file of an older version, or of "
             f"another program. Finish a run with the version that began it."

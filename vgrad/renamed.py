@@ -1,0 +1,39 @@
+"""Public names of the release before this one: each raises, with the new name."""
+
+from collections.abc import Callable
+from typing import Any
+
+RENAMED = {
+    "vgrad.hessian": "torch.func.hessian",
+    "vgrad.jacfwd": "torch.func.jacfwd",
+    "vgrad.jacrev": "torch.func.jacrev",
+    "vgrad.jvp": "torch.func.jvp",
+    "vgrad.linearize": "torch.func.linearize",
+    "vgrad.load": "vgrad.cli.load",
+    "vgrad.vjp": "torch.func.vjp",
+    "vgrad.optim.keep": "vgrad.optim.set_to_zero",
+    "vgrad.optim.states": "vgrad.optim.State",
+    "vgrad.precision.cast_floating": "vgrad.precision.Policy.cast",
+    "vgrad.precision.cast_to_full": "vgrad.precision.Policy.cast",
+    "vgrad.precision.cast_to_half": "vgrad.precision.Policy.cast",
+    "vgrad.training.save_state": "vgrad.training.save",
+    "vgrad.training.load_state": "vgrad.training.load",
+    "vgrad.distributed.save_checkpoint": "vgrad.training.save",
+    "vgrad.distributed.load_checkpoint": "vgrad.training.load",
+    "vgrad.ensemble.save_ensemble": "vgrad.training.save",
+    "vgrad.ensemble.load_ensemble": "vgrad.training.load",
+    "vgrad.ensemble.load_member": "vgrad.ensemble.member",
+}
+"""Old name to new name, as in the last table of docs/migration.md."""
+
+
+def raising(module: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module whose old names raise."""
+
+    def __getattr__(name: str) -> Any:
+        old = f"{module}.{name}"
+        if new := RENAMED.get(old):
+            raise AttributeError(f"{old}: expected a name of this release. Use {new}.")
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return __getattr__
