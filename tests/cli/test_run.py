@@ -332,7 +332,7 @@ def test_metrics_that_were_shortened_are_refused(images, tmp_path, capsys):
     interrupted(images, out)
     (out / "plain.jsonl").write_bytes((out / "plain.jsonl").read_bytes()[:-1])
     message = error(capsys, "train", "--resume", out)
-    assert "bytes that the checkpoint knows of" in message
+    assert "bytes of the saved state" in message
 
 
 def test_files_of_other_names_are_left_alone(images, tmp_path):

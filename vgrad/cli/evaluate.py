@@ -32,7 +32,7 @@ _SAID = {
     "plan": optional(TABLE),
     "epsilon": optional(number(0)),
 }
-"""What a model says about how it was trained."""
+"""Entries of a saved model about its training."""
 
 
 def judge(
@@ -95,7 +95,6 @@ def evaluate(given: Namespace) -> None:
 
 
 def _privacy(description: Description) -> str:
-    """Say what a model claims."""
     if description.get("plan") is None:
         return "trained without privacy"
     epsilon = description.get("epsilon")
@@ -193,7 +192,7 @@ def checkout(command: str) -> Path:
 
 
 def rows(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Keep of pytest-benchmark's report what a table needs, and nothing of the host."""
+    """Return a table's figures from pytest-benchmark's report, without the host."""
     source = report["commit_info"]
     commit = f"{source['id'][:12]}{'+' * source['dirty']}"  # with changes since
     processor = report["machine_info"].get("cpu", {}).get("brand_raw", "unknown")
@@ -254,7 +253,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _print(measured: list[dict[str, Any]]) -> None:
-    """Print a table for each group."""
     # Imported here, so that without a checkout the error is about the checkout.
     from rich.console import Console
     from rich.table import Table

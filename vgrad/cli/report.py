@@ -49,10 +49,10 @@ class _Lines:
         self._epochs = epochs
 
     def step(self, taken: int) -> None:
-        """Say nothing."""
+        """Print nothing."""
 
     def epoch(self, number: int, private: Record | None, plain: Record) -> None:
-        """Print the figures, those of plain SGD in brackets if it is not alone."""
+        """Print the figures, with plain SGD in brackets beside private SGD."""
         own, beside = _figures([private or plain]), _figures([plain])
         if not plain.member_accuracies:
             del own["members"]
@@ -114,7 +114,6 @@ def show_table(private: Sequence[Record], plain: Sequence[Record]) -> None:
 
 
 def _console_table(private: Sequence[Record], plain: Sequence[Record]) -> Table:
-    """Make a table for a terminal."""
     made = Table("", box=None)
     for column in COLUMNS:
         made.add_column(column, justify="right")
@@ -182,7 +181,7 @@ COLOURS = (
     "#56B4E9",
     "#000000",
 )
-"""For all pictures, with bench/: whoever is colour-blind can tell them apart.
+"""For all pictures, with bench/: distinct under colour blindness.
 
 Reference: Okabe and Ito, Color Universal Design, 2008.
 """
@@ -204,7 +203,7 @@ def draw(
 ) -> dict[str, Figure]:
     """Draw the pictures of a run, by the names of their files.
 
-    Of an ensemble's two runs the private one, if any, shows what it is unsure of.
+    `uncertain.png` is of the private run, if there is one.
     """
     of_run = title(job)
     found = {CURVES: curves(of_run, private, plain, delta=job.settings.delta)}
@@ -241,7 +240,6 @@ def title(job: Job) -> str:
 
 
 def _short(name: str) -> str:
-    """Return a name of the user's in a form that fits into a title."""
     name, half = printable(name), _LONGEST // 2
     return name if len(name) <= _LONGEST else f"{name[:half]} ... {name[-half:]}"
 
@@ -249,7 +247,7 @@ def _short(name: str) -> str:
 def curves(
     title: str, private: Sequence[Record], plain: Sequence[Record], *, delta: float
 ) -> Figure:
-    """Draw epsilon and accuracy, that of an ensemble's members pale, over the steps."""
+    """Draw epsilon and accuracy over the steps, the members of an ensemble pale."""
     # A Figure of its own needs no window system and leaves pyplot's state alone.
     figure = Figure(figsize=(7, 6), layout="constrained")
     panels = figure.subplots(2 if private else 1, sharex=True, squeeze=False)[:, 0]
@@ -336,7 +334,7 @@ def most_uncertain(
         figure,
         f"The {len(order)} of {len(labels)} held-out samples that the ensemble trained "
         f"by {name} is least sure of",
-        "Above each: its guess, what it is, and the entropy of the mean prediction",
+        "Above each: its guess, its label, and the entropy of the mean prediction",
         title,
         width=105,
     )
@@ -358,7 +356,7 @@ def _head(figure: Figure, *lines: str, width: int = 85) -> None:
 
 
 def write_picture(figure: Figure, path: Path) -> bytes:
-    """Write a picture as PNG, and return what was written."""
+    """Write a picture as PNG, and return its bytes."""
     image = io.BytesIO()
     with warnings.catch_warnings():
         # The font may lack letters of a name, and draws boxes then.
@@ -393,7 +391,7 @@ _SHOWS = {
     ),
     UNCERTAIN: (
         "The most uncertain samples",
-        "Held-out samples as they are in the data, those of the largest entropy first.",
+        "Held-out samples as they are in the data, the largest entropy first.",
     ),
 }
 """Heading and caption of each picture."""
@@ -426,7 +424,7 @@ img {{ max-width: 100%; height: auto; }}
 
 
 def release(job: Job, folder: Path) -> str:
-    """Say what of a finished run may be released."""
+    """Name the files of a finished run for release."""
     if job.settings.reproducible_noise:
         return NO_CLAIM
     if not job.plan:
@@ -439,7 +437,7 @@ def release(job: Job, folder: Path) -> str:
         names = f"{checkpoint.ENSEMBLE} and {checkpoint.ENSEMBLE_TEXT}"
     return (
         f"For release: {folder / names}, with epsilon {job.plan.epsilon():.3f} at "
-        f"delta {job.plan.delta:g}. The other files tell more about the training data."
+        f"delta {job.plan.delta:g}. The other files reveal more of the training data."
     )
 
 
@@ -491,12 +489,11 @@ def write_page(
 
 
 def _text(value: object) -> str:
-    """Write anything as text of a page."""
     return escape(printable(str(value)))
 
 
 def _withheld(images: Iterable[str]) -> str:
-    """List what may not be released, and why."""
+    """List the files that are not for release, and why."""
     secret, figures = (
         ", ".join(f"<code>{name}</code>" for name in names)
         for names in (checkpoint.STATES, (*FIGURES, *images, PAGE))
@@ -509,7 +506,6 @@ def _withheld(images: Iterable[str]) -> str:
 
 
 def _picture(name: str, image: bytes) -> str:
-    """Show a picture that lies in the page."""
     heading, caption = _SHOWS[name]
     data = base64.b64encode(image).decode()
     return (
@@ -545,7 +541,6 @@ def _epochs(private: Sequence[Record], plain: Sequence[Record]) -> str:
 
 
 def _settings(job: Job) -> list[tuple[object, ...]]:
-    """List the arguments of a run and what follows from them."""
     found: dict[str, object] = {
         spelled(name): value for name, value in dataclasses.asdict(job.settings).items()
     }
@@ -560,7 +555,6 @@ def _settings(job: Job) -> list[tuple[object, ...]]:
 
 
 def _table(head: Iterable[object], lines: Iterable[Iterable[object]]) -> str:
-    """Write a table, whose entries are escaped."""
     rows = [_row("th", head), *(_row("td", line) for line in lines)]
     return f"<table>\n{''.join(rows)}</table>\n"
 

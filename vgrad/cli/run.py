@@ -2,12 +2,12 @@
 
 After each epoch the figures are appended to the metrics, then both states are saved,
 then the model is. A run can be killed at any moment, and goes on from the last state
-with the numbers that it would have had.
+with the numbers of a run that was not.
 
 Noise never serves two different releases. Batches and noise of a step follow from the
 key in the state, so the steps after the last state are repeated exactly. A run that
-would differ in anything which changes these steps is refused, and what the lost steps
-left in the metrics is cut off.
+would differ in anything which changes these steps is refused, and the lines of the lost
+steps are cut off the metrics.
 
 A run that was extended has more epochs than it was started for, and the same noise. The
 state says so before the first step beyond the old end.
@@ -69,7 +69,6 @@ def train(given: Namespace) -> None:
 
 
 def _begin(settings: Settings, folder: Path, world: World) -> None:
-    """Start a run in a folder that holds none."""
     with ExitStack() as held:
         with world.together("train, its start"):
             _refuse_taken(folder)  # now, and not after the minutes a plan may take
@@ -95,7 +94,6 @@ def _refuse_taken(folder: Path) -> None:
 
 
 def _resume(folder: Path, given: Namespace, world: World) -> None:
-    """Go on with the run in a folder."""
     with ExitStack() as held:
         with world.together("train, its state"):
             if not folder.is_dir():
@@ -119,7 +117,7 @@ def _resume(folder: Path, given: Namespace, world: World) -> None:
 
 
 def _checked(folder: Path, given: Namespace) -> tuple[Job, Pair, files.Description]:
-    """Read the state of a run, and check all that it says."""
+    """Read the state of a run, and check all of it."""
     tensors, before = checkpoint.read_state(folder)
     checkpoint.check_said(before)
     settings = Settings.recorded(before["arguments"], given)
@@ -127,7 +125,7 @@ def _checked(folder: Path, given: Namespace) -> tuple[Job, Pair, files.Descripti
     ends_at = [settings.epochs, *(before.get("extended") or [])]
     job = setup.prepare(settings, _extended(ends_at, given))
     description = job.description
-    if job.plan:  # that of a run which is extended now has more steps
+    if job.plan:  # a run that is extended now has more steps
         steps = job.ends[ends_at[-1] - 1] * settings.members
         description = {**description, "plan": {**description["plan"], "steps": steps}}
     checkpoint.refuse_differences(before, description)
@@ -148,17 +146,14 @@ def _checked(folder: Path, given: Namespace) -> tuple[Job, Pair, files.Descripti
 
 
 def _extended(epochs: list[int], given: Namespace) -> list[int]:
-    """Return the epochs to which a run has been extended, or is now.
-
-    `epochs` are those that it was started for, and those to which it has been extended.
-    """
+    """Return the epochs of each extension; `epochs` begins with those of the start."""
     if epochs != sorted(set(epochs)):
         raise ValueError(
             f"{checkpoint.STATE}: expected more epochs after each extension, got "
             f"{epochs}. The file was changed after it was written."
         )
     extended = epochs[1:]
-    # The same command once more goes on with what it has begun.
+    # The same command once more goes on with its extension.
     if not given.extend or extended[-1:] == [given.epochs]:
         return extended
     if given.epochs <= epochs[-1]:
@@ -219,7 +214,6 @@ def _run(
 
 
 def _finish(job: Job, folder: Path, states: Pair, lengths: dict[str, int]) -> None:
-    """Draw the pictures, and say what the run has come to."""
     private, plain = [
         metrics.read(folder / name, lengths[name]) if trainer else []
         for name, trainer in zip(FIGURES, job.trainers, strict=True)
@@ -241,7 +235,7 @@ def _epoch(
     trainer: Trainer,
     state: Any,
     end: int,
-    tell: Callable[[int], None] | None,
+    show: Callable[[int], None] | None,
 ) -> tuple[Any, Record]:
     """Train until `end` steps have been taken, and judge the model."""
     total, samples, started = torch.zeros(()), 0, time.perf_counter()
@@ -250,8 +244,8 @@ def _epoch(
         state, taken = trainer.advance(state, job.data)
         total, skipped = total + taken.loss, skipped + taken.skipped
         samples += taken.samples
-        if tell is not None:
-            tell(int(state.step))
+        if show is not None:
+            show(int(state.step))
     loss = total.item() / max(1, samples)
     seconds = time.perf_counter() - started  # after item(), which waits for a GPU
     held = job.data.x_test, job.data.y_test
@@ -315,8 +309,7 @@ def _announce(job: Job, world: World) -> None:
     report.say(f"{settings.data}: {sizes} samples. {model}. {steps}{noise}")
     if plan and count > 1:
         report.say(
-            f"The budget is that of all members together: {plan.steps} steps on the "
-            f"same data."
+            f"All members share the budget: {plan.steps} steps on the same data."
         )
     for line in report.extensions(job):
         report.say(line)
@@ -382,7 +375,7 @@ def _joined() -> Iterator[None]:
 
 
 def _lost(error: Exception) -> Exception:
-    """Say that a rank is gone, if that is what an error is about."""
+    """Return an error about a lost rank, or the error itself if it is another."""
     text = str(error)
     if "gloo" not in text and not isinstance(error, distributed.DistError):
         return error

@@ -63,7 +63,7 @@ def check(where: str, found: Any, kinds: Mapping[str, Kind]) -> None:
 
 
 def shape_of(where: str, found: Any) -> Shape:
-    """Read what a model was made for.
+    """Read the images and classes of a saved model.
 
     Raises:
         ValueError: as `check`, or an image of that size has too many numbers.
@@ -103,7 +103,6 @@ class Settings(vgrad_command.Options):
         return not self.without_privacy
 
     def __post_init__(self) -> None:
-        """Check the arguments together."""
         if self.without_privacy and self.members == 1:
             raise ValueError(
                 "--without-privacy: expected --members 2 or more with it, got one "
@@ -131,8 +130,6 @@ class Settings(vgrad_command.Options):
     @classmethod
     def recorded(cls, arguments: Any, again: Namespace) -> "Settings":
         """Return the settings of a run that goes on, as its file has them.
-
-        With `--extend` the epochs that are given again are those of the longer run.
 
         Raises:
             ValueError: they are missing, or of another version; an argument given again
@@ -202,7 +199,7 @@ def folder_of(option: str, name: str) -> Path:
 
     Raises:
         ValueError: there is no name.
-        NotADirectoryError: something else has this name, or that of a folder above it.
+        NotADirectoryError: something else has this name, or a folder above it has it.
     """
     if not name:
         raise ValueError(f"{option} '': expected the name of a folder, got none.")
@@ -217,5 +214,4 @@ def folder_of(option: str, name: str) -> Path:
 
 
 def _given(arguments: Namespace) -> dict[str, Any]:
-    """Return the settings that the user gave."""
     return {key: value for key, value in vars(arguments).items() if key in KINDS}

@@ -56,7 +56,6 @@ class World:
     """The ranks of a run; without a launcher there is one."""
 
     def __init__(self) -> None:
-        """Find them."""
         self._mesh = None
         if distributed.is_available() and distributed.is_initialized():
             size = distributed.get_world_size()
@@ -109,7 +108,7 @@ class Model(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a step reports: the sum of its losses, samples taken and steps skipped."""
+    """The figures of a step: the sum of its losses, samples taken and steps skipped."""
 
     loss: Tensor
     samples: int
@@ -146,7 +145,7 @@ class Job(NamedTuple):
         plan: of the private steps of all members together; None without privacy.
         trainers: a pair of `Trainer`.
         start: a pair of `TrainState`, or of the states of ensembles.
-        description: what has to be the same when the run goes on.
+        description: entries that must be the same when the run goes on.
     """
 
     settings: Settings
@@ -174,13 +173,6 @@ def prepare(settings: Settings, extended: Sequence[int] = ()) -> Job:
 
 
 def _prepare_one(settings: Settings, extended: Sequence[int] = ()) -> Job:
-    """Read the data, make the model, plan the noise; nothing is written.
-
-    Raises:
-        FileNotFoundError, ValueError: as `data.load` and `models.build`; or the batch
-            is larger than the data; or no noise meets the target; or the model takes
-            no such images or has no per-sample gradients.
-    """
     settings, found, ends = read(settings, extended)
     module = models.build(settings.model, found.shape, seed=settings.seed)
     model = tried(settings, found, module)
@@ -300,7 +292,7 @@ def private_advance(settings: Settings, model: Model, plan: dp.Plan) -> Callable
 
 
 def compiled(settings: Settings, step: Callable) -> Callable:
-    """Let captured graphs run a step, if asked for."""
+    """Compile a step, if --compile is not eager."""
     if settings.compile == "eager":
         return step
     backend: Any = settings.compile
@@ -388,7 +380,7 @@ def _first(
 
 
 def forms(params: Params) -> Description:
-    """Say how per-sample gradients are computed: other ways round differently."""
+    """Name the way of per-sample gradients, since others round differently."""
     return {"strategy": STRATEGY, "chunk_size": _rows_at_a_time(params)}
 
 
@@ -405,7 +397,7 @@ def _rows_at_a_time(params: Params) -> int:
 def describe(
     settings: Settings, found: Dataset, plan: dp.Plan | None, forms: Description
 ) -> Description:
-    """Collect what has to be the same when the run goes on, as JSON has it."""
+    """Collect the entries that must be the same when the run goes on, as JSON."""
     on_cuda = settings.device.startswith("cuda")
     low = {}
     if settings.precision != "float32":
@@ -461,12 +453,6 @@ class PrivateMembers(NamedTuple):
 
 
 def _prepare_members(settings: Settings, extended: Sequence[int] = ()) -> Job:
-    """Do for an ensemble what `prepare` does for one model.
-
-    Raises:
-        FileNotFoundError, ValueError: as `prepare`, or the members that a factory
-            made are not alike.
-    """
     settings, found, ends = read(settings, extended)
     count, device = settings.members, torch.device(settings.device)
     modules = [
@@ -507,7 +493,6 @@ def _prepare_members(settings: Settings, extended: Sequence[int] = ()) -> Job:
 def _members_trainer(
     settings: Settings, model: Model, found: Dataset, strategy: EnsembleStrategy
 ) -> Trainer:
-    """Let all members take a step at once, each on a batch of its own."""
     step = ensemble_train_step(
         batch_loss(model.function, F.cross_entropy),
         optim.sgd(settings.lr),
@@ -542,14 +527,13 @@ def _strategy(settings: Settings, model: Model, found: Dataset) -> EnsembleStrat
 
 
 def _each_in_turn(advance: Callable) -> Callable:
-    """Let one member after the other take its step."""
 
     def run(state: PrivateMembers, data: Dataset) -> tuple[PrivateMembers, Taken]:
         results = [advance(each, data) for each in state.members]
         states, taken = zip(*results, strict=True)
         losses, samples, skipped = zip(*taken, strict=True)
         return PrivateMembers(states), Taken(
-            # One by one: what an empty batch counts is on the CPU.
+            # One by one: the count of an empty batch is on the CPU.
             sum((loss.double() for loss in losses), torch.zeros(())),
             sum(samples),
             sum(skipped, torch.zeros(())),
@@ -559,7 +543,6 @@ def _each_in_turn(advance: Callable) -> Callable:
 
 
 def _members_start(settings: Settings, model: Model) -> PrivateMembers:
-    """Make the states of the members before the first step, each with its own key."""
     values = [
         Model(model.function, member(model.params, i), member(model.buffers, i))
         for i in range(settings.members)
@@ -569,5 +552,4 @@ def _members_start(settings: Settings, model: Model) -> PrivateMembers:
 
 
 def _stacked(entries: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Give entries of the same names a member axis."""
     return {name: torch.stack([each[name] for each in entries]) for name in entries[0]}
