@@ -237,7 +237,7 @@ def _add_train(parser: ArgumentParser) -> None:
         "with the noise that it has; epsilon rises, and is printed before the first "
         "step",
     )
-    # An absent option leaves no entry, so that --resume finds those of the user.
+    # An absent option leaves no entry, so that --resume finds the user's alone.
     _add(parser, KINDS, default=SUPPRESS)
 
 

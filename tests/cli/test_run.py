@@ -327,14 +327,6 @@ def test_a_factory_whose_source_has_changed_is_refused(
     assert "expected source_sha256 in model" in message
 
 
-def test_metrics_that_were_shortened_are_refused(images, tmp_path, capsys):
-    out = tmp_path / "run"
-    interrupted(images, out)
-    (out / "plain.jsonl").write_bytes((out / "plain.jsonl").read_bytes()[:-1])
-    message = error(capsys, "train", "--resume", out)
-    assert "bytes of the saved state" in message
-
-
 def test_files_of_other_names_are_left_alone(images, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/notes.txt").write_text("mine")

@@ -146,7 +146,7 @@ def _checked(folder: Path, given: Namespace) -> tuple[Job, Pair, files.Descripti
 
 
 def _extended(epochs: list[int], given: Namespace) -> list[int]:
-    """Return the epochs of each extension; `epochs` begins with those of the start."""
+    """Return the epochs of each extension; `epochs` begins with the start's."""
     if epochs != sorted(set(epochs)):
         raise ValueError(
             f"{checkpoint.STATE}: expected more epochs after each extension, got "

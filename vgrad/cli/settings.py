@@ -144,7 +144,7 @@ class Settings(vgrad_command.Options):
         check("--resume: arguments of the run", arguments, KINDS)
         given = _given(again)
         if again.extend:
-            del given["epochs"]  # those of the longer run
+            del given["epochs"]  # of the longer run
         for name, value in given.items():
             if value != arguments[name]:
                 longer = "To make the run longer, add --extend. " * (name == "epochs")
