@@ -118,7 +118,7 @@ class Options:
         FLAG, False, "train the ensemble without privacy alone, not one with it beside"
     )
     epsilon: float = _option(
-        above(0), 3.0, "what the whole run may spend, all members together"
+        above(0), 3.0, "the budget of the whole run, all members together"
     )
     delta: float = _option(
         above(0, 1),
@@ -149,7 +149,7 @@ class Options:
     precision: str = _option(
         one_of(PRECISIONS),
         "float32",
-        "float32, bfloat16 or float16: what forward and backward pass compute in; "
+        "float32, bfloat16 or float16: the dtype of forward and backward pass; "
         "parameters, clipping, noise and optimizer stay in float32",
     )
     compile: str = _option(
@@ -237,7 +237,7 @@ def _add_train(parser: ArgumentParser) -> None:
         "with the noise that it has; epsilon rises, and is printed before the first "
         "step",
     )
-    # An absent option leaves no entry, so that --resume can tell which were given.
+    # An absent option leaves no entry, so that --resume finds the user's alone.
     _add(parser, KINDS, default=SUPPRESS)
 
 
@@ -292,27 +292,10 @@ def _add_experiment(parser: ArgumentParser) -> None:
         "--out",
         default="runs/experiments",
         metavar="DIR",
-        help="where to write results, tables and figures; what an interrupted run has "
-        "left there is gone on with (default: runs/experiments)",
+        help="where to write results, tables and figures; an interrupted run "
+        "there is gone on with (default: runs/experiments)",
     )
     _add(parser, ["device"])
-
-
-def _add_rules(parser: ArgumentParser) -> None:
-    texts = {each.name: each.metadata["help"] for each in fields(Options)}
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        help=f"explain a private step of this model as well: {texts['model']}; a "
-        f"module may register rules of its own",
-    )
-    parser.add_argument(
-        "--alignment",
-        action="store_true",
-        help="with --model, also list its matrix products and what to pad so that "
-        "tensor cores take them",
-    )
-    _add(parser, ["data"])
 
 
 def _add_help(parser: ArgumentParser) -> None:
@@ -353,12 +336,7 @@ COMMANDS = {
         "table and a figure.",
         _add_experiment,
     ),
-    "rules": Command(
-        "Print the ops that have a rule for per-sample gradients. With --model also "
-        "the way in which a private step computes each parameter of that model.",
-        _add_rules,
-    ),
-    "help": Command("Print this help, or that of a command.", _add_help),
+    "help": Command("Print this help, or the help of a command.", _add_help),
 }
 
 
@@ -417,13 +395,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return fail(str(error))
         except KeyboardInterrupt:
             fail(
-                "interrupted; what was saved is good, and --resume DIR goes on from it"
+                "interrupted; the saved state is good, and --resume DIR goes on from it"
             )
             return 130
 
 
 def _parsers() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
-    """Make the parser of the program and, by name, those of its commands."""
+    """Make the parser of the program and, by name, the parsers of its commands."""
     description = "Private training with PyTorch."
     parser = _Parser(prog="vgrad", description=description, allow_abbrev=False)
     parser.add_argument(
@@ -495,5 +473,5 @@ def one_line(message: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text with escapes in the place of what would steer a terminal or page."""
+    """Return text with escapes in the place of control characters."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)

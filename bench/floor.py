@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.contenders import CLIPPED, plain
 from bench.models import SEVEN
-from vgrad.cli import bench
+from vgrad.cli import evaluate
 from vgrad.torch_private import modes
 
 
@@ -162,7 +162,7 @@ if __name__ == "__main__":
     rows: list[dict[str, Any]] = []
     if path is not None:
         report = json.loads(path.read_text())
-        rows = report if isinstance(report, list) else bench.rows(report)
+        rows = report if isinstance(report, list) else evaluate.rows(report)
     print(
         table(
             {

@@ -16,7 +16,7 @@ from typing import Any
 from bench.compiling import COMPILED, STEP, SUM
 from bench.contenders import CLIPPED, GRADIENTS
 from bench.models import NEW, SETTINGS, SEVEN
-from vgrad.cli import bench
+from vgrad.cli import evaluate
 
 Row = dict[str, Any]
 OURS = ("vgrad-auto", "vgrad")
@@ -148,5 +148,5 @@ if __name__ == "__main__":
     measured: list[Row] = []
     for path in given.results:
         report = json.loads(path.read_text())
-        measured += report if isinstance(report, list) else bench.rows(report)
+        measured += report if isinstance(report, list) else evaluate.rows(report)
     print(markdown(measured, given.clock), end="")

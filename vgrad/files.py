@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -68,35 +67,6 @@ def new_folder(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     sync_folder(folder.parent)
-
-
-def open_own(path: Path, flags: int) -> int:
-    """Open a file that has one name; one that is written to is for its owner alone.
-
-    Nothing that could be somebody else's is opened: no symbolic link, no file with a
-    second name, nothing but a regular file. All of these raise an OSError.
-    """
-    try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    except OSError as error:
-        if not path.is_symlink():
-            raise
-        raise OSError(
-            f"{path}: expected a file, got a link. Put a copy in its place."
-        ) from error
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-            raise OSError(
-                f"{path}: expected a file with this one name, got {status.st_nlink} "
-                f"names of {stat.filemode(status.st_mode)}. Put a copy in its place."
-            )
-        if flags & (os.O_WRONLY | os.O_RDWR):
-            os.fchmod(descriptor, 0o600)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 def from_json(text: str | bytes) -> Any:

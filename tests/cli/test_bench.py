@@ -7,7 +7,7 @@ import pytest
 
 import vgrad
 from vgrad.__main__ import main
-from vgrad.cli import bench
+from vgrad.cli import evaluate
 
 ROOT = Path(__file__).parents[2]
 REPORT = {
@@ -34,8 +34,8 @@ REPORT = {
 
 
 def test_a_table_says_where_it_was_made_and_nothing_of_the_host():
-    rows = bench.rows(REPORT)
-    text = bench.markdown(rows)
+    rows = evaluate.rows(REPORT)
+    text = evaluate.markdown(rows)
     made = "2026-01-02, of commit 0123456789ab+: A processor, 2 threads, torch 2.13.0"
     assert made in text
     assert "| loop | 400.0 ms | 50.0 ms | 8.00 | 160 | 1e-13 |" in text
@@ -45,9 +45,9 @@ def test_a_table_says_where_it_was_made_and_nothing_of_the_host():
 @pytest.mark.parametrize("name", ["loop", 32], ids=["a name", "a size"])
 def test_the_table_is_printed_for_each_group(capsys, name):
     named = [{**each, "params": {"name": name}} for each in REPORT["benchmarks"]]
-    rows = bench.rows({**REPORT, "benchmarks": named})
-    assert f"| {name} | 400.0 ms" in bench.markdown(rows)
-    bench._print(rows)
+    rows = evaluate.rows({**REPORT, "benchmarks": named})
+    assert f"| {name} | 400.0 ms" in evaluate.markdown(rows)
+    evaluate._print(rows)
     printed = capsys.readouterr().out
     for text in ("per-sample gradients, cpu", f" {name} ", "400.0 ms"):
         assert text in printed
@@ -87,7 +87,7 @@ def test_experiments_get_their_arguments_wherever_one_stands(monkeypatch, tmp_pa
 def test_it_needs_a_file_to_write_to(monkeypatch, tmp_path, name):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match="a file in an existing folder"):
-        bench.run(Path(name))
+        evaluate.bench(Path(name))
 
 
 def test_an_unknown_suite_is_named(capsys):
@@ -98,9 +98,9 @@ def test_an_unknown_suite_is_named(capsys):
 
 
 def test_memory_has_a_column_where_it_was_measured():
-    rows = bench.rows(REPORT)
+    rows = evaluate.rows(REPORT)
     rows[1]["peak_bytes"] = 3 << 20
-    text = bench.markdown(rows)
+    text = evaluate.markdown(rows)
     assert "| error | peak memory |" in text
     assert "| 1e-13 |  |\n" in text
     assert "| 1e-13 | 3 MiB |\n" in text

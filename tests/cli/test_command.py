@@ -54,7 +54,7 @@ HELPS = [["--help"], ["-h"], ["help"]]
 HELPS += [[name, "--help"] for name in COMMANDS] + [["help", name] for name in COMMANDS]
 MISTAKES = [
     (["trian"], "there is no command trian, but there is train. See vgrad --help."),
-    (["help", "rulez"], "there is no command rulez, but there is rules. See vgrad"),
+    (["help", "benhc"], "there is no command benhc, but there is bench. See vgrad"),
     (["zzz"], "there is no command zzz. See vgrad --help."),
     (["--verison"], "there is no option --verison, but there is --version. See vgrad"),
     (["-v"], "unrecognized arguments: -v. See vgrad --help."),
@@ -203,12 +203,6 @@ LATER = {
     ),
     "a device": (["experiment", "jmp", "--device", "teapot"], "--device teapot"),
     "a folder of figures": (["experiment", "jmp", "--out", "{data}"], "--out "),
-    "a model to explain": (
-        ["rules", "--model", "lenet"],
-        "--model lenet: expected one",
-    ),
-    "data to explain": (["rules", "--model", "mlp", "--data", "none"], "--data none: "),
-    "alignment of nothing": (["rules", "--alignment"], "--alignment: expected a model"),
     "a large batch": (["train", "--batch-size", "49"], "--batch-size 49: expected at"),
     "a budget of nothing": (
         ["train", "--delta", "1e-320", "--epsilon", "1.5"],
@@ -247,7 +241,7 @@ def test_warnings_are_lines_without_source_and_come_once(monkeypatch, capsys):
 
     before = warnings.formatwarning
     monkeypatch.setattr(commands, "run", run)
-    assert main(["rules"]) == 0
+    assert main(["bench"]) == 0
     assert capsys.readouterr().err == (
         "vgrad: warning: one thing\nvgrad: warning: another\\x1b\n"
     )
@@ -269,11 +263,11 @@ def test_an_interrupt_while_torch_is_imported_is_one_line(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(commands, "run", run)
-    assert main(["rules"]) == 130
+    assert main(["bench"]) == 130
     assert capsys.readouterr().err.startswith("vgrad: interrupted")
 
 
 def test_a_package_that_torch_lacks_is_one_line(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "vgrad.cli.commands", None)
-    assert main(["rules"]) == 2
+    assert main(["bench"]) == 2
     assert capsys.readouterr().err.startswith("vgrad: import of vgrad.cli.commands")

@@ -104,36 +104,22 @@ def test_nothing_is_cut_before_all_is_checked(one, capsys):
     (one / "plain.jsonl").write_bytes((one / "plain.jsonl").read_bytes()[:-1])
     (one / "metrics.jsonl").chmod(0o640)
     before = contents(one)
-    assert "that the checkpoint knows of" in error(capsys, "train", "--resume", one)
+    assert "bytes of the saved state" in error(capsys, "train", "--resume", one)
     assert contents(one) == before
     assert stat.S_IMODE((one / "metrics.jsonl").stat().st_mode) == 0o640
 
 
-def put(path, kind, victim):
-    """Put something else in the place of a file."""
-    if kind in ("link", "second name"):
-        shutil.copy(path, victim)
-        path.unlink()
-        os.symlink(victim, path) if kind == "link" else os.link(victim, path)
-        return
-    path.unlink()
-    os.mkfifo(path) if kind == "pipe" else os.symlink(victim, path)
-
-
-@pytest.mark.parametrize("kind", ["link", "second name", "pipe", "dangling link"])
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe"])
 @pytest.mark.parametrize("name", ["metrics.jsonl", "plain.jsonl"])
-def test_figures_are_written_to_a_file_of_their_own(one, tmp_path, capsys, name, kind):
+def test_figures_are_written_to_a_file_of_the_folder(one, tmp_path, capsys, name, kind):
     victim = tmp_path / "victim"
-    put(one / name, kind, victim)
+    if kind == "link":
+        shutil.copy(one / name, victim)
     before = victim.read_bytes() if victim.exists() else None
-    message = error(capsys, "train", "--resume", one)
-    assert f"{name}: expected a file" in message
-    assert "Put a copy in its place" in message
+    (one / name).unlink()
+    os.mkfifo(one / name) if kind == "pipe" else os.symlink(victim, one / name)
+    assert name in error(capsys, "train", "--resume", one)
     assert (victim.read_bytes() if victim.exists() else None) == before
-    if before is not None:  # what it advises works
-        (one / name).unlink()
-        shutil.copy(victim, one / name)
-        assert resume(one) == 0
 
 
 @pytest.mark.parametrize(
@@ -161,7 +147,7 @@ def test_a_dangling_link_is_a_part_of_a_run_too(images, tmp_path, capsys, name):
 
 @pytest.mark.slow
 def test_only_what_is_for_release_can_be_read_by_others(images, tmp_path, monkeypatch):
-    # So that figures are private from the first byte, and are not made so.
+    # So that figures are private from the first byte, and not from a later change.
     monkeypatch.setattr(os, "fchmod", lambda *given: None)
     monkeypatch.setattr(report, "write_picture", WRITE)
     before = os.umask(0)
@@ -461,7 +447,7 @@ FORGED = {
         f"length {value}": (length(value), "in 'plain.jsonl', got")
         for value in (-1, True, 1.0, "1", None, 2**63)
     },
-    "a length too long": (length(2**62), "that the checkpoint knows of, got"),
+    "a length too long": (length(2**62), "bytes of the saved state, got"),
     "a length of no line": (length(0), "expected one line for each of 2 epochs"),
     "half a line": (length(9), "line 1: expected JSON"),
 }
@@ -497,7 +483,9 @@ def test_a_state_that_does_not_say_its_plan_is_refused(one, capsys):
     held, description = checkpoint.read_state(one)
     held = {name: each for name, each in held.items() if "digest" not in name}
     files.write_tensors(one / "state.safetensors", held, description)
-    assert "some of an older vgrad" in error(capsys, "train", "--resume", one)
+    assert "got missing: '.plain.plan_digest'" in error(
+        capsys, "train", "--resume", one
+    )
 
 
 @pytest.mark.slow

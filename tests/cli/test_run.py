@@ -327,14 +327,6 @@ def test_a_factory_whose_source_has_changed_is_refused(
     assert "expected source_sha256 in model" in message
 
 
-def test_metrics_that_were_shortened_are_refused(images, tmp_path, capsys):
-    out = tmp_path / "run"
-    interrupted(images, out)
-    (out / "plain.jsonl").write_bytes((out / "plain.jsonl").read_bytes()[:-1])
-    message = error(capsys, "train", "--resume", out)
-    assert "bytes that the checkpoint knows of" in message
-
-
 def test_files_of_other_names_are_left_alone(images, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/notes.txt").write_text("mine")
@@ -603,7 +595,7 @@ def test_on_a_terminal_there_is_a_bar_and_a_table(
     monkeypatch.setenv("TERM", "xterm")
     screen = io.StringIO()
     monkeypatch.setattr(
-        report.console, "Console", lambda: Console(file=screen, force_terminal=True)
+        report, "Console", lambda: Console(file=screen, force_terminal=True)
     )
     assert train(images, tmp_path / "run", *more) == 0
     shown = screen.getvalue()

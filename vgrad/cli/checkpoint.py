@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from vgrad import checks, files, tree
 from vgrad.cli import metrics, models
-from vgrad.cli.descriptions import TABLE, check, optional, several, shape_of
+from vgrad.cli.settings import TABLE, check, optional, several, shape_of
 from vgrad.files import Description
 from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
 from vgrad.typing import Buffers, Params, Tree

@@ -36,16 +36,12 @@ def _run(name: str, given: Namespace) -> None:
 
         evaluate(given)
     elif name == "bench":
-        from vgrad.cli.bench import run
+        from vgrad.cli.evaluate import bench
 
-        run(given.out and Path(given.out), given.suites)
+        bench(given.out and Path(given.out), given.suites)
     elif name == "experiment":
-        from vgrad.cli.bench import experiment
+        from vgrad.cli.evaluate import experiment
 
         experiment(given)
-    elif name == "rules":
-        from vgrad.cli.rules import run
-
-        run(given)
     else:
         raise ValueError(f"{name}: expected a command, got none of that name.")

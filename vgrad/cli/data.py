@@ -5,8 +5,6 @@ format and never by statistics of the data, which are private.
 """
 
 import importlib
-import warnings
-import zipfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,14 +20,10 @@ from vgrad.cli.models import MOST_CLASSES, Shape
 Arrays = dict[str, np.ndarray]
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
-"""What an .npz file must hold; `classes`, one number, is optional."""
+"""The arrays of an .npz file; `classes`, one number, is optional."""
 
 _PUBLIC_CLASSES = 10
-"""How many classes digits, MNIST and CIFAR-10 have by their public descriptions."""
-
-_UNPACKED = 2**24
-_RATIO = 100
-"""A file may unpack to so many bytes, or to so many times its size."""
+"""Of digits, MNIST and CIFAR-10, by their public descriptions."""
 
 
 class Dataset(NamedTuple):
@@ -46,7 +40,7 @@ class Dataset(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        """What a model for these images is made for."""
+        """The size of the images and the number of classes."""
         channels, height, width = self.x_train.shape[1:]
         return Shape(channels, height, width, self.classes)
 
@@ -68,7 +62,7 @@ def load(source: str, *, seed: int) -> Dataset:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it cannot be read, or does not hold what is described here.
+        ValueError: it cannot be read, or its arrays do not fit.
         ModuleNotFoundError: the package that has the data is not installed.
     """
     if source not in SOURCES and not source.endswith(".npz"):
@@ -132,14 +126,14 @@ SOURCES: dict[str, Callable[[int], Arrays]] = {
 def _read_npz(path: Path) -> Arrays:
     """Read the arrays of a file, without pickle."""
     try:
-        with zipfile.ZipFile(path) as archive, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about headers of old or odd writers
-            members = {each.filename: each for each in archive.infolist()}
-            wanted = [key for key in (*KEYS, "classes") if f"{key}.npy" in members]
-            _refuse_bomb(path, [members[f"{key}.npy"] for key in wanted])
-            arrays = {key: _read_npy(archive, members[f"{key}.npy"]) for key in wanted}
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            arrays = {
+                key: np.asarray(archive[key])
+                for key in (*KEYS, "classes")
+                if key in archive
+            }
     except Exception as error:
-        # A forged archive or header may lead zipfile and numpy anywhere.
+        # A damaged archive or header raises errors of many types.
         raise ValueError(
             f"expected arrays of numbers as numpy.savez writes them, got "
             f"{type(error).__name__}: {error}"
@@ -152,27 +146,8 @@ def _read_npz(path: Path) -> Arrays:
     return arrays
 
 
-def _refuse_bomb(path: Path, members: list[zipfile.ZipInfo]) -> None:
-    """Refuse what would fill the memory; a member unpacks to no more than it says."""
-    packed = path.stat().st_size  # the archive may say what it likes
-    size = sum(each.file_size for each in members)
-    if size > max(_UNPACKED, _RATIO * packed):
-        raise ValueError(
-            f"{packed} bytes that unpack to {size}, more than {_RATIO} times as many. "
-            f"If that is right, write them with numpy.savez, which does not compress."
-        )
-
-
-def _read_npy(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
-    """Read an array, without pickle."""
-    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise ValueError(f"{member.filename} is compressed in another way")
-    with archive.open(member) as file:
-        return np.lib.format.read_array(file, allow_pickle=False)
-
-
 def _checked(arrays: Mapping[str, Any]) -> Dataset:
-    """Check arrays from anywhere and make tensors of them."""
+    """Check arrays and make tensors of them."""
     images, labels = {}, {}
     for split in ("train", "test"):
         x, y = f"x_{split}", f"y_{split}"
@@ -206,8 +181,7 @@ def _checked(arrays: Mapping[str, Any]) -> Dataset:
     )
 
 
-def _images(key: str, array: np.ndarray) -> Tensor:
-    """Turn an array into images, float32 [N, C, H, W]."""
+def _images(key: str, array: np.ndarray) -> Tensor:  # float32 [N, C, H, W]
     if array.dtype != np.uint8 and array.dtype.kind != "f":
         raise ValueError(
             f"expected floating-point numbers or bytes (uint8) in {key}, got "
@@ -231,8 +205,7 @@ def _images(key: str, array: np.ndarray) -> Tensor:
     return images
 
 
-def _labels(key: str, array: np.ndarray) -> Tensor:
-    """Turn an array into labels, int64 [N]."""
+def _labels(key: str, array: np.ndarray) -> Tensor:  # int64 [N]
     if array.dtype.kind not in "iu" or array.ndim != 1:
         raise ValueError(
             f"expected whole numbers [N] in {key}, got {array.dtype} of shape "

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vgrad import files
-from vgrad.cli.descriptions import check, optional, several
+from vgrad.cli.settings import check, optional, several
 from vgrad_command import number, whole
 
 METRICS = "metrics.jsonl"
@@ -63,6 +63,14 @@ def names(trainers: Sequence[Any]) -> list[str]:
     return [name for name, one in zip(FIGURES, trainers, strict=True) if one]
 
 
+def _open(path: Path, flags: int) -> int:
+    """Open a file of the folder, for its owner alone: no link is followed, no pipe."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    if flags & (os.O_WRONLY | os.O_RDWR):
+        os.fchmod(descriptor, 0o600)
+    return descriptor
+
+
 def append(path: Path, record: Record) -> int:
     """Add a line, wait until it is on the disk, and return the length of the file."""
     entries = {
@@ -70,7 +78,7 @@ def append(path: Path, record: Record) -> int:
         for name, value in record._asdict().items()
         if value is not None or name not in Record._field_defaults
     }
-    descriptor = files.open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    descriptor = _open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     with open(descriptor, "a", encoding="ascii") as file:
         file.write(json.dumps(entries, allow_nan=False) + "\n")
         file.flush()
@@ -79,27 +87,27 @@ def append(path: Path, record: Record) -> int:
 
 
 def cut(path: Path, length: int) -> None:
-    """Cut off everything written after the checkpoint that saw `length` bytes."""
+    """Cut off the lines of steps after the saved state."""
     if os.path.lexists(path):
-        with open(files.open_own(path, os.O_RDWR), "r+b") as file:
+        with open(_open(path, os.O_RDWR), "r+b") as file:
             file.truncate(length)
             os.fsync(file.fileno())
 
 
 def read(path: Path, length: int) -> list[Record]:
-    """Read the lines that the checkpoint knows of, which are `length` bytes.
+    """Read the first `length` bytes, which are the lines of the saved state.
 
     Raises:
-        OSError: the file cannot be read, or is not one of the run's own.
+        OSError: the file cannot be read, or is a link.
         ValueError: it is shorter than that, or holds something else.
     """
     known = b""
     if os.path.lexists(path):
-        with open(files.open_own(path, os.O_RDONLY), "rb") as file:
+        with open(_open(path, os.O_RDONLY), "rb") as file:
             known = file.read(min(length, os.fstat(file.fileno()).st_size))
     if len(known) < length:
         raise ValueError(
-            f"{path}: expected the {length} bytes that the checkpoint knows of, got "
+            f"{path}: expected the {length} bytes of the saved state, got "
             f"{len(known)}. The file was changed after it was written."
         )
     records = []

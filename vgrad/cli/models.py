@@ -76,7 +76,6 @@ class Residual(nn.Module):
     """`x + f(x)`, where f is two convolutions, each after a GroupNorm and a tanh."""
 
     def __init__(self, channels: int) -> None:
-        """Make the layers."""
         super().__init__()
         self.layers = nn.Sequential(
             nn.GroupNorm(8, channels),
@@ -122,8 +121,8 @@ _PIXELS = 64
 def rate(spec: str, shape: Shape) -> float:
     """Return a learning rate at which neither the private nor the plain run diverges.
 
-    The convolutional nets flatten what they make of each pixel. The curvature of the
-    loss grows with that, so the rate falls as the pixels grow.
+    The convolutional nets flatten their features of all pixels. The curvature of the
+    loss grows with their number, so the rate falls.
     """
     found = RATES[spec if spec in MODELS else "a factory"]
     if spec in ("cnn", "resnet"):
@@ -169,11 +168,7 @@ def outline(spec: str, shape: Shape) -> nn.Module:
 
 
 def named_again(where: str, spec: str, again: str | None) -> None:
-    """Refuse a model that a file names, unless its code may run.
-
-    Code of this package may. Any other code was chosen by whoever wrote the file, so
-    the caller has to name it too.
-    """
+    """Refuse the model in a file, unless it is of this package or named by the user."""
     if again is None and spec not in MODELS:
         raise ValueError(
             f"{where}: expected one of {', '.join(MODELS)}, got the model {spec!r}, "
@@ -189,7 +184,7 @@ def named_again(where: str, spec: str, again: str | None) -> None:
 
 @contextmanager
 def tried(spec: str, shape: Shape, *, private: bool) -> Iterator[None]:
-    """Turn any error of a model in a block into one that says what it must do."""
+    """Turn any error of a model in a block into one with the model and its images."""
     try:
         yield
     except Exception as error:
@@ -236,8 +231,8 @@ def warn_if_slow(precision: str, device: str) -> None:
 
 
 def instructions() -> list[str]:
-    """List what the CPU has for float16 and bfloat16: others round differently."""
-    # Older torch does not tell.
+    """List the CPU's instructions for float16 and bfloat16, which decide rounding."""
+    # Older torch has no such function.
     found = getattr(torch.cpu, "get_capabilities", dict)()
     low = {name for name in found if "f16" in name or "fp16" in name}
     return sorted(name for name in low if found[name])
@@ -270,7 +265,6 @@ def _made(spec: str, shape: Shape) -> nn.Module:
 
 
 def _check_size(model: str, height: int, width: int, *, least: int) -> None:
-    """Refuse images that the poolings would shrink to nothing."""
     if min(height, width) < least:
         raise ValueError(
             f"--model {model}: expected at least {least} x {least} pixels, got "

@@ -2,48 +2,52 @@
 
 After each epoch the figures are appended to the metrics, then both states are saved,
 then the model is. A run can be killed at any moment, and goes on from the last state
-with the numbers that it would have had.
+with the numbers of a run that was not.
 
 Noise never serves two different releases. Batches and noise of a step follow from the
 key in the state, so the steps after the last state are repeated exactly. A run that
-would differ in anything which changes these steps is refused, and what the lost steps
-left in the metrics is cut off.
+would differ in anything which changes these steps is refused, and the lines of the lost
+steps are cut off the metrics.
 
 A run that was extended has more epochs than it was started for, and the same noise. The
 state says so before the first step beyond the old end.
 """
 
+import contextlib
 import fcntl
 import math
 import os
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 
 from vgrad import files
 from vgrad.cli import (
     checkpoint,
-    ensembles,
-    launched,
     metrics,
     models,
     report,
     setup,
 )
-from vgrad.cli.ensembles import PrivateMembers
 from vgrad.cli.evaluate import judge
-from vgrad.cli.launched import World
 from vgrad.cli.metrics import FIGURES, Record
 from vgrad.cli.settings import Settings, folder_of
-from vgrad.cli.setup import Job, Pair, Trainer
+from vgrad.cli.setup import Job, Pair, PrivateMembers, Trainer, World
+from vgrad.distributed import RankError
 from vgrad.dp.plan import check_spent
 from vgrad.precision import NoOpLossScale
+
+_PATIENCE = timedelta(seconds=45)
+"""How long a rank waits for another one before it takes it for dead."""
 
 
 def train(given: Namespace) -> None:
@@ -57,7 +61,7 @@ def train(given: Namespace) -> None:
             "--extend: expected --resume DIR and --epochs N with it, the number of "
             "epochs that the longer run has in all."
         )
-    with launched.ranks() as world:
+    with _ranks() as world:
         if given.resume is None:
             _begin(Settings.started(given), folder_of("--out", given.out), world)
         else:
@@ -65,11 +69,10 @@ def train(given: Namespace) -> None:
 
 
 def _begin(settings: Settings, folder: Path, world: World) -> None:
-    """Start a run in a folder that holds none."""
     with ExitStack() as held:
         with world.together("train, its start"):
             _refuse_taken(folder)  # now, and not after the minutes a plan may take
-            job = _prepare(settings)
+            job = setup.prepare(settings)
         with world.together("train, its folder"):
             if world.is_first:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -90,14 +93,7 @@ def _refuse_taken(folder: Path) -> None:
             )
 
 
-def _prepare(settings: Settings, extended: Sequence[int] = ()) -> Job:
-    """Prepare the run of one model or of an ensemble."""
-    room = setup if settings.members == 1 else ensembles
-    return room.prepare(settings, extended)
-
-
 def _resume(folder: Path, given: Namespace, world: World) -> None:
-    """Go on with the run in a folder."""
     with ExitStack() as held:
         with world.together("train, its state"):
             if not folder.is_dir():
@@ -121,15 +117,15 @@ def _resume(folder: Path, given: Namespace, world: World) -> None:
 
 
 def _checked(folder: Path, given: Namespace) -> tuple[Job, Pair, files.Description]:
-    """Read the state of a run, and check all that it says."""
+    """Read the state of a run, and check all of it."""
     tensors, before = checkpoint.read_state(folder)
     checkpoint.check_said(before)
     settings = Settings.recorded(before["arguments"], given)
     checkpoint.check_members(tensors, settings.members)
     ends_at = [settings.epochs, *(before.get("extended") or [])]
-    job = _prepare(settings, _extended(ends_at, given))
+    job = setup.prepare(settings, _extended(ends_at, given))
     description = job.description
-    if job.plan:  # that of a run which is extended now has more steps
+    if job.plan:  # a run that is extended now has more steps
         steps = job.ends[ends_at[-1] - 1] * settings.members
         description = {**description, "plan": {**description["plan"], "steps": steps}}
     checkpoint.refuse_differences(before, description)
@@ -150,17 +146,14 @@ def _checked(folder: Path, given: Namespace) -> tuple[Job, Pair, files.Descripti
 
 
 def _extended(epochs: list[int], given: Namespace) -> list[int]:
-    """Return the epochs to which a run has been extended, or is now.
-
-    `epochs` are those that it was started for, and those to which it has been extended.
-    """
+    """Return the epochs of each extension; `epochs` begins with the start's."""
     if epochs != sorted(set(epochs)):
         raise ValueError(
             f"{checkpoint.STATE}: expected more epochs after each extension, got "
             f"{epochs}. The file was changed after it was written."
         )
     extended = epochs[1:]
-    # The same command once more goes on with what it has begun.
+    # The same command once more goes on with its extension.
     if not given.extend or extended[-1:] == [given.epochs]:
         return extended
     if given.epochs <= epochs[-1]:
@@ -221,7 +214,6 @@ def _run(
 
 
 def _finish(job: Job, folder: Path, states: Pair, lengths: dict[str, int]) -> None:
-    """Draw the pictures, and say what the run has come to."""
     private, plain = [
         metrics.read(folder / name, lengths[name]) if trainer else []
         for name, trainer in zip(FIGURES, job.trainers, strict=True)
@@ -243,7 +235,7 @@ def _epoch(
     trainer: Trainer,
     state: Any,
     end: int,
-    tell: Callable[[int], None] | None,
+    show: Callable[[int], None] | None,
 ) -> tuple[Any, Record]:
     """Train until `end` steps have been taken, and judge the model."""
     total, samples, started = torch.zeros(()), 0, time.perf_counter()
@@ -252,8 +244,8 @@ def _epoch(
         state, taken = trainer.advance(state, job.data)
         total, skipped = total + taken.loss, skipped + taken.skipped
         samples += taken.samples
-        if tell is not None:
-            tell(int(state.step))
+        if show is not None:
+            show(int(state.step))
     loss = total.item() / max(1, samples)
     seconds = time.perf_counter() - started  # after item(), which waits for a GPU
     held = job.data.x_test, job.data.y_test
@@ -317,8 +309,7 @@ def _announce(job: Job, world: World) -> None:
     report.say(f"{settings.data}: {sizes} samples. {model}. {steps}{noise}")
     if plan and count > 1:
         report.say(
-            f"The budget is that of all members together: {plan.steps} steps on the "
-            f"same data."
+            f"All members share the budget: {plan.steps} steps on the same data."
         )
     for line in report.extensions(job):
         report.say(line)
@@ -345,3 +336,51 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _ranks() -> Iterator[World]:
+    """Join the ranks that a launcher has started, if one has.
+
+    Raises:
+        OSError: another rank has failed, or is gone.
+    """
+    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if launched and not distributed.is_initialized():
+        with _joined():
+            yield World()
+        return
+    yield World()
+
+
+@contextlib.contextmanager
+def _joined() -> Iterator[None]:
+    """Make the process group of a run, in which the first rank alone prints."""
+    backend, first = "gloo", int(os.environ["RANK"]) == 0
+    if torch.cuda.is_available():
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group(backend, timeout=_PATIENCE)
+    with open(os.devnull, "w") as nowhere:
+        shown = contextlib.redirect_stdout(sys.stdout if first else nowhere)
+        try:
+            with shown:
+                yield
+        except RankError as error:
+            raise OSError(f"rank {os.environ['RANK']}: {error}") from error
+        except (distributed.DistError, RuntimeError) as error:
+            raise _lost(error) from error
+        finally:
+            distributed.destroy_process_group()  # a group left at exit may abort
+
+
+def _lost(error: Exception) -> Exception:
+    """Return an error about a lost rank, or the error itself if it is another."""
+    text = str(error)
+    if "gloo" not in text and not isinstance(error, distributed.DistError):
+        return error
+    return OSError(
+        f"rank {os.environ['RANK']}: expected an answer of the other ranks within "
+        f"{_PATIENCE.seconds} seconds, got: {text.partition(chr(10))[0]}. What was "
+        f"saved is good, and --resume goes on with any number of ranks."
+    )

@@ -1,8 +1,9 @@
-"""The arguments of a training run: what they may be together, and in a file."""
+"""The arguments of a training run, and checks of entries that come from files."""
 
 import math
 import os
 from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,74 @@ import torch
 import vgrad_command
 from vgrad import checks
 from vgrad.cli import models
-from vgrad.cli.descriptions import check
-from vgrad_command import BATCH, KINDS, spelled
+from vgrad.cli.models import MOST_CLASSES, Shape
+from vgrad_command import BATCH, KINDS, Kind, spelled, whole
+
+# Entries of files: a Kind has words for the values of an entry, and a test.
+
+_MOST_FEATURES = 2**31
+"""Numbers in an image, beyond which a layer's size may not fit into 64 bits."""
+
+TABLE = Kind("a dictionary", lambda value: isinstance(value, dict))
+
+
+def optional(kind: Kind) -> Kind:
+    """Of a kind, or None, or missing."""
+    words, holds = kind
+    return Kind(f"{words}, or null", lambda value: value is None or holds(value))
+
+
+def several(kind: Kind) -> Kind:
+    """A list of values of a kind."""
+    words, holds = kind
+    return Kind(
+        f"a list, each {words}",
+        lambda value: isinstance(value, list) and all(map(holds, value)),
+    )
+
+
+def check(where: str, found: Any, kinds: Mapping[str, Kind]) -> None:
+    """Check the entries that have a kind; nobody reads any others.
+
+    Raises:
+        ValueError: there is no such dictionary, or an entry is of another kind.
+    """
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{where}: expected a dictionary of {', '.join(kinds)}, got a "
+            f"{type(found).__name__}."
+        )
+    for name, (words, holds) in kinds.items():
+        value = found.get(name)
+        if not holds(value):
+            shown = repr(value)
+            shown = shown if len(shown) < 80 else f"a {type(value).__name__}"
+            raise ValueError(
+                f"{where}: expected {words} in {name!r}, got "
+                f"{shown if name in found else 'no such entry'}. It was not written "
+                f"by this version of vgrad, or was changed."
+            )
+
+
+def shape_of(where: str, found: Any) -> Shape:
+    """Read the images and classes of a saved model.
+
+    Raises:
+        ValueError: as `check`, or an image of that size has too many numbers.
+    """
+    side = whole(1, _MOST_FEATURES)
+    kinds = {name: side for name in Shape._fields} | {"classes": whole(1, MOST_CLASSES)}
+    check(f"{where}, shape", found, kinds)
+    shape = Shape(**{name: found[name] for name in Shape._fields})
+    if math.prod(shape[:3]) > _MOST_FEATURES:
+        raise ValueError(
+            f"{where}, shape: expected images of at most {_MOST_FEATURES} numbers, got "
+            f"{' x '.join(map(str, shape[:3]))}."
+        )
+    return shape
+
+
+# Arguments.
 
 _OF_PRIVACY = ("epsilon", "delta", "max_norm", "reproducible_noise")
 """Arguments that have no meaning for a run without privacy."""
@@ -36,7 +103,6 @@ class Settings(vgrad_command.Options):
         return not self.without_privacy
 
     def __post_init__(self) -> None:
-        """Check the arguments together."""
         if self.without_privacy and self.members == 1:
             raise ValueError(
                 "--without-privacy: expected --members 2 or more with it, got one "
@@ -65,8 +131,6 @@ class Settings(vgrad_command.Options):
     def recorded(cls, arguments: Any, again: Namespace) -> "Settings":
         """Return the settings of a run that goes on, as its file has them.
 
-        With `--extend` the epochs that are given again are those of the longer run.
-
         Raises:
             ValueError: they are missing, or of another version; an argument given again
                 differs; or they name code that has not been named again.
@@ -80,7 +144,7 @@ class Settings(vgrad_command.Options):
         check("--resume: arguments of the run", arguments, KINDS)
         given = _given(again)
         if again.extend:
-            del given["epochs"]  # those of the longer run
+            del given["epochs"]  # of the longer run
         for name, value in given.items():
             if value != arguments[name]:
                 longer = "To make the run longer, add --extend. " * (name == "epochs")
@@ -135,7 +199,7 @@ def folder_of(option: str, name: str) -> Path:
 
     Raises:
         ValueError: there is no name.
-        NotADirectoryError: something else has this name, or that of a folder above it.
+        NotADirectoryError: something else has this name, or a folder above it has it.
     """
     if not name:
         raise ValueError(f"{option} '': expected the name of a folder, got none.")
@@ -150,5 +214,4 @@ def folder_of(option: str, name: str) -> Path:
 
 
 def _given(arguments: Namespace) -> dict[str, Any]:
-    """Return the settings that the user gave."""
     return {key: value for key, value in vars(arguments).items() if key in KINDS}

@@ -3,8 +3,17 @@
 Private and plain SGD start from the same weights and take the same number of steps at
 the same rate and size of batch. They differ in clipping, in noise and in how batches
 are drawn.
+
+The members of a deep ensemble, E of them, differ in initialisation and in batches.
+Without privacy all of them take a step at once. With privacy each takes its own, on a
+Poisson batch and with noise of its own. Every step uses the same data, so T steps of
+each of E members spend as much as E * T steps of one model: the plan is for so many.
+
+Reference: Lakshminarayanan et al., Simple and Scalable Predictive Uncertainty
+Estimation using Deep Ensembles, arXiv 1612.01474.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -12,23 +21,77 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from vgrad import dp, optim
 from vgrad.cli import data, models
 from vgrad.cli.data import Dataset
-from vgrad.cli.launched import World
+from vgrad.cli.evaluate import ROWS
 from vgrad.cli.settings import Settings
 from vgrad.compiled import compile
+from vgrad.distributed import Ranks, data_parallel, replicated
+from vgrad.ensemble.forward import ensemble_forward
+from vgrad.ensemble.gradients import ensemble_grad
+from vgrad.ensemble.stacking import member, member_seed, stack
 from vgrad.files import Description
 from vgrad.functional.losses import batch_loss, sample_loss
 from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
 from vgrad.generators import fold_in, kept_random_state, torch_seed
 from vgrad.persample.clipped import clipped_grad
+from vgrad.persample.engine.guard import UnsupportedOp
 from vgrad.precision import DynamicLossScale, LossScale, StaticLossScale
-from vgrad.training import TrainState, private_step, train_step
-from vgrad.typing import Buffers, Params
+from vgrad.training import (
+    EnsembleState,
+    TrainState,
+    ensemble_train_step,
+    private_step,
+    train_step,
+)
+from vgrad.typing import Buffers, EnsembleStrategy, Params
+
+
+class World:
+    """The ranks of a run; without a launcher there is one."""
+
+    def __init__(self) -> None:
+        self._mesh = None
+        if distributed.is_available() and distributed.is_initialized():
+            size = distributed.get_world_size()
+            self._mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return 1 if self._mesh is None else self._mesh.size()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes and prints."""
+        return self._mesh is None or self._mesh.get_rank() == 0
+
+    def together(self, what: str) -> contextlib.AbstractContextManager[Any]:
+        """Run a block that may fail on one rank, and raises on all then."""
+        if self._mesh is None:
+            return contextlib.nullcontext()
+        return Ranks.of("train", self._mesh, "dp").together(what)
+
+    def of_first(self, state: Any) -> Any:
+        """Return the state of the first rank."""
+        return state if self._mesh is None else replicated(state, self._mesh)
+
+    def parallel(self, step: Callable) -> Callable:
+        """Return a step of all ranks."""
+        return step if self._mesh is None else data_parallel(step, self._mesh)
+
+    def part(self, index: Tensor) -> Tensor:
+        """Return this rank's part of a batch of indices."""
+        if self._mesh is None:
+            return index
+        rank, size = self._mesh.get_rank(), self._mesh.size()
+        return index[len(index) * rank // size : len(index) * (rank + 1) // size]
+
 
 STRATEGY = "auto"
 _PRIVATE_SCALE = StaticLossScale(2.0**10)
@@ -45,7 +108,7 @@ class Model(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a step reports: the sum of its losses, samples taken and steps skipped."""
+    """The figures of a step: the sum of its losses, samples taken and steps skipped."""
 
     loss: Tensor
     samples: int
@@ -82,7 +145,7 @@ class Job(NamedTuple):
         plan: of the private steps of all members together; None without privacy.
         trainers: a pair of `Trainer`.
         start: a pair of `TrainState`, or of the states of ensembles.
-        description: what has to be the same when the run goes on.
+        description: entries that must be the same when the run goes on.
     """
 
     settings: Settings
@@ -96,13 +159,20 @@ class Job(NamedTuple):
 
 
 def prepare(settings: Settings, extended: Sequence[int] = ()) -> Job:
-    """Read the data, make the model, plan the noise; nothing is written.
+    """Read the data, make the model or the members, plan the noise; write nothing.
 
     Raises:
         FileNotFoundError, ValueError: as `data.load` and `models.build`; or the batch
             is larger than the data; or no noise meets the target; or the model takes
-            no such images or has no per-sample gradients.
+            no such images or has no per-sample gradients; or the members that a factory
+            made are not alike.
     """
+    if settings.members == 1:
+        return _prepare_one(settings, extended)
+    return _prepare_members(settings, extended)
+
+
+def _prepare_one(settings: Settings, extended: Sequence[int] = ()) -> Job:
     settings, found, ends = read(settings, extended)
     module = models.build(settings.model, found.shape, seed=settings.seed)
     model = tried(settings, found, module)
@@ -222,7 +292,7 @@ def private_advance(settings: Settings, model: Model, plan: dp.Plan) -> Callable
 
 
 def compiled(settings: Settings, step: Callable) -> Callable:
-    """Let captured graphs run a step, if asked for."""
+    """Compile a step, if --compile is not eager."""
     if settings.compile == "eager":
         return step
     backend: Any = settings.compile
@@ -310,7 +380,7 @@ def _first(
 
 
 def forms(params: Params) -> Description:
-    """Say how per-sample gradients are computed: other ways round differently."""
+    """Name the way of per-sample gradients, since others round differently."""
     return {"strategy": STRATEGY, "chunk_size": _rows_at_a_time(params)}
 
 
@@ -327,7 +397,7 @@ def _rows_at_a_time(params: Params) -> int:
 def describe(
     settings: Settings, found: Dataset, plan: dp.Plan | None, forms: Description
 ) -> Description:
-    """Collect what has to be the same when the run goes on, as JSON has it."""
+    """Collect the entries that must be the same when the run goes on, as JSON."""
     on_cuda = settings.device.startswith("cuda")
     low = {}
     if settings.precision != "float32":
@@ -351,3 +421,135 @@ def describe(
         "forms": forms,
     }
     return json.loads(json.dumps(description))
+
+
+# Ensembles.
+
+
+class PrivateMembers(NamedTuple):
+    """The states of members that take private steps, all equally many."""
+
+    members: tuple[TrainState, ...]
+
+    @property
+    def params(self) -> Params:
+        """Return the parameters, `[E, ...]`."""
+        return _stacked([each.params for each in self.members])
+
+    @property
+    def buffers(self) -> Buffers:
+        """Return the buffers, `[E, ...]`."""
+        return _stacked([each.buffers for each in self.members])
+
+    @property
+    def step(self) -> Tensor:
+        """Return how many steps each member has taken."""
+        return self.members[0].step
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """Return the loss scale, which is constant and the same for all."""
+        return self.members[0].loss_scale
+
+
+def _prepare_members(settings: Settings, extended: Sequence[int] = ()) -> Job:
+    settings, found, ends = read(settings, extended)
+    count, device = settings.members, torch.device(settings.device)
+    modules = [
+        models.build(settings.model, found.shape, seed=member_seed(settings.seed, i))
+        for i in range(count)
+    ]
+    one = tried(settings, found, modules[0])
+    model = Model(*stack(module.train().to(device) for module in modules))
+    strategy = _strategy(settings, model, found)
+    plain = _members_trainer(settings, model, found, strategy)
+    start = plain_state(settings, model, EnsembleState.create)
+    trainers, starts = Pair((), plain), Pair((), start)
+    plan, ways = None, {"strategy of members": strategy}
+    if settings.private:
+        plan = total = planned(settings, found, ends)
+        of_one = dataclasses.replace(plan, steps=ends[-1])
+        trainers = trainers._replace(
+            private=Trainer(
+                _each_in_turn(private_advance(settings, one, of_one)),
+                plain.scores,
+                lambda step: total.epsilon(step * count),
+            )
+        )
+        starts = Pair(_members_start(settings, model), start)
+        ways |= forms(one.params)
+    return Job(
+        settings,
+        found.to(device),
+        plan,
+        extended,
+        ends,
+        trainers,
+        starts,
+        describe(settings, found, plan, ways),
+    )
+
+
+def _members_trainer(
+    settings: Settings, model: Model, found: Dataset, strategy: EnsembleStrategy
+) -> Trainer:
+    step = ensemble_train_step(
+        batch_loss(model.function, F.cross_entropy),
+        optim.sgd(settings.lr),
+        in_dims=0,
+        strategy=strategy,
+        policy=models.POLICIES[settings.precision],
+    )
+    forward = ensemble_forward(
+        models.under(settings.precision, model.function.eval()),
+        chunk_size=ROWS,
+        strategy=strategy,
+    )
+    return Trainer(
+        plain_advance(settings, found, compiled(settings, step)),
+        lambda state, images: forward(state.params, state.buffers, images),
+        lambda step: None,
+    )
+
+
+def _strategy(settings: Settings, model: Model, found: Dataset) -> EnsembleStrategy:
+    """Choose a strategy: the cheapest, or the loop where an op cannot be batched."""
+    images, labels = blank(settings, found, settings.members, 2)
+    function = models.under(settings.precision, model.function)
+    loss = batch_loss(function, F.cross_entropy)
+    compute = ensemble_grad(loss, in_dims=0, strategy="hybrid")
+    with kept_random_state([images]):
+        try:
+            compute(model.params, model.buffers, images, labels)
+        except UnsupportedOp:
+            return "loop"
+    return "auto"
+
+
+def _each_in_turn(advance: Callable) -> Callable:
+
+    def run(state: PrivateMembers, data: Dataset) -> tuple[PrivateMembers, Taken]:
+        results = [advance(each, data) for each in state.members]
+        states, taken = zip(*results, strict=True)
+        losses, samples, skipped = zip(*taken, strict=True)
+        return PrivateMembers(states), Taken(
+            # One by one: the count of an empty batch is on the CPU.
+            sum((loss.double() for loss in losses), torch.zeros(())),
+            sum(samples),
+            sum(skipped, torch.zeros(())),
+        )
+
+    return run
+
+
+def _members_start(settings: Settings, model: Model) -> PrivateMembers:
+    values = [
+        Model(model.function, member(model.params, i), member(model.buffers, i))
+        for i in range(settings.members)
+    ]
+    states = [private_state(settings, one, i) for i, one in enumerate(values)]
+    return PrivateMembers(tuple(states))
+
+
+def _stacked(entries: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([each[name] for each in entries]) for name in entries[0]}

@@ -84,7 +84,6 @@ from torch._functorch.vmap import vmap_increment_nesting as vmap_level
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack as function_modes
-from torch.overrides import resolve_name
 from torch.utils._device import DeviceContext as DeviceMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -160,26 +159,17 @@ def is_python(func: Callable) -> bool:
     return isinstance(func, FunctionType) and func.__globals__ is vars(F)
 
 
-def op_name(func: Any, *, full: bool = False) -> str:
+def op_name(func: Any) -> str:
     """Return the name under which users know an op or an attribute, as messages do.
-
-    With `full` it says where torch has the op, so that no two have the same name.
 
     Example:
         >>> op_name(Tensor.mm), op_name(Tensor.grad_fn.__get__)
         ('mm', 'grad_fn')
-        >>> [op_name(op, full=True) for op in (F.linear, torch.mm, Tensor.mm)]
-        ['F.linear', 'torch.mm', 'Tensor.mm']
     """
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
         name = getattr(getattr(func, "__self__", None), "__name__", name)
-    if not full:
-        return name
-    for place, holder in {"F": F, "torch": torch, "Tensor": Tensor}.items():
-        if getattr(holder, name, None) is func:
-            return f"{place}.{name}"
-    return resolve_name(func) or f"{func.__module__}.{name}"
+    return name
 
 
 @cache
