@@ -61,6 +61,8 @@ Rooms, each with a list like this one:
 * `functional_call`, `grad`, `grad_and_value`, `vmap`: the functions of `torch.func`
 """
 
+from typing import TYPE_CHECKING
+
 from torch.func import (
     functional_call,
     grad,
@@ -168,7 +170,8 @@ __all__ = [
     "write_grads_",
 ]
 
-__getattr__ = raising(__name__)
+if not TYPE_CHECKING:  # which sees no other names
+    __getattr__ = raising(__name__)
 
 
 def __dir__() -> list[str]:

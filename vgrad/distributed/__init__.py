@@ -15,6 +15,8 @@ The result does not depend on how many ranks there are.
 * `RankError`: another rank has failed, or ranks are at different places
 """
 
+from typing import TYPE_CHECKING
+
 from vgrad.distributed.alone import alone
 from vgrad.distributed.data_parallel import data_parallel, replicated
 from vgrad.distributed.loading import LocalBatches, local_batches
@@ -47,7 +49,8 @@ __all__ = [
     "shard",
 ]
 
-__getattr__ = raising(__name__)
+if not TYPE_CHECKING:  # which sees no other names
+    __getattr__ = raising(__name__)
 
 
 def __dir__() -> list[str]:

@@ -32,6 +32,8 @@ Predicting:
 * `EnsemblePrediction`, `ValuePrediction`, `Calibration`, `Reliability`: the results
 """
 
+from typing import TYPE_CHECKING
+
 from vgrad.ensemble.calibration import (
     Calibration,
     Reliability,
@@ -98,7 +100,8 @@ __all__ = [
     "value_prediction",
 ]
 
-__getattr__ = raising(__name__)
+if not TYPE_CHECKING:  # which sees no other names
+    __getattr__ = raising(__name__)
 
 
 def __dir__() -> list[str]:

@@ -69,6 +69,8 @@ Parts of optimizers:
 * `orthogonalize`: set all singular values of each matrix to about one
 """
 
+from typing import TYPE_CHECKING
+
 from vgrad.optim import schedules
 from vgrad.optim.adam import (
     adam,
@@ -233,7 +235,8 @@ __all__ = [
     "zero_nans",
 ]
 
-__getattr__ = raising(__name__)
+if not TYPE_CHECKING:  # which sees no other names
+    __getattr__ = raising(__name__)
 
 
 def __dir__() -> list[str]:

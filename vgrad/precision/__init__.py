@@ -17,6 +17,8 @@
 * `AlignmentReport`: the result of `alignment_report`
 """
 
+from typing import TYPE_CHECKING
+
 from vgrad.precision.alignment import AlignmentReport, alignment_report
 from vgrad.precision.autocasting import KINDS, AutocastMode, Kind, autocast
 from vgrad.precision.loss_scale import (
@@ -50,7 +52,8 @@ __all__ = [
     "select_tree",
 ]
 
-__getattr__ = raising(__name__)
+if not TYPE_CHECKING:  # which sees no other names
+    __getattr__ = raising(__name__)
 
 
 def __dir__() -> list[str]:

@@ -12,6 +12,8 @@
 * `Step`: the type of a step
 """
 
+from typing import TYPE_CHECKING
+
 from vgrad.renamed import raising
 from vgrad.training.cross_validation import CrossValidation, FoldEpoch, cross_validate
 from vgrad.training.early_stopping import EarlyStopping
@@ -38,7 +40,8 @@ __all__ = [
     "train_step",
 ]
 
-__getattr__ = raising(__name__)
+if not TYPE_CHECKING:  # which sees no other names
+    __getattr__ = raising(__name__)
 
 
 def __dir__() -> list[str]:
