@@ -47,6 +47,8 @@ def outcome(error, copy):
     path, number = where
     (copy / path).write_text(plant(error, path, number))
     environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    # Bytecode is taken for current where size and second of its source are the same.
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
     arguments = [
         "-x",
         "-q",
