@@ -55,7 +55,7 @@ def outcome(error, copy):
         "-p",
         "no:cacheprovider",
         "-m",
-        "not compiled and not large",
+        "not large",
     ]
     command = [sys.executable, "-m", "pytest", *arguments, *error["tests"]]
     try:
