@@ -11,7 +11,6 @@ WAITING = (
     "vgrad/cli",
     "vgrad/persample",
     "vgrad/lowering",
-    "vgrad/training",
     "vgrad/ensemble",
     "vgrad/compiled",
     "vgrad/distributed",
