@@ -32,7 +32,8 @@ from vgrad.generators import (
 )
 from vgrad.ranks import Ranks
 from vgrad.training import EarlyStopping
-from vgrad.training.ensemble import EnsembleState, EnsembleStep, GradsAndAux
+from vgrad.training.state import EnsembleState
+from vgrad.training.steps import EnsembleStep, GradsAndAux
 from vgrad.tree import map_tensors, tensors, tree_flatten, tree_unflatten, widened
 from vgrad.typing import Arguments, Buffers, Params, Result, Same, T, Tree
 

@@ -15,11 +15,10 @@
 from typing import TYPE_CHECKING
 
 from vgrad.renamed import raising
-from vgrad.training.ensemble import EnsembleState, ensemble_train_step
 from vgrad.training.released import release
 from vgrad.training.saved import load, save
-from vgrad.training.state import Step, TrainState
-from vgrad.training.steps import private_step, train_step
+from vgrad.training.state import EnsembleState, Step, TrainState
+from vgrad.training.steps import ensemble_train_step, private_step, train_step
 from vgrad.training.validation import (
     CrossValidation,
     EarlyStopping,

@@ -28,7 +28,7 @@ def release(
     `model.safetensors` holds the tensors by name, for `safetensors.torch.load_file` and
     any other reader of the format, and the claim in its metadata. `privacy.json` is the
     claim for people: epsilon, delta, neighbours, mechanism, and how many steps of which
-    sampling rate and noise multiplier, those of plans before included. There is no key,
+    sampling rate and noise multiplier, earlier plans included. There is no key,
     no loss, norm or count of clipped samples, no optimizer state and no order of data;
     nor the size of the data set, in which neighbours differ. `save` writes the secret
     key: never publish its files.

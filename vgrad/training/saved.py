@@ -188,7 +188,7 @@ def load(
     its first step, and is left unchanged. Devices, layouts in memory, `requires_grad`
     and shards of DTensors are those in `like`, so that a run goes on with the same
     kernels and bits. A rank reads the files that hold parts of its shards, one at a
-    time. Only the settings of this call are compared. The example is that of `save`.
+    time. Only the settings of this call are compared. `save` has an example.
 
     Raises:
         FileNotFoundError: there is no checkpoint in the folder.

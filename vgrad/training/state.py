@@ -1,4 +1,4 @@
-"""States of training, and the parts that all steps share."""
+"""States of training, and the parts that all steps share. E members."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 
 from vgrad import checks, optim
+from vgrad.checks import Patterns
+from vgrad.ensemble.axes import members
+from vgrad.ensemble.optimizer import of_members
 from vgrad.generators import RNG_LOCK, Tag, secret_key, set_seed, torch_seed
 from vgrad.optim.base import GradientTransformation, check_transformation
 from vgrad.optim.fused import disjoint
 from vgrad.precision import LossScale, NoOpLossScale, Policy
 from vgrad.precision.modules import loss_under
 from vgrad.torch_private import modes
-from vgrad.tree import map_values, to_device
+from vgrad.tree import map_tensors, map_values, to_device
 from vgrad.typing import Buffers, Params, Tree
 
 State = TypeVar("State")
@@ -73,9 +76,7 @@ class TrainState(NamedTuple):
         With a `seed` the key is a hash of it: a guess of the seed gives the noise,
         which voids every claim of privacy.
 
-        Args:
-            loss_scale: multiplies losses before the backward pass; results are without
-                it. None takes that of the first step.
+        `loss_scale` is as in `train_step`, without one the state takes the step's own.
 
         Example:
             >>> from vgrad import optim
@@ -106,6 +107,70 @@ class TrainState(NamedTuple):
             >>> torch.equal(state.fork().key, state.key)
             False
         """
+        return self._replace(key=secret_key())
+
+
+class EnsembleState(NamedTuple):
+    """All that a step changes, a tree of tensors: save it and nothing is lost.
+
+    Attributes:
+        params: the parameters, `[E, ...]`, shared ones without member axis.
+        buffers: the buffers, likewise.
+        optimizer: the optimizer's state, of each member and of their shared entries.
+        step: the number of steps taken, int64 without dimensions.
+        key: the secret key, as in `TrainState`: all that a step draws follows from it.
+        loss_scale: each member's loss scale of the next step.
+        active: which members are trained, bool `[E]`. The others stay as they are; set
+            it with `state._replace(active=...)`.
+    """
+
+    params: Params
+    buffers: Buffers
+    optimizer: Tree
+    step: Tensor
+    key: Tensor
+    loss_scale: LossScale
+    active: Tensor
+
+    def __repr__(self) -> str:
+        return redacted(self)
+
+    @classmethod
+    def create(
+        cls,
+        tx: GradientTransformation,
+        params: Params,
+        buffers: Buffers,
+        *,
+        shared: Patterns = (),
+        seed: int | None = None,
+        loss_scale: LossScale | None = None,
+    ) -> "EnsembleState":
+        """Start a run of all members, every one of them active.
+
+        `tx` is a transformation of one member, or the result of `for_members`. The
+        state holds detached tensors, not copies, which only donated steps change.
+        `shared` is as in `ensemble_grad`, `loss_scale` as in `train_step`.
+
+        Example:
+            >>> from vgrad import optim
+            >>> params = {"w": torch.zeros(3, 2)}
+            >>> state = EnsembleState.create(optim.sgd(0.1), params, {})
+            >>> state.active
+            tensor([True, True, True])
+        """
+        function = "EnsembleState.create"
+        count = members(params, buffers, shared, function=function)
+        tx = of_members(function, tx, shared)
+        start = TrainState.create(tx, params, buffers, seed=seed, loss_scale=loss_scale)
+        return cls(
+            *start[:5],  # all but the digest of a plan
+            loss_scale=for_each(start.loss_scale, count),
+            active=torch.ones(count, dtype=torch.bool, device=device_of(params)),
+        )
+
+    def fork(self) -> "EnsembleState":
+        """Return the same state with a new secret key, as `TrainState.fork` does."""
         return self._replace(key=secret_key())
 
 
@@ -203,6 +268,11 @@ def scale_of(state: Any, initial: LossScale | None) -> LossScale:
     return to_device(initial, device_of(state.params))
 
 
+def for_each(scale: LossScale, count: int) -> LossScale:
+    """Return a scale with a number for every member."""
+    return map_tensors(lambda x: x if x.ndim else x.expand(count).contiguous(), scale)
+
+
 def is_scaled(scale: LossScale) -> bool:
     """Return whether a loss is multiplied by this scale at all."""
     return not isinstance(scale, NoOpLossScale)
@@ -220,11 +290,11 @@ def with_policy(policy: Policy | str | None, loss: Any) -> Any:
 
 def kept_dtypes(buffers: Buffers, old: Buffers) -> Buffers:
     """Bring buffers back from the dtype that a policy computed in, without a graph."""
-
-    def like(new: Tensor, old: Tensor) -> Tensor:
-        return (new.to(old.dtype) if new.is_floating_point() else new).detach()
-
-    return map_values(like, buffers, old)
+    return map_values(
+        lambda x, y: (x.to(y.dtype) if x.is_floating_point() else x).detach(),
+        buffers,
+        old,
+    )
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 K folds, E of them at once, n samples.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,15 +22,15 @@ from vgrad.functional.model import FunctionalModel
 from vgrad.generators import secret_key, torch_seed
 from vgrad.optim.base import GradientTransformation, check_transformation
 from vgrad.precision import DynamicLossScale, LossScale, Policy
-from vgrad.training.ensemble import EnsembleState, ensemble_train_step
 from vgrad.training.saved import load, save
 from vgrad.training.state import (
-    Step,
+    EnsembleState,
     device_of,
     initial_loss_scale,
     seeded_from,
     with_policy,
 )
+from vgrad.training.steps import ensemble_train_step
 from vgrad.typing import Buffers, EnsembleStrategy, Params, Randomness, Tree
 
 Metric = Callable[[Any, Any], Tensor | float]
@@ -101,48 +101,43 @@ def cross_validate(
 
     Fold k is `validation[k]` of `vgrad.ensemble.fold_indices(folds, n, seed=seed)`.
     With `l` the criterion, `v` its samples and `f_k` the model trained on the others,
-    the loss of fold k after an epoch is
 
         losses[k, epoch] = l(f_k(x[v]), y[v])
 
     computed `batch_size` samples at a time, weighted by their number: the criterion has
     to be a mean over samples. `factory(k)` makes the model of fold k, in training mode,
-    after `torch.manual_seed(member_seed(seed, k))`; validation is in evaluation mode.
+    after `torch.manual_seed(member_seed(seed, k))`; it is evaluated in evaluation mode.
     `data` are tensors `[n, ...]`, inputs and then targets, as `batch_loss` takes them.
     Each batch is moved to the device of the parameters: the data may stay on the CPU.
 
     In each epoch fold k sees all of its samples once, in an order that follows from
-    seed, k and epoch alone; the last batch may be smaller. `tx`, of one model, is
-    initialized for each fold. The folds are members of an ensemble, `at_once` of them
-    at a time, by default all: right for small models. Large ones run one after the
-    other (`at_once=1`), each as fast as `train_step` runs it. Without random numbers in
-    the model, all choices of `at_once` give the same result up to rounding; with them,
-    masks differ. `metric(output, target)` gets all samples of a fold, the output in the
-    output dtype of the policy, and returns a number.
+    seed, k and epoch alone; the last batch may be smaller. `tx` is a transformation of
+    one model. The folds are members of an ensemble, `at_once` of them at a time, by
+    default all: right for small models. Large ones run one after the other
+    (`at_once=1`), each as fast as `train_step` runs it. Without random numbers in the
+    model, the result is the same up to rounding. `metric(output, target)` gets all
+    samples of a fold, the output in the output dtype of the policy, and returns a
+    number.
 
     A `folder` holds the state of the folds, written after each epoch, before `callback`
     is called with its figures. If this process ends, the same call goes on from there;
     on a CPU with the bits of a run that was never interrupted. Functions cannot be
     compared: pass the same model, criterion, optimizer and metric.
 
-    Cost: K runs of `epochs * n * (K - 1) / K` samples. Memory: that of `at_once` runs,
-    and parameters and buffers of all K on the CPU at the end; with a metric the outputs
-    of a whole fold. With a `folder` the data are hashed once.
+    `randomness` and `strategy` are as in `ensemble_grad`, `policy` and `loss_scale` as
+    in `train_step`.
+
+    Cost: K runs of `epochs * n * (K - 1) / K` samples. Memory: `at_once` runs, and
+    parameters and buffers of all K on the CPU at the end; with a metric the outputs of
+    a whole fold. With a `folder` the data are hashed once.
 
     Reference: Stone, Cross-validatory choice and assessment of statistical predictions,
     Journal of the Royal Statistical Society B 36(2), 1974.
 
-    Args:
-        randomness: of random ops: `"error"`, `"different"` for each member, `"same"`.
-        strategy: how members run: `"vmap"` at once, `"hybrid"` at once in the best form
-            of each op, `"loop"` one by one; `"auto"` takes what suits the device.
-        policy: dtypes of the passes, a `Policy` or its text; None for those given.
-        loss_scale: multiplies losses before the backward pass; results are without it.
-
     Raises:
         ValueError: a number is too small, sizes do not fit, the models of two folds are
             not alike, or the folder holds a damaged file or one of another call; the
-            message says in what it differs, and nothing is overwritten.
+            message names the difference, and nothing is overwritten.
 
     Example:
         >>> from vgrad import optim
@@ -157,9 +152,11 @@ def cross_validate(
     function = "cross_validate"
     check_transformation(function, tx)
     size = batches.read(function, data).size
-    numbers = {"epochs": epochs, "batch_size": batch_size}
-    numbers |= {} if at_once is None else {"at_once": at_once}
-    epochs, batch_size, *at_once_too = checks.whole(function, least=1, **numbers)
+    rows = fold_indices(folds, size, seed=seed)
+    at_once = folds if at_once is None else at_once
+    epochs, batch_size, at_once = checks.whole(
+        function, least=1, epochs=epochs, batch_size=batch_size, at_once=at_once
+    )
     if metric is not None and criterion is None:
         raise ValueError(
             f"{function}(criterion=None, metric): expected a criterion, which takes an "
@@ -168,12 +165,15 @@ def cross_validate(
         )
     policy = Policy.parse(policy) if isinstance(policy, str) else policy
     job = _Job(
-        factory=factory,
-        criterion=criterion,
-        tx=tx,
-        folds=_Folds(data, *fold_indices(folds, size, seed=seed), batch_size, seed),
+        factory,
+        criterion,
+        tx,
+        data,
+        *rows,
         epochs=epochs,
-        at_once=at_once_too[0] if at_once_too else folds,
+        batch_size=batch_size,
+        seed=seed,
+        at_once=at_once,
         metric=metric,
         options={"in_dims": 0, "randomness": randomness, "strategy": strategy},
         policy=policy,
@@ -182,8 +182,8 @@ def cross_validate(
         callback=callback,
     )
     results: list[_Trained] = []
-    for start in range(0, folds, job.at_once):
-        which = range(folds)[start : start + job.at_once]
+    for start in range(0, folds, at_once):
+        which = range(folds)[start : start + at_once]
         results.append(_train(job, which, results))
     params, buffers, figures = tree.tree_map(lambda *x: torch.cat(x), *results)
     return CrossValidation(params, buffers, **figures)
@@ -193,47 +193,18 @@ _Trained = tuple[Params, Buffers, Figures]
 
 
 @dataclass(frozen=True)
-class _Folds:
-    """Data `[n, ...]` and the indices of `fold_indices`, `[K, ...]` each."""
-
-    data: tuple[Tree, ...]
-    train: Tensor
-    validation: Tensor
-    batch_size: int
-    seed: int
-
-    def training(
-        self, which: range, epoch: int, device: torch.device
-    ) -> Iterator[tuple]:
-        """Yield the batches `[E, B, ...]` of an epoch, the samples of each shuffled."""
-        orders = []
-        for fold in which:
-            seed = torch_seed(secret_key(seed=self.seed, member=fold), "epoch", epoch)
-            source = torch.Generator().manual_seed(seed)
-            orders.append(torch.randperm(self.train.shape[1], generator=source))
-        rows = self.train[which.start : which.stop].gather(1, torch.stack(orders))
-        return self._batches(rows, device)
-
-    def held_out(self, which: range, device: torch.device) -> Iterator[tuple]:
-        """Yield batches `[E, B, ...]` of the samples left out."""
-        return self._batches(self.validation[which.start : which.stop], device)
-
-    def _batches(self, rows: Tensor, device: torch.device) -> Iterator[tuple]:
-        for part in rows.split(self.batch_size, 1):
-            yield tree.map_tensors(
-                lambda x, part=part: x[part.to(x.device)].to(device), self.data
-            )
-
-
-@dataclass(frozen=True)
 class _Job:
-    """The arguments, the same for all folds."""
+    """The arguments, the same for all folds, with the indices `[K, ...]` of samples."""
 
     factory: Callable[[int], nn.Module]
     criterion: Criterion
     tx: GradientTransformation
-    folds: _Folds
+    data: tuple[Tree, ...]
+    train: Tensor
+    validation: Tensor
     epochs: int
+    batch_size: int
+    seed: int
     at_once: int
     metric: Metric | None
     options: dict[str, Any]
@@ -245,11 +216,11 @@ class _Job:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """Settings that have to be the same when the run goes on; hashes the data."""
-        data = {str(i): x for i, x in enumerate(tree.tensors(self.folds.data))}
+        data = {str(i): x for i, x in enumerate(tree.tensors(self.data))}
         return {
-            "folds": len(self.folds.train),
-            "batch_size": self.folds.batch_size,
-            "seed": self.folds.seed,
+            "folds": len(self.train),
+            "batch_size": self.batch_size,
+            "seed": self.seed,
             "data": [f"{x.dtype} {tuple(x.shape)}" for x in data.values()],
             "sha256 of data": files.digest(data),
             "epochs": self.epochs,
@@ -261,12 +232,30 @@ class _Job:
 
     def start(self, which: range) -> tuple[FunctionalModel, EnsembleState]:
         """Make the models of some folds, and their state before the first step."""
-        seed = self.folds.seed
-        models = made("cross_validate", self.factory, which, seed=seed)
+        models = made("cross_validate", self.factory, which, seed=self.seed)
         fmodel, *entries = stack(models)
         state = EnsembleState.create(self.tx, *entries, loss_scale=self.scale)
-        key = secret_key(seed=seed, member=which.start)
+        key = secret_key(seed=self.seed, member=which.start)
         return fmodel, state._replace(key=key)
+
+    def training(self, which: range, epoch: int) -> Tensor:
+        """Return the samples of an epoch, `[E, samples]`, shuffled for each fold."""
+        orders = []
+        for fold in which:
+            seed = torch_seed(secret_key(seed=self.seed, member=fold), "epoch", epoch)
+            source = torch.Generator().manual_seed(seed)
+            orders.append(torch.randperm(self.train.shape[1], generator=source))
+        return self.train[which.start : which.stop].gather(1, torch.stack(orders))
+
+    def batches(
+        self, rows: Tensor, device: torch.device
+    ) -> Iterator[tuple[int, tuple]]:
+        """Yield B and the batches `[E, B, ...]` of these samples."""
+        for part in rows.split(self.batch_size, 1):
+            batch = tree.map_tensors(
+                lambda x, part=part: x[part.to(x.device)].to(device), self.data
+            )
+            yield part.shape[1], batch
 
 
 def _train(job: _Job, which: range, before: Sequence[_Trained]) -> _Trained:
@@ -300,8 +289,15 @@ def _train(job: _Job, which: range, before: Sequence[_Trained]) -> _Trained:
                 old if old.exists() else path, start, settings=job.settings
             )
     for epoch in range(int(done), job.epochs):
-        state, figures = _epoch(step, state, job.folds.training(which, epoch, device))
-        figures |= evaluate(state, job.folds.held_out(which, device))
+        total, skipped = torch.zeros(()), torch.zeros(())
+        rows = job.training(which, epoch)
+        for size, batch in job.batches(rows, device):
+            state, metrics = step(state, *batch)
+            total = total + metrics["loss"].double() * size
+            skipped = skipped + metrics["skipped"].double()
+        losses = (total / rows.shape[1]).cpu()
+        figures = {"train_losses": losses, "skipped": skipped.cpu()}
+        figures |= evaluate(state, job.validation[which.start : which.stop])
         for name, values in figures.items():
             history[name][:, epoch] = values
         if path is not None:
@@ -313,19 +309,6 @@ def _train(job: _Job, which: range, before: Sequence[_Trained]) -> _Trained:
     return tree.to_device((state.params, state.buffers, history), "cpu")
 
 
-def _epoch(
-    step: Step[EnsembleState], state: EnsembleState, batches: Iterable[tuple]
-) -> tuple[EnsembleState, Figures]:
-    """Take a step on each of the batches; return their mean loss and skips, `[E]`."""
-    losses, skipped, count = torch.zeros(()), torch.zeros(()), 0
-    for batch in batches:
-        size = tree.tensors(batch)[0].shape[1]
-        state, metrics = step(state, *batch)
-        losses, count = losses + metrics["loss"].double() * size, count + size
-        skipped = skipped + metrics["skipped"].double()
-    return state, {"train_losses": (losses / count).cpu(), "skipped": skipped.cpu()}
-
-
 class _Evaluation:
     """Evaluates the members of an ensemble, each on its own samples."""
 
@@ -335,22 +318,20 @@ class _Evaluation:
         self._function = with_policy(job.policy, self._loss_and_output)
         self._runner = Runner("cross_validate", shared=(), **job.options)
 
-    def __call__(self, state: EnsembleState, batches: Iterable[tuple]) -> Figures:
-        """Return the mean `losses` over batches `[E, B, ...]`, and `scores`; `[E]`.
+    def __call__(self, state: EnsembleState, rows: Tensor) -> Figures:
+        """Return mean `losses` and `scores` on samples, `[E]`, float64 on the CPU.
 
-        They are float64 and on the CPU. Random numbers of the model follow from the
-        state.
+        Random numbers of the model follow from the state.
         """
-        total, count, outputs = torch.zeros(()), 0, []
+        total, outputs = torch.zeros(()), []
         with torch.no_grad(), seeded_from(state):
-            for batch in batches:
+            for size, batch in self._job.batches(rows, device_of(state.params)):
                 call = self._runner.call(state.params, state.buffers, batch)
                 strategy, _ = self._runner.choose(self._function, call)
                 losses, output = self._runner.run(self._function, call, strategy)
-                size = tree.tensors(batch)[0].shape[1]
-                total, count = total + losses.double() * size, count + size
+                total = total + losses.double() * size
                 outputs.append((output, batch[-1]) if output else ())
-            figures = {"losses": (total / count).cpu()}
+            figures = {"losses": (total / rows.shape[1]).cpu()}
             if self._job.metric is not None:
                 whole = tree.tree_map(lambda *parts: torch.cat(parts, 1), *outputs)
                 figures["scores"] = self._scores(self._job.metric, whole)
