@@ -311,7 +311,7 @@ def private_step(
 
     Args:
         passes: backward passes that clip, 1 or 2 (see `clipped_grad`).
-        strategy, chunk_size, randomness: as in `clipped_grad`.
+        strategy, chunk_size, randomness: see `vgrad.persample.Options`.
         policy, loss_scale, donate, has_aux: as in `train_step`.
 
     Raises:
