@@ -30,7 +30,7 @@ class Folded(NamedTuple):
 
 
 def folded(place: Place) -> list[Folded]:
-    """Return what is cross-validated: small nets at once, others one by one."""
+    """Return the nets to cross-validate: small ones at once, others one by one."""
     folds = _folds(place)
     if place.size == "tiny":
         return [Folded("CNN", partial(nets.cnn, width=4), folds)]
@@ -114,7 +114,7 @@ def validate(place: Place, net: Folded, tell: Tell) -> Result:
 
 
 def _images(place: Place) -> data.Images:
-    """Return what is cross-validated on."""
+    """Return the images of the cross-validation."""
     count = place.pick(tiny=240, small=480, full=5_000)
     source = place.data or place.pick(tiny="digits", small="digits", full=None)
     return data.images(source, count, place.pick(tiny=8, small=32, full=32))
@@ -141,7 +141,7 @@ def _cross_validated(
 
 
 def accuracy(scores: Tensor, y: Tensor) -> Tensor:
-    """Return the share of samples whose highest score is that of their class."""
+    """Return the share of samples whose class has the highest score."""
     return (scores.argmax(1) == y).double().mean()
 
 
