@@ -83,8 +83,8 @@ class PrivateGradients:
 
     `physical_batch_size` splits logical batches into loaded ones of at most so many
     samples, and `chunk_size` computes so many samples at a time: neither changes the
-    released numbers, except for rounding (and dropout). `criterion`, `strategy` and
-    `randomness` are as in `sample_loss` and `clipped_grad`.
+    released numbers, except for rounding (and dropout). `criterion` is as in
+    `sample_loss`, other options are as in `vgrad.persample.Options`.
 
     Each `backward` computes on the module itself, with its current values, mode and
     attributes. Its buffers, and attributes that its forward pass writes, are restored;
