@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from vgrad.functional.batch_norm import mended
 from vgrad.lowering import attention
 from vgrad.lowering.sequences import cells, recurrent
-from vgrad.persample.factors.base import Dense, Positions
-from vgrad.persample.factors.outer import Outer
+from vgrad.persample.factors.base import Dense, Outer, Positions
 from vgrad.persample.factors.rows import Rows
 from vgrad.persample.rules.table import Recording, lowered, rule
 from vgrad.torch_private import kernels, modes
