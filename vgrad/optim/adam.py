@@ -1,16 +1,14 @@
-"""Adam and its relatives: AMSGrad, AdamW, NAdam, RAdam and Adamax."""
+"""Adam and its relatives: AMSGrad, AdamW, NAdam, RAdam, Adamax and LAMB."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from vgrad.optim.arithmetic import (
-    Grads,
     Number,
-    Updates,
+    Rate,
     lerp,
     mean_of_squares,
     placed,
@@ -20,15 +18,20 @@ from vgrad.optim.arithmetic import (
 from vgrad.optim.base import (
     GradientTransformation,
     State,
+    chain,
     check_numbers,
     per_parameter,
 )
 from vgrad.optim.fused import donated_adam
-from vgrad.optim.transforms import descent
-from vgrad.typing import Params, Schedule
+from vgrad.optim.sgd import scale_by_trust_ratio
+from vgrad.optim.transforms import (
+    add_decayed_weights,
+    ascent,
+    descent,
+    scale_by_learning_rate,
+)
 
 Betas = tuple[Number, Number]
-Directions = tuple[Tensor, ...]
 
 _MOMENTS = {"exp_avg": 0, "exp_avg_sq": 0}
 
@@ -40,14 +43,14 @@ def scale_by_adam(
     beta1, beta2 = betas
     share = 1 - beta1
 
-    def at(count: Tensor) -> Any:
+    def at(count):
         t = count.double()
         # Both corrections go into the denominator, by which there are fewer passes.
         correction = 1 - beta1**t
         factor = correction / (1 - beta2**t).sqrt()
         least = correction * scalar(eps, correction)
 
-        def rule(g: Tensor, m: Tensor, v: Tensor) -> Directions:
+        def rule(g, m, v):
             m, v = lerp(m, g, share), mean_of_squares(v, g, beta2)
             size = torch.addcmul(placed(least, v), root(v), placed(factor, v))
             return m / size, m, v
@@ -67,11 +70,11 @@ def scale_by_amsgrad(
     beta1, beta2 = betas
     share = 1 - beta1
 
-    def at(count: Tensor) -> Any:
+    def at(count):
         t = count.double()
         correction1, correction2 = 1 - beta1**t, 1 - beta2**t
 
-        def rule(g: Tensor, m: Tensor, v: Tensor, largest: Tensor) -> Directions:
+        def rule(g, m, v, largest):
             m, v = lerp(m, g, share), mean_of_squares(v, g, beta2)
             largest = torch.maximum(largest, v)
             size = root(largest / scalar(correction2, v)) + scalar(eps, v)
@@ -90,17 +93,17 @@ def scale_by_nadam(
     beta1, beta2 = betas
     share = 1 - beta1
 
-    def momentum(t: Tensor) -> Any:
+    def momentum(t):
         return beta1 * (1 - 0.5 * 0.96 ** (t * momentum_decay))
 
-    def moments(now: Any, product: Tensor) -> GradientTransformation:
-        def at(count: Tensor) -> Any:
+    def moments(now: Any, product: Any) -> GradientTransformation:
+        def at(count):
             t = count.double()
             ahead = momentum(t + 1)
             by_grad, by_mean = (1 - now) / (1 - product), ahead / (1 - product * ahead)
             correction = 1 - beta2**t
 
-            def rule(g: Tensor, m: Tensor, v: Tensor) -> Directions:
+            def rule(g, m, v):
                 m, v = lerp(m, g, share), mean_of_squares(v, g, beta2)
                 mixed = scalar(by_grad, m) * g.to(m.dtype) + scalar(by_mean, m) * m
                 size = root(v / scalar(correction, v)) + scalar(eps, v)
@@ -110,14 +113,12 @@ def scale_by_nadam(
 
         return per_parameter("scale_by_nadam", _MOMENTS, at)
 
-    def init(params: Params) -> State:
+    def init(params):
         # One product of all momenta for all parameters, in float64.
-        count, slots = moments(0.0, torch.ones(())).init(params)
+        count, slots = moments(0.0, 1.0).init(params)
         return State(count, {"mu_product": count.double() + 1, **slots})
 
-    def update(
-        grads: Grads, state: State, params: Params | None = None
-    ) -> tuple[Updates, State]:
+    def update(grads, state, params=None):
         now = momentum((state.count + 1).double())
         product = state.slots["mu_product"] * now
         updates, new = moments(now, product).update(grads, state)
@@ -133,7 +134,7 @@ def scale_by_radam(
     beta1, beta2 = betas
     share = 1 - beta1
 
-    def at(count: Tensor) -> Any:
+    def at(count):
         t = count.double()
         correction1, correction2 = 1 - beta1**t, 1 - beta2**t
         limit = 2 / (1 - scalar(beta2, t)) - torch.ones_like(t)
@@ -145,7 +146,7 @@ def scale_by_radam(
         rectified = torch.where(reliable, (ratio * correction2).sqrt(), 0)
         plain = torch.where(reliable, 0, torch.ones_like(ratio))
 
-        def rule(g: Tensor, m: Tensor, v: Tensor) -> Directions:
+        def rule(g, m, v):
             m, v = lerp(m, g, share), mean_of_squares(v, g, beta2)
             scale = scalar(rectified, v) / (root(v) + scalar(eps, v))
             return m / scalar(correction1, m) * (scale + scalar(plain, v)), m, v
@@ -162,11 +163,10 @@ def scale_by_adamax(
     beta1, beta2 = betas
     share = 1 - beta1
 
-    def at(count: Tensor) -> Any:
-        t = count.double()
-        correction = 1 - beta1**t
+    def at(count):
+        correction = 1 - beta1 ** count.double()
 
-        def rule(g: Tensor, m: Tensor, u: Tensor) -> Directions:
+        def rule(g, m, u):
             m = lerp(m, g, share)
             size = g.to(u.dtype).abs() + scalar(eps, u)
             u = torch.maximum(scalar(beta2, u) * u, size)
@@ -180,7 +180,7 @@ def scale_by_adamax(
 
 
 def adam(
-    lr: Number | Schedule = 1e-3,
+    lr: Rate = 1e-3,
     *,
     betas: Betas = (0.9, 0.999),
     eps: Number = 1e-8,
@@ -203,11 +203,12 @@ def adam(
         >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
         {'w': tensor([-0.1000, -0.1000])}
     """
-    return _adam("adam", lr, betas, eps, weight_decay, amsgrad, maximize)
+    options = {"weight_decay": weight_decay, "maximize": maximize}
+    return _adam("adam", lr, betas, eps, amsgrad, decoupled=False, **options)
 
 
 def adamw(
-    lr: Number | Schedule = 1e-3,
+    lr: Rate = 1e-3,
     *,
     betas: Betas = (0.9, 0.999),
     eps: Number = 1e-8,
@@ -221,37 +222,20 @@ def adamw(
     moves the decay together with the rate. State: as in `adam`.
 
     Reference: Loshchilov and Hutter, arXiv 1711.05101.
-
-    Example:
-        >>> tx, params = adamw(0.1, weight_decay=0.5), {"w": torch.ones(2)}
-        >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
-        {'w': tensor([-0.1500, -0.1500])}
     """
-    return _adam("adamw", lr, betas, eps, weight_decay, amsgrad, maximize)
+    options = {"weight_decay": weight_decay, "maximize": maximize}
+    return _adam("adamw", lr, betas, eps, amsgrad, decoupled=True, **options)
 
 
-def _adam(
-    function: str,
-    lr: Number | Schedule,
-    betas: Betas,
-    eps: Number,
-    weight_decay: Number,
-    amsgrad: bool,
-    maximize: bool,
-) -> GradientTransformation:
-    check_numbers(function, lr, betas, eps=eps, weight_decay=weight_decay)
-    moments = scale_by_amsgrad if amsgrad else scale_by_adam
-    options = {
-        "weight_decay": weight_decay,
-        "decoupled": function == "adamw",
-        "maximize": maximize,
-    }
+def _adam(function, lr, betas, eps, amsgrad, **options) -> GradientTransformation:
+    check_numbers(function, lr, betas, eps=eps, weight_decay=options["weight_decay"])
+    direction = scale_by_amsgrad if amsgrad else scale_by_adam
     donated = donated_adam(lr, betas=betas, eps=eps, amsgrad=amsgrad, **options)
-    return descent(lr, moments(betas, eps), **options)._replace(donated=donated)
+    return descent(lr, direction(betas, eps), **options)._replace(donated=donated)
 
 
 def nadam(
-    lr: Number | Schedule = 2e-3,
+    lr: Rate = 2e-3,
     *,
     betas: Betas = (0.9, 0.999),
     eps: Number = 1e-8,
@@ -270,11 +254,6 @@ def nadam(
     torch keeps it in its default dtype.
 
     Reference: Dozat, Incorporating Nesterov Momentum into Adam, ICLR 2016 workshop.
-
-    Example:
-        >>> tx, params = nadam(0.1, betas=(0.0, 0.999)), {"w": torch.ones(2)}
-        >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
-        {'w': tensor([-0.1000, -0.1000])}
     """
     decays = {"weight_decay": weight_decay, "momentum_decay": momentum_decay}
     check_numbers("nadam", lr, betas, eps=eps, **decays)
@@ -284,7 +263,7 @@ def nadam(
 
 
 def radam(
-    lr: Number | Schedule = 1e-3,
+    lr: Rate = 1e-3,
     *,
     betas: Betas = (0.9, 0.999),
     eps: Number = 1e-8,
@@ -298,16 +277,10 @@ def radam(
     `n = N - 2 * t * beta2^t / (1 - beta2^t)` towards `N = 2 / (1 - beta2) - 1`. While
     it is 5 or less the direction is `m / (1 - beta1^t)`, with the moments of `adam`;
     later it is that times `r * sqrt(1 - beta2^t) / (sqrt(v) + eps)`, where `r` is the
-    root of `(n - 4) * (n - 2) * N / ((N - 4) * (N - 2) * n)`. With
-    `decoupled_weight_decay` the decay stays apart from the moments, as in `adamw`.
+    root of `(n - 4) * (n - 2) * N / ((N - 4) * (N - 2) * n)`. Decay as in `nadam`.
     State: two tensors per parameter.
 
     Reference: Liu et al., arXiv 1908.03265.
-
-    Example:
-        >>> tx, params = radam(0.1), {"w": torch.ones(2)}
-        >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
-        {'w': tensor([-0.1000, -0.1000])}
     """
     check_numbers("radam", lr, betas, eps=eps, weight_decay=weight_decay)
     options = {"decoupled": decoupled_weight_decay, "maximize": maximize}
@@ -315,7 +288,7 @@ def radam(
 
 
 def adamax(
-    lr: Number | Schedule = 2e-3,
+    lr: Rate = 2e-3,
     *,
     betas: Betas = (0.9, 0.999),
     eps: Number = 1e-8,
@@ -329,12 +302,33 @@ def adamax(
     per parameter.
 
     Reference: Kingma and Ba, arXiv 1412.6980, section 7.1.
-
-    Example:
-        >>> tx, params = adamax(0.1), {"w": torch.ones(2)}
-        >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
-        {'w': tensor([-0.1000, -0.1000])}
     """
     check_numbers("adamax", lr, betas, eps=eps, weight_decay=weight_decay)
     moments = scale_by_adamax(betas, eps)
     return descent(lr, moments, weight_decay=weight_decay, maximize=maximize)
+
+
+def lamb(
+    lr: Rate = 1e-3,
+    *,
+    betas: Betas = (0.9, 0.999),
+    eps: Number = 1e-6,
+    weight_decay: Number = 1e-2,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Descend as `adamw` does, by a share of the norm of each parameter.
+
+    `u` is the direction of `adam` plus `weight_decay * p`, and then
+    `p -= lr * norm(p) / norm(u) * u`. The ratio of the norms is one for a parameter of
+    zeros. State: two tensors per parameter.
+
+    Reference: You et al., arXiv 1904.00962, algorithm 2 with the identity for phi.
+    """
+    check_numbers("lamb", lr, betas, eps=eps, weight_decay=weight_decay)
+    return chain(
+        *ascent(maximize),
+        scale_by_adam(betas, eps),
+        add_decayed_weights(weight_decay),
+        scale_by_trust_ratio(),
+        scale_by_learning_rate(lr),
+    )

@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vgrad import checks
 from vgrad.optim.arithmetic import (
-    Grads,
     Number,
-    Updates,
+    Rate,
     counter,
     filled,
     is_zero,
@@ -39,7 +37,6 @@ from vgrad.optim.sgd import trace
 from vgrad.optim.transforms import ascent, descent
 from vgrad.torch_private import shards
 from vgrad.tree import widened
-from vgrad.typing import Params, Schedule
 
 
 def scale_by_rss(
@@ -47,7 +44,7 @@ def scale_by_rss(
 ) -> GradientTransformation:
     """Divide gradients by the root of the sum of all their squares, as in `adagrad`."""
 
-    def rule(g: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    def rule(g, total):
         total = plus(widened(g).square().to(total.dtype), 1, total)
         return over_root(g, total, eps), total
 
@@ -58,7 +55,7 @@ def scale_by_rss(
 def scale_by_rms(alpha: Number = 0.99, eps: Number = 1e-8) -> GradientTransformation:
     """Divide gradients by the root of the mean of their squares, as in `rmsprop`."""
 
-    def rule(g: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
+    def rule(g, square):
         square = mean_of_squares(square, g, alpha)
         return over_root(g, square, eps), square
 
@@ -68,7 +65,7 @@ def scale_by_rms(alpha: Number = 0.99, eps: Number = 1e-8) -> GradientTransforma
 def scale_by_stddev(alpha: Number = 0.99, eps: Number = 1e-8) -> GradientTransformation:
     """Divide by the standard deviation over the steps, as in `rmsprop`, `centered`."""
 
-    def rule(g: Tensor, square: Tensor, mean: Tensor) -> tuple[Tensor, ...]:
+    def rule(g, square, mean):
         square = mean_of_squares(square, g, alpha)
         mean = lerp(mean, g, 1 - alpha)
         return over_root(g, square - mean * mean, eps), square, mean
@@ -80,7 +77,7 @@ def scale_by_stddev(alpha: Number = 0.99, eps: Number = 1e-8) -> GradientTransfo
 def scale_by_adadelta(rho: Number = 0.9, eps: Number = 1e-6) -> GradientTransformation:
     """Scale gradients to the size of earlier directions, as in `adadelta`."""
 
-    def rule(g: Tensor, square: Tensor, delta: Tensor) -> tuple[Tensor, ...]:
+    def rule(g, square, delta):
         square = mean_of_squares(square, g, rho)
         least = scalar(eps, square)
         update = root(delta + least) / root(square + least) * g.to(square.dtype)
@@ -90,56 +87,8 @@ def scale_by_adadelta(rho: Number = 0.9, eps: Number = 1e-6) -> GradientTransfor
     return per_parameter("scale_by_adadelta", slots, lambda count: rule)
 
 
-def scale_by_factored_rms(
-    beta2_decay: Number = -0.8, eps: Number | None = None
-) -> GradientTransformation:
-    """Divide gradients by the root of a mean square kept as a row and a column.
-
-    See `adafactor`. Parameters of many members go through `torch.vmap`: stacked, they
-    would be taken for larger tensors.
-    """
-
-    def start(dim: int) -> Any:
-        def mean(param: Tensor) -> Tensor | None:
-            if param.ndim < 2:
-                return None
-            shape = [*param.shape]
-            shape[dim] = 1
-            return filled(_cut(param.new_empty(shape), param, dim))
-
-        return mean
-
-    def at(count: Tensor) -> Any:
-        share = count.double() ** beta2_decay
-
-        def rule(
-            g: Tensor, row: Tensor | None, column: Tensor | None, whole: Tensor | None
-        ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-            square = widened(g).square()
-            if row is not None and column is not None:
-                row = lerp(row, _mean(square, -1), share)
-                column = lerp(column, _mean(square, -2), share)
-                least = _least(eps, row)
-                mean = row * column / row.mean(-2, keepdim=True).clamp_min(least)
-            else:
-                assert whole is not None
-                mean = whole = lerp(whole, square, share)
-                least = _least(eps, whole)
-            update = widened(g) * mean.clamp_min(least * least).rsqrt()
-            update = shards.placed(update, g) if shards.is_distributed(g) else update
-            return update, row, column, whole
-
-        return rule
-
-    def variance(param: Tensor) -> Tensor | None:
-        return filled(param) if param.ndim < 2 else None
-
-    slots = {"row_var": start(-1), "col_var": start(-2), "variance": variance}
-    return per_parameter("scale_by_factored_rms", slots, at)
-
-
 def adagrad(
-    lr: Number | Schedule = 1e-2,
+    lr: Rate = 1e-2,
     *,
     lr_decay: Number = 0.0,
     weight_decay: Number = 0.0,
@@ -154,17 +103,12 @@ def adagrad(
     parameter.
 
     Reference: Duchi, Hazan and Singer, Adaptive Subgradient Methods, JMLR 12 (2011).
-
-    Example:
-        >>> tx, params = adagrad(0.1), {"w": torch.ones(2)}
-        >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
-        {'w': tensor([-0.1000, -0.1000])}
     """
     decays = {"lr_decay": lr_decay, "weight_decay": weight_decay}
     first = {"initial_accumulator_value": initial_accumulator_value}
     check_numbers("adagrad", lr, **decays, **first, eps=eps)
 
-    def decaying(count: Tensor) -> Tensor:
+    def decaying(count):
         return rate_at(lr, count) / (1 + count.double() * lr_decay)
 
     sums = scale_by_rss(initial_accumulator_value, eps)
@@ -173,7 +117,7 @@ def adagrad(
 
 
 def adadelta(
-    lr: Number | Schedule = 1.0,
+    lr: Rate = 1.0,
     *,
     rho: Number = 0.9,
     eps: Number = 1e-6,
@@ -187,11 +131,6 @@ def adadelta(
     State: two tensors per parameter.
 
     Reference: Zeiler, arXiv 1212.5701.
-
-    Example:
-        >>> tx, params = adadelta(rho=0.75), {"w": torch.ones(2)}
-        >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
-        {'w': tensor([-0.0020, -0.0020])}
     """
     check_numbers("adadelta", lr, eps=eps, weight_decay=weight_decay)
     check_shares("adadelta", one=True, rho=rho)
@@ -200,7 +139,7 @@ def adadelta(
 
 
 def rmsprop(
-    lr: Number | Schedule = 1e-2,
+    lr: Rate = 1e-2,
     *,
     alpha: Number = 0.99,
     eps: Number = 1e-8,
@@ -220,11 +159,6 @@ def rmsprop(
 
     Reference: Tieleman and Hinton, lecture 6.5, 2012; Graves, arXiv 1308.0850, for the
     centered form.
-
-    Example:
-        >>> tx, params = rmsprop(0.1, alpha=0.75), {"w": torch.ones(2)}
-        >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
-        {'w': tensor([-0.2000, -0.2000])}
     """
     check_numbers("rmsprop", lr, eps=eps, weight_decay=weight_decay, momentum=momentum)
     check_shares("rmsprop", one=True, alpha=alpha)
@@ -233,8 +167,75 @@ def rmsprop(
     return descent(lr, *scaled, weight_decay=weight_decay, maximize=maximize)
 
 
+def scale_by_factored_rms(
+    beta2_decay: Number = -0.8, eps: Number | None = None
+) -> GradientTransformation:
+    """Divide gradients by the root of a mean square kept as a row and a column.
+
+    See `adafactor`. Parameters of many members go through `torch.vmap`: stacked, they
+    would be taken for larger tensors.
+    """
+
+    def start(dim):
+        def mean(param):
+            if param.ndim < 2:
+                return None
+            shape = [*param.shape]
+            shape[dim] = 1
+            return filled(_shard(param.new_empty(shape), param, dim))
+
+        return mean
+
+    def at(count):
+        share = count.double() ** beta2_decay
+
+        def rule(g, row, column, whole):
+            square = widened(g).square()
+            if row is not None:
+                row = lerp(row, _mean(square, -1), share)
+                column = lerp(column, _mean(square, -2), share)
+                least = _least(eps, row)
+                mean = row * column / row.mean(-2, keepdim=True).clamp_min(least)
+            else:
+                mean = whole = lerp(whole, square, share)
+                least = _least(eps, whole)
+            update = widened(g) * mean.clamp_min(least * least).rsqrt()
+            update = shards.placed(update, g) if shards.is_distributed(g) else update
+            return update, row, column, whole
+
+        return rule
+
+    def variance(param):
+        return filled(param) if param.ndim < 2 else None
+
+    slots = {"row_var": start(-1), "col_var": start(-2), "variance": variance}
+    return per_parameter("scale_by_factored_rms", slots, at)
+
+
+def _mean(square: Tensor, dim: int) -> Tensor:
+    """Return the mean over a dimension; over one of no length it is zero."""
+    mean = square.sum(dim, keepdim=True) / max(square.shape[dim], 1)
+    return _shard(mean, square, dim)
+
+
+def _shard(mean: Tensor, square: Tensor, dim: int) -> Tensor:
+    """Shard a mean over a dimension as the squares are sharded.
+
+    torch would shard some of one row along their columns, or replicate them.
+    """
+    return shards.reduced(mean, square, dim) if shards.is_distributed(square) else mean
+
+
+def _least(eps: Number | None, like: Tensor) -> Any:
+    """Return the smallest root of a mean square, whose square is a normal number."""
+    finite = torch.finfo(like.dtype)
+    least = scalar(finite.eps if eps is None else eps, like)
+    tiny = finite.tiny**0.5
+    return least.clamp_min(tiny) if isinstance(least, Tensor) else max(least, tiny)
+
+
 def adafactor(
-    lr: Number | Schedule = 1e-2,
+    lr: Rate = 1e-2,
     *,
     beta2_decay: Number = -0.8,
     eps: tuple[Number | None, Number] = (None, 1e-3),
@@ -254,12 +255,6 @@ def adafactor(
 
     Reference: Shazeer and Stern, arXiv 1804.04235; as in `torch.optim.Adafactor`, with
     means instead of sums, and `eps` as a bound instead of a term added to the squares.
-
-    Example:
-        >>> tx, params = adafactor(0.1), {"w": torch.full((2, 2), 3.0)}
-        >>> tx.update({"w": torch.ones(2, 2)}, tx.init(params), params)[0]
-        {'w': tensor([[-0.3000, -0.3000],
-                [-0.3000, -0.3000]])}
     """
     floors = {"eps[0]": 0.0 if eps[0] is None else eps[0], "eps[1]": eps[1]}
     check_numbers("adafactor", lr, **floors, weight_decay=weight_decay)
@@ -270,17 +265,14 @@ def adafactor(
     if not isinstance(d, Tensor) and not d >= 1:
         raise ValueError(f"adafactor(d={d!r}): expected d >= 1.")
 
-    def by_size(
-        grads: Grads, state: State, params: Params | None = None
-    ) -> tuple[Updates, State]:
-        params = required("adafactor", params)
-        checks.names("adafactor(grads)", params, grads)
+    def by_size(grads, state, params=None):
+        params = required("adafactor", params, grads)
         count = state.count + 1
         rate = rate_at(lr, state.count)
         bound = count.double().rsqrt()
         bound = bound.clamp_max(scalar(rate, bound))
 
-        def descend(grad: Tensor, param: Tensor) -> Tensor:
+        def descend(grad, param):
             grad, param = widened(grad), widened(param)
             rms = norm(param) / max(param.numel(), 1) ** 0.5
             size = rms.clamp_min(scalar(eps[1], rms)) * scalar(bound, rms)
@@ -295,24 +287,3 @@ def adafactor(
         clip_by_block_rms(d),
         GradientTransformation(lambda params: State(counter(params), {}), by_size),
     )
-
-
-def _mean(square: Tensor, dim: int) -> Tensor:
-    """Return the mean over a dimension; over one of no length it is zero."""
-    return _cut(square.sum(dim, keepdim=True) / max(square.shape[dim], 1), square, dim)
-
-
-def _cut(mean: Tensor, square: Tensor, dim: int) -> Tensor:
-    """Shard a mean over a dimension as the squares are sharded.
-
-    torch would shard some of one row along their columns, or replicate them.
-    """
-    return shards.reduced(mean, square, dim) if shards.is_distributed(square) else mean
-
-
-def _least(eps: Number | None, like: Tensor) -> Any:
-    """Return the smallest root of a mean square, whose square is a normal number."""
-    finite = torch.finfo(like.dtype)
-    least = scalar(finite.eps if eps is None else eps, like)
-    tiny = finite.tiny**0.5
-    return least.clamp_min(tiny) if isinstance(least, Tensor) else max(least, tiny)

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 Number = float | Tensor
 """A hyperparameter: a number, or a tensor without dimensions."""
 
+Rate = Number | Schedule
+"""A rate, or a function of the number of steps taken so far that returns one."""
+
 Grads = Mapping[str, Tensor | None]
 """Gradients by name; `None` for a parameter that received none."""
 
@@ -37,17 +40,15 @@ def is_schedule(value: Any) -> TypeIs[Callable[..., Any]]:
     return not isinstance(value, Tensor) and callable(value)
 
 
-def rate_at(lr: Number | Schedule, count: Tensor) -> Number:
+def rate_at(lr: Rate, count: Tensor) -> Number:
     """Return a rate, which may be a schedule, after `count` steps."""
     return lr(count) if is_schedule(lr) else lr
 
 
-def map_grads(
-    function: Callable[..., Tensor], grads: Grads, *others: Mapping[str, Any]
-) -> Updates:
+def map_grads(function: Callable[..., Tensor], grads: Grads, *others: Any) -> Updates:
     """Apply a function name by name; where the gradient is None, so is the result."""
 
-    def apply(grad: Tensor | None, *rest: Any) -> Tensor | None:
+    def apply(grad, *rest):
         return None if grad is None else function(grad, *rest)
 
     return map_values(apply, grads, *others)
@@ -58,7 +59,7 @@ def advance(
 ) -> Params:
     """Apply a function name by name; where `new` is None, keep the entry of `old`."""
 
-    def apply(before: Tensor, value: Tensor | None, *rest: Tensor) -> Tensor:
+    def apply(before, value, *rest):
         return before if value is None else function(before, value, *rest)
 
     return map_values(apply, old, new, *others)
@@ -133,18 +134,6 @@ def plus(value: Tensor, factor: Number, other: Tensor) -> Tensor:
     if isinstance(factor, Tensor):
         return value + scalar(factor, other) * other
     return torch.add(value, other, alpha=factor)
-
-
-def expanded(function: str, name: str, value: Number, like: Tensor) -> Tensor:
-    """Bring a number, or a tensor of one or all values, to the shape of `like`."""
-    if not isinstance(value, Tensor):
-        return torch.full_like(like, value)
-    if value.shape not in ((), like.shape):
-        raise ValueError(
-            f"{function}({name} of shape {tuple(value.shape)}): expected a number or a "
-            f"tensor of shape {tuple(like.shape)}."
-        )
-    return value.to(like.device, like.dtype).expand(like.shape)
 
 
 def scalar(value: Number, like: Tensor) -> Number:

@@ -14,6 +14,7 @@ from vgrad import checks
 from vgrad.optim.arithmetic import (
     Grads,
     Number,
+    Rate,
     Updates,
     counter,
     filled,
@@ -21,7 +22,7 @@ from vgrad.optim.arithmetic import (
     map_grads,
 )
 from vgrad.tree import cast, map_values, tree_leaves, widened
-from vgrad.typing import Params, Schedule, Tree
+from vgrad.typing import Params, Tree
 
 UpdateFn = Callable[..., tuple[Updates, Tree]]
 """`(grads, state, params=None) -> (updates, state)`; the arguments do not change."""
@@ -43,10 +44,8 @@ class GradientTransformation(NamedTuple):
 
     Neither function changes anything in place or reads a value, so both run under
     `torch.vmap`, `torch.compile` and `torch.func.grad`; an optimizer whose rate differs
-    from member to member is built inside the mapped function. A gradient of `None`
-    gives an update of `None` and leaves the state of that parameter as it is; step
-    counters run on. `donated` is a faster whole step, for `step` with `donate=True`; a
-    chain does not inherit it from its parts.
+    from member to member is built inside the mapped function. `donated` is a faster
+    whole step, for `step` with `donate=True`; a chain does not inherit it.
 
     Example:
         >>> negate = GradientTransformation(
@@ -96,10 +95,10 @@ def per_parameter(
     Parameters have to be `real`; errors begin with the name of the `function`.
     """
 
-    def init(params: Params) -> State:
+    def init(params):
         if real:
             check_real(function, params)
-        tensors: dict[str, Params] = {slot: {} for slot in slots}
+        tensors = {slot: {} for slot in slots}
         for slot, start in slots.items():
             for name, param in params.items():
                 first = start(param) if callable(start) else filled(param, start)
@@ -107,9 +106,7 @@ def per_parameter(
                     tensors[slot][name] = first
         return State(counter(params), tensors)
 
-    def update(
-        grads: Grads, state: State, params: Params | None = None
-    ) -> tuple[Updates, State]:
+    def update(grads, state, params=None):
         if not isinstance(state, State):
             raise TypeError(
                 f"{function}(state): expected the state that its init made, got "
@@ -135,6 +132,33 @@ def per_parameter(
     return GradientTransformation(init, update)
 
 
+def stateless(update: Callable[[Grads, Any], Updates]) -> GradientTransformation:
+    """Make a transformation without state of `(grads, params) -> updates`."""
+    return GradientTransformation(
+        lambda params: (),
+        lambda grads, state, params=None: (update(grads, params), state),
+    )
+
+
+def of_gradient(function: Callable[[Tensor], Tensor]) -> GradientTransformation:
+    """Make a transformation without state of a function of one widened gradient."""
+    return stateless(
+        lambda grads, params: map_grads(lambda g: function(widened(g)), grads)
+    )
+
+
+def of_gradient_and_parameter(
+    name: str, function: Callable[[Tensor, Tensor], Tensor]
+) -> GradientTransformation:
+    """Do the same with a function of a gradient and its parameter, both widened."""
+
+    def update(grads, params):
+        params = required(name, params, grads)
+        return map_grads(lambda g, p: function(widened(g), widened(p)), grads, params)
+
+    return stateless(update)
+
+
 def check_transformation(function: str, tx: Any) -> None:
     """Refuse everything without `init` and `update`, such as optimizers of torch."""
     if hasattr(tx, "init") and hasattr(tx, "update"):
@@ -158,20 +182,13 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     Example:
         >>> from vgrad.optim import scale_by_learning_rate, trace
         >>> heavy_ball = chain(trace(0.9), scale_by_learning_rate(0.5))
-        >>> params = {"w": torch.zeros(2)}
-        >>> updates, state = heavy_ball.update(params, heavy_ball.init(params))
-        >>> len(state)
+        >>> len(heavy_ball.init({"w": torch.zeros(2)}))
         2
     """
     for tx in transformations:
         check_transformation("chain", tx)
 
-    def init(params: Params) -> Tree:
-        return tuple(tx.init(params) for tx in transformations)
-
-    def update(
-        grads: Grads, state: Tree, params: Params | None = None
-    ) -> tuple[Updates, Tree]:
+    def update(grads, state, params=None):
         if len(state) != len(transformations):
             raise ValueError(
                 f"chain(state of {len(state)} transformations): expected one of "
@@ -183,40 +200,9 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
             states.append(new)
         return updates, tuple(states)
 
-    return GradientTransformation(init, update)
-
-
-def stateless(
-    update: Callable[[Grads, Params | None], Updates],
-) -> GradientTransformation:
-    """Make a transformation without state of `(grads, params) -> updates`."""
     return GradientTransformation(
-        lambda params: (),
-        lambda grads, state, params=None: (update(grads, params), state),
+        lambda params: tuple(tx.init(params) for tx in transformations), update
     )
-
-
-def of_gradient(function: Callable[[Tensor], Tensor]) -> GradientTransformation:
-    """Make a transformation without state of a function of one widened gradient."""
-    return stateless(
-        lambda grads, params: map_grads(lambda g: function(widened(g)), grads)
-    )
-
-
-def of_gradient_and_parameter(
-    name: str, function: Callable[[Tensor, Tensor], Tensor]
-) -> GradientTransformation:
-    """Do the same with a function of a gradient and its parameter, both widened."""
-
-    def apply(grad: Tensor, param: Tensor) -> Tensor:
-        return function(widened(grad), widened(param))
-
-    def update(grads: Grads, params: Params | None) -> Updates:
-        params = required(name, params)
-        checks.names(f"{name}(grads)", params, grads)
-        return map_grads(apply, grads, params)
-
-    return stateless(update)
 
 
 def apply_updates(params: Params, updates: Grads) -> Params:
@@ -235,7 +221,7 @@ def apply_updates(params: Params, updates: Grads) -> Params:
     shapes = {name: params[name].shape for name in present}
     checks.shapes("apply_updates(updates)", shapes, present)
 
-    def add(param: Tensor, update: Tensor | None) -> Tensor:
+    def add(param, update):
         if update is None:
             return param
         wide = widened(param)
@@ -300,7 +286,7 @@ def states_of(
 ) -> list[Any]:
     """Collect the states of one kind of transformation from a tree."""
 
-    def is_one(node: Tree) -> bool:
+    def is_one(node):
         return isinstance(node, kind) and accept(node)
 
     return [node for node in tree_leaves(state, is_leaf=is_one) if is_one(node)]
@@ -315,11 +301,7 @@ def plain(**values: Any) -> dict[str, Any]:
 
 
 def check_numbers(
-    function: str,
-    lr: Number | Schedule,
-    betas: tuple[Number, ...] = (),
-    /,
-    **values: Number,
+    function: str, lr: Rate, betas: tuple[Number, ...] = (), /, **values: Number
 ) -> None:
     """Each number is zero or more, and a beta below one; tensors and schedules pass."""
     named = values if is_schedule(lr) else {"lr": lr, **values}
@@ -351,11 +333,14 @@ def check_real(function: str, params: Params) -> None:
             )
 
 
-def required(function: str, params: Params | None) -> Params:
-    """Return the parameters, or refuse a call of `update` without them."""
+def required(
+    function: str, params: Params | None, grads: Grads, names: Params | None = None
+) -> Params:
+    """Return the parameters, unless they are missing or gradients have other names."""
     if params is None:
         raise ValueError(
             f"{function}(params=None): expected the parameters, got none. "
             f"Call update(grads, state, params)."
         )
+    checks.names(f"{function}(grads)", params if names is None else names, grads)
     return params
