@@ -70,26 +70,24 @@ Parts of optimizers:
 from typing import TYPE_CHECKING
 
 from vgrad.optim import schedules
-from vgrad.optim.adam import (
+from vgrad.optim.adaptive import (
+    adadelta,
+    adafactor,
+    adagrad,
     adam,
     adamax,
     adamw,
     lamb,
     nadam,
     radam,
+    rmsprop,
+    scale_by_adadelta,
     scale_by_adam,
     scale_by_adamax,
     scale_by_amsgrad,
+    scale_by_factored_rms,
     scale_by_nadam,
     scale_by_radam,
-)
-from vgrad.optim.adaptive import (
-    adadelta,
-    adafactor,
-    adagrad,
-    rmsprop,
-    scale_by_adadelta,
-    scale_by_factored_rms,
     scale_by_rms,
     scale_by_rss,
     scale_by_stddev,

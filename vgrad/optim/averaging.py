@@ -13,10 +13,15 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arithmetic import (
+from vgrad.optim.base import (
+    GradientTransformation,
     Number,
     Rate,
+    State,
     advance,
+    chain,
+    check_numbers,
+    check_shares,
     copies,
     counter,
     filled,
@@ -24,19 +29,12 @@ from vgrad.optim.arithmetic import (
     map_grads,
     mean_of_squares,
     over_root,
-    plus,
-    rate_at,
-    scalar,
-)
-from vgrad.optim.base import (
-    GradientTransformation,
-    State,
-    chain,
-    check_numbers,
-    check_shares,
     per_parameter,
     plain,
+    plus,
+    rate_at,
     required,
+    scalar,
     states_of,
 )
 from vgrad.optim.sgd import average_after, sgd
@@ -134,7 +132,9 @@ def averaged_parameters(state: Tree) -> Params:
         >>> averaged_parameters(tx.init({"w": torch.ones(2)}))
         {'w': tensor([1., 1.])}
     """
-    averages = states_of(state, State, lambda node: "ax" in node.slots)
+    averages = states_of(
+        state, lambda node: isinstance(node, State) and "ax" in node.slots
+    )
     if len(averages) != 1:
         raise ValueError(
             f"averaged_parameters(state with {len(averages)} averages): expected the "
@@ -396,7 +396,7 @@ def evaluation_parameters(state: Tree, params: Params) -> Params:
         >>> evaluation_parameters(tx.init(params), params)
         {'w': tensor([1., 1.])}
     """
-    states = states_of(state, ScheduleFreeState)
+    states = states_of(state, lambda node: isinstance(node, ScheduleFreeState))
     if not states:
         raise ValueError(
             "evaluation_parameters(state): expected the state of a schedule_free "

@@ -14,23 +14,21 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arithmetic import (
+from vgrad.optim.base import (
+    GradientTransformation,
     Grads,
     Number,
+    State,
+    check_real,
     counter,
     length,
     map_grads,
-    root,
-    scalar,
-)
-from vgrad.optim.base import (
-    GradientTransformation,
-    State,
-    check_real,
     of_gradient,
     of_gradient_and_parameter,
     per_parameter,
     plain,
+    root,
+    scalar,
     stateless,
 )
 from vgrad.torch_private import shards

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arithmetic import Grads, Number, Rate, is_schedule, is_zero
-from vgrad.optim.base import Donated, State
+from vgrad.optim.base import Donated, Grads, Number, Rate, State, is_schedule, is_zero
 from vgrad.torch_private import kernels, modes, shards
 from vgrad.typing import Params
 

@@ -11,8 +11,16 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arithmetic import Number, counter, is_schedule, rate_at, scalar
-from vgrad.optim.base import GradientTransformation, plain, states_of
+from vgrad.optim.base import (
+    GradientTransformation,
+    Number,
+    counter,
+    is_schedule,
+    plain,
+    rate_at,
+    scalar,
+    states_of,
+)
 from vgrad.tree import map_values, tree_map
 from vgrad.typing import Schedule, Tree
 
@@ -245,7 +253,7 @@ def reduce_on_plateau(
         return isinstance(node, PlateauState)
 
     def observe(state: Tree, value: Number) -> Tree:
-        plateaus = len(states_of(state, PlateauState))
+        plateaus = len(states_of(state, is_plateau))
         if plateaus != 1:
             raise ValueError(
                 f"observe(state with {plateaus} plateaus): expected the state of one "

@@ -15,8 +15,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from vgrad import checks, tree
-from vgrad.optim.adam import adam, adamax, adamw, nadam, radam
-from vgrad.optim.adaptive import adadelta, adafactor, adagrad, rmsprop
+from vgrad.optim.adaptive import (
+    adadelta,
+    adafactor,
+    adagrad,
+    adam,
+    adamax,
+    adamw,
+    nadam,
+    radam,
+    rmsprop,
+)
 from vgrad.optim.base import GradientTransformation, State, check_transformation, step
 from vgrad.optim.fused import sharing
 from vgrad.optim.hyperparams import HyperparamsState, with_hyperparams

@@ -14,13 +14,18 @@ from torch import Tensor
 from torch.autograd import Function
 
 from vgrad import checks
-from vgrad.optim.arithmetic import Grads, Number, Rate, lerp, map_grads, scalar
 from vgrad.optim.base import (
     GradientTransformation,
+    Grads,
+    Number,
+    Rate,
     check_numbers,
     check_real,
+    lerp,
+    map_grads,
     of_gradient,
     per_parameter,
+    scalar,
 )
 from vgrad.optim.transforms import descent
 from vgrad.tree import no_autocast, widened

@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arithmetic import Number, is_schedule
-from vgrad.optim.base import plain
+from vgrad.optim.base import Number, check_scalars, is_schedule, plain
 from vgrad.typing import Schedule
 
 __all__ = [
@@ -425,13 +424,7 @@ def _check_rates(function: str, rates: dict[str, Number]) -> None:
 
 def _plain_numbers(function: str, **values: Number) -> dict[str, Any]:
     """Return the values that are not tensors; a tensor must have no dimensions."""
-    for name, value in values.items():
-        if isinstance(value, Tensor) and value.ndim > 0:
-            raise ValueError(
-                f"{function}({name} of shape {tuple(value.shape)}): expected a number "
-                f"or a tensor without dimensions. For one value per member, make the "
-                f"schedule inside the function that torch.vmap maps."
-            )
+    check_scalars(function, "make the schedule", **values)
     return plain(**values)
 
 

@@ -8,27 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vgrad.optim.arithmetic import (
+from vgrad.optim.base import (
+    GradientTransformation,
     Number,
     Rate,
+    State,
+    apply_updates,
+    chain,
+    check_numbers,
     copies,
     counter,
     is_zero,
     lerp,
     norm,
-    plus,
-    rate_at,
-    scalar,
-)
-from vgrad.optim.base import (
-    GradientTransformation,
-    State,
-    apply_updates,
-    chain,
-    check_numbers,
     of_gradient_and_parameter,
     per_parameter,
+    plus,
+    rate_at,
     required,
+    scalar,
 )
 from vgrad.optim.fused import donated_sgd
 from vgrad.optim.transforms import (

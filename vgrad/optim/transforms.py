@@ -10,22 +10,20 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from vgrad import checks
-from vgrad.optim.arithmetic import (
+from vgrad.optim.base import (
+    GradientTransformation,
     Number,
     Rate,
+    State,
+    chain,
     counter,
     is_schedule,
     is_zero,
     map_grads,
-    plus,
-    scalar,
-)
-from vgrad.optim.base import (
-    GradientTransformation,
-    State,
-    chain,
     of_gradient_and_parameter,
     plain,
+    plus,
+    scalar,
     stateless,
 )
 from vgrad.tree import widened
