@@ -222,16 +222,6 @@ def test_warnings_are_lines_without_source_and_come_once(monkeypatch, capsys):
     assert warnings.formatwarning is before
 
 
-@pytest.mark.slow
-def test_a_large_delta_is_warned_of_in_one_line(images, tmp_path):
-    more = ["--out", tmp_path / "run", *arguments(images, "--delta", "0.2", epochs=1)]
-    command = [sys.executable, "-m", "vgrad", "train", *more]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("vgrad: warning: Plan(delta=0.2): expected at most 1")
-
-
 def test_an_interrupt_has_its_own_status(images, tmp_path, monkeypatch, capsys):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt

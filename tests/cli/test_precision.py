@@ -35,41 +35,6 @@ def fast():
         yield
 
 
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory):
-    """The folders of one short run on the digits in each precision."""
-    folder = tmp_path_factory.mktemp("digits")
-    for name in DTYPES:
-        out = ["--out", str(folder / name), "--precision", name, runs.FIXED]
-        sizes = ["--model", "mlp", "--batch-size", "240", "--epochs", "4"]
-        assert main(["train", *out, *sizes]) == 0
-    return folder
-
-
-@EVERY
-def test_digits_are_learned_as_well_as_in_float32_and_saved_in_it(digits, capsys, name):
-    for run, scale in (("metrics", 2.0**10), ("plain", 2.0**15)):
-        first, *_, last = records = runs.lines(digits / name / f"{run}.jsonl")
-        full = runs.lines(digits / "float32" / f"{run}.jsonl")[-1]
-        assert last["loss"] < first["loss"]
-        assert last["loss"] == pytest.approx(full["loss"], rel=0.02)
-        assert (last["loss"] != full["loss"]) == (name != "float32")
-        assert last["test_accuracy"] == pytest.approx(full["test_accuracy"], abs=0.03)
-        assert last["epsilon"] == full["epsilon"]
-        scaled = name == "float16"
-        for record in records:
-            assert list(record) == runs.KEYS + ["loss_scale", "skipped"] * scaled
-            assert not scaled or (record["loss_scale"], record["skipped"]) == (scale, 0)
-    state, _ = checkpoint.read_state(digits / name)
-    floating = {key: value for key, value in state.items() if value.is_floating_point()}
-    assert len([key for key in floating if ".params" in key]) == 8
-    values = [*floating.values(), *checkpoint.load(digits / name).parameters()]
-    assert {value.dtype for value in values} == {torch.float32}
-    assert main(["evaluate", str(digits / name)]) == 0
-    share = runs.lines(digits / name / "metrics.jsonl")[-1]["test_accuracy"]
-    assert capsys.readouterr().out.startswith(f"accuracy {100 * share:.2f} % on 359")
-
-
 OWN = """
 SEEN = []
 class Own(torch.nn.Linear):
@@ -99,22 +64,6 @@ def test_every_forward_pass_runs_in_the_precision(images, tmp_path, module, name
     files.write_tensors(path, tensors, description)
     assert main(judge) == 0
     assert seen == [DTYPES[name], torch.float32]
-
-
-def test_a_checkpoint_has_the_loss_scales_from_the_start(images, tmp_path):
-    out = tmp_path / "run"
-    with runs.killed(report, "display"):
-        runs.train(images, out, "--precision", "float16")
-    before, _ = checkpoint.read_state(out)
-    assert runs.resume(out) == 0
-    after, _ = checkpoint.read_state(out)
-    assert before.keys() == after.keys()
-    scales = {key: value.item() for key, value in after.items() if "scale" in key}
-    assert scales == {
-        ".private.loss_scale.loss_scale": 2.0**10,
-        ".plain.loss_scale.loss_scale": 2.0**15,
-        ".plain.loss_scale.counter": 8,
-    }
 
 
 def test_the_scales_are_the_defaults_of_the_steps(images):
@@ -158,7 +107,7 @@ def test_skipped_steps_are_counted_and_the_scale_has_followed(images, tmp_path):
     ("name", "bf16", "advice"),
     [
         ("float16", True, "bfloat16, or a GPU"),
-        ("float16", False, "float32 .bfloat16 is as slow here"),
+        ("float16", False, "float32, or a GPU"),
         ("bfloat16", False, "float32, or a GPU"),
     ],
 )
