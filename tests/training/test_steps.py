@@ -1,6 +1,7 @@
 """A step is its parts: gradients in plain torch, clipping and noise, an optimizer."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -116,19 +117,24 @@ OPTIONS = {
     "donated, skipped": {"donate": True, **SPOILED},
     "aux": {"has_aux": True},
     "all": {"donate": True, "has_aux": True, **SPOILED},
+    "chunks": {"chunk_size": 4},
     "compiled": {"compiled": True},
     "compiled, skipped": {"compiled": True, **SPOILED},
     "compiled, all": {"compiled": True, "donate": True, "has_aux": True, **SPOILED},
 }
 
 
-@every_kind
-@pytest.mark.parametrize("name", OPTIONS)
+REFUSED = {("samples", name) for name in OPTIONS if "has_aux" in OPTIONS[name]}
+REFUSED |= {(kind, "chunks") for kind in KINDS if kind != "private"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [pair for pair in itertools.product(KINDS, OPTIONS) if pair not in REFUSED],
+)
 def test_a_step_is_its_parts(kind, name):
     options = dict(OPTIONS[name])
     spoiled, compiled = options.pop("spoiled", ()), options.pop("compiled", False)
-    if kind == "samples" and options.pop("has_aux", False):
-        return  # refused
     policy, scale = options.get("policy"), options.get("loss_scale")
     dtype, tolerance = (torch.float32, 0.03) if policy else (torch.float64, 1e-10)
     tx = optim.sgd(0.1, momentum=0.9)
