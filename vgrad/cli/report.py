@@ -34,7 +34,7 @@ from vgrad.cli import checkpoint
 from vgrad.cli.metrics import FIGURES, RUNS, Record
 from vgrad.cli.setup import Job, Pair
 from vgrad.ensemble.calibration import reliability
-from vgrad.ensemble.prediction import class_prediction
+from vgrad.ensemble.prediction import EnsemblePrediction
 from vgrad_command import printable, spelled
 
 # The console.
@@ -292,7 +292,7 @@ def reliability_diagram(
     perfect = {"color": "grey", "linestyle": ":", "label": "perfectly calibrated"}
     above.plot([0, 1], [0, 1], **perfect)
     for name, logits in scores.items():
-        mean = class_prediction(logits).mean
+        mean = EnsemblePrediction.from_logits(logits).mean
         known = mean.isfinite().all(1)
         found = reliability(mean[known], labels[known], bins=_BINS)
         filled = (found.count > 0).cpu()
@@ -313,7 +313,7 @@ def most_uncertain(
     title: str, name: str, logits: Tensor, images: Tensor, labels: Tensor
 ) -> Figure:
     """Show the samples with the largest predictive entropy, `[N, C, H, W]`."""
-    found = class_prediction(logits)
+    found = EnsemblePrediction.from_logits(logits)
     # NaN is as uncertain as can be.
     entropy = found.predictive_entropy.nan_to_num(nan=math.inf)
     order = entropy.argsort(descending=True, stable=True)[:_SHOWN].tolist()

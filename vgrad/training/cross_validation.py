@@ -6,7 +6,7 @@ K folds, E of them at once, n samples.
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vgrad import batches, checks, tree
 from vgrad.ensemble.resampling import fold_indices
-from vgrad.ensemble.stacking import made, stack
+from vgrad.ensemble.stacking import made, member_seed, stack
 from vgrad.functional.losses import Criterion, batch_loss
 from vgrad.functional.model import FunctionalModel
 from vgrad.generators import secret_key
@@ -218,7 +218,9 @@ class _Job:
     def start(self, which: range) -> tuple[FunctionalModel, EnsembleState]:
         """Make the models of some folds, and their state before the first step."""
         seed = self.folds.seed
-        models = made("cross_validate", self.factory, which, seed=seed)
+        makes = [partial(self.factory, fold) for fold in which]
+        seeds = [member_seed(seed, fold) for fold in which]
+        models = made("cross_validate(factory)", makes, seeds)
         fmodel, *entries = stack(models)
         state = EnsembleState.create(self.tx, *entries, loss_scale=self.scale)
         key = secret_key(seed=seed, member=which.start)

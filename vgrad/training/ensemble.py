@@ -13,8 +13,7 @@ from torch import Tensor
 from vgrad import optim
 from vgrad.checks import Patterns
 from vgrad.conditions import checks_collected
-from vgrad.ensemble.axes import InDims, members, split
-from vgrad.ensemble.execution import Call
+from vgrad.ensemble.execution import Call, InDims, members, split
 from vgrad.ensemble.gradients import EnsembleGradFn, ensemble_grad
 from vgrad.ensemble.optimizer import of_members
 from vgrad.functional.losses import check_loss
@@ -103,7 +102,7 @@ class EnsembleState(NamedTuple):
             tensor([True, True, True])
         """
         function = "EnsembleState.create"
-        count = members(params, buffers, shared, function=function)
+        count = members(function, params, buffers, shared)
         tx = of_members(function, tx, shared)
         start = TrainState.create(tx, params, buffers, seed=seed, loss_scale=loss_scale)
         active = torch.ones(count, dtype=torch.bool, device=device_of(params))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vgrad.ensemble.choice import Runner
+from vgrad.ensemble.execution import EnsembleExecutor
 from vgrad.functional.losses import Criterion, batch_loss
 from vgrad.functional.model import FunctionalModel
 from vgrad.precision import Policy
@@ -41,7 +41,7 @@ class Validation:
         self._metric = metric
         self._policy = policy
         self._judged = under(policy, self._loss_and_output)
-        self._runner = Runner("cross_validate", shared=(), **options)
+        self._executor = EnsembleExecutor("cross_validate", **options)
 
     def __call__(self, state: EnsembleState, batches: Iterable[tuple]) -> Figures:
         """Return the mean `losses` over batches `[E, B, ...]`, and `scores`; `[E]`.
@@ -51,9 +51,9 @@ class Validation:
         total, count, kept = torch.zeros(()), 0, []
         with torch.no_grad(), own_randomness(state):
             for batch in batches:
-                call = self._runner.call(state.params, state.buffers, batch)
-                strategy, _ = self._runner.choose(self._judged, call)
-                losses, output = self._runner.run(self._judged, call, strategy)
+                call = self._executor.call(state.params, state.buffers, batch)
+                strategy, _ = self._executor.choose(self._judged, call)
+                losses, output = self._executor.run(self._judged, call, strategy)
                 size = tensors(batch)[0].shape[1]
                 total, count = total + losses.double() * size, count + size
                 kept.append((output, batch[-1]) if output else ())
