@@ -41,7 +41,7 @@ from vgrad.lowering.draws import Draws
 from vgrad.lowering.keyed import check_drawn
 from vgrad.persample.clipped import ClippedGrad, clipped_grad
 from vgrad.persample.engine.guard import UnsupportedOp
-from vgrad.persample.engine.problem import Options
+from vgrad.persample.engine.problem import Options, check_options
 from vgrad.persample.engine.transform import Transform
 from vgrad.persample.grad import per_sample_grad
 from vgrad.torch_private import modes
@@ -465,13 +465,18 @@ def ensemble_per_sample_grad(
     loss: LossFn, *, has_aux: Literal[True], **options: Unpack[_Options]
 ) -> EnsemblePerSampleFn[tuple[Params, Tree]]: ...
 def ensemble_per_sample_grad(
-    loss: LossFn, *, in_dims: InDims = None, shared: Patterns = (), **options: Any
+    loss: LossFn,
+    *,
+    in_dims: InDims = None,
+    shared: Patterns = (),
+    has_aux: bool = False,
+    **options: Unpack[Options],
 ) -> EnsemblePerSampleFn[Any]:
     """Gradient of every sample for every member: `{name: [E, B, *shape]}`.
 
-    `loss` is the loss of one sample for one member. The options are those of
-    `per_sample_grad`, and `in_dims` and `shared` of `ensemble_grad`. Every member has
-    a gradient of its own for shared entries.
+    `loss` is the loss of one sample for one member. `in_dims` and `shared` are those of
+    `ensemble_grad`, the other options are in `vgrad.persample.Options`. Every member
+    has a gradient of its own for shared entries.
 
     Args:
         in_dims: 0 where each member has a batch of its own, None where all have one, or
@@ -490,9 +495,9 @@ def ensemble_per_sample_grad(
     """
     function = "ensemble_per_sample_grad"
     check_loss(function, loss)
-    return EnsemblePerSampleFn(
-        function, [per_sample_grad(loss, **options)], in_dims, shared
-    )
+    check_options(ensemble_per_sample_grad, options)
+    transform = per_sample_grad(loss, has_aux=has_aux, **options)
+    return EnsemblePerSampleFn(function, [transform], in_dims, shared)
 
 
 class _ClippingOptions(_Options, total=False):
@@ -516,15 +521,19 @@ def ensemble_clipped_grad(
     loss: LossFn,
     *,
     max_norm: float | Mapping[str, float] | Tensor | Sequence[float],
+    clipping: Clipping = "flat",
+    normalize_by: float = 1.0,
     in_dims: InDims = None,
     shared: Patterns = (),
-    **options: Any,
+    has_aux: bool = False,
+    **options: Unpack[Options],
 ) -> EnsembleClippedGradFn[Any]:
     """Sum of clipped gradients of every member: a `ClippedGrad` of `[E, ...]`.
 
     `max_norm` is one bound as `clipped_grad` takes it, or a list or a tensor of one for
-    each member. The other options are those of `clipped_grad`, and `in_dims` and
-    `shared` of `ensemble_grad`. `.add_noise` adds each member's noise.
+    each member; `clipping` and `normalize_by` are those of `clipped_grad`, `in_dims`
+    and `shared` those of `ensemble_grad`, and the other options are in
+    `vgrad.persample.Options`. `.add_noise` adds each member's noise.
 
     Args:
         in_dims: 0 where each member has a batch of its own, None where all have one, or
@@ -544,6 +553,7 @@ def ensemble_clipped_grad(
     """
     function = "ensemble_clipped_grad"
     check_loss(function, loss)
+    check_options(ensemble_clipped_grad, options)
     bounds: Any = max_norm if isinstance(max_norm, Sequence) else [max_norm]
     if isinstance(max_norm, Tensor):
         if max_norm.requires_grad:
@@ -553,5 +563,15 @@ def ensemble_clipped_grad(
                 "max_norm.detach()."
             )
         bounds = max_norm.reshape(-1).tolist()
-    transforms = [clipped_grad(loss, max_norm=bound, **options) for bound in bounds]
+    transforms = [
+        clipped_grad(
+            loss,
+            max_norm=bound,
+            clipping=clipping,
+            normalize_by=normalize_by,
+            has_aux=has_aux,
+            **options,
+        )
+        for bound in bounds
+    ]
     return EnsembleClippedGradFn(function, transforms, in_dims, shared)

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.checks import Patterns
-from vgrad.optim.arithmetic import Grads, Updates
 from vgrad.optim.base import (
     Donated,
     GradientTransformation,
+    Grads,
     UpdateFn,
+    Updates,
     apply_updates,
     check_transformation,
 )
