@@ -474,14 +474,9 @@ def ensemble_per_sample_grad(
 ) -> EnsemblePerSampleFn[Any]:
     """Gradient of every sample for every member: `{name: [E, B, *shape]}`.
 
-    `loss` is the loss of one sample for one member. `in_dims` and `shared` are those of
-    `ensemble_grad`, the other options are in `vgrad.persample.Options`. Every member
-    has a gradient of its own for shared entries.
-
-    Args:
-        in_dims: 0 where each member has a batch of its own, None where all have one, or
-            a sequence with an entry for each item.
-        shared: patterns of the entries without a member axis.
+    `loss` is the loss of one sample for one member; `in_dims` and `shared` are as in
+    `ensemble_grad`, the other options in `vgrad.persample.Options`. Every member has a
+    gradient of its own for shared entries.
 
     Example:
         >>> import vgrad
@@ -531,14 +526,9 @@ def ensemble_clipped_grad(
     """Sum of clipped gradients of every member: a `ClippedGrad` of `[E, ...]`.
 
     `max_norm` is one bound as `clipped_grad` takes it, or a list or a tensor of one for
-    each member; `clipping` and `normalize_by` are those of `clipped_grad`, `in_dims`
-    and `shared` those of `ensemble_grad`, and the other options are in
-    `vgrad.persample.Options`. `.add_noise` adds each member's noise.
-
-    Args:
-        in_dims: 0 where each member has a batch of its own, None where all have one, or
-            a sequence with an entry for each item.
-        shared: patterns of the entries without a member axis.
+    each member. `clipping` and `normalize_by` are those of `clipped_grad`, `in_dims`
+    and `shared` as in `ensemble_grad`, the other options in `vgrad.persample.Options`.
+    `.add_noise` adds each member's noise.
 
     Example:
         >>> import vgrad

@@ -150,11 +150,10 @@ def ensemble_forward(
     `(output, new_buffers)`, for batch statistics. The arguments stay as they are.
 
     `randomness="different"` draws dropout masks for every member, `"same"` one for all;
-    masks depend on the strategy. All options but `chunk_size` are those of
-    `ensemble_grad`.
+    masks depend on the strategy.
 
     Args:
-        chunk_size: samples at a time; None for all.
+        chunk_size: samples at a time; None for all, other options as in `ensemble_grad`.
 
     Raises:
         TypeError: the model returns something else than tensors.
@@ -313,9 +312,7 @@ def predict(
     Learning for Classification and Preference Learning, arXiv 1112.5745.
 
     Args:
-        chunk_size: samples at a time; None for all.
-        strategy: how members run: as for `ensemble_grad`.
-        shared: patterns of the entries without a member axis.
+        chunk_size: samples at a time; None for all, other options as in `ensemble_grad`.
 
     Raises:
         ValueError: the outputs are not those of this kind, or sizes do not fit.
