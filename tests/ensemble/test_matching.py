@@ -15,8 +15,9 @@ from torch.nn.utils import parametrizations, prune
 from tests.ensemble.test_stacking import Tied, mlp, models  # noqa: F401
 from tests.oracle import assert_exact
 from vgrad import stack
-from vgrad.ensemble import member
-from vgrad.ensemble.matching import difference
+from vgrad.ensemble import matching, member
+
+difference = matching.difference
 
 
 class Holder(nn.Module):

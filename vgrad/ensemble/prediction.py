@@ -153,7 +153,7 @@ def ensemble_forward(
     masks depend on the strategy.
 
     Args:
-        chunk_size: samples at a time; None for all, other options as in `ensemble_grad`.
+        chunk_size: samples at a time; None for all. Others as in `ensemble_grad`.
 
     Raises:
         TypeError: the model returns something else than tensors.
@@ -312,7 +312,7 @@ def predict(
     Learning for Classification and Preference Learning, arXiv 1112.5745.
 
     Args:
-        chunk_size: samples at a time; None for all, other options as in `ensemble_grad`.
+        chunk_size: samples at a time; None for all. Others as in `ensemble_grad`.
 
     Raises:
         ValueError: the outputs are not those of this kind, or sizes do not fit.
