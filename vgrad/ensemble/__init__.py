@@ -20,7 +20,6 @@ Running and training:
 * `MembersState`: its state
 * `bootstrap_indices`: draw samples with replacement for each member
 * `fold_indices`: split samples for cross-validation
-* `EnsembleExplanation`: which strategy runs, and how
 
 Predicting:
 
@@ -40,7 +39,6 @@ from vgrad.ensemble.calibration import (
     calibration,
     reliability,
 )
-from vgrad.ensemble.choice import EnsembleExplanation
 from vgrad.ensemble.forward import ensemble_forward as ensemble_forward
 from vgrad.ensemble.gradients import EnsembleGrads
 from vgrad.ensemble.gradients import ensemble_grad as ensemble_grad
@@ -76,7 +74,6 @@ from vgrad.renamed import raising
 
 __all__ = [
     "Calibration",
-    "EnsembleExplanation",
     "EnsembleGrads",
     "EnsemblePrediction",
     "MembersState",

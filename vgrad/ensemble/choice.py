@@ -32,7 +32,7 @@ from vgrad.generators import kept_random_state
 from vgrad.lowering.draws import Draws
 from vgrad.lowering.questions import Parts
 from vgrad.persample.engine.guard import Fallbacks
-from vgrad.persample.explain import aligned
+from vgrad.report import Report, table
 from vgrad.torch_private import modes
 from vgrad.typing import Buffers, EnsembleStrategy, Params, Randomness
 
@@ -44,8 +44,8 @@ CONVOLVED = 5.0
 
 
 @dataclass(frozen=True)
-class EnsembleExplanation:
-    """Which strategy runs, and how; `str` makes a table of it.
+class EnsembleExplanation(Report):
+    """The report of `vgrad.explain` for a function of an ensemble.
 
     Attributes:
         function: the transform's name.
@@ -68,7 +68,6 @@ class EnsembleExplanation:
     splits: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
-        """Return a table in plain text."""
         title = (
             f"{self.function} of {self.members} members, strategy {self.strategy}: "
             f"{self.why}"
@@ -81,7 +80,7 @@ class EnsembleExplanation:
             ) + "\n".join(lines)
         if not self.forms:
             return title
-        return f"{title}\n\n{aligned([('op', 'form'), *self.forms])}"
+        return f"{title}\n\n{table([('op', 'form'), *self.forms])}"
 
 
 class Keyed:

@@ -24,7 +24,7 @@ from vgrad.lowering.limits import raise_clearly
 from vgrad.lowering.members import Members, by_itself, mapped_here
 from vgrad.lowering.questions import Parts, Split
 from vgrad.lowering.truthful import Truth, UnsupportedOp
-from vgrad.persample.engine.ladder import FINAL, Stop
+from vgrad.persample.engine.guard import NON_RETRYABLE, Failure
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.torch_private import modes
 from vgrad.tree import map_tensors, tensors, tree_map
@@ -205,12 +205,12 @@ class Vmapped:
         """Run members at once; where that is not possible, each must run by itself."""
         try:
             return self._at_once(call, draws)
-        except FINAL:
+        except NON_RETRYABLE:
             raise
         except Exception as error:
-            stopped = Stop.of(error)
+            failure = Failure.of(error)
         rows = torch.arange(call.members).split(1)
-        raise Split(Parts(rows, stopped.where, "loop", stopped.why))
+        raise Split(Parts(rows, failure.where, "loop", failure.why))
 
     def _at_once(self, call: Call, draws: Draws) -> Any:
         """Run members who answer questions alike."""

@@ -25,7 +25,7 @@ from vgrad.ensemble.execution import (
 from vgrad.functional.losses import check_loss
 from vgrad.generators import sample_keys, set_seed
 from vgrad.persample.clipped import ClippedGrad, clipped_grad
-from vgrad.persample.engine.problem import Options, check_options
+from vgrad.persample.engine.call import Options, check_options
 from vgrad.persample.engine.transform import Transform
 from vgrad.persample.grad import per_sample_grad
 from vgrad.typing import Buffers, Clipping, LossFn, Params, Result, Tree

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vgrad.conditions import check_now
-from vgrad.persample.factors import reductions, sums
+from vgrad.persample.factors import reductions
 from vgrad.persample.factors.reductions import Norm
 from vgrad.torch_private.tensors import memory
 from vgrad.tree import double, wide
@@ -147,7 +147,7 @@ class Dense(Factor):
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Sum over samples."""
-        return sums.weighted_rows(self.g, weights)
+        return reductions.weighted_rows(self.g, weights)
 
     def take(self, rows: Tensor) -> "Dense":
         """Return the gradients of these samples."""

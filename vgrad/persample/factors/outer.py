@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vgrad.conditions import rare
-from vgrad.persample.factors import costs, reductions, sums
+from vgrad.persample.factors import costs, reductions
 from vgrad.persample.factors.base import Factor, Pair, Positions, Probes
 from vgrad.persample.factors.reductions import Norm
 
@@ -73,10 +73,10 @@ class Outer(Pair):
         a, b = reductions.products(self.inputs, self.outputs)
         column = weights.to(a.dtype).view(-1, 1, 1, 1)
         a, b = (a * column, b) if a.shape[3] <= b.shape[3] else (a, b * column)
-        step = max(1, sums.ROWS_AT_ONCE // max(1, a.shape[2]))
+        step = max(1, reductions.ROWS_AT_ONCE // max(1, a.shape[2]))
         parts = zip(a.split(step), b.split(step), strict=True)
         found = [_summed_outer(*part) for part in parts]
-        return sums.total(found).reshape(self.shape)
+        return reductions.total(found).reshape(self.shape)
 
     def gram(self, other: Factor) -> Tensor:
         """Inner products of factors where that is cheaper than of gradients."""
@@ -84,10 +84,10 @@ class Outer(Pair):
             return super().gram(other)
         if not costs.cross_by_gram(self.inputs.shape, self.outputs.shape, other.size):
             return super().gram(other)
-        wide = self.inputs.dtype in (torch.float64, torch.complex128)
-        far = [sums.reach(each.sides) > _APART for each in (self, other) if not wide]
-        if far and rare(torch.cat(far)):
-            return self.double().gram(other.double())
+        if self.inputs.dtype not in (torch.float64, torch.complex128):
+            far = [reductions.reach(each.sides) > _APART for each in (self, other)]
+            if rare(torch.cat(far)):
+                return self.double().gram(other.double())
         sizes = (self.size, self.inputs.shape[2], other.size, other.inputs.shape[2])
         k = reductions.inner(self.inputs.flatten(0, 2), other.inputs.flatten(0, 2))
         k *= reductions.inner(self.outputs.flatten(0, 2), other.outputs.flatten(0, 2))
