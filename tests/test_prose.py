@@ -8,10 +8,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 WAITING = (
-    "vgrad/cli",
     "vgrad/persample",
     "vgrad/lowering",
-    "vgrad/training",
     "vgrad/ensemble",
     "vgrad/compiled",
     "vgrad/distributed",

@@ -69,12 +69,12 @@ def resume(place: Place, tell: Tell) -> Result:
         whole = run()
         tell(0.4)
         try:
-            run(folder=folder, tell=stop)
+            run(folder=folder, callback=stop)
             raise AssertionError("expected an interruption, got none")
         except Interrupted:
             tell(0.6)
         told: list[FoldEpoch] = []
-        resumed = run(folder=folder, tell=told.append)
+        resumed = run(folder=folder, callback=told.append)
     shutil.rmtree(folder)
     pairs = zip(vgrad.tree.tensors(whole), vgrad.tree.tensors(resumed), strict=True)
     return {
@@ -98,7 +98,7 @@ def validate(place: Place, net: Folded, tell: Tell) -> Result:
         tell(done / (folds * epochs))
 
     start = time.perf_counter()
-    found = _cross_validated(place, net, images, epochs, folder=folder, tell=so_far)
+    found = _cross_validated(place, net, images, epochs, folder=folder, callback=so_far)
     seconds = time.perf_counter() - start
     shutil.rmtree(folder)
     assert found.scores is not None

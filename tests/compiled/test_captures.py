@@ -1,6 +1,5 @@
 """What is captured, what is not, and what is said about it."""
 
-from dataclasses import replace
 import argparse
 import cProfile
 import gc
@@ -9,6 +8,7 @@ import re
 import shutil
 import sys
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -211,9 +211,9 @@ def test_reports_say_what_ran():
     for size in (4, 4, 4, 5):
         compiled(PARAMS, {}, batch(size))
     four, five = compiled.reports()
-    assert replace(
-        four, build_seconds=0.0, nodes=0, key=""
-    ) == CaptureReport("clipped_grad", four.kind, "replay", "as asked for", calls=2)
+    assert replace(four, build_seconds=0.0, nodes=0, key="") == CaptureReport(
+        "clipped_grad", four.kind, "replay", "as asked for", calls=2
+    )
     assert four.nodes > 5
     assert four.build_seconds > 0
     assert (five.calls, five.backend) == (0, "replay")
