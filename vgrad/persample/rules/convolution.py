@@ -73,7 +73,7 @@ def transposed(
     """
     shape, count = weight.shape, weight.ndim - 2
     stride, dilation = _each(stride, count), _each(dilation, count)
-    # No input reaches what is added to the output at its end.
+    # No input reaches the numbers added to the output at its end.
     sides = zip(_each(padding, count), _each(output_padding, count), strict=True)
     pads = _in_order([(side, side - extra) for side, extra in sides])
 
@@ -144,7 +144,7 @@ def _each(value: Any, count: int) -> Sizes:
 
 
 def _pads(padding: Any, kernel: torch.Size, dilation: Sizes) -> Sizes:
-    """Return what F.pad takes for the padding of a convolution."""
+    """Return the argument of F.pad for the padding of a convolution."""
     if padding == "same":
         extra = [gap * (size - 1) for gap, size in zip(dilation, kernel, strict=True)]
         return _in_order([(each // 2, each - each // 2) for each in extra])

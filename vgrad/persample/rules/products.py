@@ -1,6 +1,6 @@
 """The rules of products with matrices: linear layers, matmul, addmm and einsum.
 
-What is elementwise has no rule: its parameters are expanded over the samples, which is
+Elementwise ops have no rule: their parameters are expanded over the samples, which is
 as good, since their per-sample gradients are small.
 """
 
@@ -22,17 +22,16 @@ class _Output:
     """The gradient at an op's output, which a weight and a bias have in common."""
 
     def __init__(self) -> None:
-        """Wait for the first that asks."""
-        self._found: Positions | None = None
+        self._positions: Positions | None = None
 
     def at(self, g: Tensor) -> Positions:
         """Return the positions of the gradient `g [B, ..., O]`."""
-        if self._found is None:
-            self._found = Positions(positions(g))
-        return self._found
+        if self._positions is None:
+            self._positions = Positions(positions(g))
+        return self._positions
 
     def shift(self, g: Tensor) -> Dense:
-        """Return the factor of the bias, whose norms are known if it is the output."""
+        """Return the factor of the bias; it shares norms with a single position."""
         single = math.prod(g.shape[1:-1]) == 1 and g.ndim > 1
         return Dense(over_positions(g), self.at(g) if single else None)
 
@@ -40,7 +39,7 @@ class _Output:
 @rule(F.linear, weights=("weight", "bias"))
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict | None:
     """`out = input @ weight.T + bias`; the weight may be a vector."""
-    shape, known = weight.shape, _Output()
+    shape, output = weight.shape, _Output()
     if bias is not None and bias.shape != shape[:-1]:
         return None
     if len(shape) == 1:  # each number of the output is a position
@@ -50,10 +49,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict | 
         }
 
     def matrix(g: Tensor) -> Outer:
-        shared = known.at(g)
+        shared = output.at(g)
         return Outer(positions(input), shared.tensor, shape, shared)
 
-    return {"weight": matrix, "bias": known.shift}
+    return {"weight": matrix, "bias": output.shift}
 
 
 @rule(F.bilinear, weights=("weight", "bias"))
@@ -61,14 +60,14 @@ def bilinear(
     input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> dict:
     """`out_o = input1 @ weight_o @ input2 + bias_o`: linear in all pairs of inputs."""
-    shape, known = weight.shape, _Output()
+    shape, output = weight.shape, _Output()
 
     def matrices(g: Tensor) -> Outer:
         pairs = (input1[..., :, None] * input2[..., None, :]).flatten(-2)
-        shared = known.at(g)
+        shared = output.at(g)
         return Outer(positions(pairs), shared.tensor, shape, shared)
 
-    return {"weight": matrices, "bias": known.shift}
+    return {"weight": matrices, "bias": output.shift}
 
 
 @wrap_torch_function(lambda input, weight, bias=None: (input, weight))
@@ -79,7 +78,7 @@ def product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 @rule(product, weights=("weight", "bias"))
 def product_rule(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict:
-    """As that of `linear`, with inputs and outputs exchanged."""
+    """The rule of `linear`, with inputs and outputs exchanged."""
     shape = weight.shape
     return {
         "weight": lambda g: Outer(positions(g), positions(input), shape),
@@ -100,9 +99,9 @@ def contraction(data: Tensor, weight: Tensor, x: str, w: str, out: str) -> Tenso
 def contraction_rule(
     data: Tensor, weight: Tensor, x: str, w: str, out: str
 ) -> dict | None:
-    """Axes of the weight are groups, inputs or outputs, those of data alone positions.
+    """Axes of the weight are groups, inputs or outputs; axes of data alone, positions.
 
-    What is summed within one operand, or broadcast, has no such form.
+    A sum within one operand, or a broadcast, has no such form.
     """
     shape, sizes = weight.shape, dict(zip(w, weight.shape, strict=True))
     if any(sizes.get(each, n) != n for each, n in zip(x, data.shape[1:], strict=True)):
@@ -119,7 +118,7 @@ def contraction_rule(
     def blocks(g: Tensor) -> Factor:
         a = _in_blocks(data, x, groups, rest, inputs)
         b = _in_blocks(g, out, groups, rest, outputs)
-        # To transpose the factor of a matrix, its two sides are taken for the axes.
+        # The factor of a matrix is transposed by exchanging its two sides.
         one_side = len(shape) == 2 and 2 in (len(inputs), len(outputs))
         if groups + inputs + outputs == [*w] and not one_side:
             return Outer(b, a, shape)
@@ -166,7 +165,7 @@ def matmul(record: Recording, *operands: Tensor, **named: Any) -> Tensor | None:
 
 @lowered(Tensor.__rmatmul__)
 def rmatmul(record: Recording, right: Tensor, left: Tensor) -> Tensor | None:
-    """Multiply by what is on the left."""
+    """Multiply with the operand on the left."""
     return matmul(record, left, right)
 
 
@@ -192,7 +191,7 @@ def addmm(
     with record.watching():
         output = torch.matmul(left, right)
         output = output if alpha == 1 else alpha * output
-        if beta == 0:  # whatever the shift holds
+        if beta == 0:  # a NaN in the shift does not count
             return output
         return output + (shift if beta == 1 else beta * shift)
 

@@ -17,17 +17,17 @@ Maker = Callable[[Tensor], Factor]
 
 
 class Recording(Protocol):
-    """What a lowering may ask of the recorder."""
+    """The recorder, as lowerings use it."""
 
     size: int
     randomness: str
 
     def knows(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor stands for a parameter."""
+        """Return whether a tensor is the proxy of a parameter."""
         ...
 
     def is_batched(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor differs from sample to sample."""
+        """Return whether a tensor differs from sample to sample."""
         ...
 
     def physical(self, tensor: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class Recording(Protocol):
         ...
 
     def copies(self, tensor: Tensor) -> Tensor:
-        """Return the same as `physical`; a parameter's copies lead to its gradients."""
+        """Return `physical` of a tensor, or copies of a parameter with gradients."""
         ...
 
     def plain(self, tensor: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Recording(Protocol):
         ...
 
     def use(self, tensor: Tensor) -> Callable[[Factor], None] | None:
-        """Return what takes the factor of this use, once; None for other tensors."""
+        """Return the function that takes the factor of this use of a parameter."""
         ...
 
     def below(self) -> AbstractContextManager:
@@ -59,7 +59,7 @@ class Recording(Protocol):
         ...
 
     def drawing(self, axis: int) -> AbstractContextManager:
-        """Say which axis of what is drawn below has the samples, if not the first."""
+        """Set the axis of the samples in random numbers that are drawn below."""
         ...
 
     def watching(self) -> AbstractContextManager:
@@ -81,16 +81,15 @@ class Rule:
         """Name the arguments of a call, in order; None if rule or call lacks one."""
         if len(args) > len(self.names) or not kwargs.keys() <= set(self.names):
             return None
-        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        given = {**self.defaults, **given}
-        if len(given) < len(self.names):
+        bound = {**self.defaults, **dict(zip(self.names, args, strict=False)), **kwargs}
+        if len(bound) < len(self.names):
             return None
-        return {name: given[name] for name in self.names}
+        return {name: bound[name] for name in self.names}
 
 
 @dataclass(frozen=True)
 class Lowering:
-    """How one op runs on physical tensors; it asks the recorder for what it needs."""
+    """How one op runs on physical tensors, by means of the recorder."""
 
     run: Callable[..., Any]
 
@@ -99,7 +98,7 @@ RULES: dict[Callable, Rule | Lowering] = {}
 
 
 def lowered(*ops: Callable) -> Callable:
-    """Register the decorated function as what these ops do while they are recorded.
+    """Register the decorated function as the form of these ops while recorded.
 
     It gets the recorder, and then the op's arguments as the loss passed them. It
     returns the op's output for the loss, or None where it does not fit the call.
@@ -121,27 +120,27 @@ def rule(
 ) -> Callable:
     """Register the decorated function as the rule of these ops.
 
-    It has the parameters of the op and gets physical tensors: what is `[...]` for a
-    sample is `[B, ...]` here, the weights excepted, which are as they are. It returns
+    It has the parameters of the op and gets physical tensors: a tensor `[...]` of a
+    sample is `[B, ...]` here, except for the weights. It returns
     `{weight: function from the gradient at the output [B, ...] to a Factor}`, or None
     where it does not fit the call: then the weights are expanded over the samples,
-    which is exact and slower. What the functions refer to is kept until the backward
-    pass. `run` computes the output from the same tensors, given by position, so that
+    which is exact and slower. Tensors in these functions are kept until the backward
+    pass. `run` computes the output from the same tensors, passed by position, so that
     autograd finds the gradients at the inputs; it is the op itself by default.
 
-    An op is what torch hands to a `torch.overrides.TorchFunctionMode`: a function of
-    torch, such as `torch.nn.functional.linear` or `torch.Tensor.add`, or one of yours
-    that goes through `torch.overrides.wrap_torch_function` (or
+    An op is a function that reaches a `torch.overrides.TorchFunctionMode`: a function
+    of torch, such as `torch.nn.functional.linear` or `torch.Tensor.add`, or one of
+    yours that goes through `torch.overrides.wrap_torch_function` (or
     `handle_torch_function`). `vgrad.testing.check_rule` checks a rule.
 
     Args:
         weights: the parameters of the op that get a factor if the loss has a parameter
             there.
-        replace: an op that has a rule already gets this one.
+        replace: this rule replaces the rule of an op.
 
     Raises:
-        TypeError: an op is no function that torch hands on; `weights` is no tuple of
-            names; or the rule has parameters without a name or place.
+        TypeError: an op is no such function; `weights` is no tuple of names; or the
+            rule has parameters without a name or place.
         ValueError: the rule has no parameter of a weight's name, or an op has a rule.
 
     Example:
@@ -187,7 +186,7 @@ def rule(
 
 
 def _check_ops(ops: tuple[Callable, ...]) -> None:
-    """Refuse what no function mode ever sees."""
+    """Refuse ops that no function mode ever sees."""
     if not ops:
         raise TypeError("rule(): expected at least one op, got none.")
     for op in ops:
