@@ -9,11 +9,12 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.checks import Patterns
 from vgrad.ensemble.axes import mapped
-from vgrad.optim.arithmetic import Grads, Updates
 from vgrad.optim.base import (
     Donated,
     GradientTransformation,
+    Grads,
     UpdateFn,
+    Updates,
     apply_updates,
     check_transformation,
 )

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from vgrad.lowering.truthful import GRAPH, HOOKS, MEMORY, own_backward_pass
 from vgrad.persample.engine.guard import UnsupportedOp
-from vgrad.persample.factors.base import Dense, Factor, Zero, owned
+from vgrad.persample.factors.base import Dense, Factor, Outer, Zero, owned
 from vgrad.persample.factors.combined import Moved, Replay, disjoint, merged
-from vgrad.persample.factors.outer import Outer
 from vgrad.persample.rules.table import Maker
 from vgrad.torch_private import modes
 from vgrad.torch_private.autograd import graph_nodes

@@ -24,7 +24,7 @@ from vgrad.torch_private import kernels
 class Conv(Pair):
     """`inputs [B, C, *space]` and `outputs [B, O, *space]` with the geometry.
 
-    `pads` are what `F.pad` takes for the zeros around the inputs.
+    `pads` are the argument of `F.pad` for the zeros around the inputs.
     """
 
     stride: tuple[int, ...]
@@ -45,7 +45,6 @@ class Conv(Pair):
 
     @property
     def by_gram(self) -> bool:
-        """Whether norms are computed without gradients."""
         return self.form == "gram"
 
     def grad(self) -> Tensor:

@@ -1,15 +1,15 @@
-"""Rules: how ops that take parameters make factors in the backward pass.
+"""Rules: the factors that ops with parameters leave for the backward pass.
 
-Importing the room fills `RULES`. The author of a rule registers it with `rule`, and
-makes a factor for each of its weights.
+Each file has the rules of one family of ops; importing the room fills `RULES`. The
+author of a rule registers it with `rule`, and makes a factor for each of its weights.
 
 * `rule`: register a function as the rule of some ops
-* `lowered`: register another form of some ops while they are recorded
+* `lowered`: register another form of some ops, for recorded passes
 * `RULES`: the table of all rules
-* `Rule`, `Lowering`, `Maker`, `Recording`: their types
+* `Rule`, `Lowering`, `Maker`, `Recording`: the types of its entries
 * `Outer`, `Conv`, `Rows`, `Dense`: factors; the last holds the gradients themselves
-* `Factor`: the interface of factors, for one of your own
-* `Norm`, `Probes`: norms and random directions in that interface
+* `Factor`: the methods of a factor of your own
+* `Norm`, `Probes`: the types of its results and arguments
 * `positions`, `over_positions`: view a tensor by positions, and sum over them
 """
 

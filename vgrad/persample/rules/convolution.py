@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vgrad.persample.factors.base import Dense, Factor
+from vgrad.persample.factors.base import Dense, Factor, Outer
 from vgrad.persample.factors.conv import Conv
-from vgrad.persample.factors.outer import Outer
 from vgrad.persample.rules.table import rule
 from vgrad.torch_private import kernels
 
@@ -73,7 +72,7 @@ def transposed(
     """
     shape, count = weight.shape, weight.ndim - 2
     stride, dilation = _each(stride, count), _each(dilation, count)
-    # No input reaches the numbers added to the output at its end.
+    # No input reaches the padding at the end of the output.
     sides = zip(_each(padding, count), _each(output_padding, count), strict=True)
     pads = _in_order([(side, side - extra) for side, extra in sides])
 

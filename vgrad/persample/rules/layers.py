@@ -1,4 +1,4 @@
-"""The rules of layers: attention, tables, recurrent nets and normalisation."""
+"""The rules of whole layers: embeddings, attention, recurrent nets, normalisation."""
 
 import math
 from collections.abc import Callable
@@ -12,11 +12,95 @@ from torch.nn import functional as F
 from vgrad.functional.batch_norm import mended
 from vgrad.lowering import attention
 from vgrad.lowering.sequences import cells, recurrent
-from vgrad.persample.factors.base import Dense, Positions
-from vgrad.persample.factors.outer import Outer
+from vgrad.persample.factors.base import Dense, Outer, Positions
 from vgrad.persample.factors.rows import Rows
 from vgrad.persample.rules.table import Recording, lowered, rule
 from vgrad.torch_private import kernels, modes
+
+
+@rule(F.embedding, weights=("weight",))
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> dict | None:
+    """`out = weight[input]`; the row of `padding_idx` has no gradient."""
+    if max_norm is not None:
+        return None
+    shape = weight.shape
+    padding = None if padding_idx is None else padding_idx % len(weight)
+
+    def rows(g: Tensor) -> Rows:
+        index = input.reshape(len(input), math.prod(input.shape[1:])).long()
+        outputs = g.reshape(*index.shape, g.shape[-1])
+        if padding is not None:
+            outputs = outputs.masked_fill((index == padding)[..., None], 0)
+        factor = Rows(index, outputs, shape)
+        return _by_frequency(factor) if scale_grad_by_freq else factor
+
+    return {"weight": rows}
+
+
+@lowered(F.embedding_bag)
+def embedding_bag(
+    record: Recording,
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor | None:
+    """Look rows up, and reduce the rows of each bag."""
+    flat = input.ndim == 1
+    wrong = flat != (offsets is not None) or input.shape[-1] == 0
+    wrong |= per_sample_weights is not None and mode != "sum"
+    wrong |= mode not in ("sum", "mean", "max") or weight.ndim != 2
+    if wrong or max_norm is not None or scale_grad_by_freq:
+        return None
+    with record.watching():
+        rows = F.embedding(input, weight)
+        if per_sample_weights is not None:
+            rows = rows * per_sample_weights.unsqueeze(-1)
+        member = torch.ones_like(input, dtype=torch.bool)
+        if padding_idx is not None:
+            member = input != padding_idx % len(weight)
+        if flat:
+            rows = rows[None]
+            member = member & _bags(offsets, len(input), include_last_offset)
+        return _reduced(rows, member[..., None], mode)
+
+
+def _by_frequency(rows: Rows) -> Rows:
+    """Divide each row by how often the sample looks it up."""
+    _, places, counts = rows.keys.unique(return_inverse=True, return_counts=True)
+    return Rows(rows.index, rows.outputs / counts[places][..., None], rows.shape)
+
+
+def _bags(offsets: Any, length: int, include_last_offset: bool) -> Tensor:
+    """Say which of the positions are in which bag, -> [N, L]; the last has the rest."""
+    starts = offsets[:-1] if include_last_offset else offsets
+    ends = torch.cat([starts[1:], starts.new_full((1,), length)])
+    at = torch.arange(length, device=offsets.device)
+    return (at >= starts[:, None]) & (at < ends[:, None])
+
+
+def _reduced(rows: Tensor, member: Tensor, mode: str) -> Tensor:
+    """Reduce the members of each bag, `[N or 1, L, D]` and `[N, L, 1]` -> [N, D]."""
+    if mode == "max":
+        largest = torch.where(member, rows, -torch.inf).max(1).values
+        return torch.where(member.any(1), largest, 0.0)
+    sums = torch.where(member, rows, 0.0).sum(1)
+    return sums if mode == "sum" else sums / member.sum(1).clamp(min=1)
 
 
 @lowered(F.scaled_dot_product_attention)
@@ -63,9 +147,9 @@ def multi_head_attention_forward(
     with record.watching():
         if query.ndim != 2:
             return attend(query, key, value, *rest, **kwargs)
-        # Equal arguments stay one tensor, which can be projected at once.
-        batched = {id(each): each.unsqueeze(1) for each in (query, key, value)}
-        inputs = [batched[id(each)] for each in (query, key, value)]
+        # One tensor given twice stays one, since it can be projected at once.
+        made = {id(each): each.unsqueeze(1) for each in (query, key, value)}
+        inputs = [made[id(each)] for each in (query, key, value)]
         if (padding := kwargs.get("key_padding_mask")) is not None:
             kwargs["key_padding_mask"] = padding.unsqueeze(0)
         output, weights = attend(*inputs, *rest, **kwargs)
@@ -89,93 +173,15 @@ def _projections(
 
 
 def _parts(projected: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Split `[T, N, count * E]`, so that N and the heads can be viewed as one."""
+    """Take `[T, N, count * E]` apart, so that N and the heads can be viewed as one."""
     parts = projected.chunk(count, dim=-1)
     if projected.shape[1] == 1:
         return parts
     return tuple(part.contiguous() for part in parts)
 
 
-@rule(F.embedding, weights=("weight",))
-def embedding(
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> dict | None:
-    """`out = weight[input]`; the row of `padding_idx` has no gradient."""
-    if max_norm is not None:
-        return None
-    shape = weight.shape
-    padding = None if padding_idx is None else padding_idx % len(weight)
-
-    def rows(g: Tensor) -> Rows:
-        index = input.reshape(len(input), math.prod(input.shape[1:])).long()
-        outputs = g.reshape(*index.shape, g.shape[-1])
-        if padding is not None:
-            outputs = outputs.masked_fill((index == padding)[..., None], 0)
-        factor = Rows(index, outputs, shape)
-        if not scale_grad_by_freq:
-            return factor
-        # Each row is divided by how often the sample looks it up.
-        _, places, counts = factor.keys.unique(return_inverse=True, return_counts=True)
-        return Rows(index, outputs / counts[places][..., None], shape)
-
-    return {"weight": rows}
-
-
-@lowered(F.embedding_bag)
-def embedding_bag(
-    record: Recording,
-    input: Tensor,
-    weight: Tensor,
-    offsets: Tensor | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2,
-    scale_grad_by_freq: bool = False,
-    mode: str = "mean",
-    sparse: bool = False,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> Tensor | None:
-    """Look up rows, and reduce the rows of each bag."""
-    flat = input.ndim == 1
-    wrong = flat != (offsets is not None) or input.shape[-1] == 0
-    wrong |= per_sample_weights is not None and mode != "sum"
-    wrong |= mode not in ("sum", "mean", "max") or weight.ndim != 2
-    if wrong or max_norm is not None or scale_grad_by_freq:
-        return None
-    with record.watching():
-        rows = F.embedding(input, weight)
-        if per_sample_weights is not None:
-            rows = rows * per_sample_weights.unsqueeze(-1)
-        member = torch.ones_like(input, dtype=torch.bool)
-        if padding_idx is not None:
-            member = input != padding_idx % len(weight)
-        if flat:
-            rows = rows[None]
-            member = member & _bags(offsets, len(input), include_last_offset)
-        member = member[..., None]
-        if mode == "max":
-            largest = torch.where(member, rows, -torch.inf).max(1).values
-            return torch.where(member.any(1), largest, 0.0)
-        sums = torch.where(member, rows, 0.0).sum(1)
-        return sums if mode == "sum" else sums / member.sum(1).clamp(min=1)
-
-
-def _bags(offsets: Any, length: int, include_last_offset: bool) -> Tensor:
-    """Return which positions are in which bag, [N, L]; the last one has the rest."""
-    starts = offsets[:-1] if include_last_offset else offsets
-    ends = torch.cat([starts[1:], starts.new_full((1,), length)])
-    at = torch.arange(length, device=offsets.device)
-    return (at >= starts[:, None]) & (at < ends[:, None])
-
-
 def _recurrent(
+    mode: str,
     record: Recording,
     input: Tensor,
     hx: Any,
@@ -186,17 +192,15 @@ def _recurrent(
     train: bool,
     bidirectional: bool,
     batch_first: bool,
-    *,
-    mode: str,
 ) -> tuple[Tensor, ...] | None:
     """Fold the samples into the batch `n`, which is one for a single sequence."""
     hidden = (hx,) if isinstance(hx, Tensor) else tuple(hx)
     layout = cells.Layout(num_layers, bidirectional, dropout, train, batch_first)
     drops = dropout > 0 and train and num_layers > 1
-    count = (4 if has_biases else 2) * num_layers * (2 if bidirectional else 1)
-    projected = len(params) != count
-    differ = any(record.is_batched(weight) or weight.is_complex() for weight in params)
-    if projected or differ or (drops and record.randomness != "different"):
+    each = (4 if has_biases else 2) * num_layers * (2 if bidirectional else 1)
+    projected = len(params) != each
+    own = any(record.is_batched(weight) or weight.is_complex() for weight in params)
+    if projected or own or (drops and record.randomness != "different"):
         with record.watching():
             return cells.steps(mode, input, hidden, params, **layout._asdict())
     weights = [record.plain(weight) for weight in params]
@@ -209,22 +213,22 @@ def _recurrent(
         output, *final = recurrent.recurrent_net(
             mode,
             x.flatten(1, 2),
-            tuple(state.transpose(0, 1).flatten(1, 2) for state in hidden),
+            tuple(each.transpose(0, 1).flatten(1, 2) for each in hidden),
             weights,
             report,
             anchor=record.anchor(x.new_zeros(())),
             **layout._replace(batch_first=False)._asdict(),
         )
         output = output.unflatten(1, sizes).movedim(0, time)
-        final = [state.unflatten(1, sizes).transpose(0, 1) for state in final]
+        final = [each.unflatten(1, sizes).transpose(0, 1) for each in final]
         return tuple(record.logical(tensor) for tensor in (output, *final))
 
 
 def _reported(record: Recording, params: Any, has_biases: bool) -> Callable:
-    """Expect the uses of the weights, and return the function that passes factors on.
+    """Expect the uses of the weights, and return the function that gives factors.
 
     It is called for each layer, with the place of its first weight, the gradients at
-    the gates that follow from inputs and states, and the inputs and states themselves,
+    the gates to which inputs and states lead, and the inputs and states themselves,
     `[T, B * n, K]` each.
     """
     uses = [record.use(weight) for weight in params]
@@ -233,10 +237,10 @@ def _reported(record: Recording, params: Any, has_biases: bool) -> Callable:
     def report(first: int, d_ih: Tensor, d_hh: Tensor, x: Tensor, h: Tensor) -> None:
         for inputs, gates, place in ((x, d_ih, first), (h, d_hh, first + 1)):
             if place == first or d_hh is not d_ih:  # only a GRU has two
-                outputs = Positions(_positions(gates, size))
+                outputs = Positions(_of_samples(gates, size))
                 sums = outputs.tensor.sum((1, 2)) if has_biases else None
             if (use := uses[place]) is not None:
-                a = _positions(inputs, size)
+                a = _of_samples(inputs, size)
                 use(Outer(a, outputs.tensor, shapes[place], outputs))
             if sums is not None and (use := uses[place + 2]) is not None:
                 use(Dense(sums.clone()))  # each parameter gets its own
@@ -244,22 +248,23 @@ def _reported(record: Recording, params: Any, has_biases: bool) -> Callable:
     return report
 
 
-def _positions(tensor: Tensor, size: int) -> Tensor:
+def _of_samples(tensor: Tensor, size: int) -> Tensor:
     """View `[T, B * n, K]` as `[B, 1, n * T, K]`."""
     parts = tensor.unflatten(1, (size, -1)).permute(1, 2, 0, 3)
     return parts.flatten(1, 2)[:, None]
 
 
-def _in_steps(record: Recording, *args: Any, cell: Callable, **kwargs: Any) -> Any:
-    """Run the steps of a cell, each by its own rule."""
+def _cell(run: Callable, record: Recording, *args: Any, **kwargs: Any) -> Any:
+    """Run a cell step by step, each op by its own rule."""
     with record.watching():
-        return cell(*args, **kwargs)
+        return run(*args, **kwargs)
 
 
 for _mode in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-    lowered(getattr(torch, _mode))(partial(_recurrent, mode=_mode))
-    _cell = getattr(cells, f"{_mode}_cell")
-    lowered(getattr(torch, f"{_mode}_cell"))(partial(_in_steps, cell=_cell))
+    lowered(getattr(torch, _mode))(partial(_recurrent, _mode))
+    lowered(getattr(torch, f"{_mode}_cell"))(
+        partial(_cell, getattr(cells, f"{_mode}_cell"))
+    )
 
 
 @rule(F.layer_norm, weights=("weight", "bias"), run=F.layer_norm)
@@ -365,7 +370,7 @@ def _by_channels(
 ) -> Tensor:
     """Run a normalisation on `[n, B * C, ...]`, with values for each of B * C channels.
 
-    The kernel's own gradients of these values then are per-sample gradients.
+    The kernel's gradients of these values are then the gradients of each sample.
     """
     x = record.physical(input)
     copies = [None if each is None else record.copies(each) for each in channels]
@@ -379,11 +384,11 @@ def _by_channels(
 
 
 def _times(normal: Tensor, g: Tensor) -> Tensor:
-    """Multiply in place, a tensor without other references."""
+    """Multiply a tensor that nobody else holds."""
     return normal.mul_(g) if normal.dtype == g.dtype else normal * g
 
 
 def _summed(tensor: Tensor, count: int) -> Dense:
-    """Sum over all axes but the samples and the last `count`."""
+    """Sum over all axes but the first, of the samples, and the last `count`."""
     axes = tuple(range(1, tensor.ndim - count))
     return Dense(tensor.sum(axes) if axes else tensor)

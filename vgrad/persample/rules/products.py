@@ -1,7 +1,7 @@
 """The rules of products with matrices: linear layers, matmul, addmm and einsum.
 
-Elementwise ops have no rule: their parameters are expanded over the samples, which is
-as good, since their per-sample gradients are small.
+Elementwise ops have none: their parameters are expanded over the samples, which is as
+good, since the gradients of every sample are small.
 """
 
 import math
@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import wrap_torch_function
 
-from vgrad.persample.factors.base import Dense, Factor, Positions
-from vgrad.persample.factors.outer import Outer
+from vgrad.persample.factors.base import Dense, Factor, Outer, Positions
 from vgrad.persample.rules.table import Recording, lowered, rule
 
 
@@ -25,13 +24,13 @@ class _Output:
         self._positions: Positions | None = None
 
     def at(self, g: Tensor) -> Positions:
-        """Return the positions of the gradient `g [B, ..., O]`."""
+        """Return the positions of the gradient `g [B, ..., O]`, made once."""
         if self._positions is None:
             self._positions = Positions(positions(g))
         return self._positions
 
     def shift(self, g: Tensor) -> Dense:
-        """Return the factor of the bias; it shares norms with a single position."""
+        """Return the factor of the bias, whose norms are known if it is the output."""
         single = math.prod(g.shape[1:-1]) == 1 and g.ndim > 1
         return Dense(over_positions(g), self.at(g) if single else None)
 
@@ -39,7 +38,7 @@ class _Output:
 @rule(F.linear, weights=("weight", "bias"))
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict | None:
     """`out = input @ weight.T + bias`; the weight may be a vector."""
-    shape, output = weight.shape, _Output()
+    shape, known = weight.shape, _Output()
     if bias is not None and bias.shape != shape[:-1]:
         return None
     if len(shape) == 1:  # each number of the output is a position
@@ -49,10 +48,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict | 
         }
 
     def matrix(g: Tensor) -> Outer:
-        shared = output.at(g)
+        shared = known.at(g)
         return Outer(positions(input), shared.tensor, shape, shared)
 
-    return {"weight": matrix, "bias": output.shift}
+    return {"weight": matrix, "bias": known.shift}
 
 
 @rule(F.bilinear, weights=("weight", "bias"))
@@ -60,14 +59,14 @@ def bilinear(
     input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> dict:
     """`out_o = input1 @ weight_o @ input2 + bias_o`: linear in all pairs of inputs."""
-    shape, output = weight.shape, _Output()
+    shape, known = weight.shape, _Output()
 
     def matrices(g: Tensor) -> Outer:
         pairs = (input1[..., :, None] * input2[..., None, :]).flatten(-2)
-        shared = output.at(g)
+        shared = known.at(g)
         return Outer(positions(pairs), shared.tensor, shape, shared)
 
-    return {"weight": matrices, "bias": output.shift}
+    return {"weight": matrices, "bias": known.shift}
 
 
 @wrap_torch_function(lambda input, weight, bias=None: (input, weight))
@@ -78,7 +77,7 @@ def product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 @rule(product, weights=("weight", "bias"))
 def product_rule(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict:
-    """The rule of `linear`, with inputs and outputs exchanged."""
+    """As `linear`, with inputs and outputs exchanged."""
     shape = weight.shape
     return {
         "weight": lambda g: Outer(positions(g), positions(input), shape),
@@ -99,9 +98,9 @@ def contraction(data: Tensor, weight: Tensor, x: str, w: str, out: str) -> Tenso
 def contraction_rule(
     data: Tensor, weight: Tensor, x: str, w: str, out: str
 ) -> dict | None:
-    """Axes of the weight are groups, inputs or outputs; axes of data alone, positions.
+    """Axes of the weight are groups, inputs or outputs; other axes are positions.
 
-    A sum within one operand, or a broadcast, has no such form.
+    Sums within one operand, and broadcasting, have no such form.
     """
     shape, sizes = weight.shape, dict(zip(w, weight.shape, strict=True))
     if any(sizes.get(each, n) != n for each, n in zip(x, data.shape[1:], strict=True)):
@@ -118,7 +117,7 @@ def contraction_rule(
     def blocks(g: Tensor) -> Factor:
         a = _in_blocks(data, x, groups, rest, inputs)
         b = _in_blocks(g, out, groups, rest, outputs)
-        # The factor of a matrix is transposed by exchanging its two sides.
+        # To transpose the factor of a matrix, its two sides are taken for the axes.
         one_side = len(shape) == 2 and 2 in (len(inputs), len(outputs))
         if groups + inputs + outputs == [*w] and not one_side:
             return Outer(b, a, shape)
@@ -131,17 +130,8 @@ def contraction_rule(
     return {"weight": blocks}
 
 
-@lowered(
-    torch.matmul,
-    torch.linalg.matmul,
-    torch.mm,
-    torch.mv,
-    torch.bmm,
-    Tensor.matmul,
-    Tensor.mm,
-    Tensor.mv,
-    Tensor.bmm,
-)
+@lowered(torch.matmul, torch.linalg.matmul, torch.mm, torch.mv, torch.bmm)
+@lowered(Tensor.matmul, Tensor.mm, Tensor.mv, Tensor.bmm)
 def matmul(record: Recording, *operands: Tensor, **named: Any) -> Tensor | None:
     """Multiply by a vector, a matrix or a stack of them, on either side."""
     if named or len(operands) != 2:  # the ops differ in their keywords
@@ -165,18 +155,12 @@ def matmul(record: Recording, *operands: Tensor, **named: Any) -> Tensor | None:
 
 @lowered(Tensor.__rmatmul__)
 def rmatmul(record: Recording, right: Tensor, left: Tensor) -> Tensor | None:
-    """Multiply with the operand on the left."""
+    """Multiply by an operand on the left."""
     return matmul(record, left, right)
 
 
-@lowered(
-    torch.addmm,
-    torch.addmv,
-    torch.baddbmm,
-    Tensor.addmm,
-    Tensor.addmv,
-    Tensor.baddbmm,
-)
+@lowered(torch.addmm, torch.addmv, torch.baddbmm)
+@lowered(Tensor.addmm, Tensor.addmv, Tensor.baddbmm)
 def addmm(
     record: Recording, *operands: Tensor, beta: Any = 1, alpha: Any = 1, **named: Any
 ) -> Tensor | None:
@@ -191,7 +175,7 @@ def addmm(
     with record.watching():
         output = torch.matmul(left, right)
         output = output if alpha == 1 else alpha * output
-        if beta == 0:  # a NaN in the shift does not count
+        if beta == 0:  # whatever the shift holds
             return output
         return output + (shift if beta == 1 else beta * shift)
 

@@ -17,13 +17,16 @@ Maker = Callable[[Tensor], Factor]
 
 
 class Recording(Protocol):
-    """The recorder, as lowerings use it."""
+    """The recorder, as a lowering uses it.
+
+    A tensor of the loss has no samples; a physical one has them in front.
+    """
 
     size: int
     randomness: str
 
     def knows(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is the proxy of a parameter."""
+        """Return whether a tensor stands for a parameter."""
         ...
 
     def is_batched(self, tensor: Tensor) -> bool:
@@ -31,15 +34,15 @@ class Recording(Protocol):
         ...
 
     def physical(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the loss with the samples in front."""
+        """Return the physical tensor of one of the loss."""
         ...
 
     def logical(self, tensor: Tensor) -> Tensor:
-        """Hide the samples of a physical tensor."""
+        """Return the loss's tensor of a physical one."""
         ...
 
     def copies(self, tensor: Tensor) -> Tensor:
-        """Return `physical` of a tensor, or copies of a parameter with gradients."""
+        """Return the same as `physical`; a parameter's copies lead to its gradients."""
         ...
 
     def plain(self, tensor: Tensor) -> Tensor:
@@ -51,25 +54,25 @@ class Recording(Protocol):
         ...
 
     def use(self, tensor: Tensor) -> Callable[[Factor], None] | None:
-        """Return the function that takes the factor of this use of a parameter."""
+        """Return a function for the factor of this use; None for other tensors."""
         ...
 
     def below(self) -> AbstractContextManager:
-        """Compute with physical tensors."""
+        """Compute with physical tensors in a block."""
         ...
 
     def drawing(self, axis: int) -> AbstractContextManager:
-        """Set the axis of the samples in random numbers that are drawn below."""
+        """Draw numbers in a block with the samples at this axis, not in front."""
         ...
 
     def watching(self) -> AbstractContextManager:
-        """Run ops as if the loss had called them, each by its own rule."""
+        """Run ops in a block as if the loss had called them, each by its own rule."""
         ...
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How one op's weights get their factors."""
+    """The factors of one op's weights, and how the op runs."""
 
     weights: tuple[str, ...]
     factors: Callable[..., dict[str, Maker] | None]
@@ -81,15 +84,16 @@ class Rule:
         """Name the arguments of a call, in order; None if rule or call lacks one."""
         if len(args) > len(self.names) or not kwargs.keys() <= set(self.names):
             return None
-        bound = {**self.defaults, **dict(zip(self.names, args, strict=False)), **kwargs}
-        if len(bound) < len(self.names):
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        given = {**self.defaults, **given}
+        if len(given) < len(self.names):
             return None
-        return {name: bound[name] for name in self.names}
+        return {name: given[name] for name in self.names}
 
 
 @dataclass(frozen=True)
 class Lowering:
-    """How one op runs on physical tensors, by means of the recorder."""
+    """Another form of one op, which gets the recorder."""
 
     run: Callable[..., Any]
 
@@ -98,7 +102,7 @@ RULES: dict[Callable, Rule | Lowering] = {}
 
 
 def lowered(*ops: Callable) -> Callable:
-    """Register the decorated function as the form of these ops while recorded.
+    """Register the decorated function as the form of these ops in recorded passes.
 
     It gets the recorder, and then the op's arguments as the loss passed them. It
     returns the op's output for the loss, or None where it does not fit the call.
@@ -120,27 +124,27 @@ def rule(
 ) -> Callable:
     """Register the decorated function as the rule of these ops.
 
-    It has the parameters of the op and gets physical tensors: a tensor `[...]` of a
-    sample is `[B, ...]` here, except for the weights. It returns
-    `{weight: function from the gradient at the output [B, ...] to a Factor}`, or None
-    where it does not fit the call: then the weights are expanded over the samples,
-    which is exact and slower. Tensors in these functions are kept until the backward
-    pass. `run` computes the output from the same tensors, passed by position, so that
-    autograd finds the gradients at the inputs; it is the op itself by default.
+    It has the parameters of the op. Tensors of a sample `[...]` come as `[B, ...]`,
+    weights as they are. It returns `{weight: function from the gradient at the output
+    [B, ...] to a Factor}`, or None where it does not fit the call: then the weights are
+    expanded over the samples, which is exact and slower. Tensors that the functions
+    refer to are kept until the backward pass. `run` computes the output from the same
+    tensors, given by position, so that autograd finds the gradients at the inputs; it
+    is the op itself by default.
 
-    An op is a function that reaches a `torch.overrides.TorchFunctionMode`: a function
-    of torch, such as `torch.nn.functional.linear` or `torch.Tensor.add`, or one of
-    yours that goes through `torch.overrides.wrap_torch_function` (or
-    `handle_torch_function`). `vgrad.testing.check_rule` checks a rule.
+    An op is a function that torch hands to a `torch.overrides.TorchFunctionMode`, such
+    as `torch.nn.functional.linear` or `torch.Tensor.add`, or one of yours that goes
+    through `torch.overrides.wrap_torch_function`. `vgrad.testing.check_rule` checks a
+    rule.
 
     Args:
         weights: the parameters of the op that get a factor if the loss has a parameter
             there.
-        replace: this rule replaces the rule of an op.
+        replace: an op that has a rule already gets this one.
 
     Raises:
-        TypeError: an op is no such function; `weights` is no tuple of names; or the
-            rule has parameters without a name or place.
+        TypeError: an op is no function that torch hands on; `weights` is no tuple of
+            names; or the rule has parameters without a name or place.
         ValueError: the rule has no parameter of a weight's name, or an op has a rule.
 
     Example:
@@ -186,7 +190,7 @@ def rule(
 
 
 def _check_ops(ops: tuple[Callable, ...]) -> None:
-    """Refuse ops that no function mode ever sees."""
+    """Refuse callables that no function mode ever sees."""
     if not ops:
         raise TypeError("rule(): expected at least one op, got none.")
     for op in ops:
@@ -212,7 +216,7 @@ def _check_parameters(
     *,
     by_position: bool,
 ) -> None:
-    """Refuse a rule whose arguments could not be told apart, or lack a weight."""
+    """Refuse a rule with arguments that have no name or place, or without a weight."""
     refused = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
     if by_position:  # as the op gets them
         refused.append(inspect.Parameter.KEYWORD_ONLY)
