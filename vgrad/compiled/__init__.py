@@ -22,8 +22,8 @@ from vgrad.compiled.functions import CompiledFunction
 from vgrad.compiled.functions import CompiledStep as CompiledStep
 from vgrad.compiled.quantities import CompiledTransform as CompiledTransform
 from vgrad.compiled.reports import CaptureReport
-from vgrad.ensemble.forward import EnsembleForward
 from vgrad.ensemble.gradients import EnsembleGradFn
+from vgrad.ensemble.prediction import EnsembleForward
 from vgrad.persample.engine import Transform
 from vgrad.renamed import raising
 from vgrad.training.steps import EnsembleStep, OfSamples, PrivateStep, TrainStep
