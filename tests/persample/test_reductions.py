@@ -14,7 +14,7 @@ from tests import losses, oracle
 from tests.examples import examples
 from tests.oracle import assert_exact
 from vgrad.persample.engine import Settled
-from vgrad.persample.factors import Dense, Norm, Sums, reductions, sums
+from vgrad.persample.factors import Dense, Norm, Sums, reductions
 from vgrad.precision import StaticLossScale
 
 NAN, INF = float("nan"), float("inf")
@@ -105,7 +105,7 @@ def test_sums_leave_out_what_is_not_kept():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_over_many_samples_are_float32_and_do_not_drift(size, dtype):
     grad, weights = torch.full((size, 3), 0.1, dtype=dtype), torch.full((size,), 1.001)
-    found = sums.weighted_rows(grad, weights)
+    found = reductions.weighted_rows(grad, weights)
     exact = (grad.double() * weights.double()[:, None]).sum(0)
     assert found.dtype == torch.float32
     assert_close(found.double(), exact, rtol=1e-6, atol=0)
