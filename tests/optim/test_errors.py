@@ -28,6 +28,7 @@ DECAYING = "sgd adam adamw nadam radam adamax adagrad adadelta rmsprop asgd lion
 DECAYING += "lars adafactor muon schedule_free_sgd schedule_free_adamw"
 FREE = "schedule_free_sgd schedule_free_adamw schedule_free"
 WITH_EPS = "adam adamw nadam radam adamax adagrad adadelta rmsprop lamb muon "
+WITH_BETAS = "adam adamw nadam radam adamax lamb lion schedule_free_adamw"
 # Names, an argument of each, and what is expected of it.
 RANGES = [
     (DECAYING + " rprop schedule_free reduce_on_plateau", dict(lr=-0.1), "lr >= 0"),
@@ -93,7 +94,7 @@ VALUES = [
     *(
         (partial(getattr(optim, name), betas=betas), f"{name}(betas[{bad}]={betas[bad]}"
          f"): expected 0 <= betas[{bad}] < 1.")
-        for name in "adam adamw nadam radam adamax lamb lion schedule_free_adamw".split()
+        for name in WITH_BETAS.split()
         for bad, betas in enumerate([(1.0, 0.9), (0.9, -0.1)])
     ),
     (partial(sgd, nesterov=True),
