@@ -29,6 +29,13 @@ RENAMED = {
     "vgrad.ensemble.save_ensemble": "vgrad.training.save",
     "vgrad.ensemble.load_ensemble": "vgrad.training.load",
     "vgrad.ensemble.load_member": "vgrad.ensemble.member",
+    "vgrad.init_ensemble": "vgrad.stack",
+    "vgrad.ensemble.init_ensemble": "vgrad.stack",
+    "vgrad.ensemble.predict_values": "vgrad.ensemble.predict",
+    "vgrad.ensemble.class_prediction": "vgrad.ensemble.EnsemblePrediction.from_logits",
+    "vgrad.ensemble.value_prediction": "vgrad.ensemble.ValuePrediction.from_outputs",
+    "vgrad.distributed.predict": "vgrad.ensemble.predict",
+    "vgrad.distributed.predict_values": "vgrad.ensemble.predict",
 }
 """Old name to new name, as in the last table of docs/migration.md."""
 

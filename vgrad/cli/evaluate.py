@@ -14,8 +14,7 @@ from vgrad import tree
 from vgrad.cli import checkpoint, data, models
 from vgrad.cli.models import Shape
 from vgrad.cli.settings import TABLE, check, device, folder_of, optional, shape_of
-from vgrad.ensemble.forward import ensemble_forward
-from vgrad.ensemble.prediction import class_prediction
+from vgrad.ensemble.prediction import EnsemblePrediction, ensemble_forward
 from vgrad_command import KINDS, PRECISIONS, number, one_of
 
 ROWS = 1024
@@ -45,7 +44,7 @@ def judge(
             scores = score(x)
             guesses = scores.argmax(-1)
             if scores.ndim == 3:
-                mean = class_prediction(scores).mean
+                mean = EnsemblePrediction.from_logits(scores).mean
                 guesses = torch.cat([mean.argmax(1)[None], guesses])
             right.append((guesses == y).sum(-1))
     counts: list[int] = torch.stack(right).sum(0).reshape(-1).tolist()

@@ -35,7 +35,7 @@ from vgrad.cli import checkpoint
 from vgrad.cli.checkpoint import FIGURES, Record
 from vgrad.cli.setup import Job, stacked
 from vgrad.ensemble.calibration import reliability
-from vgrad.ensemble.prediction import class_prediction
+from vgrad.ensemble.prediction import EnsemblePrediction
 from vgrad_command import printable, spelled
 
 TITLES = {"private": "private SGD", "plain": "plain SGD"}
@@ -307,7 +307,7 @@ def reliability_diagram(
     perfect = {"color": "grey", "linestyle": ":", "label": "perfectly calibrated"}
     above.plot([0, 1], [0, 1], **perfect)
     for run, logits in scores.items():
-        mean = class_prediction(logits).mean
+        mean = EnsemblePrediction.from_logits(logits).mean
         known = mean.isfinite().all(1)
         bins = reliability(mean[known], labels[known], bins=_BINS)
         filled = (bins.count > 0).cpu()
@@ -328,7 +328,7 @@ def most_uncertain(
     title: str, run: str, logits: Tensor, images: Tensor, labels: Tensor
 ) -> Figure:
     """Show the samples with the largest predictive entropy, `[N, C, H, W]`."""
-    prediction = class_prediction(logits)
+    prediction = EnsemblePrediction.from_logits(logits)
     # NaN is as uncertain as can be.
     entropy = prediction.predictive_entropy.nan_to_num(nan=math.inf)
     order = entropy.argsort(descending=True, stable=True)[:_SHOWN].tolist()

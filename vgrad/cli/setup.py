@@ -30,8 +30,8 @@ from vgrad.cli.evaluate import ROWS
 from vgrad.cli.settings import Settings
 from vgrad.compiled import compile
 from vgrad.distributed import Ranks, data_parallel
-from vgrad.ensemble.forward import ensemble_forward
 from vgrad.ensemble.gradients import ensemble_grad
+from vgrad.ensemble.prediction import ensemble_forward
 from vgrad.ensemble.stacking import member, member_seed, stack
 from vgrad.files import Description
 from vgrad.functional.losses import batch_loss, sample_loss
