@@ -432,6 +432,13 @@ class Peak(TorchDispatchMode):
         return result
 
 
+def old_function(forward: Callable, backward: Callable) -> type:
+    """Make a function of autograd in the old style: `forward(ctx, *inputs)`."""
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    name = backward.__name__.title().replace("_", "")
+    return type(name, (torch.autograd.Function,), methods)
+
+
 class Dropping(torch.autograd.Function):
     """A function of autograd that draws random numbers."""
 

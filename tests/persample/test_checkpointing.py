@@ -140,22 +140,16 @@ LOSSES = {
 @every_strategy
 @pytest.mark.parametrize("chunk_size", [None, 4])
 def test_every_quantity_is_that_of_a_loop(name, strategy, chunk_size):
-    params = {n: W[n] for n in W if not (n == "v" and name == "without_a_rule")}
-    options = {"strategy": strategy, "chunk_size": chunk_size, "buffers": BUFFERS}
-    losses.assert_quantities(LOSSES[name], params, (X,), tolerance=EXACT, **options)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_two_passes_repeat_it_twice(name):
-    params = {n: W[n] for n in W if not (n == "v" and name == "without_a_rule")}
-    found = []
-    for passes in (1, 2):
-        clip = vgrad.clipped_grad(LOSSES[name], max_norm=1.0, passes=passes)
-        found.append(clip(params, BUFFERS, X))
-    one, two = found
-    assert torch.equal(one.norms, two.norms)
-    for each, grad in one.grads.items():
-        assert torch.equal(grad, two.grads[each]), each
+    loss = LOSSES[name]
+    params = {n: W[n] for n in W if not (n == "v" and loss is without_a_rule)}
+    options = {"strategy": strategy, "chunk_size": chunk_size}
+    given = {"buffers": BUFFERS, "tolerance": EXACT}
+    losses.assert_quantities(loss, params, (X,), **given, **options)
+    one, two = (
+        vgrad.clipped_grad(loss, max_norm=1.0, passes=passes, **options)
+        for passes in (1, 2)
+    )
+    oracle.assert_exact(two(params, BUFFERS, X), one(params, BUFFERS, X), 0)
 
 
 class Net(nn.Module):
@@ -223,18 +217,13 @@ def test_a_module_is_that_of_plain_autograd(strategy):
 @pytest.mark.parametrize("chunk_size", [None, 2])
 def test_the_same_random_numbers_are_drawn_again(strategy, randomness, chunk_size):
     found = []
+    options = {"strategy": strategy, "randomness": randomness}
     for run in (straight, checkpoint):
         _, loss, params, buffers, batch = split(run, 0.4)
-        compute = vgrad.per_sample_grad(
-            loss, strategy=strategy, randomness=randomness, chunk_size=chunk_size
-        )
+        compute = vgrad.per_sample_grad(loss, chunk_size=chunk_size, **options)
         torch.manual_seed(7)
-        found.append(compute(params, buffers, *batch))
-        after = torch.rand(())
-        found.append({"random state": after})
-    plain, state, again, state_again = found
-    oracle.assert_exact(again, plain, EXACT)
-    assert torch.equal(state["random state"], state_again["random state"])
+        found.append((compute(params, buffers, *batch), torch.rand(())))
+    oracle.assert_exact(*found, EXACT)
 
 
 @recorded_or_loop
@@ -245,8 +234,7 @@ def test_autocast_is_on_in_the_repetition(strategy):
         compute = vgrad.per_sample_grad(loss, strategy=strategy)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             found.append(compute(params, buffers, *batch))
-    for name, grad in found[0].items():
-        assert torch.equal(grad, found[1][name]), name
+    oracle.assert_exact(*found, 0)
 
 
 def test_each_use_of_a_parameter_leaves_one_factor():
@@ -261,28 +249,23 @@ def test_each_use_of_a_parameter_leaves_one_factor():
 
 
 def test_what_lies_in_a_region_is_not_kept():
-    kept = []
+    def region(x):
+        for _ in range(9):
+            x = x.tanh()
+        return x
 
-    def note(tensor):
-        with modes.without_modes():  # which keep what the loss asks about
-            physical = modes.unwrap_all(tensor)
-            kept.append(StorageWeakRef(physical.untyped_storage()))
-        return tensor
+    def peak(run):
+        def loss(p, b, x):
+            x = x * p["s"]
+            for _ in range(9):
+                x = run(region, x)
+            return x.sum()
 
-    def region(p, x):
-        return note(F.linear(note(F.linear(x, p["w"])).tanh(), p["v"])).sin()
+        with losses.Peak() as found:
+            vgrad.per_sample_norm(loss, strategy="recorded")({"s": W["s"]}, {}, X)
+        return found.most
 
-    alive = []
-
-    def loss(p, b, x):
-        x = checkpoint(region, p, x.sin()).exp()
-        alive[:] = [not each.expired() for each in kept]
-        return x.sum()
-
-    params = {"w": W["w"], "v": W["v"]}
-    vgrad.per_sample_norm(loss, strategy="recorded")(params, {}, X)
-    assert alive == [False, False]
-    assert len(kept) == 4  # twice two
+    assert peak(checkpoint) < 0.5 * peak(straight)
 
 
 @recorded_or_loop
@@ -308,23 +291,21 @@ def packs(p, b, x):
         return F.linear(x, p["w"]).tanh().sum()
 
 
-def test_other_hooks_on_saved_tensors_run_in_a_loop():
-    with pytest.raises(vgrad.UnsupportedOp, match='other hooks.*strategy="loop"'):
-        vgrad.per_sample_norm(packs, strategy="recorded")(W, {}, X)
-    with pytest.warns(vgrad.FallbackWarning, match="other hooks"):
-        losses.assert_quantities(packs, {"w": W["w"]}, (X,), strategy="auto")
+def nested(p, b, x):
+    def outer(x):
+        return checkpoint(lambda x: F.linear(x, p["w"]).tanh(), x.sin()).exp()
+
+    return checkpoint(outer, F.linear(x, p["w"])).sum()
 
 
-def test_a_checkpoint_inside_of_another_runs_in_a_loop():
-    def nested(p, b, x):
-        def outer(x):
-            return checkpoint(lambda x: F.linear(x, p["w"]).tanh(), x.sin()).exp()
-
-        return checkpoint(outer, F.linear(x, p["v"])).sum()
-
-    params = {"w": W["w"], "v": W["v"]}
-    with pytest.warns(vgrad.FallbackWarning, match="one sample after another"):
-        losses.assert_quantities(nested, params, (X,), strategy="auto")
+@pytest.mark.parametrize(
+    ("loss", "message"), [(packs, "other hooks"), (nested, "one sample after another")]
+)
+def test_what_cannot_be_recorded_runs_in_a_loop(loss, message):
+    with pytest.raises(vgrad.UnsupportedOp, match='strategy="loop"'):
+        vgrad.per_sample_norm(loss, strategy="recorded")({"w": W["w"]}, {}, X)
+    with pytest.warns(vgrad.FallbackWarning, match=message):
+        losses.assert_quantities(loss, {"w": W["w"]}, (X,), strategy="auto")
 
 
 def test_regions_inside_of_others_run_as_often_as_in_plain_torch():
@@ -341,11 +322,10 @@ def test_regions_inside_of_others_run_as_often_as_in_plain_torch():
 
         return checkpoint(outer, F.linear(x, p["v"])).sum()
 
-    params = {name: each.clone().requires_grad_() for name, each in W.items()}
-    plain = nested(params, {}, X[0])
-    torch.autograd.grad(plain, [params["w"], params["v"]])
-    expected, runs = runs, []
     used = {"w": W["w"], "v": W["v"]}
+    leaves = {name: each.clone().requires_grad_() for name, each in used.items()}
+    torch.autograd.grad(nested(leaves, {}, X[0]), [*leaves.values()])
+    expected, runs = runs, []
     vgrad.per_sample_norm(nested, strategy="loop")(used, {}, X[:1])
     assert runs == expected
 
@@ -375,24 +355,28 @@ def remembers(self, x):
     return checkpoint(lambda x: self.second(x.tanh() / self.kept), self.first(x))
 
 
+def assert_grads(output, values, expected, module):
+    """Compare gradients of two scalars, at values and at a module's parameters."""
+    torch.testing.assert_close(
+        torch.autograd.grad(output, [*values.values()]),
+        torch.autograd.grad(expected, [*module.parameters()]),
+        rtol=1e-12,
+        atol=1e-15,
+    )
+
+
 def test_a_functional_model_has_its_values_again_in_the_backward_pass():
     model = two_layers(remembers)
     fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
-    others = {
-        name: (each + 1).detach().requires_grad_() for name, each in params.items()
-    }
+    others = {n: (each + 1).detach().requires_grad_() for n, each in params.items()}
     x = randn(5, 4)
     for values in (params, others):
         reference = fmodel.to_module(values, buffers)
         with torch.no_grad():
             model.load_state_dict({**reference.state_dict()})
         output, new = fmodel.call_and_update(values, buffers, x)
-        found = torch.autograd.grad(output.square().sum(), [*values.values()])
-        expected = torch.autograd.grad(
-            reference(x).square().sum(), [*reference.parameters()]
-        )
-        for a, b in zip(found, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
+        expected = reference(x).square().sum()
+        assert_grads(output.square().sum(), values, expected, reference)
         assert new["calls"] == 1
     with pytest.raises(RuntimeError, match="outside of its call"):
         fmodel._skeleton.first(x)
@@ -405,31 +389,19 @@ def test_buffers_of_a_call_stay_as_they_are_when_a_region_repeats():
     x = randn(5, 4)
     output, new = fmodel.call_and_update(params, buffers, x)
     left = {name: each.clone() for name, each in new.items()}
-    grads = torch.autograd.grad(output.sin().sum(), [*params.values()])
-    for name, each in left.items():
-        assert torch.equal(each, new[name]), name
+    assert_grads(output.sin().sum(), params, norm(x).sin().sum(), norm)
+    oracle.assert_exact(new, left, 0)
     assert new["inner.num_batches_tracked"] == 1
-    expected = torch.autograd.grad(norm(x).sin().sum(), [*norm.parameters()])
-    for a, b in zip(grads, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-15)
 
 
 def test_two_calls_of_a_functional_model_repeat_with_values_of_their_own():
     fmodel, params, buffers = vgrad.make_functional_with_buffers(two_layers(remembers))
     others = {name: each.detach() * 2 for name, each in params.items()}
     x = randn(5, 4)
-
-    def both(values):
-        return fmodel(values, buffers, x).sin() * fmodel(others, buffers, x + 1)
-
-    found = torch.autograd.grad(both(params).sum(), [*params.values()])
+    output = fmodel(params, buffers, x).sin() * fmodel(others, buffers, x + 1)
     module = fmodel.to_module(params, buffers)
     constant = fmodel.to_module(others, buffers)(x + 1).detach()
-    expected = torch.autograd.grad(
-        (module(x).sin() * constant).sum(), [*module.parameters()]
-    )
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
+    assert_grads(output.sum(), params, (module(x).sin() * constant).sum(), module)
 
 
 def test_selected_activations_are_kept():
@@ -508,14 +480,10 @@ def keeps(self, x):
 
 
 def test_what_a_functional_model_leaves_is_freed_and_has_its_gradients():
-    model = two_layers(keeps)
+    model, kept = two_layers(keeps), []
     fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
-    output = fmodel(params, buffers, X)
-    found = torch.autograd.grad(output.square().sum(), [*params.values()])
-    expected = torch.autograd.grad(model(X).square().sum(), [*model.parameters()])
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
-    kept = []
+    output = fmodel(params, buffers, X).square().sum()
+    assert_grads(output, params, model(X).square().sum(), model)
     fmodel._skeleton.first.register_forward_hook(
         lambda module, inputs, output: kept.append(
             StorageWeakRef(inputs[0].untyped_storage())

@@ -11,18 +11,11 @@ from torch.nn import functional as F
 
 import vgrad
 from tests import losses, oracle
-from tests.losses import assert_gradients, randn
+from tests.losses import assert_gradients, old_function, randn
 
 ALONE = r"vmap cannot run {}\.apply, which runs sample by sample at .*\.py:\d+;"
 every_strategy = pytest.mark.parametrize("strategy", ["recorded", "vmap"])
 quiet = pytest.mark.filterwarnings("ignore:.*vmap cannot run:vgrad.FallbackWarning")
-
-
-def old(name, forward, backward):
-    """Make a function in the old style, which no transform of torch.func runs."""
-    methods = {"forward": forward, "backward": backward}
-    methods = {key: staticmethod(each) for key, each in methods.items()}
-    return type(name, (Function,), methods)
 
 
 def saving(function):
@@ -35,13 +28,12 @@ def saving(function):
     return forward
 
 
-Square = old(
-    "Square",
-    saving(torch.square),
-    # Not the derivative: whatever leaves it out has other numbers.
-    lambda ctx, grad: 3 * ctx.saved_tensors[0] * grad,
-)
-square = Square.apply  # before anything is watched
+def squared(ctx, grad):
+    """Not the derivative: whatever leaves it out has other numbers."""
+    return 3 * ctx.saved_tensors[0] * grad
+
+
+square = old_function(saving(torch.square), squared).apply  # before any is watched
 
 
 class Linear(Function):
@@ -73,8 +65,8 @@ def masked(ctx, grad):
     return grad
 
 
-Sparing = old(  # reads values, and writes into its gradient by a mask
-    "Sparing", saving(lambda x: x.sign() if x.sum() > 0 else x.round()), masked
+Sparing = old_function(  # reads values, and writes into its gradient by a mask
+    saving(lambda x: x.sign() if x.sum() > 0 else x.round()), masked
 )
 
 
@@ -110,9 +102,7 @@ class Shared(Unmapped):
         return Shared.apply(x, y), in_dims[0]
 
 
-Reversed = old(  # a view of its argument
-    "Reversed", lambda ctx, x: x.view_as(x), lambda ctx, grad: -grad
-)
+Reversed = old_function(lambda ctx, x: x.view_as(x), lambda ctx, grad: -grad)
 
 
 class Partly(Function):
@@ -273,14 +263,12 @@ def scattered(ctx, grad):
     return torch.zeros_like(x).masked_scatter(x > 0, grad)
 
 
-Written = old("Written", marks_dirty, lambda ctx, grad: 2 * grad)
-Ragged = old("Ragged", saving(lambda x: x[x > 0]), scattered)
-Counted = old(
-    "Counted",
-    lambda ctx, x: (x * 2, int((x > 0).sum())),
-    lambda ctx, grad, _: 2 * grad,
+Written = old_function(marks_dirty, lambda ctx, grad: 2 * grad)
+Ragged = old_function(saving(lambda x: x[x > 0]), scattered)
+Counted = old_function(
+    lambda ctx, x: (x * 2, int((x > 0).sum())), lambda ctx, grad, _: 2 * grad
 )
-Same = old("Same", same, lambda ctx, grad, _: (grad, None))
+Same = old_function(same, lambda ctx, grad, _: (grad, None))
 
 
 class Captured(Function):
@@ -448,7 +436,7 @@ def product_backward(ctx, grad):
     return grad.to(w.dtype) @ w.t(), x.t() @ grad.to(x.dtype)
 
 
-Product = old("Product", product_forward, product_backward)
+Product = old_function(product_forward, product_backward)
 
 
 class Ruled(Function):

@@ -82,7 +82,7 @@ def clipped_sum(grads, kind, bound=0.7):
     for part in parts:
         sums |= oracle.clipped(part, share)
     above = torch.stack([oracle.norms(part) > share for part in parts]).any(0)
-    return {name: sums[name] / 3 for name in grads}, int(above.sum())
+    return {name: sums[name] for name in grads}, int(above.sum())
 
 
 def expected(name, grads, keep):
@@ -90,6 +90,8 @@ def expected(name, grads, keep):
     whole, grads = grads, {n: grad[keep] for n, grad in grads.items()}
     if name in problems.CLIPPED:
         sums, clipped = clipped_sum(grads, name)
+        if name == "per_layer":  # which is normalized by 3
+            sums = {each: value / 3 for each, value in sums.items()}
         return {"grads": sums, "norms": oracle.norms(grads), "clipped": clipped}
     weights = torch.linspace(-1, 2, len(keep), dtype=torch.float64)[keep]
     return {

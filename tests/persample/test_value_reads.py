@@ -1,0 +1,571 @@
+"""Losses that read values: one read for all samples, or parts that run apart.
+
+Shapes that depend on values are such reads: samples of one count stay together.
+"""
+
+import threading
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import vgrad
+from tests import oracle
+from tests.losses import assert_gradients, assert_quantities, randn
+
+EXACT = 1e-12
+PARAMS = {"w": randn(3, 4), "v": randn(3, seed=1)}
+X = randn(12, 4, seed=2)
+BUFFERS = {"b": torch.tensor(1.5, dtype=torch.float64)}
+branching = pytest.mark.filterwarnings("ignore:.*different branches")
+
+
+def net(params, x):
+    return (params["w"] @ x).tanh() @ params["v"]
+
+
+def asks_once(params, buffers, x):
+    return net(params, x.sin() if x.sum() > 0 else x * 2).square()
+
+
+def asks_twice(params, buffers, x):
+    h = net(params, x)
+    if h > 0:
+        h = h * 2 if x[0] > x[1] else h.exp()
+    return h.square()
+
+
+def repeats(params, buffers, x):
+    h = x
+    for _ in range(1 + int(x[0].abs() * 3)):
+        h = (params["w"].t() @ (params["w"] @ h) / 4).sin()
+    return h.square().sum()
+
+
+def weighs(params, buffers, x):
+    return net(params, x) * x.sum().item() + float(x[0]) * net(params, x.sin())
+
+
+def by_lists(params, buffers, x):
+    chosen = [n for n, each in enumerate(x.tolist()) if each > 0]
+    return net(params, x) + sum(params["w"][:, n].sin().sum() * x[n] for n in chosen)
+
+
+def compares(params, buffers, x):
+    same = torch.equal(x.relu(), x) or torch.allclose(x, x.abs(), atol=0.5)
+    return net(params, x) * (2 if same or 0.5 in x.round(decimals=1) else 1)
+
+
+def of_nan(params, buffers, x):
+    bad = float(torch.where(x[0] > 0, x[0], torch.nan))
+    return net(params, x) * (3 if bad != bad else 1)
+
+
+def of_zeros(params, buffers, x):
+    zero = float(x[0].sign() * 0)  # -0.0 for some, which is another number
+    return net(params, x) * (1 + torch.tensor(zero).signbit())
+
+
+def shared(params, buffers, x):
+    return net(params, x) * (2 if params["v"].sum() > 0 else 3) * float(buffers["b"])
+
+
+def catches(params, buffers, x):
+    try:
+        positive = bool(x.sum() > 0)
+    except Exception:
+        positive = True
+    return net(params, x) * (2 if positive else 3)
+
+
+BRANCHES = [asks_once, asks_twice, repeats, weighs, by_lists, compares, of_nan]
+BRANCHES += [of_zeros, shared, catches]
+
+SIZE, T, D = 12, 5, 4
+TABLE = PARAMS | {"table": randn(T, D, seed=6)}
+ROWS = randn(SIZE, T, D, seed=2)
+MASK = torch.arange(T) < torch.tensor([5, 3, 3, 0, 1, 5, 3, 2, 0, 3, 3, 5])[:, None]
+_ORDER = torch.Generator().manual_seed(0)
+MASK = torch.stack([row[torch.randperm(T, generator=_ORDER)] for row in MASK])
+WORDS = torch.randint(4, (SIZE, T), generator=torch.Generator().manual_seed(3))
+BATCH = (ROWS, MASK, WORDS)
+
+
+def of_rows(params, x):
+    """A number for the rows [..., D] that are there, and one if there are none."""
+    table = (params["table"] * 0.1).sum()
+    return ((x @ params["w"].t()).tanh() @ params["v"]).square().sum() + table
+
+
+def written(x, index, value):
+    x = x * 1
+    x[index] = value
+    return x
+
+
+def placed(params, x, mask):
+    h = (x @ params["w"].t()).tanh() * 1
+    h[mask] = h[mask] * 2 + params["v"]
+    h[mask] += 1
+    return h
+
+
+def in_groups(params, x, words):
+    names, group, counts = words.unique(return_inverse=True, return_counts=True)
+    h = x @ params["w"].t()
+    sums = torch.zeros(len(names), 3, dtype=x.dtype).index_add(0, group, h)
+    return (sums / counts[:, None]).tanh() @ params["v"]
+
+
+def experts(params, x, words):
+    h = torch.zeros_like(x)
+    for number in range(3):
+        (token,) = torch.where(words == number)
+        if token.numel():
+            h.index_add_(0, token, (x[token] * params["w"][number]).sin())
+    return h
+
+
+READS = {
+    "rows": lambda p, x, m, i: x[m],
+    "rows of what has a gradient": lambda p, x, m, i: (x @ p["w"].t())[m] @ p["w"],
+    "numbers": lambda p, x, m, i: x[(x > 0) & m[:, None]].sin()[:, None] * p["w"][0],
+    "a mask and a number": lambda p, x, m, i: x[m, 2][:, None] * p["w"][0],
+    "a mask and a slice": lambda p, x, m, i: F.pad(x[m, 1:], (0, 1)),
+    "a later axis": lambda p, x, m, i: x.t()[:, m].t(),
+    "an ellipsis": lambda p, x, m, i: x.t()[..., m].t(),
+    "a new axis": lambda p, x, m, i: x[None, m, None][0, :, 0],
+    "a number and a mask": lambda p, x, m, i: x.t()[1, m][:, None] * p["w"][0],
+    "an index and a mask": lambda p, x, m, i: (
+        x.t()[i[:1], m][:, None] * p["w"][0]
+    ),
+    "two masks": lambda p, x, m, i: (x @ x.t())[m, m][:, None] * p["w"][0],
+    "masks apart": lambda p, x, m, i: (x @ x.t())[:, None][m, :, m] * p["w"][0],
+    "bytes": lambda p, x, m, i: x[m.byte()],
+    "a flag": lambda p, x, m, i: x[m[0]].flatten(0, 1),
+    "integers": lambda p, x, m, i: i[m].to(x.dtype)[:, None] * p["w"][0],
+    "a mask that all share": lambda p, x, m, i: x[torch.arange(T) > 1],
+    "a parameter": lambda p, x, m, i: p["table"][m],
+    "a parameter twice": lambda p, x, m, i: p["table"][m] * x[m] + p["table"][i[m]],
+    "what is computed of a parameter": lambda p, x, m, i: p["table"].exp()[m],
+    "masked_select": lambda p, x, m, i: (
+        x.masked_select(m[:, None])[:, None] * p["w"][0]
+    ),
+    "masked_select of a row": lambda p, x, m, i: (
+        torch.masked_select(x[0], m[:, None])[:, None] * p["w"][0]
+    ),
+    "nonzero": lambda p, x, m, i: x[m.nonzero()[:, 0]],
+    "nonzero of two axes": lambda p, x, m, i: (x > 0).nonzero().to(x) @ p["w"][:2],
+    "nonzero as a tuple": lambda p, x, m, i: (
+        x[torch.nonzero(x > 0, as_tuple=True)][:, None] * p["w"][0]
+    ),
+    "nonzero as its method": lambda p, x, m, i: x[m.nonzero(as_tuple=True)],
+    "nonzero numbers": lambda p, x, m, i: x[i.nonzero().flatten()],
+    "argwhere": lambda p, x, m, i: x[torch.argwhere(m)[:, 0]] + x[m.argwhere()[:, 0]],
+    "where": lambda p, x, m, i: x[torch.where(m)],
+    "where by name": lambda p, x, m, i: x[torch.where(condition=m)],
+    "repeat_interleave": lambda p, x, m, i: torch.repeat_interleave(x, i, dim=0),
+    "repeat_interleave as its method": lambda p, x, m, i: (
+        (x @ p["w"].t()).repeat_interleave(i, 0) @ p["w"]
+    ),
+    "repeat_interleave of numbers": lambda p, x, m, i: (
+        x[:, 0].repeat_interleave(i)[:, None] * p["w"][0]
+    ),
+    "repeat_interleave by one number": lambda p, x, m, i: x.repeat_interleave(i[:1], 0),
+    "repeat_interleave of a parameter": lambda p, x, m, i: (
+        p["table"].repeat_interleave(i, 0)
+    ),
+    "repeat_interleave of places": lambda p, x, m, i: x[i.repeat_interleave(i)],
+    "places repeated": lambda p, x, m, i: x[torch.repeat_interleave(i)],
+    "one_hot": lambda p, x, m, i: F.one_hot(i).to(x).t() @ x,
+    "a slice": lambda p, x, m, i: x[: i.max()],
+    "a slice of a later axis": lambda p, x, m, i: x.t()[:, i[0] : m.sum() : 2].t(),
+    "arange": lambda p, x, m, i: x[torch.arange(m.sum()) % i[:3].max().clamp(1)],
+    "zeros": lambda p, x, m, i: torch.cat([torch.zeros(i[0], D).to(x), x]),
+    "new_full": lambda p, x, m, i: x.new_full((i[0], D), 2) * p["w"][0],
+    "views": lambda p, x, m, i: x[1:].reshape(i[0] % 2 + 1, -1, D).flatten(0, 1),
+    "split": lambda p, x, m, i: x.split([i[0], T - i[0]])[0],
+    "repeat": lambda p, x, m, i: x.repeat(i[1], 1) @ p["w"].t() @ p["w"],
+    "written to a slice": lambda p, x, m, i: written(x, slice(i[0]), p["v"][0]),
+    "bincount": lambda p, x, m, i: torch.bincount(i).to(x)[:, None] * x[:1],
+    "bincount of weights": lambda p, x, m, i: (
+        i.bincount(x[:, 0], minlength=2)[:, None] * p["w"][0]
+    ),
+    "unique": lambda p, x, m, i: in_groups(p, x, i)[:, None] * p["w"][0],
+    "unique_consecutive": lambda p, x, m, i: x[i.unique_consecutive()],
+    "index_put": lambda p, x, m, i: x.index_put((m,), x[m].sin()),
+    "index_put, added": lambda p, x, m, i: torch.index_put(
+        x, (m, i[m] % D), x[m, 0], accumulate=True
+    ),
+    "experts": lambda p, x, m, i: experts(p, x, i),
+    "written rows": lambda p, x, m, i: placed(p, x, m) @ p["w"],
+    "a written number": lambda p, x, m, i: written(x @ p["w"].t() @ p["w"], m, 0.5),
+    "a written parameter": lambda p, x, m, i: written(x, m, p["w"][1]),
+    "a written sum": lambda p, x, m, i: written(x, m, (x * p["w"][0]).sum()),
+    "a written row of each": lambda p, x, m, i: written(x, m, x[:1] * p["w"][0]),
+    "written later": lambda p, x, m, i: written(x.t(), (..., m), x[0, :, None]).t(),
+    "written at two axes": lambda p, x, m, i: written(x, x > p["w"][0], p["v"][0]),
+    "written in a column": lambda p, x, m, i: written(x, (m, 1), p["v"][0]),
+    "written by flag": lambda p, x, m, i: written(x, m[0], p["w"][0]),
+    "integers written": lambda p, x, m, i: (
+        written(i, m, 2.7).to(x)[:, None] * p["w"][0]
+    ),
+    "in a gradient of its own": lambda p, x, m, i: torch.func.grad(
+        lambda x: x[m].sin().square().sum()
+    )(x),
+}  # fmt: skip
+
+
+def reading(name):
+    def loss(params, buffers, x, mask, words):
+        return of_rows(params, READS[name](params, x, mask, words))
+
+    return loss
+
+
+every_strategy = pytest.mark.parametrize("strategy", ["auto", "recorded", "vmap"])
+by_vmap = pytest.mark.parametrize("strategy", ["recorded", "vmap"])
+
+
+@branching
+@pytest.mark.parametrize("loss", BRANCHES)
+@every_strategy
+@pytest.mark.parametrize("chunk_size", [None, 5])
+def test_every_quantity_is_that_of_a_loop(loss, strategy, chunk_size):
+    options = {"strategy": strategy, "chunk_size": chunk_size, "buffers": BUFFERS}
+    assert_quantities(loss, PARAMS, (X,), tolerance=EXACT, **options)
+
+
+@pytest.mark.filterwarnings("error:.*:vgrad.FallbackWarning")
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize(("strategy", "chunk_size"), [("auto", 5), ("vmap", None)])
+def test_shapes_by_value_are_those_of_a_loop(name, strategy, chunk_size):
+    options = {"strategy": strategy, "chunk_size": chunk_size}
+    assert_quantities(reading(name), TABLE, BATCH, tolerance=EXACT, **options)
+    told = vgrad.explain(vgrad.per_sample_norm(reading(name)))(TABLE, {}, *BATCH)
+    assert told.strategy == "recorded"
+    assert sum(told.parts) == SIZE
+    if name in ("a written number", "written by flag"):  # which need no count
+        assert told.parts == (SIZE,)
+    if name == "rows":
+        assert sorted(told.parts) == [1, 1, 2, 3, 5]
+        ((line, times),) = told.splits
+        assert "test_value_reads.py:" in line
+        assert times == 1
+
+
+@every_strategy
+def test_results_of_samples_keep_their_order(strategy):
+    def loss(params, buffers, x):
+        value = asks_twice(params, buffers, x)
+        return value, {"x": x, "value": value.detach()}
+
+    values = torch.stack([asks_twice(PARAMS, {}, x) for x in X])
+    options = {"strategy": strategy, "has_aux": True, "chunk_size": 5}
+    clip = vgrad.clipped_grad(loss, max_norm=0.5, **options)
+    expected = oracle.loss_gradients(asks_twice, PARAMS, {}, (X,))
+    for mask in (None, torch.arange(len(X)) % 3 > 0):
+        keep = slice(None) if mask is None else mask
+        found, aux = clip(PARAMS, BUFFERS, X, mask=mask)
+        assert torch.equal(aux["x"], X[keep])
+        for each in (aux["value"], found.losses):
+            torch.testing.assert_close(each, values[keep], rtol=1e-12, atol=0)
+        kept = {name: grad[keep] for name, grad in expected.items()}
+        oracle.assert_exact(found.norms, oracle.norms(kept), EXACT)
+        oracle.assert_exact(found.grads, oracle.clipped(kept, 0.5), EXACT)
+    weights = randn(12, seed=7)
+    total = vgrad.weighted_grad(asks_twice, chunk_size=5, strategy=strategy)
+    found = total(weights, PARAMS, {}, X)
+    oracle.assert_exact(found, oracle.weighted(expected, weights), EXACT)
+    grads = vgrad.per_sample_grad(asks_twice, strategy=strategy)
+    assert grads(PARAMS, {}, X[:0])["w"].shape == (0, 3, 4)
+
+
+@every_strategy
+@pytest.mark.parametrize("chunk_size", [None, 5])
+def test_rows_and_columns_of_inner_products_keep_their_order(strategy, chunk_size):
+    other = randn(7, 4, seed=5)
+    grads = [oracle.loss_gradients(asks_once, PARAMS, {}, (x,)) for x in (X, other)]
+    rows, columns = (
+        torch.cat([g.flatten(1) for g in each.values()], 1) for each in grads
+    )
+    compute = vgrad.per_sample_gram(asks_once, strategy=strategy, chunk_size=chunk_size)
+    oracle.assert_exact(compute(PARAMS, {}, X), rows @ rows.T)
+    oracle.assert_exact(compute(PARAMS, {}, X, cross=(other,)), rows @ columns.T)
+
+
+@pytest.mark.parametrize(
+    "read", [lambda row: row * 2 if row > 0 else row, lambda row: row[row > 0].sum()]
+)
+@by_vmap
+def test_inside_of_a_vmap_of_its_own_it_is_refused(strategy, read):
+    def loss(params, buffers, x):
+        return torch.vmap(read)(x * params["v"][0]).sum()
+
+    compute = vgrad.per_sample_grad(loss, strategy=strategy)
+    with pytest.raises(vgrad.UnsupportedOp, match="outside of a vmap of its own"):
+        compute(PARAMS, {}, X)
+
+
+def test_a_transform_inside_of_a_transform_reads_in_turn():
+    def inner(params, buffers, row, mask):
+        return (row * params["v"][0])[mask].sin().sum()
+
+    def loss(params, buffers, x):
+        x = x * params["w"][0]
+        norms = vgrad.per_sample_norm(inner, strategy="vmap")
+        return norms(params, buffers, x, x.detach() > 0).sum()
+
+    assert_gradients(loss, TABLE, (ROWS,), tolerance=EXACT, strategy="vmap")
+
+
+@pytest.mark.parametrize(
+    "read", [lambda x: x.sum() * x[0, 0].item(), lambda x: x[x > -0.5].square().sum()]
+)
+def test_a_warning_names_the_line_where_parts_are_small(read):
+    def loss(params, buffers, x):
+        return read(x * params["w"][0])
+
+    x, compute = randn(16, 40, 4), vgrad.per_sample_grad(loss)
+    text = (
+        r"^per_sample_grad: samples take different branches at .*test_value_reads.py:"
+    )
+    with pytest.warns(vgrad.FallbackWarning, match=text + r"\d+; 16 of"):
+        found = compute(PARAMS, {}, x)
+    oracle.assert_exact(found, oracle.loss_gradients(loss, PARAMS, {}, (x,)), EXACT)
+    compute(PARAMS, {}, x)  # without a second warning
+    vgrad.per_sample_grad(loss)(PARAMS, {}, x[:15])  # nor for so few
+
+
+def test_threads_split_apart():
+    compute = vgrad.per_sample_grad(asks_twice)
+    expected = oracle.loss_gradients(asks_twice, PARAMS, {}, (X,))
+    found = {}
+
+    def run(number):
+        found[number] = compute(PARAMS, {}, X)
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    for number in range(4):
+        oracle.assert_exact(found[number], expected, EXACT)
+
+
+DRAWS = {
+    "dropout": lambda h: F.dropout(h, 0.5),
+    "dropout in place": lambda h: F.dropout(h * 1, 0.5, inplace=True),
+    "dropout of features": lambda h: F.dropout1d(h[None, :, None], 0.5).flatten(),
+    "alpha dropout": lambda h: F.alpha_dropout(h, 0.5, True),
+    "feature alpha dropout": lambda h: F.feature_alpha_dropout(h[None], 0.5, True)[0],
+    "rand": lambda h: h * torch.rand(3, dtype=h.dtype),
+    "randn": lambda h: h + torch.randn(3, dtype=h.dtype),
+    "rand_like": lambda h: h * torch.rand_like(h),
+    "randn_like": lambda h: h + torch.randn_like(h),
+    "randint": lambda h: h * torch.randint(3, (3,)),
+    "bernoulli": lambda h: h * torch.bernoulli(h.detach().sigmoid()),
+    "bernoulli_": lambda h: h * (0.5 + torch.empty_like(h).bernoulli_(0.3)),
+    "uniform_": lambda h: h * torch.empty_like(h).uniform_(-1, 2),
+    "normal_": lambda h: h * torch.empty_like(h).normal_(),
+    "exponential_": lambda h: h * torch.empty_like(h).exponential_(),
+    "normal": lambda h: h * torch.normal(h.detach(), 1.0),
+    "another order in memory": lambda h: (
+        h.outer(h).t() * torch.rand_like(h.outer(h).t())
+    ).sum(0),
+    "a scalar": lambda h: h * torch.rand((), dtype=h.dtype),
+    "gumbel softmax": lambda h: F.gumbel_softmax(h),
+}
+
+
+def drawing(draw, asks):
+    """Draw before a question and, as often, after it."""
+
+    def loss(params, buffers, x):
+        h = draw(params["w"] @ x)
+        if asks:
+            h = h + 0 if x.sum() > 0 else 0 + h
+            h = h + 0 if x[0] > x[1] else 0 + h
+        return (h * params["v"]).square().sum()
+
+    return loss
+
+
+@pytest.mark.filterwarnings("ignore:.*no batching rule:vgrad.FallbackWarning")
+@by_vmap
+@pytest.mark.parametrize("randomness", ["different", "same"])
+@pytest.mark.parametrize("name", DRAWS)
+def test_parts_see_the_numbers_that_the_chunk_drew(name, randomness, strategy):
+    if randomness == "same" and name in ("bernoulli", "normal"):
+        pytest.skip("what is drawn depends on the sample")
+    found = []
+    for asks in (True, False):
+        loss = drawing(DRAWS[name], asks)
+        options = {"strategy": strategy, "randomness": randomness}
+        torch.manual_seed(0)
+        found.append(vgrad.per_sample_grad(loss, **options)(PARAMS, {}, X))
+    oracle.assert_exact(*found, 1e-14)
+    assert found[0]["w"].any()
+
+
+@by_vmap
+def test_no_number_is_drawn_twice(strategy):
+    drawn = []
+
+    def loss(params, buffers, x):
+        torch.rand(2)
+        if x.sum() > 0:
+            torch.rand(3)
+        value = torch.rand((), dtype=torch.float64)
+        return net(params, x) * value, value
+
+    compute = vgrad.per_sample_grad(
+        loss, strategy=strategy, randomness="different", has_aux=True, chunk_size=4
+    )
+    torch.manual_seed(0)
+    for _ in range(2):
+        drawn.append(compute(PARAMS, {}, X)[1])
+    drawn.append(torch.rand(24, dtype=torch.float64))
+    everything = torch.cat(drawn)
+    assert len(everything.unique()) == len(everything)
+
+
+def test_samples_drop_layers_of_their_own():
+    def loss(params, buffers, x):
+        h, used = x, []
+        for _ in range(4):
+            kept = torch.rand((), dtype=torch.float64)
+            used.append(kept)
+            if kept > 0.5:
+                h = h + (params["w"].t() @ (params["w"] @ h)).tanh()
+        return h.square().sum(), torch.stack(used)
+
+    torch.manual_seed(0)
+    compute = vgrad.per_sample_grad(
+        loss, strategy="recorded", randomness="different", has_aux=True
+    )
+    found, used = compute(PARAMS, {}, X)
+
+    def known(params, buffers, x, used):
+        h = x
+        for kept in used:
+            if kept > 0.5:
+                h = h + (params["w"].t() @ (params["w"] @ h)).tanh()
+        return h.square().sum()
+
+    oracle.assert_exact(
+        found, oracle.loss_gradients(known, PARAMS, {}, (X, used)), EXACT
+    )
+    assert len({tuple(row.tolist()) for row in used > 0.5}) > 4
+
+
+@by_vmap
+def test_shapes_of_drawn_numbers(strategy):
+    def drawn(params, buffers, x, mask, words):
+        h = F.dropout(x @ params["w"].t(), 0.5)
+        kept = torch.rand(T) < 0.5
+        return (h[kept | mask] * params["v"]).square().sum(), (h != 0, kept)
+
+    def known(params, buffers, x, mask, drops, kept):
+        h = (x @ params["w"].t()) * drops * 2
+        return (h[kept | mask] * params["v"]).square().sum()
+
+    options = {"strategy": strategy, "randomness": "different", "has_aux": True}
+    torch.manual_seed(0)
+    found, aux = vgrad.per_sample_grad(drawn, **options)(TABLE, {}, *BATCH)
+    assert len({tuple(row.tolist()) for row in aux[1]}) > 6
+    expected = oracle.loss_gradients(known, TABLE, {}, (ROWS, MASK, *aux))
+    oracle.assert_exact(found, expected, EXACT)
+
+
+@pytest.mark.parametrize(
+    ("read", "words"),
+    [
+        (lambda x, m: x[m[:3]], "shape of the mask"),
+        (lambda x, m: x[:, m], "shape of the mask"),
+        (lambda x, m: x[m, m, m], "too many indices"),
+        (lambda x, m: written(x, m, torch.ones(2).to(x)), "shape mismatch"),
+        (lambda x, m: written(x, m, torch.ones(D)), "dtypes match"),
+        (lambda x, m: x.masked_select(m), "must match"),
+        (lambda x, m: x.repeat_interleave(-m.long(), 0), "can not be negative"),
+        (lambda x, m: x.repeat_interleave(m[1:].long(), 0), "same size"),
+        (lambda x, m: F.one_hot(-1 - m.long()), "non-negative"),
+        (lambda x, m: x.unique(), "not implemented"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*:vgrad.FallbackWarning")
+def test_what_torch_refuses_is_refused_in_its_words(read, words):
+    def loss(params, buffers, x, mask):
+        return (read(x * params["w"][0], mask) * params["v"].sum()).sum()
+
+    mask = torch.tensor([True, True, False, True, False]).expand(4, T)
+    with pytest.raises((RuntimeError, IndexError), match=words):
+        vgrad.per_sample_grad(loss)(TABLE, {}, ROWS[:4], mask)
+
+
+SHAPED = ["rows", "numbers", "written rows", "where", "repeat_interleave", "one_hot"]
+
+
+def clipped(loss):
+    return vgrad.clipped_grad(loss, max_norm=1.0)
+
+
+def few_and_many():
+    one = tuple(each[[1] * 4] for each in BATCH)
+    few = (one[0], one[1] & (torch.arange(T) < 2), one[2].clamp(max=1))
+    many = (one[0].abs(), one[1] | True, one[2] + 3)
+    return one, one, few, many, one
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("name", ["branches", *SHAPED])
+def test_a_graph_reads_again_and_gives_way(name):
+    if name == "branches":
+        loss, params, x = asks_once, PARAMS, X.abs()
+        batches, counts = [(x,), (2 * x,), (-x,), (x,)], (3, 1)
+    else:
+        loss, params = reading(name), TABLE
+        batches, counts = few_and_many(), (4, 2)
+    eager, found = clipped(loss), vgrad.compile(clipped(loss))
+    for batch in batches:
+        grads, expected = (each(params, {}, *batch).grads for each in (found, eager))
+        oracle.assert_exact(grads, expected, 0)
+    (report,) = found.reports()
+    assert (report.backend, report.calls, report.redos) == ("replay", *counts)
+
+
+@pytest.mark.compiled
+def test_a_graph_of_samples_that_split_is_eager():
+    found, expected = vgrad.compile(clipped(asks_once)), clipped(asks_once)
+    with pytest.warns(vgrad.CompileWarning, match="samples take different branches at"):
+        grads = found(PARAMS, {}, X).grads
+    oracle.assert_exact(grads, expected(PARAMS, {}, X).grads, 0)
+
+
+def multiplies(params, buffers, x):
+    return (params["w"] @ x[:2]).sum()
+
+
+def writes(params, buffers, x):
+    params["w"].data.mul_(1)
+    buffers["b"].add_(1)
+    return net(params, x)
+
+
+def draws(params, buffers, x):
+    return net(params, x) * torch.rand(())
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (multiplies, "shapes cannot be multiplied|size"),
+        (writes, "changes nothing it is given"),
+        (draws, 'randomness="error"'),
+    ],
+)
+def test_auto_does_not_hide_what_plain_autograd_refuses(loss, message):
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        vgrad.per_sample_grad(loss)(PARAMS, {"b": torch.zeros(())}, X)
