@@ -5,7 +5,7 @@ every op that computes) of plain SGD's forward and backward pass and of vgrad's 
 step are counted on the very batches that are timed. With the rates of the machine, each
 taken as the best of some runs of one large product and of one large copy, they say how
 long both would take if nothing else took any time. The quotient is the floor of the
-ratio; what was measured above it is the gap: Python, allocation, products of shapes
+ratio; the rest of the measured ratio is the gap: Python, allocation, products of shapes
 that run below the best rate.
 """
 

@@ -1,7 +1,7 @@
 """How a training step grows with the members: `python -m bench.growth RESULTS.json`.
 
-The file is what `pytest --benchmark-json` or `python -m vgrad bench ensemble --out`
-wrote. A picture of the same name shows time, as a multiple of that of a loop over the
+The file comes from `pytest --benchmark-json` or `python -m vgrad bench ensemble --out`.
+A picture of the same name shows time, as a multiple of a loop's over the
 members, and peak memory against the number of members: of the loop, vmap, tensordict
 and vgrad.
 """
@@ -44,7 +44,7 @@ def draw(measured: list[Row]) -> Figure:
     panels = figure.subplots(len(cases), 2, squeeze=False)
     for case, (time, memory) in zip(cases, panels, strict=True):
         for number, name in enumerate(NAMES):
-            # What was measured beside the others takes the place of what was not.
+            # Interleaved measurements take the place of others.
             found = {
                 row["members"]: row
                 for row in (*finer, *rows)
@@ -64,7 +64,7 @@ def draw(measured: list[Row]) -> Figure:
             axes.set_xticks(ticks, [str(each) for each in ticks])
             axes.minorticks_off()
             axes.set_ylim(bottom=0)
-        y = "time / that of the loop"
+        y = "time / time of the loop"
         drawing.finish(time, case, "members", y, legend=False)
         y = "MiB above the members"
         drawing.finish(memory, f"{case}: peak memory", "members", y, legend=False)

@@ -1,4 +1,4 @@
-"""Many models as one: what an ensemble does not know, a sweep, cross-validation.
+"""Many models as one: an ensemble's doubt, a sweep, cross-validation.
 
 All three are one run of stacked models. The members of a deep ensemble disagree where
 they know little; members with rates of their own are a sweep; members with data of
@@ -35,8 +35,8 @@ def accuracy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 # %% A deep ensemble: eight members, each from its own random numbers, trained at once.
-# The optimizer is that of a single model. Every member sees the data in its own order,
-# so the batch has a member axis: in_dims=0.
+# The optimizer is a single model's. Every member sees the data in its own order, so the
+# batch has a member axis: in_dims=0.
 MEMBERS, BATCH = 8, 64
 fmodel, params, buffers = vgrad.init_ensemble(network, MEMBERS, seed=0)
 loss = vgrad.batch_loss(fmodel, F.cross_entropy)

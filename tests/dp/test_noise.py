@@ -280,7 +280,7 @@ def test_places_in_the_stream_of_a_device_are_apart(members):
     for member in range(members):
         source = gaussian._Normals(key, sums, member, 1.0)
         for name, size in sizes.items():
-            start = source._starts[name]
+            start = source.starts[name]
             taken += range(start, start + math.ceil(size / BLOCK))
     assert sorted(taken) == list(range(members * 6))
 

@@ -27,9 +27,7 @@ from vgrad.compiled.reports import CompiledExplanation, Report
 from vgrad.ensemble.forward import EnsembleForward
 from vgrad.ensemble.gradients import EnsembleGradFn
 from vgrad.persample.engine import Transform
-from vgrad.training.ensemble import EnsembleStep
-from vgrad.training.plain import OfSamples, TrainStep
-from vgrad.training.private import PrivateStep
+from vgrad.training.steps import EnsembleStep, OfSamples, PrivateStep, TrainStep
 from vgrad.typing import Arguments, Found, Same
 
 __all__ = [

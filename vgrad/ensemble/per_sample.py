@@ -25,21 +25,10 @@ from vgrad.ensemble.execution import (
 from vgrad.functional.losses import check_loss
 from vgrad.generators import sample_keys, set_seed
 from vgrad.persample.clipped import ClippedGrad, clipped_grad
-from vgrad.persample.engine.problem import Options
+from vgrad.persample.engine.problem import Options, check_options
 from vgrad.persample.engine.transform import Transform
 from vgrad.persample.grad import per_sample_grad
-from vgrad.precision import LossScale
-from vgrad.typing import (
-    Buffers,
-    ChunkSize,
-    Clipping,
-    LossFn,
-    Params,
-    Randomness,
-    Result,
-    Strategy,
-    Tree,
-)
+from vgrad.typing import Buffers, Clipping, LossFn, Params, Result, Tree
 
 
 class EnsemblePerSampleFn(Keyed, Generic[Result]):
@@ -176,28 +165,19 @@ def ensemble_per_sample_grad(
     *,
     in_dims: InDims = None,
     shared: Patterns = (),
-    strategy: Strategy = "auto",
-    chunk_size: ChunkSize = None,
-    randomness: Randomness = "error",
     has_aux: bool = False,
-    loss_scale: LossScale | None = None,
+    **options: Unpack[Options],
 ) -> EnsemblePerSampleFn[Any]:
     """Gradient of every sample for every member: `{name: [E, B, *shape]}`.
 
     `loss` is the loss of one sample for one member. `in_dims` and `shared` are those of
-    `ensemble_grad`, the other options those of `per_sample_grad`. Every member has a
-    gradient of its own for what is shared.
+    `ensemble_grad`, the other options are in `vgrad.persample.Options`. Every member
+    has a gradient of its own for what is shared.
 
     Args:
         in_dims: 0 where each member has a batch of its own, None where all have one, or
             a sequence with an entry for each item.
         shared: patterns of the entries without a member axis.
-        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
-            `"loop"` sample by sample; `"auto"` takes the first of these that can.
-        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
-        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
-        has_aux: the loss returns `(scalar, aux)`, and the result is a pair with aux.
-        loss_scale: multiplies losses before the backward pass; results are without it.
 
     Example:
         >>> import vgrad
@@ -210,14 +190,8 @@ def ensemble_per_sample_grad(
         torch.Size([4, 5, 2, 3])
     """
     check_loss("ensemble_per_sample_grad", loss)
-    transform = per_sample_grad(
-        loss,
-        strategy=strategy,
-        chunk_size=chunk_size,
-        randomness=randomness,
-        has_aux=has_aux,
-        loss_scale=loss_scale,
-    )
+    check_options(ensemble_per_sample_grad, options)
+    transform = per_sample_grad(loss, has_aux=has_aux, **options)
     name = "ensemble_per_sample_grad"
     return EnsemblePerSampleFn(name, [transform], in_dims, shared)
 
@@ -247,28 +221,20 @@ def ensemble_clipped_grad(
     normalize_by: float = 1.0,
     in_dims: InDims = None,
     shared: Patterns = (),
-    strategy: Strategy = "auto",
-    chunk_size: ChunkSize = None,
-    randomness: Randomness = "error",
     has_aux: bool = False,
-    loss_scale: LossScale | None = None,
+    **options: Unpack[Options],
 ) -> EnsembleClippedGradFn[Any]:
     """Sum of clipped gradients of every member: a `ClippedGrad` of `[E, ...]`.
 
     `max_norm` is what `clipped_grad` takes, or a list of that for each member.
-    `in_dims` and `shared` are those of `ensemble_grad`, the other options those of
-    `clipped_grad`. `.add_noise` adds each member's noise.
+    `in_dims` and `shared` are those of `ensemble_grad`, `clipping` and `normalize_by`
+    those of `clipped_grad`, the other options are in `vgrad.persample.Options`.
+    `.add_noise` adds each member's noise.
 
     Args:
         in_dims: 0 where each member has a batch of its own, None where all have one, or
             a sequence with an entry for each item.
         shared: patterns of the entries without a member axis.
-        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
-            `"loop"` sample by sample; `"auto"` takes the first of these that can.
-        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
-        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
-        has_aux: the loss returns `(scalar, aux)`, and the result is a pair with aux.
-        loss_scale: multiplies losses before the backward pass; results are without it.
 
     Raises:
         ValueError: `max_norm` requires grad; when called, if there are not as many clip
@@ -286,6 +252,7 @@ def ensemble_clipped_grad(
         (torch.Size([2, 2, 3]), torch.Size([2, 5]))
     """
     check_loss("ensemble_clipped_grad", loss)
+    check_options(ensemble_clipped_grad, options)
     bounds: Any = max_norm if isinstance(max_norm, Sequence) else [max_norm]
     if isinstance(max_norm, Tensor):
         if max_norm.requires_grad:
@@ -301,11 +268,8 @@ def ensemble_clipped_grad(
             max_norm=bound,
             clipping=clipping,
             normalize_by=normalize_by,
-            strategy=strategy,
-            chunk_size=chunk_size,
-            randomness=randomness,
             has_aux=has_aux,
-            loss_scale=loss_scale,
+            **options,
         )
         for bound in bounds
     ]
