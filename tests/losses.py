@@ -373,6 +373,34 @@ def assert_quantities(
     return expected
 
 
+def norms(loss: Callable, params: Any, *batch: Any, **options: Any) -> Any:
+    """Return the norms of samples, for a loss without buffers."""
+    return vgrad.per_sample_norm(loss, **options)(params, {}, *batch)
+
+
+def clipped(loss: Callable, bound: float, params: Any, *batch: Any, **options: Any):
+    """Return a clipped sum, for a loss without buffers."""
+    return vgrad.clipped_grad(loss, max_norm=bound, **options)(params, {}, *batch)
+
+
+def length(grads: dict[str, Tensor]) -> float:
+    """Return the norm of a sum over all its parameters, in float64."""
+    return float(torch.cat([g.double().flatten() for g in grads.values()]).norm())
+
+
+def singles(batch: Any) -> list:
+    """Return the batches of one sample each."""
+    return [rows(batch, slice(n, n + 1)) for n in range(len(batch[0]))]
+
+
+def clipped_lengths(
+    loss: Callable, params: Any, batch: Any, bound: float, **options: Any
+) -> Tensor:
+    """Norms of the clipped gradients of single samples, each a batch of its own."""
+    sums = [clipped(loss, bound, params, *one, **options) for one in singles(batch)]
+    return torch.tensor([length(each.grads) for each in sums], dtype=torch.float64)
+
+
 def product(params: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> Tensor:
     """A loss whose gradient is the sample."""
     return (params["w"] * x).sum()

@@ -30,7 +30,7 @@ NOT_RULED = {  # endings of names
     "DistilBERT, ragged mask, sdpa": (),
     "BART": (),
     "ViT": ("cls_token", "position_embeddings"),
-    "Swin": (),
+    "Swin": ("relative_position_bias_table",),
     "ConvNeXt": ("layer_scale_parameter",),
     "CLIP": ("logit_scale", "class_embedding"),
 }
