@@ -23,6 +23,7 @@ from tests.losses import (
     every_strategy,
     length,
     norms,
+    plan,
     singles,
 )
 from vgrad.ensemble import ensemble_clipped_grad
@@ -46,6 +47,10 @@ def convolved(w, x, g):
     return (F.conv1d(x, w, padding=1) * g).sum()
 
 
+def grouped(w, x, g):
+    return (F.conv1d(x, w, groups=2) * g).sum()
+
+
 def looked_up(w, x, g):
     index = torch.arange(g.shape[0], device=w.device) * 3 % len(w)
     return (F.embedding(index, w) * g).sum()
@@ -63,24 +68,12 @@ def in_parts(w, x, g):
     return linear(w[:2], x, g[:, :2]) + linear(w[2:], x, g[:, 2:])
 
 
-def transposed(w, x, g):
-    return (x @ w.t() * g).sum()
-
-
-def elementwise(w, x, g):
-    return ((w * x) * g).sum()
-
-
 def normalised(w, x, g):
     # Squares of what is normalised would be infinite in float32.
     return (F.layer_norm(x.sign(), x.shape[-1:], w) * g).sum()
 
 
-def grouped(w, x, g):
-    return (F.conv1d(x, w, groups=2) * g).sum()
-
-
-OPS = {
+OPS = {  # and shapes of w, x and g
     "linear": (linear, (4, 3), (1, 3), (1, 4)),
     "linear, products": (linear, (4, 3), (2, 3), (2, 4)),
     "linear, many products": (linear, (64, 64), (30, 64), (30, 64)),
@@ -94,8 +87,8 @@ OPS = {
     "tied": (tied, (4, 3), (3, 3), (3, 4)),
     "twice": (twice, (4, 3), (2, 3), (2, 4)),
     "in parts": (in_parts, (4, 3), (1, 3), (1, 4)),
-    "transposed": (transposed, (4, 3), (2, 3), (2, 4)),
-    "elementwise": (elementwise, (4,), (4,), (4,)),
+    "transposed": (lambda w, x, g: (x @ w.t() * g).sum(), (4, 3), (2, 3), (2, 4)),
+    "elementwise": (lambda w, x, g: ((w * x) * g).sum(), (4,), (4,), (4,)),
     "normalised": (normalised, (4,), (2, 4), (2, 4)),
 }
 CLIPPING = {
@@ -107,15 +100,6 @@ CLIPPING = {
     },
     "automatic": lambda bound: {"clipping": "automatic", "max_norm": bound},
 }
-
-
-def two_layers(op):
-    """Return a loss of the op's parameter and of one in a layer of its own."""
-
-    def loss(params, buffers, x, g, h):
-        return op(params["a.w"], x, g) + (params["b.w"] * h).sum()
-
-    return loss
 
 
 @contextlib.contextmanager
@@ -147,7 +131,12 @@ def made(name, sizes, dtype, seed=0):
         for shape, column in zip((x, g, (2,)), columns, strict=True)
     ]
     params = {"a.w": torch.zeros(weight, dtype=dtype)}
-    return two_layers(op), {**params, "b.w": torch.zeros(2, dtype=dtype)}, batch
+    params["b.w"] = torch.zeros(2, dtype=dtype)  # in a layer of its own
+
+    def loss(params, buffers, x, g, h):
+        return op(params["a.w"], x, g) + (params["b.w"] * h).sum()
+
+    return loss, params, batch
 
 
 def factors(exact, name, bound):
@@ -441,19 +430,12 @@ def test_members_of_an_ensemble_keep_their_bounds():
 
 @every_strategy
 def test_a_private_step_moves_no_further_for_a_sample_of_any_size(strategy):
-    plan = vgrad.dp.Plan(
-        dataset_size=4,
-        sampling_rate=0.5,
-        noise_multiplier=1e-3,
-        max_norm=1e-4,
-        steps=1,
-        delta=0.1,
-    )
+    options = dict(dataset_size=4, sampling_rate=0.5, noise_multiplier=1e-3)
+    private = plan(**options, max_norm=1e-4, steps=1, delta=0.1)
     sizes = [(1.0, 1.0, 1.0), (3e38, 1.0, 1.0), (1e-38, 3e38, 1e-30)]
     loss, params, batch = made("linear", sizes, torch.float32)
     tx = vgrad.optim.sgd(1.0)
-    step = private_step(loss, tx, plan, strategy=strategy)
-
+    step = private_step(loss, tx, private, strategy=strategy)
     state = TrainState.create(tx, params, {})
 
     def moved(rows):

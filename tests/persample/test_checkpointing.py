@@ -13,7 +13,6 @@ from torch.utils import checkpoint as checkpointing
 import vgrad
 from tests import losses, oracle
 from tests.losses import randn
-from vgrad.torch_private import modes
 
 EXACT = 1e-12
 checkpoint = partial(checkpointing.checkpoint, use_reentrant=False)
@@ -25,114 +24,59 @@ X = randn(6, 3, 4, seed=3)
 BUFFERS = {"scale": torch.tensor(0.5, dtype=torch.float64)}
 
 
-def linear(p, b, x):
-    x = F.linear(x, p["w"])
-    x = checkpoint(lambda x: F.linear(x.tanh(), p["v"], p["s"]).sin(), x)
-    return x.square().sum()
-
-
-def as_arguments(p, b, x):
-    x = checkpoint(lambda x, w, s: F.linear(x, w).tanh() * s, x, p["w"], p["s"])
-    return F.linear(x, p["v"]).square().sum()
-
-
-def one_weight_everywhere(p, b, x):
-    """Outside, in two regions, and twice in one of them."""
-    x = F.linear(x, p["w"]).tanh()
-    for _ in range(2):
-        x = checkpoint(lambda x: F.linear(F.linear(x, p["w"]).sin(), p["w"]), x)
-    return F.linear(x, p["w"]).square().sum()
-
-
-def computed(p, b, x):
-    """Of parameters alone, inside and outside of the region."""
-    normed = p["w"] / p["w"].norm()
-
-    def region(x):
-        scaled = (p["v"] * p["s"]).t()
-        return F.linear(F.linear(x, normed).tanh(), scaled) @ p["v"].t()
-
-    return checkpoint(region, checkpoint(region, x)).square().sum()
-
-
-def without_a_rule(p, b, x):
-    return checkpoint(lambda x: torch.cdist(x, p["w"]).sin() * p["s"], x.sin()).sum()
-
-
-def norms_and_attention(p, b, x):
-    def region(x):
-        x = F.layer_norm(x, (4,), p["s"], None)
-        q, k = F.linear(x, p["w"]), F.linear(x, p["v"])
-        return F.scaled_dot_product_attention(q, k, x)
-
-    return checkpoint(region, x.tanh()).square().sum()
-
-
-def several_outputs(p, b, x):
-    def region(x, *, scale):
-        y = F.linear(x, p["w"]).tanh()
-        return {"y": y * scale, "rest": [y.detach(), 3, F.linear(x, p["v"])]}
-
-    found = checkpoint(region, x, scale=2.0)
-    return (found["y"] * found["rest"][2] * found["rest"][1]).sum()
-
-
-def without_parameters(p, b, x):
-    return checkpoint(lambda x: x.sin().exp(), F.linear(x, p["w"])).sum()
-
-
-def of_a_constant(p, b, x):
-    """Nothing that goes in requires grad."""
-    return checkpoint(lambda x: F.linear(x, p["w"]).tanh(), x).square().sum()
-
-
-def in_place(p, b, x):
-    def region(x):
-        y = F.linear(x, p["w"])
-        return F.linear(y.mul_(2.0).relu_(), p["v"])
-
-    return checkpoint(region, x).square().sum()
-
-
-def to_the_end(p, b, x):
-    with checkpointing.set_checkpoint_early_stop(False):
-        return linear(p, b, x)
-
-
-def asks(p, b, x):
-    def region(x):
-        return F.linear(x, p["w"] if x.sum() > 0 else p["v"]).tanh()
-
-    return checkpoint(region, F.linear(x, p["w"])).square().sum()
-
-
-def a_step_of_an_lstm(p, b, x):
-    gates = torch.cat([p["w"], p["v"], p["w"].sin(), p["v"] * p["s"]])
-
-    def region(x):
-        return torch.lstm_cell(x, (x, x), gates, gates)[0]
-
-    return checkpoint(region, x.tanh()).square().sum()
-
-
-def has_inputs_require_grad(p, b, x):
-    """As models do whose first layers are frozen."""
-    constant = b["scale"] * 2
-    for each in (x, constant):
-        assert not each.requires_grad
-        each.requires_grad_()
-        assert each.requires_grad
-    h = F.linear(x, p["w"]).requires_grad_(True)
-    return checkpoint(lambda x: F.linear(x * constant, p["v"]).tanh(), h).sum()
-
-
+LINEAR = """
+h = checkpoint(lambda x: F.linear(x.tanh(), v, s).sin(), F.linear(x, w))
+value = h.square().sum()"""
 LOSSES = {
-    each.__name__: each
-    for each in [
-        *(linear, as_arguments, one_weight_everywhere, computed, without_a_rule),
-        *(norms_and_attention, several_outputs, without_parameters, of_a_constant),
-        *(in_place, to_the_end, asks, a_step_of_an_lstm, has_inputs_require_grad),
-    ]
+    "linear": LINEAR,
+    "to the end": f"with checkpointing.set_checkpoint_early_stop(False):"
+    f"{LINEAR.replace(chr(10), chr(10) + '    ')}",
+    "as arguments": """
+h = checkpoint(lambda x, w, s: F.linear(x, w).tanh() * s, x, w, s)
+value = F.linear(h, v).square().sum()""",
+    "one weight outside, in two regions, and twice in one of them": """
+h = F.linear(x, w).tanh()
+for _ in range(2): h = checkpoint(lambda x: F.linear(F.linear(x, w).sin(), w), h)
+value = F.linear(h, w).square().sum()""",
+    "computed of parameters alone, inside and outside": """
+normed = w / w.norm()
+def region(x):
+    return F.linear(F.linear(x, normed).tanh(), (v * s).t()) @ v.t()
+value = checkpoint(region, checkpoint(region, x)).square().sum()""",
+    "without a rule": """
+value = checkpoint(lambda x: torch.cdist(x, w).sin() * s, x.sin()).sum()""",
+    "norms and attention": """
+def region(x):
+    x = F.layer_norm(x, (4,), s, None)
+    return F.scaled_dot_product_attention(F.linear(x, w), F.linear(x, v), x)
+value = checkpoint(region, x.tanh()).square().sum()""",
+    "several outputs": """
+def region(x, *, scale):
+    y = F.linear(x, w).tanh()
+    return {"y": y * scale, "rest": [y.detach(), 3, F.linear(x, v)]}
+found = checkpoint(region, x, scale=2.0)
+value = (found["y"] * found["rest"][2] * found["rest"][1]).sum()""",
+    "without parameters": "checkpoint(lambda x: x.sin().exp(), F.linear(x, w)).sum()",
+    "of a constant": "checkpoint(lambda x: F.linear(x, w).tanh(), x).square().sum()",
+    "in place": """
+def region(x):
+    return F.linear(F.linear(x, w).mul_(2.0).relu_(), v)
+value = checkpoint(region, x).square().sum()""",
+    "reads a value": """
+region = lambda x: F.linear(x, w if x.sum() > 0 else v).tanh()
+value = checkpoint(region, F.linear(x, w)).square().sum()""",
+    "a step of an LSTM": """
+gates = torch.cat([w, v, w.sin(), v * s])
+value = checkpoint(lambda x: torch.lstm_cell(x, (x, x), gates, gates)[0], x.tanh())
+value = value.square().sum()""",
+    "inputs that require grad, as behind frozen layers": """
+constant = scale * 2
+for each in (x, constant):
+    assert not each.requires_grad
+    each.requires_grad_()
+    assert each.requires_grad
+h = F.linear(x, w).requires_grad_(True)
+value = checkpoint(lambda x: F.linear(x * constant, v).tanh(), h).sum()""",
 }
 
 
@@ -140,8 +84,8 @@ LOSSES = {
 @every_strategy
 @pytest.mark.parametrize("chunk_size", [None, 4])
 def test_every_quantity_is_that_of_a_loop(name, strategy, chunk_size):
-    loss = LOSSES[name]
-    params = {n: W[n] for n in W if not (n == "v" and loss is without_a_rule)}
+    loss = losses.written(LOSSES[name], globals())
+    params = {n: W[n] for n in W if not (n == "v" and name == "without a rule")}
     options = {"strategy": strategy, "chunk_size": chunk_size}
     given = {"buffers": BUFFERS, "tolerance": EXACT}
     losses.assert_quantities(loss, params, (X,), **given, **options)
@@ -285,49 +229,24 @@ def test_a_split_chunk_draws_outside_of_regions_only(strategy):
         compute(partial(drops, inside=True))(W, {}, X)
 
 
-def packs(p, b, x):
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t)
-    with hooks:
-        return F.linear(x, p["w"]).tanh().sum()
-
-
-def nested(p, b, x):
-    def outer(x):
-        return checkpoint(lambda x: F.linear(x, p["w"]).tanh(), x.sin()).exp()
-
-    return checkpoint(outer, F.linear(x, p["w"])).sum()
+PACKS = """
+hooks = torch.autograd.graph.saved_tensors_hooks
+with hooks(lambda t: t * 1, lambda t: t): value = F.linear(x, w).tanh().sum()"""
+NESTED = """
+def outer(x):
+    return checkpoint(lambda x: F.linear(x, w).tanh(), x.sin()).exp()
+value = checkpoint(outer, F.linear(x, w)).sum()"""
 
 
 @pytest.mark.parametrize(
-    ("loss", "message"), [(packs, "other hooks"), (nested, "one sample after another")]
+    ("text", "message"), [(PACKS, "other hooks"), (NESTED, "one sample after another")]
 )
-def test_what_cannot_be_recorded_runs_in_a_loop(loss, message):
+def test_what_cannot_be_recorded_runs_in_a_loop(text, message):
+    loss = losses.written(text, globals())
     with pytest.raises(vgrad.UnsupportedOp, match='strategy="loop"'):
         vgrad.per_sample_norm(loss, strategy="recorded")({"w": W["w"]}, {}, X)
     with pytest.warns(vgrad.FallbackWarning, match=message):
         losses.assert_quantities(loss, {"w": W["w"]}, (X,), strategy="auto")
-
-
-def test_regions_inside_of_others_run_as_often_as_in_plain_torch():
-    runs = []
-
-    def nested(p, b, x):
-        def inner(x):
-            runs.append("inner")
-            return F.linear(x, p["w"]).tanh()
-
-        def outer(x):
-            runs.append("outer")
-            return checkpoint(inner, x.sin()).exp()
-
-        return checkpoint(outer, F.linear(x, p["v"])).sum()
-
-    used = {"w": W["w"], "v": W["v"]}
-    leaves = {name: each.clone().requires_grad_() for name, each in used.items()}
-    torch.autograd.grad(nested(leaves, {}, X[0]), [*leaves.values()])
-    expected, runs = runs, []
-    vgrad.per_sample_norm(nested, strategy="loop")(used, {}, X[:1])
-    assert runs == expected
 
 
 def test_a_transform_may_run_in_a_checkpoint_of_the_caller():
@@ -431,46 +350,26 @@ def test_a_reentrant_checkpoint_is_refused(strategy, leads):
         vgrad.per_sample_grad(loss, strategy=strategy)(params, {}, X)
 
 
-def without_a_backward_pass(p, b, x, run):
-    run(x)
-    return F.linear(x, p["w"]).square().sum()
-
-
-def of_one_output_in_two(p, b, x, run):
-    return run(x)[0].square().sum()
-
-
-def that_fails(p, b, x, run):
-    run(x)
-    raise ValueError("failed")
-
-
 @pytest.mark.parametrize(
-    "loss", [without_a_backward_pass, of_one_output_in_two, that_fails]
+    "text",
+    [
+        "run(x); value = F.linear(x, w).square().sum()",
+        "value = run(x)[0].square().sum()",
+        "run(x); 1 // 0",
+    ],
 )
 @pytest.mark.parametrize("passes", [1, 2])
-def test_a_region_that_never_runs_again_is_freed(loss, passes):
-    kept = []
-
-    def whole(p, b, x):
-        def region(x):
-            return F.linear(x.sin(), p["v"]), F.linear(x.cos(), p["w"])
-
-        def run(x):
-            x = F.linear(x, p["w"]).tanh()
-            with modes.without_modes():
-                kept.append(StorageWeakRef(modes.unwrap_all(x).untyped_storage()))
-            return checkpoint(region, x)
-
-        return loss(p, b, x, run)
-
-    clip = vgrad.clipped_grad(
-        whole, max_norm=1.0, passes=passes, strategy="recorded", chunk_size=3
-    )
-    with contextlib.suppress(ValueError):
-        clip(W, {}, X)
-    assert kept
-    assert all(each.expired() for each in kept)
+def test_a_region_that_never_runs_again_is_freed(text, passes):
+    region = """
+region = lambda x: (F.linear(x.sin(), v), F.linear(x.cos(), w))
+run = lambda x: checkpoint(region, F.linear(x, w).tanh())
+"""
+    loss = losses.written(region + text, globals())
+    options = {"strategy": "recorded", "chunk_size": 3, "passes": passes}
+    clip, found = vgrad.clipped_grad(loss, max_norm=1.0, **options), None
+    with losses.Peak() as peak, contextlib.suppress(ZeroDivisionError):
+        found = clip(W, {}, X)
+    assert peak.left(found, W, X) == 0
 
 
 def keeps(self, x):
@@ -493,22 +392,21 @@ def test_what_a_functional_model_leaves_is_freed_and_has_its_gradients():
     assert [each.expired() for each in kept] == [True]
 
 
-def writes_inside(p, b, x):
-    region = checkpoint(lambda x: F.linear(x.mul_(2.0), p["v"]), F.linear(x, p["w"]))
-    return region.square().sum()
+WRITES_INSIDE = """
+h = checkpoint(lambda x: F.linear(x.mul_(2.0), v), F.linear(x, w))
+value = h.square().sum()"""
+WRITES_AFTER = """
+h = F.linear(x, w)
+region = checkpoint(lambda x: F.linear(x, v).tanh(), h)
+h.mul_(2.0)
+value = region.square().sum()"""
 
 
-def writes_after(p, b, x):
-    x = F.linear(x, p["w"])
-    region = checkpoint(lambda x: F.linear(x, p["v"]).tanh(), x)
-    x.mul_(2.0)
-    return region.square().sum()
-
-
-@pytest.mark.parametrize("loss", [writes_inside, writes_after])
-def test_arguments_of_a_region_must_stay_as_they_are(loss):
-    with pytest.raises(RuntimeError, match="arguments that stay as they are"):
-        vgrad.per_sample_norm(loss, strategy="recorded")(W, {}, X)
-    for strategy in ("auto", "loop"):
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+@pytest.mark.parametrize("text", [WRITES_INSIDE, WRITES_AFTER])
+def test_arguments_of_a_region_must_stay_as_they_are(text):
+    loss = losses.written(text, globals())
+    for strategy in ("recorded", "auto", "loop"):
+        own = "arguments that stay as they are"
+        message = own if strategy == "recorded" else "modified by an inplace operation"
+        with pytest.raises(RuntimeError, match=message):
             vgrad.per_sample_norm(loss, strategy=strategy)(W, {}, X)

@@ -141,78 +141,43 @@ FUNCTIONS = {
 }
 
 
-def residual(f):
-    """Share the gradient of a sum, and the input of a layer."""
-
-    def loss(p, b, x):
-        h = torch.tanh(F.linear(x, p["a.w"])) + x
-        return F.linear(f(h) + F.linear(h, p["b.w"], p["b.c"]), p["o.w"]).square().sum()
-
-    return loss
-
-
-def of_output(f):
-    """Share the output of the function with the layer behind it."""
-
-    def loss(p, b, x):
-        h = f(torch.tanh(F.linear(x, p["a.w"])))
-        return F.linear(F.linear(h, p["b.w"], p["b.c"]), p["o.w"]).tanh().sum()
-
-    return loss
-
-
-def expanded(f):
-    """Give the gradient to a parameter without a rule, and to a scaled one."""
-
-    def loss(p, b, x):
-        h = torch.tanh(F.linear(x, p["a.w"]))
-        h = F.linear(f(h * 1) + h * p["s.w"] + p["b.c"], p["b.w"])
-        return F.layer_norm(F.linear(h, p["o.w"]), (3,), p["t.w"]).square().sum()
-
-    return loss
-
-
-def regions(f):
-    """Run the function in a checkpoint, beside a layer that shares its input."""
-
-    def inner(h, weight):
-        return f(h * 1) + F.linear(h, weight)
-
-    def loss(p, b, x):
-        h = torch.tanh(F.linear(x, p["a.w"], p["b.c"]))
-        h = h + checkpoint(inner, h, p["b.w"], use_reentrant=False)
-        return F.linear(h, p["o.w"]).square().sum()
-
-    return loss
-
-
-def of_parameters(f):
-    """Compute two tensors from parameters alone, one of both."""
-
-    def loss(p, b, x):
-        weight = f(p["a.w"] * p["b.w"])
-        h = torch.tanh(F.linear(x, weight * 0.5, p["b.c"]) + F.linear(x, weight.t()))
-        return F.linear(f(h * 1) + h, f(p["o.w"] * 1)).square().sum()
-
-    return loss
-
-
-def looked_up(f):
-    """Look rows up, and convolve."""
-
-    def loss(p, b, x):
-        h = F.embedding((x.abs() * 3).long() % 3, p["o.w"])  # [8, 8]
-        h = f(h) + F.linear(h, p["a.w"])
-        h = f(h[None] * 1) + F.conv1d(h[None], p["b.w"][:, :, None], p["b.c"])
-        return torch.tanh(h).square().sum()
-
-    return loss
-
-
 NETS = {
-    each.__name__: each
-    for each in (residual, of_output, expanded, regions, of_parameters, looked_up)
+    # The gradient of a sum is shared, and the input of a layer.
+    "residual": """
+h = torch.tanh(F.linear(x, a_w)) + x
+value = F.linear(f(h) + F.linear(h, b_w, b_c), o_w).square().sum()""",
+    # The output of the function is shared with the layer behind it.
+    "of_output": """
+h = f(torch.tanh(F.linear(x, a_w)))
+value = F.linear(F.linear(h, b_w, b_c), o_w).tanh().sum()""",
+    # The gradient goes to a parameter without a rule, and to a scaled one.
+    "expanded": """
+h = torch.tanh(F.linear(x, a_w))
+h = F.linear(f(h * 1) + h * s_w + b_c, b_w)
+value = F.layer_norm(F.linear(h, o_w), (3,), t_w).square().sum()""",
+    # A checkpoint, beside a layer that shares its input.
+    "regions": """
+h = torch.tanh(F.linear(x, a_w, b_c))
+h = h + checkpoint(lambda h, w: f(h * 1) + F.linear(h, w), h, b_w, use_reentrant=False)
+value = F.linear(h, o_w).square().sum()""",
+    # Tensors of one parameter and of two.
+    "of_parameters": """
+w = f(a_w * b_w)
+h = torch.tanh(F.linear(x, w * 0.5, b_c) + F.linear(x, w.t()))
+value = F.linear(f(h * 1) + h, f(o_w * 1)).square().sum()""",
+    # Rows that are looked up, and a convolution.
+    "looked_up": """
+h = F.embedding((x.abs() * 3).long() % 3, o_w)  # [8, 8]
+h = f(h) + F.linear(h, a_w)
+value = torch.tanh(f(h[None] * 1) + F.conv1d(h[None], b_w[:, :, None], b_c))
+value = value.square().sum()""",
 }
+
+
+def of(name, f):
+    return losses.written(NETS[name], globals() | {"f": f})
+
+
 SIZES = {
     "a.w": (8, 8),
     "b.w": (8, 8),
@@ -271,7 +236,7 @@ def length(grads):
 @pytest.mark.parametrize("strategy", ["recorded", "vmap", "loop"])
 @pytest.mark.parametrize(("net", "name"), PAIRS)
 def test_gradients_are_those_of_plain_autograd(net, name, strategy):
-    loss = NETS[net](FUNCTIONS[name])
+    loss = of(net, FUNCTIONS[name])
     compute = vgrad.per_sample_grad(loss, strategy=strategy)
     refused = REFUSED.get((net, name)) if strategy == "recorded" else None
     if refused:
@@ -303,7 +268,7 @@ SUMS = [
 
 @pytest.mark.parametrize(("net", "name", "options"), SUMS)
 def test_clipped_sums_keep_their_bound(net, name, options):
-    loss = NETS[net](FUNCTIONS[name])
+    loss = of(net, FUNCTIONS[name])
     grads, options = reference(loss), OPTIONS[options]
     clip = vgrad.clipped_grad(loss, max_norm=0.5, **options)
     found = clip(params(), {}, X)
@@ -316,7 +281,7 @@ def test_clipped_sums_keep_their_bound(net, name, options):
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("net", ["residual", "regions"])
 def test_other_quantities_follow_from_the_same_gradients(net, name):
-    loss, keep = NETS[net](FUNCTIONS[name]), torch.ones(3, dtype=torch.bool)
+    loss, keep = of(net, FUNCTIONS[name]), torch.ones(3, dtype=torch.bool)
     grads = reference(loss)
     for quantity in ("weighted", "gram", "moments", "projection"):
         compute = problems.TRANSFORMS[quantity](loss, chunk_size=2)
@@ -326,7 +291,11 @@ def test_other_quantities_follow_from_the_same_gradients(net, name):
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_captured_sums_keep_their_bound(passes):
-    loss = residual(Ruled.apply)
+    def loss(p, b, x):  # "residual", as a function that compile can read
+        h = torch.tanh(F.linear(x, p["a.w"])) + x
+        h = Ruled.apply(h) + F.linear(h, p["b.w"], p["b.c"])
+        return F.linear(h, p["o.w"]).square().sum()
+
     clip = vgrad.clipped_grad(loss, max_norm=0.5, passes=passes)
     compute, expected = vgrad.compile(clip), oracle.clipped(reference(loss), 0.5)
     for _ in range(3):
@@ -338,7 +307,7 @@ def test_captured_sums_keep_their_bound(passes):
 
 
 def test_members_keep_their_bound():
-    loss = residual(Ruled.apply)
+    loss = of("residual", Ruled.apply)
     clip = vgrad.ensemble.ensemble_clipped_grad(loss, max_norm=[0.5, 0.1])
     stacked = {name: torch.stack([each, each]) for name, each in PARAMS.items()}
     found, grads = clip(stacked, {}, X).grads, reference(loss)
@@ -354,14 +323,8 @@ def test_private_gradients_keep_their_bound():
 
     layers = dict(a=nn.Linear(8, 8), b=nn.Linear(8, 8), o=nn.Linear(8, 3))
     model, batch = losses.Net(forward, **layers), (X[:1].float(), torch.tensor([1]))
-    plan = dp.Plan(
-        dataset_size=1,
-        sampling_rate=1.0,
-        noise_multiplier=0.0,
-        max_norm=0.5,
-        steps=2,
-        delta=0.5,
-    )
+    options = dict(dataset_size=1, sampling_rate=1.0, noise_multiplier=0.0)
+    plan = losses.plan(**options, max_norm=0.5, steps=2, delta=0.5)
     expected = oracle.model_gradients(model, losses.CASES["mlp"].run, batch, 1)
     data = torch.utils.data.TensorDataset(*batch)
     private = dp.PrivateGradients(model, F.cross_entropy, data, plan=plan)
@@ -372,7 +335,7 @@ def test_private_gradients_keep_their_bound():
 
 def test_explanations_count_the_copies():
     def explained(f):
-        compute = vgrad.clipped_grad(residual(f), max_norm=1.0)
+        compute = vgrad.clipped_grad(of("residual", f), max_norm=1.0)
         return vgrad.explain(compute)(params(), {}, X)
 
     plain, copied = explained(torch.sin), explained(Old.apply)
@@ -404,7 +367,7 @@ def test_layers_of_torch_need_no_copies(kind):
 def test_chunks_that_fit_leave_room_for_the_copies():
     sizes = []
     for f in (lambda h: h * -50.0, Old.apply):
-        problem = vgrad.clipped_grad(residual(f), max_norm=1.0).options
+        problem = vgrad.clipped_grad(of("residual", f), max_norm=1.0).options
         sizes.append(saved_bytes(problem.on(params(), {}, (X,))))
     assert sizes[1] >= 1.5 * sizes[0]
 

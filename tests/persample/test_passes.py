@@ -88,14 +88,7 @@ def test_no_factors_are_kept_between_the_passes():
 
 
 def test_a_private_step_of_two_passes_is_that_of_one():
-    plan = vgrad.dp.Plan(
-        dataset_size=80,
-        sampling_rate=0.1,
-        noise_multiplier=1.0,
-        max_norm=1.0,
-        steps=9,
-        delta=1e-3,
-    )
+    plan = losses.plan()
     tx, states = vgrad.optim.sgd(0.1), []
     for passes in (1, 2):
         state = TrainState.create(tx, PARAMS, {}, seed=0)

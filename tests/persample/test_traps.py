@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import vgrad
-from tests import oracle
+from tests import losses, oracle
 from tests.losses import (
     STRATEGIES,
     assert_quantities,
@@ -308,14 +308,8 @@ def test_the_factor_of_a_bfloat16_sample_is_not_rounded_to_bfloat16(strategy):
 def test_a_step_that_draws_nothing_still_takes_place():
     # OP: a rank that drew nothing left its step out; and the rate times the size of the
     # data set was rounded down to a whole expected batch size.
-    plan = vgrad.dp.Plan(
-        dataset_size=21,
-        sampling_rate=0.05,
-        noise_multiplier=2.0,
-        max_norm=3.0,
-        steps=30,
-        delta=1e-3,
-    )
+    options = dict(dataset_size=21, sampling_rate=0.05, noise_multiplier=2.0)
+    plan = losses.plan(**options, max_norm=3.0, steps=30)
     compute = vgrad.clipped_grad(
         product, max_norm=plan.max_norm, normalize_by=plan.expected_batch_size
     )

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import vgrad
 from tests import oracle
-from tests.losses import assert_gradients, assert_quantities, randn
+from tests.losses import assert_gradients, assert_quantities, randn, written
 
 EXACT = 1e-12
 PARAMS = {"w": randn(3, 4), "v": randn(3, seed=1)}
@@ -35,51 +35,36 @@ def asks_twice(params, buffers, x):
     return h.square()
 
 
-def repeats(params, buffers, x):
-    h = x
-    for _ in range(1 + int(x[0].abs() * 3)):
-        h = (params["w"].t() @ (params["w"] @ h) / 4).sin()
-    return h.square().sum()
+REPEATS = """
+h = x
+for _ in range(1 + int(x[0].abs() * 3)): h = (w.t() @ (w @ h) / 4).sin()
+value = h.square().sum()"""
+CATCHES = """
+try: positive = bool(x.sum() > 0)
+except Exception: positive = True
+value = net(p, x) * (2 if positive else 3)"""
+BRANCHES = [
+    asks_once,
+    asks_twice,
+    *(
+        written("p = {'w': w, 'v': v}\n" + text, globals())
+        for text in (
+            REPEATS,
+            CATCHES,
+            "value = net(p, x) * x.sum().item() + float(x[0]) * net(p, x.sin())",
+            "chosen = [n for n, each in enumerate(x.tolist()) if each > 0];"
+            "value = net(p, x) + sum(w[:, n].sin().sum() * x[n] for n in chosen)",
+            "same = torch.equal(x.relu(), x) or torch.allclose(x, x.abs(), atol=0.5);"
+            "value = net(p, x) * (2 if same or 0.5 in x.round(decimals=1) else 1)",
+            "bad = float(torch.where(x[0] > 0, x[0], torch.nan));"
+            "value = net(p, x) * (3 if bad != bad else 1)",
+            "zero = float(x[0].sign() * 0);"  # -0.0 for some, which is another number
+            "value = net(p, x) * (1 + torch.tensor(zero).signbit())",
+            "value = net(p, x) * (2 if v.sum() > 0 else 3) * float(b)",
+        )
+    ),
+]
 
-
-def weighs(params, buffers, x):
-    return net(params, x) * x.sum().item() + float(x[0]) * net(params, x.sin())
-
-
-def by_lists(params, buffers, x):
-    chosen = [n for n, each in enumerate(x.tolist()) if each > 0]
-    return net(params, x) + sum(params["w"][:, n].sin().sum() * x[n] for n in chosen)
-
-
-def compares(params, buffers, x):
-    same = torch.equal(x.relu(), x) or torch.allclose(x, x.abs(), atol=0.5)
-    return net(params, x) * (2 if same or 0.5 in x.round(decimals=1) else 1)
-
-
-def of_nan(params, buffers, x):
-    bad = float(torch.where(x[0] > 0, x[0], torch.nan))
-    return net(params, x) * (3 if bad != bad else 1)
-
-
-def of_zeros(params, buffers, x):
-    zero = float(x[0].sign() * 0)  # -0.0 for some, which is another number
-    return net(params, x) * (1 + torch.tensor(zero).signbit())
-
-
-def shared(params, buffers, x):
-    return net(params, x) * (2 if params["v"].sum() > 0 else 3) * float(buffers["b"])
-
-
-def catches(params, buffers, x):
-    try:
-        positive = bool(x.sum() > 0)
-    except Exception:
-        positive = True
-    return net(params, x) * (2 if positive else 3)
-
-
-BRANCHES = [asks_once, asks_twice, repeats, weighs, by_lists, compares, of_nan]
-BRANCHES += [of_zeros, shared, catches]
 
 SIZE, T, D = 12, 5, 4
 TABLE = PARAMS | {"table": randn(T, D, seed=6)}
@@ -97,128 +82,108 @@ def of_rows(params, x):
     return ((x @ params["w"].t()).tanh() @ params["v"]).square().sum() + table
 
 
-def written(x, index, value):
+def put(x, index, value):
     x = x * 1
     x[index] = value
     return x
 
 
-def placed(params, x, mask):
-    h = (x @ params["w"].t()).tanh() * 1
-    h[mask] = h[mask] * 2 + params["v"]
+def placed(x, mask, w, v):
+    h = (x @ w.t()).tanh() * 1
+    h[mask] = h[mask] * 2 + v
     h[mask] += 1
     return h
 
 
-def in_groups(params, x, words):
+def in_groups(x, words, w, v):
     names, group, counts = words.unique(return_inverse=True, return_counts=True)
-    h = x @ params["w"].t()
-    sums = torch.zeros(len(names), 3, dtype=x.dtype).index_add(0, group, h)
-    return (sums / counts[:, None]).tanh() @ params["v"]
+    sums = torch.zeros(len(names), 3, dtype=x.dtype).index_add(0, group, x @ w.t())
+    return (sums / counts[:, None]).tanh() @ v
 
 
-def experts(params, x, words):
+def experts(x, words, w):
     h = torch.zeros_like(x)
     for number in range(3):
         (token,) = torch.where(words == number)
         if token.numel():
-            h.index_add_(0, token, (x[token] * params["w"][number]).sin())
+            h.index_add_(0, token, (x[token] * w[number]).sin())
     return h
 
 
-READS = {
-    "rows": lambda p, x, m, i: x[m],
-    "rows of what has a gradient": lambda p, x, m, i: (x @ p["w"].t())[m] @ p["w"],
-    "numbers": lambda p, x, m, i: x[(x > 0) & m[:, None]].sin()[:, None] * p["w"][0],
-    "a mask and a number": lambda p, x, m, i: x[m, 2][:, None] * p["w"][0],
-    "a mask and a slice": lambda p, x, m, i: F.pad(x[m, 1:], (0, 1)),
-    "a later axis": lambda p, x, m, i: x.t()[:, m].t(),
-    "an ellipsis": lambda p, x, m, i: x.t()[..., m].t(),
-    "a new axis": lambda p, x, m, i: x[None, m, None][0, :, 0],
-    "a number and a mask": lambda p, x, m, i: x.t()[1, m][:, None] * p["w"][0],
-    "an index and a mask": lambda p, x, m, i: (
-        x.t()[i[:1], m][:, None] * p["w"][0]
-    ),
-    "two masks": lambda p, x, m, i: (x @ x.t())[m, m][:, None] * p["w"][0],
-    "masks apart": lambda p, x, m, i: (x @ x.t())[:, None][m, :, m] * p["w"][0],
-    "bytes": lambda p, x, m, i: x[m.byte()],
-    "a flag": lambda p, x, m, i: x[m[0]].flatten(0, 1),
-    "integers": lambda p, x, m, i: i[m].to(x.dtype)[:, None] * p["w"][0],
-    "a mask that all share": lambda p, x, m, i: x[torch.arange(T) > 1],
-    "a parameter": lambda p, x, m, i: p["table"][m],
-    "a parameter twice": lambda p, x, m, i: p["table"][m] * x[m] + p["table"][i[m]],
-    "what is computed of a parameter": lambda p, x, m, i: p["table"].exp()[m],
-    "masked_select": lambda p, x, m, i: (
-        x.masked_select(m[:, None])[:, None] * p["w"][0]
-    ),
-    "masked_select of a row": lambda p, x, m, i: (
-        torch.masked_select(x[0], m[:, None])[:, None] * p["w"][0]
-    ),
-    "nonzero": lambda p, x, m, i: x[m.nonzero()[:, 0]],
-    "nonzero of two axes": lambda p, x, m, i: (x > 0).nonzero().to(x) @ p["w"][:2],
-    "nonzero as a tuple": lambda p, x, m, i: (
-        x[torch.nonzero(x > 0, as_tuple=True)][:, None] * p["w"][0]
-    ),
-    "nonzero as its method": lambda p, x, m, i: x[m.nonzero(as_tuple=True)],
-    "nonzero numbers": lambda p, x, m, i: x[i.nonzero().flatten()],
-    "argwhere": lambda p, x, m, i: x[torch.argwhere(m)[:, 0]] + x[m.argwhere()[:, 0]],
-    "where": lambda p, x, m, i: x[torch.where(m)],
-    "where by name": lambda p, x, m, i: x[torch.where(condition=m)],
-    "repeat_interleave": lambda p, x, m, i: torch.repeat_interleave(x, i, dim=0),
-    "repeat_interleave as its method": lambda p, x, m, i: (
-        (x @ p["w"].t()).repeat_interleave(i, 0) @ p["w"]
-    ),
-    "repeat_interleave of numbers": lambda p, x, m, i: (
-        x[:, 0].repeat_interleave(i)[:, None] * p["w"][0]
-    ),
-    "repeat_interleave by one number": lambda p, x, m, i: x.repeat_interleave(i[:1], 0),
-    "repeat_interleave of a parameter": lambda p, x, m, i: (
-        p["table"].repeat_interleave(i, 0)
-    ),
-    "repeat_interleave of places": lambda p, x, m, i: x[i.repeat_interleave(i)],
-    "places repeated": lambda p, x, m, i: x[torch.repeat_interleave(i)],
-    "one_hot": lambda p, x, m, i: F.one_hot(i).to(x).t() @ x,
-    "a slice": lambda p, x, m, i: x[: i.max()],
-    "a slice of a later axis": lambda p, x, m, i: x.t()[:, i[0] : m.sum() : 2].t(),
-    "arange": lambda p, x, m, i: x[torch.arange(m.sum()) % i[:3].max().clamp(1)],
-    "zeros": lambda p, x, m, i: torch.cat([torch.zeros(i[0], D).to(x), x]),
-    "new_full": lambda p, x, m, i: x.new_full((i[0], D), 2) * p["w"][0],
-    "views": lambda p, x, m, i: x[1:].reshape(i[0] % 2 + 1, -1, D).flatten(0, 1),
-    "split": lambda p, x, m, i: x.split([i[0], T - i[0]])[0],
-    "repeat": lambda p, x, m, i: x.repeat(i[1], 1) @ p["w"].t() @ p["w"],
-    "written to a slice": lambda p, x, m, i: written(x, slice(i[0]), p["v"][0]),
-    "bincount": lambda p, x, m, i: torch.bincount(i).to(x)[:, None] * x[:1],
-    "bincount of weights": lambda p, x, m, i: (
-        i.bincount(x[:, 0], minlength=2)[:, None] * p["w"][0]
-    ),
-    "unique": lambda p, x, m, i: in_groups(p, x, i)[:, None] * p["w"][0],
-    "unique_consecutive": lambda p, x, m, i: x[i.unique_consecutive()],
-    "index_put": lambda p, x, m, i: x.index_put((m,), x[m].sin()),
-    "index_put, added": lambda p, x, m, i: torch.index_put(
-        x, (m, i[m] % D), x[m, 0], accumulate=True
-    ),
-    "experts": lambda p, x, m, i: experts(p, x, i),
-    "written rows": lambda p, x, m, i: placed(p, x, m) @ p["w"],
-    "a written number": lambda p, x, m, i: written(x @ p["w"].t() @ p["w"], m, 0.5),
-    "a written parameter": lambda p, x, m, i: written(x, m, p["w"][1]),
-    "a written sum": lambda p, x, m, i: written(x, m, (x * p["w"][0]).sum()),
-    "a written row of each": lambda p, x, m, i: written(x, m, x[:1] * p["w"][0]),
-    "written later": lambda p, x, m, i: written(x.t(), (..., m), x[0, :, None]).t(),
-    "written at two axes": lambda p, x, m, i: written(x, x > p["w"][0], p["v"][0]),
-    "written in a column": lambda p, x, m, i: written(x, (m, 1), p["v"][0]),
-    "written by flag": lambda p, x, m, i: written(x, m[0], p["w"][0]),
-    "integers written": lambda p, x, m, i: (
-        written(i, m, 2.7).to(x)[:, None] * p["w"][0]
-    ),
-    "in a gradient of its own": lambda p, x, m, i: torch.func.grad(
-        lambda x: x[m].sin().square().sum()
-    )(x),
-}  # fmt: skip
+NO_COUNT = ["put(x @ w.t() @ w, m, 0.5)", "put(x, m[0], w[0])"]
+READS = [
+    *NO_COUNT,
+    "x[m]",
+    "(x @ w.t())[m] @ w",
+    "x[(x > 0) & m[:, None]].sin()[:, None] * w[0]",
+    "x[m, 2][:, None] * w[0]",
+    "F.pad(x[m, 1:], (0, 1))",
+    "x.t()[:, m].t()",
+    "x.t()[..., m].t()",
+    "x[None, m, None][0, :, 0]",
+    "x.t()[1, m][:, None] * w[0]",
+    "x.t()[i[:1], m][:, None] * w[0]",
+    "(x @ x.t())[m, m][:, None] * w[0]",
+    "(x @ x.t())[:, None][m, :, m] * w[0]",
+    "x[m.byte()]",
+    "x[m[0]].flatten(0, 1)",
+    "i[m].to(x.dtype)[:, None] * w[0]",
+    "x[torch.arange(T) > 1]",
+    "table[m]",
+    "table[m] * x[m] + table[i[m]]",
+    "table.exp()[m]",
+    "x.masked_select(m[:, None])[:, None] * w[0]",
+    "torch.masked_select(x[0], m[:, None])[:, None] * w[0]",
+    "x[m.nonzero()[:, 0]]",
+    "(x > 0).nonzero().to(x) @ w[:2]",
+    "x[torch.nonzero(x > 0, as_tuple=True)][:, None] * w[0]",
+    "x[m.nonzero(as_tuple=True)]",
+    "x[i.nonzero().flatten()]",
+    "x[torch.argwhere(m)[:, 0]] + x[m.argwhere()[:, 0]]",
+    "x[torch.where(m)]",
+    "x[torch.where(condition=m)]",
+    "torch.repeat_interleave(x, i, dim=0)",
+    "(x @ w.t()).repeat_interleave(i, 0) @ w",
+    "x[:, 0].repeat_interleave(i)[:, None] * w[0]",
+    "x.repeat_interleave(i[:1], 0)",
+    "table.repeat_interleave(i, 0)",
+    "x[i.repeat_interleave(i)]",
+    "x[torch.repeat_interleave(i)]",
+    "F.one_hot(i).to(x).t() @ x",
+    "x[: i.max()]",
+    "x.t()[:, i[0] : m.sum() : 2].t()",
+    "x[torch.arange(m.sum()) % i[:3].max().clamp(1)]",
+    "torch.cat([torch.zeros(i[0], D).to(x), x])",
+    "x.new_full((i[0], D), 2) * w[0]",
+    "x[1:].reshape(i[0] % 2 + 1, -1, D).flatten(0, 1)",
+    "x.split([i[0], T - i[0]])[0]",
+    "x.repeat(i[1], 1) @ w.t() @ w",
+    "put(x, slice(i[0]), v[0])",
+    "torch.bincount(i).to(x)[:, None] * x[:1]",
+    "i.bincount(x[:, 0], minlength=2)[:, None] * w[0]",
+    "in_groups(x, i, w, v)[:, None] * w[0]",
+    "x[i.unique_consecutive()]",
+    "x.index_put((m,), x[m].sin())",
+    "torch.index_put(x, (m, i[m] % D), x[m, 0], accumulate=True)",
+    "experts(x, i, w)",
+    "placed(x, m, w, v) @ w",
+    "put(x, m, w[1])",
+    "put(x, m, (x * w[0]).sum())",
+    "put(x, m, x[:1] * w[0])",
+    "put(x.t(), (..., m), x[0, :, None]).t()",
+    "put(x, x > w[0], v[0])",
+    "put(x, (m, 1), v[0])",
+    "put(i, m, 2.7).to(x)[:, None] * w[0]",
+    "torch.func.grad(lambda x: x[m].sin().square().sum())(x)",
+]
 
 
-def reading(name):
+def reading(text):
+    code = compile(text, __file__, "eval")
+
     def loss(params, buffers, x, mask, words):
-        return of_rows(params, READS[name](params, x, mask, words))
+        scope = {**globals(), **params, "x": x, "m": mask, "i": words}
+        return of_rows(params, eval(code, scope))
 
     return loss
 
@@ -238,22 +203,22 @@ def test_every_quantity_is_that_of_a_loop(loss, strategy, chunk_size):
 
 @pytest.mark.filterwarnings("error:.*:vgrad.FallbackWarning")
 @pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
-@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize("text", READS)
 @pytest.mark.parametrize(("strategy", "chunk_size"), [("auto", 5), ("vmap", None)])
-def test_shapes_by_value_are_those_of_a_loop(name, strategy, chunk_size):
-    options = {"strategy": strategy, "chunk_size": chunk_size}
-    assert_quantities(reading(name), TABLE, BATCH, tolerance=EXACT, **options)
+def test_shapes_by_value_are_those_of_a_loop(text, strategy, chunk_size):
+    loss, options = reading(text), {"strategy": strategy, "chunk_size": chunk_size}
+    assert_quantities(loss, TABLE, BATCH, tolerance=EXACT, **options)
     if strategy == "vmap":
         return
-    told = vgrad.explain(vgrad.per_sample_norm(reading(name)))(TABLE, {}, *BATCH)
+    told = vgrad.explain(vgrad.per_sample_norm(loss))(TABLE, {}, *BATCH)
     assert told.strategy == "recorded"
     assert sum(told.parts) == SIZE
-    if name in ("a written number", "written by flag"):  # which need no count
+    if text in NO_COUNT:
         assert told.parts == (SIZE,)
-    if name == "rows":
+    if text == "x[m]":
         assert sorted(told.parts) == [1, 1, 2, 3, 5]
         ((line, times),) = told.splits
-        assert "test_value_reads.py:" in line
+        assert line.endswith("test_value_reads.py:1")
         assert times == 1
 
 
@@ -357,57 +322,47 @@ def test_threads_split_apart():
         oracle.assert_exact(found[number], expected, EXACT)
 
 
-DRAWS = {
-    "dropout": lambda h: F.dropout(h, 0.5),
-    "dropout in place": lambda h: F.dropout(h * 1, 0.5, inplace=True),
-    "dropout of features": lambda h: F.dropout1d(h[None, :, None], 0.5).flatten(),
-    "alpha dropout": lambda h: F.alpha_dropout(h, 0.5, True),
-    "feature alpha dropout": lambda h: F.feature_alpha_dropout(h[None], 0.5, True)[0],
-    "rand": lambda h: h * torch.rand(3, dtype=h.dtype),
-    "randn": lambda h: h + torch.randn(3, dtype=h.dtype),
-    "rand_like": lambda h: h * torch.rand_like(h),
-    "randn_like": lambda h: h + torch.randn_like(h),
-    "randint": lambda h: h * torch.randint(3, (3,)),
-    "bernoulli": lambda h: h * torch.bernoulli(h.detach().sigmoid()),
-    "bernoulli_": lambda h: h * (0.5 + torch.empty_like(h).bernoulli_(0.3)),
-    "uniform_": lambda h: h * torch.empty_like(h).uniform_(-1, 2),
-    "normal_": lambda h: h * torch.empty_like(h).normal_(),
-    "exponential_": lambda h: h * torch.empty_like(h).exponential_(),
-    "normal": lambda h: h * torch.normal(h.detach(), 1.0),
-    "another order in memory": lambda h: (
-        h.outer(h).t() * torch.rand_like(h.outer(h).t())
-    ).sum(0),
-    "a scalar": lambda h: h * torch.rand((), dtype=h.dtype),
-    "gumbel softmax": lambda h: F.gumbel_softmax(h),
-}
-
-
-def drawing(draw, asks):
-    """Draw before a question and, as often, after it."""
-
-    def loss(params, buffers, x):
-        h = draw(params["w"] @ x)
-        if asks:
-            h = h + 0 if x.sum() > 0 else 0 + h
-            h = h + 0 if x[0] > x[1] else 0 + h
-        return (h * params["v"]).square().sum()
-
-    return loss
+BY_DATA = [
+    "h * torch.bernoulli(h.detach().sigmoid())",
+    "h * torch.normal(h.detach(), 1.0)",
+]
+DRAWS = [
+    *BY_DATA,
+    "F.dropout(h, 0.5)",
+    "F.dropout(h * 1, 0.5, inplace=True)",
+    "F.dropout1d(h[None, :, None], 0.5).flatten()",
+    "F.alpha_dropout(h, 0.5, True)",
+    "F.feature_alpha_dropout(h[None], 0.5, True)[0]",
+    "h * torch.rand(3, dtype=h.dtype)",
+    "h + torch.randn(3, dtype=h.dtype)",
+    "h * torch.rand_like(h)",
+    "h + torch.randn_like(h)",
+    "h * torch.randint(3, (3,))",
+    "h * (0.5 + torch.empty_like(h).bernoulli_(0.3))",
+    "h * torch.empty_like(h).uniform_(-1, 2)",
+    "h * torch.empty_like(h).normal_()",
+    "h * torch.empty_like(h).exponential_()",
+    "(h.outer(h).t() * torch.rand_like(h.outer(h).t())).sum(0)",  # another layout
+    "h * torch.rand((), dtype=h.dtype)",
+    "F.gumbel_softmax(h)",
+]
 
 
 @pytest.mark.filterwarnings("ignore:.*no batching rule:vgrad.FallbackWarning")
 @by_vmap
 @pytest.mark.parametrize("randomness", ["different", "same"])
-@pytest.mark.parametrize("name", DRAWS)
-def test_parts_see_the_numbers_that_the_chunk_drew(name, randomness, strategy):
-    if randomness == "same" and name in ("bernoulli", "normal"):
-        pytest.skip("what is drawn depends on the sample")
+@pytest.mark.parametrize("draw", DRAWS)
+def test_parts_see_the_numbers_that_the_chunk_drew(draw, randomness, strategy):
+    if randomness == "same" and draw in BY_DATA:
+        pytest.skip("samples cannot share what depends on them")
+    reads = "h = h + 0 if x.sum() > 0 else 0 + h; h = h + 0 if x[0] > x[1] else 0 + h;"
     found = []
-    for asks in (True, False):
-        loss = drawing(DRAWS[name], asks)
+    for read in (reads, ""):
+        text = f"h = w @ x; h = {draw}; {read} value = (h * v).square().sum()"
         options = {"strategy": strategy, "randomness": randomness}
+        compute = vgrad.per_sample_grad(written(text, globals()), **options)
         torch.manual_seed(0)
-        found.append(vgrad.per_sample_grad(loss, **options)(PARAMS, {}, X))
+        found.append(compute(PARAMS, {}, X))
     oracle.assert_exact(*found, 1e-14)
     assert found[0]["w"].any()
 
@@ -463,33 +418,14 @@ def test_samples_drop_layers_of_their_own():
     assert len({tuple(row.tolist()) for row in used > 0.5}) > 4
 
 
-@by_vmap
-def test_shapes_of_drawn_numbers(strategy):
-    def drawn(params, buffers, x, mask, words):
-        h = F.dropout(x @ params["w"].t(), 0.5)
-        kept = torch.rand(T) < 0.5
-        return (h[kept | mask] * params["v"]).square().sum(), (h != 0, kept)
-
-    def known(params, buffers, x, mask, drops, kept):
-        h = (x @ params["w"].t()) * drops * 2
-        return (h[kept | mask] * params["v"]).square().sum()
-
-    options = {"strategy": strategy, "randomness": "different", "has_aux": True}
-    torch.manual_seed(0)
-    found, aux = vgrad.per_sample_grad(drawn, **options)(TABLE, {}, *BATCH)
-    assert len({tuple(row.tolist()) for row in aux[1]}) > 6
-    expected = oracle.loss_gradients(known, TABLE, {}, (ROWS, MASK, *aux))
-    oracle.assert_exact(found, expected, EXACT)
-
-
 @pytest.mark.parametrize(
     ("read", "words"),
     [
         (lambda x, m: x[m[:3]], "shape of the mask"),
         (lambda x, m: x[:, m], "shape of the mask"),
         (lambda x, m: x[m, m, m], "too many indices"),
-        (lambda x, m: written(x, m, torch.ones(2).to(x)), "shape mismatch"),
-        (lambda x, m: written(x, m, torch.ones(D)), "dtypes match"),
+        (lambda x, m: put(x, m, torch.ones(2).to(x)), "shape mismatch"),
+        (lambda x, m: put(x, m, torch.ones(D)), "dtypes match"),
         (lambda x, m: x.masked_select(m), "must match"),
         (lambda x, m: x.repeat_interleave(-m.long(), 0), "can not be negative"),
         (lambda x, m: x.repeat_interleave(m[1:].long(), 0), "same size"),
@@ -507,7 +443,9 @@ def test_what_torch_refuses_is_refused_in_its_words(read, words):
         vgrad.per_sample_grad(loss)(TABLE, {}, ROWS[:4], mask)
 
 
-SHAPED = ["rows", "numbers", "written rows", "where", "repeat_interleave", "one_hot"]
+SHAPED = ["x[m]", "x[(x > 0) & m[:, None]].sin()[:, None] * w[0]", "x[torch.where(m)]"]
+SHAPED += ["placed(x, m, w, v) @ w", "torch.repeat_interleave(x, i, dim=0)"]
+SHAPED += ["F.one_hot(i).to(x).t() @ x"]
 
 
 def clipped(loss):
