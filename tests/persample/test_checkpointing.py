@@ -97,8 +97,6 @@ def test_every_quantity_is_that_of_a_loop(name, strategy, chunk_size):
 
 
 class Net(nn.Module):
-    """Blocks of several kinds, in regions or not."""
-
     def __init__(self, run=checkpoint, drop=0.0):
         super().__init__()
         self.run = run
@@ -130,7 +128,6 @@ def straight(function, *args):
 
 
 def split(*options, dtype=torch.float64):
-    """Return a loss, its parameters and a batch; one seed, one model."""
     torch.manual_seed(0)
     model = Net(*options).to(dtype)
     fmodel, params, buffers = vgrad.make_functional_with_buffers(
@@ -157,39 +154,25 @@ def test_a_module_is_that_of_plain_autograd(strategy):
 
 
 @recorded_or_loop
-@pytest.mark.parametrize("randomness", ["different", "same"])
 @pytest.mark.parametrize("chunk_size", [None, 2])
-def test_the_same_random_numbers_are_drawn_again(strategy, randomness, chunk_size):
-    found = []
+@pytest.mark.parametrize(
+    ("autocast", "randomness"), [(False, "different"), (False, "same"), (True, "error")]
+)
+def test_random_numbers_and_autocast_are_the_same_again(
+    autocast, randomness, chunk_size, strategy
+):
+    found, rows = [], []
     options = {"strategy": strategy, "randomness": randomness}
     for run in (straight, checkpoint):
-        _, loss, params, buffers, batch = split(run, 0.4)
+        drop, dtype = (0.0, torch.float32) if autocast else (0.4, torch.float64)
+        _, loss, params, buffers, batch = split(run, drop, dtype=dtype)
         compute = vgrad.per_sample_grad(loss, chunk_size=chunk_size, **options)
         torch.manual_seed(7)
-        found.append((compute(params, buffers, *batch), torch.rand(())))
-    oracle.assert_exact(*found, EXACT)
-
-
-@recorded_or_loop
-def test_autocast_is_on_in_the_repetition(strategy):
-    found = []
-    for run in (straight, checkpoint):
-        _, loss, params, buffers, batch = split(run, dtype=torch.float32)
-        compute = vgrad.per_sample_grad(loss, strategy=strategy)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            found.append(compute(params, buffers, *batch))
-    oracle.assert_exact(*found, 0)
-
-
-def test_each_use_of_a_parameter_leaves_one_factor():
-    told = []
-    for run in (straight, checkpoint):
-        _, loss, params, buffers, batch = split(run)
-        norm = vgrad.per_sample_norm(loss)
-        told.append(vgrad.explain(norm)(params, buffers, *batch))
-    plain, again = told
-    assert again.strategy == "recorded"
-    assert again.rows == plain.rows
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            found.append((compute(params, buffers, *batch), torch.rand(())))
+        rows.append(vgrad.explain(compute)(params, buffers, *batch).rows)
+    oracle.assert_exact(*found, 0 if autocast else EXACT)
+    assert rows[0] == rows[1]  # one factor for each use
 
 
 def test_what_lies_in_a_region_is_not_kept():
@@ -275,7 +258,6 @@ def remembers(self, x):
 
 
 def assert_grads(output, values, expected, module):
-    """Compare gradients of two scalars, at values and at a module's parameters."""
     torch.testing.assert_close(
         torch.autograd.grad(output, [*values.values()]),
         torch.autograd.grad(expected, [*module.parameters()]),
@@ -373,7 +355,6 @@ run = lambda x: checkpoint(region, F.linear(x, w).tanh())
 
 
 def keeps(self, x):
-    """Leave an activation when the forward pass ends."""
     self.kept = self.first(x).tanh()
     return checkpoint(lambda x: self.second(x).sin() * self.kept, self.kept)
 

@@ -50,8 +50,6 @@ Old = old_function(identity, writes)
 
 
 class Ruled(Function):
-    """With a generated vmap rule."""
-
     generate_vmap_rule = True
     backward = staticmethod(writes)
 
@@ -65,8 +63,6 @@ class Ruled(Function):
 
 
 class Mapped(Ruled):
-    """With a vmap rule of its own."""
-
     generate_vmap_rule = False
 
     @staticmethod
@@ -75,8 +71,6 @@ class Mapped(Ruled):
 
 
 def saving(write, *, output=False):
-    """Make a function that writes into its saved input or output."""
-
     def forward(ctx, x):
         y = torch.exp(x)
         ctx.save_for_backward(y if output else x)
@@ -95,7 +89,6 @@ ROOM: dict = {}
 
 
 def in_one_room(ctx, grad):
-    """Return the same memory at each call."""
     return ROOM.setdefault(grad.shape, torch.zeros_like(grad)).copy_(grad * 3)
 
 
@@ -430,8 +423,6 @@ Filling = old_function(lambda ctx, x: OUTPUT.copy_(x * 2), lambda ctx, grad: gra
 
 @pytest.mark.parametrize("strategy", ["recorded", "vmap", "loop"])
 def test_no_call_for_one_sample_reaches_that_for_another(strategy):
-    """Else a sum moves by more than its bound, with one sample more."""
-
     def loss(p, b, x):
         h = Weighing.apply(Filling.apply(F.linear(x, p["a.w"])), b["scale"] * 2)
         return F.linear(

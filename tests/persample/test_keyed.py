@@ -222,7 +222,6 @@ def keyed_grad(loss, params, x, keys=KEYS, **options):
 
 
 def drawn(op, keys):
-    """Return the numbers that each sample draws, by way of the gradient."""
     params, x = {"w": torch.ones(200, 50)}, torch.ones(len(keys), 200, 50)
     return keyed_grad(lambda p, b, x: (op(x) * p["w"]).sum(), params, x, keys)
 

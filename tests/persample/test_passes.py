@@ -174,8 +174,6 @@ def test_automatic_weights_are_those_of_the_same_pass():
 
 
 def drawing_anew(draw):
-    """Make a loss whose checkpoint draws other numbers when it runs again."""
-
     def inner(w, x):
         y = F.linear(x, w).square()
         return F.dropout(y, 0.9) if draw == "dropout" else y * (torch.rand(()) < 0.5)

@@ -62,7 +62,6 @@ def gram(grads, others):
 
 
 def clipped_sum(grads, kind, bound=0.7):
-    """Return the sum, and how many samples are clipped, as documented."""
     norms = oracle.norms(grads)
     if kind == "flat":
         return oracle.clipped(grads, bound), int((norms > bound).sum())
@@ -80,7 +79,6 @@ def clipped_sum(grads, kind, bound=0.7):
 
 
 def expected(name, grads, keep):
-    """Return the quantity of `problems.TRANSFORMS` as its definition has it."""
     whole, grads = grads, {n: grad[keep] for n, grad in grads.items()}
     if name in problems.CLIPPED:
         sums, clipped = clipped_sum(grads, name)
@@ -117,7 +115,6 @@ def assert_expected(name, found, grads, keep, tolerance=oracle.EXACT):
 
 
 def parts(found, exact):
-    """Take the fields of a result that are compared."""
     if hasattr(found, "_asdict"):
         return {name: getattr(found, name) for name in exact}
     return found
@@ -432,14 +429,62 @@ def test_a_loss_that_writes_into_what_it_is_given_has_not_done_so(
         assert torch.equal(each, before)
 
 
+def leaves(name, compute, w, x):
+    found = tree.tensors(problems.call(name, compute, ({"w": w}, {}, x)))
+    return tuple(each for each in found if each.dtype.is_floating_point)
+
+
 @pytest.mark.parametrize("strategy", DIFFERENTIABLE)
-def test_results_can_be_differentiated_where_inputs_require_grad(strategy):
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@every_quantity
+def test_results_can_be_differentiated_where_inputs_require_grad(
+    name, chunk_size, strategy
+):
     w = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
-    x = torch.randn(3, 2, dtype=torch.float64)
-    compute = vgrad.per_sample_norm(
-        lambda p, b, x: (p["w"] * x).sum() ** 3, strategy=strategy
+    x, options = losses.randn(3, 2), {"strategy": strategy, "chunk_size": chunk_size}
+    compute = problems.TRANSFORMS[name](
+        lambda p, b, x: (p["w"] * x).sum() ** 3, **options
     )
-    assert torch.autograd.gradcheck(lambda w: compute({"w": w}, {}, x), (w,))
+    assert torch.autograd.gradcheck(lambda w: leaves(name, compute, w, x), (w,))
+
+
+@every_quantity
+def test_it_works_inside_transforms_and_inference_mode(name):
+    members, x = losses.randn(2, 2), losses.randn(3, 2, seed=1)
+    compute = problems.TRANSFORMS[name](squared, chunk_size=2)
+    alone = [leaves(name, compute, w, x) for w in members]
+    mapped = torch.vmap(lambda w: leaves(name, compute, w, x))(members)
+    torch.testing.assert_close(
+        mapped, tuple(map(torch.stack, zip(*alone, strict=True)))
+    )
+    with torch.inference_mode():
+        again = [leaves(name, compute, w, x) for w in members]
+    torch.testing.assert_close(again, alone)
+    fresh = problems.TRANSFORMS[name](squared)  # whose first call is inside of one
+    mapped = torch.vmap(lambda w: leaves(name, fresh, w, x))(members)
+    torch.testing.assert_close(tuple(each[0] for each in mapped), alone[0])
+
+
+@every_way
+@pytest.mark.parametrize("name", [n for n in problems.TRANSFORMS if n != "projection"])
+def test_complex_parameters_count_as_pairs_of_real_ones(name, strategy):
+    def loss(params, buffers, x):
+        w = params["w"]
+        w = w if w.is_complex() else torch.view_as_complex(w)
+        return (w * torch.view_as_complex(x)).abs().pow(3).sum()
+
+    compute = problems.TRANSFORMS[name](loss, strategy=strategy)
+    pairs, x = losses.randn(3, 2), losses.randn(SIZE, 3, 2, seed=1)
+    exact = problems.call(name, compute, ({"w": pairs}, {}, x))
+    given = {"w": torch.view_as_complex(pairs)}, {}, x
+    found = problems.call(name, compute, given)
+    if name == "moments":
+        fields = ("variance", "second_moment")
+        exact = {each: getattr(exact, each)["w"].sum(-1) for each in fields}
+        found = {each: getattr(found, each)["w"] for each in fields}
+    for one, other in zip(tree.tensors(found), tree.tensors(exact), strict=True):
+        one = torch.view_as_real(one.resolve_conj()) if one.is_complex() else one
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("also", [False, True])
@@ -572,6 +617,8 @@ def test_parameters_of_several_dtypes_go_together():
 
 clip, grad, norm = vgrad.clipped_grad, vgrad.per_sample_grad, vgrad.per_sample_norm
 moments, project = vgrad.gradient_moments, vgrad.per_sample_projection
+AUTOMATIC = {"max_norm": INF, "clipping": "automatic"}
+BY_LAYER = {"max_norm": {"a.*": 1.0, "b.*": 1e-40}, "clipping": "per_layer"}
 PATTERNS = r"groups\['a'\]='w'\): expected a list or tuple of patterns.*\['w'\]"
 
 
@@ -583,6 +630,22 @@ PATTERNS = r"groups\['a'\]='w'\): expected a list or tuple of patterns.*\['w'\]"
         (clip, {"max_norm": 1, "normalize_by": -1}, ValueError, "normalize_by=-1"),
         (clip, {"max_norm": INF, "rescale": True}, ValueError, "max_norm=inf.*< 1e"),
         (clip, {"max_norm": 1, "passes": 3}, ValueError, "passes"),
+        # Bounds that float32 cannot keep.
+        (
+            clip,
+            {"max_norm": 1e-31},
+            ValueError,
+            r"\(max_norm=1e-31\): expected 1e-30 <",
+        ),
+        (clip, {"max_norm": 1e31}, ValueError, r"max_norm=1e[+]31\): expected 1e-30 <"),
+        (
+            clip,
+            {"max_norm": 2e-30, "normalize_by": 4},
+            ValueError,
+            "normalize_by=5e-31",
+        ),
+        (clip, AUTOMATIC, ValueError, r"\(max_norm=inf\): expected 1e-30 <"),
+        (clip, BY_LAYER, ValueError, r"max_norm\['b.\*'\]=1e-40\): expected 1e-30 <"),
         (grad, {"chunk_size": 0}, ValueError, "chunk_size=0"),
         (grad, {"chunk_size": "some"}, ValueError, "'some'.*'auto'"),
         (grad, {"randomness": "all"}, ValueError, "randomness='all'.*'different'"),

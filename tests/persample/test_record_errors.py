@@ -90,8 +90,6 @@ def test_an_input_that_is_changed_in_place_raises(name, leads_on, write):
 
 
 class Product:
-    """A function of `g` that is an object, or one of its methods."""
-
     __slots__ = ("x",)
 
     def __init__(self, x):
@@ -142,85 +140,55 @@ def test_a_rule_may_hold_its_input_in_any_way(holder, changed, monkeypatch):
         assert_gradients(loss, {"w": fixed(3)}, (randn(B, 3),), **RECORDED)
 
 
-def changes_a_parameter(p, x):
-    weight = p["w"] * 1
-    weight.mul_(2)
-    return F.linear(x, weight)
-
-
-def penalty(p, x):
-    x = x.detach().requires_grad_()
-    value = F.linear(x, p["w"]).tanh().sum()
-    return torch.autograd.grad(value, x, create_graph=True)[0].square().sum()
-
-
-def at_weights(text):
-    """Make a penalty on the gradient at a parameter."""
-
-    def penalised(p, x):
-        value = written(text)(p, x).tanh().sum()
-        options = {"create_graph": True, "allow_unused": True}
-        return value + torch.autograd.grad(value, p["w"], **options)[0].square().sum()
-
-    return penalised
-
-
-def fills_grad(backward):
-    def filled(p, x):
-        value = F.linear(x, p["w"]).tanh().sum()
-        backward(value, retain_graph=True)
-        return value
-
-    return filled
-
-
-def by_grad_at_weights(p, x):
-    grad = torch.func.grad(lambda w: F.linear(x, w).tanh().sum())(p["w"])
-    return F.linear(x, p["w"]).sum() + grad.square().sum()
-
-
-def by_norms(p, x):
-    """A penalty on the norms of the samples of a sample."""
-    inner = vgrad.per_sample_norm(
-        lambda p, b, row: F.linear(row, p["w"]).tanh().sum(), strategy="vmap"
-    )
-    return inner({"w": p["w"]}, {}, x)
-
-
-def renormed(p, x):
-    w = p["w"]
-    w.data = torch.renorm(w.data, 2, 0, 1.0)
-    return F.linear(x, w)
-
-
+AT_WEIGHTS = """
+value = {}.tanh().sum()
+grad = torch.autograd.grad(value, w, create_graph=True, allow_unused=True)[0]
+value = value + grad.square().sum()"""
+FILLS = "value = F.linear(x, w).tanh().sum(); {}(value, retain_graph=True)"
+GRAD_AT_WEIGHTS = """
+grad = torch.func.grad(lambda w: F.linear(x, w).tanh().sum())(w)
+value = F.linear(x, w).sum() + grad.square().sum()"""
 IN_PLACE = '^mul_: .*from w, got one that changes such a tensor in place.*"vmap'
 OWN = 'runs no backward pass of its own.*torch.func.grad.*strategy="loop"'
 OVER = 'got w in one that it does not, such as a transform of torch.func.*"vmap"'
 UNRECORDED = [  # and a strategy that runs such a loss
-    (changes_a_parameter, IN_PLACE, "auto"),
-    (penalty, OWN, "loop"),
-    (at_weights("F.linear(x, w)"), OWN, "auto"),
-    (at_weights("x @ w.exp().t()"), OWN, "auto"),
-    (at_weights("w[0] * x"), OWN, "auto"),
-    (fills_grad(Tensor.backward), OWN, "loop"),
-    (fills_grad(torch.autograd.backward), OWN, "loop"),
-    (by_grad_at_weights, OVER, "auto"),
-    (by_norms, OVER, "auto"),
+    ("w = w * 1; w.mul_(2); value = F.linear(x, w)", IN_PLACE, "auto"),
+    (
+        """
+x = x.detach().requires_grad_()
+value = F.linear(x, w).tanh().sum()
+value = torch.autograd.grad(value, x, create_graph=True)[0].square().sum()""",
+        OWN,
+        "loop",
+    ),
     *(
-        (written(text), OVER, "auto")
+        (AT_WEIGHTS.format(each), OWN, "auto")
+        for each in ("F.linear(x, w)", "x @ w.exp().t()", "(w[0] * x)")
+    ),
+    (FILLS.format("torch.Tensor.backward"), OWN, "loop"),
+    (FILLS.format("torch.autograd.backward"), OWN, "loop"),
+    *(
+        (text, OVER, "auto")
         for text in (
+            GRAD_AT_WEIGHTS,
+            # The norms of the samples of a sample.
+            "vgrad.per_sample_norm(lambda p, b, row: total(p['w'])(row), "
+            "strategy='vmap')({'w': w}, {}, x)",
             "torch.vmap(torch.func.grad(lambda x, w: total(w)(x)), (0, None))(x, w)",
             "torch.vmap(torch.vmap(torch.mul, (0, None)), (None, 0))(w[0], x[:, 0])",
             "torch.vmap(lambda w: F.linear(x, w[None]).sin())(w)",
         )
     ),
-    (renormed, 'strategy="loop"', "loop"),
+    (
+        "w.data = torch.renorm(w.data, 2, 0, 1.0); value = F.linear(x, w)",
+        *('strategy="loop"', "loop"),
+    ),
 ]
 
 
-@pytest.mark.parametrize(("run", "message", "strategy"), UNRECORDED)
-def test_what_cannot_be_recorded_is_refused_and_runs_otherwise(run, message, strategy):
-    params, batch = given(W)
+@pytest.mark.parametrize(("text", "message", "strategy"), UNRECORDED)
+def test_what_cannot_be_recorded_is_refused_and_runs_otherwise(text, message, strategy):
+    run, (params, batch) = written(text), given(W)
     compute = vgrad.per_sample_grad(lambda p, b, x: out_of(run(p, x)), **RECORDED)
     with pytest.raises(vgrad.UnsupportedOp, match=message):
         compute(params, {}, *batch)
@@ -379,7 +347,7 @@ def test_auto_draws_as_if_it_had_not_tried_to_record():
     """A loss that cannot be recorded runs twice, and draws once."""
 
     def loss(params, buffers, x):
-        return out_of(by_grad_at_weights(params, F.dropout(x, 0.5)))
+        return out_of(written(GRAD_AT_WEIGHTS)(params, F.dropout(x, 0.5)))
 
     params, batch = given(W)
     found = []
@@ -412,8 +380,6 @@ KINDS |= {"kernel": (5, 5), "lstm": (4, 5)}
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_gradients_that_are_off_outside_are_on_inside(mode, strategy):
-    """With parameters and inputs that were made there, and every kind of op."""
-
     def loss(params, buffers, x):
         return out_of(every_kind(params, x))
 
@@ -427,8 +393,6 @@ def test_gradients_that_are_off_outside_are_on_inside(mode, strategy):
 
 
 class Fails(Rounded):
-    """Raises in the backward pass."""
-
     applies = True
 
     @staticmethod

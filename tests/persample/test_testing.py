@@ -23,7 +23,6 @@ B = 4
 
 @pytest.fixture(autouse=True)
 def table():
-    """Leave the table of rules as it was."""
     before = dict(RULES)
     yield
     RULES.clear()
@@ -65,7 +64,6 @@ def values():
 
 
 def register(factors=right, **options):
-    """Make `factors` the rule of `product`."""
     return rule(product, weights=("weight",), **options)(factors)
 
 
@@ -213,6 +211,16 @@ def test_a_batch_that_says_little_is_refused():
         check_rule(loss, params, buffers, torch.zeros_like(x))
     with pytest.raises(ValueError, match="got infinity or NaN from plain autograd"):
         check_rule(loss, params, buffers, torch.full_like(x, math.nan))
+
+
+def test_a_rule_that_leaves_a_weight_out_is_named():
+    rule(product, weights=("weight", "x"))(right)
+    params = {"w": torch.ones(3, 6), "x": torch.ones(2, 6)}
+    compute = vgrad.per_sample_grad(
+        lambda p, b, x: product(p["x"] * x, p["w"]).sum(), strategy="recorded"
+    )
+    with pytest.raises(TypeError, match=r"rule\(product\).*none for 'x'"):
+        compute(params, {}, torch.ones(B, 1, 1))
 
 
 def new(x, weight):

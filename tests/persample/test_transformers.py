@@ -37,7 +37,6 @@ NOT_RULED = {  # endings of names
 
 
 def given(name, dtype=torch.float64):
-    """Return the loss of one sample and what it is called with."""
     use = running.built(ENTRIES[name])
     batch = running.pytree.tree_map_only(
         torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, use.batch

@@ -3,7 +3,7 @@
 Shapes that depend on values are such reads: samples of one count stay together.
 """
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -308,18 +308,9 @@ def test_a_warning_names_the_line_where_parts_are_small(read):
 def test_threads_split_apart():
     compute = vgrad.per_sample_grad(asks_twice)
     expected = oracle.loss_gradients(asks_twice, PARAMS, {}, (X,))
-    found = {}
-
-    def run(number):
-        found[number] = compute(PARAMS, {}, X)
-
-    threads = [threading.Thread(target=run, args=(n,)) for n in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    for number in range(4):
-        oracle.assert_exact(found[number], expected, EXACT)
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda _: compute(PARAMS, {}, X), range(8)):
+            oracle.assert_exact(found, expected, EXACT)
 
 
 BY_DATA = [
