@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench import suites
 from bench.contenders import CLIPPED, plain
 from bench.models import SEVEN
-from vgrad.cli import evaluate
 from vgrad.torch_private import modes
 
 
@@ -161,8 +161,7 @@ if __name__ == "__main__":
     path = parser.parse_args().results
     rows: list[dict[str, Any]] = []
     if path is not None:
-        report = json.loads(path.read_text())
-        rows = report if isinstance(report, list) else evaluate.rows(report)
+        rows = suites.rows(json.loads(path.read_text()))
     print(
         table(
             {

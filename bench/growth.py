@@ -13,8 +13,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from bench import suites
 from bench.experiments import drawing
-from vgrad.cli import evaluate
 
 Row = dict[str, Any]
 NAMES = ("loop", "vmap", "tensordict", "vgrad")
@@ -55,7 +55,7 @@ def draw(measured: list[Row]) -> Figure:
             if name != "loop":  # which the others are measured beside
                 drawing.line(time, at, ratios, name, number)
             known = [each for each in at if "peak_bytes" in found[each]]
-            peaks = [found[each]["peak_bytes"] / evaluate.MEBIBYTE for each in known]
+            peaks = [found[each]["peak_bytes"] / suites.MEBIBYTE for each in known]
             drawing.line(memory, known, peaks, name, number)
         time.axhline(1, color=drawing.COLOURS[0], linestyle="--", label="loop")
         ticks = sorted({row["members"] for row in rows if _case(row) == case})
@@ -86,6 +86,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m bench.growth", description=__doc__)
     parser.add_argument("results", type=Path)
     results = parser.parse_args().results
-    report = json.loads(results.read_text())
-    found = report if isinstance(report, list) else evaluate.rows(report)
-    draw(found).savefig(results.with_suffix(".png"), dpi=100)
+    measured = suites.rows(json.loads(results.read_text()))
+    draw(measured).savefig(results.with_suffix(".png"), dpi=100)

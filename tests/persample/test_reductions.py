@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import vgrad
 from tests import losses, oracle
 from tests.examples import examples
-from vgrad.persample.factors import Norm, reductions, sums
+from vgrad.persample.factors import Norm, reductions
 from vgrad.precision import StaticLossScale
 
 
@@ -60,7 +60,7 @@ def test_squares_neither_overflow_nor_underflow(value, numbers):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_over_many_samples_are_float32_and_do_not_drift(size, dtype):
     grad, weights = torch.full((size, 3), 0.1, dtype=dtype), torch.full((size,), 1.001)
-    found = sums.weighted_rows(grad, weights)
+    found = reductions.weighted_rows(grad, weights)
     exact = (grad.double() * weights.double()[:, None]).sum(0)
     assert found.dtype == torch.float32
     assert_close(found.double(), exact, rtol=1e-6, atol=0)

@@ -24,8 +24,8 @@ from vgrad.compiled.functions import CompiledFunction
 from vgrad.compiled.functions import CompiledStep as CompiledStep
 from vgrad.compiled.quantities import CompiledTransform as CompiledTransform
 from vgrad.compiled.reports import CompiledExplanation, Report
-from vgrad.ensemble.forward import EnsembleForward
 from vgrad.ensemble.gradients import EnsembleGradFn
+from vgrad.ensemble.prediction import EnsembleForward
 from vgrad.persample.engine import Transform
 from vgrad.training.steps import EnsembleStep, OfSamples, PrivateStep, TrainStep
 from vgrad.typing import Arguments, Found, Same

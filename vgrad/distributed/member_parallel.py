@@ -19,10 +19,13 @@ from vgrad import checks, files
 from vgrad.checks import Patterns
 from vgrad.distributed.options import Options
 from vgrad.ensemble import MembersState
-from vgrad.ensemble.axes import members, split
-from vgrad.ensemble.forward import EnsembleForward
-from vgrad.ensemble.gradients import EnsembleGradFn, EnsembleGrads
-from vgrad.ensemble.per_sample import EnsemblePerSampleFn
+from vgrad.ensemble.execution import members, split
+from vgrad.ensemble.gradients import (
+    EnsembleGradFn,
+    EnsembleGrads,
+    EnsemblePerSampleFn,
+)
+from vgrad.ensemble.prediction import EnsembleForward
 from vgrad.generators import (
     kept_random_state,
     sample_keys,
@@ -454,7 +457,7 @@ class ParallelFunction:
         key = others.key(what) if drawing else None
         meets = function.shared and (sums or method == "with_buffers")
         with others.ranks.together(what) if meets else nullcontext({}) as facts:
-            count = members(params, buffers, function.shared, function=what)
+            count = members(what, params, buffers, function.shared)
             others.check(count)
             found: Any = self._drawn(method, key, params, buffers, batch, options)
             whole = split(what, {**params, **buffers}, function.shared)[1]

@@ -24,7 +24,7 @@ from vgrad.persample.engine import (
 )
 from vgrad.persample.engine.grouping import members
 from vgrad.persample.factors import Norm, Sums, reductions
-from vgrad.persample.factors.sums import ordinary, rounded_down
+from vgrad.persample.factors.reductions import ordinary, rounded_down
 from vgrad.torch_private import modes
 from vgrad.tree import no_autocast
 from vgrad.typing import Clipping, LossFn, Params, Passes, Result, Tree

@@ -12,8 +12,7 @@ from vgrad import batches, optim
 from vgrad.checks import Patterns
 from vgrad.conditions import checks_collected
 from vgrad.dp.plan import Plan, as_digest, check_spent
-from vgrad.ensemble.axes import InDims, split
-from vgrad.ensemble.execution import Call
+from vgrad.ensemble.execution import Call, InDims, split
 from vgrad.ensemble.gradients import (
     EnsembleGradFn,
     EnsembleGrads,

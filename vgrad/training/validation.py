@@ -6,7 +6,7 @@ K folds, E of them at once, n samples.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from vgrad import batches, checks, files, tree
-from vgrad.ensemble.choice import Runner
+from vgrad.ensemble.execution import EnsembleExecutor
 from vgrad.ensemble.resampling import fold_indices
-from vgrad.ensemble.stacking import made, stack
+from vgrad.ensemble.stacking import made, member_seed, stack
 from vgrad.functional.losses import Criterion, batch_loss
 from vgrad.functional.model import FunctionalModel
 from vgrad.generators import secret_key, torch_seed
@@ -232,7 +232,9 @@ class _Job:
 
     def start(self, which: range) -> tuple[FunctionalModel, EnsembleState]:
         """Make the models of some folds, and their state before the first step."""
-        models = made("cross_validate", self.factory, which, seed=self.seed)
+        makes = [partial(self.factory, fold) for fold in which]
+        seeds = [member_seed(self.seed, fold) for fold in which]
+        models = made("cross_validate(factory)", makes, seeds)
         fmodel, *entries = stack(models)
         state = EnsembleState.create(self.tx, *entries, loss_scale=self.scale)
         key = secret_key(seed=self.seed, member=which.start)
@@ -316,7 +318,7 @@ class _Evaluation:
         self._fmodel = fmodel.eval()
         self._job = job
         self._function = with_policy(job.policy, self._loss_and_output)
-        self._runner = Runner("cross_validate", shared=(), **job.options)
+        self._executor = EnsembleExecutor("cross_validate", **job.options)
 
     def __call__(self, state: EnsembleState, rows: Tensor) -> Figures:
         """Return mean `losses` and `scores` on samples, `[E]`, float64 on the CPU.
@@ -326,9 +328,9 @@ class _Evaluation:
         total, outputs = torch.zeros(()), []
         with torch.no_grad(), seeded_from(state):
             for size, batch in self._job.batches(rows, device_of(state.params)):
-                call = self._runner.call(state.params, state.buffers, batch)
-                strategy, _ = self._runner.choose(self._function, call)
-                losses, output = self._runner.run(self._function, call, strategy)
+                call = self._executor.call(state.params, state.buffers, batch)
+                strategy, _ = self._executor.choose(self._function, call)
+                losses, output = self._executor.run(self._function, call, strategy)
                 total = total + losses.double() * size
                 outputs.append((output, batch[-1]) if output else ())
             figures = {"losses": (total / rows.shape[1]).cpu()}

@@ -13,8 +13,7 @@ from vgrad import batches, checks
 from vgrad.functional.losses import check_loss, returned
 from vgrad.lowering.draws import Draws
 from vgrad.persample.engine.guard import Fallbacks, LossGuard
-from vgrad.persample.factors.base import Factor
-from vgrad.persample.factors.scaled import Scaled
+from vgrad.persample.factors.base import Factor, Scaled
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.precision.loss_scale import LossScale
 from vgrad.torch_private import modes
