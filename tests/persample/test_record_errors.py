@@ -163,7 +163,7 @@ value = torch.autograd.grad(value, x, create_graph=True)[0].square().sum()""",
     ),
     *(
         (AT_WEIGHTS.format(each), OWN, "auto")
-        for each in ("F.linear(x, w)", "x @ w.exp().t()", "(w[0] * x)")
+        for each in ("F.linear(x, w)", "(x @ w.exp().t())", "(w[0] * x)")
     ),
     (FILLS.format("torch.Tensor.backward"), OWN, "loop"),
     (FILLS.format("torch.autograd.backward"), OWN, "loop"),

@@ -214,13 +214,19 @@ def test_a_batch_that_says_little_is_refused():
 
 
 def test_a_rule_that_leaves_a_weight_out_is_named():
-    rule(product, weights=("weight", "x"))(right)
-    params = {"w": torch.ones(3, 6), "x": torch.ones(2, 6)}
-    compute = vgrad.per_sample_grad(
-        lambda p, b, x: product(p["x"] * x, p["w"]).sum(), strategy="recorded"
+    @wrap_torch_function(lambda x, weight, bias: (x, weight, bias))
+    def affine(x, weight, bias):
+        return x * weight + bias
+
+    rule(affine, weights=("weight", "bias"))(
+        lambda x, weight, bias: {"weight": lambda g: Dense(g * x)}
     )
-    with pytest.raises(TypeError, match=r"rule\(product\).*none for 'x'"):
-        compute(params, {}, torch.ones(B, 1, 1))
+    params = {"w": torch.ones(2), "b": torch.ones(2)}
+    compute = vgrad.per_sample_grad(
+        lambda p, b, x: affine(x, p["w"], p["b"]).sum(), strategy="recorded"
+    )
+    with pytest.raises(TypeError, match=r"rule\(affine\).*none for 'bias'"):
+        compute(params, {}, torch.ones(3, 2))
 
 
 def new(x, weight):

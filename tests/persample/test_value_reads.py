@@ -179,11 +179,9 @@ READS = [
 
 
 def reading(text):
-    code = compile(text, __file__, "eval")
-
     def loss(params, buffers, x, mask, words):
         scope = {**globals(), **params, "x": x, "m": mask, "i": words}
-        return of_rows(params, eval(code, scope))
+        return of_rows(params, eval(text, scope))
 
     return loss
 
@@ -218,7 +216,7 @@ def test_shapes_by_value_are_those_of_a_loop(text, strategy, chunk_size):
     if text == "x[m]":
         assert sorted(told.parts) == [1, 1, 2, 3, 5]
         ((line, times),) = told.splits
-        assert line.endswith("test_value_reads.py:1")
+        assert line == "<string>:1"
         assert times == 1
 
 
