@@ -432,9 +432,14 @@ def test_what_torch_refuses_is_refused_in_its_words(read, words):
         vgrad.per_sample_grad(loss)(TABLE, {}, ROWS[:4], mask)
 
 
-SHAPED = ["x[m]", "x[(x > 0) & m[:, None]].sin()[:, None] * w[0]", "x[torch.where(m)]"]
-SHAPED += ["placed(x, m, w, v) @ w", "torch.repeat_interleave(x, i, dim=0)"]
-SHAPED += ["F.one_hot(i).to(x).t() @ x"]
+SHAPED = {  # as functions, which compile can read
+    "rows": lambda p, x, m, i: x[m],
+    "numbers": lambda p, x, m, i: x[(x > 0) & m[:, None]].sin()[:, None] * p["w"][0],
+    "where": lambda p, x, m, i: x[torch.where(m)],
+    "written": lambda p, x, m, i: placed(x, m, p["w"], p["v"]) @ p["w"],
+    "repeat_interleave": lambda p, x, m, i: torch.repeat_interleave(x, i, dim=0),
+    "one_hot": lambda p, x, m, i: F.one_hot(i).to(x).t() @ x,
+}
 
 
 def clipped(loss):
@@ -455,7 +460,8 @@ def test_a_graph_reads_again_and_gives_way(name):
         loss, params, x = asks_once, PARAMS, X.abs()
         batches, counts = [(x,), (2 * x,), (-x,), (x,)], (3, 1)
     else:
-        loss, params = reading(name), TABLE
+        read, params = SHAPED[name], TABLE
+        loss = lambda p, b, *sample: of_rows(p, read(p, *sample))  # noqa: E731
         batches, counts = few_and_many(), (4, 2)
     eager, found = clipped(loss), vgrad.compile(clipped(loss))
     for batch in batches:
