@@ -448,20 +448,18 @@ def test_transforms_and_functions_inside_the_loss_are_exact(text):
 @pytest.mark.parametrize("how", [torch.vmap, torch.func.jacrev, torch.func.jacfwd])
 def test_transforms_around_find_what_vmap_finds(how):
     """The recorder stands back there; norms are functions of the parameters again."""
-    (batch,) = given(W)[1]
+    ((batch,), w) = given(W)[1], randn(2, 5, 4, seed=7)
 
-    def norms(w):
-        loss = vgrad.per_sample_norm(lambda p, b, x: out_of(F.linear(x, p["w"])))
-        return loss({"w": w}, {}, batch)
+    def loss(p, b, x):
+        return out_of(F.linear(x, p["w"]))
 
     def plainly(w):
-        rows = [
-            torch.func.grad(lambda w, x=x: out_of(F.linear(x, w)))(w) for x in batch
-        ]
+        rows = [torch.func.grad(loss)({"w": w}, {}, x)["w"] for x in batch]
         return torch.stack(rows).flatten(1).norm(dim=1)
 
-    w = randn(2, 5, 4, seed=7) if how is torch.vmap else randn(5, 4, seed=7)
-    torch.testing.assert_close(how(norms)(w), how(plainly)(w), rtol=1e-10, atol=1e-12)
+    w = w if how is torch.vmap else w[0]
+    found = how(lambda w: losses.norms(loss, {"w": w}, batch))(w)
+    torch.testing.assert_close(found, how(plainly)(w), rtol=1e-10, atol=1e-12)
 
 
 def complexified(x):
@@ -486,24 +484,23 @@ def test_complex_parameters_have_the_gradients_of_their_parts(text):
         return {n: v if n == "real" else torch.view_as_complex(v) for n, v in p.items()}
 
     def apart(p):
+        whole = {n: v.resolve_conj() for n, v in p.items()}
         return {
-            n: torch.view_as_real(v.resolve_conj()) if v.is_complex() else v
-            for n, v in p.items()
+            n: torch.view_as_real(v) if n != "real" else v for n, v in whole.items()
         }
 
     def loss(params, buffers, x):
         return out_of(written(text)(params, x))
 
     expected = oracle.loss_gradients(
-        lambda p, b, x: loss(composed(p), b, x), parts, {}, (x,), B
+        lambda p, b, x: loss(composed(p), b, x), parts, {}, (x,)
     )
-    params, norms = composed(parts), oracle.norms(expected)
-    bound = 0.9 * float(norms.mean())
-    grads = vgrad.per_sample_grad(loss, **RECORDED)(params, {}, x)
-    clipped = vgrad.clipped_grad(loss, max_norm=bound, **RECORDED)(params, {}, x)
+    bound = 0.9 * float(oracle.norms(expected).mean())
+    grads = vgrad.per_sample_grad(loss, **RECORDED)(composed(parts), {}, x)
+    found = losses.clipped(loss, bound, composed(parts), x, **RECORDED)
     oracle.assert_exact(apart(grads), expected)
-    torch.testing.assert_close(clipped.norms, norms, rtol=1e-10, atol=1e-12)
-    oracle.assert_exact(apart(clipped.grads), oracle.clipped(expected, bound))
+    oracle.assert_exact(found.norms, oracle.norms(expected))
+    oracle.assert_exact(apart(found.grads), oracle.clipped(expected, bound))
 
 
 def test_a_frozen_linear_layer_may_have_a_bias():
