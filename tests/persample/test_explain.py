@@ -9,9 +9,10 @@ from torch.nn import functional as F
 
 import vgrad
 from tests.compiled import problems
-from vgrad import Explanation, UnsupportedOp, explain
-from vgrad.persample import EXPANDED, aligned
+from vgrad import Report, UnsupportedOp, explain
+from vgrad.persample import EXPANDED
 from vgrad.persample.engine import Transform
+from vgrad.report import table
 
 B = 4
 
@@ -213,13 +214,13 @@ def test_the_text_is_an_aligned_table():
     column = lines[0].index("factor")
     assert [line[column:].split()[0] for line in lines] == ["factor", "Outer", "Zero"]
     assert "1,120" in lines[1]
-    assert aligned([("a", "bb"), ("ccc", "d")], right={1}) == "a    bb\nccc   d"
+    assert table([("a", "bb"), ("ccc", "d")], right={1}) == "a    bb\nccc   d"
 
 
 def test_explanations_can_be_compared_and_not_changed():
     params, x = {"w": torch.randn(3, 5)}, floats(5)
     found = explained(linear, params, x)
-    assert isinstance(found, Explanation)
+    assert isinstance(found, Report)
     assert found == explained(linear, params, x)
     with pytest.raises(AttributeError):
         found.strategy = "vmap"
