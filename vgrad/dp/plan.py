@@ -303,7 +303,7 @@ class Plan:
         expected = self.max_norm / self.expected_batch_size
         if not math.isclose(sensitivity.value, expected, rel_tol=1e-9):
             raise ValueError(
-                f"Plan.add_noise(sensitivity={sensitivity!r}): expected "
+                f"Plan.add_noise(sensitivity={sensitivity!r}): expected the value "
                 f"max_norm / expected_batch_size = {expected!r}, got "
                 f"{sensitivity.value!r}. Clip with clipped_grad(loss, "
                 f"max_norm=plan.max_norm, normalize_by=plan.expected_batch_size)."
