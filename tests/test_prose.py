@@ -13,7 +13,6 @@ WAITING = (
     "vgrad/lowering",
     "vgrad/training",
     "vgrad/ensemble",
-    "vgrad/compiled",
     "vgrad/distributed",
 )
 """Rooms whose prose is written when they are built anew."""
