@@ -79,8 +79,8 @@ def compile(
     `ensemble_forward`. The first call for arguments of new shapes runs in eager mode
     and captures a graph; later ones run the graph. The `backend`
 
-    * `"replay"` calls the same ops one by one, without the Python between them: with
-      the numbers of eager mode, bit by bit, and a capture takes seconds;
+    * `"replay"` calls the same ops one by one, without the Python between them. Its
+      numbers have the bits of eager mode, and a capture takes seconds;
     * `"inductor"` compiles the graph, as `torch.compile` does, in half a minute to
       several minutes for each capture. It takes a C++ compiler; without one there is a
       warning, and replay. Sums are rounded in another order than in eager mode;
@@ -117,8 +117,8 @@ def compile(
 
     With `verify=True` the first result of each capture is compared with eager mode: all
     bits of a replay must be equal; the error of compiled code against the function in
-    float64 must be at most four times the error of eager mode. If not, there is a warning:
-    compiled code makes room for a replay, a replay for eager mode.
+    float64 must be at most four times the error of eager mode. If not, there is a
+    warning: compiled code makes room for a replay, a replay for eager mode.
 
     Results are constants: to differentiate them again raises. A capture holds the
     memory of its graph alone.
