@@ -31,7 +31,6 @@ Quantities of every sample, computed from `(params, buffers, *batch)`:
 Ensembles:
 
 * `stack`, `combine_state_for_ensemble`: stack models that are alike
-* `init_ensemble`: stack models made by a factory
 * `ensemble_forward`: run all members
 * `ensemble_grad`: differentiate every member's loss
 * `for_members`: run an optimizer for every member by itself
@@ -88,7 +87,6 @@ from vgrad.ensemble import (
     ensemble_forward,
     ensemble_grad,
     for_members,
-    init_ensemble,
     stack,
 )
 from vgrad.functional.batch_norm import replace_batch_norm
@@ -147,7 +145,6 @@ __all__ = [
     "grad",
     "grad_and_value",
     "gradient_moments",
-    "init_ensemble",
     "make_functional",
     "make_functional_with_buffers",
     "optim",

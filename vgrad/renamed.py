@@ -11,6 +11,12 @@ RENAMED = {
     "vgrad.linearize": "torch.func.linearize",
     "vgrad.load": "vgrad.cli.load",
     "vgrad.vjp": "torch.func.vjp",
+    "vgrad.optim.ApplyIfFiniteState": "vgrad.optim.averaging.ApplyIfFiniteState",
+    "vgrad.optim.HyperparamsState": "vgrad.optim.hyperparams.HyperparamsState",
+    "vgrad.optim.LookaheadState": "vgrad.optim.averaging.LookaheadState",
+    "vgrad.optim.MultiStepsState": "vgrad.optim.averaging.MultiStepsState",
+    "vgrad.optim.PlateauState": "vgrad.optim.hyperparams.PlateauState",
+    "vgrad.optim.ScheduleFreeState": "vgrad.optim.averaging.ScheduleFreeState",
     "vgrad.optim.keep": "vgrad.optim.set_to_zero",
     "vgrad.optim.states": "vgrad.optim.State",
     "vgrad.precision.cast_floating": "vgrad.precision.Policy.cast",
@@ -23,6 +29,13 @@ RENAMED = {
     "vgrad.ensemble.save_ensemble": "vgrad.training.save",
     "vgrad.ensemble.load_ensemble": "vgrad.training.load",
     "vgrad.ensemble.load_member": "vgrad.ensemble.member",
+    "vgrad.init_ensemble": "vgrad.stack",
+    "vgrad.ensemble.init_ensemble": "vgrad.stack",
+    "vgrad.ensemble.predict_values": "vgrad.ensemble.predict",
+    "vgrad.ensemble.class_prediction": "vgrad.ensemble.EnsemblePrediction.from_logits",
+    "vgrad.ensemble.value_prediction": "vgrad.ensemble.ValuePrediction.from_outputs",
+    "vgrad.distributed.predict": "vgrad.ensemble.predict",
+    "vgrad.distributed.predict_values": "vgrad.ensemble.predict",
 }
 """Old name to new name, as in the last table of docs/migration.md."""
 

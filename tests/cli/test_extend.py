@@ -26,7 +26,7 @@ from tests.cli.runs import (
     write_data,
 )
 from vgrad import dp, files
-from vgrad.cli import checkpoint, metrics, report
+from vgrad.cli import checkpoint, report
 
 SLOW = pytest.mark.slow
 NORM = ["--max-norm", "0.8"]
@@ -138,7 +138,7 @@ def test_epsilon_is_printed_before_a_step_and_stands_in_the_report(
         ((checkpoint, "save_state"), 1),
         ((checkpoint, "save_model"), 0),
         ((checkpoint, "save_model"), 2),
-        ((metrics, "append"), 1),
+        ((checkpoint, "append"), 1),
         ((report, "write_page"), 0),
     ],
 )

@@ -167,9 +167,9 @@ def test_the_scales_are_those_that_the_steps_take_by_themselves(images):
         train_step(vgrad.batch_loss(fmodel, loss), tx, policy=policy),
     )
     state = TrainState.create(tx, params, buffers)
-    for step, start in zip(steps, job.start, strict=True):
+    for step, trainer in zip(steps, job.trainers.values(), strict=True):
         own, _ = step(state, torch.ones(4, 2), torch.arange(4) % 3)
-        found, expected = start.loss_scale, own.loss_scale
+        found, expected = trainer.start.loss_scale, own.loss_scale
         assert type(found) is type(expected)
         oracle.assert_exact(found.loss_scale, expected.loss_scale, 0)
 

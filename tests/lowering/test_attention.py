@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.examples import examples
 from tests.losses import DEVICES
-from vgrad.lowering import fold, scaled_dot_product_attention
+from vgrad.lowering.attention import fold, scaled_dot_product_attention
 
 
 def normal(*shape, seed=0, dtype=torch.float64, device="cpu"):

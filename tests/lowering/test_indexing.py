@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import vgrad
 from tests import losses, oracle
-from vgrad.lowering import VMAPPED
+from vgrad.lowering.vmap import VMAPPED
 
 B, N, E = 3, 4, 6
 INDEX = torch.tensor([[0, 1, 1, 3, 0, 1], [3, 3, 3, 3, 3, 3], [2, 0, 1, 3, 1, 2]])

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from tests import oracle
 from tests.examples import examples
-from vgrad.lowering import FORMS, Members, Truth
+from vgrad.lowering.grad_flags import Truth
+from vgrad.lowering.members import FORMS, Members
 from vgrad.torch_private import modes
 
 E = 3

@@ -173,14 +173,14 @@ def test_a_killed_run_goes_on_with_the_same_bits(name, killed, tmp_path):
     options = {**options, "at_once": 2, "folder": tmp_path / "new" / "folder"}
     whole, told = uninterrupted(name), []
     with pytest.raises(Killed):
-        run(factory, tell=kill_at(killed), **options)
+        run(factory, callback=kill_at(killed), **options)
     before = torch.get_rng_state()
-    assert_exact(run(factory, tell=told.append, **options), whole, 0)
+    assert_exact(run(factory, callback=told.append, **options), whole, 0)
     assert torch.equal(torch.get_rng_state(), before)
     assert [each.epoch for each in told] == ([*range(EPOCHS)] * 2)[killed:]
     assert told[-1].folds == range(2, 3)
     assert torch.equal(told[-1].losses, whole.losses[2:, -1])
-    assert_exact(run(factory, tell=kill_at(1), **options), whole, 0)
+    assert_exact(run(factory, callback=kill_at(1), **options), whole, 0)
     paths = list(options["folder"].iterdir())
     assert {path.name for path in paths} == {
         "folds-0",
@@ -194,7 +194,7 @@ def test_a_killed_run_goes_on_with_the_same_bits(name, killed, tmp_path):
 def begun(tmp_path_factory):
     folder = tmp_path_factory.mktemp("begun")
     with pytest.raises(Killed):
-        run(folder=folder, tell=kill_at(1))
+        run(folder=folder, callback=kill_at(1))
     return folder
 
 

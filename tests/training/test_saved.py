@@ -99,6 +99,14 @@ def test_other_content_is_refused(tmp_path):
         save(path, {"steps": 3})
 
 
+def test_a_meta_file_whose_checksum_is_wrong_is_refused(tmp_path):
+    save(tmp_path / "run", begun(), settings=SETTINGS)
+    path = tmp_path / "run" / "meta.json"
+    path.write_text(path.read_text().replace('"lr": 0.1', '"lr": 0.2'))
+    with pytest.raises(ValueError, match="got a damaged file .its checksum does not"):
+        load(tmp_path / "run", begun(), settings={"lr": 0.2})
+
+
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
 DTYPES += [torch.bool, torch.uint8, torch.complex64]
 

@@ -13,8 +13,7 @@ import hashlib
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,7 +49,6 @@ class Shape(NamedTuple):
 
 def cnn(*, channels: int, height: int, width: int, classes: int) -> nn.Module:
     """Two convolutions with tanh, average pooling between them, one linear layer."""
-    _check_size("cnn", height, width, least=2)
     return nn.Sequential(
         nn.Conv2d(channels, 16, 3, padding=1),
         nn.Tanh(),
@@ -93,7 +91,6 @@ class Residual(nn.Module):
 
 def resnet(*, channels: int, height: int, width: int, classes: int) -> nn.Module:
     """Two residual blocks with GroupNorm at 16 and 32 channels, nine layers deep."""
-    _check_size("resnet", height, width, least=4)
     return nn.Sequential(
         nn.Conv2d(channels, 16, 3, padding=1),
         Residual(16),
@@ -113,6 +110,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet": resnet,
 }
 
+_LEAST = {"cnn": 2, "mlp": 1, "resnet": 4}
+"""Pixels on each side, which the pooling of a net needs."""
 
 _PIXELS = 64
 """In the images for which the learning rates of `cnn` and `resnet` are meant."""
@@ -124,10 +123,10 @@ def rate(spec: str, shape: Shape) -> float:
     The convolutional nets flatten their features of all pixels. The curvature of the
     loss grows with their number, so the rate falls.
     """
-    found = RATES[spec if spec in MODELS else "a factory"]
+    rate = RATES[spec if spec in MODELS else "a factory"]
     if spec in ("cnn", "resnet"):
-        found *= min(1, _PIXELS / (shape.height * shape.width))
-    return found
+        rate *= min(1, _PIXELS / (shape.height * shape.width))
+    return rate
 
 
 def build(spec: str, shape: Shape, *, seed: int) -> nn.Module:
@@ -155,6 +154,11 @@ def outline(spec: str, shape: Shape) -> nn.Module:
     Raises:
         ValueError: the images are too small for it, or it has too many parameters.
     """
+    if min(shape.height, shape.width) < _LEAST[spec]:
+        raise ValueError(
+            f"--model {spec}: expected at least {_LEAST[spec]} x {_LEAST[spec]} "
+            f"pixels, got {shape.height} x {shape.width}. Use --model mlp."
+        )
     with torch.device("meta"):
         model = MODELS[spec](**shape._asdict())
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -167,7 +171,7 @@ def outline(spec: str, shape: Shape) -> nn.Module:
     return model
 
 
-def named_again(where: str, spec: str, again: str | None) -> None:
+def check_named(where: str, spec: str, again: str | None) -> None:
     """Refuse the model in a file, unless it is of this package or named by the user."""
     if again is None and spec not in MODELS:
         raise ValueError(
@@ -180,20 +184,6 @@ def named_again(where: str, spec: str, again: str | None) -> None:
             f"{where}: expected the model {again!r}, got {spec!r}. Name the one that "
             f"the file does, if you trust it."
         )
-
-
-@contextmanager
-def tried(spec: str, shape: Shape, *, private: bool) -> Iterator[None]:
-    """Turn any error of a model in a block into one with the model and its images."""
-    try:
-        yield
-    except Exception as error:
-        # Code of the user's own may raise anything; the cause is kept.
-        needs = " and has per-sample gradients" if private else ""
-        raise ValueError(
-            f"--model {spec}: expected a model that scores {shape.classes} classes for "
-            f"images {list(shape[:3])}{needs}, got {type(error).__name__}: {error}"
-        ) from error
 
 
 def source_digest(spec: str) -> str | None:
@@ -233,9 +223,9 @@ def warn_if_slow(precision: str, device: str) -> None:
 def instructions() -> list[str]:
     """List the CPU's instructions for float16 and bfloat16, which decide rounding."""
     # Older torch has no such function.
-    found = getattr(torch.cpu, "get_capabilities", dict)()
-    low = {name for name in found if "f16" in name or "fp16" in name}
-    return sorted(name for name in low if found[name])
+    present = getattr(torch.cpu, "get_capabilities", dict)()
+    low = {name for name in present if "f16" in name or "fp16" in name}
+    return sorted(name for name in low if present[name])
 
 
 def _made(spec: str, shape: Shape) -> nn.Module:
@@ -262,11 +252,3 @@ def _made(spec: str, shape: Shape) -> nn.Module:
             f"{type(model).__name__}."
         )
     return model
-
-
-def _check_size(model: str, height: int, width: int, *, least: int) -> None:
-    if min(height, width) < least:
-        raise ValueError(
-            f"--model {model}: expected at least {least} x {least} pixels, got "
-            f"{height} x {width}. Use --model mlp."
-        )

@@ -32,12 +32,10 @@ from vgrad.compiled.functions import (
     checked_sizes,
     sizes_of_plan,
 )
-from vgrad.ensemble.forward import EnsembleForward
 from vgrad.ensemble.gradients import EnsembleGradFn
+from vgrad.ensemble.prediction import EnsembleForward
 from vgrad.persample.engine import Transform
-from vgrad.training.ensemble import EnsembleStep
-from vgrad.training.plain import OfSamples, TrainStep
-from vgrad.training.private import PrivateStep
+from vgrad.training.steps import EnsembleStep, OfSamples, PrivateStep, TrainStep
 from vgrad.typing import Arguments, Found, Same
 
 __all__ = [

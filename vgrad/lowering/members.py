@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vgrad.functional.guards import Protected
-from vgrad.lowering.answering import Answering
-from vgrad.lowering.draws import Draws
-from vgrad.lowering.questions import NONE, QUESTIONS, Split
-from vgrad.lowering.truthful import HOOKS, Truth, among
-from vgrad.lowering.vmapped import VMAPPED
+from vgrad.lowering.grad_flags import HOOKS, Truth, among
+from vgrad.lowering.mode import Answering
+from vgrad.lowering.randomness import Draws
+from vgrad.lowering.value_reads import NONE, QUESTIONS, Split
+from vgrad.lowering.vmap import VMAPPED
 from vgrad.torch_private import autograd, modes
 
 Form = Callable[..., Tensor]

@@ -1,6 +1,8 @@
 """Optimizers as pairs of pure functions: optax's form, the numbers of torch.optim.
 
-This holds for all of them, unless documented otherwise:
+An optimizer is made as `tx = adamw(1e-3)`. After `state = tx.init(params)`, a step is
+`params, state = step(tx, grads, state, params)`. This holds for all of them, unless
+documented otherwise:
 
 * Arguments, defaults and numbers are as in `torch.optim`, where it has the method.
 * Every number may also be a tensor without dimensions, which `torch.vmap` can batch and
@@ -15,10 +17,10 @@ This holds for all of them, unless documented otherwise:
   `torch.optim` gives NaN. Gradients through the update stay finite there.
 * `maximize` turns the gradients around; weight decay remains a decay.
 * Step counters belong to the optimizer, not to each parameter. A parameter whose
-  gradient is None misses a step, but bias corrections and dampening count it. Where
-  that matters, `as_torch` refuses a gradient of such a parameter later on.
+  gradient is None has an update of None and keeps its state, but bias corrections and
+  dampening count the step. Where that matters, `as_torch` refuses a later gradient.
 * The state is a `State(count, slots)`, whose slots have torch's names, or a tuple of
-  them; transformations around others have classes of their own.
+  them; transformations around others have named tuples of their own.
 
 Around all of them:
 
@@ -27,8 +29,7 @@ Around all of them:
 * `chain`: apply transformations one after the other
 * `state_dict`, `load_state_dict`: a state as tensors by name, and back
 * `inject_hyperparams`, `with_hyperparams`: keep numbers in the state, and set them
-* `partition`, `masked`, `set_to_zero`: groups of parameters; only the selected ones;
-  only the others
+* `partition`, `masked`, `set_to_zero`: by groups; only the selected ones; the others
 * `as_torch`, `from_torch`, `to_torch`: make a `torch.optim.Optimizer`; go on from one;
   go on in one
 * `schedules`: rates that change from step to step
@@ -38,9 +39,8 @@ Optimizers:
 * `sgd`, `asgd`, `adam`, `adamw`, `adamax`, `nadam`, `radam`, `adagrad`, `adadelta`,
   `rmsprop`, `rprop`, `muon`, `adafactor`: as in `torch.optim`
 * `lion`, `lars`, `lamb`: by signs, and by shares of the norms of parameters
-* `schedule_free`, `schedule_free_sgd`, `schedule_free_adamw`: averages of the iterates
-  instead of momentum and a falling rate
-* `evaluation_parameters`: the parameters at which to evaluate these
+* `schedule_free`, `schedule_free_sgd`, `schedule_free_adamw`,
+  `evaluation_parameters`: averages instead of momentum; the parameters to evaluate
 
 Around an optimizer:
 
@@ -54,8 +54,6 @@ Around an optimizer:
   the average
 * `lookahead`, `apply_if_finite`, `multi_steps`, `reduce_on_plateau`: optimizers around
   optimizers
-* `LookaheadState`, `ApplyIfFiniteState`, `MultiStepsState`, `PlateauState`,
-  `HyperparamsState`, `ScheduleFreeState`: their states
 
 Parts of optimizers:
 
@@ -72,40 +70,40 @@ Parts of optimizers:
 from typing import TYPE_CHECKING
 
 from vgrad.optim import schedules
-from vgrad.optim.adam import (
-    adam,
-    adamax,
-    adamw,
-    nadam,
-    radam,
-    scale_by_adam,
-    scale_by_adamax,
-    scale_by_amsgrad,
-    scale_by_nadam,
-    scale_by_radam,
-)
 from vgrad.optim.adaptive import (
     adadelta,
     adafactor,
     adagrad,
+    adam,
+    adamax,
+    adamw,
+    lamb,
+    nadam,
+    radam,
     rmsprop,
     scale_by_adadelta,
+    scale_by_adam,
+    scale_by_adamax,
+    scale_by_amsgrad,
     scale_by_factored_rms,
+    scale_by_nadam,
+    scale_by_radam,
     scale_by_rms,
     scale_by_rss,
     scale_by_stddev,
 )
 from vgrad.optim.averaging import (
-    ApplyIfFiniteState,
-    LookaheadState,
-    MultiStepsState,
     apply_if_finite,
     averaged_parameters,
     ema,
     ema_parameters,
+    evaluation_parameters,
     lookahead,
     multi_steps,
     polyak_average,
+    schedule_free,
+    schedule_free_adamw,
+    schedule_free_sgd,
 )
 from vgrad.optim.base import GradientTransformation, State, apply_updates, chain, step
 from vgrad.optim.clipping import (
@@ -118,25 +116,15 @@ from vgrad.optim.clipping import (
     global_norm,
     zero_nans,
 )
-from vgrad.optim.grouping import masked, partition, set_to_zero
 from vgrad.optim.hyperparams import (
-    HyperparamsState,
     inject_hyperparams,
+    reduce_on_plateau,
     with_hyperparams,
 )
 from vgrad.optim.interop import as_torch, from_torch, to_torch
 from vgrad.optim.muon import muon, orthogonalize
-from vgrad.optim.plateau import PlateauState, reduce_on_plateau
-from vgrad.optim.schedule_free import (
-    ScheduleFreeState,
-    evaluation_parameters,
-    schedule_free,
-    schedule_free_adamw,
-    schedule_free_sgd,
-)
 from vgrad.optim.sgd import (
     asgd,
-    lamb,
     lars,
     lion,
     rprop,
@@ -148,21 +136,18 @@ from vgrad.optim.sgd import (
 )
 from vgrad.optim.transforms import (
     add_decayed_weights,
+    masked,
+    partition,
     scale,
     scale_by_learning_rate,
     scale_by_schedule,
+    set_to_zero,
 )
 from vgrad.renamed import raising
 from vgrad.tree import load_state_dict, state_dict
 
 __all__ = [
-    "ApplyIfFiniteState",
     "GradientTransformation",
-    "HyperparamsState",
-    "LookaheadState",
-    "MultiStepsState",
-    "PlateauState",
-    "ScheduleFreeState",
     "State",
     "adadelta",
     "adafactor",

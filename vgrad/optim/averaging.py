@@ -7,63 +7,40 @@ own choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arithmetic import (
-    Grads,
+from vgrad.optim.base import (
+    GradientTransformation,
     Number,
-    Updates,
+    Rate,
+    State,
     advance,
+    chain,
+    check_numbers,
+    check_shares,
     copies,
     counter,
     filled,
     lerp,
     map_grads,
-    plus,
-    scalar,
-)
-from vgrad.optim.base import (
-    GradientTransformation,
-    State,
-    apply_updates,
-    check_shares,
+    mean_of_squares,
+    over_root,
     per_parameter,
     plain,
+    plus,
+    rate_at,
     required,
+    scalar,
     states_of,
 )
+from vgrad.optim.sgd import average_after, sgd
+from vgrad.optim.transforms import ascent, descent
 from vgrad.tree import cast, map_values, tree_map, widened
 from vgrad.typing import Params, Tree
-
-
-class LookaheadState(NamedTuple):
-    """State of `lookahead`: the steps taken, the slow weights and the inner state."""
-
-    count: Tensor
-    slow: Params
-    inner: Tree
-
-
-class ApplyIfFiniteState(NamedTuple):
-    """State of `apply_if_finite`: errors in a row and in total, and the inner state."""
-
-    errors: Tensor
-    total_errors: Tensor
-    last_finite: Tensor
-    inner: Tree
-
-
-class MultiStepsState(NamedTuple):
-    """State of `multi_steps`: calls and mean since the last step, the inner state."""
-
-    count: Tensor
-    mean: Params
-    inner: Tree
 
 
 def ema(decay: Number, *, debias: bool = True) -> GradientTransformation:
@@ -82,10 +59,10 @@ def ema(decay: Number, *, debias: bool = True) -> GradientTransformation:
     """
     check_shares("ema", decay=decay)
 
-    def at(count: Tensor) -> Any:
+    def at(count):
         correction = 1 - decay ** count.double()
 
-        def rule(g: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+        def rule(g, mean):
             mean = lerp(mean, g, 1 - decay)
             return mean / scalar(correction, mean) if debias else mean, mean
 
@@ -116,7 +93,7 @@ def ema_parameters(decay: Number) -> GradientTransformation:
     """
     check_shares("ema_parameters", decay=decay)
 
-    def share(count: Tensor) -> Tensor:
+    def share(count):
         first = (count == 1).double()
         return first + (1 - first) * (1 - decay)
 
@@ -134,41 +111,44 @@ def polyak_average(*, start: int | Tensor = 0) -> GradientTransformation:
     et al., arXiv 1803.05407.
 
     Example:
-        >>> from vgrad.optim import chain, sgd, step
-        >>> tx, params = chain(sgd(1.0), polyak_average()), {"w": torch.zeros(1)}
-        >>> state = tx.init(params)
-        >>> for _ in range(3):
-        ...     params, state = step(tx, {"w": torch.ones(1)}, state, params)
-        >>> params, averaged_parameters(state)
-        ({'w': tensor([-3.])}, {'w': tensor([-2.])})
+        >>> tx = chain(sgd(1.0), polyak_average())
     """
     checks.whole("polyak_average", least=0, **plain(start=start))
 
-    def share(count: Tensor) -> Tensor:
+    def share(count):
         return 1 / (count - scalar(start, count)).clamp(min=1).double()
 
     return average_after("polyak_average", share)
 
 
 def averaged_parameters(state: Tree) -> Params:
-    """Return the average that `ema_parameters` or `polyak_average` keeps in a state.
+    """Return the average of `ema_parameters`, `polyak_average` or `asgd` in a state.
 
     `state` may also be of an optimizer with one average inside. The tensors are in
     `promote_types(param dtype, float32)`.
 
     Example:
-        >>> from vgrad.optim import adam, chain
-        >>> tx = chain(adam(), ema_parameters(0.999))
+        >>> tx = chain(sgd(), ema_parameters(0.999))
         >>> averaged_parameters(tx.init({"w": torch.ones(2)}))
         {'w': tensor([1., 1.])}
     """
-    averages = states_of(state, State, lambda node: "ax" in node.slots)
+    averages = states_of(
+        state, lambda node: isinstance(node, State) and "ax" in node.slots
+    )
     if len(averages) != 1:
         raise ValueError(
             f"averaged_parameters(state with {len(averages)} averages): expected the "
             f"state of one ema_parameters or polyak_average. Pass that part of it."
         )
     return dict(averages[0].slots["ax"])
+
+
+class LookaheadState(NamedTuple):
+    """State of `lookahead`: the steps taken, the slow weights and the inner state."""
+
+    count: Tensor
+    slow: Params
+    inner: Tree
 
 
 def lookahead(
@@ -187,36 +167,29 @@ def lookahead(
     Reference: Zhang et al., arXiv 1907.08610.
 
     Example:
-        >>> from vgrad.optim import sgd, step
-        >>> tx, params = lookahead(sgd(1.0), sync_period=2), {"w": torch.zeros(1)}
-        >>> state = tx.init(params)
-        >>> for _ in range(2):
-        ...     params, state = step(tx, {"w": torch.ones(1)}, state, params)
-        >>> params
-        {'w': tensor([-1.])}
+        >>> tx, params = lookahead(sgd(1.0), sync_period=1), {"w": torch.ones(2)}
+        >>> tx.update(params, tx.init(params), params)[0]
+        {'w': tensor([-0.5000, -0.5000])}
     """
     checks.whole("lookahead", least=1, **plain(sync_period=sync_period))
     checks.positive("lookahead", **plain(slow_step_size=slow_step_size))
 
-    def init(params: Params) -> LookaheadState:
+    def init(params):
         return LookaheadState(counter(params), copies(params), inner.init(params))
 
-    def update(
-        grads: Grads, state: LookaheadState, params: Params | None = None
-    ) -> tuple[Updates, LookaheadState]:
-        params = required("lookahead", params)
+    def update(grads, state, params=None):
+        params = required("lookahead", params, grads, state.slow)
         checks.names("lookahead(params)", state.slow, params)
         count = state.count + 1
         synced = count % scalar(sync_period, count) == 0
         updates, new = inner.update(grads, state.inner, params)
-        checks.names("lookahead(grads)", state.slow, updates)
 
-        def forward(slow: Tensor, update: Tensor, param: Tensor) -> Tensor:
+        def forward(slow, update, param):
             fast = widened(param) + update
             moved = slow + scalar(slow_step_size, slow) * (fast - slow)
             return torch.where(synced.to(slow.device), moved, slow)
 
-        def back(update: Tensor, slow: Tensor, param: Tensor) -> Tensor:
+        def back(update, slow, param):
             return torch.where(synced.to(slow.device), slow - param, update)
 
         slow = advance(forward, state.slow, updates, params)
@@ -226,25 +199,13 @@ def lookahead(
     return GradientTransformation(init, update)
 
 
-def average_after(
-    function: str, share: Callable[[Tensor], Tensor]
-) -> GradientTransformation:
-    """Move an average by a share of the way to the parameters after each step."""
+class ApplyIfFiniteState(NamedTuple):
+    """State of `apply_if_finite`: errors in a row and in total, and the inner state."""
 
-    def init(params: Params) -> State:
-        return State(counter(params), {"ax": copies(params)})
-
-    def update(
-        grads: Grads, state: State, params: Params | None = None
-    ) -> tuple[Updates, State]:
-        params = required(function, params)
-        checks.names(f"{function}(grads)", state.slots["ax"], grads)
-        count = state.count + 1
-        after, taken = apply_updates(params, grads), share(count)
-        average = map_values(lambda x, p: lerp(x, p, taken), state.slots["ax"], after)
-        return dict(grads), State(count, {"ax": average})
-
-    return GradientTransformation(init, update)
+    errors: Tensor
+    total_errors: Tensor
+    last_finite: Tensor
+    inner: Tree
 
 
 def apply_if_finite(
@@ -254,11 +215,10 @@ def apply_if_finite(
 
     Such a step has updates of zero and leaves the inner state as it is. After
     `max_consecutive_errors` of them in a row the next one is made anyway, so that a
-    training run beyond repair shows.
+    training run beyond repair shows. The state counts `errors` and `total_errors`.
 
     Example:
-        >>> from vgrad.optim import trace
-        >>> tx = apply_if_finite(trace(0.9), max_consecutive_errors=3)
+        >>> tx = apply_if_finite(sgd(), max_consecutive_errors=3)
         >>> grads = {"w": torch.tensor([1.0, float("inf")])}
         >>> updates, state = tx.update(grads, tx.init(grads))
         >>> updates, state.errors
@@ -267,34 +227,35 @@ def apply_if_finite(
     numbers = plain(max_consecutive_errors=max_consecutive_errors)
     checks.whole("apply_if_finite", least=0, **numbers)
 
-    def init(params: Params) -> ApplyIfFiniteState:
+    def init(params):
         count = counter(params)
-        return ApplyIfFiniteState(
-            count, count.clone(), torch.ones_like(count).bool(), inner.init(params)
-        )
+        finite = torch.ones_like(count).bool()
+        return ApplyIfFiniteState(count, count.clone(), finite, inner.init(params))
 
-    def update(
-        grads: Grads, state: ApplyIfFiniteState, params: Params | None = None
-    ) -> tuple[Updates, ApplyIfFiniteState]:
+    def update(grads, state, params=None):
         finite = torch.ones_like(state.last_finite)
         for grad in grads.values():
             if grad is not None:
                 finite = finite & grad.isfinite().all().to(finite.device)
         errors = torch.where(finite, 0, state.errors + 1)
         taken = finite | (errors > scalar(max_consecutive_errors, errors))
-
         # A discarded update is computed from zeros: if it were NaN, gradients through
         # the branch that is kept would be NaN too.
         safe = _kept_or_zero(taken, grads)
         updates, new = inner.update(safe, state.inner, params)
-        return _kept_or_zero(taken, updates), ApplyIfFiniteState(
-            errors,
-            state.total_errors + (~finite),
-            finite,
-            _select(taken, new, state.inner),
-        )
+        total, new = state.total_errors + (~finite), _select(taken, new, state.inner)
+        new_state = ApplyIfFiniteState(errors, total, finite, new)
+        return _kept_or_zero(taken, updates), new_state
 
     return GradientTransformation(init, update)
+
+
+class MultiStepsState(NamedTuple):
+    """State of `multi_steps`: calls and mean since the last step, the inner state."""
+
+    count: Tensor
+    mean: Params
+    inner: Tree
 
 
 def multi_steps(
@@ -308,62 +269,198 @@ def multi_steps(
     the inner one and one tensor per parameter.
 
     Example:
-        >>> from vgrad.optim import sgd
-        >>> tx = multi_steps(sgd(1.0), 2)
-        >>> params = {"w": torch.zeros(2)}
-        >>> updates, state = tx.update({"w": torch.ones(2)}, tx.init(params))
-        >>> updates
-        {'w': tensor([0., 0.])}
-        >>> tx.update({"w": torch.tensor([1.0, 3.0])}, state)[0]
-        {'w': tensor([-1., -2.])}
+        >>> tx, grads = multi_steps(sgd(1.0), 2), {"w": torch.ones(1)}
+        >>> updates, state = tx.update(grads, tx.init(grads))
+        >>> updates, tx.update(grads, state)[0]
+        ({'w': tensor([0.])}, {'w': tensor([-1.])})
     """
     checks.whole("multi_steps", least=1, **plain(steps=steps))
 
-    def init(params: Params) -> MultiStepsState:
-        return MultiStepsState(
-            counter(params), map_values(filled, params), inner.init(params)
-        )
+    def init(params):
+        mean = map_values(filled, params)
+        return MultiStepsState(counter(params), mean, inner.init(params))
 
-    def update(
-        grads: Grads, state: MultiStepsState, params: Params | None = None
-    ) -> tuple[Updates, MultiStepsState]:
+    def update(grads, state, params=None):
         checks.names("multi_steps(grads)", state.mean, grads)
         count = state.count + 1
         last = count >= scalar(steps, count)
         share = 1 / scalar(steps, count.double())
-        mean = advance(
-            lambda total, g: plus(total, share, cast(g, total.dtype)), state.mean, grads
-        )
 
-        present = map_grads(lambda _, total: total, grads, mean)
-        updates, new = inner.update(present, state.inner, params)
+        def add(total, grad):
+            return plus(total, share, cast(grad, total.dtype))
 
-        def waiting(total: Tensor, grad: Tensor) -> Tensor:
+        def restart(total, grad):
             return torch.where(last.to(total.device), 0.0, total)
 
-        return _kept_or_zero(last, updates), MultiStepsState(
-            torch.where(last, 0, count),
-            advance(waiting, mean, grads),
-            _select(last, new, state.inner),
-        )
+        mean = advance(add, state.mean, grads)
+        present = map_grads(lambda _, total: total, grads, mean)
+        updates, new = inner.update(present, state.inner, params)
+        new = _select(last, new, state.inner)
+        rest = advance(restart, mean, grads)
+        new_state = MultiStepsState(torch.where(last, 0, count), rest, new)
+        return _kept_or_zero(last, updates), new_state
 
     return GradientTransformation(init, update)
 
 
-def _kept_or_zero(kept: Tensor, values: Grads) -> Updates:
+def _kept_or_zero(kept, values):
     """Return the values if `kept`, a tensor without dimensions, and zeros otherwise."""
-
-    def choose(value: Tensor) -> Tensor:
-        value = widened(value)
-        return torch.where(kept.to(value.device), value, 0.0)
-
-    return map_grads(choose, values)
+    return map_grads(
+        lambda value: torch.where(kept.to(value.device), widened(value), 0.0), values
+    )
 
 
-def _select(taken: Tensor, new: Tree, old: Tree) -> Tree:
+def _select(taken, new, old):
     """Return the new tree if `taken`, a tensor without dimensions, or else the old."""
+    return tree_map(lambda x, y: torch.where(taken.to(x.device), x, y), new, old)
 
-    def choose(after: Tensor, before: Tensor) -> Tensor:
-        return torch.where(taken.to(after.device), after, before)
 
-    return tree_map(choose, new, old)
+class ScheduleFreeState(NamedTuple):
+    """State of `schedule_free`: steps taken, their weight, inner state, `z` and `x`."""
+
+    count: Tensor
+    weight: Tensor
+    inner: Tree
+    iterate: Params
+    average: Params
+
+
+def schedule_free(
+    inner: GradientTransformation,
+    lr: Rate = 1.0,
+    *,
+    beta: Number = 0.9,
+    weight_lr_power: Number = 2.0,
+) -> GradientTransformation:
+    """Average the iterates instead of using momentum and a falling rate.
+
+    With `y` the parameters, where gradients are taken, `z` the iterate that the inner
+    optimizer moves and `x` its average, all three of which start as the parameters:
+    `z += inner(gradient at y); x = (1 - c) * x + c * z; y = (1 - beta) * z + beta * x`.
+    The share `c` is `w / (sum of w so far)` with `w = lr ** weight_lr_power` of the
+    step. `lr` is the rate of the inner optimizer, which only weighs the average; it
+    should have no momentum, and its weight decay acts on `y`. Evaluate the model at
+    `x`, which `evaluation_parameters` returns. State: `inner`'s, and `z` and `x`
+    in `promote_types(param dtype, float32)`: parameters of bfloat16 lose no small
+    updates, and changes made to them by hand are overwritten.
+
+    Reference: Defazio et al., arXiv 2405.15682.
+
+    Example:
+        >>> from vgrad.optim import step
+        >>> tx, params = schedule_free(sgd(1.0), beta=0.5), {"w": torch.zeros(1)}
+        >>> state = tx.init(params)
+        >>> for _ in range(3):
+        ...     params, state = step(tx, {"w": torch.ones(1)}, state, params)
+        >>> params, evaluation_parameters(state, params)
+        ({'w': tensor([-2.5000])}, {'w': tensor([-2.])})
+    """
+    check_numbers("schedule_free", lr, weight_lr_power=weight_lr_power)
+    check_shares("schedule_free", beta=beta)
+
+    def init(params):
+        count, both = counter(params), (copies(params), copies(params))
+        return ScheduleFreeState(count, count.double(), inner.init(params), *both)
+
+    def update(grads, state, params=None):
+        params = required("schedule_free", params, grads, state.iterate)
+        moves, new = inner.update(grads, state.inner, params)
+        rate = scalar(rate_at(lr, state.count), state.weight)
+        weight = rate ** scalar(weight_lr_power, state.weight)
+        total = state.weight + weight
+        share = weight / total.masked_fill(total == 0, 1.0)
+
+        def mix(update, z, x, y):
+            kept = scalar(beta, z)
+            return (1 - kept) * z + kept * x - widened(y)
+
+        iterate = advance(lambda z, u: z + u.to(z.dtype), state.iterate, moves)
+        average = advance(
+            lambda x, _, z: lerp(x, z, share), state.average, moves, iterate
+        )
+        updates = map_grads(mix, moves, iterate, average, params)
+        new_state = ScheduleFreeState(state.count + 1, total, new, iterate, average)
+        return updates, new_state
+
+    return GradientTransformation(init, update)
+
+
+def evaluation_parameters(state: Tree, params: Params) -> Params:
+    """Return the parameters to evaluate: `{name: shape} -> {name: shape}`.
+
+    They are the averages of `schedule_free` in `state`, which may be anywhere inside,
+    in the dtypes of `params`; parameters without an average are returned as they are.
+
+    Example:
+        >>> tx, params = schedule_free_sgd(0.5), {"w": torch.ones(2)}
+        >>> evaluation_parameters(tx.init(params), params)
+        {'w': tensor([1., 1.])}
+    """
+    states = states_of(state, lambda node: isinstance(node, ScheduleFreeState))
+    if not states:
+        raise ValueError(
+            "evaluation_parameters(state): expected the state of a schedule_free "
+            "optimizer, got one without its averages."
+        )
+    averages = {name: x for free in states for name, x in free.average.items()}
+    checks.names("evaluation_parameters(params)", {**params, **averages}, params)
+    return {name: averages.get(name, p).to(p.dtype) for name, p in params.items()}
+
+
+def schedule_free_sgd(
+    lr: Rate = 1.0,
+    *,
+    momentum: Number = 0.9,
+    weight_decay: Number = 0.0,
+    weight_lr_power: Number = 2.0,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Descend along the gradient, without a schedule of the rate.
+
+    `schedule_free` around plain `sgd`, with `momentum` for its beta:
+    `z -= lr * (g + weight_decay * y)`. A schedule for `lr` should rise to a constant
+    and not fall. State: two tensors per parameter.
+
+    Reference: Defazio et al., arXiv 2405.15682, algorithm 1 without the scale of Adam.
+    """
+    decays = {"weight_decay": weight_decay, "weight_lr_power": weight_lr_power}
+    check_numbers("schedule_free_sgd", lr, **decays)
+    check_shares("schedule_free_sgd", momentum=momentum)
+    inner = chain(*ascent(maximize), sgd(lr, weight_decay=weight_decay))
+    return schedule_free(inner, lr, beta=momentum, weight_lr_power=weight_lr_power)
+
+
+def schedule_free_adamw(
+    lr: Rate = 2.5e-3,
+    *,
+    betas: tuple[Number, Number] = (0.9, 0.999),
+    eps: Number = 1e-8,
+    weight_decay: Number = 0.0,
+    weight_lr_power: Number = 2.0,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Descend as `adamw` does, without a schedule of the rate.
+
+    `schedule_free` with `beta1`, around `adamw` without its first moment, which is not
+    kept: `z -= lr * (g / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * y)`, where
+    `v` is the moving average of `g * g`. A schedule for `lr` should rise to a constant
+    and not fall. State: three tensors per parameter.
+
+    Reference: Defazio et al., arXiv 2405.15682, algorithm 1.
+    """
+    decays = {"weight_decay": weight_decay, "weight_lr_power": weight_lr_power}
+    check_numbers("schedule_free_adamw", lr, betas, eps=eps, **decays)
+    options = {"weight_decay": weight_decay, "decoupled": True, "maximize": maximize}
+
+    def at(count):
+        correction = 1 - betas[1] ** count.double()
+
+        def rule(g, square):
+            square = mean_of_squares(square, g, betas[1])
+            return over_root(g, square / scalar(correction, square), eps), square
+
+        return rule
+
+    squares = per_parameter("schedule_free_adamw", {"square": 0}, at)
+    inner = descent(lr, squares, **options)
+    return schedule_free(inner, lr, beta=betas[0], weight_lr_power=weight_lr_power)

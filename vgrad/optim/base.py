@@ -1,27 +1,38 @@
-"""Optimizers as pairs of pure functions, made of rules for one parameter."""
+"""Optimizers as pairs of pure functions, made of rules for one parameter.
+
+Arithmetic is in float32 or wider, on tensors and dictionaries of them, whose gradients
+may be None. Hyperparameters are numbers or tensors without dimensions.
+"""
 
 # Annotations stay text, here and in every file of an optimizer: torch.compile, which
 # traces the making of one inside a mapped function, cannot evaluate `Params | None`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from vgrad import checks
-from vgrad.optim.arithmetic import (
-    Grads,
-    Number,
-    Updates,
-    counter,
-    filled,
-    is_schedule,
-    map_grads,
-)
-from vgrad.tree import cast, map_values, tree_leaves, widened
+from vgrad.tree import cast, map_values, tree_leaves, wide, widened
 from vgrad.typing import Params, Schedule, Tree
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+Number = float | Tensor
+"""A hyperparameter: a number, or a tensor without dimensions."""
+
+Rate = Number | Schedule
+"""A rate, or a function of the number of steps taken so far that returns one."""
+
+Grads = Mapping[str, Tensor | None]
+"""Gradients by name; `None` for a parameter that received none."""
+
+Updates = dict[str, Tensor | None]
+"""Tensors to be added to the parameters; `None` leaves one as it is."""
 
 UpdateFn = Callable[..., tuple[Updates, Tree]]
 """`(grads, state, params=None) -> (updates, state)`; the arguments do not change."""
@@ -43,18 +54,14 @@ class GradientTransformation(NamedTuple):
 
     Neither function changes anything in place or reads a value, so both run under
     `torch.vmap`, `torch.compile` and `torch.func.grad`; an optimizer whose rate differs
-    from member to member is built inside the mapped function. A gradient of `None`
-    gives an update of `None` and leaves the state of that parameter as it is; step
-    counters run on. `donated` is a faster whole step, for `step` with `donate=True`; a
-    chain does not inherit it from its parts.
+    from member to member is built inside the mapped function. `donated` is a faster
+    whole step, for `step` with `donate=True`; a chain does not inherit it.
 
     Example:
         >>> negate = GradientTransformation(
         ...     lambda params: (),
         ...     lambda grads, state, params=None: (map_values(torch.neg, grads), state),
         ... )
-        >>> negate.update({"w": torch.ones(2)}, negate.init({"w": torch.zeros(2)}))
-        ({'w': tensor([-1., -1.])}, ())
     """
 
     init: Callable[[Params], Tree]
@@ -77,29 +84,21 @@ class State(NamedTuple):
     slots: dict[str, Any]
 
 
-Slot = Number | Callable[[Tensor], Tensor | None]
-"""The value of all entries before the first step, or a function of the parameter."""
-
-
 def per_parameter(
-    function: str,
-    slots: Mapping[str, Slot],
-    at: Callable[[Tensor], Callable[..., Any]],
-    *,
-    real: bool = True,
+    function: str, slots: Mapping[str, Any], at: Callable, *, real: bool = True
 ) -> GradientTransformation:
     """Make a transformation of a rule for one parameter.
 
     `at(step) -> rule` is called once a step with its number, an int64 tensor, and
     `rule(gradient, *slots) -> (update, *slots)` once for each parameter with a
-    gradient. A slot is None for parameters for which its function returns None.
-    Parameters have to be `real`; errors begin with the name of the `function`.
+    gradient. A slot starts with one value everywhere, or as a function of the parameter
+    returns it, which may be None. Parameters have to be `real`.
     """
 
-    def init(params: Params) -> State:
+    def init(params):
         if real:
             check_real(function, params)
-        tensors: dict[str, Params] = {slot: {} for slot in slots}
+        tensors = {slot: {} for slot in slots}
         for slot, start in slots.items():
             for name, param in params.items():
                 first = start(param) if callable(start) else filled(param, start)
@@ -107,9 +106,7 @@ def per_parameter(
                     tensors[slot][name] = first
         return State(counter(params), tensors)
 
-    def update(
-        grads: Grads, state: State, params: Params | None = None
-    ) -> tuple[Updates, State]:
+    def update(grads, state, params=None):
         if not isinstance(state, State):
             raise TypeError(
                 f"{function}(state): expected the state that its init made, got "
@@ -135,60 +132,7 @@ def per_parameter(
     return GradientTransformation(init, update)
 
 
-def check_transformation(function: str, tx: Any) -> None:
-    """Refuse everything without `init` and `update`, such as optimizers of torch."""
-    if hasattr(tx, "init") and hasattr(tx, "update"):
-        return
-    got, advice = f"a {type(tx).__name__}", "Pass, for example, vgrad.optim.sgd(0.1)."
-    if isinstance(tx, Optimizer):
-        got = f"an optimizer of torch, {type(tx).__name__}"
-        advice = "Read it: tx, state = vgrad.optim.from_torch(optimizer)."
-    elif callable(tx):
-        advice = f"Call it: {getattr(tx, '__name__', 'make')}(lr, ...)."
-    raise TypeError(
-        f"{function}(tx): expected a transformation of vgrad.optim, got {got}. {advice}"
-    )
-
-
-def chain(*transformations: GradientTransformation) -> GradientTransformation:
-    """Apply transformations one after the other; the state is the tuple of theirs.
-
-    `chain()` of nothing is the identity.
-
-    Example:
-        >>> from vgrad.optim import scale_by_learning_rate, trace
-        >>> heavy_ball = chain(trace(0.9), scale_by_learning_rate(0.5))
-        >>> params = {"w": torch.zeros(2)}
-        >>> updates, state = heavy_ball.update(params, heavy_ball.init(params))
-        >>> len(state)
-        2
-    """
-    for tx in transformations:
-        check_transformation("chain", tx)
-
-    def init(params: Params) -> Tree:
-        return tuple(tx.init(params) for tx in transformations)
-
-    def update(
-        grads: Grads, state: Tree, params: Params | None = None
-    ) -> tuple[Updates, Tree]:
-        if len(state) != len(transformations):
-            raise ValueError(
-                f"chain(state of {len(state)} transformations): expected one of "
-                f"{len(transformations)}, as init of the same chain makes it."
-            )
-        updates, states = dict(grads), []
-        for tx, old in zip(transformations, state, strict=True):
-            updates, new = tx.update(updates, old, params)
-            states.append(new)
-        return updates, tuple(states)
-
-    return GradientTransformation(init, update)
-
-
-def stateless(
-    update: Callable[[Grads, Params | None], Updates],
-) -> GradientTransformation:
+def stateless(update: Callable[[Grads, Any], Updates]) -> GradientTransformation:
     """Make a transformation without state of `(grads, params) -> updates`."""
     return GradientTransformation(
         lambda params: (),
@@ -203,20 +147,43 @@ def of_gradient(function: Callable[[Tensor], Tensor]) -> GradientTransformation:
     )
 
 
-def of_gradient_and_parameter(
-    name: str, function: Callable[[Tensor, Tensor], Tensor]
-) -> GradientTransformation:
+def of_gradient_and_parameter(name: str, function: Callable) -> GradientTransformation:
     """Do the same with a function of a gradient and its parameter, both widened."""
 
-    def apply(grad: Tensor, param: Tensor) -> Tensor:
-        return function(widened(grad), widened(param))
-
-    def update(grads: Grads, params: Params | None) -> Updates:
-        params = required(name, params)
-        checks.names(f"{name}(grads)", params, grads)
-        return map_grads(apply, grads, params)
+    def update(grads, params):
+        params = required(name, params, grads)
+        return map_grads(lambda g, p: function(widened(g), widened(p)), grads, params)
 
     return stateless(update)
+
+
+def chain(*transformations: GradientTransformation) -> GradientTransformation:
+    """Apply transformations one after the other; the state is the tuple of theirs.
+
+    `chain()` of nothing is the identity.
+
+    Example:
+        >>> from vgrad.optim import scale_by_learning_rate, trace
+        >>> heavy_ball = chain(trace(0.9), scale_by_learning_rate(0.5))
+    """
+    for tx in transformations:
+        check_transformation("chain", tx)
+
+    def update(grads, state, params=None):
+        if len(state) != len(transformations):
+            raise ValueError(
+                f"chain(state of {len(state)} transformations): expected one of "
+                f"{len(transformations)}, as init of the same chain makes it."
+            )
+        updates, states = dict(grads), []
+        for tx, old in zip(transformations, state, strict=True):
+            updates, new = tx.update(updates, old, params)
+            states.append(new)
+        return updates, tuple(states)
+
+    return GradientTransformation(
+        lambda params: tuple(tx.init(params) for tx in transformations), update
+    )
 
 
 def apply_updates(params: Params, updates: Grads) -> Params:
@@ -235,7 +202,7 @@ def apply_updates(params: Params, updates: Grads) -> Params:
     shapes = {name: params[name].shape for name in present}
     checks.shapes("apply_updates(updates)", shapes, present)
 
-    def add(param: Tensor, update: Tensor | None) -> Tensor:
+    def add(param, update):
         if update is None:
             return param
         wide = widened(param)
@@ -267,8 +234,7 @@ def step(
     Example:
         >>> from vgrad.optim import sgd
         >>> tx, params = sgd(0.5), {"w": torch.ones(2)}
-        >>> params, state = step(tx, {"w": torch.ones(2)}, tx.init(params), params)
-        >>> params
+        >>> step(tx, {"w": torch.ones(2)}, tx.init(params), params)[0]
         {'w': tensor([0.5000, 0.5000])}
     """
     check_transformation("step", tx)
@@ -295,15 +261,138 @@ def _dictionaries(tree: Tree) -> list[dict]:
     return dictionaries
 
 
-def states_of(
-    state: Tree, kind: type, accept: Callable[[Any], bool] = lambda node: True
-) -> list[Any]:
-    """Collect the states of one kind of transformation from a tree."""
-
-    def is_one(node: Tree) -> bool:
-        return isinstance(node, kind) and accept(node)
-
+def states_of(state: Tree, is_one: Callable[[Any], bool]) -> list[Any]:
+    """Collect the states for which a function is true from a tree."""
     return [node for node in tree_leaves(state, is_leaf=is_one) if is_one(node)]
+
+
+# Arithmetic.
+
+
+def is_zero(value: Number) -> bool:
+    """Return whether a value is the number zero; a tensor never is."""
+    return not isinstance(value, Tensor) and value == 0
+
+
+def is_schedule(value: Any) -> TypeIs[Callable[..., Any]]:
+    """Return whether a value is a schedule, and not a number or a tensor."""
+    return not isinstance(value, Tensor) and callable(value)
+
+
+def rate_at(lr: Rate, count: Tensor) -> Number:
+    """Return a rate, which may be a schedule, after `count` steps."""
+    return lr(count) if is_schedule(lr) else lr
+
+
+def map_grads(function: Callable[..., Tensor], grads: Grads, *others: Any) -> Updates:
+    """Apply a function name by name; where the gradient is None, so is the result."""
+
+    def apply(grad, *rest):
+        return None if grad is None else function(grad, *rest)
+
+    return map_values(apply, grads, *others)
+
+
+def advance(function: Callable, old: Params, new: Grads, *others: Params) -> Params:
+    """Apply a function name by name; where `new` is None, keep the entry of `old`."""
+
+    def apply(before, value, *rest):
+        return before if value is None else function(before, value, *rest)
+
+    return map_values(apply, old, new, *others)
+
+
+def counter(params: Params) -> Tensor:
+    """Make a count of zero steps on the device of the parameters."""
+    device = next(iter(params.values())).device if params else None
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+def filled(param: Tensor, value: Number = 0) -> Tensor:
+    """Make a tensor like a parameter, float32 or wider, with one value everywhere."""
+    zeros = torch.zeros_like(param, dtype=wide(param.dtype))
+    return zeros if is_zero(value) else zeros + scalar(value, zeros)
+
+
+def copies(params: Params) -> Params:
+    """Copy parameters in the dtype of averages; the originals may be donated."""
+    return map_values(lambda param: widened(param).clone(), params)
+
+
+def root(square: Tensor) -> Tensor:
+    """Take the root of numbers >= 0, with a slope that is finite at zero.
+
+    The infinite slope of a root at zero would make gradients through an update NaN. The
+    root of the smallest normal number, which replaces zero, is negligible beside eps.
+    """
+    return square.clamp_min(torch.finfo(square.dtype).tiny).sqrt()
+
+
+def length(square: Tensor) -> Tensor:
+    """Take the root of a squared norm; at zero it is zero, and so is its slope."""
+    zero = square == 0
+    return square.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
+
+
+def norm(value: Tensor) -> Tensor:
+    """Return the norm of all entries; its gradient is zero where the norm is."""
+    return length(value.abs().square().sum())
+
+
+def lerp(old: Tensor, new: Tensor, share: Number) -> Tensor:
+    """`(1 - share) * old + share * new` in the dtype of `old`, in one pass.
+
+    It is exact if the share is 1 or both are the same.
+    """
+    weight: Any = scalar(share, old)
+    return torch.lerp(old, cast(new, old.dtype), weight)
+
+
+def mean_of_squares(old: Tensor, grad: Tensor, decay: Number) -> Tensor:
+    """`decay * old + (1 - decay) * g * g` in the dtype of `old`.
+
+    In this form, torch's own, a square that overflows stays infinite.
+    """
+    kept = scalar(decay, old) * old
+    # Widened before the product: the square of a float16 overflows from 256 on.
+    grad = cast(grad, kept.dtype)
+    if isinstance(decay, Tensor):
+        return kept + scalar(1 - decay, old) * grad.square()
+    return torch.addcmul(kept, grad, grad, value=1 - decay)
+
+
+def over_root(grad: Tensor, square: Tensor, eps: Number) -> Tensor:
+    """`g / (sqrt(square) + eps)`."""
+    return cast(grad, square.dtype) / (root(square) + scalar(eps, square))
+
+
+def plus(value: Tensor, factor: Number, other: Tensor) -> Tensor:
+    """`value + factor * other`, in one pass if the factor is a number."""
+    if isinstance(factor, Tensor):
+        return value + scalar(factor, other) * other
+    return torch.add(value, other, alpha=factor)
+
+
+def scalar(value: Number, like: Tensor) -> Number:
+    """Return a number as it is, a tensor in the dtype and on the device of `like`.
+
+    A float64 hyperparameter would otherwise widen parameters without dimensions.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if value.ndim > 0:
+        check_scalars("vgrad.optim", "build the optimizer", hyperparameter=value)
+    return placed(value, like)
+
+
+def placed(value: Tensor, like: Tensor) -> Tensor:
+    """Bring a tensor without dimensions to the dtype and the device of `like`."""
+    if torch.compiler.is_compiling() and not value.is_complex():
+        # Inductor would recompute the scalar, such as powers of the decays, for every
+        # entry of a parameter, three times as slow. The result of a reduction, over
+        # too many entries to be unrolled, it writes to memory.
+        value = value.expand(16).amax()
+    return value.to(like.device, like.dtype)
 
 
 # Checks that optimizers share. A check of a tensor would read it, so tensors pass.
@@ -314,12 +403,19 @@ def plain(**values: Any) -> dict[str, Any]:
     return {name: v for name, v in values.items() if not isinstance(v, Tensor)}
 
 
+def check_scalars(function: str, advice: str, /, **values: Any) -> None:
+    """Each tensor has no dimensions."""
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.ndim > 0:
+            raise ValueError(
+                f"{function}({name} of shape {tuple(value.shape)}): expected a number "
+                f"or a tensor without dimensions. For one value per member, {advice} "
+                f"inside the function that torch.vmap maps."
+            )
+
+
 def check_numbers(
-    function: str,
-    lr: Number | Schedule,
-    betas: tuple[Number, ...] = (),
-    /,
-    **values: Number,
+    function: str, lr: Rate, betas: tuple[Number, ...] = (), /, **values: Number
 ) -> None:
     """Each number is zero or more, and a beta below one; tensors and schedules pass."""
     named = values if is_schedule(lr) else {"lr": lr, **values}
@@ -351,11 +447,29 @@ def check_real(function: str, params: Params) -> None:
             )
 
 
-def required(function: str, params: Params | None) -> Params:
-    """Return the parameters, or refuse a call of `update` without them."""
+def check_transformation(function: str, tx: Any) -> None:
+    """Refuse everything without `init` and `update`, such as optimizers of torch."""
+    if hasattr(tx, "init") and hasattr(tx, "update"):
+        return
+    got, advice = f"a {type(tx).__name__}", "Pass, for example, vgrad.optim.sgd(0.1)."
+    if isinstance(tx, Optimizer):
+        got = f"an optimizer of torch, {type(tx).__name__}"
+        advice = "Read it: tx, state = vgrad.optim.from_torch(optimizer)."
+    elif callable(tx):
+        advice = f"Call it: {getattr(tx, '__name__', 'make')}(lr, ...)."
+    raise TypeError(
+        f"{function}(tx): expected a transformation of vgrad.optim, got {got}. {advice}"
+    )
+
+
+def required(
+    function: str, params: Params | None, grads: Grads, names: Params | None = None
+) -> Params:
+    """Return the parameters, unless they are missing or gradients have other names."""
     if params is None:
         raise ValueError(
             f"{function}(params=None): expected the parameters, got none. "
             f"Call update(grads, state, params)."
         )
+    checks.names(f"{function}(grads)", params if names is None else names, grads)
     return params

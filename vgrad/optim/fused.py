@@ -18,75 +18,62 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arithmetic import Grads, Number, is_schedule, is_zero
-from vgrad.optim.base import Donated, State
+from vgrad.optim.base import Donated, Grads, Number, Rate, State, is_schedule, is_zero
 from vgrad.torch_private import kernels, modes, shards
-from vgrad.typing import Params, Schedule, Tree
+from vgrad.typing import Params
 
 _DEVICE, _DTYPE, _SHAPE = map(attrgetter, ("device", "dtype", "shape"))
-_IS_CPU = attrgetter("is_cpu")
 _BYTES, _REQUIRES_GRAD = map(attrgetter, ("nbytes", "requires_grad"))
 
 
 def donated_sgd(
-    lr: Number | Schedule, *, momentum: Number, dampening: Number, **options: Any
-) -> Donated:
-    """Make the step in place of `sgd`, with its options."""
-
-    def launch(group: list[list[Tensor]], rate: Any, count: Tensor | None) -> None:
-        params, grads, *sums = group
-        sums = sums or [[]]
-        numbers = {"momentum": momentum, "dampening": 0.0, "lr": rate, **options}
-        kernels.fused_sgd_(params, grads, *sums, is_first_step=False, **numbers)
-
+    lr: Rate, *, momentum: Number, dampening: Number, **options: Any
+) -> Donated | None:
+    """Make the step in place of `sgd`, with its options; None if there is none."""
     # The first step of dampened momentum differs: its number would have to be read.
     if not is_zero(dampening) or not _numbers(momentum, options["weight_decay"]):
-        return _impossible
+        return None
+
+    def launch(rate, count, params, grads, *sums):
+        numbers = {"momentum": momentum, "dampening": 0.0, "lr": rate, **options}
+        sums = sums or [[]]
+        kernels.fused_sgd_(params, grads, *sums, is_first_step=False, **numbers)
+
     # Without momentum there are no sums, and the kernel refuses them.
     return _donated(lr, launch, () if is_zero(momentum) else ("momentum_buffer",))
 
 
 def donated_adam(
-    lr: Number | Schedule,
-    *,
-    betas: tuple[Number, Number],
-    decoupled: bool,
-    **options: Any,
-) -> Donated:
-    """Make the step in place of `adam`, or `adamw`, with its options."""
-    kernel = kernels.fused_adamw_ if decoupled else kernels.fused_adam_
-
-    def launch(group: list[list[Tensor]], rate: Any, count: Tensor) -> None:
-        params, grads, means, squares, *largest = group
-        largest = largest or [[]]
-        steps = [count.to(params[0].device, torch.float32)] * len(params)
-        numbers = {"beta1": betas[0], "beta2": betas[1], "lr": rate, **options}
-        kernel(params, grads, means, squares, *largest, steps, **numbers)
-
+    lr: Rate, *, betas: tuple[Number, Number], decoupled: bool, **options: Any
+) -> Donated | None:
+    """Make the step in place of `adam`, or `adamw`; None if there is none."""
     # Without eps the kernel divides zero by zero where scale_by_adam does not.
     eps = options["eps"]
     if is_zero(eps) or not _numbers(*betas, eps, options["weight_decay"]):
-        return _impossible
+        return None
+    kernel = kernels.fused_adamw_ if decoupled else kernels.fused_adam_
+
+    def launch(rate, count, params, grads, means, squares, *largest):
+        steps = [count.to(params[0].device, torch.float32)] * len(params)
+        numbers = {"beta1": betas[0], "beta2": betas[1], "lr": rate, **options}
+        kernel(params, grads, means, squares, *(largest or [[]]), steps, **numbers)
+
     slots = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     return _donated(lr, launch, slots if options["amsgrad"] else slots[:2])
 
 
-def _impossible(grads: Grads, state: Tree, params: Params) -> None:
-    return None
+def _numbers(*values: Number) -> bool:
+    return not any(isinstance(value, Tensor) for value in values)
 
 
-def _donated(
-    lr: Number | Schedule, launch: Callable[..., None], slots: tuple[str, ...]
-) -> Donated:
+def _donated(lr: Rate, launch: Callable, slots: tuple[str, ...]) -> Donated:
     """Make a step in place of a kernel that `launch` runs for each group of tensors.
 
     The step returns None unless the state of a chain has a part with exactly these
     slots, or none with any if there are no slots.
     """
 
-    def step(
-        grads: Grads, state: Tree, params: Params
-    ) -> tuple[Params, tuple[Any, ...]] | None:
+    def step(grads, state, params):
         # The state of the rate, the last one, has no slots.
         with_slots = [
             i for i, part in enumerate(state) if isinstance(part, State) and part.slots
@@ -105,7 +92,7 @@ def _donated(
             return None
         count: Any = moments[0].count + 1 if moments else None
         for group in groups:
-            launch(group, _on(rate, group[0][0].device), count)
+            launch(_on(rate, group[0][0].device), count, *group)
         new = [*state[:-1], last]
         for index in with_slots:
             new[index] = State(count, dict(zip(slots, map(dict, tensors), strict=True)))
@@ -114,8 +101,21 @@ def _donated(
     return step
 
 
-def _numbers(*values: Number) -> bool:
-    return not any(isinstance(value, Tensor) for value in values)
+def _taken(rate: Number, params: Params) -> bool:
+    """Return whether a kernel takes a rate: no graph, and on a device float32."""
+    if not isinstance(rate, Tensor):
+        return True
+    if rate.requires_grad and torch.is_grad_enabled():
+        return False
+    on_cpu = rate.device.type == "cpu"
+    return on_cpu or all(param.dtype == torch.float32 for param in params.values())
+
+
+def _on(rate: Number, device: torch.device) -> Any:
+    """Return a number, or a tensor that the kernel reads without waiting for it."""
+    if isinstance(rate, Tensor) and rate.device.type != "cpu":
+        return rate.to(device, torch.float32)
+    return float(rate)
 
 
 def _groups(
@@ -130,26 +130,26 @@ def _groups(
     if modes.inside_transform() or torch.compiler.is_compiling():
         return None
     checks.names("step(grads)", params, grads)
-    if any(hasattr(param, "to_local") for param in params.values()):
-        parts = _parts([params, grads, *moments])
-        if parts is None:
-            return None
-        params, grads, *moments = parts
-    names = [name for name, grad in grads.items() if grad is not None]
     trees: list[Any] = [params, grads, *moments]
+    if any(hasattr(param, "to_local") for param in params.values()):
+        trees = _local_parts(trees)
+        if not trees:
+            return None
+        params, grads = trees[:2]
+    names = [name for name, grad in grads.items() if grad is not None]
     columns: list[list[Tensor]] = [list(map(tree.__getitem__, names)) for tree in trees]
     stepped = columns[0]
     if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, itertools.chain(*columns))):
         return None
 
-    def alike(of: Callable[[Tensor], Any]) -> list[Any] | None:
+    def alike(of):
         first, *others = (list(map(of, column)) for column in columns)
         return first if all(other == first for other in others) else None
 
     shapes, dtypes = alike(_SHAPE), alike(_DTYPE)
     if shapes is None or dtypes is None:
         return None
-    on_cpu = all(map(_IS_CPU, itertools.chain(*columns)))
+    on_cpu = all(map(attrgetter("is_cpu"), itertools.chain(*columns)))
     if not on_cpu and alike(_DEVICE) is None:
         return None
     idle = [params[name] for name, grad in grads.items() if grad is None]
@@ -170,14 +170,14 @@ def _groups(
         return None
     if on_cpu and len({*dtypes}) == 1:
         return [columns]
-    groups: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, ...]]] = {}
+    groups: dict[Any, list[tuple[Tensor, ...]]] = {}
     for row in zip(*columns, strict=True):
         groups.setdefault((row[0].device, row[0].dtype), []).append(row)
     return [list(map(list, zip(*rows, strict=True))) for rows in groups.values()]
 
 
-def _parts(trees: list[Any]) -> list[Any] | None:
-    """Return the local parts of DTensors; None if they are not sharded alike."""
+def _local_parts(trees: list[Any]) -> list[Any]:
+    """Return the local parts of DTensors; nothing if they are not sharded alike."""
     cuts = {
         name: getattr(param, "placements", None) for name, param in trees[0].items()
     }
@@ -185,7 +185,7 @@ def _parts(trees: list[Any]) -> list[Any] | None:
     for tree in trees:
         present = {name: tensor for name, tensor in tree.items() if tensor is not None}
         if any(getattr(t, "placements", None) != cuts[n] for n, t in present.items()):
-            return None
+            return []
         parts = {n: t.to_local() if cuts[n] else t for n, t in present.items()}
         local.append({name: parts.get(name) for name in tree})
     return local
@@ -193,29 +193,11 @@ def _parts(trees: list[Any]) -> list[Any] | None:
 
 def _dense(tensor: Tensor) -> bool:
     """Return whether a tensor is contiguous in one of the usual layouts."""
-    if tensor.is_contiguous():
-        return True
-    return tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    channels_last = torch.channels_last if tensor.ndim == 4 else torch.contiguous_format
+    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=channels_last)
 
 
-def _taken(rate: Number, params: Params) -> bool:
-    """Return whether a kernel takes a rate: no graph, and on a device float32."""
-    if not isinstance(rate, Tensor):
-        return True
-    if rate.requires_grad and torch.is_grad_enabled():
-        return False
-    on_cpu = rate.device.type == "cpu"
-    return on_cpu or all(each.dtype == torch.float32 for each in params.values())
-
-
-def _on(rate: Number, device: torch.device) -> Any:
-    """Return a number, or a tensor that the kernel reads without waiting for it."""
-    if isinstance(rate, Tensor) and rate.device.type != "cpu":
-        return rate.to(device, torch.float32)
-    return float(rate)
-
-
-# Memory that tensors share.
+# Memory that tensors share; of a DTensor it is the part of this process.
 
 
 def _apart(places: Sequence[int], sizes: Sequence[int]) -> bool:
@@ -225,10 +207,7 @@ def _apart(places: Sequence[int], sizes: Sequence[int]) -> bool:
 
 
 def disjoint(tensors: Sequence[Tensor]) -> bool:
-    """Return whether no two tensors overlap, by their first and last entries.
-
-    Of a DTensor it is the part of this process.
-    """
+    """Return whether no two tensors overlap, by their first and last entries."""
     local = list(map(_local, tensors))
     return _apart([x.data_ptr() for x in local], list(map(_extent, local)))
 
@@ -249,8 +228,7 @@ def _extent(tensor: Tensor) -> int:
 def sharing(params: Params) -> Iterator[tuple[str, str]]:
     """Yield each two names whose tensors have entries in the same memory.
 
-    A name comes with itself if two entries of its tensor are in the same place. Of a
-    DTensor it is the part of this process.
+    A name comes with itself if two entries of its tensor are in the same place.
     """
     params = {name: _local(param) for name, param in params.items()}
     blocks: list[tuple[int, int, str]] = []
@@ -272,13 +250,14 @@ def sharing(params: Params) -> Iterator[tuple[str, str]]:
 
 def check_parts(params: Params) -> None:
     """Refuse, in a step that may write in place, parameters that overlap in part."""
-    for first, second in sharing(params):
-        one, two = params[first], params[second]
-        places = [(x.data_ptr(), x.shape, x.stride()) for x in (one, two)]
+    for names in sharing(params):
+        places = [
+            (params[n].data_ptr(), params[n].shape, params[n].stride()) for n in names
+        ]
         if places[0] != places[1]:  # else each update is added to the same parameter
             raise ValueError(
                 f"step(donate=True)(params): expected parameters with memory of their "
-                f"own, got {first!r} and {second!r}, which overlap: each would be "
+                f"own, got {names[0]!r} and {names[1]!r}, which overlap: each would be "
                 f"stepped in part by the other's gradient. Pass clones, or leave "
                 f"donate out."
             )
@@ -288,17 +267,15 @@ def _overlap(*tensors: Tensor) -> bool:
     """Return whether two entries of these tensors are in the same place."""
     if len({tensor.element_size() for tensor in tensors}) > 1:
         return True  # an entry of one may lie between the places of two of the other
-    places = torch.cat([_places(tensor) for tensor in tensors])
+    addresses = []
+    for tensor in tensors:
+        places = torch.tensor([tensor.data_ptr()])
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            steps = torch.arange(size) * (stride * tensor.element_size())
+            places = (places[:, None] + steps).flatten()
+        addresses.append(places)
+    places = torch.cat(addresses)
     return len(places.unique()) < len(places)
-
-
-def _places(tensor: Tensor) -> Tensor:
-    """Return the addresses of all entries of a tensor."""
-    places = torch.tensor([tensor.data_ptr()])
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        steps = torch.arange(size) * (stride * tensor.element_size())
-        places = (places[:, None] + steps).flatten()
-    return places
 
 
 def _nested(tensor: Tensor) -> bool:

@@ -15,19 +15,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from vgrad import checks, tree
-from vgrad.optim.adam import adam, adamax, adamw, nadam, radam
-from vgrad.optim.adaptive import adadelta, adafactor, adagrad, rmsprop
-from vgrad.optim.base import (
-    GradientTransformation,
-    State,
-    check_transformation,
-    step,
+from vgrad.optim.adaptive import (
+    adadelta,
+    adafactor,
+    adagrad,
+    adam,
+    adamax,
+    adamw,
+    nadam,
+    radam,
+    rmsprop,
 )
+from vgrad.optim.base import GradientTransformation, State, check_transformation, step
 from vgrad.optim.fused import sharing
-from vgrad.optim.grouping import Key, partition
 from vgrad.optim.hyperparams import HyperparamsState, with_hyperparams
 from vgrad.optim.muon import muon
 from vgrad.optim.sgd import asgd, rprop, sgd
+from vgrad.optim.transforms import Key, partition
 from vgrad.tree import check_fit, state_dict, tree_leaves, tree_map
 from vgrad.typing import Params, Tree
 
@@ -53,9 +57,6 @@ OPTIMIZERS: dict[type[Optimizer], Callable[..., GradientTransformation]] = {
 
 _WITHOUT_STEP = (torch.optim.SGD, torch.optim.Muon)
 """Optimizers that do not count their steps in torch."""
-
-_UNCOUNTED = (torch.optim.RMSprop, torch.optim.Rprop, torch.optim.Adadelta)
-"""Optimizers that count their steps, on which nothing depends."""
 
 
 class _Group(NamedTuple):
@@ -87,21 +88,19 @@ def from_torch(
     Example:
         >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = torch.optim.Adam(model.named_parameters(), lr=0.1)
-        >>> model(torch.ones(2)).sum().backward()
-        >>> optimizer.step()
         >>> tx, state = from_torch(optimizer)
-        >>> state[1].count, state[1].slots["exp_avg"]["bias"]
-        (tensor(1), tensor([0.1000]))
+        >>> state[1].slots["exp_avg"]["bias"]
+        tensor([0.])
     """
-    groups = _groups_of("from_torch", optimizer, params)
+    groups = _groups("from_torch", optimizer, params)
     with torch.no_grad():
-        states = [_read(optimizer, group) for group in groups]
+        states = tuple(_read(optimizer, group) for group in groups)
     if len(groups) == 1:
         return groups[0].tx, states[0]
-    groups_by_name: dict[Key, GradientTransformation] = {
+    by_name: dict[Key, GradientTransformation] = {
         frozenset(group.params).__contains__: group.tx for group in groups
     }
-    return partition(groups_by_name), tuple(states)
+    return partition(by_name), states
 
 
 def _read(optimizer: Optimizer, group: _Group) -> Tree:
@@ -121,9 +120,17 @@ def _read(optimizer: Optimizer, group: _Group) -> Tree:
             f"has its own counter: {checks.listed(behind)}."
         )
     if isinstance(optimizer, torch.optim.ASGD):
-        _check_asgd(group, most)
+        # torch keeps the rate of the next step, in its default dtype.
+        expected = _asgd_rate(group.options, most)
+        rates = [float(entry["eta"]) for entry in group.entries.values() if entry]
+        if not all(math.isclose(rate, expected, rel_tol=1e-6) for rate in rates):
+            raise ValueError(
+                f"from_torch(ASGD, lr={group.options['lr']}): expected the rate of "
+                f"the last step, got one that was changed since, which torch applies "
+                f"one step late. Make one more step before."
+            )
 
-    def tensor(name: str, slot: str, old: Tensor) -> Tensor:
+    def tensor(name, slot, old):
         entry = group.entries[name]
         if not entry:
             return old
@@ -136,7 +143,7 @@ def _read(optimizer: Optimizer, group: _Group) -> Tree:
             )
         return entry[slot].detach().to(old, copy=True)
 
-    def read(state: Any) -> Any:
+    def read(state):
         if not isinstance(state, State):
             return state
         first = next(iter(group.entries))
@@ -157,20 +164,8 @@ def _counts(optimizer: Optimizer, options: dict[str, Any]) -> bool:
         return bool(options.get("dampening") and options["momentum"])
     if isinstance(optimizer, torch.optim.Adagrad):
         return bool(options["lr_decay"])
-    return not isinstance(optimizer, _UNCOUNTED)
-
-
-def _check_asgd(group: _Group, steps: float) -> None:
-    """The rate in the state of torch for the next step is the one we compute."""
-    expected = _asgd_rate(group.options, steps)
-    # torch keeps it in its default dtype, hence the tolerance.
-    for entry in group.entries.values():
-        if entry and not math.isclose(float(entry["eta"]), expected, rel_tol=1e-6):
-            raise ValueError(
-                f"from_torch(ASGD, lr={group.options['lr']}): expected the rate of "
-                f"the last step, got one that was changed since, which torch applies "
-                f"one step late. Make one more step before."
-            )
+    uncounted = torch.optim.RMSprop, torch.optim.Rprop, torch.optim.Adadelta
+    return not isinstance(optimizer, uncounted)
 
 
 def to_torch(
@@ -188,72 +183,62 @@ def to_torch(
     some, in optimizers whose numbers do not depend on it.
 
     Example:
-        >>> from vgrad.optim import adam, step
         >>> model = torch.nn.Linear(2, 1)
-        >>> tx, params = adam(0.1), dict(model.named_parameters())
-        >>> _, state = step(tx, params, tx.init(params), params)
-        >>> optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        >>> to_torch(state, optimizer, params)
-        >>> optimizer.state[model.bias]["step"]
-        tensor(1.)
+        >>> optimizer = torch.optim.Adam(model.named_parameters(), lr=0.1)
+        >>> _, state = from_torch(optimizer)
+        >>> to_torch(state, optimizer)
+        >>> optimizer.state[model.bias]["exp_avg"]
+        tensor([0.])
     """
-    groups = _groups_of("to_torch", optimizer, params)
-    single = len(groups) == 1
+    groups = _groups("to_torch", optimizer, params)
     with torch.no_grad():
         templates = tuple(group.tx.init(group.params) for group in groups)
+    single = len(groups) == 1
     expected = state_dict(templates[0] if single else templates)
     check_fit("to_torch(state)", expected, state_dict(state))
     new = {}
     for group, part in zip(groups, [state] if single else state, strict=True):
-        entries = _written(optimizer, group, part)
-        new.update({group.params[name]: entry for name, entry in entries.items()})
+        new.update(_written(optimizer, group, part))
     optimizer.state.update(new)
 
 
-def _written(optimizer: Optimizer, group: _Group, state: Tree) -> dict[str, Entry]:
+def _written(optimizer: Optimizer, group: _Group, state: Tree) -> dict[Tensor, Entry]:
     """Return the state of torch for each parameter of a group."""
     parts = [part for part in state if isinstance(part, State)]
     count = int(parts[0].count) if parts else 0
-    if isinstance(optimizer, _WITHOUT_STEP) and count == 0:
-        return {name: {} for name in group.params}
+    asgd = isinstance(optimizer, torch.optim.ASGD)
+    fused = group.settings.get("fused")
+    wide = torch.get_default_dtype() == torch.float64 and not fused
+    on_device = fused or group.settings.get("capturable") or asgd
 
-    def entry(name: str, param: Tensor) -> Entry:
-        def number(value: Any) -> Tensor:
-            return _number(value, param, optimizer, group.settings)
-
-        new: Entry = {}
+    def entry(name, param):
+        if isinstance(optimizer, _WITHOUT_STEP) and count == 0:
+            return {}
+        numbers: dict[str, Any] = {}
         if not isinstance(optimizer, _WITHOUT_STEP):
-            new["step"] = number(count)
+            numbers["step"] = count
+        new = {}
         for slot, tensors in (pair for part in parts for pair in part.slots.items()):
             if isinstance(tensors, Tensor):
-                new[slot] = number(tensors.item())
+                numbers[slot] = tensors.item()
             elif name in tensors:
                 value = tensors[name].detach()
                 new[slot] = value.to(param.device, param.dtype, copy=True)
-        if isinstance(optimizer, torch.optim.ASGD):
-            new["eta"] = number(_asgd_rate(group.options, count))
-            new["mu"] = number(1 / max(1, count - group.options["t0"]))
-        return new
+        if asgd:
+            numbers["eta"] = _asgd_rate(group.options, count)
+            numbers["mu"] = 1 / max(1, count - group.options["t0"])
+        # In the dtype and on the device in which torch keeps them.
+        as_torch = {
+            "dtype": torch.float64 if wide else torch.float32,
+            "device": param.device if on_device else None,
+        }
+        made = {key: torch.tensor(n, **as_torch) for key, n in numbers.items()}
+        return {**made, **new}
 
-    return {name: entry(name, param) for name, param in group.params.items()}
-
-
-def _number(
-    value: float, param: Tensor, optimizer: Optimizer, settings: dict[str, Any]
-) -> Tensor:
-    """Make a number in the dtype and on the device in which torch keeps it."""
-    fused = settings.get("fused")
-    wide = torch.get_default_dtype() == torch.float64 and not fused
-    on_device = fused or settings.get("capturable")
-    on_device = on_device or isinstance(optimizer, torch.optim.ASGD)
-    return torch.tensor(
-        value,
-        dtype=torch.float64 if wide else torch.float32,
-        device=param.device if on_device else None,
-    )
+    return {param: entry(name, param) for name, param in group.params.items()}
 
 
-def _groups_of(
+def _groups(
     function: str, optimizer: Optimizer, params: Mapping[str, Tensor] | None
 ) -> list[_Group]:
     """Collect the groups that hold parameters to be trained."""
@@ -294,9 +279,20 @@ def _groups_of(
                 )
             seen.add(name)
             trained[name], entries[name] = param, entry
-        if trained:
-            tx, options = _transformation(function, optimizer, settings)
-            groups.append(_Group(tx, options, trained, entries, settings))
+        if not trained:
+            continue
+        if settings.get("differentiable"):
+            raise ValueError(
+                f"{function}(optimizer with differentiable=True): expected False, "
+                f"since the graph of its steps would be cut. Steps of vgrad.optim are "
+                f"differentiable from the first one on."
+            )
+        make = OPTIMIZERS[type(optimizer)]
+        if make is adam and settings["decoupled_weight_decay"]:
+            make = adamw
+        known = inspect.signature(make).parameters
+        options = {key: _plain(settings[key]) for key in known if key in settings}
+        groups.append(_Group(make(**options), options, trained, entries, settings))
     if not groups:
         raise ValueError(
             f"{function}(optimizer): expected parameters that require gradients, got "
@@ -305,31 +301,12 @@ def _groups_of(
     return groups
 
 
-def _transformation(
-    function: str, optimizer: Optimizer, settings: dict[str, Any]
-) -> tuple[GradientTransformation, dict[str, Any]]:
-    """Make the transformation of a group, and return its options as numbers."""
-    if settings.get("differentiable"):
-        raise ValueError(
-            f"{function}(optimizer with differentiable=True): expected False, since "
-            f"the graph of its steps would be cut. Steps of vgrad.optim are "
-            f"differentiable from the first one on."
-        )
-    make = OPTIMIZERS[type(optimizer)]
-    if make is adam and settings["decoupled_weight_decay"]:
-        make = adamw
-    known = inspect.signature(make).parameters
-    options = {key: _plain(settings[key]) for key in known if key in settings}
-    return make(**options), options
-
-
 def _steps_of(entry: Entry) -> float:
     """Return the steps of a parameter; where torch does not count them, one for any."""
     return float(entry["step"]) if "step" in entry else float(bool(entry))
 
 
 def _asgd_rate(options: dict[str, Any], steps: float) -> float:
-    """Return the rate of ASGD after a number of steps."""
     lr = options["lr"]
     return lr / ((1 + options["lambd"] * lr * steps) ** options["alpha"])
 
@@ -337,7 +314,7 @@ def _asgd_rate(options: dict[str, Any], steps: float) -> float:
 def _plain(value: Any) -> Any:
     """Turn tensors among hyperparameters into numbers."""
     if isinstance(value, tuple):
-        return tuple(_plain(each) for each in value)
+        return tuple(map(_plain, value))
     return value.detach().item() if isinstance(value, Tensor) else value
 
 
@@ -367,21 +344,37 @@ def as_torch(
 
     Example:
         >>> from vgrad.optim import inject_hyperparams, sgd
-        >>> model = torch.nn.Linear(1, 1, bias=False)
-        >>> _ = torch.nn.init.ones_(model.weight)
+        >>> model = torch.nn.Linear(1, 1)
         >>> tx = inject_hyperparams(sgd, lr=0.5)
         >>> optimizer = as_torch(tx, model.named_parameters())
         >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        >>> for _ in range(2):
-        ...     optimizer.zero_grad()
-        ...     model(torch.ones(1)).backward()
-        ...     optimizer.step()
-        ...     scheduler.step()
-        >>> model.weight.item(), optimizer.param_groups[0]["lr"]
-        (0.25, 0.125)
+        >>> model(torch.ones(1)).backward()
+        >>> optimizer.step()
+        >>> scheduler.step()
+        >>> optimizer.param_groups[0]["lr"]
+        0.25
     """
     check_transformation("as_torch", transformation)
-    return _Adapter(transformation, _named(params))
+    pairs: list[Any] = list(params.items() if isinstance(params, Mapping) else params)
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise TypeError(
+                f"as_torch(params): expected pairs of a name and a parameter, got a "
+                f"{type(pair).__name__}. Pass model.named_parameters()."
+            )
+    named: Params = dict(pairs)
+    if len(named) < len(pairs):
+        raise ValueError(
+            "as_torch(params): expected a name for each parameter, got one name for "
+            "several."
+        )
+    for pair in sharing(named):
+        raise ValueError(
+            f"as_torch(params): expected parameters with memory of their own, got "
+            f"{' and '.join(map(repr, dict.fromkeys(pair)))}, where one update would "
+            f"overwrite another. Let the modules hold one parameter, or clones."
+        )
+    return _Adapter(transformation, named)
 
 
 class _Settings(dict):
@@ -407,13 +400,21 @@ class _Adapter(Optimizer):
         # Made at the first step, as in torch: until then parameters may be moved.
         self._tree: Tree | None = None
         self._counted: bool | None = None  # computed when a parameter needs it
-        first = transformation.init(params)
-        shown = _settable(transformation, first, params)
-        hyperparams = first.hyperparams if isinstance(first, HyperparamsState) else {}
+        state, shown = transformation.init(params), {}
+        hyperparams = state.hyperparams if isinstance(state, HyperparamsState) else {}
+        if hyperparams:
+            # A step without gradients: schedules overwrite the marks.
+            marks = tree_map(lambda x: torch.full_like(x, math.nan), hyperparams)
+            marked = state._replace(hyperparams=marks)
+            _, after = transformation.update(dict.fromkeys(params), marked, params)
+            shown = {
+                name: tree_map(Tensor.item, hyperparams[name])
+                for name, kept in after.hyperparams.items()
+                if all(leaf.isnan() for leaf in tree_leaves(kept))
+            }
         self._shown = tuple(shown)
         self._unread = {"lr", *hyperparams} - set(shown)
-        group = _Settings(params=list(params.items()), behind=[])
-        super().__init__([group], shown)
+        super().__init__([_Settings(params=list(params.items()), behind=[])], shown)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -431,10 +432,11 @@ class _Adapter(Optimizer):
                 )
         state = self._transformation.init(params) if self._tree is None else self._tree
         state = self._with_numbers(state)
-        if all(grad is None for grad in grads.values()):
+        without = {name for name, grad in grads.items() if grad is None}
+        if len(without) == len(grads):
             return loss
         (group,) = self.param_groups
-        late = [name for name in group["behind"] if grads[name] is not None]
+        late = [name for name in group["behind"] if name not in without]
         if late and self._counted is None:
             self._counted = self._is_counted(params)
         if late and self._counted:
@@ -451,8 +453,7 @@ class _Adapter(Optimizer):
         for name, param in params.items():
             if new[name] is not param:
                 param.copy_(new[name])
-        behind = {*group["behind"], *(name for name in grads if grads[name] is None)}
-        group["behind"] = sorted(behind)
+        group["behind"] = sorted(without.union(group["behind"]))
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -491,6 +492,19 @@ class _Adapter(Optimizer):
         (group,) = self.param_groups
         return dict(zip(self._names, group["params"], strict=True))
 
+    def _with_numbers(self, state: Tree) -> Tree:
+        """Put the numbers of the parameter group into the state."""
+        (group,) = self.param_groups
+        for name in sorted(self._unread & group.keys()):
+            raise ValueError(
+                f"as_torch(...).step: expected no {name!r} in param_groups, got "
+                f"{group[name]!r}, which the transformation does not read. Make it by "
+                f"inject_hyperparams(..., {name}=number)."
+            )
+        if not self._shown:
+            return state
+        return with_hyperparams(state, **{name: group[name] for name in self._shown})
+
     def _is_counted(self, params: Params) -> bool:
         """Return whether updates depend on counts that torch has for each parameter.
 
@@ -518,24 +532,6 @@ class _Adapter(Optimizer):
                 break
         return False
 
-    def _with_numbers(self, state: Tree) -> Tree:
-        """Put the numbers of the parameter group into the state."""
-        (group,) = self.param_groups
-        unread = sorted(self._unread & group.keys())
-        if unread:
-            raise ValueError(
-                f"as_torch(...).step: expected no {unread[0]!r} in param_groups, got "
-                f"{group[unread[0]]!r}, which the transformation does not read. Make "
-                f"it by inject_hyperparams(..., {unread[0]}=number)."
-            )
-        if not self._shown:
-            return state
-        return with_hyperparams(state, **{name: group[name] for name in self._shown})
-
-
-_OWN_SLOTS = {"ema", "seed", "square"}
-"""Slots of transformations that torch does not have: nothing counts their steps."""
-
 
 def _later(states: tuple) -> tuple:
     """Increment the counts that torch has for each parameter.
@@ -545,10 +541,11 @@ def _later(states: tuple) -> tuple:
     decays = any(
         isinstance(s, State) and s.slots.keys() & {"ax", "sum"} for s in states
     )
+    own = {"ema", "seed", "square"}  # slots without a counterpart in torch
 
-    def later(state: Any) -> Any:
+    def later(state):
         if isinstance(state, State):
-            counted = decays or (state.slots and not state.slots.keys() & _OWN_SLOTS)
+            counted = decays or (state.slots and not state.slots.keys() & own)
             return state._replace(count=state.count + 1) if counted else state
         if not isinstance(state, tuple):
             return state
@@ -556,45 +553,3 @@ def _later(states: tuple) -> tuple:
         return type(state)(*new) if hasattr(state, "_fields") else new
 
     return tuple(later(state) for state in states)
-
-
-def _named(params: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Params:
-    """Return the parameters by name; no two of them may share memory."""
-    pairs: list[Any] = list(params.items() if isinstance(params, Mapping) else params)
-    for pair in pairs:
-        if not isinstance(pair, tuple) or len(pair) != 2:
-            raise TypeError(
-                f"as_torch(params): expected pairs of a name and a parameter, got a "
-                f"{type(pair).__name__}. Pass model.named_parameters()."
-            )
-    named: Params = dict(pairs)
-    if len(named) < len(pairs):
-        raise ValueError(
-            "as_torch(params): expected a name for each parameter, got one name for "
-            "several."
-        )
-    for pair in sharing(named):
-        raise ValueError(
-            f"as_torch(params): expected parameters with memory of their own, got "
-            f"{' and '.join(map(repr, dict.fromkeys(pair)))}, where one update would "
-            f"overwrite another. Let the modules hold one parameter, or clones."
-        )
-    return named
-
-
-def _settable(
-    transformation: GradientTransformation, state: Tree, params: Params
-) -> dict[str, Any]:
-    """Return, as numbers, the hyperparameters that are not schedules."""
-    if not isinstance(state, HyperparamsState):
-        return {}
-    marks = tree_map(lambda value: torch.full_like(value, math.nan), state[1])
-    # A step without gradients: schedules overwrite the marks.
-    without = dict.fromkeys(params)
-    marked = state._replace(hyperparams=marks)
-    _, after = transformation.update(without, marked, params)
-    return {
-        name: tree_map(Tensor.item, state.hyperparams[name])
-        for name, kept in after.hyperparams.items()
-        if all(leaf.isnan() for leaf in tree_leaves(kept))
-    }

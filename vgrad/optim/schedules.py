@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.arithmetic import Number
-from vgrad.optim.base import plain
+from vgrad.optim.base import Number, check_scalars, is_schedule, plain
 from vgrad.typing import Schedule
 
 __all__ = [
@@ -54,7 +53,6 @@ Curve = Callable[[Tensor], Tensor]
 
 Anneal = Literal["cos", "linear"]
 Mode = Literal["triangular", "triangular2", "exp_range"]
-MODES = get_args(Mode)
 
 
 def __dir__() -> list[str]:
@@ -69,8 +67,8 @@ def constant(lr: Number, steps: Length = 0, *, factor: Number = 1 / 3) -> Curve:
         [0.25, 0.25, 0.5, 0.5]
     """
 
-    def formula(t: Tensor, base: Tensor, share: Tensor, length: Tensor) -> Tensor:
-        return torch.where(t < length, base * share, base)
+    def formula(t, lr, factor, steps):
+        return torch.where(t < steps, lr * factor, lr)
 
     rates = {"lr": lr, "factor": factor}
     return _curve("constant", formula, rates, {"steps": steps}, least=0)
@@ -89,12 +87,10 @@ def linear(
         >>> linear(1.0, 4, start_factor=0.0)(torch.arange(6)).tolist()
         [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
     """
-
-    def formula(t: Tensor, base: Tensor, *ends_and_length: Tensor) -> Tensor:
-        return base * _rise(t, *ends_and_length)
-
     rates = {"lr": lr, "start_factor": start_factor, "end_factor": end_factor}
-    return _curve("linear", formula, rates, {"steps": steps})
+    return _curve(
+        "linear", lambda t, lr, *line: lr * _rise(t, *line), rates, {"steps": steps}
+    )
 
 
 def polynomial(lr: Number, steps: Length, *, power: Number = 1.0) -> Curve:
@@ -105,13 +101,11 @@ def polynomial(lr: Number, steps: Length, *, power: Number = 1.0) -> Curve:
         [1.0, 0.5625, 0.25, 0.0625, 0.0, 0.0]
     """
 
-    def formula(t: Tensor, base: Tensor, exponent: Tensor, length: Tensor) -> Tensor:
+    def formula(t, lr, power, steps):
         # Not clamped: the slope of a root is infinite at zero and would make NaN there.
-        left = torch.where(t < length, 1 - t / length, 0.0)
-        return base * left**exponent
+        return lr * torch.where(t < steps, 1 - t / steps, 0.0) ** power
 
-    rates = {"lr": lr, "power": power}
-    return _curve("polynomial", formula, rates, {"steps": steps})
+    return _curve("polynomial", formula, {"lr": lr, "power": power}, {"steps": steps})
 
 
 def exponential(lr: Number, gamma: Number) -> Curve:
@@ -121,11 +115,8 @@ def exponential(lr: Number, gamma: Number) -> Curve:
         >>> exponential(1.0, 0.5)(torch.arange(4)).tolist()
         [1.0, 0.5, 0.25, 0.125]
     """
-
-    def formula(t: Tensor, base: Tensor, ratio: Tensor) -> Tensor:
-        return base * ratio**t
-
-    return _curve("exponential", formula, {"lr": lr, "gamma": gamma})
+    rates = {"lr": lr, "gamma": gamma}
+    return _curve("exponential", lambda t, lr, gamma: lr * gamma**t, rates)
 
 
 def step(lr: Number, step_size: Length, *, gamma: Number = 0.1) -> Curve:
@@ -136,11 +127,10 @@ def step(lr: Number, step_size: Length, *, gamma: Number = 0.1) -> Curve:
         [1.0, 1.0, 0.5, 0.5, 0.25]
     """
 
-    def formula(t: Tensor, base: Tensor, ratio: Tensor, size: Tensor) -> Tensor:
-        return base * ratio ** torch.floor(t / size)
+    def formula(t, lr, gamma, size):
+        return lr * gamma ** torch.floor(t / size)
 
-    rates = {"lr": lr, "gamma": gamma}
-    return _curve("step", formula, rates, {"step_size": step_size})
+    return _curve("step", formula, {"lr": lr, "gamma": gamma}, {"step_size": step_size})
 
 
 def multi_step(
@@ -156,11 +146,11 @@ def multi_step(
         [1.0, 0.5, 0.5, 0.25, 0.25]
     """
 
-    def formula(t: Tensor, base: Tensor, ratio: Tensor, *places: Tensor) -> Tensor:
+    def formula(t, lr, gamma, *milestones):
         passed = torch.zeros_like(t)
-        for place in places:
+        for place in milestones:
             passed = passed + (t >= place)
-        return base * ratio**passed
+        return lr * gamma**passed
 
     lengths = {f"milestones[{i}]": place for i, place in enumerate(milestones)}
     return _curve("multi_step", formula, {"lr": lr, "gamma": gamma}, lengths)
@@ -181,8 +171,8 @@ def cosine(lr: Number, steps: Length, *, eta_min: Number = 0.0) -> Curve:
         [1.0, 0.75, 0.25, 0.0, 0.25, 0.75, 1.0]
     """
 
-    def formula(t: Tensor, high: Tensor, low: Tensor, length: Tensor) -> Tensor:
-        return _half_cosine(high, low, t / length)
+    def formula(t, lr, eta_min, steps):
+        return _half_cosine(lr, eta_min, t / steps)
 
     return _curve("cosine", formula, {"lr": lr, "eta_min": eta_min}, {"steps": steps})
 
@@ -197,7 +187,7 @@ def cosine_with_restarts(
     Restarts are at the exact step for counts of up to 1e12. This is
     `CosineAnnealingWarmRestarts`.
 
-    Reference: Loshchilov and Hutter, arXiv 1608.03983.
+    Reference: as for `cosine`.
 
     Example:
         >>> cosine_with_restarts(1.0, 1, T_mult=2)(torch.arange(4)).round(decimals=3)
@@ -205,17 +195,17 @@ def cosine_with_restarts(
     """
     [T_mult] = checks.whole("cosine_with_restarts", least=1, T_mult=T_mult)
 
-    def formula(t: Tensor, high: Tensor, low: Tensor, first: Tensor) -> Tensor:
+    def formula(t, lr, eta_min, steps):
         if T_mult == 1:
-            return _half_cosine(high, low, t % first / first)
+            return _half_cosine(lr, eta_min, t % steps / steps)
         # Period n starts where `reached` is steps * T_mult^n. Both are whole, so that
         # half a step more changes no n, and keeps the logarithm off the edge.
-        reached = t * (T_mult - 1) + first
-        n = torch.floor(torch.log((reached + 0.5) / first) / math.log(T_mult))
+        reached = t * (T_mult - 1) + steps
+        n = torch.floor(torch.log((reached + 0.5) / steps) / math.log(T_mult))
         # Rounded, because some devices compute powers of whole numbers inexactly.
         power = torch.round(T_mult**n)
-        start = first * (power - 1) / (T_mult - 1)
-        return _half_cosine(high, low, (t - start) / (first * power))
+        start = steps * (power - 1) / (T_mult - 1)
+        return _half_cosine(lr, eta_min, (t - start) / (steps * power))
 
     rates = {"lr": lr, "eta_min": eta_min}
     return _curve("cosine_with_restarts", formula, rates, {"steps": steps})
@@ -245,17 +235,16 @@ def cyclic(
         [0.0, 0.5, 1.0, 0.5, 0.0, 0.25, 0.5, 0.25]
     """
     step_size_down = step_size_up if step_size_down is None else step_size_down
-    checks.choice("cyclic", MODES, mode=mode)
+    checks.choice("cyclic", get_args(Mode), mode=mode)
 
-    def formula(t: Tensor, *values: Tensor) -> Tensor:
-        low, high, ratio, up, down = values
+    def formula(t, low, high, gamma, up, down):
         phase = t % (up + down)
         height = torch.minimum(phase / up, (up + down - phase) / down)
         scale = torch.ones_like(t)
         if mode == "triangular2":
             scale = 2 ** -torch.floor(t / (up + down))
         elif mode == "exp_range":
-            scale = ratio**t
+            scale = gamma**t
         return low + (high - low) * height * scale
 
     rates = {"base_lr": base_lr, "max_lr": max_lr, "gamma": gamma}
@@ -286,12 +275,9 @@ def one_cycle(
     Reference: Smith and Topin, arXiv 1708.07120.
 
     Example:
-        >>> rate = one_cycle(
-        ...     1.0, 6, pct_start=0.5, anneal_strategy="linear",
-        ...     div_factor=2.0, final_div_factor=2.0,
-        ... )
-        >>> rate(torch.arange(7)).tolist()
-        [0.5, 0.75, 1.0, 0.75, 0.5, 0.25, 0.25]
+        >>> rate = one_cycle(1.0, 6, pct_start=0.5, anneal_strategy="linear")
+        >>> rate(torch.arange(3)).tolist()
+        [0.04, 0.52, 1.0]
     """
     if not isinstance(pct_start, Tensor) and pct_start > 1:
         raise ValueError(f"one_cycle(pct_start={pct_start!r}): expected at most 1.")
@@ -300,20 +286,17 @@ def one_cycle(
     checks.choice("one_cycle", ANNEAL, anneal_strategy=anneal_strategy)
     anneal = ANNEAL[anneal_strategy]
 
-    def formula(t: Tensor, *values: Tensor) -> Tensor:
-        top, warm, first, last, length = values
-        start, peak, done = top / first, warm * length - 1, length - 1
+    def formula(t, top, warm, first, last, steps):
+        start, peak, done = top / first, warm * steps - 1, steps - 1
         corners = [(torch.zeros_like(peak), start), (peak, top)]
         if three_phase:
             corners.append((2 * peak, start))
         corners.append((done, start / last))
         t = torch.minimum(t, done)
-
-        *earlier, final = [
+        *earlier, (_, rate) = [
             (end, anneal(high, low, _share(t, begin, end)))
             for (begin, high), (end, low) in pairwise(corners)
         ]
-        rate = final[1]
         for end, phase in reversed(earlier):
             rate = torch.where(t <= end, phase, rate)
         return rate
@@ -338,15 +321,14 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[Length]) -> Curve:
     for index, schedule in enumerate(schedules):
         _check_schedule("join", f"schedules[{index}]", schedule)
 
-    def joined(count: Tensor) -> Tensor:
-        def whole(value: Length) -> Tensor:
+    def joined(count):
+        def whole(value):
             if isinstance(value, Tensor):
                 return value.to(count.device, count.dtype)
             return count.new_full((), value)
 
         starts = [whole(0), *map(whole, boundaries)]
-        zero = torch.zeros_like(count, dtype=torch.float64)
-        rate = zero
+        rate = zero = torch.zeros_like(count, dtype=torch.float64)
         for index, schedule in enumerate(schedules):
             start = starts[index]
             inside = torch.maximum(count, start)
@@ -384,8 +366,8 @@ def piecewise_constant(values: Sequence[Number], boundaries: Sequence[Length]) -
         >>> piecewise_constant([1.0, 0.5, 2.0], [1, 3])(torch.arange(5)).tolist()
         [1.0, 0.5, 0.5, 2.0, 2.0]
     """
-    for index, value in enumerate(values):
-        _check_rates("piecewise_constant", **{f"values[{index}]": value})
+    rates = {f"values[{index}]": value for index, value in enumerate(values)}
+    _check_rates("piecewise_constant", rates)
     _check_boundaries("piecewise_constant", "values", values, boundaries)
     return join([constant(value) for value in values], boundaries)
 
@@ -394,8 +376,8 @@ def _line(start: Tensor, end: Tensor, share: Tensor) -> Tensor:
     return start + (end - start) * share
 
 
-def _rise(t: Tensor, start: Tensor, end: Tensor, length: Tensor) -> Tensor:
-    return _line(start, end, (t / length).clamp(max=1))
+def _rise(t: Tensor, start: Tensor, end: Tensor, steps: Tensor) -> Tensor:
+    return _line(start, end, (t / steps).clamp(max=1))
 
 
 def _half_cosine(start: Tensor, end: Tensor, share: Tensor) -> Tensor:
@@ -415,55 +397,39 @@ def _share(t: Tensor, begin: Tensor, end: Tensor) -> Tensor:
     return (t - begin) / torch.where(span == 0, torch.ones_like(span), span)
 
 
-def _curve(
-    function: str,
-    formula: Callable[..., Tensor],
-    rates: dict[str, Number],
-    lengths: dict[str, Length] | None = None,
-    *,
-    least: int = 1,
-) -> Curve:
-    """Make a schedule of a formula of the count, rates and lengths, all in float64."""
-    _check_rates(function, **rates)
-    _check_lengths(function, least, **(lengths or {}))
+def _curve(function, formula, rates, lengths=None, *, least=1) -> Curve:
+    """Make a schedule of `formula(count, *rates, *lengths)`, all in float64."""
+    lengths = lengths or {}
+    _check_rates(function, rates)
+    checks.whole(function, least=least, **_plain_numbers(function, **lengths))
 
-    def schedule(count: Tensor) -> Tensor:
+    def schedule(count):
         t = count.double()
 
-        def cast(value: Number) -> Tensor:
+        def cast(value):
             if isinstance(value, Tensor):
                 return value.to(t.device, t.dtype)
             return t.new_full((), value)
 
-        return formula(t, *map(cast, [*rates.values(), *(lengths or {}).values()]))
+        return formula(t, *map(cast, [*rates.values(), *lengths.values()]))
 
     return schedule
 
 
-def _check_rates(function: str, **values: Number) -> None:
-    numbers = _plain_numbers(function, **values)
+def _check_rates(function: str, rates: dict[str, Number]) -> None:
+    numbers = _plain_numbers(function, **rates)
     checks.non_negative(function, **numbers)
     checks.finite(function, **numbers)
 
 
-def _check_lengths(function: str, least: int = 1, /, **values: Length) -> None:
-    checks.whole(function, least=least, **_plain_numbers(function, **values))
-
-
 def _plain_numbers(function: str, **values: Number) -> dict[str, Any]:
     """Return the values that are not tensors; a tensor must have no dimensions."""
-    for name, value in values.items():
-        if isinstance(value, Tensor) and value.ndim > 0:
-            raise ValueError(
-                f"{function}({name} of shape {tuple(value.shape)}): expected a number "
-                f"or a tensor without dimensions. For one value per member, make the "
-                f"schedule inside the function that torch.vmap maps."
-            )
+    check_scalars(function, "make the schedule", **values)
     return plain(**values)
 
 
 def _check_schedule(function: str, name: str, schedule: Any) -> None:
-    if isinstance(schedule, Tensor) or not callable(schedule):
+    if not is_schedule(schedule):
         raise TypeError(
             f"{function}({name}={schedule!r}): expected a function of the step count, "
             f"got a {type(schedule).__name__}. For a number, use constant."
@@ -479,10 +445,10 @@ def _check_boundaries(
             f"{function}({len(pieces)} {name}, {len(boundaries)} boundaries): expected "
             f"one of {name} more than boundaries."
         )
-    for index, boundary in enumerate(boundaries):
-        _check_lengths(function, **{f"boundaries[{index}]": boundary})
-    numbers = [place for place in boundaries if not isinstance(place, Tensor)]
-    if any(left >= right for left, right in pairwise(numbers)):
+    places = {f"boundaries[{index}]": place for index, place in enumerate(boundaries)}
+    numbers = _plain_numbers(function, **places)
+    checks.whole(function, least=1, **numbers)
+    if any(left >= right for left, right in pairwise(numbers.values())):
         raise ValueError(
             f"{function}(boundaries={list(boundaries)}): expected them to increase."
         )

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vgrad.optim.adam import Betas, scale_by_adam
-from vgrad.optim.arithmetic import (
+from vgrad.optim.base import (
+    GradientTransformation,
     Number,
+    Rate,
+    State,
+    apply_updates,
+    chain,
+    check_numbers,
+    copies,
+    counter,
     is_zero,
     lerp,
     norm,
-    plus,
-    rate_at,
-    scalar,
-)
-from vgrad.optim.averaging import average_after
-from vgrad.optim.base import (
-    GradientTransformation,
-    chain,
-    check_numbers,
     of_gradient_and_parameter,
     per_parameter,
+    plus,
+    rate_at,
+    required,
+    scalar,
 )
 from vgrad.optim.fused import donated_sgd
 from vgrad.optim.transforms import (
@@ -32,8 +35,7 @@ from vgrad.optim.transforms import (
     descent,
     scale_by_learning_rate,
 )
-from vgrad.tree import cast
-from vgrad.typing import Schedule
+from vgrad.tree import cast, map_values
 
 
 def trace(
@@ -57,13 +59,13 @@ def trace(
     if is_zero(momentum):
         return chain()
 
-    def at(count: Tensor) -> Any:
-        taken: Number = 1
+    def at(count):
+        taken: Any = 1
         if not is_zero(dampening):
             # As for the number zero, no momentum is no dampening.
             taken = 1 - dampening * ((count > 1) & (momentum != 0)).double()
 
-        def rule(g: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        def rule(g, total):
             g = cast(g, total.dtype)
             if isinstance(taken, Tensor):
                 total = plus(scalar(momentum, total) * total, taken, g)
@@ -77,7 +79,7 @@ def trace(
 
 
 def sgd(
-    lr: Number | Schedule = 1e-3,
+    lr: Rate = 1e-3,
     *,
     momentum: Number = 0.0,
     dampening: Number = 0.0,
@@ -109,7 +111,7 @@ def sgd(
 
 
 def asgd(
-    lr: Number | Schedule = 1e-2,
+    lr: Rate = 1e-2,
     *,
     lambd: Number = 1e-4,
     alpha: Number = 0.75,
@@ -126,24 +128,15 @@ def asgd(
     late, as in `torch.optim.ASGD`. State: one tensor per parameter.
 
     Reference: Polyak and Juditsky, SIAM J. Control and Optimization 30 (1992).
-
-    Example:
-        >>> from vgrad.optim import averaged_parameters, step
-        >>> tx, params = asgd(1.0, lambd=0.0, t0=0), {"w": torch.zeros(1)}
-        >>> state = tx.init(params)
-        >>> for _ in range(3):
-        ...     params, state = step(tx, {"w": torch.ones(1)}, state, params)
-        >>> params, averaged_parameters(state)
-        ({'w': tensor([-3.])}, {'w': tensor([-2.5000])})
     """
     options = {"lambd": lambd, "alpha": alpha, "t0": t0, "weight_decay": weight_decay}
     check_numbers("asgd", lr, **options)
 
-    def decaying(count: Tensor) -> Tensor:
+    def decaying(count):
         rate = rate_at(lr, (count - 1).clamp_min(0))
         return rate / (1 + lambd * rate * count.double()) ** alpha
 
-    def share(count: Tensor) -> Tensor:
+    def share(count):
         steps = (count - 1).double()
         return 1 / (steps - scalar(t0, steps)).clamp_min(1)
 
@@ -155,20 +148,37 @@ def asgd(
     )
 
 
-def scale_by_lion(betas: Betas = (0.9, 0.99)) -> GradientTransformation:
+def average_after(
+    function: str, share: Callable[[Tensor], Tensor]
+) -> GradientTransformation:
+    """Move an average by a share of the way to the parameters after each step."""
+
+    def update(grads, state, params=None):
+        params = required(function, params, grads, state.slots["ax"])
+        count = state.count + 1
+        after, taken = apply_updates(params, grads), share(count)
+        average = map_values(lambda x, p: lerp(x, p, taken), state.slots["ax"], after)
+        return dict(grads), State(count, {"ax": average})
+
+    return GradientTransformation(
+        lambda params: State(counter(params), {"ax": copies(params)}), update
+    )
+
+
+def scale_by_lion(betas: tuple[Number, Number] = (0.9, 0.99)) -> GradientTransformation:
     """Replace gradients by the sign of their mix with those before, as in `lion`."""
     beta1, beta2 = betas
 
-    def rule(g: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    def rule(g, mean):
         return lerp(mean, g, 1 - beta1).sign(), lerp(mean, g, 1 - beta2)
 
     return per_parameter("scale_by_lion", {"exp_avg": 0}, lambda count: rule)
 
 
 def lion(
-    lr: Number | Schedule = 1e-4,
+    lr: Rate = 1e-4,
     *,
-    betas: Betas = (0.9, 0.99),
+    betas: tuple[Number, Number] = (0.9, 0.99),
     weight_decay: Number = 0.0,
     maximize: bool = False,
 ) -> GradientTransformation:
@@ -180,11 +190,6 @@ def lion(
     decay larger by that factor. State: one tensor per parameter.
 
     Reference: Chen et al., arXiv 2302.06675.
-
-    Example:
-        >>> tx, params = lion(0.1), {"w": torch.ones(2)}
-        >>> tx.update({"w": torch.tensor([5.0, -1.0])}, tx.init(params), params)[0]
-        {'w': tensor([-0.1000,  0.1000])}
     """
     check_numbers("lion", lr, betas, weight_decay=weight_decay)
     options = {"weight_decay": weight_decay, "decoupled": True, "maximize": maximize}
@@ -199,15 +204,14 @@ def scale_by_rprop(
 ) -> GradientTransformation:
     """Replace gradients by their signs, times a size for each entry, as in `rprop`."""
 
-    def rule(g: Tensor, previous: Tensor, size: Tensor) -> tuple[Tensor, ...]:
+    def rule(g, previous, size):
         g = g.to(size.dtype)
         agreement = (g * previous).sign()
         grown = torch.where(agreement > 0, scalar(etas[1], size) * size, size)
         size = torch.where(agreement < 0, scalar(etas[0], size) * size, grown)
-        low: Any = scalar(step_sizes[0], size)
-        high: Any = scalar(step_sizes[1], size)
         # One bound at a time: one may be a number and the other a tensor.
-        size = size.clamp(min=low).clamp(max=high)
+        size = size.clamp(min=scalar(step_sizes[0], size))
+        size = size.clamp(max=scalar(step_sizes[1], size))
         kept = g.masked_fill(agreement < 0, 0)
         return kept.sign() * size, kept, size
 
@@ -232,11 +236,6 @@ def rprop(
     two tensors per parameter.
 
     Reference: Riedmiller and Braun, The RPROP Algorithm, ICNN 1993.
-
-    Example:
-        >>> tx, params = rprop(0.1), {"w": torch.ones(2)}
-        >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
-        {'w': tensor([-0.1000, -0.1000])}
     """
     if callable(lr):
         raise TypeError(
@@ -271,17 +270,11 @@ def scale_by_trust_ratio(
     parameter; under `torch.vmap` each member has its own. With `add_decayed_weights` in
     front, instead of the decay here, the ratio is as in LAMB,
     `norm(p) / norm(g + weight_decay * p)`.
-
-    Example:
-        >>> trust = scale_by_trust_ratio(0.5)
-        >>> params = {"w": torch.tensor([3.0, 4.0])}
-        >>> trust.update({"w": torch.tensor([0.0, 0.1])}, trust.init(params), params)[0]
-        {'w': tensor([0.0000, 2.5000])}
     """
 
-    def scaled(grad: Tensor, param: Tensor) -> Tensor:
+    def scaled(grad, param):
         size, slope = norm(param), norm(grad)
-        decay = scalar(weight_decay, size)
+        decay: Any = scalar(weight_decay, size)
         whole = slope + decay * size
         still = (size == 0) | (whole == 0)
         ratio = scalar(trust_coefficient, size) * size / whole.masked_fill(still, 1)
@@ -290,39 +283,8 @@ def scale_by_trust_ratio(
     return of_gradient_and_parameter("scale_by_trust_ratio", scaled)
 
 
-def lamb(
-    lr: Number | Schedule = 1e-3,
-    *,
-    betas: Betas = (0.9, 0.999),
-    eps: Number = 1e-6,
-    weight_decay: Number = 1e-2,
-    maximize: bool = False,
-) -> GradientTransformation:
-    """Descend as `adamw` does, by a share of the norm of each parameter.
-
-    `u` is the direction of `adam` plus `weight_decay * p`, and then
-    `p -= lr * norm(p) / norm(u) * u`. The ratio of the norms is one for a parameter of
-    zeros. State: two tensors per parameter.
-
-    Reference: You et al., arXiv 1904.00962, algorithm 2 with the identity for phi.
-
-    Example:
-        >>> tx, params = lamb(0.1), {"w": torch.tensor([3.0, 3.0])}
-        >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
-        {'w': tensor([-0.3000, -0.3000])}
-    """
-    check_numbers("lamb", lr, betas, eps=eps, weight_decay=weight_decay)
-    return chain(
-        *ascent(maximize),
-        scale_by_adam(betas, eps),
-        add_decayed_weights(weight_decay),
-        scale_by_trust_ratio(),
-        scale_by_learning_rate(lr),
-    )
-
-
 def lars(
-    lr: Number | Schedule = 1.0,
+    lr: Rate = 1.0,
     *,
     momentum: Number = 0.9,
     weight_decay: Number = 0.0,
@@ -337,11 +299,6 @@ def lars(
     `partition`. State: with momentum, one tensor per parameter.
 
     Reference: You et al., arXiv 1708.03888, algorithm 1.
-
-    Example:
-        >>> tx, params = lars(10.0), {"w": torch.tensor([3.0, 4.0])}
-        >>> tx.update({"w": torch.tensor([0.0, 9.0])}, tx.init(params), params)[0]
-        {'w': tensor([ 0.0000, -0.0500])}
     """
     decays = {"momentum": momentum, "weight_decay": weight_decay}
     check_numbers("lars", lr, **decays, trust_coefficient=trust_coefficient)

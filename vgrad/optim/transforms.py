@@ -1,32 +1,39 @@
-"""The transformations that optimizers are chains of: decay of weights, and factors."""
+"""Decay of weights, factors, and transformations of a part of the parameters.
+
+A selection is a list or tuple of patterns, of which one has to match (see
+`vgrad.checks`), or a function of the name.
+"""
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from vgrad import checks
-from vgrad.optim.arithmetic import (
-    Grads,
+from vgrad.optim.base import (
+    GradientTransformation,
     Number,
-    Updates,
+    Rate,
+    State,
+    chain,
     counter,
     is_schedule,
     is_zero,
     map_grads,
-    plus,
-    scalar,
-)
-from vgrad.optim.base import (
-    GradientTransformation,
-    State,
-    chain,
     of_gradient_and_parameter,
     plain,
+    plus,
+    scalar,
     stateless,
 )
-from vgrad.optim.grouping import Selection, checked, masked
 from vgrad.tree import widened
 from vgrad.typing import Params, Schedule
+
+Selection = checks.Patterns | Callable[[str], bool]
+"""The names that match one of the patterns, or for which a function is true."""
+
+Key = str | tuple[str, ...] | Callable[[str], bool]
+"""A selection as the key of a dictionary, where one pattern needs no tuple."""
 
 
 def add_decayed_weights(
@@ -36,22 +43,18 @@ def add_decayed_weights(
 
     Before the moments of an optimizer this is a penalty of the squared norm, after them
     it is decoupled weight decay. A decay of the number zero is the identity and needs
-    no parameters. Gradients of parameters that `mask` does not select pass unchanged.
-
-    Args:
-        mask: the parameters that decay: a list or tuple of patterns of their names, or
-            a function of the name.
+    no parameters. Gradients of parameters that `mask`, a selection as in `masked`, does
+    not select pass unchanged.
 
     Reference: Loshchilov and Hutter, arXiv 1711.05101.
 
     Example:
         >>> decay = add_decayed_weights(0.5)
-        >>> params = {"w": torch.tensor([2.0, 4.0])}
-        >>> decay.update({"w": torch.zeros(2)}, decay.init(params), params)
+        >>> decay.update({"w": torch.zeros(2)}, (), {"w": torch.tensor([2.0, 4.0])})
         ({'w': tensor([1., 2.])}, ())
     """
     if mask is not None:
-        mask = checked("add_decayed_weights", "mask", mask)
+        mask = _checked("add_decayed_weights", "mask", mask)
     if is_zero(weight_decay):
         return chain()
     if mask is not None:
@@ -77,12 +80,6 @@ def scale_by_schedule(schedule: Schedule) -> GradientTransformation:
 
     `t` is the number of steps taken so far, an int64 tensor without dimensions that is
     zero at the first step. `scale_by_learning_rate` is the same with a minus.
-
-    Example:
-        >>> tx = scale_by_schedule(lambda count: 0.5 ** count.double())
-        >>> updates, state = tx.update({"w": torch.ones(2)}, tx.init({}))
-        >>> tx.update({"w": torch.ones(2)}, state)[0]
-        {'w': tensor([0.5000, 0.5000])}
     """
     if not callable(schedule):
         raise TypeError(
@@ -92,26 +89,44 @@ def scale_by_schedule(schedule: Schedule) -> GradientTransformation:
     return _multiplied(schedule)
 
 
-def scale_by_learning_rate(rate: Number | Schedule) -> GradientTransformation:
+def scale_by_learning_rate(rate: Rate) -> GradientTransformation:
     """Turn gradients into updates that descend: `-rate * g`.
 
-    `rate` is a number, a tensor without dimensions, or a schedule: a function of the
-    number of steps taken so far, an int64 tensor without dimensions that is zero at the
-    first step. A schedule that needs float64 computes with `count.double()`. Only a
+    `rate` is a number, a tensor without dimensions, or a schedule, as for
+    `scale_by_schedule`. One that needs float64 computes with `count.double()`. Only a
     schedule needs state, a count.
 
     Example:
         >>> descend = scale_by_learning_rate(lambda count: 1.0 / (count + 1))
-        >>> grads = {"w": torch.ones(2)}
-        >>> updates, state = descend.update(grads, descend.init(grads))
-        >>> descend.update(grads, state)[0]
+        >>> updates, state = descend.update({"w": torch.ones(2)}, descend.init({}))
+        >>> descend.update({"w": torch.ones(2)}, state)[0]
         {'w': tensor([-0.5000, -0.5000])}
     """
     return _multiplied(rate, negate=True)
 
 
+def _multiplied(factor: Rate, *, negate: bool = False) -> GradientTransformation:
+    def scaled(grads, factor):
+        def multiply(grad):
+            grad = widened(grad)
+            value = scalar(factor, grad)
+            return (-value if negate else value) * grad
+
+        return map_grads(multiply, grads)
+
+    if not is_schedule(factor):
+        return stateless(lambda grads, params: scaled(grads, factor))
+    return GradientTransformation(
+        lambda params: State(counter(params), {}),
+        lambda grads, state, params=None: (
+            scaled(grads, factor(state.count)),
+            State(state.count + 1, {}),
+        ),
+    )
+
+
 def descent(
-    lr: Number | Schedule,
+    lr: Rate,
     *direction: GradientTransformation,
     weight_decay: Number = 0.0,
     decoupled: bool = False,
@@ -134,23 +149,158 @@ def ascent(maximize: bool) -> list[GradientTransformation]:
     return [scale(-1.0)] if maximize else []
 
 
-def _multiplied(
-    factor: Number | Schedule, *, negate: bool = False
+def masked(
+    inner: GradientTransformation, selection: Selection
 ) -> GradientTransformation:
-    def scaled(grads: Grads, factor: Number) -> Updates:
-        def multiply(grad: Tensor) -> Tensor:
-            grad = widened(grad)
-            value = scalar(factor, grad)
-            return (-value if negate else value) * grad
+    """Apply a transformation to the selected names; other gradients pass unchanged.
 
-        return map_grads(multiply, grads)
+    `selection` is a list or tuple of patterns of names, or a function of the name. For
+    no update at all, see `set_to_zero`. State: `inner`'s, for the selected parameters.
 
-    if not is_schedule(factor):
-        return stateless(lambda grads, params: scaled(grads, factor))
+    Example:
+        >>> decay = masked(add_decayed_weights(0.5), ["*.weight"])
+        >>> params = {"0.weight": torch.ones(2), "0.bias": torch.ones(2)}
+        >>> decay.update(params, decay.init(params), params)[0]
+        {'0.weight': tensor([1.5000, 1.5000]), '0.bias': tensor([1., 1.])}
+    """
+    selection = _checked("masked", "selection", selection)
 
-    def update(
-        grads: Grads, state: State, params: Params | None = None
-    ) -> tuple[Updates, State]:
-        return scaled(grads, factor(state.count)), State(state.count + 1, {})
+    def init(params):
+        _check_matches("masked", selection, params)
+        return inner.init(_part(params, _selected(params, selection)))
 
-    return GradientTransformation(lambda params: State(counter(params), {}), update)
+    def update(grads, state, params=None):
+        chosen = _selected(grads, selection)
+        part = _part_of_params("masked", params, grads, chosen)
+        updates, state = inner.update(_part(grads, chosen), state, part)
+        return {**grads, **updates}, state
+
+    return GradientTransformation(init, update)
+
+
+def partition(groups: Mapping[Key, GradientTransformation]) -> GradientTransformation:
+    """Give each group of parameters its own transformation: parameter groups.
+
+    A key is a pattern, a tuple of patterns or a function of the name. A name belongs to
+    the first group that selects it, in the order of the dictionary, so that exceptions
+    come first and `"*"` last. State: a tuple of the groups' states.
+
+    Example:
+        >>> from vgrad.optim import adamw, sgd
+        >>> tx = partition({"*.bias": sgd(0.5), "*": adamw(0.1, weight_decay=0.0)})
+        >>> params = {"0.weight": torch.ones(2), "0.bias": torch.ones(2)}
+        >>> tx.update(params, tx.init(params), params)[0]
+        {'0.weight': tensor([-0.1000, -0.1000]), '0.bias': tensor([-0.5000, -0.5000])}
+    """
+    if not groups:
+        raise ValueError("partition({}): expected at least one group, got none.")
+    transformations = list(groups.values())
+    selections = [
+        _checked("partition", "key", (key,) if isinstance(key, str) else key)
+        for key in groups
+    ]
+
+    def init(params):
+        for selection in selections:
+            _check_matches("partition", selection, params)
+        parts = zip(transformations, split(params), strict=True)
+        return tuple(tx.init(_part(params, chosen)) for tx, chosen in parts)
+
+    def update(grads, state, params=None):
+        if len(state) != len(selections):
+            raise ValueError(
+                f"partition(state of {len(state)} groups): expected one of "
+                f"{len(selections)}, as init of the same partition makes it."
+            )
+        updates, states = dict(grads), []
+        for tx, chosen, old in zip(transformations, split(grads), state, strict=True):
+            part = _part_of_params("partition", params, grads, chosen)
+            changed, new = tx.update(_part(grads, chosen), old, part)
+            updates.update(changed)
+            states.append(new)
+        return updates, tuple(states)
+
+    def split(tree):
+        """Return the names of each group; each name is in exactly one."""
+        left, members = list(tree), []
+        for selection in selections:
+            members.append(_selected(left, selection))
+            left = [name for name in left if name not in members[-1]]
+        if left:
+            raise ValueError(
+                f"partition({checks.listed(left)}): expected a group that selects "
+                f"every name, got none for these. End with a group of '*'."
+            )
+        return members
+
+    return GradientTransformation(init, update)
+
+
+def set_to_zero(selection: Selection = ("*",)) -> GradientTransformation:
+    """Leave the selected parameters as they are; other gradients pass unchanged.
+
+    Their updates are `None`, so that `apply_updates` returns the very same tensors. Put
+    first in a chain, no moments are computed for them either. To compute no gradients
+    for them in the first place, see `vgrad.freeze`.
+
+    Example:
+        >>> freeze = set_to_zero(["encoder.*"])
+        >>> freeze.update({"encoder.weight": torch.ones(2), "bias": torch.ones(1)}, ())
+        ({'encoder.weight': None, 'bias': tensor([1.])}, ())
+    """
+    selection = _checked("set_to_zero", "selection", selection)
+
+    def init(params):
+        _check_matches("set_to_zero", selection, params)
+        return ()
+
+    return GradientTransformation(
+        init,
+        lambda grads, state, params=None: (
+            {**grads, **dict.fromkeys(_selected(grads, selection))},
+            state,
+        ),
+    )
+
+
+def _selected(names: Iterable[str], selection: Selection) -> list[str]:
+    if callable(selection):
+        return [name for name in names if selection(name)]
+    return checks.selected(names, selection)
+
+
+def _part(tree: Mapping[str, Any], chosen: Iterable[str]) -> dict[str, Any]:
+    return {name: tree[name] for name in chosen}
+
+
+def _part_of_params(function, params, grads, chosen):
+    if params is None:
+        return None
+    checks.names(f"{function}(grads)", params, grads)
+    return _part(params, chosen)
+
+
+def _checked(function: str, argument: str, selection: Any) -> Any:
+    """Return an immutable copy of a selection, or refuse it."""
+    if callable(selection):
+        return selection
+    if not isinstance(selection, str | list | tuple):
+        raise TypeError(
+            f"{function}({argument}={selection!r}): expected patterns of names or a "
+            f"function of the name, got a {type(selection).__name__}."
+        )
+    checks.patterns(function, **{argument: selection})
+    return tuple(selection)
+
+
+def _check_matches(function: str, selection: Selection, params: Params) -> None:
+    """Each pattern matches a parameter: a misspelt one would act on other names."""
+    if not params:
+        return
+    if not callable(selection):
+        checks.all_matched(function, params, selection)
+    elif not _selected(params, selection):
+        raise ValueError(
+            f"{function}({selection!r}): expected a function that selects a "
+            f"parameter, got none. The names are {checks.listed(params)}."
+        )

@@ -9,29 +9,10 @@ The transforms are names of `vgrad` itself: `per_sample_grad`, `per_sample_norm`
 `gradient_moments`.
 
 * `EXPANDED`: the beginning of the reason in `vgrad.explain` where no rule fits an op
+* `Options`: the options that the transforms share
 
-The transforms share these options:
-
-* `strategy`: how the gradients come about; the numbers are the same.
-  `"recorded"` runs one backward pass for all samples and keeps a compact form of each
-  gradient; `"vmap"` differentiates all samples at once and stores every gradient;
-  `"loop"` runs one sample after another, and whatever plain autograd runs. `"auto"`
-  records, and takes `"vmap"` inside transforms of `torch.func` and for losses that
-  cannot be recorded.
-* `chunk_size`: how many samples at a time; `None` for all, `"auto"` for what fits into
-  half of the free memory (found by running the loss on one sample).
-* `randomness`: what a random op in the loss does: `"error"`, `"different"` (each
-  sample draws its own) or `"same"` (all samples draw the same). From one state of the
-  generator a loop draws what the model would, called with one sample after another; the
-  others draw for all samples at once, and agree with it under `"same"` alone.
-* `loss_scale`: a loss scale of `vgrad.precision`. Losses are multiplied by it before
-  the backward pass, so that gradients in float16 do not become zero on the way, and
-  each sample's gradient is divided by it before anything else: results do not depend on
-  the scale as long as nothing overflows. Gradients are float32 or wider then.
-* `has_aux`: the loss returns `(scalar, aux)` and the function `(result, aux)`, with
-  `aux` stacked over samples (`None` for an empty batch).
-* `mask`, an option of the call: which samples count, bool `[B]`; the others, such as
-  copies that fill a batch up to a fixed size, add nothing and appear in no result.
+`mask` is an option of the call: which samples count, bool `[B]`; the others, such as
+copies that fill a batch up to a fixed size, add nothing and appear in no result.
 
 What a transform is given does not change: samples are copies, and an op of the loss
 that would write into parameters or buffers, `.data` or not, is refused before it runs.
@@ -58,6 +39,7 @@ autograd, once for a transform and such parameters: zero is what it finds zero.
 
 from vgrad.persample.clipped import ClippedGrad as ClippedGrad
 from vgrad.persample.clipped import clipped_grad as clipped_grad
+from vgrad.persample.engine import Options
 from vgrad.persample.explain import EXPANDED
 from vgrad.persample.explain import Explanation as Explanation
 from vgrad.persample.explain import aligned as aligned
@@ -70,7 +52,7 @@ from vgrad.persample.moments import NoiseScale as NoiseScale
 from vgrad.persample.moments import gradient_moments as gradient_moments
 from vgrad.persample.projection import per_sample_projection as per_sample_projection
 
-__all__ = ["EXPANDED"]
+__all__ = ["EXPANDED", "Options"]
 
 
 def __dir__() -> list[str]:

@@ -24,21 +24,10 @@ from vgrad.persample.engine import (
 )
 from vgrad.persample.engine.grouping import members
 from vgrad.persample.factors import Norm, Sums, reductions
-from vgrad.persample.factors.sums import ordinary, rounded_down
-from vgrad.precision.loss_scale import LossScale
+from vgrad.persample.factors.reductions import ordinary, rounded_down
 from vgrad.torch_private import modes
 from vgrad.tree import no_autocast
-from vgrad.typing import (
-    ChunkSize,
-    Clipping,
-    LossFn,
-    Params,
-    Passes,
-    Randomness,
-    Result,
-    Strategy,
-    Tree,
-)
+from vgrad.typing import Clipping, LossFn, Params, Passes, Result, Tree
 
 _GAMMA = 0.01
 """What automatic clipping adds to a norm, as its authors do."""
@@ -207,11 +196,8 @@ def clipped_grad(
     normalize_by: float = 1.0,
     rescale: bool = False,
     passes: Passes = 1,
-    strategy: Strategy = "auto",
-    chunk_size: ChunkSize = None,
-    randomness: Randomness = "error",
     has_aux: bool = False,
-    loss_scale: LossScale | None = None,
+    **options: Unpack[Options],
 ) -> "ClippedGradFn[Any]":
     """Sum of clipped gradients: `(params, buffers, *batch) -> ClippedGrad`.
 
@@ -251,13 +237,7 @@ def clipped_grad(
     Reference: Abadi et al., Deep Learning with Differential Privacy, arXiv 1607.00133;
     Bu et al., Automatic Clipping, arXiv 2206.07136.
 
-    Args:
-        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
-            `"loop"` sample by sample; `"auto"` takes the first of these that can.
-        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
-        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
-        has_aux: the loss returns `(scalar, aux)`, and the result is a pair with aux.
-        loss_scale: multiplies losses before the backward pass; results are without it.
+    The options are in `vgrad.persample.Options`.
 
     Raises:
         ValueError: `max_norm` or `normalize_by` is not positive; a bound, or a bound
@@ -292,15 +272,13 @@ def clipped_grad(
     else:
         check_bounds({"max_norm": max_norm}, normalize_by, clipping)
         max_norm = float(max_norm)
-    options = Problem(
-        "clipped_grad", loss, strategy, chunk_size, randomness, has_aux, loss_scale
-    )
+    problem = Problem.of(clipped_grad, loss, options, has_aux)
     clip = Clip(clipping, max_norm)
     if rescale:
         checks.between("clipped_grad", LEAST, MOST, max_norm=clip.total)
         normalize_by = normalize_by * clip.total
     checks.choice("clipped_grad", get_args(Passes), passes=passes)
-    return ClippedGradFn(options, clip, float(normalize_by), passes)
+    return ClippedGradFn(problem, clip, float(normalize_by), passes)
 
 
 class ClippedGradFn(Transform[Result]):

@@ -22,16 +22,7 @@ from vgrad.persample.engine.grouping import Grouping, Groups, check_groups, memb
 from vgrad.persample.factors import Norm, Sums, reductions
 from vgrad.precision.loss_scale import LossScale
 from vgrad.tree import wide
-from vgrad.typing import (
-    Buffers,
-    ChunkSize,
-    LossFn,
-    Params,
-    Randomness,
-    Result,
-    Strategy,
-    Tree,
-)
+from vgrad.typing import Buffers, LossFn, Params, Result, Tree
 
 
 @overload
@@ -45,29 +36,19 @@ def per_sample_grad(
 def per_sample_grad(
     loss: LossFn,
     *,
-    strategy: Strategy = "auto",
-    chunk_size: ChunkSize = None,
-    randomness: Randomness = "error",
     has_aux: bool = False,
-    loss_scale: LossScale | None = None,
+    **options: Unpack[Options],
 ) -> Transform[Any]:
     """Gradient of every sample: `(params, buffers, *batch) -> {name: [B, *shape]}`.
 
     The dtype is that of the parameters. It stores B gradients, so where a norm or a sum
-    is wanted, use the transform that computes it. `vgrad.persample` says
-    more of the options, which all transforms share.
+    is wanted, use the transform that computes it.
 
-    Args:
-        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
-            `"loop"` sample by sample; `"auto"` takes the first of these that can.
-        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
-        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
-        has_aux: the loss returns `(scalar, aux)`, and the result is a pair with aux.
-        loss_scale: multiplies losses before the backward pass; results are without it.
+    The options are in `vgrad.persample.Options`.
 
     Raises:
         TypeError: the loss is no function, a model, or one of a whole batch.
-        ValueError: an option or the batch is not what `vgrad.persample` says.
+        ValueError: an option or the batch is not as `vgrad.persample` says.
         UnsupportedOp: the strategy cannot run an op of the loss.
 
     Example:
@@ -78,10 +59,8 @@ def per_sample_grad(
                 [ 6., 12.]])}
     """
 
-    options = Problem(
-        "per_sample_grad", loss, strategy, chunk_size, randomness, has_aux, loss_scale
-    )
-    return Transform(options, Quantity(_collect_grads, _measure_grads, _joined_grads))
+    problem = Problem.of(per_sample_grad, loss, options, has_aux)
+    return Transform(problem, Quantity(_collect_grads, _measure_grads, _joined_grads))
 
 
 def _collect_grads(part: Problem) -> Gradients:
@@ -154,11 +133,8 @@ def per_sample_norm(
     loss: LossFn,
     *,
     groups: Groups = None,
-    strategy: Strategy = "auto",
-    chunk_size: ChunkSize = None,
-    randomness: Randomness = "error",
     has_aux: bool = False,
-    loss_scale: LossScale | None = None,
+    **options: Unpack[Options],
 ) -> Transform[Any]:
     """L2 norm of every sample's gradient: `(params, buffers, *batch) -> [B]`.
 
@@ -168,13 +144,7 @@ def per_sample_norm(
     for the norm of each, `"layer"` for those of one module together, or a dictionary
     from a group's name to a list of patterns of its parameters' names (`vgrad.checks`).
 
-    Args:
-        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
-            `"loop"` sample by sample; `"auto"` takes the first of these that can.
-        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
-        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
-        has_aux: the loss returns `(scalar, aux)`, and the result is a pair with aux.
-        loss_scale: multiplies losses before the backward pass; results are without it.
+    The options are in `vgrad.persample.Options`.
 
     Raises:
         TypeError: the patterns of a group are no list or tuple.
@@ -189,16 +159,12 @@ def per_sample_norm(
         >>> per_sample_norm(loss)({"w": torch.ones(2)}, {}, x)
         tensor([5., 0.])
     """
-    function = "per_sample_norm"
-    check_groups(function, groups)
-
-    options = Problem(
-        function, loss, strategy, chunk_size, randomness, has_aux, loss_scale
-    )
+    check_groups("per_sample_norm", groups)
+    problem = Problem.of(per_sample_norm, loss, options, has_aux)
     quantity = Quantity(
         _collect_norms, partial(_measure_norms, groups), partial(_joined_norms, groups)
     )
-    return Transform(options, quantity)
+    return Transform(problem, quantity)
 
 
 def _collect_norms(part: Problem) -> Norms:
@@ -262,11 +228,8 @@ def weighted_grad(
 def weighted_grad(
     loss: LossFn,
     *,
-    strategy: Strategy = "auto",
-    chunk_size: ChunkSize = None,
-    randomness: Randomness = "error",
     has_aux: bool = False,
-    loss_scale: LossScale | None = None,
+    **options: Unpack[Options],
 ) -> WeightedGradFn[Any]:
     """Weighted sum: `(weights [B], params, buffers, *batch) -> {name: shape}`.
 
@@ -274,13 +237,7 @@ def weighted_grad(
     arithmetic has it: a sample whose gradient is not finite spoils the sum even with
     weight zero.
 
-    Args:
-        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
-            `"loop"` sample by sample; `"auto"` takes the first of these that can.
-        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
-        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
-        has_aux: the loss returns `(scalar, aux)`, and the result is a pair with aux.
-        loss_scale: multiplies losses before the backward pass; results are without it.
+    The options are in `vgrad.persample.Options`.
 
     Raises:
         ValueError: `weights` is not `[B]`; else as `per_sample_grad`.
@@ -294,10 +251,8 @@ def weighted_grad(
         {'w': tensor([1.5000, 1.0000])}
     """
 
-    options = Problem(
-        "weighted_grad", loss, strategy, chunk_size, randomness, has_aux, loss_scale
-    )
-    return WeightedGradFn(options, Quantity(_collect_sums, _measure_sums, _joined_sums))
+    problem = Problem.of(weighted_grad, loss, options, has_aux)
+    return WeightedGradFn(problem, Quantity(_collect_sums, _measure_sums, _joined_sums))
 
 
 def _collect_sums(part: Problem) -> Weighted:

@@ -17,18 +17,8 @@ from vgrad.generators import RNG_LOCK, random_state, set_random_state
 from vgrad.persample.engine import Call, Factors, Options, Problem, Transform
 from vgrad.persample.engine.grouping import Grouping, Groups, check_groups, members
 from vgrad.persample.factors import Dense, Factor
-from vgrad.precision.loss_scale import LossScale
 from vgrad.tree import double, no_autocast
-from vgrad.typing import (
-    Buffers,
-    ChunkSize,
-    LossFn,
-    Params,
-    Randomness,
-    Result,
-    Strategy,
-    Tree,
-)
+from vgrad.typing import Buffers, LossFn, Params, Result, Tree
 
 _Parts = Mapping[str, Sequence[str]]
 """The names of parameters in each group."""
@@ -90,10 +80,7 @@ def per_sample_gram(
     loss: LossFn,
     *,
     groups: Groups = None,
-    strategy: Strategy = "auto",
-    chunk_size: ChunkSize = None,
-    randomness: Randomness = "error",
-    loss_scale: LossScale | None = None,
+    **options: Unpack[Options],
 ) -> GramFn[Any]:
     """Inner products of gradients: `(params, buffers, *batch, cross=None) -> [B, B]`.
 
@@ -116,12 +103,7 @@ def per_sample_gram(
 
     Reference: Jacot et al., Neural Tangent Kernel, arXiv 1806.07572.
 
-    Args:
-        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
-            `"loop"` sample by sample; `"auto"` takes the first of these that can.
-        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
-        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
-        loss_scale: multiplies losses before the backward pass; results are without it.
+    The options are in `vgrad.persample.Options`, without `has_aux`.
 
     Raises:
         TypeError: `cross` is not a tuple; else as `per_sample_norm`.
@@ -141,11 +123,7 @@ def per_sample_gram(
                 [0.]])
     """
     check_groups("per_sample_gram", groups)
-
-    options = Problem(
-        "per_sample_gram", loss, strategy, chunk_size, randomness, loss_scale=loss_scale
-    )
-    return GramFn(options, groups)
+    return GramFn(Problem.of(per_sample_gram, loss, options), groups)
 
 
 def _within(call: Call, parts: _Parts) -> dict[str, Tensor]:

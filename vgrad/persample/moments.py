@@ -4,7 +4,7 @@ N samples.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -12,14 +12,14 @@ from torch import Tensor
 from vgrad.persample.engine import (
     Call,
     Moments,
+    Options,
     Problem,
     Quantity,
     Reduce,
     Transform,
 )
-from vgrad.precision.loss_scale import LossScale
 from vgrad.tree import map_values, wide
-from vgrad.typing import ChunkSize, LossFn, Params, Randomness, Strategy
+from vgrad.typing import LossFn, Params
 
 
 class GradientMoments(NamedTuple):
@@ -92,12 +92,7 @@ class NoiseScale(NamedTuple):
 
 
 def gradient_moments(
-    loss: LossFn,
-    *,
-    strategy: Strategy = "auto",
-    chunk_size: ChunkSize = None,
-    randomness: Randomness = "error",
-    loss_scale: LossScale | None = None,
+    loss: LossFn, **options: Unpack[Options]
 ) -> Transform[GradientMoments]:
     """Moments of gradients: `(params, buffers, *batch) -> GradientMoments`.
 
@@ -120,12 +115,7 @@ def gradient_moments(
     Through GSNR of Parameters, arXiv 2001.07384; for the sums Chan, Golub and LeVeque,
     Algorithms for Computing the Sample Variance, 1983.
 
-    Args:
-        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
-            `"loop"` sample by sample; `"auto"` takes the first of these that can.
-        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
-        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
-        loss_scale: multiplies losses before the backward pass; results are without it.
+    The options are in `vgrad.persample.Options`, without `has_aux`.
 
     Raises:
         ValueError: as `per_sample_grad`.
@@ -144,16 +134,8 @@ def gradient_moments(
         >>> moments.noise_scale
         tensor(0.0714)
     """
-
-    options = Problem(
-        "gradient_moments",
-        loss,
-        strategy,
-        chunk_size,
-        randomness,
-        loss_scale=loss_scale,
-    )
-    return _MomentsFn(options, Quantity(_collect, _measure, _joined))
+    problem = Problem.of(gradient_moments, loss, options)
+    return _MomentsFn(problem, Quantity(_collect, _measure, _joined))
 
 
 def _collect(part: Problem) -> Moments:

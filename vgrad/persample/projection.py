@@ -24,8 +24,7 @@ from vgrad.persample.engine import (
 )
 from vgrad.persample.engine.collectors import Projections
 from vgrad.persample.factors import Probes, reductions
-from vgrad.precision.loss_scale import LossScale
-from vgrad.typing import ChunkSize, LossFn, Randomness, Strategy, Tree
+from vgrad.typing import LossFn, Tree
 
 Kind = Literal["rademacher", "gaussian"]
 
@@ -56,11 +55,8 @@ def per_sample_projection(
     *,
     seed: int,
     kind: Kind = "rademacher",
-    strategy: Strategy = "auto",
-    chunk_size: ChunkSize = None,
-    randomness: Randomness = "error",
     has_aux: bool = False,
-    loss_scale: LossScale | None = None,
+    **options: Unpack[Options],
 ) -> Transform[Any]:
     """Random projection of every gradient: `(params, buffers, *batch) -> [B, dim]`.
 
@@ -94,13 +90,7 @@ def per_sample_projection(
     Reference: Park et al., TRAK, arXiv 2303.14186; Sun et al., Tensor Random Projection
     for Low Memory Dimension Reduction, arXiv 2105.00105.
 
-    Args:
-        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
-            `"loop"` sample by sample; `"auto"` takes the first of these that can.
-        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
-        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
-        has_aux: the loss returns `(scalar, aux)`, and the result is a pair with aux.
-        loss_scale: multiplies losses before the backward pass; results are without it.
+    The options are in `vgrad.persample.Options`.
 
     Raises:
         ValueError: `dim` is no positive whole number, `seed` is negative or no whole
@@ -123,13 +113,11 @@ def per_sample_projection(
     [seed] = checks.whole(function, least=0, seed=seed)
     checks.choice(function, get_args(Kind), kind=kind)
     directions = _Directions(dim, seed, kind)
-    options = Problem(
-        function, loss, strategy, chunk_size, randomness, has_aux, loss_scale
-    )
+    problem = Problem.of(per_sample_projection, loss, options, has_aux)
     quantity = Quantity(
         directions.collect, partial(_measure, dim), partial(_joined, dim)
     )
-    return Transform(options, quantity)
+    return Transform(problem, quantity)
 
 
 def _measure(dim: int, found: Projections, part: Problem) -> Tensor:

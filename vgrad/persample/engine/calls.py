@@ -12,10 +12,9 @@ from torch import Tensor
 from vgrad import batches
 from vgrad.conditions import checks_collected
 from vgrad.generators import RNG_LOCK, drawn_since, random_state, set_random_state
-from vgrad.lowering.answering import tried
-from vgrad.lowering.draws import Draws
-from vgrad.lowering.keyed import check_drawn
-from vgrad.lowering.questions import Parts
+from vgrad.lowering.mode import tried
+from vgrad.lowering.randomness import Draws, check_drawn
+from vgrad.lowering.value_reads import Parts
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.guard import Fallbacks
 from vgrad.persample.engine.ladder import STRATEGIES

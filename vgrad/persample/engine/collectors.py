@@ -15,8 +15,7 @@ from torch import Tensor
 from vgrad.conditions import defer_checks, rare
 from vgrad.persample.engine.sites import Use
 from vgrad.persample.factors.base import Dense, Factor, Probes, Zero
-from vgrad.persample.factors.reductions import Norm
-from vgrad.persample.factors.sums import ordinary, reach, total
+from vgrad.persample.factors.reductions import Norm, ordinary, reach, total
 from vgrad.torch_private import modes
 from vgrad.tree import double
 from vgrad.typing import Params

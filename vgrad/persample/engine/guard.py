@@ -17,10 +17,17 @@ from torch.autograd.function import BackwardCFunction
 from vgrad.functional.batch_norm import mended, refuse_batch_statistics
 from vgrad.functional.guards import Protected
 from vgrad.generators import RNG_LOCK
-from vgrad.lowering.answering import Answering
-from vgrad.lowering.custom import for_samples
-from vgrad.lowering.draws import Draws
-from vgrad.lowering.questions import (
+from vgrad.lowering.functions import for_samples
+from vgrad.lowering.grad_flags import (
+    REQUIRES_GRAD,
+    Truth,
+    among,
+)
+from vgrad.lowering.grad_flags import UnsupportedOp as UnsupportedOp
+from vgrad.lowering.mode import Answering
+from vgrad.lowering.packed import PACKED
+from vgrad.lowering.randomness import Draws
+from vgrad.lowering.value_reads import (
     NONE,
     QUESTIONS,
     Parts,
@@ -29,15 +36,7 @@ from vgrad.lowering.questions import (
     where,
     with_numbers,
 )
-from vgrad.lowering.selecting import SELECTING
-from vgrad.lowering.sequences.packed import PACKED
-from vgrad.lowering.truthful import (
-    REQUIRES_GRAD,
-    Truth,
-    among,
-)
-from vgrad.lowering.truthful import UnsupportedOp as UnsupportedOp
-from vgrad.lowering.vmapped import VMAPPED
+from vgrad.lowering.vmap import SELECTING, VMAPPED
 from vgrad.torch_private import autograd, modes
 from vgrad.torch_private.tensors import version_of
 

@@ -17,7 +17,7 @@ from vgrad.generators import (
     random_state,
     set_random_state,
 )
-from vgrad.lowering.questions import Parts, Split, stopped_at
+from vgrad.lowering.value_reads import Parts, Split, stopped_at
 from vgrad.persample.engine.guard import UnsupportedOp
 from vgrad.persample.engine.problem import Problem
 from vgrad.persample.engine.strategies import (

@@ -1,19 +1,19 @@
 """A loss with the options of its transform, and in a call the tensors it is given."""
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol, TypedDict
+from typing import Any, Protocol, TypedDict, get_args
 
 import torch
 from torch import Tensor
 
 from vgrad import batches, checks
-from vgrad.functional.losses import returned
-from vgrad.lowering.draws import Draws
+from vgrad.functional.losses import check_loss, returned
+from vgrad.lowering.randomness import Draws
 from vgrad.persample.engine.guard import Fallbacks, LossGuard
-from vgrad.persample.factors.base import Factor
-from vgrad.persample.factors.scaled import Scaled
+from vgrad.persample.factors.base import Factor, Scaled
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.precision.loss_scale import LossScale
 from vgrad.torch_private import modes
@@ -23,12 +23,69 @@ from vgrad.typing import Buffers, ChunkSize, LossFn, Params, Randomness, Strateg
 
 
 class Options(TypedDict, total=False):
-    """The options of every per-sample transform, for type checkers."""
+    """Options that all per-sample transforms share, each a keyword.
+
+    All but `per_sample_gram` and `gradient_moments` also have `has_aux`: the loss
+    returns `(scalar, aux)`, and the result is a pair with `aux`, stacked over samples
+    (None for an empty batch).
+
+    Attributes:
+        strategy: how gradients are computed; the numbers are the same. `"recorded"`
+            runs one backward pass for all samples and keeps a compact form of each
+            gradient; `"vmap"` differentiates all samples at once and stores every
+            gradient; `"loop"` runs one sample after another, and everything that plain
+            autograd runs. `"auto"`, the default, records, and falls back to `"vmap"`
+            and then to `"loop"` for a loss that cannot be recorded. Inside transforms
+            of `torch.func` it is `"vmap"`.
+        chunk_size: samples at a time; None, the default, for all, `"auto"` for as many
+            as fit into half of the free memory (the loss runs on one sample to find
+            out).
+        randomness: of random ops in the loss: `"error"`, the default, refuses them,
+            with `"different"` each sample draws its own numbers, with `"same"` all
+            samples draw the same. From one state of the generator a loop draws as the
+            model would, called with one sample after another. The other strategies draw
+            for all samples at once, and agree with it under `"same"` alone.
+        loss_scale: a loss scale of `vgrad.precision`. Losses are multiplied by it
+            before the backward pass, so that gradients in float16 do not underflow, and
+            each sample's gradient is divided by it before anything else: results do not
+            depend on the scale unless something overflows. Gradients are float32 or
+            wider then.
+    """
 
     strategy: Strategy
     chunk_size: ChunkSize
     randomness: Randomness
     loss_scale: LossScale | None
+
+
+def check_options(function: Callable, options: Options) -> None:
+    """Refuse options that no per-sample transform has."""
+    if unknown := sorted(options.keys() - Options.__annotations__):
+        own = [
+            name
+            for name, each in inspect.signature(function).parameters.items()
+            if each.kind is each.KEYWORD_ONLY
+        ]
+        raise TypeError(
+            f"{function.__name__}({unknown[0]}=...): expected options among "
+            f"{', '.join([*own, *Options.__annotations__])}, got {unknown[0]!r}."
+        )
+
+
+def check_loss_scale(function: str, loss_scale: Any) -> None:
+    """Refuse objects without a scale, and several scales."""
+    if loss_scale is not None and not hasattr(loss_scale, "loss_scale"):
+        raise TypeError(
+            f"{function}(loss_scale={checks.shown(loss_scale)}): expected a loss "
+            f"scale such as precision.StaticLossScale(2.0**15), got a "
+            f"{type(loss_scale).__name__}."
+        )
+    scale = torch.as_tensor(getattr(loss_scale, "loss_scale", 1.0))
+    if scale.ndim:
+        raise ValueError(
+            f"{function}(loss_scale): expected a scale without dimensions, got one of "
+            f"shape {tuple(scale.shape)}. For one scale a member use torch.vmap."
+        )
 
 
 class Others(Protocol):
@@ -83,6 +140,21 @@ class Problem:
     weights: Tensor | None = None
     draws: Draws = field(default_factory=Draws)
     others: Others | None = None
+
+    @classmethod
+    def of(
+        cls, function: Callable, loss: LossFn, options: Options, has_aux: bool = False
+    ) -> "Problem":
+        """Check the options of a transform."""
+        check_options(function, options)
+        problem = cls(function.__name__, loss, has_aux=has_aux, **options)
+        name = problem.function
+        check_loss(name, loss)
+        checks.choice(name, get_args(Strategy), strategy=problem.strategy)
+        checks.choice(name, get_args(Randomness), randomness=problem.randomness)
+        check_loss_scale(name, problem.loss_scale)
+        size = batches.checked_chunk_size(name, problem.chunk_size)
+        return replace(problem, chunk_size=size)
 
     def on(
         self,

@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from vgrad import tree
-from vgrad.lowering.one_by_one import once
-from vgrad.lowering.questions import NONE
-from vgrad.lowering.truthful import ASKED, Truth, among, own_backward_pass
+from vgrad.lowering.functions import once
+from vgrad.lowering.grad_flags import ASKED, Truth, among, own_backward_pass
+from vgrad.lowering.value_reads import NONE
 from vgrad.persample.engine import views
 from vgrad.persample.engine.captured import packed
 from vgrad.persample.engine.guard import ASKING, LossGuard, UnsupportedOp

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vgrad.lowering.truthful import GRAPH, HOOKS, MEMORY
+from vgrad.lowering.grad_flags import GRAPH, HOOKS, MEMORY
 from vgrad.persample.engine import views
 from vgrad.persample.engine.captured import Stamp, check_unchanged, stamped
 from vgrad.persample.engine.guard import UnsupportedOp
-from vgrad.persample.factors.base import Dense, Factor, Zero, owned
+from vgrad.persample.factors.base import Dense, Factor, Outer, Zero, owned
 from vgrad.persample.factors.combined import Moved, Replay, disjoint, merged
-from vgrad.persample.factors.outer import Outer
 from vgrad.torch_private import modes
 from vgrad.torch_private.modes import op_name
 from vgrad.torch_private.tensors import leaf, memory, version_of

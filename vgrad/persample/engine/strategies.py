@@ -28,9 +28,8 @@ from vgrad.generators import (
     random_state,
     set_random_state,
 )
-from vgrad.lowering.limits import raise_clearly
-from vgrad.lowering.one_by_one import refused, undrawn
-from vgrad.lowering.truthful import Truth
+from vgrad.lowering.functions import refused, undrawn
+from vgrad.lowering.grad_flags import Truth, raise_clearly
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.guard import (
     LossGuard,

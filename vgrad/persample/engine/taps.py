@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vgrad.lowering.truthful import own_backward_pass
+from vgrad.lowering.grad_flags import own_backward_pass
 from vgrad.persample.engine.captured import check_unchanged, stamped
 from vgrad.persample.engine.guard import UnsupportedOp
 from vgrad.persample.engine.sites import Site, Sites

@@ -4,21 +4,19 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, NamedTuple, Self, get_args
+from typing import Any, Generic, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from vgrad import batches, checks
-from vgrad.functional.losses import check_loss
 from vgrad.persample.engine.calls import Call
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.ladder import STRATEGIES
-from vgrad.persample.engine.problem import Problem
+from vgrad.persample.engine.problem import Problem, check_loss_scale
 from vgrad.persample.engine.strategies import Chunk
 from vgrad.precision.loss_scale import LossScale
 from vgrad.tree import tree_map
-from vgrad.typing import Buffers, Params, Randomness, Result, Strategy, Tree
+from vgrad.typing import Buffers, Params, Result, Tree
 
 
 class Quantity(NamedTuple):
@@ -51,10 +49,8 @@ class Transform(Generic[Result]):
     keys: Tensor | None = None
 
     def __init__(self, options: Problem, quantity: Quantity | None = None) -> None:
-        """Check the options; without a quantity a subclass has its own `called`."""
-        _check(options)
-        size = batches.checked_chunk_size(options.function, options.chunk_size)
-        self.options = replace(options, chunk_size=size)
+        """Without a quantity a subclass has its own `called`."""
+        self.options = options
         self._quantity = quantity
 
     @property
@@ -86,8 +82,8 @@ class Transform(Generic[Result]):
     def with_loss_scale(self, loss_scale: LossScale | None) -> Self:
         """Return the same function with another loss scale."""
         same = copy(self)
+        check_loss_scale(self.options.function, loss_scale)
         same.options = replace(self.options, loss_scale=loss_scale)
-        _check(same.options)
         return same
 
     def __call__(
@@ -182,23 +178,3 @@ def _measured(quantity: Quantity, problem: Problem) -> Chunk:
     """Run the strategy, and measure what was collected."""
     chunk = STRATEGIES[problem.strategy](problem, lambda: quantity.collect(problem))
     return chunk._replace(collected=quantity.measure(chunk.collected, problem))
-
-
-def _check(options: Problem) -> None:
-    """Refuse options that no strategy knows."""
-    function, loss_scale = options.function, options.loss_scale
-    check_loss(function, options.loss)
-    checks.choice(function, get_args(Strategy), strategy=options.strategy)
-    checks.choice(function, get_args(Randomness), randomness=options.randomness)
-    if loss_scale is not None and not hasattr(loss_scale, "loss_scale"):
-        raise TypeError(
-            f"{function}(loss_scale={checks.shown(loss_scale)}): expected a loss "
-            f"scale such as precision.StaticLossScale(2.0**15), got a "
-            f"{type(loss_scale).__name__}."
-        )
-    scale = torch.as_tensor(getattr(loss_scale, "loss_scale", 1.0))
-    if scale.ndim:
-        raise ValueError(
-            f"{function}(loss_scale): expected a scale without dimensions, got one of "
-            f"shape {tuple(scale.shape)}. For one scale a member use torch.vmap."
-        )

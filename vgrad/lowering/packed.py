@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vgrad.lowering.questions import NONE, answer
-from vgrad.lowering.selecting import Form, FormOf
+from vgrad.lowering.recurrent import NETS
+from vgrad.lowering.value_reads import NONE, answer
+from vgrad.lowering.vmap import Form, FormOf
 from vgrad.torch_private import kernels, modes
 
 
@@ -120,11 +121,9 @@ def _lengths(sizes: list[int]) -> list[int]:
     return [sum(size > number for size in sizes) for number in range(sizes[0])]
 
 
-_NETS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
-
 PACKED: dict[Callable, FormOf] = {
     kernels.pack_padded_sequence: _pack,
     kernels.pad_packed_sequence: _pad,
-    **{func: _net(func) for func in _NETS},
+    **{func: _net(func) for func in NETS},
 }
 """Calls on packed sequences."""

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from vgrad.functional.guards import Protected, WriteGuard
 from vgrad.generators import drawn_since, random_state, set_random_state
-from vgrad.lowering.draws import Draws, Undrawn
-from vgrad.lowering.limits import in_place, raise_clearly
-from vgrad.lowering.questions import NONE, Parts, Split, answer
-from vgrad.lowering.truthful import Truth, UnsupportedOp
+from vgrad.lowering.grad_flags import Truth, UnsupportedOp, in_place, raise_clearly
+from vgrad.lowering.randomness import Draws, Undrawn
+from vgrad.lowering.value_reads import NONE, Parts, Split, answer
 from vgrad.torch_private import modes
 
 

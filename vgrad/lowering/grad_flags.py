@@ -1,22 +1,85 @@
-"""What a tensor says about itself under `torch.vmap` while autograd runs below.
+"""Flags of tensors under `torch.vmap`, where autograd runs below, and its limits.
 
 Inside the mapped function a tensor wraps one of all samples `[B, ...]`, which has the
-graph. The wrapper says that it requires no grad and has no graph: code that asks takes
-the path of inference, and gradients are lost without an error. So every tensor is made
-to answer `requires_grad` as the one below would, and calls that ask for more raise.
+graph. The wrapper reports `requires_grad=False`: code that branches on it would take
+its inference path and silently lose gradients. So the flag is copied from the tensor
+below, and calls that read more of the graph raise.
+
+Tensors may share memory by their strides: `reshape`, `flatten` and `contiguous` return
+a view where they can, else a copy. Under vmap the result of an op may have other
+strides than for one sample, and then one is a view and the other a copy: a write into
+either gives other numbers.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from vgrad.lowering.layouts import Layouts
 from vgrad.torch_private import modes
 from vgrad.torch_private import tensors as private
+from vgrad.torch_private.tensors import storage, version_of
 from vgrad.tree import tree_leaves
+
+# Layouts.
+
+
+RESHAPES = {torch.reshape, torch.flatten, torch.ravel}
+RESHAPES |= {Tensor.reshape, Tensor.reshape_as, Tensor.flatten, Tensor.ravel}
+RESHAPES |= {Tensor.contiguous}
+"""Functions that may return a view or a copy."""
+
+
+class Layouts:
+    """The memory of one run of a function under vmap."""
+
+    def __init__(self) -> None:
+        """Know of no odd layout yet."""
+        self._odd: set[Any] = set()
+        self._doubtful: list[tuple[Tensor, int]] = []
+
+    def after(self, func: Callable, tensors: Sequence[Tensor], output: Any) -> None:
+        """Note results that are not contiguous, and copies of them.
+
+        A view has the layout of its base; a result with the layout of an operand would
+        have it for one sample, too.
+        """
+        if func in RESHAPES:
+            if not tensors[0].is_contiguous() and self.is_odd(tensors[0]):
+                for each in (tensors[0], output):
+                    below = modes.unwrap_all(each)
+                    self._doubtful.append((below, version_of(below)))
+            return
+        for each in output if isinstance(output, tuple | list) else (output,):
+            if not isinstance(each, Tensor) or not modes.is_wrapped(each):
+                continue
+            if not each.is_contiguous() and not any(
+                _memory(each) == _memory(tensor)
+                or (_lie_alike(each, tensor) and not self.is_odd(tensor))
+                for tensor in tensors
+            ):
+                self._odd.add(_memory(each))
+
+    def is_odd(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor may have another layout than for one sample."""
+        return bool(self._odd) and _memory(tensor) in self._odd
+
+    def disturbed(self) -> bool:
+        """Tell whether something was written where it may have two meanings."""
+        return any(version_of(each) != version for each, version in self._doubtful)
+
+
+def _lie_alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.stride() == other.stride()
+
+
+def _memory(tensor: Tensor) -> Any:
+    return storage(modes.unwrap_all(tensor))
+
+
+# Flags.
 
 
 class UnsupportedOp(NotImplementedError):
@@ -205,3 +268,89 @@ def own_backward_pass(op: str) -> UnsupportedOp:
         f"calls torch.autograd, as gradient penalties do. Use torch.func.grad inside "
         f'it, or strategy="loop".'
     )
+
+
+# Limits of vmap, in words that say what to do instead.
+
+
+def raise_clearly(
+    error: RuntimeError, op: str, *, in_place: bool = False, one: str = "sample"
+) -> NoReturn:
+    """Raise an error of vmap again in words that say what to do; others as they are.
+
+    `one` is what vmap maps over.
+    """
+    if isinstance(error, torch.OutOfMemoryError | UnsupportedOp):
+        raise error
+    if modes.RANDOM_ERROR in str(error):
+        raise RuntimeError(
+            f'{op}: expected a loss without random numbers, since randomness="error". '
+            f'Pass randomness="different" (each {one} draws its own) or "same".'
+        ) from error
+    if (limit := _limit(str(error), op, in_place=in_place, one=one)) is not None:
+        raise limit from error
+    if not getattr(error, "__notes__", ()):  # of the op, if this is around it
+        error.add_note(
+            f"This happened in {op} while one {one} stood for all {one}s at once. If "
+            f'it works for a single {one}, strategy="loop" can run it.'
+        )
+    raise error
+
+
+def _limit(message: str, op: str, *, in_place: bool, one: str) -> UnsupportedOp | None:
+    """Say which limit of vmap an error is about, and what to do; None for others."""
+    differentiable = "expected ops that transforms of torch.func can differentiate, got"
+    if modes.SAME_RANDOM_ERROR in message:
+        limit = (
+            f"expected random numbers that all {one}s can share, since "
+            f'randomness="same", got some whose distribution depends on the {one}. '
+            f'Pass randomness="different", or use strategy="loop".'
+        )
+    elif any(each in message for each in modes.SAVED_HOOKS_ERRORS):
+        limit = (
+            f"{differentiable} activation checkpointing (or other hooks on saved "
+            f'tensors). Use strategy="auto" or "loop".'
+        )
+    elif modes.SETUP_CONTEXT_ERROR in message or modes.HIDDEN_FUNCTION_ERROR in message:
+        limit = (
+            f"{differentiable} an autograd.Function without setup_context. Give it "
+            f'setup_context and a vmap rule, or use strategy="loop".'
+        )
+    elif op == "retain_grad":
+        limit = (
+            f"expected a loss that leaves the graph of its tensors alone, got one that "
+            f"asks a tensor to keep its gradient, where one tensor stands for all "
+            f'{one}s. Leave it out, or use strategy="loop".'
+        )
+    elif op in _AUTOGRAD or any(each in message for each in modes.BACKWARD_ERRORS):
+        return own_backward_pass(op)
+    elif (
+        in_place
+        or (op in _RECURRENT and modes.SHAPES_ERROR in message)
+        or any(each in message for each in modes.VMAP_ERRORS)
+    ):
+        shared = f"writes in place into a tensor that all {one}s share, or is too small"
+        values = "looks at values or has shapes that depend on them"
+        limit = (
+            f"expected ops that vmap can run for all {one}s at once, got one that "
+            f'{shared if in_place else values}. Use strategy="loop", which runs it '
+            f"{one} by {one}."
+        )
+    else:
+        return None
+    return UnsupportedOp(f"{op}: {limit}")
+
+
+_AUTOGRAD = {"grad", "backward", "requires_grad_", "requires_grad"}
+"""What a loss calls only if it differentiates on its own."""
+
+_RECURRENT = {"rnn_tanh", "rnn_relu", "lstm", "gru"}
+_RECURRENT |= {"rnn_tanh_cell", "rnn_relu_cell", "lstm_cell", "gru_cell"}
+"""What torch's vmap stumbles over with an error about shapes."""
+
+
+def in_place(func: Callable, kwargs: dict) -> bool:
+    """Tell whether a call writes into one of its arguments."""
+    name = getattr(func, "__name__", "")
+    ends = name.endswith("_") and not name.endswith("__")
+    return ends or name == "__setitem__" or kwargs.get("out") is not None

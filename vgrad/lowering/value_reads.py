@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vgrad.conditions import Unrepeatable, checks_collected, rare, static_values
-from vgrad.lowering.truthful import UnsupportedOp, among
+from vgrad.lowering.grad_flags import UnsupportedOp, among
 from vgrad.torch_private import kernels, modes
 from vgrad.tree import tree_map, tree_map_only
 from vgrad.typing import Strategy
