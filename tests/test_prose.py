@@ -9,7 +9,6 @@ ROOT = Path(__file__).parent.parent
 
 WAITING = (
     "vgrad/persample",
-    "vgrad/lowering",
     "vgrad/ensemble",
     "vgrad/distributed",
 )

@@ -29,7 +29,7 @@ from vgrad.torch_private.tensors import memory, version_of
 from vgrad.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Foreign = Callable[[Tensor], bool]
-"""Tells whether a tensor stands for a parameter."""
+"""Returns whether a tensor stands for a parameter."""
 
 Mapped = tuple[Tensor, int | None]
 """A tensor of all samples and the axis that they have, or one that all share."""
@@ -38,11 +38,7 @@ Mapped = tuple[Tensor, int | None]
 def for_samples(
     function: Any, args: tuple, kwargs: dict, foreign: Foreign
 ) -> tuple[Any, bool]:
-    """Run an autograd.Function; say whether it was called for one after another.
-
-    Raises:
-        UnsupportedOp: neither can be.
-    """
+    """Run an autograd.Function; return whether it was called for one after another."""
     if not _has_rule(function):
         return one_by_one(function, args, kwargs, foreign), True
     given = [modes.unwrap_all(each) for each in among(args, kwargs)]
@@ -62,7 +58,7 @@ def for_samples(
 
 
 def _has_rule(function: Any) -> bool:
-    """Tell whether there is something that torch could run under vmap."""
+    """Return whether torch can run a function under vmap."""
     plain = torch.autograd.Function
     if function.setup_context is plain.setup_context:
         return False
@@ -70,11 +66,7 @@ def _has_rule(function: Any) -> bool:
 
 
 def custom_function(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an autograd.Function, and check that `backward` gives its gradient.
-
-    Raises:
-        UnsupportedOp: its `vmap` leaves `backward` out.
-    """
+    """Run an autograd.Function, and check that its `vmap` runs its `backward`."""
     output = modes.custom_function_call(function, *args, **kwargs)
     own = function.vmap is not torch.autograd.Function.vmap
     if own and torch.is_grad_enabled() and _mapped_once((args, kwargs)):
@@ -92,7 +84,7 @@ def custom_function(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _mapped_once(values: Any) -> bool:
-    """Tell whether these tensors are mapped by one vmap alone, that over samples."""
+    """Return whether these tensors are mapped by the vmap over samples alone."""
     level = modes.current_level()
     for each in tree_leaves(values):
         if not isinstance(each, Tensor) or modes.level_of(each) != level:
@@ -133,11 +125,7 @@ def _passed_by(given: list[Tensor], made: list[Tensor]) -> bool:
 
 
 def one_by_one(function: Any, args: tuple, kwargs: dict, foreign: Foreign) -> Any:
-    """Call an autograd.Function for each sample, and stack what it returns.
-
-    Raises:
-        UnsupportedOp: the calls do not add up to one that stands for all samples.
-    """
+    """Call an autograd.Function for each sample, and stack its outputs."""
     call = _Call(function, args, kwargs, foreign)
     match modes.active_transforms():
         case ("Vmap",):
@@ -166,7 +154,7 @@ def once(function: Any, args: tuple, kwargs: dict, foreign: Foreign) -> Any:
 def undrawn(
     tensors: Sequence[Tensor], refusal: Callable[[str, str], Exception]
 ) -> Iterator[None]:
-    """Refuse random numbers in a block, which nobody sees, and put them back."""
+    """Refuse random numbers in a block, and put the generators back."""
     with RNG_LOCK:
         state = random_state(tensors)
         yield
@@ -189,7 +177,6 @@ class _Call:
     def __init__(
         self, function: Any, args: tuple, kwargs: dict, foreign: Foreign
     ) -> None:
-        """Take the arguments apart."""
         self.refusal = partial(refused, function.__name__)
         if checks_collected():
             raise Unrepeatable(f"{function.__name__}.apply runs sample by sample")
@@ -245,18 +232,20 @@ class _Call:
             self._form = form
         alike = repr(form) == repr(self._form)
         if not alike or any(type(each) not in _PLAIN for each in tree_leaves(form)):
-            raise self.refusal("tensors alone or what is the same for all", "others")
+            raise self.refusal(
+                "tensors alone or values that all samples share", "others"
+            )
         places = {memory(each) for each in tensors}
         if any(not e.requires_grad and memory(e) in places for e in found):
             raise self.refusal("outputs in memory of their own", "an argument's")
         return [each.clone() for each in found]  # so may the next call
 
     def is_foreign(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor that was no argument belongs to the loss."""
+        """Return whether a tensor that was no argument belongs to the loss."""
         return modes.is_wrapped(tensor) or self._foreign(tensor)
 
     def output(self, found: Iterable[Tensor]) -> Any:
-        """Put tensors in the places of those that one call returned."""
+        """Return the output of one call with other tensors in it."""
         own = iter(found)
         return tree_map(lambda e: next(own) if e is ... else e, self._form)
 
@@ -340,7 +329,7 @@ class _Call:
 class _Apart(torch.autograd.Function):
     """All calls, under a gradient that is taken inside of the vmap."""
 
-    foreign = True  # its backward pass runs that of the user's function
+    foreign = True  # its backward pass runs the one of the user's function
 
     @staticmethod
     def forward(call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -374,13 +363,12 @@ class _Apart(torch.autograd.Function):
 
 
 class _Watch(TorchFunctionMode):
-    """Refuses what a function takes from the loss beside its arguments.
+    """Refuses tensors of the loss that a function uses beside its arguments.
 
-    No gradient would lead there.
+    They would get no gradient.
     """
 
     def __init__(self, call: _Call, given: Iterable[Tensor]) -> None:
-        """Take the arguments."""
         super().__init__()
         self._call = call
         self._given = {id(each) for each in given}
@@ -388,7 +376,6 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Run one call of a torch function."""
         kwargs = kwargs or {}
         for each in among(args, kwargs):
             if id(each) not in self._given and self._call.is_foreign(each):
@@ -397,7 +384,7 @@ class _Watch(TorchFunctionMode):
 
 
 _PLAIN = {type(None), bool, int, float, str, type(...)}
-"""What outputs may be beside tensors."""
+"""Kinds of outputs beside tensors."""
 
 
 def _innermost() -> tuple[int, int]:
@@ -424,7 +411,7 @@ def _column(tensor: Tensor, axis: int | None, size: int) -> Sequence[Tensor]:
 
 
 def _filled(leaf: Tensor, grads: Sequence[Tensor | None]) -> Tensor | None:
-    """Stack gradients, with zeros for those of calls that have none."""
+    """Stack gradients, with zeros for calls that have none."""
     if all(each is None for each in grads):
         return None
     dense = [torch.zeros_like(leaf) if each is None else each for each in grads]

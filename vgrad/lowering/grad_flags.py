@@ -36,7 +36,6 @@ class Layouts:
     """The memory of one run of a function under vmap."""
 
     def __init__(self) -> None:
-        """Know of no odd layout yet."""
         self._odd: set[Any] = set()
         self._doubtful: list[tuple[Tensor, int]] = []
 
@@ -63,11 +62,11 @@ class Layouts:
                 self._odd.add(_memory(each))
 
     def is_odd(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor may have another layout than for one sample."""
+        """Return whether a tensor may have another layout than for one sample."""
         return bool(self._odd) and _memory(tensor) in self._odd
 
     def disturbed(self) -> bool:
-        """Tell whether something was written where it may have two meanings."""
+        """Return whether there was a write that may have two meanings."""
         return any(version_of(each) != version for each, version in self._doubtful)
 
 
@@ -91,8 +90,8 @@ def _methods(names: str) -> list[Callable]:
 
 
 def _attributes(names: str, *more: str, method: str = "__get__") -> list[Callable]:
-    found = [getattr(Tensor, name, None) for name in (*names.split(), *more)]
-    return [getattr(each, method) for each in found if each is not None]
+    parts = [getattr(Tensor, name, None) for name in (*names.split(), *more)]
+    return [getattr(each, method) for each in parts if each is not None]
 
 
 REQUIRES_GRAD, *_ = _attributes("requires_grad")
@@ -101,7 +100,7 @@ REQUIRES_GRAD, *_ = _attributes("requires_grad")
 GRAPH = {
     *_attributes("grad_fn is_leaf output_nr retains_grad grad_dtype", *private.GRAPH),
 }
-"""Questions that only a tensor without a graph, or a leaf, can answer."""
+"""Attributes that are the same for one sample only without a graph, or of a leaf."""
 
 HOOKS = {
     torch.detach_,
@@ -115,7 +114,7 @@ MEMORY = {
     *_methods("set_"),
     private.IS_VIEW,
 }
-"""Questions whose answer is never that of one sample."""
+"""Calls whose result is never the same for one sample."""
 
 STRIDES = {
     torch.as_strided,
@@ -132,25 +131,25 @@ AUTOGRAD = {
 """Calls of a loss that differentiates on its own."""
 
 ASKED = {REQUIRES_GRAD} | GRAPH | MEMORY
-"""Calls that only read, and have to be watched all the same."""
+"""Calls that only read, and have to be watched too."""
 
 _REFUSED: dict[Callable, Callable[[Tensor], bool]] = {
     **dict.fromkeys(GRAPH, lambda below: below.grad_fn is not None),
     **dict.fromkeys(HOOKS, lambda below: below.requires_grad),
     **dict.fromkeys(MEMORY | AUTOGRAD, lambda _: True),
 }
-"""Whether a call is refused, by what the first of its tensors wraps."""
+"""Whether a call is refused, by the tensor that the first of its tensors wraps."""
 
 
 @dataclass(frozen=True)
 class Truth:
-    """Answers for the tensors of one vmap.
+    """The flags of the tensors of one vmap.
 
     Attributes:
-        level: that of the vmap.
-        one: what it maps over, in a word.
-        otherwise: what to use for a function that asks for more.
-        layouts: how tensors lie in memory.
+        level: the level of the vmap.
+        one: a sample or a member, in a word.
+        otherwise: the strategy for a function that reads more of the graph.
+        layouts: the memory of tensors.
     """
 
     level: int
@@ -159,7 +158,7 @@ class Truth:
     layouts: Layouts = field(default_factory=Layouts)
 
     def afresh(self) -> "Truth":
-        """Return the same for another run, which knows of no tensors yet."""
+        """Return the same for another run, without tensors."""
         return replace(self, layouts=Layouts())
 
     def before(self, func: Callable, tensors: Sequence[Tensor]) -> None:
@@ -169,7 +168,7 @@ class Truth:
         self.refuse(func, tensors)
 
     def refuse(self, func: Callable, tensors: Sequence[Tensor]) -> None:
-        """Refuse a call whose answer would be wrong for one sample."""
+        """Refuse a call whose result would be wrong for one sample."""
         refused = _REFUSED.get(func)
         if not tensors or (refused is None and func not in STRIDES):
             return
@@ -182,7 +181,7 @@ class Truth:
         raise self.refusal(func)
 
     def refusal(self, func: Callable) -> UnsupportedOp:
-        """Return the error for a call whose answer would be wrong for one sample."""
+        """Return the error for a call whose result would be wrong for one sample."""
         if func in AUTOGRAD:
             return own_backward_pass(modes.op_name(func))
         return UnsupportedOp(
@@ -192,14 +191,14 @@ class Truth:
         )
 
     def after(self, func: Callable, tensors: Sequence[Tensor], output: Any) -> None:
-        """Make the results of a call truthful to code that no mode sees."""
+        """Set the flags of the results of a call, for code that no mode sees."""
         for each in output if isinstance(output, tuple | list) else (output,):
             if isinstance(each, Tensor):
                 self.tell(each)
         self.layouts.after(func, tensors, output)
 
     def end(self, results: Iterable[Tensor]) -> None:
-        """Refuse results that are not those of one sample."""
+        """Refuse results that would be others for one sample."""
         with modes.without_modes():
             for tensor in results:
                 self.tell(tensor)
@@ -213,7 +212,7 @@ class Truth:
             )
 
     def tell(self, tensor: Tensor) -> bool:
-        """Make a tensor, or what it wraps, say whether it requires grad.
+        """Copy `requires_grad` to a tensor, or to the one of this vmap that it wraps.
 
         Returns whether this vmap maps over it.
         """
@@ -236,9 +235,9 @@ class Truth:
         return not inner
 
     def hides(self, tensor: Tensor) -> bool:
-        """Tell whether the gradient inside this vmap hides the caller's.
+        """Return whether the gradient inside this vmap hides the caller's.
 
-        The transform inside takes for constant what only the caller differentiates.
+        The transform inside takes tensors for constants that the caller differentiates.
         """
         if modes.level_of(tensor) > self.level + 1:
             return False
@@ -276,9 +275,9 @@ def own_backward_pass(op: str) -> UnsupportedOp:
 def raise_clearly(
     error: RuntimeError, op: str, *, in_place: bool = False, one: str = "sample"
 ) -> NoReturn:
-    """Raise an error of vmap again in words that say what to do; others as they are.
+    """Raise an error of vmap in words that say what to do; others as they are.
 
-    `one` is what vmap maps over.
+    vmap maps over `one`: a sample or a member.
     """
     if isinstance(error, torch.OutOfMemoryError | UnsupportedOp):
         raise error
@@ -298,7 +297,7 @@ def raise_clearly(
 
 
 def _limit(message: str, op: str, *, in_place: bool, one: str) -> UnsupportedOp | None:
-    """Say which limit of vmap an error is about, and what to do; None for others."""
+    """Return the error for the limit of vmap that a message is about, if any."""
     differentiable = "expected ops that transforms of torch.func can differentiate, got"
     if modes.SAME_RANDOM_ERROR in message:
         limit = (
@@ -342,15 +341,15 @@ def _limit(message: str, op: str, *, in_place: bool, one: str) -> UnsupportedOp 
 
 
 _AUTOGRAD = {"grad", "backward", "requires_grad_", "requires_grad"}
-"""What a loss calls only if it differentiates on its own."""
+"""Calls of a loss that differentiates on its own."""
 
 _RECURRENT = {"rnn_tanh", "rnn_relu", "lstm", "gru"}
 _RECURRENT |= {"rnn_tanh_cell", "rnn_relu_cell", "lstm_cell", "gru_cell"}
-"""What torch's vmap stumbles over with an error about shapes."""
+"""Ops that raise an error about shapes under torch's vmap."""
 
 
 def in_place(func: Callable, kwargs: dict) -> bool:
-    """Tell whether a call writes into one of its arguments."""
+    """Return whether a call writes into one of its arguments."""
     name = getattr(func, "__name__", "")
     ends = name.endswith("_") and not name.endswith("__")
     return ends or name == "__setitem__" or kwargs.get("out") is not None

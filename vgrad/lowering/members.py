@@ -33,9 +33,7 @@ class Members(Answering):
 
     `told` is an optional callback, invoked once per op that has several forms, with the
     names of the op and of the form. With `chosen=False` all ops run in torch's own way,
-    except those that it runs member by member, wrongly or not at all. `truth` makes
-    tensors answer questions about themselves truthfully; what is asked and drawn is
-    noted in `draws`.
+    except ops that it runs member by member, wrongly or not at all.
     """
 
     def __init__(
@@ -46,7 +44,6 @@ class Members(Answering):
         draws: Draws | None = None,
         chosen: bool = True,
     ) -> None:
-        """Keep the callback, the promises, the truth and the forms."""
         super().__init__(*promises, truth=truth, draws=draws)
         self._told = told
         self._forms = FORMS if chosen else {}
@@ -54,7 +51,6 @@ class Members(Answering):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Run one call."""
         kwargs = kwargs or {}
         self.look_at_hooks()
         self.check(func, args, kwargs)
@@ -73,11 +69,11 @@ class Members(Answering):
             return found
         truth, tensors = self._truth, among(args, kwargs)
         assert truth is not None
-        # The modes of a surrounding loss must not see these questions.
+        # The modes of a surrounding loss must not see these calls.
         with modes.without_modes():
             truth.before(func, tensors)
             if func in HOOKS and tensors and tensors[0].requires_grad:
-                raise truth.refusal(func)  # on what all members share, too
+                raise truth.refusal(func)  # also on tensors that all members share
         output = self._run(func, args, kwargs)
         with modes.without_modes():
             truth.after(func, tensors, output)
@@ -91,7 +87,7 @@ class Members(Answering):
             with self:
                 return modes.opened(func)(*args, **kwargs)
         if func is modes.custom_function_call:
-            with self._draws.samples_at(None):  # what it draws in is its own affair
+            with self._draws.samples_at(None):  # its random ops have axes of their own
                 return func(*args, **kwargs)
         if func not in self._forms:
             return func(*args, **kwargs)
@@ -145,8 +141,8 @@ def convolution(plain: Callable) -> Callable[..., Chosen]:
         def separate(
             members: int, stacked: list[bool], *tensors: Tensor | None
         ) -> Tensor:
-            # The backward pass of unbind is one stack; that of indexing would be a
-            # whole tensor of zeros for each member.
+            # The backward pass of unbind is one stack; indexing would make a whole
+            # tensor of zeros for each member.
             columns = [
                 [x] * members if x is None or not own else x.unbind(0)
                 for x, own in zip(tensors, stacked, strict=True)
@@ -165,11 +161,11 @@ FORMS: dict[Callable, Callable[..., Chosen]] = {
     F.conv2d: convolution(F.conv2d),
     F.conv3d: convolution(F.conv3d),
 }
-"""Ops with several forms, and what chooses one by the arguments of a call."""
+"""Ops with several forms, and the choice of one by the arguments of a call."""
 
 
 def mapped_here(tensor: Tensor) -> bool:
-    """Tell whether the innermost transform is a vmap that maps over a tensor.
+    """Return whether the innermost transform is a vmap that maps over a tensor.
 
     If an outer vmap does, the transforms in between have to see torch's own op.
     """

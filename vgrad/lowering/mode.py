@@ -1,4 +1,4 @@
-"""The function mode that answers questions about values, and runs that may split."""
+"""The function mode that reads values for all samples, and runs that may split."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -23,32 +23,29 @@ def tried(
     differ: bool,
     again: Callable[[Draws], Any] | None = None,
 ) -> tuple[Any, Draws]:
-    """Run samples; return what that gives, or the `Parts` they fall into, and draws.
+    """Run samples; return the result, or the `Parts` they fall into, and draws.
 
-    These have the random numbers that the samples of the parts must see once more. If
-    they `differ` from sample to sample and there were some, all samples run `again` for
-    that.
-
-    Raises:
-        Undrawn: they came from another generator, whose state is not known.
+    The draws have the random numbers that the samples of the parts must be given again.
+    If they `differ` from sample to sample and there were some, all samples run `again`
+    for that. `Undrawn` if they came from another generator, whose state is unknown.
     """
     if draws.keys is not None:
-        return _parted(run, draws), draws
+        return _run_or_parts(run, draws), draws
     before = random_state(tensors) if differ else None
-    found = _parted(run, draws)
-    if not isinstance(found, Parts):
-        return found, draws
+    result = _run_or_parts(run, draws)
+    if not isinstance(result, Parts):
+        return result, draws
     if draws.own and draws.asked:
         raise Undrawn("some of a torch.Generator of the loss's own")
     if before is not None and draws.known is None and drawn_since(before, tensors):
         set_random_state(before)
         draws = Draws(known=[])
-        found = _parted(again or run, draws)
-    return found, draws
+        result = _run_or_parts(again or run, draws)
+    return result, draws
 
 
-def _parted(run: Callable[[Draws], Any], draws: Draws) -> Any:
-    """Return what a function does, or the parts into which its samples fall.
+def _run_or_parts(run: Callable[[Draws], Any], draws: Draws) -> Any:
+    """Return the result of a function, or the parts into which its samples fall.
 
     So nothing is left of the exception, which would keep all tensors.
     """
@@ -62,17 +59,16 @@ def _parted(run: Callable[[Draws], Any], draws: Draws) -> Any:
 
 
 class Answering(WriteGuard):
-    """The function mode that answers questions about values, with a `truth`.
+    """The function mode that reads values for the samples of a vmap, given its `truth`.
 
-    That says what the vmap maps over. What a loss asks and draws is noted in `draws`.
+    Reads and random numbers of a loss are noted in `draws`.
     """
 
     def __init__(
         self, *promises: Protected, truth: Truth | None, draws: Draws | None
     ) -> None:
-        """Start where nothing was asked."""
         self._draws = draws = draws or Draws()
-        if draws.keys is not None:  # a checkpoint draws what follows from its place
+        if draws.keys is not None:  # a checkpoint draws by its place in the loss
             promises += (Protected({}, "", "", draws.again),)
         super().__init__(*promises)
         self._truth = truth
@@ -103,7 +99,7 @@ class Answering(WriteGuard):
 
     @contextmanager
     def repeating(self, *args: Any) -> Iterator[None]:
-        """Be what the mode was when a checkpoint began, under a vmap like that one."""
+        """Restore the mode of the beginning of a checkpoint, under a vmap like it."""
         truth, again = self._truth, self._watched(repeated=True)
         with ExitStack() as stack:
             if truth is not None:
@@ -125,10 +121,9 @@ class Answering(WriteGuard):
                 self._truth = truth
 
     def __exit__(self, *raised: Any) -> None:
-        """Raise what stopped the loss, even if it went on all the same.
+        """Raise the error that stopped the loss, even if the loss caught it.
 
-        A single sample would not have been stopped, so what a loss does in answer is
-        not what it does with one.
+        A single sample would not have been stopped, so the loss may go on differently.
         """
         super().__exit__(*raised)
         stopped, self._stopped = self._stopped, None
@@ -141,17 +136,17 @@ class Answering(WriteGuard):
             self._draws.own = True
 
     def asked(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Answer one of the `QUESTIONS`, if all samples have the same answer."""
+        """Return the value of one of the `QUESTIONS`, if all samples have the same."""
         if self._truth is None:
             return NONE
-        found = answer(func, args, kwargs, self._truth.level, self._truth.one)
-        self._draws.asked |= found is not NONE
-        return found
+        value = answer(func, args, kwargs, self._truth.level, self._truth.one)
+        self._draws.asked |= value is not NONE
+        return value
 
     def stop(
         self, error: Split | RuntimeError, func: Callable, kwargs: dict
     ) -> NoReturn:
-        """Raise what stops the loss, in words that say what to do, and remember it."""
+        """Raise an error of the loss in words that say what to do, and remember it."""
         try:
             if isinstance(error, Split):
                 self._draws.asked = True

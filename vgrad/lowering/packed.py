@@ -1,8 +1,8 @@
 """Packed sequences, for samples that run as one.
 
-How `pack_padded_sequence` orders rows is said by lengths, which samples must share to
-run together. With known ones, packing and padding take rows by index, and a recurrent
-net runs once for all sequences of one length, in the form that it has without packing.
+`pack_padded_sequence` orders rows by lengths, which samples must share to run together.
+With known ones, packing and padding take rows by index, and a recurrent net runs once
+for all sequences of one length, in the form that it has without packing.
 
 T time steps, N sequences of a sample, R rows of all of them
 """
@@ -109,7 +109,7 @@ def _by_lengths(
 
 
 def _rows(sizes: list[int]) -> list[range]:
-    """Return which rows are those of each time step."""
+    """Return the rows of each time step."""
     starts = [sum(sizes[:step]) for step in range(len(sizes))]
     return [
         range(start, start + size) for start, size in zip(starts, sizes, strict=True)
@@ -117,7 +117,7 @@ def _rows(sizes: list[int]) -> list[range]:
 
 
 def _lengths(sizes: list[int]) -> list[int]:
-    """Return how long each sequence is."""
+    """Return the length of each sequence."""
     return [sum(size > number for size in sizes) for number in range(sizes[0])]
 
 

@@ -3,7 +3,7 @@
 With keys, the numbers that a random op draws for a sample are a function of the
 sample's key, of how many random ops ran before in the loss, and of each number's place
 in the sample's tensor. So a sample has the same numbers in any chunk, part, strategy or
-process. The ops of dropout, and those that draw uniform and normal numbers, take them
+process. The ops of dropout, and ops that draw uniform and normal numbers, take them
 from a hash for all samples at once. For the others torch's generators are seeded sample
 by sample.
 
@@ -52,10 +52,9 @@ from vgrad.tree import tree_map_only
 
 
 class Undrawn(RuntimeError):
-    """Random numbers cannot be had once more."""
+    """Random numbers cannot be repeated."""
 
     def __init__(self, got: str) -> None:
-        """Say which ones."""
         super().__init__(
             f"random numbers: expected some that a part of the samples can see again, "
             f'since their branches differ, got {got}. Use strategy="loop".'
@@ -64,12 +63,12 @@ class Undrawn(RuntimeError):
 
 @dataclass(frozen=True)
 class _Drawn:
-    """What one random op returned, or wrote."""
+    """The results of one random op, or its writes."""
 
     op: str
     results: list[Tensor]
     size: int  # the samples for which it drew
-    rows: Tensor  # those among them that run now
+    rows: Tensor  # the samples among them that run now
 
     def put(self, op: str, results: Sequence[Tensor], *, alone: bool) -> None:
         """Write the numbers of the samples that run now over others."""
@@ -88,17 +87,17 @@ class _Drawn:
 
 @dataclass(eq=False)
 class Draws:
-    """What is known of the random numbers of samples that run together.
+    """The state of the random numbers of samples that run together.
 
     Attributes:
-        asked: whether a question about values was answered.
-        own: whether they came from a `torch.Generator`, too.
-        known: what random ops returned, in order; None if nobody takes notes.
-        keys: those from which the random numbers follow, int64 `[B]`.
+        asked: whether a value was read.
+        own: whether numbers came from a `torch.Generator`, too.
+        known: the results of random ops, in order; None if they are not noted.
+        keys: keys from which the random numbers follow, int64 `[B]`.
         place: how many random ops of the loss ran before, where there are keys.
-        axis: where what they draw has its samples; None if nobody knows.
+        axis: the axis of samples in the numbers of an op; None if that is unclear.
         drew: whether there were random ops, where there are keys.
-        idle: whether nobody looks for them.
+        idle: whether random ops are left alone.
     """
 
     asked: bool = False
@@ -120,17 +119,17 @@ class Draws:
         return Draws(known=known)
 
     def each(self) -> Iterator["Draws"]:
-        """Yield those of one sample after another, where there are keys."""
+        """Yield the draws of one sample after another, where there are keys."""
         for row in range(0 if self.keys is None else len(self.keys)):
             yield self.of(torch.tensor([row]))
 
     def watched(
         self, size: int, *, alone: bool = False, repeated: bool = False
     ) -> AbstractContextManager:
-        """Hand out what is known, and note the rest, while a loss runs once.
+        """Hand out known numbers, and note the rest, while a loss runs once.
 
-        `alone` is a sample without a batch dimension; its numbers are not noted. Those
-        that a part of a loss draws when it is `repeated` have no place in the order.
+        `alone` is a sample without a batch dimension; its numbers are not noted. The
+        numbers of a part of a loss that is `repeated` have no place in the order.
         """
         if self.keys is not None:
             self.place = self.place if repeated else 0
@@ -141,9 +140,9 @@ class Draws:
 
     @contextmanager
     def samples_at(self, axis: int | None) -> Iterator[None]:
-        """Say where random ops have the samples in this block; None for nowhere.
+        """Set the axis of samples of random ops in this block; None for none.
 
-        What a block says holds in all blocks inside of it, if it is that.
+        None holds in all blocks inside of it.
         """
         before = self.axis
         self.axis = None if before is None else axis
@@ -153,7 +152,7 @@ class Draws:
             self.axis = before
 
     def again(self) -> Callable[[], AbstractContextManager]:
-        """Return what puts the place of now in place once more, for a repetition."""
+        """Return a context that restores the place of now, for a repetition."""
         place = self.place
 
         @contextmanager
@@ -173,7 +172,6 @@ class _Watch(DispatchMode):
     def __init__(
         self, known: list[_Drawn], size: int, *, alone: bool, repeated: bool
     ) -> None:
-        """Start with the first op."""
         super().__init__()
         self._repeated = repeated
         self._known = known
@@ -184,23 +182,21 @@ class _Watch(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Run one op, and put the numbers in place that are known."""
         kwargs = kwargs or {}
         name = op_name(func)
-        shown = name in SHOWN
-        if not shown:
+        if name not in SHOWN:
             if not may_draw(func):
                 return func(*args, **kwargs)
             tensors = among(args, kwargs)
             before = random_state(tensors)
-        found = func(*args, **kwargs)
-        if not shown:
+            result = func(*args, **kwargs)
             if drawn_since(before, tensors):
                 raise Undrawn(f"{name}, which keeps them to itself")
-            return found
+            return result
+        result = func(*args, **kwargs)
         if self._repeated:
             raise Undrawn(f"{name} in an activation checkpoint")
-        results = shown_results(func, args, kwargs, found)
+        results = shown_results(func, args, kwargs, result)
         if self._place < len(self._known):
             self._known[self._place].put(name, results, alone=self._alone)
         elif not self._alone:
@@ -208,14 +204,14 @@ class _Watch(DispatchMode):
             rows = torch.arange(self._size)
             self._known.append(_Drawn(name, kept, self._size, rows))
         self._place += 1
-        return found
+        return result
 
 
 def _own(drawn: _Drawn, known: Tensor, like: Tensor) -> Tensor | None:
     """Return the numbers of the samples that run now; None if that is unclear.
 
-    One axis is that of samples: [B, ...], or [B * k, ...] where a rule of vmap folds
-    another into it. Lowerings have it elsewhere, and fold nothing.
+    Samples have one axis: [B, ...], or [B * k, ...] where a rule of vmap folds another
+    into it. Lowerings have it elsewhere, and fold nothing.
     """
     if len(drawn.rows) == drawn.size:
         return known if known.shape == like.shape else None
@@ -254,19 +250,14 @@ class Unkeyed(RuntimeError):
     """Random numbers cannot follow from keys of samples."""
 
     def __init__(self, got: str) -> None:
-        """Say which ones."""
         super().__init__(
-            f"random numbers: expected those of torch's default generators in the "
+            f"random numbers: expected draws from torch's default generators in the "
             f"forward pass, for which keys of samples can stand, got {got}."
         )
 
 
 def check_drawn(before: RandomState, tensors: Iterable[Tensor]) -> None:
-    """Refuse numbers that were drawn elsewhere than in the loss; put them back.
-
-    Raises:
-        Unkeyed: there were some.
-    """
+    """Refuse numbers drawn elsewhere than in the loss, and put the generators back."""
     tensors = [*tensors]
     if drawn_since(before, tensors):
         set_random_state(before)
@@ -277,7 +268,6 @@ class Keyed(DispatchMode):
     """Runs the random ops of a loss, of all samples at once or of one `alone`."""
 
     def __init__(self, at: "Draws", *, alone: bool) -> None:
-        """Start at the place where the loss is."""
         super().__init__()
         assert at.keys is not None
         self._at = at
@@ -289,7 +279,6 @@ class Keyed(DispatchMode):
         self._kernels: AbstractContextManager = nullcontext()
 
     def __enter__(self) -> "Keyed":
-        """Begin; fused attention would keep its random numbers to itself."""
         self._before = random_state(())
         if torch.cuda.is_initialized():
             self._kernels = sdpa_kernel(SDPBackend.MATH)
@@ -297,7 +286,6 @@ class Keyed(DispatchMode):
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
-        """Put torch's generators back."""
         with ExitStack() as stack:
             stack.push(self._kernels)
             super().__exit__(*raised)
@@ -307,9 +295,8 @@ class Keyed(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Run one op."""
         if func in self._plain or not may_draw(func):
-            self._plain.add(func)  # the answer takes longer than most ops
+            self._plain.add(func)  # the check takes longer than most ops
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         name, given = op_name(func), named(func, args, kwargs)
@@ -320,12 +307,12 @@ class Keyed(DispatchMode):
         if given.get("generator") is not None:
             self._at.drew = True
             raise Unkeyed(
-                f"those of a torch.Generator of the loss's own in {name}. Leave its "
+                f"draws from a torch.Generator of the loss's own in {name}. Leave its "
                 f"generator out"
             )
         if given.get("dropout_state") is not None:
             raise Unkeyed(
-                f"those that cuDNN keeps for itself in {name}. Give the net dropout=0, "
+                f"draws that cuDNN keeps to itself in {name}. Give the net dropout=0, "
                 f"and put a Dropout between its layers"
             )
         if name not in SHOWN:
@@ -359,9 +346,9 @@ class Keyed(DispatchMode):
         return random_bits(self._streams(like.device), count).view(like.shape)
 
     def _bernoulli(self, name: str, func: Any, given: dict[str, Any]) -> Any:
-        """Draw what is true with one probability; None for other ops.
+        """Draw booleans of one probability, as for dropout; None for other ops.
 
-        Dropout does so. Nothing is left to torch, which takes longer than the hash.
+        torch, which would take longer than the hash, draws nothing.
         """
         if name == "native_dropout":
             keep = 1 - given["p"]
@@ -369,7 +356,7 @@ class Keyed(DispatchMode):
         elif name == "bernoulli" and isinstance(given.get("p"), float | int):
             keep, target = given["p"], given["self"]
             if "out" in given or not 0 <= keep <= 1:
-                return None  # torch knows what to do
+                return None  # torch raises, or writes the result
             target = target if writes(func) else torch.empty_like(target)
         else:
             return None
@@ -393,7 +380,7 @@ class Keyed(DispatchMode):
         """Let torch make the result, and write other numbers over its own."""
         self._keep(args, kwargs)
         sources = args, kwargs
-        if writes(func):  # what is read may be what is written
+        if writes(func):  # it may read the tensor that it writes
             copied = {id(each): each.clone() for each in among(args, kwargs)}
             sources = _replaced(args, kwargs, lambda each: copied[id(each)])
         found = func(*args, **kwargs)
@@ -460,7 +447,7 @@ class Keyed(DispatchMode):
                 sample[row].copy_(drawn)
 
     def _sized(self, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Let an op that is given a size make one sample."""
+        """Let an op that has an argument for the size make one sample."""
         if self._alone or "size" not in (given := named(func, args, kwargs)):
             return args, kwargs
         first, *rest = given["size"]
@@ -492,7 +479,7 @@ class Keyed(DispatchMode):
 
 
 def _does_not(name: str, given: dict[str, Any]) -> bool:
-    """Tell whether this call of a random op draws nothing."""
+    """Return whether this call of a random op draws nothing."""
     if name == "native_dropout":
         return given["train"] is False or not given["p"]
     return given.get("dropout_p") == 0  # of attention
@@ -509,7 +496,7 @@ def _seed(device: torch.device, seed: int) -> None:
 
 
 def _apart(size: int) -> Split:
-    """Have the samples run alone: it is not clear which numbers are whose."""
+    """Return the split into single samples, where the order of numbers is unclear."""
     rows = torch.arange(size).split(1)
     why = "a random op that draws for all at once in an order of its own"
     return Split(Parts(rows, where(sys._getframe(1)), "loop", why))

@@ -333,16 +333,6 @@ def recurrent_layer(
     states, the rest for the gates, and for that time memory for about `2 G` numbers per
     output. The backward pass runs in the widest dtype of inputs, states and weights,
     float32 at least; gradients other than `d_ih` and `d_hh` are cast back.
-
-    Example:
-        >>> weights, report = (torch.ones(2, 3), torch.ones(2, 2), None, None), []
-        >>> output, (h_n,) = recurrent_layer("rnn_tanh", torch.ones(7, 5, 3),
-        ...     (torch.zeros(5, 2),), weights, lambda *each: report.extend(each),
-        ...     anchor=torch.zeros((), requires_grad=True))
-        >>> h_n.sum().backward()
-        >>> d_ih, d_hh, x, h_prev = report
-        >>> torch.einsum("tno,tni->noi", d_ih, x).shape  # one gradient per sample
-        torch.Size([5, 2, 3])
     """
     checks.choice("recurrent_layer", _BACKWARD, mode=mode)
     if not anchor.requires_grad:
@@ -362,7 +352,7 @@ def recurrent_layer(
 
 
 class _Layer(Function):
-    """The kernel, or steps, which also return what the backward pass needs."""
+    """The kernel, or steps, which also return tensors for the backward pass."""
 
     @staticmethod
     def forward(

@@ -30,13 +30,11 @@ from vgrad.torch_private import modes
 def index_add(
     input: Tensor, dim: int, index: Tensor, source: Tensor, **options: Any
 ) -> Tensor:
-    """Add rows at an index as `torch.index_add` does, also in vmap.
+    """Add rows at an index as `torch.index_add` does.
 
-    Example:
-        >>> x, index = torch.zeros(2, 3), torch.tensor([[0, 0], [2, 1]])
-        >>> torch.vmap(lambda x, index: index_add(x, 0, index, torch.ones(2)))(x, index)
-        tensor([[2., 0., 0.],
-                [0., 1., 1.]])
+    Where each sample has an index of its own, torch's rule of vmap loops over the
+    samples, forward and backward. Here the rows of all samples become rows of one
+    tensor.
     """
     own = modes.is_batched(index) and index.dim() == 1 and input.dim() > 0
     if not own or options.keys() - {"alpha"}:
@@ -49,7 +47,7 @@ def index_add(
 def index_add_(
     input: Tensor, dim: int, index: Tensor, source: Tensor, **options: Any
 ) -> Tensor:
-    """Do the same in place."""
+    """Add rows in place."""
     return input.copy_(index_add(input, dim, index, source, **options))
 
 
@@ -93,7 +91,7 @@ class _IndexAdd(Function):
             return _IndexAdd.apply(input, dim + 1, index, source), 0
         index, count = index.movedim(in_dims[2], 0).long(), input.shape[dim + 1]
         first = torch.arange(size, device=index.device) * count
-        # What is out of range must not reach another sample.
+        # An index out of range must not reach another sample.
         fits = (index >= 0) & (index < count)
         rows = torch.where(fits, index + first[:, None], -1).flatten()
         input, source = (
@@ -173,7 +171,7 @@ VMAPPED: dict[Callable, Callable] = {
 
 
 Form = Callable[[], Any]
-"""What runs in the place of a call, as if the loss had written it."""
+"""Code that runs in the place of a call, as if the loss had written it."""
 
 FormOf = Callable[..., Form | None]
 """From the level of the vmap over samples and a call's arguments to the call's form.
@@ -207,7 +205,7 @@ def _getitem(level: int, x: Tensor, index: Any) -> Form | None:
 
 
 def _setitem(level: int, x: Tensor, index: Any, value: Any) -> Form | None:
-    """Write where masks hit; what is the same for all hits needs no count of them."""
+    """Write where masks hit; one value for all hits needs no count of them."""
     items = index if isinstance(index, tuple) else (index,)
     if not (masks := _masks(level, x, items)):
         return None
@@ -281,7 +279,7 @@ def _masked_select(
 def _nonzero(
     level: int, input: Tensor, *, as_tuple: bool = False, **options: Any
 ) -> Form | None:
-    """List the places of what is not zero: `[n, d]`, or d times `[n]`."""
+    """List the places of nonzero entries: `[n, d]`, or d times `[n]`."""
     values = physical(input, level)
     if options or values is None or not input.ndim:
         return None
@@ -419,7 +417,7 @@ def _by_places(level: int, items: Sequence[Any], masks: list[_Mask]) -> tuple | 
 
 
 def _hits(level: int, values: Tensor) -> tuple[Tensor, ...]:
-    """Return the places of what is not zero, along each axis: `[B, ...] -> d * [n]`."""
+    """Return the places of nonzero entries, along each axis: `[B, ...] -> d * [n]`."""
     with modes.exit_to(level):
         hit = values != 0
         counts = hit.flatten(1).sum(1)
