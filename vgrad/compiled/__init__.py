@@ -7,23 +7,20 @@ the ops that it called as a graph, which later calls run again.
 * `compile`: capture a transform or a step as graphs; the result is called as it is
 * `Compiled`: the type of the result
 * `choices`: the backends that `"auto"` chose, for another run
-* `Report`: a report of one capture
-* `CompiledExplanation`: the result of `explain` for a compiled function
 * `CompileWarning`: something runs in eager mode that was to be compiled
 * `Backend`, `Fallback`: the names that `compile` takes
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vgrad.compiled.captures import (
     Backend,
+    CaptureReport,
     Captures,
-    CompiledExplanation,
     CompileWarning,
     Fallback,
-    Report,
 )
 from vgrad.compiled.functions import (
     CompiledFunction,
@@ -35,6 +32,7 @@ from vgrad.compiled.functions import (
 from vgrad.ensemble.gradients import EnsembleGradFn
 from vgrad.ensemble.prediction import EnsembleForward
 from vgrad.persample.engine import Transform
+from vgrad.renamed import raising
 from vgrad.training.steps import EnsembleStep, OfSamples, PrivateStep, TrainStep
 from vgrad.typing import Arguments, Found, Same
 
@@ -42,12 +40,14 @@ __all__ = [
     "Backend",
     "CompileWarning",
     "Compiled",
-    "CompiledExplanation",
     "Fallback",
-    "Report",
     "choices",
     "compile",
 ]
+
+
+if not TYPE_CHECKING:  # which sees no other names
+    __getattr__ = raising(__name__)
 
 
 def __dir__() -> list[str]:
@@ -57,7 +57,7 @@ def __dir__() -> list[str]:
 class Compiled(Same[Arguments, Found], Protocol):
     """The result of `compile`: the same function, its attributes, and `reports()`."""
 
-    def reports(self) -> tuple[Report, ...]:
+    def reports(self) -> tuple[CaptureReport, ...]:
         """Return a report of every capture."""
         ...
 
@@ -173,11 +173,11 @@ def compile(
     return result
 
 
-def choices(reports: Sequence[Report]) -> dict[str, str]:
+def choices(reports: Sequence[CaptureReport]) -> dict[str, str]:
     """Return the backends that `"auto"` chose, which `compile(backend=...)` repeats.
 
     Example:
-        >>> choices([Report("clipped_grad", "0a1b", "inductor")])
+        >>> choices([CaptureReport("clipped_grad", "0a1b", "inductor")])
         {'0a1b': 'inductor'}
     """
     return {each.kind: each.backend for each in reports if each.backend != "eager"}

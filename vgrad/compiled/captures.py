@@ -22,8 +22,8 @@ from vgrad.compiled.guards import description, is_plain
 from vgrad.conditions import Unrepeatable
 from vgrad.generators import RNG_LOCK, RandomState, random_state, set_random_state
 from vgrad.persample.engine import constant
-from vgrad.persample.explain import aligned
 from vgrad.persample.rules.table import RULES
+from vgrad.report import Report, table
 from vgrad.torch_private import kernels, modes, tracing
 from vgrad.torch_private.tensors import like
 
@@ -41,8 +41,9 @@ class CompileWarning(UserWarning):
     """Something runs in eager mode that was to be compiled: right numbers, but slow."""
 
 
-class Report(NamedTuple):
-    """A report of one capture.
+@dataclasses.dataclass(frozen=True)
+class CaptureReport(Report):
+    """One capture of a compiled function.
 
     Attributes:
         name: the function.
@@ -53,8 +54,7 @@ class Report(NamedTuple):
         build_seconds: the time of the capture, compilation included.
         calls: how often the graph ran.
         redos: how often its result was dropped and computed in eager mode.
-        key: the arguments in words: dtypes and shapes in their order, and torch's
-            switches.
+        key: dtypes and shapes in the order of arguments, and torch's switches.
     """
 
     name: str
@@ -69,30 +69,29 @@ class Report(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class CompiledExplanation:
-    """The result of `explain` for a compiled function; `str` makes tables of it.
+class CompiledExplanation(Report):
+    """The report of `explain` for a compiled function.
 
     Attributes:
-        captures: a report of every capture so far.
-        eager: the explanation of the function in eager mode; None for a step.
+        captures: every capture so far.
+        eager: the report of the function in eager mode; None for a step.
     """
 
-    captures: tuple[Report, ...]
+    captures: tuple[CaptureReport, ...]
     eager: Any
 
     def __str__(self) -> str:
         head = ("capture", "backend", "nodes", "build", "calls", "redos", "key", "why")
         cells = [
             (
-                *(each.name, each.backend, f"{each.nodes:,}"),
-                *(f"{each.build_seconds:.1f} s", f"{each.calls:,}", f"{each.redos:,}"),
+                *(each.name, each.backend, each.nodes),
+                *(f"{each.build_seconds:.1f} s", each.calls, each.redos),
                 *(_shortened(each.key), each.why),
             )
             for each in self.captures
         ]
-        right = {2, 3, 4, 5}
-        table = aligned([head, *cells], right=right) if cells else "no captures yet"
-        return table if self.eager is None else f"{table}\n\n{self.eager}"
+        text = table([head, *cells], right={2, 3, 4, 5}) if cells else "no captures yet"
+        return text if self.eager is None else f"{text}\n\n{self.eager}"
 
 
 _SHOWN = 3
@@ -316,10 +315,10 @@ class Captures:
         options = self._backend, self._fallback
         return partial(Captures, verify=self._verify), options
 
-    def reports(self) -> tuple[Report, ...]:
+    def reports(self) -> tuple[CaptureReport, ...]:
         """Return a report of every capture."""
         return tuple(
-            Report(**each.report, calls=each.calls, redos=each.redos)
+            CaptureReport(**each.report, calls=each.calls, redos=each.redos)
             for each in self._captures
         )
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from vgrad import batches, checks, tree
-from vgrad.compiled.captures import Captures, CompiledExplanation, Report
+from vgrad.compiled.captures import CaptureReport, Captures, CompiledExplanation
 from vgrad.dp.plan import Plan
-from vgrad.persample.engine import Call, Chunk, Problem, Transform, at_a_time
+from vgrad.persample.engine import Call, Chunk, Evaluation, Transform, at_a_time
 from vgrad.persample.explain import explain
 from vgrad.persample.grad import WeightedGradFn, check_weights
 from vgrad.persample.gram import GramFn
@@ -42,7 +42,7 @@ class CompiledFunction:
         """The function that was compiled."""
         return self._function
 
-    def reports(self) -> tuple[Report, ...]:
+    def reports(self) -> tuple[CaptureReport, ...]:
         """Return a report of every capture."""
         return self._captures.reports()
 
@@ -89,7 +89,7 @@ class CompiledTransform(CompiledFunction):
         super().__init__(transform, captures)
         self._buckets = batch_sizes
         self._scale = transform.options.loss_scale
-        self._calls: Callable[[Problem], Call] | None = None
+        self._evaluation: Callable[[Call], Evaluation] | None = None
         self._keys: Tensor | None = None
 
     def explain(self, *arguments: Any) -> CompiledExplanation:
@@ -102,7 +102,7 @@ class CompiledTransform(CompiledFunction):
         return self._with_values(_scale=loss_scale)
 
     def over(
-        self, calls: Callable[[Problem], Call], parts: int = 1
+        self, evaluation: Callable[[Call], Evaluation], parts: int = 1
     ) -> "CompiledTransform":
         """Return the same function, in whose calls others take part.
 
@@ -112,7 +112,7 @@ class CompiledTransform(CompiledFunction):
         sizes = self._buckets
         if sizes is not None:
             sizes = tuple(sorted({-(-size // parts) for size in sizes}))
-        return self._with_values(_calls=calls, _buckets=sizes)
+        return self._with_values(_evaluation=evaluation, _buckets=sizes)
 
     def keyed(self, keys: Tensor | None) -> "CompiledTransform":
         """Return the same function of one batch, with keys of its samples.
@@ -143,7 +143,7 @@ class CompiledTransform(CompiledFunction):
         params, buffers, *samples = values
         batch, run = tuple(samples), transform.on_all
         given = params, buffers, batch, mask, more, self._scale, self._keys
-        plain = self._buckets is None and mask is None and self._calls is None
+        plain = self._buckets is None and mask is None and self._evaluation is None
         if plain and options.chunk_size is None and options.strategy != "loop":
             first = batch[0] if batch else None
             if isinstance(first, Tensor) and first.ndim and len(first):
@@ -155,8 +155,8 @@ class CompiledTransform(CompiledFunction):
             return self._padded(params, buffers, batch, mask, more, size)
         if size:
             self._captures.refuse(transform, 'strategy="loop" runs any Python')
-        if self._calls is not None:
-            run = transform.over(self._calls).on_all
+        if self._evaluation is not None:
+            run = transform.over(self._evaluation).on_all
         result = run(*given)
         return result if mask is None else transform.selected(result, mask, more)
 
@@ -187,19 +187,19 @@ class CompiledTransform(CompiledFunction):
             keys = None if keys is None else filled(keys, size, total)
         limit = total
         if transform.options.chunk_size is not None:
-            problem = transform.options.on(params, buffers, batch)
-            limit = min(limit, at_a_time(problem) or limit)
+            call = transform.options.on(params, buffers, batch)
+            limit = min(limit, at_a_time(call) or limit)
         if sizes is not None:
             limit = min(limit, sizes[-1])
         given = params, buffers, batch, mask, more, self._scale, keys
-        if self._calls is None and (total <= limit or not transform.joins):
+        if self._evaluation is None and (total <= limit or transform.quantity is None):
             result = self._captures(transform.on_all, *given)
         else:
-            problem = replace(transform.options, chunk_size=limit).on(*given)
-            result = transform.of((self._calls or Call)(problem), self._part)
+            call = replace(transform.options, chunk_size=limit).on(*given)
+            result = transform.of((self._evaluation or Evaluation)(call), self._part)
         return result if mask is None else transform.selected(result, rows, more)
 
-    def _part(self, part: Problem) -> Chunk:
+    def _part(self, part: Call) -> Chunk:
         return self._captures(
             self._function.part,
             part.params,
