@@ -12,7 +12,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.examples import examples
 from tests.losses import DEVICES, randn
-from vgrad.lowering.attention import fold, scaled_dot_product_attention
+from vgrad.lowering import attention
+
+fold = attention.fold
+scaled_dot_product_attention = attention.scaled_dot_product_attention
 
 
 def normal(*shape, device="cpu", **options):

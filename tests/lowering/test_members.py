@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from tests import oracle
 from tests.examples import examples
 from tests.losses import randn
-from vgrad.lowering.grad_flags import Truth
-from vgrad.lowering.members import FORMS, Members
+from vgrad.lowering import grad_flags, members
 from vgrad.torch_private import modes
 
 E = 3
@@ -35,8 +34,8 @@ def mapped(function, dims, *tensors, told=None, chosen=True):
     """Run under a vmap over members."""
 
     def one(*tensors):
-        truth = Truth(modes.current_level(), "member", "a loop")
-        with Members(told, truth=truth, chosen=chosen):
+        flags = grad_flags.GradFlags(modes.current_level(), "member", "a loop")
+        with members.Members(told, flags=flags, chosen=chosen):
             return function(*tensors)
 
     return torch.vmap(one, in_dims=dims)(*tensors)
@@ -280,7 +279,7 @@ def test_the_form_that_ran_is_told(plain, dims, name):
     tensors = own(*shapes, dims=dims)
     assert forms(plain, dims, *tensors) == [(plain.__name__, name)]
     assert forms(plain, dims, *tensors, chosen=False) == []
-    assert set(FORMS) == {F.linear, *CONVOLUTIONS}
+    assert set(members.FORMS) == {F.linear, *CONVOLUTIONS}
 
 
 @by_choice

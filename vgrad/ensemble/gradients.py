@@ -165,7 +165,7 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
     ) -> None:
         """Refuse a missing gradient where a single member has one."""
         # A graph is captured after a call in eager mode, which has checked.
-        branches = draws.asked and not checks_collected()
+        branches = draws.values_read and not checks_collected()
         if not names or (names in self._unreached and not branches):
             return
         given = call.tensors()

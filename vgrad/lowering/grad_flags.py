@@ -130,7 +130,7 @@ AUTOGRAD = {
 }
 """Calls of a loss that differentiates on its own."""
 
-ASKED = {REQUIRES_GRAD} | GRAPH | MEMORY
+WATCHED_READS = {REQUIRES_GRAD} | GRAPH | MEMORY
 """Calls that only read, and have to be watched too."""
 
 _REFUSED: dict[Callable, Callable[[Tensor], bool]] = {
@@ -142,7 +142,7 @@ _REFUSED: dict[Callable, Callable[[Tensor], bool]] = {
 
 
 @dataclass(frozen=True)
-class Truth:
+class GradFlags:
     """The flags of the tensors of one vmap.
 
     Attributes:
@@ -157,14 +157,14 @@ class Truth:
     otherwise: str
     layouts: Layouts = field(default_factory=Layouts)
 
-    def afresh(self) -> "Truth":
+    def afresh(self) -> "GradFlags":
         """Return the same for another run, without tensors."""
         return replace(self, layouts=Layouts())
 
     def before(self, func: Callable, tensors: Sequence[Tensor]) -> None:
         """Prepare the tensors among the arguments of a call, or refuse the call."""
         for tensor in tensors:
-            self.tell(tensor)
+            self.sync(tensor)
         self.refuse(func, tensors)
 
     def refuse(self, func: Callable, tensors: Sequence[Tensor]) -> None:
@@ -194,14 +194,14 @@ class Truth:
         """Set the flags of the results of a call, for code that no mode sees."""
         for each in output if isinstance(output, tuple | list) else (output,):
             if isinstance(each, Tensor):
-                self.tell(each)
+                self.sync(each)
         self.layouts.after(func, tensors, output)
 
     def end(self, results: Iterable[Tensor]) -> None:
         """Refuse results that would be others for one sample."""
         with modes.without_modes():
             for tensor in results:
-                self.tell(tensor)
+                self.sync(tensor)
             disturbed = self.layouts.disturbed()
         if disturbed:
             raise UnsupportedOp(
@@ -211,7 +211,7 @@ class Truth:
                 f"use {self.otherwise}."
             )
 
-    def tell(self, tensor: Tensor) -> bool:
+    def sync(self, tensor: Tensor) -> bool:
         """Copy `requires_grad` to a tensor, or to the one of this vmap that it wraps.
 
         Returns whether this vmap maps over it.

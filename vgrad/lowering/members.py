@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vgrad.functional.guards import Protected
-from vgrad.lowering.grad_flags import HOOKS, Truth, among
-from vgrad.lowering.mode import Answering
+from vgrad.lowering.grad_flags import HOOKS, GradFlags, among
+from vgrad.lowering.mode import ValueReadMode
 from vgrad.lowering.randomness import Draws
-from vgrad.lowering.value_reads import NONE, QUESTIONS, Split
+from vgrad.lowering.value_reads import NONE, VALUE_READS, SplitBatch
 from vgrad.lowering.vmap import VMAPPED
 from vgrad.torch_private import autograd, modes
 
@@ -28,7 +28,7 @@ Form = Callable[..., Tensor]
 """From E and tensors `[E, ...]` (`[...]` where all members share one) to `[E, ...]`."""
 
 
-class Members(Answering):
+class Members(ValueReadMode):
     """Under `torch.vmap` over members, runs each op in its best form.
 
     `told` is an optional callback, invoked once per op that has several forms, with the
@@ -40,11 +40,11 @@ class Members(Answering):
         self,
         told: Callable[[str, str], None] | None = None,
         *promises: Protected,
-        truth: Truth,
+        flags: GradFlags,
         draws: Draws | None = None,
         chosen: bool = True,
     ) -> None:
-        super().__init__(*promises, truth=truth, draws=draws)
+        super().__init__(*promises, flags=flags, draws=draws)
         self._told = told
         self._forms = FORMS if chosen else {}
 
@@ -60,23 +60,26 @@ class Members(Answering):
             self.note(kwargs)
         try:
             return self._all(func, args, kwargs)
-        except (Split, RuntimeError) as error:
+        except (SplitBatch, RuntimeError) as error:
             self.stop(error, func, kwargs)
 
     def _all(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one call for all members at once."""
-        if func in QUESTIONS and (found := self.asked(func, args, kwargs)) is not NONE:
+        if (
+            func in VALUE_READS
+            and (found := self.value_of(func, args, kwargs)) is not NONE
+        ):
             return found
-        truth, tensors = self._truth, among(args, kwargs)
-        assert truth is not None
+        flags, tensors = self._flags, among(args, kwargs)
+        assert flags is not None
         # The modes of a surrounding loss must not see these calls.
         with modes.without_modes():
-            truth.before(func, tensors)
+            flags.before(func, tensors)
             if func in HOOKS and tensors and tensors[0].requires_grad:
-                raise truth.refusal(func)  # also on tensors that all members share
+                raise flags.refusal(func)  # also on tensors that all members share
         output = self._run(func, args, kwargs)
         with modes.without_modes():
-            truth.after(func, tensors, output)
+            flags.after(func, tensors, output)
         return output
 
     def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -97,7 +100,7 @@ class Members(Answering):
         return func(*args, **kwargs) if form is None else form()
 
 
-def by_itself(
+def run_member(
     run: Callable[[], Any],
     casts: Callable[[], AbstractContextManager],
     draws: Draws | None,
@@ -107,7 +110,7 @@ def by_itself(
         known = nullcontext() if draws is None else draws.watched(1, alone=True)
         with known, casts():
             return run()
-    mode = Answering(truth=None, draws=draws)
+    mode = ValueReadMode(flags=None, draws=draws)
     with mode.inside(1, "different", casts, alone=True):
         return run()
 
@@ -120,7 +123,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Chosen:
     """Multiply the matrices of all members by one kernel, which adds the biases."""
     if bias is None or weight.ndim != 2 or bias.ndim != 1:
         return None, "torch"
-    if not (mapped_here(weight) and mapped_here(bias)):
+    if not (is_mapped_here(weight) and is_mapped_here(bias)):
         return None, "torch"
     return lambda: _batched(_linear, input, weight, bias), "baddbmm"
 
@@ -131,9 +134,9 @@ def convolution(plain: Callable) -> Callable[..., Chosen]:
     def choose(
         input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kw: Any
     ) -> Chosen:
-        if not mapped_here(weight):
+        if not is_mapped_here(weight):
             return None, "one convolution of all members' batches"
-        if not mapped_here(input):
+        if not is_mapped_here(input):
             return None, "one convolution with the channels of all members"
         if input.device.type != "cpu":
             return None, "grouped"
@@ -164,7 +167,7 @@ FORMS: dict[Callable, Callable[..., Chosen]] = {
 """Ops with several forms, and the choice of one by the arguments of a call."""
 
 
-def mapped_here(tensor: Tensor) -> bool:
+def is_mapped_here(tensor: Tensor) -> bool:
     """Return whether the innermost transform is a vmap that maps over a tensor.
 
     If an outer vmap does, the transforms in between have to see torch's own op.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vgrad.lowering.recurrent import NETS
-from vgrad.lowering.value_reads import NONE, answer
+from vgrad.lowering.value_reads import NONE, read_value
 from vgrad.lowering.vmap import Form, FormOf
 from vgrad.torch_private import kernels, modes
 
@@ -24,7 +24,7 @@ def _pack(
     level: int, input: Tensor, lengths: Tensor, batch_first: bool = False
 ) -> Form | None:
     """Take the rows of all sequences at one time after another: `-> [R, ...], [T]`."""
-    if (known := answer(Tensor.tolist, (lengths,), {}, level)) is NONE:
+    if (known := read_value(Tensor.tolist, (lengths,), {}, level)) is NONE:
         known = lengths.tolist()
     steps, count = input.shape[1 if batch_first else 0], input.shape[not batch_first]
     if len(known) != count or known != sorted(known, reverse=True):

@@ -38,7 +38,7 @@ from vgrad.generators import (
     unit,
 )
 from vgrad.lowering.grad_flags import among
-from vgrad.lowering.value_reads import Parts, Split, where
+from vgrad.lowering.value_reads import Partition, SplitBatch, where
 from vgrad.torch_private.tensors import (
     SHOWN,
     may_draw,
@@ -90,7 +90,7 @@ class Draws:
     """The state of the random numbers of samples that run together.
 
     Attributes:
-        asked: whether a value was read.
+        values_read: whether a value was read.
         own: whether numbers came from a `torch.Generator`, too.
         known: the results of random ops, in order; None if they are not noted.
         keys: keys from which the random numbers follow, int64 `[B]`.
@@ -100,7 +100,7 @@ class Draws:
         idle: whether random ops are left alone.
     """
 
-    asked: bool = False
+    values_read: bool = False
     own: bool = False
     known: list[_Drawn] | None = None
     keys: Tensor | None = None
@@ -495,11 +495,11 @@ def _seed(device: torch.device, seed: int) -> None:
     own.manual_seed(seed)
 
 
-def _apart(size: int) -> Split:
+def _apart(size: int) -> SplitBatch:
     """Return the split into single samples, where the order of numbers is unclear."""
     rows = torch.arange(size).split(1)
     why = "a random op that draws for all at once in an order of its own"
-    return Split(Parts(rows, where(sys._getframe(1)), "loop", why))
+    return SplitBatch(Partition(rows, where(sys._getframe(1)), "loop", why))
 
 
 def _replaced(

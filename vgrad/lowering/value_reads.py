@@ -26,7 +26,7 @@ NONE = object()
 """Returned in place of a value where all samples share the tensors of a call."""
 
 
-class Parts(NamedTuple):
+class Partition(NamedTuple):
     """The parts of a chunk that run again.
 
     Attributes:
@@ -42,7 +42,7 @@ class Parts(NamedTuple):
     why: str = ""
 
 
-class Split(BaseException):
+class SplitBatch(BaseException):
     """The samples of a chunk cannot go on together; they must run in several parts.
 
     Not an `Exception`, which a loss could catch.
@@ -52,18 +52,18 @@ class Split(BaseException):
         level: the level of the vmap over the samples; None for the innermost call.
     """
 
-    def __init__(self, parts: Parts, level: int | None = None) -> None:
+    def __init__(self, parts: Partition, level: int | None = None) -> None:
         super().__init__(parts.where)
         self.parts = parts
         self.level = level
 
 
-def answer(
+def read_value(
     func: Callable, args: tuple, kwargs: dict, level: int, one: str = "sample"
 ) -> Any:
     """Return the value that a call reads, the same for all samples, or all members.
 
-    `Split` if they have different ones; `UnsupportedOp` inside a vmap of the loss.
+    `SplitBatch` if they have different ones; `UnsupportedOp` inside a vmap of the loss.
     """
     with modes.without_modes():
         mapped = _mapped(args, kwargs, level)
@@ -74,7 +74,7 @@ def answer(
                 values = _values(func, args, kwargs, mapped)
             return _kept(func, mapped, values, one)
     # The mode of a vmap around this one reads the value in turn.
-    return agreed(_values(func, args, kwargs, mapped), level)
+    return unanimous(_values(func, args, kwargs, mapped), level)
 
 
 def with_numbers(
@@ -95,7 +95,7 @@ def with_numbers(
             return argument
         if argument.is_floating_point() or argument.is_complex():
             return argument
-        value = answer(Tensor.item, (argument,), {}, level)
+        value = read_value(Tensor.item, (argument,), {}, level)
         replaced |= value is not NONE
         return argument if value is NONE else value
 
@@ -112,14 +112,14 @@ def of_each(func: Callable, args: tuple, kwargs: dict, level: int) -> list | Non
     return _values(func, args, kwargs, mapped) if mapped else None
 
 
-def agreed(values: Sequence[Any], level: int) -> Any:
-    """Return the one value of all samples; `Split` if they have different ones."""
+def unanimous(values: Sequence[Any], level: int) -> Any:
+    """Return the one value of all samples; `SplitBatch` if they have different ones."""
     parts: dict[str, list[int]] = {}
     for row, value in enumerate(values):  # as text: nan is nan, and 0.0 is not -0.0
         parts.setdefault(repr(value), []).append(row)
     if len(parts) > 1:
         rows = [torch.tensor(each) for each in parts.values()]
-        raise Split(Parts(rows, where(sys._getframe(1))), level)
+        raise SplitBatch(Partition(rows, where(sys._getframe(1))), level)
     return values[0]
 
 
@@ -238,7 +238,7 @@ _AT_ONCE: dict[Callable, Callable] = {
 }
 """Reads of one number, and their conversions."""
 
-QUESTIONS = {
+VALUE_READS = {
     *_COMPARED,
     *(Tensor.__complex__, Tensor.tolist, Tensor.__contains__, Tensor.__format__),
     *(torch.equal, Tensor.equal, torch.allclose, Tensor.allclose),

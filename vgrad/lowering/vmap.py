@@ -23,7 +23,7 @@ from vgrad.lowering import recurrent
 from vgrad.lowering.attention import scaled_dot_product_attention
 from vgrad.lowering.functions import custom_function
 from vgrad.lowering.grad_flags import among
-from vgrad.lowering.value_reads import agreed, answer, of_each, physical
+from vgrad.lowering.value_reads import of_each, physical, read_value, unanimous
 from vgrad.torch_private import modes
 
 
@@ -177,7 +177,7 @@ FormOf = Callable[..., Form | None]
 """From the level of the vmap over samples and a call's arguments to the call's form.
 
 None is torch's own way, also for what torch refuses, so that the error is torch's.
-Raises `Split` where samples have different counts.
+Raises `SplitBatch` where samples have different counts.
 """
 
 
@@ -357,7 +357,7 @@ def _by_each(func: Callable) -> FormOf:
         if (found := of_each(func, args, kwargs, level)) is None:
             return None
         rows = [each if isinstance(each, tuple) else (each,) for each in found]
-        agreed([[each.shape for each in row] for row in rows], level)
+        unanimous([[each.shape for each in row] for row in rows], level)
         columns = zip(*rows, strict=True)
         with modes.exit_to(level):
             stacked = [torch.stack(each).to(given[0].device) for each in columns]
@@ -433,7 +433,7 @@ def _hits(level: int, values: Tensor) -> tuple[Tensor, ...]:
 
 def _one(level: int, counts: Tensor) -> int:
     """Return the whole number that all samples have in `[B]`."""
-    return answer(Tensor.item, (modes.add_batch_axis(counts, 0, level),), {}, level)
+    return read_value(Tensor.item, (modes.add_batch_axis(counts, 0, level),), {}, level)
 
 
 _BY_EACH = (torch.bincount, Tensor.bincount, torch.unique, Tensor.unique)
