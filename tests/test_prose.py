@@ -9,9 +9,7 @@ ROOT = Path(__file__).parent.parent
 
 WAITING = (
     "vgrad/persample",
-    "vgrad/lowering",
     "vgrad/ensemble",
-    "vgrad/compiled",
     "vgrad/distributed",
 )
 """Rooms whose prose is written when they are built anew."""
