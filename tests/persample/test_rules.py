@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode, wrap_torch_function
 import vgrad
 from tests import oracle
 from tests.examples import examples
-from vgrad.persample.engine import STRATEGIES, Call, Factors
+from vgrad.persample.engine import STRATEGIES, Call, Mapped
 from vgrad.persample.rules import RULES, Conv, Dense, Outer, Rule, rule
 
 # Torch says that an even kernel may cost a copy of its input, and where it loops.
@@ -439,22 +439,22 @@ def test_no_samples_have_no_gradients(name):
     assert all(not grad.any() for grad in result.grads.values())
 
 
-class Told(Factors):
-    """Keeps the uses of parameters as well."""
+class Uses(Mapped):
+    """Keeps the factors of parameters and their uses."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(lambda factor: factor)
         self.uses = []
 
-    def tell(self, use):
+    def callback(self, use):
         self.uses.append(use)
 
 
 def recorded(case, size=2):
-    """Return what a recorder finds out about a case: its `uses` and `factors`."""
+    """Return the `uses` of parameters in a case, and their factors as `values`."""
     params, batch = case.data(size)
-    problem = Call("test", case.loss).on(params, {}, batch)
-    return STRATEGIES["recorded"](problem, Told).collected
+    call = Call("test", case.loss).on(params, {}, batch)
+    return STRATEGIES["recorded"](call, Uses).collected
 
 
 def kinds_of(case, size=2):
@@ -504,7 +504,7 @@ def test_every_op_of_these_rooms_has_a_case():
 def test_cases_take_norms_from_products_and_from_gradients():
     outers, convs = set(), set()
     for case in CASES.values():
-        for factor in recorded(case).factors.values():
+        for factor in recorded(case).values.values():
             if isinstance(factor, Outer) and factor.inputs.shape[2] > 1:
                 outers.add(factor.by_gram)
             if isinstance(factor, Conv):

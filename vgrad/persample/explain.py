@@ -98,7 +98,7 @@ EXPANDED = "no rule fits: expanded over the samples"
 
 
 class Explains(Protocol[Found]):
-    """A function with a report of its own, as those of ensembles have."""
+    """A function with a report of its own, as functions of ensembles."""
 
     def explain(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Found:
         """Return the report."""

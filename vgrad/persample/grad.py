@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from operator import methodcaller
 from typing import Any, Literal, Unpack, overload
 
 import torch
@@ -10,10 +11,9 @@ from torch import Tensor
 from vgrad.persample.engine import (
     Call,
     Evaluation,
-    Gradients,
     Grouping,
     Groups,
-    Norms,
+    Mapped,
     Options,
     Quantity,
     Transform,
@@ -40,7 +40,7 @@ def per_sample_grad(
 ) -> Transform[Any]:
     """Gradient of every sample: `(params, buffers, *batch) -> {name: [B, *shape]}`.
 
-    The dtype is that of the parameters. It stores B gradients: for a norm or a sum use
+    The dtype is the parameters' own. It stores B gradients: for a norm or a sum use
     the transform that computes it. The options are in `vgrad.persample.Options`.
 
     Raises:
@@ -57,13 +57,14 @@ def per_sample_grad(
     """
     call = Call.of(per_sample_grad, loss, options, has_aux)
     quantity = Quantity(
-        lambda part: Gradients(), lambda collector, part: collector.grads, _joined_grads
+        lambda part: Mapped(methodcaller("grad")),
+        lambda collector, part: collector.values,
+        _joined_grads,
     )
     return Transform(call, quantity)
 
 
 def _joined_grads(parts: Iterator[Params], run: Evaluation) -> Params:
-    """Join the gradients of all chunks."""
     chunks, scaled = list(parts), run.call.loss_scale is not None
     grads = {}
     for name, value in run.params.items():
@@ -140,18 +141,18 @@ def per_sample_norm(
     check_groups("per_sample_norm", groups)
     call = Call.of(per_sample_norm, loss, options, has_aux)
     quantity = Quantity(
-        lambda part: Norms(),
+        lambda part: Mapped(methodcaller("norm")),
         partial(_measure_norms, groups),
         partial(_joined_norms, groups),
     )
     return Transform(call, quantity)
 
 
-def _measure_norms(groups: Groups, collector: Norms, part: Call) -> dict[str, Tensor]:
+def _measure_norms(groups: Groups, collector: Mapped, part: Call) -> dict[str, Tensor]:
     """Join the norms of the parameters in each group."""
     dtype = reductions.norm_dtype(part.params)
     return {
-        group: Norm.joint([collector.norms[name] for name in names]).value.to(dtype)
+        group: Norm.joint([collector.values[name] for name in names]).value.to(dtype)
         for group, names in members(part.function, groups, part.params).items()
     }
 
@@ -159,7 +160,6 @@ def _measure_norms(groups: Groups, collector: Norms, part: Call) -> dict[str, Te
 def _joined_norms(
     groups: Groups, parts: Iterator[dict[str, Tensor]], run: Evaluation
 ) -> Any:
-    """Join the norms of all chunks."""
     norms, empty = list(parts), reductions.no_norms(run.params, run.dtype)
     result = {
         group: joined(empty, [chunk[group] for chunk in norms])

@@ -106,9 +106,9 @@ def gradient_moments(
     batches, and the noise scale with it; `NoiseScale` averages over batches. A sample
     whose gradient is not finite spoils its parameters.
 
-    Cost: a gradient for every sample, formed for one parameter at a time and dropped,
-    so that recorded memory is that of one layer's gradients, and 32 bytes for each
-    number of the parameters.
+    Cost: a gradient for every sample, formed for one parameter at a time and dropped:
+    recorded, it takes the memory of one layer's gradients, and 32 bytes for each number
+    of the parameters.
 
     Reference: McCandlish et al., An Empirical Model of Large-Batch Training,
     arXiv 1812.06162; Liu et al., Understanding Why Neural Networks Generalize Well
@@ -140,7 +140,6 @@ class _MomentsFn(Transform):
 
 
 def _joined(parts: Iterator[tuple], run: Evaluation) -> GradientMoments:
-    """Merge the moments of all chunks."""
     running = _Running()
     for part in parts:
         running.add(*part)

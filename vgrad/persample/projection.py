@@ -59,7 +59,7 @@ def per_sample_projection(
 ) -> Transform[Any]:
     """Random projection of every gradient: `(params, buffers, *batch) -> [B, dim]`.
 
-    Inner products of projections are, on average over seeds, those of the gradients:
+    Inner products of projections are, on average over seeds, the gradients' own:
     `E <f_i, f_j> = sum_p <dL_i/dp, dL_j/dp>`. Entry k of a row is
     `sum_p <dL_b/dp, R_pk> / sqrt(dim)`. For a parameter with two or more dimensions,
     seen as a matrix `[O, P / O]`, the direction `R_pk` is the outer product of two
@@ -134,7 +134,6 @@ class _Directions:
         return Projections({name: self._of(name, p) for name, p in part.params.items()})
 
     def _of(self, name: str, like: Tensor) -> Probes:
-        """Return the directions of one parameter, on its device."""
         shape = (*like.shape, 2) if like.is_complex() else tuple(like.shape)
         key = (name, shape, like.device)
         if key not in self._drawn:

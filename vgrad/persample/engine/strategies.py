@@ -96,7 +96,7 @@ def _recorded(
 ) -> Chunk:
     """Record the loss, and pass on the factors of one backward pass or two.
 
-    `state` is that of the generators now, where random numbers may be drawn.
+    `state` is the generators' state now, if random numbers may be drawn.
     """
     accept = collector.first_pass or collector.take
     # Of the caller's grad mode. Inside the loss a sample keeps `requires_grad=True`,
@@ -303,7 +303,6 @@ def saved_bytes(call: Call) -> int:
 
 
 def _first(call: Call, params: Params, *, again: bool = False) -> Tensor:
-    """Return the loss of the first sample."""
     guard = _guard(call, again=again)
     return call.run_loss(params, call.batch.one(0), guard, alone=True)[0]
 
@@ -367,7 +366,6 @@ def _leaves(call: Call) -> Params:
 
 
 def _plain_gradient(of_params: Callable, call: Call) -> tuple:
-    """Differentiate by autograd."""
     leaves, create_graph = _leaves(call), call.differentiable
     params = call.params.values() if create_graph else ()
     with torch.enable_grad():
