@@ -186,9 +186,9 @@ def own_backward_passes(params: Collection[Tensor]) -> Iterator[None]:
             error.add_note(
                 "This happened in the backward pass of an autograd.Function, which is "
                 "expected to need nothing but its context: after its call a functional "
-                "model has no parameters, and its attributes are restored. Models whose "
-                "layers run again in a backward pass, such as reversible ones, need "
-                "plain autograd."
+                "model has no parameters, and its attributes are restored. Models "
+                "whose layers run again in a backward pass, such as reversible ones, "
+                "need plain autograd."
             )
         raise
     if before != _accumulated(params):
