@@ -165,10 +165,8 @@ class _Explaining(Transform):
 
 
 class _Silent(Fallbacks):
-    """Reasons that are in the report raise no warnings."""
-
-    def warn(self, text: str) -> None:
-        pass
+    def fell_back(self, text: str) -> None:
+        pass  # the report has the reason
 
 
 def _explained(call: Call) -> Explanation:

@@ -56,12 +56,16 @@ def per_sample_grad(
                 [ 6., 12.]])}
     """
     call = Call.of(per_sample_grad, loss, options, has_aux)
-    quantity = Quantity(
-        lambda part: Mapped(methodcaller("grad")),
-        lambda collector, part: collector.values,
-        _joined_grads,
-    )
-    return Transform(call, quantity)
+    return Transform(call, Quantity(_collect_grads, _grads, _joined_grads))
+
+
+# Functions of the module, so that transforms can be pickled.
+def _collect_grads(part: Call) -> Mapped:
+    return Mapped(methodcaller("grad"))
+
+
+def _grads(collector: Mapped, part: Call) -> Params:
+    return collector.values
 
 
 def _joined_grads(parts: Iterator[Params], run: Evaluation) -> Params:
@@ -140,12 +144,12 @@ def per_sample_norm(
     """
     check_groups("per_sample_norm", groups)
     call = Call.of(per_sample_norm, loss, options, has_aux)
-    quantity = Quantity(
-        lambda part: Mapped(methodcaller("norm")),
-        partial(_measure_norms, groups),
-        partial(_joined_norms, groups),
-    )
-    return Transform(call, quantity)
+    measure, join = partial(_measure_norms, groups), partial(_joined_norms, groups)
+    return Transform(call, Quantity(_collect_norms, measure, join))
+
+
+def _collect_norms(part: Call) -> Mapped:
+    return Mapped(methodcaller("norm"))
 
 
 def _measure_norms(groups: Groups, collector: Mapped, part: Call) -> dict[str, Tensor]:
@@ -222,16 +226,17 @@ def weighted_grad(
         {'w': tensor([1.5000, 1.0000])}
     """
     call = Call.of(weighted_grad, loss, options, has_aux)
-    quantity = Quantity(
-        _collect_sums, lambda collector, part: collector.sums, _joined_sums
-    )
-    return WeightedGradFn(call, quantity)
+    return WeightedGradFn(call, Quantity(_collect_sums, _sums, _joined_sums))
 
 
 def _collect_sums(part: Call) -> Weighted:
     check_weights(part.weights, part.batch.size)
     assert part.weights is not None
     return Weighted(part.weights, part.mask, summed=part.reducer.summed)
+
+
+def _sums(collector: Weighted, part: Call) -> Params:
+    return collector.sums
 
 
 def _joined_sums(parts: Iterator[Params], run: Evaluation) -> Params:

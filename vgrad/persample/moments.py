@@ -126,12 +126,16 @@ def gradient_moments(
         >>> moments.noise_scale
         tensor(0.0714)
     """
-    quantity = Quantity(
-        lambda part: Moments(part.batch.size, part.mask),
-        lambda collector, part: (collector.count, collector.means, collector.squares),
-        _joined,
-    )
-    return _MomentsFn(Call.of(gradient_moments, loss, options), quantity)
+    call = Call.of(gradient_moments, loss, options)
+    return _MomentsFn(call, Quantity(_collect, _measure, _joined))
+
+
+def _collect(part: Call) -> Moments:
+    return Moments(part.batch.size, part.mask)
+
+
+def _measure(collector: Moments, part: Call) -> tuple:
+    return collector.count, collector.means, collector.squares
 
 
 class _MomentsFn(Transform):

@@ -6,6 +6,7 @@ B samples, P numbers in a parameter, of which O are in its first dimension.
 import hashlib
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal, Unpack, get_args, overload
 
 import numpy as np
@@ -110,17 +111,18 @@ def per_sample_projection(
     [seed] = checks.whole(function, least=0, seed=seed)
     checks.choice(function, get_args(Kind), kind=kind)
     call = Call.of(per_sample_projection, loss, options, has_aux)
-    directions = _Directions(dim, seed, kind)
+    collect = _Directions(dim, seed, kind).collect
+    quantity = Quantity(collect, partial(_measure, dim), partial(_joined, dim))
+    return Transform(call, quantity)
 
-    def measure(collector: Projections, part: Call) -> Tensor:
-        dtype = reductions.norm_dtype(part.params)
-        return (collector.sums / math.sqrt(dim)).to(dtype)
 
-    def join(parts: Iterator[Tensor], run: Evaluation) -> Tensor:
-        empty = reductions.no_norms(run.params, run.dtype).new_zeros(0, dim)
-        return joined(empty, list(parts))
+def _measure(dim: int, collector: Projections, part: Call) -> Tensor:
+    return (collector.sums / math.sqrt(dim)).to(reductions.norm_dtype(part.params))
 
-    return Transform(call, Quantity(directions.collect, measure, join))
+
+def _joined(dim: int, parts: Iterator[Tensor], run: Evaluation) -> Tensor:
+    empty = reductions.no_norms(run.params, run.dtype).new_zeros(0, dim)
+    return joined(empty, list(parts))
 
 
 class _Directions:

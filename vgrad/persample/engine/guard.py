@@ -261,6 +261,10 @@ class Fallbacks:
                 f"of them run in {count} parts. The numbers are right, but slow."
             )
 
+    def fell_back(self, text: str) -> None:
+        """Warn of another strategy, whose reason is in `failure`."""
+        self.warn(text)
+
     def warn(self, text: str) -> None:
         """Warn once."""
         if text not in self._told:

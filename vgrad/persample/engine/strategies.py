@@ -212,7 +212,7 @@ def auto(call: Call, collect: Collect) -> Chunk:
         _restore_rng(call, state)
     else:
         if not failure.refused:
-            fallbacks.warn(
+            fallbacks.fell_back(
                 f"{call.function}: the recorder stopped at {failure.where}, so all "
                 f"gradients are stored, which is slow. {failure.why}"
             )
@@ -225,7 +225,7 @@ def auto(call: Call, collect: Collect) -> Chunk:
             why = _ADVICE.sub("", failure.why)
             error.add_note(f"A loop was tried, since a recorded pass ended in: {why}.")
         raise
-    fallbacks.warn(
+    fallbacks.fell_back(
         f"{call.function}: runs one sample after another, since neither a recorded "
         f"pass nor vmap can run the loss. The numbers are right, but slow. It stopped "
         f"at {failure.where}: {failure.why}"
