@@ -8,7 +8,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 WAITING = (
-    "vgrad/persample",
     "vgrad/ensemble",
     "vgrad/distributed",
 )
