@@ -12,7 +12,6 @@ WAITING = (
     "vgrad/lowering",
     "vgrad/ensemble",
     "vgrad/compiled",
-    "vgrad/distributed",
 )
 """Rooms whose prose is written when they are built anew."""
 
