@@ -21,7 +21,7 @@ from vgrad.compiled import Captures, CompiledStep, CompiledTransform
 from vgrad.distributed.options import Options, of_transform
 from vgrad.distributed.sharding import RankCall, sharded_call
 from vgrad.generators import RNG_LOCK, kept_random_state, sample_keys, torch_seed
-from vgrad.persample.engine import Call, Problem, Transform, constant
+from vgrad.persample.engine import LOCAL, Call, Evaluation, Reducer, Transform, constant
 from vgrad.persample.grad import WeightedGradFn
 from vgrad.persample.gram import GramFn
 from vgrad.precision import all_finite
@@ -387,7 +387,7 @@ class ParallelTransform:
         """Return sums over all ranks, and lists of this rank's samples."""
         *weights, params, buffers = arguments[: 3 if self._takes_weights else 2]
         if not any(isinstance(each, DTensor) for each in params.values()):
-            run = transform.over(call.of, self._ranks.size)
+            run = transform.over(call.evaluation, self._ranks.size)
             return run(*arguments, mask=mask)
         batch = arguments[len(weights) + 2 :]
         if not isinstance(transform, Transform):
@@ -447,12 +447,12 @@ class _Summed(RankCall):
         self._sums: Summing | None = None
         self._error: Exception | None = None
 
-    def of(self, problem: Problem) -> Call:
-        """Return a call in which all ranks take part."""
+    def evaluation(self, call: Call) -> Evaluation:
+        """Return the evaluation of a call in which all ranks take part."""
         # Random numbers may have to be drawn again, and then sums differ.
-        if self.ranks.size > 1 and problem.randomness == "error":
-            problem = replace(problem, others=_AsFormed(self.give, problem.params))
-        return Call(problem, reduce=self.summed)
+        if self.ranks.size > 1 and call.randomness == "error":
+            call = replace(call, reducer=_AsFormed(self.give, call.params))
+        return Evaluation(call, reduce=self.summed)
 
     def give(self, like: Params, name: str, value: Tensor) -> None:
         """Send one of some sums off, whose shapes and dtypes are these.
@@ -487,7 +487,7 @@ class _Summed(RankCall):
             self._sums.given_up()
 
 
-class _AsFormed:
+class _AsFormed(Reducer):
     """Sums of a whole batch, which go to the other ranks as soon as they are formed."""
 
     def __init__(
@@ -499,21 +499,14 @@ class _AsFormed:
             for name, value in params.items()
         }
 
-    def summed(self, name: str, value: Tensor) -> Tensor:
-        """Keep a sum here, which another strategy may form again."""
-        return value
-
     def settled(self, name: str, value: Tensor) -> Tensor:
         """Send a sum off."""
         self._give(self._like, name, value.to(self._like[name].dtype))
         return value
 
-    def anywhere(self, condition: bool) -> bool:
-        """Let each rank decide on its own."""
-        return condition
-
-    def of_part(self) -> None:
+    def of_part(self) -> Reducer:
         """Wait for all parts."""
+        return LOCAL
 
 
 @contextmanager

@@ -19,7 +19,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from vgrad import batches, files, tree
 from vgrad.persample.clipped import ClippedGradFn
-from vgrad.persample.engine import FINAL, Call, Transform, at_a_time
+from vgrad.persample.engine import (
+    NON_RETRYABLE,
+    Evaluation,
+    Reducer,
+    Transform,
+    at_a_time,
+)
 from vgrad.persample.grad import WeightedGradFn
 from vgrad.precision.loss_scale import LossScale
 from vgrad.ranks import Ranks, layout
@@ -239,7 +245,7 @@ class RankCall:
         """Complete collectives that other ranks have begun."""
 
 
-class _Gathering(RankCall):
+class _Gathering(RankCall, Reducer):
     """A call that gathers each parameter where it is used."""
 
     def __init__(self, what: str, ranks: Ranks) -> None:
@@ -287,11 +293,7 @@ class _Gathering(RankCall):
 
     settled = summed
 
-    def of_part(self) -> "_Gathering":
-        """Let all ranks take part, which have as many chunks."""
-        return self
-
-    def anywhere(self, condition: bool) -> bool:
+    def any_rank(self, condition: bool) -> bool:
         """Return whether a condition holds on any rank."""
         notes = self.exchange("condition", {"holds": condition})
         return any(note["holds"] for note in notes)
@@ -344,7 +346,7 @@ def sharded_call(
         _check(what, transform, ranks, params, buffers)
         size = batches.read(options.function, batch).size
     facts = {"strategy": options.strategy, "layout": layout({**params, **buffers})}
-    own = {"size": size, "mapped": options.fallbacks.mapped}
+    own = {"size": size, "mapped": options.fallbacks.failure is not None}
     notes = ranks.check_same(what, own, **facts)
     sizes = [note["size"] for note in notes]
     arguments = params, buffers, batch, mask, more
@@ -354,10 +356,10 @@ def sharded_call(
             recorded |= options.strategy == "auto"
         if recorded and any(sizes):
             try:
-                call = _Gathering(what, ranks)
-                with call.together():
+                gathering = _Gathering(what, ranks)
+                with gathering.together():
                     result = _where_used(
-                        transform, call, size, max(sizes), arguments, loss_scale
+                        transform, gathering, size, max(sizes), arguments, loss_scale
                     )
             except Exception as error:
                 _check_fallback(transform, ranks, error)
@@ -411,7 +413,7 @@ def _check_fallback(transform: Transform, ranks: Ranks, error: Exception) -> Non
     options = transform.options
     if options.strategy == "recorded":
         raise error
-    final = isinstance(error, FINAL)
+    final = isinstance(error, NON_RETRYABLE)
     notes = ranks.agree(f"sharded({options.function}), stopped", final=final)
     if any(note["final"] for note in notes):
         raise error
@@ -425,7 +427,7 @@ def _check_fallback(transform: Transform, ranks: Ranks, error: Exception) -> Non
 
 def _where_used(
     transform: Transform,
-    call: _Gathering,
+    gathering: _Gathering,
     own: int,
     size: int,
     arguments: tuple[Params, Buffers, Tree, Tensor | None, Any],
@@ -447,13 +449,13 @@ def _where_used(
         if weights is not None:
             weights = _filled(weights, size, again=False)
         keys = None if keys is None else _filled(keys, size)
-    parameters, fixed = call.lazy(params), call.lazy(buffers)
-    problem = transform.options.on(
+    parameters, fixed = gathering.lazy(params), gathering.lazy(buffers)
+    call = transform.options.on(
         parameters, fixed, batch, mask, weights, loss_scale, keys
     )
-    chunk = call.least(at_a_time(problem) or size)
-    problem = replace(problem, chunk_size=chunk, strategy="recorded", others=call)
-    result = transform.called(Call(problem), weights)
+    chunk = gathering.least(at_a_time(call) or size)
+    call = replace(call, chunk_size=chunk, strategy="recorded", reducer=gathering)
+    result = transform.called(Evaluation(call), weights)
     return result if mask is None else transform.selected(result, mask)
 
 
