@@ -9,7 +9,6 @@ ROOT = Path(__file__).parent.parent
 
 WAITING = (
     "vgrad/ensemble",
-    "vgrad/distributed",
 )
 """Rooms whose prose is written when they are built anew."""
 
