@@ -10,7 +10,6 @@ ROOT = Path(__file__).parent.parent
 WAITING = (
     "vgrad/persample",
     "vgrad/lowering",
-    "vgrad/ensemble",
     "vgrad/compiled",
     "vgrad/distributed",
 )

@@ -36,7 +36,7 @@ LEAST = 20_000
 
 
 class MembersState(NamedTuple):
-    """State of `for_members`: of the members, `[E, ...]`, and of what they share."""
+    """State of `for_members`: of the members, `[E, ...]`, and of shared parameters."""
 
     members: Tree
     shared: Tree
@@ -145,7 +145,7 @@ class _Members:
         if patterns and varied and shared_tx is None:
             raise ValueError(
                 "for_members(shared=..., [E] hyperparameters): expected shared_tx, the "
-                "transformation of the shared parameters, since those of the members "
+                "transformation of the shared parameters, since the members' "
                 "differ; got none."
             )
         self._alike = None if varied else self._of([])
@@ -302,7 +302,8 @@ def _mapped(function: Callable, *arguments: Tree) -> Any:
 
     `torch.vmap` treats trees in general, which costs as much as a small step.
     """
-    sizes = {leaf.shape[:1] for leaf in _leaves(arguments)}
+    _check_leaves(arguments)
+    sizes = {leaf.shape[:1] for leaf in tree_leaves(arguments)}
     if len(sizes) != 1 or not all(sizes):
         raise ValueError(
             f"for_members(transformation): expected parameters and a state of as many "
@@ -310,25 +311,23 @@ def _mapped(function: Callable, *arguments: Tree) -> Any:
             f"Make the state with init(params)."
         )
     ((size,),) = sizes
-
     modes.load_decompositions()
     with modes.vmap_level(size, "error") as level:
         inputs = map_tensors(lambda x: modes.add_batch_axis(x, 0, level), arguments)
-        result = function(*inputs)
-        _leaves(result)
-        return map_tensors(lambda x: modes.remove_batch_axis(x, level, size, 0), result)
+        outputs = function(*inputs)
+        _check_leaves(outputs)
+        return map_tensors(
+            lambda x: modes.remove_batch_axis(x, level, size, 0), outputs
+        )
 
 
-def _leaves(tree: Tree) -> list[Tensor]:
-    """Return the leaves of a tree of tensors, and refuse other leaves."""
-    leaves = tree_leaves(tree)
-    for leaf in leaves:
+def _check_leaves(tree: Tree) -> None:
+    for leaf in tree_leaves(tree):
         if not isinstance(leaf, Tensor):
             raise ValueError(
                 f"for_members(transformation): expected tensors in gradients, updates "
                 f"and state, got a {type(leaf).__name__}. Make it a tensor."
             )
-    return leaves
 
 
 def _donated(

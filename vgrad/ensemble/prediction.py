@@ -110,7 +110,7 @@ class EnsembleForward(EnsembleFn):
         )
 
     def _chunks(self, call: Call, batch: tuple) -> list[tuple]:
-        """Split the batch along the axis of samples, beside that of members."""
+        """Split the batch along the axis of samples, beside the member axis."""
         leaves, structure = tree_flatten(batch)
         items = zip(batch, call.dims[2:], strict=True)
         dims = [dim for item, dim in items for _ in tree_leaves(item)]
@@ -290,7 +290,7 @@ def predict(
     result is a `ValuePrediction` with these `quantiles`, levels from 0 to 1. The model
     takes inputs by position and returns one tensor. All members see the same inputs.
     The ensemble counts as a mixture of its members in equal parts, so variances are
-    over E and those of one member are zero. A sample with a logit that is NaN or
+    over E and zero for one member. A sample with a logit that is NaN or
     infinite above has NaN, and a value that is not finite a variance of NaN.
 
     The model runs in evaluation mode, whatever mode `fmodel` is in: no dropout, batch
@@ -315,7 +315,7 @@ def predict(
         chunk_size: samples at a time; None for all. Others as in `ensemble_grad`.
 
     Raises:
-        ValueError: the outputs are not those of this kind, or sizes do not fit.
+        ValueError: the outputs are not of this kind, or sizes do not fit.
         UnsupportedOp: as `ensemble_forward`.
         RankError: another rank failed, or has other options, samples or outputs.
 
@@ -372,7 +372,7 @@ def _outputs(
     batch = batches.read("predict", inputs)
     # An empty batch is run too, for the shape of its outputs.
     for start, stop in list(batches.chunks(batch.size, chunk_size)) or [(0, 0)]:
-        # Statistics of a chunk would not be those of the batch.
+        # Statistics of a chunk are not the batch's.
         guard = nullcontext() if chunk_size is None else LossGuard(given={})
         with torch.no_grad(), guard:
             rows = batch.sample(batch.part(start, stop).inputs)
@@ -571,7 +571,7 @@ def _entropy(probabilities: Tensor) -> Tensor:
 def _quantiles(values: Tensor, levels: Sequence[float]) -> Tensor:
     """Quantiles over members `[E, ...]`.
 
-    `torch.quantile` refuses empty tensors, and in some versions those of 2^24 numbers.
+    `torch.quantile` refuses empty tensors, and in some versions 2^24 numbers.
     """
     ordered = values.sort(0).values
     missing = ordered[-1].isnan()  # NaN is sorted to the end
