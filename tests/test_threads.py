@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import vgrad
 from tests import oracle
-from tests.training.test_training import plan
+from tests.training.test_steps import plan
 from vgrad import optim
 from vgrad.training import EnsembleState, TrainState, private_step, train_step
 

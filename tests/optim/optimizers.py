@@ -42,50 +42,34 @@ def each_list(function, tree):
     return pytree.tree_map(function, tree, is_leaf=lambda node: isinstance(node, list))
 
 
-def wrapper(make, **options) -> Case:
-    """An optimizer made from one number, about one."""
-    return Case(make, dict(h=[1.0, 0.5, 1.5]), **options)
-
-
-def averaged(params, state):
-    return optim.averaged_parameters(state)
-
-
 LR, DECAY, EPS = [0.01, 0.1, 0.001], [0.1, 0.0, 0.2], [1e-4, 1e-8, 1e-2]
 BETAS = ([0.9, 0.5, 0.8], [0.99, 0.9, 0.7])
 SLOW_BETAS = (BETAS[0], [0.999, 0.9, 0.5])
 ADAM = dict(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
-DAMPENED = dict(lr=LR, momentum=[0.9, 0.5, 0.0], dampening=[0.5, 0.0, 0.9])
-RPROP = dict(etas=([0.5, 0.3, 0.9], [1.2, 1.5, 3.0]))
-LARS = dict(lr=[2.0, 1.0, 4.0], momentum=[0.8, 0.5, 0.9], weight_decay=DECAY)
-FACTORED = dict(eps=([1e-4, 1e-8, 1e-2], [1e-2, 1e-3, 0.1]), d=[2.0, 1.0, 3.0])
 MUON = dict(lr=[0.02, 0.1, 0.01], weight_decay=[0.2, 0.1, 0.4], momentum=BETAS[0])
 FREE = dict(lr=[0.02, 0.1, 0.2], weight_decay=DECAY, weight_lr_power=[1.5, 2.0, 1.0])
+LIKE = dict(compiles=False)
+DECOUPLED = dict(decoupled_weight_decay=True)
 OPTIMIZERS = {
-    "sgd": Case(sgd, dict(lr=LR), compiles=False),
-    "sgd, dampened": Case(sgd, DAMPENED | dict(weight_decay=DECAY)),
+    "sgd": Case(sgd, dict(lr=LR), **LIKE),
+    "sgd, dampened": Case(sgd, dict(
+        lr=LR, momentum=[0.9, 0.5, 0.0], dampening=[0.5, 0.0, 0.9], weight_decay=DECAY
+    )),
     "sgd, nesterov": Case(
         partial(sgd, nesterov=True, maximize=True), dict(lr=LR, momentum=BETAS[0])
     ),
     "adam": Case(adam, ADAM),
     "adam, amsgrad": Case(partial(adam, amsgrad=True), ADAM),
-    "adamw": Case(adamw, ADAM, compiles=False),
-    "adamw, amsgrad": Case(
-        partial(adamw, amsgrad=True, maximize=True), ADAM, compiles=False
-    ),
+    "adamw": Case(adamw, ADAM, **LIKE),
+    "adamw, amsgrad": Case(partial(adamw, amsgrad=True, maximize=True), ADAM, **LIKE),
     "nadam": Case(optim.nadam, ADAM | dict(momentum_decay=[4e-3, 0.1, 0.0])),
-    "nadam, decoupled": Case(
-        partial(optim.nadam, decoupled_weight_decay=True), ADAM, compiles=False
-    ),
+    "nadam, decoupled": Case(partial(optim.nadam, **DECOUPLED), ADAM, **LIKE),
     "radam": Case(optim.radam, ADAM | dict(betas=SLOW_BETAS)),
-    "radam, decoupled": Case(
-        partial(optim.radam, decoupled_weight_decay=True), ADAM, compiles=False
-    ),
+    "radam, decoupled": Case(partial(optim.radam, **DECOUPLED), ADAM, **LIKE),
     "adamax": Case(partial(optim.adamax, maximize=True), ADAM),
-    "adagrad": Case(
-        optim.adagrad,
-        dict(lr=LR, lr_decay=DECAY, initial_accumulator_value=DECAY, eps=EPS),
-    ),
+    "adagrad": Case(optim.adagrad, dict(
+        lr=LR, lr_decay=DECAY, initial_accumulator_value=DECAY, eps=EPS
+    )),
     "adadelta": Case(optim.adadelta, dict(lr=LR, rho=BETAS[0], eps=EPS)),
     "rmsprop": Case(
         partial(optim.rmsprop, maximize=True), dict(lr=LR, alpha=BETAS[1], eps=EPS)
@@ -94,95 +78,95 @@ OPTIMIZERS = {
         partial(optim.rmsprop, centered=True),
         dict(lr=LR, alpha=BETAS[1], eps=EPS, momentum=BETAS[0]),
     ),
-    "rprop": Case(
-        optim.rprop,
-        RPROP | dict(lr=LR, step_sizes=([1e-6, 1e-3, 0.0], [50.0, 0.1, 0.01])),
-    ),
+    "rprop": Case(optim.rprop, dict(
+        lr=LR,
+        etas=([0.5, 0.3, 0.9], [1.2, 1.5, 3.0]),
+        step_sizes=([1e-6, 1e-3, 0.0], [50.0, 0.1, 0.01]),
+    )),
     "asgd": Case(
         optim.asgd,
         dict(lr=LR, lambd=DECAY, alpha=BETAS[0], t0=[2.0, 0.0, 1e6]),
         averages=True,
     ),
-    "lion": Case(
-        optim.lion,
-        dict(lr=LR, betas=([0.8, 0.9, 0.5], [0.9, 0.8, 0.7]), weight_decay=DECAY),
-    ),
+    "lion": Case(optim.lion, dict(
+        lr=LR, betas=([0.8, 0.9, 0.5], [0.9, 0.8, 0.7]), weight_decay=DECAY
+    )),
     "lamb": Case(optim.lamb, ADAM),
-    "lars": Case(optim.lars, LARS | dict(trust_coefficient=[0.01, 0.002, 0.02])),
-    "adafactor": Case(
-        optim.adafactor,
-        FACTORED | dict(lr=[0.05, 0.01, 0.1], beta2_decay=[-0.7, -0.5, -0.8]),
-    ),
+    "lars": Case(optim.lars, dict(
+        lr=[2.0, 1.0, 4.0],
+        momentum=[0.8, 0.5, 0.9],
+        weight_decay=DECAY,
+        trust_coefficient=[0.01, 0.002, 0.02],
+    )),
+    "adafactor": Case(optim.adafactor, dict(
+        lr=[0.05, 0.01, 0.1],
+        beta2_decay=[-0.7, -0.5, -0.8],
+        eps=([1e-4, 1e-8, 1e-2], [1e-2, 1e-3, 0.1]),
+        d=[2.0, 1.0, 3.0],
+    )),
     "muon": Case(
-        partial(optim.muon, dtype=torch.float64),
-        MUON | dict(eps=EPS),
-        matrices,
-        compiles=False,
+        partial(optim.muon, dtype=torch.float64), MUON | dict(eps=EPS), matrices, **LIKE
     ),
-    "muon, rounded": Case(optim.muon, MUON, matrices, smooth=False, compiles=False),
+    "muon, rounded": Case(optim.muon, MUON, matrices, smooth=False, **LIKE),
     "schedule_free_sgd": Case(optim.schedule_free_sgd, FREE | dict(momentum=BETAS[0])),
     "schedule_free_adamw": Case(
         optim.schedule_free_adamw, FREE | dict(betas=BETAS, eps=EPS)
     ),
-    "clip_by_value": wrapper(lambda h: chain(optim.clip_by_value(0.1 * h), sgd(0.1))),
-    "clip_by_global_norm": wrapper(
-        lambda h: chain(optim.clip_by_global_norm(0.2 * h), sgd(0.1))
+}  # fmt: skip
+
+# Transformations around others, made from one number, about one.
+AROUND = {
+    "clip_by_value": lambda h: chain(optim.clip_by_value(0.1 * h), sgd(0.1)),
+    "clip_by_global_norm": lambda h: chain(
+        optim.clip_by_global_norm(0.2 * h), sgd(0.1)
     ),
-    "clip_by_block_rms": wrapper(
-        lambda h: chain(optim.clip_by_block_rms(0.1 * h), sgd(0.1))
+    "clip_by_block_rms": lambda h: chain(optim.clip_by_block_rms(0.1 * h), sgd(0.1)),
+    "adaptive_grad_clip": lambda h: chain(optim.adaptive_grad_clip(0.1 * h), sgd(0.1)),
+    "centralize": lambda h: chain(optim.centralize(), sgd(0.1 * h)),
+    "zero_nans": lambda h: chain(optim.zero_nans(), sgd(0.1 * h)),
+    "scale": lambda h: optim.scale(-0.1 * h),
+    "scale_by_schedule": lambda h: optim.scale_by_schedule(
+        lambda t: -h * 0.1 / (t.double() + 1)
     ),
-    "adaptive_grad_clip": wrapper(
-        lambda h: chain(optim.adaptive_grad_clip(0.1 * h), sgd(0.1))
+    "masked": lambda h: chain(
+        optim.masked(optim.trace(0.5 * h), ["*.weight"]), sgd(0.1)
     ),
-    "centralize": wrapper(lambda h: chain(optim.centralize(), sgd(0.1 * h))),
-    "zero_nans": wrapper(lambda h: chain(optim.zero_nans(), sgd(0.1 * h))),
-    "scale": wrapper(lambda h: optim.scale(-0.1 * h)),
-    "scale_by_schedule": wrapper(
-        lambda h: optim.scale_by_schedule(lambda t: -h * 0.1 / (t.double() + 1))
+    "masked, decay": lambda h: chain(
+        optim.add_decayed_weights(0.1 * h, mask=["*.weight"]), sgd(0.1)
     ),
-    "masked": wrapper(
-        lambda h: chain(optim.masked(optim.trace(0.5 * h), ["*.weight"]), sgd(0.1))
+    "partition": lambda h: optim.partition(
+        {"*.bias": sgd(0.1 * h), "*": adamw(0.1 * h)}
     ),
-    "masked, decay": wrapper(
-        lambda h: chain(optim.add_decayed_weights(0.1 * h, mask=["*.weight"]), sgd(0.1))
+    "set_to_zero": lambda h: chain(optim.set_to_zero(["*.bias"]), adam(0.1 * h)),
+    "apply_if_finite": lambda h: optim.apply_if_finite(
+        adam(0.1 * h), max_consecutive_errors=3
     ),
-    "partition": wrapper(
-        lambda h: optim.partition({"*.bias": sgd(0.1 * h), "*": adamw(0.1 * h)})
+    "multi_steps": lambda h: optim.multi_steps(adam(0.1 * h), 2),
+    "ema": lambda h: chain(optim.ema(0.5 * h), sgd(0.1)),
+    "ema_parameters": lambda h: chain(sgd(0.1), optim.ema_parameters(0.5 * h)),
+    "polyak_average": lambda h: chain(sgd(0.1 * h), optim.polyak_average(start=1)),
+    "lookahead": lambda h: optim.lookahead(
+        adam(0.1), sync_period=2, slow_step_size=0.5 * h
     ),
-    "set_to_zero": wrapper(
-        lambda h: chain(optim.set_to_zero(["*.bias"]), adam(0.1 * h))
+    "inject_hyperparams": lambda h: optim.inject_hyperparams(
+        adamw,
+        lr=0.1 * h,
+        betas=(0.5 * h, 0.9),
+        weight_decay=lambda t: h / (t.double() + 1),
     ),
-    "apply_if_finite": wrapper(
-        lambda h: optim.apply_if_finite(adam(0.1 * h), max_consecutive_errors=3)
+    "reduce_on_plateau": lambda h: optim.reduce_on_plateau(adam, 0.1 * h)[0],
+    "add_noise": lambda h: chain(
+        optim.add_noise(0.1 * h, 0.55 * h, seed=7), sgd(0.1)
     ),
-    "multi_steps": wrapper(lambda h: optim.multi_steps(adam(0.1 * h), 2)),
-    "ema": wrapper(lambda h: chain(optim.ema(0.5 * h), sgd(0.1))),
-    "ema_parameters": wrapper(
-        lambda h: chain(sgd(0.1), optim.ema_parameters(0.5 * h)),
-        averages=True,
-        outcome=averaged,
-    ),
-    "polyak_average": wrapper(
-        lambda h: chain(sgd(0.1 * h), optim.polyak_average(start=1)),
-        averages=True,
-        outcome=averaged,
-    ),
-    "lookahead": wrapper(
-        lambda h: optim.lookahead(adam(0.1), sync_period=2, slow_step_size=0.5 * h)
-    ),
-    "inject_hyperparams": wrapper(
-        lambda h: optim.inject_hyperparams(
-            adamw,
-            lr=0.1 * h,
-            betas=(0.5 * h, 0.9),
-            weight_decay=lambda t: h / (t.double() + 1),
-        )
-    ),
-    "reduce_on_plateau": wrapper(lambda h: optim.reduce_on_plateau(adam, 0.1 * h)[0]),
-    "add_noise": wrapper(
-        lambda h: chain(optim.add_noise(0.1 * h, 0.55 * h, seed=7), sgd(0.1))
-    ),
-}
+}  # fmt: skip
+AVERAGED = dict(
+    averages=True, outcome=lambda params, state: optim.averaged_parameters(state)
+)
+for _name, _make in AROUND.items():
+    _averaged = _name in ("ema_parameters", "polyak_average")
+    OPTIMIZERS[_name] = Case(
+        _make, dict(h=[1.0, 0.5, 1.5]), **AVERAGED if _averaged else {}
+    )
 
 
 def each(**fields):
@@ -203,25 +187,14 @@ every = each()
 # The optimizers that torch has, too.
 
 TORCH = {
-    "sgd": (optim.sgd, torch.optim.SGD),
-    "adam": (optim.adam, torch.optim.Adam),
-    "adamw": (optim.adamw, torch.optim.AdamW),
-    "nadam": (optim.nadam, torch.optim.NAdam),
-    "radam": (optim.radam, torch.optim.RAdam),
-    "adamax": (optim.adamax, torch.optim.Adamax),
-    "adagrad": (optim.adagrad, torch.optim.Adagrad),
-    "adadelta": (optim.adadelta, torch.optim.Adadelta),
-    "rmsprop": (optim.rmsprop, torch.optim.RMSprop),
-    "rprop": (optim.rprop, torch.optim.Rprop),
-    "asgd": (optim.asgd, torch.optim.ASGD),
-    "adafactor": (optim.adafactor, torch.optim.Adafactor),
-    "muon": (optim.muon, torch.optim.Muon),
+    theirs.__name__.lower(): (getattr(optim, theirs.__name__.lower()), theirs)
+    for theirs in optim.interop.OPTIMIZERS
 }
 
 MORE = dict(betas=(0.8, 0.9), eps=1e-6)
-DECOUPLED = dict(decoupled_weight_decay=True)
-# Rates and options, to be multiplied by weight decay and direction. Long steps are left
-# out where a change of the start by one rounding changes torch by more than 1e-12.
+# Rates and options, to be multiplied by weight decay and direction; the last ones are
+# the furthest from the defaults. Long steps are left out where a change of the start by
+# one rounding changes torch by more than 1e-12.
 OPTIONS = {
     "sgd": [
         dict(lr=1e-4),
@@ -272,7 +245,6 @@ OPTIONS = {
         dict(lr=0.02, ns_coefficients=(2.0, -1.5, 0.5)),
     ],
 }
-"""Rates and options, the last ones the furthest from the defaults."""
 
 UNCOUNTED = [
     ("sgd", dict(weight_decay=0.1)),

@@ -1,6 +1,7 @@
 """Losses to train on, gradients of plain autograd, and runs of both libraries."""
 
 import torch
+from torch.utils import _pytree as pytree
 
 from vgrad import optim
 
@@ -9,31 +10,23 @@ def double(values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def rosenbrock():
-    """The valley of Rosenbrock, from the customary start."""
-
-    def loss(params):
-        x, y = params["x"], params["y"]
-        return (1 - x) ** 2 + 100 * (y - x**2) ** 2
-
-    return {"x": double(-1.2), "y": double(1.0)}, loss
+def rosenbrock(params):
+    """The valley of Rosenbrock, from the customary start at (-1.2, 1)."""
+    x, y = params["x"], params["y"]
+    return (1 - x) ** 2 + 100 * (y - x**2) ** 2
 
 
 def perceptron(*, sign=1.0):
     """A regression with one hidden layer, to be turned over where one maximizes."""
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    inputs, targets = normal(8, 3), normal(8, 2)
+    shapes = [(8, 3), (8, 2), (4, 3), (4,), (2, 4)]
+    drawn = random_tensors(dict(enumerate(shapes))).values()
+    inputs, targets, *start = drawn
 
     def loss(params):
         hidden = torch.tanh(inputs @ params["0.weight"].T + params["0.bias"])
         return sign * (hidden @ params["1.weight"].T - targets).square().mean()
 
-    shapes = {"0.weight": (4, 3), "0.bias": (4,), "1.weight": (2, 4)}
-    return {name: normal(*shape) for name, shape in shapes.items()}, loss
+    return dict(zip(("0.weight", "0.bias", "1.weight"), start, strict=True)), loss
 
 
 def matrices(*, sign=1.0):
@@ -43,21 +36,18 @@ def matrices(*, sign=1.0):
     return start, lambda params: loss({**params, "0.bias": bias})
 
 
-def random_gradients(params, *, seed, dtype=None):
+def random_tensors(shapes, *, seed=0, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: torch.randn(p.shape, generator=generator, dtype=torch.float64).to(
-            dtype or p.dtype
-        )
-        for name, p in params.items()
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        for name, shape in shapes.items()
     }
 
 
-def random_tensors(shapes, *, seed=0, dtype=torch.float64):
-    return random_gradients(
-        {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()},
-        seed=seed,
-    )
+def random_gradients(params, *, seed, dtype=None):
+    dtype = dtype or next(iter(params.values()), torch.ones(())).dtype
+    shapes = {name: p.shape for name, p in params.items()}
+    return random_tensors(shapes, seed=seed, dtype=dtype)
 
 
 def leaves_of(params):
@@ -72,8 +62,16 @@ def values(leaves):
 def gradients(loss, params):
     """The gradients of plain autograd."""
     leaves = leaves_of(params)
-    found = torch.autograd.grad(loss(leaves), list(leaves.values()))
-    return dict(zip(leaves, found, strict=True))
+    grads = torch.autograd.grad(loss(leaves), list(leaves.values()))
+    return dict(zip(leaves, grads, strict=True))
+
+
+def stacked(trees):
+    return pytree.tree_map(lambda *leaves: torch.stack(leaves), *trees)
+
+
+def member(tree, index):
+    return pytree.tree_map(lambda leaf: leaf[index], tree)
 
 
 def train(tx, params, loss, steps, state=None):

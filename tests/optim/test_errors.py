@@ -28,14 +28,12 @@ DECAYING = "sgd adam adamw nadam radam adamax adagrad adadelta rmsprop asgd lion
 DECAYING += "lars adafactor muon schedule_free_sgd schedule_free_adamw"
 FREE = "schedule_free_sgd schedule_free_adamw schedule_free"
 WITH_EPS = "adam adamw nadam radam adamax adagrad adadelta rmsprop lamb muon "
+WITH_BETAS = "adam adamw nadam radam adamax lamb lion schedule_free_adamw"
 # Names, an argument of each, and what is expected of it.
 RANGES = [
     (DECAYING + " rprop schedule_free reduce_on_plateau", dict(lr=-0.1), "lr >= 0"),
     (DECAYING, dict(weight_decay=-1), "weight_decay >= 0"),
     (WITH_EPS + "schedule_free_adamw", dict(eps=-1.0), "eps >= 0"),
-    ("adam nadam lion", dict(betas=(1.0, 0.9)), "0 <= betas[0] < 1, got 1.0"),
-    ("adamw adamax", dict(betas=(0.9, -0.1)), "0 <= betas[1] < 1, got -0.1"),
-    ("radam lamb schedule_free_adamw", dict(betas=(0.9, 1.0)), "0 <= betas[1] < 1, g"),
     ("sgd", dict(lr=math.nan), "lr >= 0"),
     ("sgd rmsprop lars muon", dict(momentum=-1.0), "momentum >= 0"),
     ("nadam", dict(momentum_decay=-1), "momentum_decay >= 0"),
@@ -53,7 +51,7 @@ RANGES = [
     ("adafactor", dict(d=0.5), "d >= 1"),
     ("muon", dict(adjust_lr_fn="rms"), "one of None, 'original', 'match_rms_adamw'"),
     ("orthogonalize", dict(ns_coefficients=(1.0, 2.0)), "three numbers"),
-    ("orthogonalize", dict(ns_steps=100), "less than 100"),
+    ("orthogonalize", dict(ns_steps=100), "-1 < ns_steps < 100"),
     ("orthogonalize", dict(ns_steps=-1), "a whole number >= 0"),
     ("orthogonalize", dict(dtype=torch.int64), "a real floating-point dtype"),
     ("schedule_free_sgd", dict(momentum=-0.5), "0 <= momentum < 1"),
@@ -93,6 +91,12 @@ NAMES = "got none. The names are 'b', 'w'."
 NUMBER = "expected a number or a tensor without dimensions. For one value per member, "
 # A call, and the beginning of what is said.
 VALUES = [
+    *(
+        (partial(getattr(optim, name), betas=betas), f"{name}(betas[{bad}]={betas[bad]}"
+         f"): expected 0 <= betas[{bad}] < 1.")
+        for name in WITH_BETAS.split()
+        for bad, betas in enumerate([(1.0, 0.9), (0.9, -0.1)])
+    ),
     (partial(sgd, nesterov=True),
      "sgd(nesterov=True, momentum=0.0, dampening=0.0): expected momentum > 0"),
     (partial(sgd, momentum=0.9, dampening=0.5, nesterov=True),

@@ -448,7 +448,7 @@ RANGES = [
     ("cosine_with_restarts", dict(T_mult=1.5), "a whole number >= 1."),
     ("cyclic", dict(step_size_down=0), "a whole number >= 1."),
     ("cyclic", dict(mode="square"), "one of 'triangular', 'triangular2', 'exp_range'."),
-    ("one_cycle", dict(pct_start=1.5), "at most 1."),
+    ("one_cycle", dict(pct_start=1.5), "pct_start <= 1."),
     ("one_cycle", dict(div_factor=0.0), "div_factor > 0."),
     ("one_cycle", dict(anneal_strategy="sine"), "one of 'cos', 'linear'."),
 ]

@@ -70,28 +70,6 @@ Parts of optimizers:
 from typing import TYPE_CHECKING
 
 from vgrad.optim import schedules
-from vgrad.optim.adaptive import (
-    adadelta,
-    adafactor,
-    adagrad,
-    adam,
-    adamax,
-    adamw,
-    lamb,
-    nadam,
-    radam,
-    rmsprop,
-    scale_by_adadelta,
-    scale_by_adam,
-    scale_by_adamax,
-    scale_by_amsgrad,
-    scale_by_factored_rms,
-    scale_by_nadam,
-    scale_by_radam,
-    scale_by_rms,
-    scale_by_rss,
-    scale_by_stddev,
-)
 from vgrad.optim.averaging import (
     apply_if_finite,
     averaged_parameters,
@@ -122,18 +100,38 @@ from vgrad.optim.hyperparams import (
     with_hyperparams,
 )
 from vgrad.optim.interop import as_torch, from_torch, to_torch
-from vgrad.optim.muon import muon, orthogonalize
-from vgrad.optim.sgd import (
+from vgrad.optim.methods import (
+    adadelta,
+    adafactor,
+    adagrad,
+    adam,
+    adamax,
+    adamw,
     asgd,
+    lamb,
     lars,
     lion,
+    nadam,
+    radam,
+    rmsprop,
     rprop,
+    scale_by_adadelta,
+    scale_by_adam,
+    scale_by_adamax,
+    scale_by_amsgrad,
+    scale_by_factored_rms,
     scale_by_lion,
+    scale_by_nadam,
+    scale_by_radam,
+    scale_by_rms,
     scale_by_rprop,
+    scale_by_rss,
+    scale_by_stddev,
     scale_by_trust_ratio,
     sgd,
     trace,
 )
+from vgrad.optim.muon import muon, orthogonalize
 from vgrad.optim.transforms import (
     add_decayed_weights,
     masked,

@@ -1,8 +1,7 @@
 """Averages of gradients and parameters, and optimizers around optimizers.
 
-These run the inner update at every call, and `torch.where` chooses, on the device,
-whether its result is kept: nothing waits, and under `torch.vmap` each member has its
-own choice.
+The inner update runs at every call, and `torch.where` chooses, on the device, whether
+its result is kept: nothing waits, and under `torch.vmap` each member has its choice.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.optim.base import (
+    SHARE,
     GradientTransformation,
     Number,
     Rate,
@@ -21,7 +21,7 @@ from vgrad.optim.base import (
     advance,
     chain,
     check_numbers,
-    check_shares,
+    check_range,
     copies,
     counter,
     filled,
@@ -37,7 +37,7 @@ from vgrad.optim.base import (
     scalar,
     states_of,
 )
-from vgrad.optim.sgd import average_after, sgd
+from vgrad.optim.methods import average_after, sgd
 from vgrad.optim.transforms import ascent, descent
 from vgrad.tree import cast, map_values, tree_map, widened
 from vgrad.typing import Params, Tree
@@ -47,17 +47,15 @@ def ema(decay: Number, *, debias: bool = True) -> GradientTransformation:
     """Replace gradients by their exponential moving average.
 
     `m = decay * m + (1 - decay) * g` from zero; the update is `m`, divided by
-    `1 - decay^t` at step `t` for `debias`. State: one tensor per parameter.
-
-    Reference: Kingma and Ba, arXiv 1412.6980, section 3.
+    `1 - decay^t` at step `t` for `debias`. State: one tensor per parameter. Reference:
+    Kingma and Ba, arXiv 1412.6980, section 3.
 
     Example:
-        >>> tx, grads = ema(0.5), {"w": torch.ones(2)}
-        >>> updates, state = tx.update(grads, tx.init(grads))
-        >>> updates, state.slots["ema"]
-        ({'w': tensor([1., 1.])}, {'w': tensor([0.5000, 0.5000])})
+        >>> tx, grads = ema(0.5, debias=False), {"w": torch.ones(2)}
+        >>> tx.update(grads, tx.init(grads))[0]
+        {'w': tensor([0.5000, 0.5000])}
     """
-    check_shares("ema", decay=decay)
+    check_range("ema", *SHARE, decay=decay)
 
     def at(count):
         correction = 1 - decay ** count.double()
@@ -75,23 +73,17 @@ def ema_parameters(decay: Number) -> GradientTransformation:
     """Keep an exponential moving average of the parameters; updates pass unchanged.
 
     `average = decay * average + (1 - decay) * p` with the parameters `p` after each
-    step, and `average = p` after the first: the numbers of
-    `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)`. Put it
-    last in a chain, and read it by `averaged_parameters`. State: one tensor per
-    parameter.
-
-    Reference: Tarvainen and Valpola, arXiv 1703.01780.
+    step, and `average = p` after the first, as in `torch.optim.swa_utils.AveragedModel`
+    with `get_ema_multi_avg_fn(decay)`. Put it last in a chain, and read it by
+    `averaged_parameters`. State: one tensor per parameter. Reference: Tarvainen and
+    Valpola, arXiv 1703.01780.
 
     Example:
-        >>> from vgrad.optim import chain, sgd, step
-        >>> tx, params = chain(sgd(1.0), ema_parameters(0.5)), {"w": torch.ones(1)}
-        >>> state = tx.init(params)
-        >>> for _ in range(2):
-        ...     params, state = step(tx, {"w": torch.ones(1)}, state, params)
-        >>> params, averaged_parameters(state)
-        ({'w': tensor([-1.])}, {'w': tensor([-0.5000])})
+        >>> tx = chain(sgd(1.0), ema_parameters(0.999))
+        >>> averaged_parameters(tx.init({"w": torch.ones(2)}))
+        {'w': tensor([1., 1.])}
     """
-    check_shares("ema_parameters", decay=decay)
+    check_range("ema_parameters", *SHARE, decay=decay)
 
     def share(count):
         first = (count == 1).double()
@@ -104,11 +96,8 @@ def polyak_average(*, start: int | Tensor = 0) -> GradientTransformation:
     """Keep the mean of the parameters over all steps; updates pass unchanged.
 
     The mean is over the parameters after each step later than `start`; until then it is
-    the parameters themselves. With `start=0` these are the numbers of
-    `torch.optim.swa_utils.AveragedModel`. Use and state are as in `ema_parameters`.
-
-    Reference: Polyak and Juditsky, SIAM J. Control and Optimization 30 (1992); Izmailov
-    et al., arXiv 1803.05407.
+    the parameters themselves. `start=0` is torch's `AveragedModel`. Use and state are
+    as in `ema_parameters`. Reference: Izmailov et al., arXiv 1803.05407.
 
     Example:
         >>> tx = chain(sgd(1.0), polyak_average())
@@ -128,8 +117,8 @@ def averaged_parameters(state: Tree) -> Params:
     `promote_types(param dtype, float32)`.
 
     Example:
-        >>> tx = chain(sgd(), ema_parameters(0.999))
-        >>> averaged_parameters(tx.init({"w": torch.ones(2)}))
+        >>> state = chain(sgd(), polyak_average()).init({"w": torch.ones(2)})
+        >>> averaged_parameters(state)
         {'w': tensor([1., 1.])}
     """
     averages = states_of(
@@ -161,10 +150,8 @@ def lookahead(
 
     At every `sync_period`-th step of the inner optimizer the slow weights, which start
     as the parameters, move by `slow_step_size * (p - slow)` towards the parameters `p`,
-    which become the slow weights. State: the inner one, which is kept, and one tensor
-    per parameter.
-
-    Reference: Zhang et al., arXiv 1907.08610.
+    which become the slow weights. State: the inner one, which is kept, and the slow
+    weights. Reference: Zhang et al., arXiv 1907.08610.
 
     Example:
         >>> tx, params = lookahead(sgd(1.0), sync_period=1), {"w": torch.ones(2)}
@@ -213,9 +200,9 @@ def apply_if_finite(
 ) -> GradientTransformation:
     """Leave out steps with a gradient that is infinite or NaN, as optax does.
 
-    Such a step has updates of zero and leaves the inner state as it is. After
-    `max_consecutive_errors` of them in a row the next one is made anyway, so that a
-    training run beyond repair shows. The state counts `errors` and `total_errors`.
+    Such a step has updates of zero and keeps the inner state. After
+    `max_consecutive_errors` of them in a row the next one is made anyway. The state
+    counts `errors` and `total_errors`.
 
     Example:
         >>> tx = apply_if_finite(sgd(), max_consecutive_errors=3)
@@ -263,10 +250,9 @@ def multi_steps(
 ) -> GradientTransformation:
     """Make one inner step of the mean gradient of every `steps` calls.
 
-    All other calls have updates of zero and leave the inner state as it is. A gradient
-    of None counts as zero, as when torch accumulates; a parameter whose gradient is
-    None at the last call is not updated, and its sum waits for the next round. State:
-    the inner one and one tensor per parameter.
+    All other calls have updates of zero and keep the inner state. A gradient of None
+    counts as zero; a parameter whose gradient is None at the last call is not updated,
+    and its sum waits for the next round. State: the inner one, and the mean.
 
     Example:
         >>> tx, grads = multi_steps(sgd(1.0), 2), {"w": torch.ones(1)}
@@ -304,14 +290,14 @@ def multi_steps(
 
 
 def _kept_or_zero(kept, values):
-    """Return the values if `kept`, a tensor without dimensions, and zeros otherwise."""
+    """Return the values if `kept`, and zeros otherwise."""
     return map_grads(
         lambda value: torch.where(kept.to(value.device), widened(value), 0.0), values
     )
 
 
 def _select(taken, new, old):
-    """Return the new tree if `taken`, a tensor without dimensions, or else the old."""
+    """Return the new tree if `taken`, or else the old."""
     return tree_map(lambda x, y: torch.where(taken.to(x.device), x, y), new, old)
 
 
@@ -338,25 +324,18 @@ def schedule_free(
     optimizer moves and `x` its average, all three of which start as the parameters:
     `z += inner(gradient at y); x = (1 - c) * x + c * z; y = (1 - beta) * z + beta * x`.
     The share `c` is `w / (sum of w so far)` with `w = lr ** weight_lr_power` of the
-    step. `lr` is the rate of the inner optimizer, which only weighs the average; it
-    should have no momentum, and its weight decay acts on `y`. Evaluate the model at
-    `x`, which `evaluation_parameters` returns. State: `inner`'s, and `z` and `x`
-    in `promote_types(param dtype, float32)`: parameters of bfloat16 lose no small
-    updates, and changes made to them by hand are overwritten.
-
-    Reference: Defazio et al., arXiv 2405.15682.
+    step. `lr` is the rate of the inner optimizer, which should have no momentum; here
+    it only weighs the average. Evaluate the model at `x`, which `evaluation_parameters`
+    returns. State: `inner`'s, and `z` and `x`, from which the parameters are
+    overwritten. Reference: Defazio et al., arXiv 2405.15682.
 
     Example:
-        >>> from vgrad.optim import step
-        >>> tx, params = schedule_free(sgd(1.0), beta=0.5), {"w": torch.zeros(1)}
-        >>> state = tx.init(params)
-        >>> for _ in range(3):
-        ...     params, state = step(tx, {"w": torch.ones(1)}, state, params)
-        >>> params, evaluation_parameters(state, params)
-        ({'w': tensor([-2.5000])}, {'w': tensor([-2.])})
+        >>> tx, params = schedule_free(sgd(1.0)), {"w": torch.ones(2)}
+        >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
+        {'w': tensor([-1., -1.])}
     """
     check_numbers("schedule_free", lr, weight_lr_power=weight_lr_power)
-    check_shares("schedule_free", beta=beta)
+    check_range("schedule_free", *SHARE, beta=beta)
 
     def init(params):
         count, both = counter(params), (copies(params), copies(params))
@@ -388,8 +367,8 @@ def schedule_free(
 def evaluation_parameters(state: Tree, params: Params) -> Params:
     """Return the parameters to evaluate: `{name: shape} -> {name: shape}`.
 
-    They are the averages of `schedule_free` in `state`, which may be anywhere inside,
-    in the dtypes of `params`; parameters without an average are returned as they are.
+    They are the averages of `schedule_free` anywhere in `state`, in the dtypes of
+    `params`; parameters without an average are returned as they are.
 
     Example:
         >>> tx, params = schedule_free_sgd(0.5), {"w": torch.ones(2)}
@@ -417,15 +396,13 @@ def schedule_free_sgd(
 ) -> GradientTransformation:
     """Descend along the gradient, without a schedule of the rate.
 
-    `schedule_free` around plain `sgd`, with `momentum` for its beta:
-    `z -= lr * (g + weight_decay * y)`. A schedule for `lr` should rise to a constant
-    and not fall. State: two tensors per parameter.
-
+    `schedule_free` around plain `sgd`, with `momentum` for its beta. A schedule for
+    `lr` should rise to a constant and not fall. State: two tensors per parameter.
     Reference: Defazio et al., arXiv 2405.15682, algorithm 1 without the scale of Adam.
     """
     decays = {"weight_decay": weight_decay, "weight_lr_power": weight_lr_power}
     check_numbers("schedule_free_sgd", lr, **decays)
-    check_shares("schedule_free_sgd", momentum=momentum)
+    check_range("schedule_free_sgd", *SHARE, momentum=momentum)
     inner = chain(*ascent(maximize), sgd(lr, weight_decay=weight_decay))
     return schedule_free(inner, lr, beta=momentum, weight_lr_power=weight_lr_power)
 
@@ -443,10 +420,9 @@ def schedule_free_adamw(
 
     `schedule_free` with `beta1`, around `adamw` without its first moment, which is not
     kept: `z -= lr * (g / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * y)`, where
-    `v` is the moving average of `g * g`. A schedule for `lr` should rise to a constant
-    and not fall. State: three tensors per parameter.
-
-    Reference: Defazio et al., arXiv 2405.15682, algorithm 1.
+    `v` is the moving average of `g * g`. Schedules as in `schedule_free_sgd`. State:
+    three tensors per parameter. Reference: Defazio et al., arXiv 2405.15682, algorithm
+    1.
     """
     decays = {"weight_decay": weight_decay, "weight_lr_power": weight_lr_power}
     check_numbers("schedule_free_adamw", lr, betas, eps=eps, **decays)

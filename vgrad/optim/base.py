@@ -221,8 +221,7 @@ def step(
 ) -> tuple[Params, Tree]:
     """Update and apply: `(grads, state, params) -> (new params, new state)`.
 
-    It records a graph if its inputs require grad: ordinary training calls it under
-    `torch.no_grad()`, or with gradients and parameters of `torch.func`.
+    It records a graph if its inputs require grad.
 
     With `donate=True` the step may write into the old state, which must not be used
     again, and into the old parameters: `sgd`, `adam` and `adamw` make the step by one
@@ -420,20 +419,19 @@ def check_numbers(
     """Each number is zero or more, and a beta below one; tensors and schedules pass."""
     named = values if is_schedule(lr) else {"lr": lr, **values}
     checks.non_negative(function, **plain(**named))
-    for index, beta in enumerate(betas):
-        if not isinstance(beta, Tensor) and not 0 <= beta < 1:
-            raise ValueError(
-                f"{function}(betas={betas}): expected 0 <= betas[{index}] < 1, "
-                f"got {beta}."
-            )
+    named = {f"betas[{index}]": beta for index, beta in enumerate(betas)}
+    check_range(function, *SHARE, **named)
 
 
-def check_shares(function: str, *, one: bool = False, **values: Number) -> None:
-    """Each number is at least zero and below one, or one if allowed; tensors pass."""
+def check_range(function: str, expected: str, holds: Callable, **values: Any) -> None:
+    """Each number is in the range that is `expected`; tensors pass."""
     for name, value in plain(**values).items():
-        if not (0 <= value < 1 or (one and value == 1)):
-            least = f"0 <= {name} {'<=' if one else '<'} 1"
-            raise ValueError(f"{function}({name}={value!r}): expected {least}.")
+        if not holds(value):
+            expected = expected.format(name)
+            raise ValueError(f"{function}({name}={value!r}): expected {expected}.")
+
+
+SHARE = ("0 <= {} < 1", lambda value: 0 <= value < 1)
 
 
 def check_real(function: str, params: Params) -> None:

@@ -37,9 +37,7 @@ from vgrad.typing import Params
 
 
 def clip_by_value(clip_value: Number) -> GradientTransformation:
-    """Clip every entry to `[-clip_value, clip_value]`, as `clip_grad_value_` does.
-
-    An entry that is NaN stays NaN.
+    """Clip every entry to `[-clip_value, clip_value]`; an entry that is NaN stays NaN.
 
     Example:
         >>> clip_by_value(1.0).update({"w": torch.tensor([0.5, -3.0])}, ())
@@ -59,9 +57,7 @@ def clip_by_global_norm(max_norm: Number) -> GradientTransformation:
 
     The factor is `min(max_norm / (norm + 1e-6), 1)` with the norm of `global_norm`, as
     in `torch.nn.utils.clip_grad_norm_`. If the norm is infinite, entries that are not
-    finite become NaN, and all others zero.
-
-    Reference: Pascanu et al., arXiv 1211.5063.
+    finite become NaN, and all others zero. Reference: Pascanu et al., arXiv 1211.5063.
 
     Example:
         >>> clip = clip_by_global_norm(1.0)
@@ -86,8 +82,8 @@ def clip_by_global_norm(max_norm: Number) -> GradientTransformation:
 def global_norm(grads: Grads) -> Tensor:
     """Compute the norm of all entries of all tensors together: `{name: shape} -> []`.
 
-    The squares are summed in `promote_types(dtype, float32)`. The gradient of the norm
-    is zero if all entries are. None counts as zero.
+    The squares are summed in `promote_types(dtype, float32)`. Its gradient is zero if
+    all entries are. None counts as zero.
 
     Example:
         >>> global_norm({"w": torch.tensor([3.0]), "b": torch.tensor([-4.0])})
@@ -126,11 +122,9 @@ def adaptive_grad_clip(
     """Clip the gradient of each unit relative to the norm of the unit's parameters.
 
     A gradient `g` of parameters `p` whose norm exceeds
-    `bound = clipping * max(norm(p), eps)` becomes `g * bound / max(norm(g), 1e-6)`. The
-    norms are of units: one entry of the first dimension, as in a linear or convolution
-    weight. A tensor with at most one dimension longer than one is a single unit.
-
-    Reference: Brock et al., arXiv 2102.06171.
+    `bound = clipping * max(norm(p), eps)` becomes `g * bound / max(norm(g), 1e-6)`. A
+    unit is one entry of the first dimension, or a tensor with at most one dimension
+    longer than one. Reference: Brock et al., arXiv 2102.06171.
 
     Example:
         >>> params = {"w": torch.tensor([3.0, 4.0])}
@@ -159,10 +153,8 @@ def adaptive_grad_clip(
 def centralize() -> GradientTransformation:
     """Subtract the mean of each unit from its gradient: `g - mean(g)`.
 
-    A unit is one entry of the first dimension, as in a linear or convolution weight.
-    Tensors of fewer than two dimensions stay as they are.
-
-    Reference: Yong et al., arXiv 2004.01461.
+    A unit is one entry of the first dimension. Tensors of fewer than two stay as they
+    are. Reference: Yong et al., arXiv 2004.01461.
 
     Example:
         >>> centralize().update({"w": torch.tensor([[1.0, 3.0]])}, ())
@@ -180,8 +172,7 @@ def centralize() -> GradientTransformation:
 def zero_nans() -> GradientTransformation:
     """Replace every entry that is NaN by zero, and note where there was one.
 
-    Infinite entries stay. The slot `found` of the state holds for each name whether the
-    last gradient had a NaN. To leave out the whole step instead, see `apply_if_finite`.
+    Infinite entries stay. To leave out the whole step instead, see `apply_if_finite`.
 
     Example:
         >>> grads = {"w": torch.tensor([1.0, float("nan")])}
@@ -209,12 +200,8 @@ def add_noise(
     The draws of a step are a function of the seed and the count in the state, and of
     the sizes of the gradients: training goes on with the same noise after a checkpoint.
     To give members their own noise, put `init` under `torch.vmap` with seeds `[E]`.
-    Draws have 32 random bits and never exceed 6.8 standard deviations. Drawing takes
-    about four times the memory of the parameters in float32, also where they are
-    sharded: each rank draws all of it, and any number of ranks adds the same bits.
-
-    Reference: Neelakantan et al., arXiv 1511.06807; for the generator, Salmon et al.,
-    Parallel random numbers: as easy as 1, 2, 3, SC 2011.
+    Drawing takes about four times the memory of the parameters in float32, on every
+    rank. Reference: Neelakantan et al., arXiv 1511.06807; Salmon et al., SC 2011.
 
     Example:
         >>> noise, grads = add_noise(1.0, 0.55, seed=1), {"w": torch.zeros(2)}
@@ -278,9 +265,7 @@ def _normal(like: Params, seed: Tensor, count: Tensor) -> Params:
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Compute Philox4x32-10: four random words for each counter of four words.
 
-    A word is a number of 32 bits without sign, in a tensor of int64. No operation is
-    random to `torch.vmap` or `torch.compile`, so that each member can have a seed, and
-    a checkpoint goes on with the same noise.
+    To `torch.vmap` no operation is random, so that each member can have a seed.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key

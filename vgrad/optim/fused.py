@@ -124,8 +124,8 @@ def _groups(
     """Make lists of parameters, gradients and moments, for each device and dtype.
 
     Returns None if a tensor is not plain or shares its memory: the kernels walk through
-    memory and check neither strides nor dtypes. For a thousand small tensors
-    checking one by one costs more than the step, so the checks go through whole lists.
+    memory and check neither strides nor dtypes. For a thousand small tensors checking
+    one by one costs more than the step, so the checks go through whole lists.
     """
     if modes.inside_transform() or torch.compiler.is_compiling():
         return None

@@ -44,9 +44,7 @@ def inject_hyperparams(
     `inject_hyperparams(adam, lr=1e-3)` makes the steps of `adam(lr=1e-3)`. The values
     are in `state.hyperparams` as float64 tensors; `with_hyperparams` sets them. A
     schedule is evaluated at every step, and overwrites a value set by hand. Bind all
-    other options before: `inject_hyperparams(partial(sgd, nesterov=True), lr=0.1)`. For
-    members, put `init` under `torch.vmap` with one value per member, or set a tensor
-    `[E]` in the stacked state.
+    other options before: `inject_hyperparams(partial(sgd, nesterov=True), lr=0.1)`.
 
     Example:
         >>> from vgrad.optim import sgd
@@ -165,8 +163,8 @@ ThresholdMode = Literal["rel", "abs"]
 class PlateauState(NamedTuple):
     """State of `reduce_on_plateau`: the rate, its conditions, and the inner state.
 
-    `best` is the best value observed, `bad` the number of observations without a better
-    one, `cooldown` the number of observations still to ignore.
+    `bad` is the number of observations without a better one than `best`, `cooldown` of
+    those to ignore.
     """
 
     rate: Tensor
@@ -191,9 +189,8 @@ def reduce_on_plateau(
 ) -> tuple[GradientTransformation, Observe]:
     """Make the steps of `make(rate)`, and lower the rate when a value stagnates.
 
-    Returns the optimizer and `observe(state, value) -> state`, to be called, for
-    example, after each epoch. The state may be any tree with the optimizer's
-    inside, also stacked for members: then a value `[E]` is one per member.
+    Returns the optimizer and `observe(state, value) -> state`. The state may be any
+    tree with the optimizer's inside, also stacked for members, with a value `[E]`.
 
     The numbers are as in `torch.optim.lr_scheduler.ReduceLROnPlateau`. A value is
     better than the best one, for `mode="min"`, if it is below `best * (1 - threshold)`

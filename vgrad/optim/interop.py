@@ -15,22 +15,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from vgrad import checks, tree
-from vgrad.optim.adaptive import (
-    adadelta,
-    adafactor,
-    adagrad,
-    adam,
-    adamax,
-    adamw,
-    nadam,
-    radam,
-    rmsprop,
-)
+from vgrad.optim import methods
 from vgrad.optim.base import GradientTransformation, State, check_transformation, step
 from vgrad.optim.fused import sharing
 from vgrad.optim.hyperparams import HyperparamsState, with_hyperparams
 from vgrad.optim.muon import muon
-from vgrad.optim.sgd import asgd, rprop, sgd
 from vgrad.optim.transforms import Key, partition
 from vgrad.tree import check_fit, state_dict, tree_leaves, tree_map
 from vgrad.typing import Params, Tree
@@ -39,18 +28,18 @@ Entry = dict[str, Any]
 """The state of one parameter in `torch.optim`."""
 
 OPTIMIZERS: dict[type[Optimizer], Callable[..., GradientTransformation]] = {
-    torch.optim.SGD: sgd,
-    torch.optim.Adam: adam,
-    torch.optim.AdamW: adamw,
-    torch.optim.NAdam: nadam,
-    torch.optim.RAdam: radam,
-    torch.optim.Adamax: adamax,
-    torch.optim.Adagrad: adagrad,
-    torch.optim.Adadelta: adadelta,
-    torch.optim.RMSprop: rmsprop,
-    torch.optim.Rprop: rprop,
-    torch.optim.ASGD: asgd,
-    torch.optim.Adafactor: adafactor,
+    torch.optim.SGD: methods.sgd,
+    torch.optim.Adam: methods.adam,
+    torch.optim.AdamW: methods.adamw,
+    torch.optim.NAdam: methods.nadam,
+    torch.optim.RAdam: methods.radam,
+    torch.optim.Adamax: methods.adamax,
+    torch.optim.Adagrad: methods.adagrad,
+    torch.optim.Adadelta: methods.adadelta,
+    torch.optim.RMSprop: methods.rmsprop,
+    torch.optim.Rprop: methods.rprop,
+    torch.optim.ASGD: methods.asgd,
+    torch.optim.Adafactor: methods.adafactor,
     torch.optim.Muon: muon,
 }
 """The optimizers that exist on both sides."""
@@ -76,14 +65,10 @@ def from_torch(
 
     `tx` is the optimizer of the same name with the current numbers of `param_groups`,
     without schedulers and hooks; several groups become a `partition` by name. The state
-    holds copies. One step of it is one step of torch, to the rounding of float64 if
-    everything is in float64; NAdam and ASGD keep numbers in the default dtype of torch.
-    An optimizer that has not stepped gives a fresh state.
+    holds copies, and its steps are those torch would make.
 
-    Names are those the optimizer was made with, from `model.named_parameters()`, or
-    the keys of `params`, a dictionary of the same tensors. Parameters that require no
-    gradient and have not been stepped are left out, as in
-    `make_functional_with_buffers`.
+    Names are those the optimizer was made with, from `model.named_parameters()`, or the
+    keys of `params`, a dictionary of the same tensors. Frozen parameters are left out.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -174,13 +159,9 @@ def to_torch(
     """Write a state into an optimizer of `torch.optim`, to go on there.
 
     `from_torch` of the optimizer has to give the transformation that made the state,
-    with its options and groups: rates, which are not in a state, are not written. The
-    optimizer is changed as a whole or, after an error, not at all. `params` names the
-    parameters as in `from_torch`; load their values into the module.
-
-    Tensors are copies in the dtype of torch, so that a state of `from_torch` comes back
-    exactly. `step` is the count of the transformation also for parameters that missed
-    some, in optimizers whose numbers do not depend on it.
+    with its options and groups; rates are not written. After an error nothing has
+    changed. `params` names the parameters as in `from_torch`; load their values into
+    the module.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -288,8 +269,8 @@ def _groups(
                 f"differentiable from the first one on."
             )
         make = OPTIMIZERS[type(optimizer)]
-        if make is adam and settings["decoupled_weight_decay"]:
-            make = adamw
+        if make is methods.adam and settings["decoupled_weight_decay"]:
+            make = methods.adamw
         known = inspect.signature(make).parameters
         options = {key: _plain(settings[key]) for key in known if key in settings}
         groups.append(_Group(make(**options), options, trained, entries, settings))
@@ -326,17 +307,14 @@ def as_torch(
 
     It is for code that needs one, such as trainers, `GradScaler` and the schedulers of
     torch. `params` are `model.named_parameters()` or a dictionary of them; their
-    `.grad` is read, and they are written in place. State: the transformation's,
-    made at the first step. `state_dict` returns copies of its tensors, named by
-    `vgrad.tree.state_dict`, and the parameter group. A step without any gradient
-    changes nothing; `param_groups[0]["behind"]` names the parameters that had none at
-    an earlier step.
+    `.grad` is read, and they are written in place. `param_groups[0]["behind"]` names
+    the parameters that had no gradient at an earlier step. `partition` makes groups of
+    parameters.
 
     If the transformation is made by `inject_hyperparams`, its hyperparameters are in
     `param_groups[0]`, and the next step uses the values a scheduler writes there;
     schedules among them are left out. So is the rate of any other transformation: it
-    raises when a scheduler of torch reads it, and in `step` if one was set by hand.
-    `partition` makes groups of parameters.
+    raises when a scheduler of torch reads it.
 
     Raises:
         ValueError: in `step`, a gradient is sparse, or a parameter that was behind has

@@ -48,15 +48,12 @@ def orthogonalize(
     With `x = g / max(norm(g), eps)`, each of `ns_steps` iterations takes
     `s = x @ x.T; x = a * x + (b * s + c * s @ s) @ x`, on the transpose of a matrix
     that is taller than wide. By default, singular values of a hundredth of the norm and
-    more end between 0.6 and 1.2. The cost is `ns_steps` times three products of
-    matrices.
+    more end between 0.6 and 1.2.
 
     The iteration runs in `dtype`, norm included: bfloat16, the choice of
     `torch.optim.Muon`, is right to two or three digits. Take float32 for gradients
-    through training. In bfloat16, members under `torch.vmap` have the same bits as
-    alone, except in a compiled function, which rounds elsewhere.
-
-    Reference: as for `muon`; Bernstein and Newhouse, arXiv 2409.20325.
+    through training. Reference: as for `muon`; Bernstein and Newhouse, arXiv
+    2409.20325.
 
     Example:
         >>> even = orthogonalize(ns_coefficients=(2, -1.5, 0.5), ns_steps=9)
@@ -71,10 +68,7 @@ def orthogonalize(
     for index, value in enumerate(ns_coefficients):
         checks.finite("orthogonalize", **{f"ns_coefficients[{index}]": value})
     checks.whole("orthogonalize", least=0, ns_steps=ns_steps)
-    if ns_steps >= 100:
-        raise ValueError(
-            f"orthogonalize(ns_steps={ns_steps}): expected less than 100. Five do."
-        )
+    checks.between("orthogonalize", -1, 100, ns_steps=ns_steps)
     if not dtype.is_floating_point:
         raise ValueError(
             f"orthogonalize(dtype={dtype}): expected a real floating-point dtype."
@@ -198,12 +192,9 @@ def muon(
     `0.2 * sqrt(max(n, m))` with `"match_rms_adamw"`, for the rates of AdamW. State: one
     tensor per parameter.
 
-    It takes the matrices of hidden layers. Biases, embeddings and the last layer go to
-    another optimizer, see `partition`; kernels of convolutions are not matrices.
-    The iteration runs in `dtype`; `torch.optim.Muon` has the numbers of bfloat16.
-
-    Reference: Jordan et al., Muon: An optimizer for hidden layers in neural networks,
-    2024; Liu et al., arXiv 2502.16982.
+    It takes the matrices of hidden layers. Biases, embeddings, kernels of convolutions
+    and the last layer go to another optimizer, see `partition`. Reference: Jordan et
+    al., Muon, 2024; Liu et al., arXiv 2502.16982.
     """
     check_numbers("muon", lr, weight_decay=weight_decay, momentum=momentum, eps=eps)
     choices = (None, *get_args(Adjustment))

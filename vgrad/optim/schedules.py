@@ -4,17 +4,16 @@ A schedule is a function of the number of steps taken so far, an int64 tensor th
 zero at the first step. It returns the rate, entry by entry and in float64, so that
 `cosine(0.1, 100)(torch.arange(200))` is the whole curve. Optimizers take one as `lr`.
 
-The argument `lr` is the rate that torch reads from its optimizer, and lengths are
-called `steps` where torch says `total_iters`, `T_max`, `T_0` or `total_steps`. Only
-`constant` has a default for it, which makes the rate constant from the start. All other
-names, defaults and numbers are as in torch. `LambdaLR` and `ChainedScheduler` have
-no counterpart: every function of the count is a schedule, and so is a product of two.
-Neither has `cycle_momentum`: `inject_hyperparams` takes a schedule for the momentum.
+The argument `lr` is the rate that torch reads from its optimizer, and `steps` is
+torch's `total_iters`, `T_max`, `T_0` or `total_steps`. All other names, defaults and
+numbers are as in torch. `LambdaLR` and `ChainedScheduler` have no counterpart: every
+function of the count is a schedule, and so is a product of two. Neither has
+`cycle_momentum`: `inject_hyperparams` takes a schedule for the momentum.
 
 Every number may also be a tensor without dimensions, which `torch.vmap` can batch and
-gradients can flow to. Its value is then not checked; lengths have to be whole. Rates
-and factors that are negative or infinite raise a ValueError, as do lengths and
-milestones that are not whole numbers of at least one.
+gradients can flow to. Its value is then not checked. Rates and factors that are
+negative or infinite raise a ValueError, as do lengths and milestones that are not whole
+numbers of at least one.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.optim.base import Number, check_scalars, is_schedule, plain
+from vgrad.optim.base import Number, check_range, check_scalars, is_schedule, plain
 from vgrad.typing import Schedule
 
 __all__ = [
@@ -71,7 +70,7 @@ def constant(lr: Number, steps: Length = 0, *, factor: Number = 1 / 3) -> Curve:
         return torch.where(t < steps, lr * factor, lr)
 
     rates = {"lr": lr, "factor": factor}
-    return _curve("constant", formula, rates, {"steps": steps}, least=0)
+    return _curve("constant", formula, rates, least=0, steps=steps)
 
 
 def linear(
@@ -88,9 +87,7 @@ def linear(
         [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
     """
     rates = {"lr": lr, "start_factor": start_factor, "end_factor": end_factor}
-    return _curve(
-        "linear", lambda t, lr, *line: lr * _rise(t, *line), rates, {"steps": steps}
-    )
+    return _curve("linear", lambda t, lr, *to: lr * _rise(t, *to), rates, steps=steps)
 
 
 def polynomial(lr: Number, steps: Length, *, power: Number = 1.0) -> Curve:
@@ -105,7 +102,7 @@ def polynomial(lr: Number, steps: Length, *, power: Number = 1.0) -> Curve:
         # Not clamped: the slope of a root is infinite at zero and would make NaN there.
         return lr * torch.where(t < steps, 1 - t / steps, 0.0) ** power
 
-    return _curve("polynomial", formula, {"lr": lr, "power": power}, {"steps": steps})
+    return _curve("polynomial", formula, {"lr": lr, "power": power}, steps=steps)
 
 
 def exponential(lr: Number, gamma: Number) -> Curve:
@@ -130,7 +127,7 @@ def step(lr: Number, step_size: Length, *, gamma: Number = 0.1) -> Curve:
     def formula(t, lr, gamma, size):
         return lr * gamma ** torch.floor(t / size)
 
-    return _curve("step", formula, {"lr": lr, "gamma": gamma}, {"step_size": step_size})
+    return _curve("step", formula, {"lr": lr, "gamma": gamma}, step_size=step_size)
 
 
 def multi_step(
@@ -138,8 +135,7 @@ def multi_step(
 ) -> Curve:
     """Multiply the rate at every milestone: `lr * gamma ** k` once `k` are reached.
 
-    A milestone is reached where it is `<= count`. They may come in any order, and one
-    that is listed twice counts twice.
+    A milestone is reached where it is `<= count`; if listed twice, it counts twice.
 
     Example:
         >>> multi_step(1.0, [1, 3], gamma=0.5)(torch.arange(5)).tolist()
@@ -152,19 +148,17 @@ def multi_step(
             passed = passed + (t >= place)
         return lr * gamma**passed
 
-    lengths = {f"milestones[{i}]": place for i, place in enumerate(milestones)}
-    return _curve("multi_step", formula, {"lr": lr, "gamma": gamma}, lengths)
+    lengths: Any = {f"milestones[{i}]": place for i, place in enumerate(milestones)}
+    return _curve("multi_step", formula, {"lr": lr, "gamma": gamma}, **lengths)
 
 
 def cosine(lr: Number, steps: Length, *, eta_min: Number = 0.0) -> Curve:
     """Swing between `lr` and `eta_min`, which is reached after `steps` steps.
 
     `eta_min + (lr - eta_min) * (1 + cos(pi * count / steps)) / 2`. After `steps` steps
-    the rate rises again, as it does in `CosineAnnealingLR`, whose recursion accumulates
-    rounding errors, and is back at `lr` after twice as many. To hold it,
-    `join([cosine(0.1, 100), constant(0.0)], [100])`.
-
-    Reference: Loshchilov and Hutter, arXiv 1608.03983.
+    the rate rises again, as in `CosineAnnealingLR`. To hold it,
+    `join([cosine(0.1, 100), constant(0.0)], [100])`. Reference: Loshchilov and Hutter,
+    arXiv 1608.03983.
 
     Example:
         >>> cosine(1.0, 3)(torch.arange(7)).round(decimals=2).tolist()
@@ -174,7 +168,7 @@ def cosine(lr: Number, steps: Length, *, eta_min: Number = 0.0) -> Curve:
     def formula(t, lr, eta_min, steps):
         return _half_cosine(lr, eta_min, t / steps)
 
-    return _curve("cosine", formula, {"lr": lr, "eta_min": eta_min}, {"steps": steps})
+    return _curve("cosine", formula, {"lr": lr, "eta_min": eta_min}, steps=steps)
 
 
 def cosine_with_restarts(
@@ -184,10 +178,7 @@ def cosine_with_restarts(
 
     `eta_min + (lr - eta_min) * (1 + cos(pi * s / T)) / 2`, where period number `n` has
     the length `T = steps * T_mult ** n`, and `s` is the number of steps taken in it.
-    Restarts are at the exact step for counts of up to 1e12. This is
-    `CosineAnnealingWarmRestarts`.
-
-    Reference: as for `cosine`.
+    Restarts are exact for counts of up to 1e12. Reference: as for `cosine`.
 
     Example:
         >>> cosine_with_restarts(1.0, 1, T_mult=2)(torch.arange(4)).round(decimals=3)
@@ -208,7 +199,7 @@ def cosine_with_restarts(
         return _half_cosine(lr, eta_min, (t - start) / (steps * power))
 
     rates = {"lr": lr, "eta_min": eta_min}
-    return _curve("cosine_with_restarts", formula, rates, {"steps": steps})
+    return _curve("cosine_with_restarts", formula, rates, steps=steps)
 
 
 def cyclic(
@@ -225,9 +216,7 @@ def cyclic(
     `base_lr + (max_lr - base_lr) * height * scale`, where `height` rises from zero to
     one in `step_size_up` steps and falls back in `step_size_down`, by default as many.
     `scale` is one, or `2 ** -n` in cycle number `n` for `"triangular2"`, or
-    `gamma ** count` for `"exp_range"`. This is `CyclicLR`.
-
-    Reference: Smith, arXiv 1506.01186.
+    `gamma ** count` for `"exp_range"`. Reference: Smith, arXiv 1506.01186.
 
     Example:
         >>> rate = cyclic(0.0, 1.0, step_size_up=2, mode="triangular2")
@@ -248,8 +237,8 @@ def cyclic(
         return low + (high - low) * height * scale
 
     rates = {"base_lr": base_lr, "max_lr": max_lr, "gamma": gamma}
-    lengths = {"step_size_up": step_size_up, "step_size_down": step_size_down}
-    return _curve("cyclic", formula, rates, lengths)
+    lengths: Any = {"step_size_up": step_size_up, "step_size_down": step_size_down}
+    return _curve("cyclic", formula, rates, **lengths)
 
 
 def one_cycle(
@@ -267,20 +256,16 @@ def one_cycle(
     The corners are `max_lr / div_factor` at the first step, `max_lr` after
     `pct_start * steps - 1` steps, and `max_lr / div_factor / final_div_factor` after
     `steps - 1`. `three_phase` adds the rate of the start, twice as far as `max_lr`.
-    Between them the rate follows half a cosine or, with `"linear"`, a line.
-
-    Then the rate stays. `OneCycleLR` goes on at step `steps`, to rates that may be
-    negative, and raises an error after it, which a function of tensors cannot do.
-
-    Reference: Smith and Topin, arXiv 1708.07120.
+    Between them the rate follows half a cosine or, with `"linear"`, a line; then it
+    stays, where `OneCycleLR` goes on to rates that may be negative. Reference: Smith
+    and Topin, arXiv 1708.07120.
 
     Example:
         >>> rate = one_cycle(1.0, 6, pct_start=0.5, anneal_strategy="linear")
         >>> rate(torch.arange(3)).tolist()
         [0.04, 0.52, 1.0]
     """
-    if not isinstance(pct_start, Tensor) and pct_start > 1:
-        raise ValueError(f"one_cycle(pct_start={pct_start!r}): expected at most 1.")
+    check_range("one_cycle", "{} <= 1", lambda p: p <= 1, pct_start=pct_start)
     divisors = {"div_factor": div_factor, "final_div_factor": final_div_factor}
     checks.positive("one_cycle", **_plain_numbers("one_cycle", **divisors))
     checks.choice("one_cycle", ANNEAL, anneal_strategy=anneal_strategy)
@@ -302,15 +287,14 @@ def one_cycle(
         return rate
 
     rates = {"max_lr": max_lr, "pct_start": pct_start, **divisors}
-    return _curve("one_cycle", formula, rates, {"steps": steps})
+    return _curve("one_cycle", formula, rates, steps=steps)
 
 
 def join(schedules: Sequence[Schedule], boundaries: Sequence[Length]) -> Curve:
     """Follow one schedule after the other, as `SequentialLR` does.
 
-    From step `boundaries[i - 1]` on the rate follows `schedules[i]`, which counts
-    its own steps from there. No schedule is evaluated outside its own steps, so one
-    that overflows beyond its end leaves the gradients finite.
+    From step `boundaries[i - 1]` on the rate follows `schedules[i]`, which counts its
+    own steps from there, and is not evaluated outside of them.
 
     Example:
         >>> rate = join([exponential(1.0, 0.5), constant(2.0)], [3])
@@ -343,10 +327,8 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[Length]) -> Curve:
 def warmup(schedule: Schedule, steps: Length, *, start_factor: Number = 1 / 3) -> Curve:
     """Rise along a line to where a schedule starts, then follow it from its start.
 
-    With `t` the count, the rate is
     `schedule(0) * (start_factor + (1 - start_factor) * t / steps)` before step `steps`,
     and `schedule(t - steps)` from there on: a `LinearLR` first in `SequentialLR`.
-
     Reference: Goyal et al., arXiv 1706.02677.
 
     Example:
@@ -355,7 +337,7 @@ def warmup(schedule: Schedule, steps: Length, *, start_factor: Number = 1 / 3) -
     """
     _check_schedule("warmup", "schedule", schedule)
     rates = {"start_factor": start_factor, "end_factor": 1.0}
-    ramp = _curve("warmup", _rise, rates, {"steps": steps})
+    ramp = _curve("warmup", _rise, rates, steps=steps)
     return join([lambda t: schedule(torch.zeros_like(t)) * ramp(t), schedule], [steps])
 
 
@@ -389,17 +371,13 @@ ANNEAL: dict[Anneal, Callable] = {"cos": _half_cosine, "linear": _line}
 
 
 def _share(t: Tensor, begin: Tensor, end: Tensor) -> Tensor:
-    """Return the share of a phase that is over; zero for a phase without steps.
-
-    The NaN of such a phase would reach the gradients of the others.
-    """
+    """Return the share of a phase that is over; zero, not NaN, if it has no steps."""
     span = end - begin
     return (t - begin) / torch.where(span == 0, torch.ones_like(span), span)
 
 
-def _curve(function, formula, rates, lengths=None, *, least=1) -> Curve:
+def _curve(function, formula, rates, *, least=1, **lengths) -> Curve:
     """Make a schedule of `formula(count, *rates, *lengths)`, all in float64."""
-    lengths = lengths or {}
     _check_rates(function, rates)
     checks.whole(function, least=least, **_plain_numbers(function, **lengths))
 

@@ -42,11 +42,8 @@ def add_decayed_weights(
     """Add the parameters, times a factor, to the gradients: `g + weight_decay * p`.
 
     Before the moments of an optimizer this is a penalty of the squared norm, after them
-    it is decoupled weight decay. A decay of the number zero is the identity and needs
-    no parameters. Gradients of parameters that `mask`, a selection as in `masked`, does
-    not select pass unchanged.
-
-    Reference: Loshchilov and Hutter, arXiv 1711.05101.
+    it is decoupled weight decay. A decay of the number zero is the identity. `mask` is
+    a selection as in `masked`. Reference: Loshchilov and Hutter, arXiv 1711.05101.
 
     Example:
         >>> decay = add_decayed_weights(0.5)
@@ -79,7 +76,7 @@ def scale_by_schedule(schedule: Schedule) -> GradientTransformation:
     """Multiply gradients by a factor that changes: `schedule(t) * g`.
 
     `t` is the number of steps taken so far, an int64 tensor without dimensions that is
-    zero at the first step. `scale_by_learning_rate` is the same with a minus.
+    zero at the first step. A schedule that needs float64 computes with `t.double()`.
     """
     if not callable(schedule):
         raise TypeError(
@@ -92,15 +89,8 @@ def scale_by_schedule(schedule: Schedule) -> GradientTransformation:
 def scale_by_learning_rate(rate: Rate) -> GradientTransformation:
     """Turn gradients into updates that descend: `-rate * g`.
 
-    `rate` is a number, a tensor without dimensions, or a schedule, as for
-    `scale_by_schedule`. One that needs float64 computes with `count.double()`. Only a
-    schedule needs state, a count.
-
-    Example:
-        >>> descend = scale_by_learning_rate(lambda count: 1.0 / (count + 1))
-        >>> updates, state = descend.update({"w": torch.ones(2)}, descend.init({}))
-        >>> descend.update({"w": torch.ones(2)}, state)[0]
-        {'w': tensor([-0.5000, -0.5000])}
+    `rate` is a number, a tensor without dimensions, or a schedule as for
+    `scale_by_schedule`. Only a schedule needs state, a count.
     """
     return _multiplied(rate, negate=True)
 
@@ -154,8 +144,7 @@ def masked(
 ) -> GradientTransformation:
     """Apply a transformation to the selected names; other gradients pass unchanged.
 
-    `selection` is a list or tuple of patterns of names, or a function of the name. For
-    no update at all, see `set_to_zero`. State: `inner`'s, for the selected parameters.
+    `selection` is a list or tuple of patterns of names, or a function of the name.
 
     Example:
         >>> decay = masked(add_decayed_weights(0.5), ["*.weight"])
@@ -171,8 +160,7 @@ def masked(
 
     def update(grads, state, params=None):
         chosen = _selected(grads, selection)
-        part = _part_of_params("masked", params, grads, chosen)
-        updates, state = inner.update(_part(grads, chosen), state, part)
+        updates, state = _update_part("masked", inner, chosen, grads, state, params)
         return {**grads, **updates}, state
 
     return GradientTransformation(init, update)
@@ -214,8 +202,7 @@ def partition(groups: Mapping[Key, GradientTransformation]) -> GradientTransform
             )
         updates, states = dict(grads), []
         for tx, chosen, old in zip(transformations, split(grads), state, strict=True):
-            part = _part_of_params("partition", params, grads, chosen)
-            changed, new = tx.update(_part(grads, chosen), old, part)
+            changed, new = _update_part("partition", tx, chosen, grads, old, params)
             updates.update(changed)
             states.append(new)
         return updates, tuple(states)
@@ -239,9 +226,8 @@ def partition(groups: Mapping[Key, GradientTransformation]) -> GradientTransform
 def set_to_zero(selection: Selection = ("*",)) -> GradientTransformation:
     """Leave the selected parameters as they are; other gradients pass unchanged.
 
-    Their updates are `None`, so that `apply_updates` returns the very same tensors. Put
-    first in a chain, no moments are computed for them either. To compute no gradients
-    for them in the first place, see `vgrad.freeze`.
+    Their updates are `None`, so that `apply_updates` returns the very same tensors. To
+    compute no gradients for them either, see `vgrad.freeze`.
 
     Example:
         >>> freeze = set_to_zero(["encoder.*"])
@@ -273,11 +259,12 @@ def _part(tree: Mapping[str, Any], chosen: Iterable[str]) -> dict[str, Any]:
     return {name: tree[name] for name in chosen}
 
 
-def _part_of_params(function, params, grads, chosen):
-    if params is None:
-        return None
-    checks.names(f"{function}(grads)", params, grads)
-    return _part(params, chosen)
+def _update_part(function, tx, chosen, grads, state, params):
+    part = None
+    if params is not None:
+        checks.names(f"{function}(grads)", params, grads)
+        part = _part(params, chosen)
+    return tx.update(_part(grads, chosen), state, part)
 
 
 def _checked(function: str, argument: str, selection: Any) -> Any:

@@ -1,7 +1,8 @@
-"""Directions over the root of past squares: Adam, AdaGrad, Adafactor, their kin."""
+"""Optimizers and their directions: by momentum, signs, norms, and past squares."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from vgrad.optim.base import (
     Number,
     Rate,
     State,
+    apply_updates,
     chain,
     check_numbers,
-    check_shares,
+    check_range,
+    copies,
     counter,
     filled,
     is_zero,
@@ -22,9 +25,11 @@ from vgrad.optim.base import (
     map_grads,
     mean_of_squares,
     norm,
+    of_gradient_and_parameter,
     over_root,
     per_parameter,
     placed,
+    plain,
     plus,
     rate_at,
     required,
@@ -32,8 +37,7 @@ from vgrad.optim.base import (
     scalar,
 )
 from vgrad.optim.clipping import clip_by_block_rms
-from vgrad.optim.fused import donated_adam
-from vgrad.optim.sgd import scale_by_trust_ratio, trace
+from vgrad.optim.fused import donated_adam, donated_sgd
 from vgrad.optim.transforms import (
     add_decayed_weights,
     ascent,
@@ -41,9 +45,268 @@ from vgrad.optim.transforms import (
     scale_by_learning_rate,
 )
 from vgrad.torch_private import shards
-from vgrad.tree import widened
+from vgrad.tree import cast, map_values, widened
 
 Betas = tuple[Number, Number]
+
+
+def trace(
+    momentum: Number, *, dampening: Number = 0.0, nesterov: bool = False
+) -> GradientTransformation:
+    """Replace gradients by their decaying sum, as `torch.optim.SGD` does.
+
+    `b = momentum * b + (1 - dampening) * g`, where the first step takes `b = g`; the
+    update is `b`, or `g + momentum * b` for `nesterov`. A momentum of the number zero
+    is the identity. Reference: Sutskever et al., ICML 2013.
+
+    Example:
+        >>> heavy_ball, grads = trace(0.5), {"w": torch.ones(2)}
+        >>> updates, state = heavy_ball.update(grads, heavy_ball.init(grads))
+        >>> heavy_ball.update(grads, state)[0]
+        {'w': tensor([1.5000, 1.5000])}
+    """
+    if is_zero(momentum):
+        return chain()
+
+    def at(count):
+        taken: Any = 1
+        if not is_zero(dampening):
+            # As for the number zero, no momentum is no dampening.
+            taken = 1 - dampening * ((count > 1) & (momentum != 0)).double()
+
+        def rule(g, total):
+            g = cast(g, total.dtype)
+            if isinstance(taken, Tensor):
+                total = plus(scalar(momentum, total) * total, taken, g)
+            else:
+                total = plus(g, momentum, total)
+            return plus(g, momentum, total) if nesterov else total, total
+
+        return rule
+
+    return per_parameter("trace", {"momentum_buffer": 0}, at, real=False)
+
+
+def sgd(
+    lr: Rate = 1e-3,
+    *,
+    momentum: Number = 0.0,
+    dampening: Number = 0.0,
+    weight_decay: Number = 0.0,
+    nesterov: bool = False,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Descend along the gradient or, with momentum, along its decaying sum.
+
+    `g += weight_decay * p; p -= lr * b` with the sum `b` of `trace`. State: with
+    momentum, one tensor per parameter.
+
+    Example:
+        >>> tx, params = sgd(0.1, momentum=0.9), {"w": torch.ones(2)}
+        >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
+        {'w': tensor([-0.1000, -0.1000])}
+    """
+    check_numbers("sgd", lr, momentum=momentum, weight_decay=weight_decay)
+    if nesterov and (is_zero(momentum) or not is_zero(dampening)):
+        raise ValueError(
+            f"sgd(nesterov=True, momentum={momentum!r}, dampening={dampening!r}): "
+            f"expected momentum > 0 and dampening = 0."
+        )
+    of_sum = {"dampening": dampening, "nesterov": nesterov}
+    options = {"weight_decay": weight_decay, "maximize": maximize}
+    donated = donated_sgd(lr, momentum=momentum, **of_sum, **options)
+    pure = descent(lr, trace(momentum, **of_sum), **options)
+    return pure._replace(donated=donated)
+
+
+def asgd(
+    lr: Rate = 1e-2,
+    *,
+    lambd: Number = 1e-4,
+    alpha: Number = 0.75,
+    t0: Number = 1e6,
+    weight_decay: Number = 0.0,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Descend along the gradient with a decaying rate, and average the parameters.
+
+    `g += (weight_decay + lambd) * p; p -= lr / (1 + lambd * lr * t)^alpha * g`, with
+    the number `t` of steps taken before. `averaged_parameters` reads from the state the
+    mean of the parameters after each step later than `t0 + 1`, `ax` in torch; until the
+    first of these it is the parameters themselves. A schedule moves the rate one step
+    late, as in `torch.optim.ASGD`. State: one tensor per parameter. Reference: Polyak
+    and Juditsky, SIAM J. Control and Optimization 30 (1992).
+    """
+    options = {"lambd": lambd, "alpha": alpha, "t0": t0, "weight_decay": weight_decay}
+    check_numbers("asgd", lr, **options)
+
+    def decaying(count):
+        rate = rate_at(lr, (count - 1).clamp_min(0))
+        return rate / (1 + lambd * rate * count.double()) ** alpha
+
+    def share(count):
+        steps = (count - 1).double()
+        return 1 / (steps - scalar(t0, steps)).clamp_min(1)
+
+    return chain(
+        *ascent(maximize),
+        add_decayed_weights(weight_decay + lambd),
+        scale_by_learning_rate(decaying),
+        average_after("asgd", share),
+    )
+
+
+def average_after(
+    function: str, share: Callable[[Tensor], Tensor]
+) -> GradientTransformation:
+    """Move an average by a share of the way to the parameters after each step."""
+
+    def update(grads, state, params=None):
+        params = required(function, params, grads, state.slots["ax"])
+        count = state.count + 1
+        after, taken = apply_updates(params, grads), share(count)
+        average = map_values(lambda x, p: lerp(x, p, taken), state.slots["ax"], after)
+        return dict(grads), State(count, {"ax": average})
+
+    return GradientTransformation(
+        lambda params: State(counter(params), {"ax": copies(params)}), update
+    )
+
+
+def scale_by_lion(betas: Betas = (0.9, 0.99)) -> GradientTransformation:
+    """Replace gradients by the sign of their mix with those before, as in `lion`."""
+    beta1, beta2 = betas
+
+    def rule(g, mean):
+        return lerp(mean, g, 1 - beta1).sign(), lerp(mean, g, 1 - beta2)
+
+    return per_parameter("scale_by_lion", {"exp_avg": 0}, lambda count: rule)
+
+
+def lion(
+    lr: Rate = 1e-4,
+    *,
+    betas: Betas = (0.9, 0.99),
+    weight_decay: Number = 0.0,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Descend by the sign of a mix of the gradient and the mean of those before.
+
+    `p -= lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * p)`, and then
+    `m = beta2 * m + (1 - beta2) * g`. No gradient flows through a sign. The paper takes
+    a third to a tenth of the rate of AdamW, and a decay larger by that factor. State:
+    one tensor per parameter. Reference: Chen et al., arXiv 2302.06675.
+    """
+    check_numbers("lion", lr, betas, weight_decay=weight_decay)
+    options = {"weight_decay": weight_decay, "decoupled": True, "maximize": maximize}
+    return descent(lr, scale_by_lion(betas), **options)
+
+
+def scale_by_rprop(
+    lr: Number = 1e-2,
+    *,
+    etas: tuple[Number, Number] = (0.5, 1.2),
+    step_sizes: tuple[Number, Number] = (1e-6, 50.0),
+) -> GradientTransformation:
+    """Replace gradients by their signs, times a size for each entry, as in `rprop`."""
+
+    def rule(g, previous, size):
+        g = g.to(size.dtype)
+        agreement = (g * previous).sign()
+        grown = torch.where(agreement > 0, scalar(etas[1], size) * size, size)
+        size = torch.where(agreement < 0, scalar(etas[0], size) * size, grown)
+        # One bound at a time: one may be a number and the other a tensor.
+        size = size.clamp(min=scalar(step_sizes[0], size))
+        size = size.clamp(max=scalar(step_sizes[1], size))
+        kept = g.masked_fill(agreement < 0, 0)
+        return kept.sign() * size, kept, size
+
+    slots = {"prev": 0, "step_size": lr}
+    return per_parameter("scale_by_rprop", slots, lambda count: rule)
+
+
+def rprop(
+    lr: Number = 1e-2,
+    *,
+    etas: tuple[Number, Number] = (0.5, 1.2),
+    step_sizes: tuple[Number, Number] = (1e-6, 50.0),
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Descend by the sign of the gradient, with a step size for each entry.
+
+    `p -= sign(g) * s`. The size `s` starts at `lr`. It grows by the factor `etas[1]`
+    where the sign stays and shrinks by `etas[0]` where it changes; then the entry stays
+    for this step and counts as zero in the next. Sizes are kept within `step_sizes`. It
+    is meant for gradients of all the data at once, and later changes of the rate have
+    no effect. State: two tensors per parameter. Reference: Riedmiller and Braun, The
+    RPROP Algorithm, ICNN 1993.
+    """
+    if callable(lr):
+        raise TypeError(
+            "rprop(lr=schedule): expected a number, got a function. The rate is the "
+            "size of the first step only; later ones adapt."
+        )
+    check_numbers("rprop", lr)
+    if len(plain(low=etas[0], high=etas[1])) == 2:
+        expected = "0 < {0}[0] < 1 < {0}[1]"
+        check_range("rprop", expected, lambda e: 0 < e[0] < 1 < e[1], etas=etas)
+    if len(plain(low=step_sizes[0], high=step_sizes[1])) == 2:
+        expected, sizes = "0 <= {0}[0] <= {0}[1]", {"step_sizes": step_sizes}
+        check_range("rprop", expected, lambda s: 0 <= s[0] <= s[1], **sizes)
+    return chain(
+        *ascent(maximize),
+        scale_by_rprop(lr, etas=etas, step_sizes=step_sizes),
+        scale_by_learning_rate(1.0),
+    )
+
+
+def scale_by_trust_ratio(
+    trust_coefficient: Number = 1.0, *, weight_decay: Number = 0.0
+) -> GradientTransformation:
+    """Make the size of an update a share of the size of its parameter.
+
+    The update of each parameter is `r * (g + weight_decay * p)` with the trust ratio
+    `r = trust_coefficient * norm(p) / (norm(g) + weight_decay * norm(p))`. The ratio is
+    one for a parameter of zeros, which could otherwise never change. With
+    `add_decayed_weights` in front, instead of the decay here, it is the ratio of
+    `lamb`.
+    """
+
+    def scaled(grad, param):
+        size, slope = norm(param), norm(grad)
+        decay: Any = scalar(weight_decay, size)
+        whole = slope + decay * size
+        still = (size == 0) | (whole == 0)
+        ratio = scalar(trust_coefficient, size) * size / whole.masked_fill(still, 1)
+        return ratio.masked_fill(still, 1) * (grad + decay * param)
+
+    return of_gradient_and_parameter("scale_by_trust_ratio", scaled)
+
+
+def lars(
+    lr: Rate = 1.0,
+    *,
+    momentum: Number = 0.9,
+    weight_decay: Number = 0.0,
+    trust_coefficient: Number = 1e-3,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Descend with momentum, by a share of the norm of each parameter.
+
+    `b = momentum * b + lr * u; p -= b` with the update `u` of `scale_by_trust_ratio`.
+    The rate is inside the momentum. Biases and the scales of norms usually go to
+    another optimizer, see `partition`. State: with momentum, one tensor per parameter.
+    Reference: You et al., arXiv 1708.03888, algorithm 1.
+    """
+    decays = {"momentum": momentum, "weight_decay": weight_decay}
+    check_numbers("lars", lr, **decays, trust_coefficient=trust_coefficient)
+    return chain(
+        *ascent(maximize),
+        scale_by_trust_ratio(trust_coefficient, weight_decay=weight_decay),
+        scale_by_learning_rate(lr),
+        trace(momentum),
+    )
+
 
 _MOMENTS = {"exp_avg": 0, "exp_avg_sq": 0}
 
@@ -75,10 +338,7 @@ def scale_by_adam(
 def scale_by_amsgrad(
     betas: Betas = (0.9, 0.999), eps: Number = 1e-8
 ) -> GradientTransformation:
-    """Divide by the root of the largest mean square so far, as `adam` with `amsgrad`.
-
-    As in torch, the entrywise maximum is taken before the correction.
-    """
+    """Divide by the root of the largest mean square, as `adam` with `amsgrad`."""
     beta1, beta2 = betas
     share = 1 - beta1
 
@@ -206,9 +466,8 @@ def adam(
     `p -= lr * m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)` at step `t`, with
     the exponential moving averages `m` of `g` and `v` of `g * g`, or with `amsgrad` the
     entrywise maximum of all `v` so far. State: two tensors per parameter, three with
-    `amsgrad`.
-
-    Reference: Kingma and Ba, arXiv 1412.6980; Reddi et al., arXiv 1904.09237.
+    `amsgrad`. Reference: Kingma and Ba, arXiv 1412.6980; Reddi et al., arXiv
+    1904.09237.
 
     Example:
         >>> tx, params = adam(0.1), {"w": torch.ones(2)}
@@ -231,9 +490,8 @@ def adamw(
     """Descend as `adam` does, with weight decay apart from the moments.
 
     `p -= lr * (u + weight_decay * p)` with the direction `u` of `adam`: a schedule
-    moves the decay together with the rate. State: as in `adam`.
-
-    Reference: Loshchilov and Hutter, arXiv 1711.05101.
+    moves the decay together with the rate. State: as in `adam`. Reference: Loshchilov
+    and Hutter, arXiv 1711.05101.
     """
     options = {"weight_decay": weight_decay, "maximize": maximize}
     return _adam("adamw", lr, betas, eps, amsgrad, decoupled=True, **options)
@@ -262,10 +520,8 @@ def nadam(
     the numerator is
     `(1 - mu_t) * g / (1 - mu_1 ... mu_t) + mu_(t+1) * m / (1 - mu_1 ... mu_(t+1))`.
     With `decoupled_weight_decay` the decay stays apart from the moments, as in `adamw`.
-    State: two tensors per parameter, and the product of the momenta in float64, where
-    torch keeps it in its default dtype.
-
-    Reference: Dozat, Incorporating Nesterov Momentum into Adam, ICLR 2016 workshop.
+    State: two tensors per parameter, and the product of the momenta in float64.
+    Reference: Dozat, ICLR 2016 workshop.
     """
     decays = {"weight_decay": weight_decay, "momentum_decay": momentum_decay}
     check_numbers("nadam", lr, betas, eps=eps, **decays)
@@ -290,9 +546,7 @@ def radam(
     it is 5 or less the direction is `m / (1 - beta1^t)`, with the moments of `adam`;
     later it is that times `r * sqrt(1 - beta2^t) / (sqrt(v) + eps)`, where `r` is the
     root of `(n - 4) * (n - 2) * N / ((N - 4) * (N - 2) * n)`. Decay as in `nadam`.
-    State: two tensors per parameter.
-
-    Reference: Liu et al., arXiv 1908.03265.
+    State: two tensors per parameter. Reference: Liu et al., arXiv 1908.03265.
     """
     check_numbers("radam", lr, betas, eps=eps, weight_decay=weight_decay)
     options = {"decoupled": decoupled_weight_decay, "maximize": maximize}
@@ -311,9 +565,7 @@ def adamax(
 
     `g += weight_decay * p; u = max(beta2 * u, abs(g) + eps)`, then
     `p -= lr * m / (1 - beta1^t) / u` with the moment `m` of `adam`. State: two tensors
-    per parameter.
-
-    Reference: Kingma and Ba, arXiv 1412.6980, section 7.1.
+    per parameter. Reference: Kingma and Ba, arXiv 1412.6980, section 7.1.
     """
     check_numbers("adamax", lr, betas, eps=eps, weight_decay=weight_decay)
     moments = scale_by_adamax(betas, eps)
@@ -332,9 +584,8 @@ def lamb(
 
     `u` is the direction of `adam` plus `weight_decay * p`, and then
     `p -= lr * norm(p) / norm(u) * u`. The ratio of the norms is one for a parameter of
-    zeros. State: two tensors per parameter.
-
-    Reference: You et al., arXiv 1904.00962, algorithm 2 with the identity for phi.
+    zeros. State: two tensors per parameter. Reference: You et al., arXiv 1904.00962,
+    algorithm 2 with the identity for phi.
     """
     check_numbers("lamb", lr, betas, eps=eps, weight_decay=weight_decay)
     return chain(
@@ -407,9 +658,7 @@ def adagrad(
 
     `g += weight_decay * p; s += g * g`, then, with the number `t` of steps taken
     before, `p -= lr / (1 + t * lr_decay) * g / (sqrt(s) + eps)`. State: one tensor per
-    parameter.
-
-    Reference: Duchi, Hazan and Singer, Adaptive Subgradient Methods, JMLR 12 (2011).
+    parameter. Reference: Duchi et al., JMLR 12 (2011).
     """
     decays = {"lr_decay": lr_decay, "weight_decay": weight_decay}
     first = {"initial_accumulator_value": initial_accumulator_value}
@@ -435,12 +684,10 @@ def adadelta(
 
     `g += weight_decay * p`, then `p -= lr * g * sqrt(d + eps) / sqrt(v + eps)` with the
     mean squares, of decay `rho`, `d` of the directions before and `v` of the gradients.
-    State: two tensors per parameter.
-
-    Reference: Zeiler, arXiv 1212.5701.
+    State: two tensors per parameter. Reference: Zeiler, arXiv 1212.5701.
     """
     check_numbers("adadelta", lr, eps=eps, weight_decay=weight_decay)
-    check_shares("adadelta", one=True, rho=rho)
+    check_range("adadelta", "0 <= {} <= 1", lambda rho: 0 <= rho <= 1, rho=rho)
     scaled = scale_by_adadelta(rho, eps)
     return descent(lr, scaled, weight_decay=weight_decay, maximize=maximize)
 
@@ -459,16 +706,14 @@ def rmsprop(
 
     `g += weight_decay * p`, then `p -= lr * g / (sqrt(v) + eps)` with the mean `v` of
     `g * g` of decay `alpha`, without correction, less the square of the mean of `g` if
-    `centered`. A variance that rounding makes negative counts as zero, where torch
-    gives NaN. With momentum, the quotients add up as
+    `centered`. A negative variance counts as zero, where torch gives NaN. With
+    momentum, the quotients add up as
     `b = momentum * b + g / (sqrt(v) + eps); p -= lr * b`. State: one tensor per
-    parameter, and one more for each of both options.
-
-    Reference: Tieleman and Hinton, lecture 6.5, 2012; Graves, arXiv 1308.0850, for the
-    centered form.
+    parameter, and one more for each of both options. Reference: Tieleman and Hinton,
+    lecture 6.5, 2012; Graves, arXiv 1308.0850.
     """
     check_numbers("rmsprop", lr, eps=eps, weight_decay=weight_decay, momentum=momentum)
-    check_shares("rmsprop", one=True, alpha=alpha)
+    check_range("rmsprop", "0 <= {} <= 1", lambda a: 0 <= a <= 1, alpha=alpha)
     moments = scale_by_stddev if centered else scale_by_rms
     scaled = (moments(alpha, eps), trace(momentum))
     return descent(lr, *scaled, weight_decay=weight_decay, maximize=maximize)
@@ -479,8 +724,7 @@ def scale_by_factored_rms(
 ) -> GradientTransformation:
     """Divide gradients by the root of a mean square kept as a row and a column.
 
-    See `adafactor`. Parameters of many members go through `torch.vmap`: stacked, they
-    would be taken for larger tensors.
+    See `adafactor`. Parameters of many members go through `torch.vmap`.
     """
 
     def start(dim):
@@ -558,19 +802,14 @@ def adafactor(
     `column`, over dimension -2, are moving averages, and
     `v = row * column / max(mean(row), eps[0])`. Tensors of fewer than two dimensions
     keep `v` whole. `eps[0]=None` is the resolution of their dtype. State: n + m numbers
-    for a matrix of n by m.
-
-    Reference: Shazeer and Stern, arXiv 1804.04235; as in `torch.optim.Adafactor`, with
-    means instead of sums, and `eps` as a bound instead of a term added to the squares.
+    for a matrix of n by m. Reference: Shazeer and Stern, arXiv 1804.04235; as in
+    `torch.optim.Adafactor`, with means instead of sums, and `eps` as a bound instead of
+    a term added to the squares.
     """
     floors = {"eps[0]": 0.0 if eps[0] is None else eps[0], "eps[1]": eps[1]}
     check_numbers("adafactor", lr, **floors, weight_decay=weight_decay)
-    if not isinstance(beta2_decay, Tensor) and not beta2_decay <= 0:
-        raise ValueError(
-            f"adafactor(beta2_decay={beta2_decay!r}): expected beta2_decay <= 0."
-        )
-    if not isinstance(d, Tensor) and not d >= 1:
-        raise ValueError(f"adafactor(d={d!r}): expected d >= 1.")
+    check_range("adafactor", "{} <= 0", lambda p: p <= 0, beta2_decay=beta2_decay)
+    check_range("adafactor", "{} >= 1", lambda d: d >= 1, d=d)
 
     def by_size(grads, state, params=None):
         params = required("adafactor", params, grads)
