@@ -330,7 +330,7 @@ class EnsemblePerSampleFn(EnsembleFn, Generic[Result]):
         self, function: str, transforms: Sequence[Transform], **options: Any
     ) -> None:
         drawing = any(x.options.randomness != "error" for x in transforms)
-        randomness = "different" if drawing else "error"
+        randomness: Randomness = "different" if drawing else "error"
         super().__init__(EnsembleExecutor(function, randomness=randomness, **options))
         self._transforms: tuple[Any, ...] = tuple(transforms)  # one, or one a member
 
