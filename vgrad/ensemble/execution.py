@@ -565,7 +565,7 @@ class EnsembleFn:
     def __init__(self, executor: EnsembleExecutor) -> None:
         self._executor = executor
         self._keys: Tensor | None = None
-        self.randomness = executor.randomness
+        self.randomness: Randomness = executor.randomness
         self.shared = executor.shared
 
     def keyed(self, keys: Tensor | None) -> Self:
