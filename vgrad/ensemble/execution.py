@@ -102,7 +102,6 @@ def members(
 def _batch_dims(
     function: str, in_dims: InDims, batch: tuple[Tree, ...], count: int
 ) -> tuple[int | None, ...]:
-    """Return the member axis of each item of the batch, checked."""
     if in_dims is None or isinstance(in_dims, int):
         in_dims = (in_dims,) * len(batch)
     if len(in_dims) != len(batch):
@@ -249,10 +248,7 @@ def _map_leaves(function: Callable, *trees: Tree) -> Tree:
 
 
 def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:
-    """Run the function for one member after the other; return their results.
-
-    Under autocast weights are cast in a function made by `autocasting` alone.
-    """
+    """Run a function, made by `autocasting`, for one member after the other."""
     # Each member draws from where the one before it stopped, unless told otherwise.
     given = () if randomness == "different" else call.tensors()
     results = []
@@ -304,8 +300,7 @@ class EnsembleExplanation(Report):
 
     Attributes:
         function: the function's name.
-        strategy: the strategy.
-        why: the reason for it.
+        strategy, why: the strategy and the reason for it.
         members: E.
         forms: op and form, in order of execution, of the ops that have a choice; of one
             group of members after the other, if they take different branches.

@@ -71,12 +71,7 @@ class EnsembleGrads(NamedTuple):
 
 
 class EnsembleGradFn(EnsembleFn, Generic[Result]):
-    """The function that `ensemble_grad` returns.
-
-    Attributes:
-        loss: the loss of a batch for one member.
-        has_aux: whether it returns aux too.
-    """
+    """The function that `ensemble_grad` returns, with its `loss` and `has_aux`."""
 
     name = "ensemble_grad"
 

@@ -54,11 +54,7 @@ class _Fields(NamedTuple):
 class MembersTransformation(  # pyright: ignore[reportGeneralTypeIssues]  # it is longer
     _Fields, GradientTransformation
 ):
-    """The transformation that `for_members` returns.
-
-    Attributes:
-        shared: patterns of the parameters without a member axis.
-    """
+    """The transformation that `for_members` returns, with its `shared` patterns."""
 
 
 def for_members(
@@ -302,8 +298,7 @@ def _mapped(function: Callable, *arguments: Tree) -> Any:
 
     `torch.vmap` treats trees in general, which costs as much as a small step.
     """
-    _check_leaves(arguments)
-    sizes = {leaf.shape[:1] for leaf in tree_leaves(arguments)}
+    sizes = {leaf.shape[:1] for leaf in _leaves(arguments)}
     if len(sizes) != 1 or not all(sizes):
         raise ValueError(
             f"for_members(transformation): expected parameters and a state of as many "
@@ -315,19 +310,21 @@ def _mapped(function: Callable, *arguments: Tree) -> Any:
     with modes.vmap_level(size, "error") as level:
         inputs = map_tensors(lambda x: modes.add_batch_axis(x, 0, level), arguments)
         outputs = function(*inputs)
-        _check_leaves(outputs)
+        _leaves(outputs)
         return map_tensors(
             lambda x: modes.remove_batch_axis(x, level, size, 0), outputs
         )
 
 
-def _check_leaves(tree: Tree) -> None:
-    for leaf in tree_leaves(tree):
+def _leaves(tree: Tree) -> list[Tensor]:
+    leaves = tree_leaves(tree)
+    for leaf in leaves:
         if not isinstance(leaf, Tensor):
             raise ValueError(
                 f"for_members(transformation): expected tensors in gradients, updates "
                 f"and state, got a {type(leaf).__name__}. Make it a tensor."
             )
+    return leaves
 
 
 def _donated(

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
@@ -35,11 +35,7 @@ if TYPE_CHECKING:
 
 
 class EnsembleForward(EnsembleFn):
-    """The function that `ensemble_forward` returns.
-
-    Attributes:
-        fmodel: the model of one member.
-    """
+    """The function that `ensemble_forward` returns, with its `fmodel`."""
 
     name = "ensemble_forward"
 
@@ -69,12 +65,7 @@ class EnsembleForward(EnsembleFn):
     def with_buffers(
         self, params: Params, buffers: Buffers, /, *batch: Tree
     ) -> tuple[Tree, Buffers]:
-        """Return the outputs and the buffers after each member's forward pass.
-
-        Raises:
-            ValueError: the batch is run in chunks, or members leave different values in
-                a buffer that they share.
-        """
+        """Return the outputs and the buffers after each member's forward pass."""
         if self._chunk_size is not None:
             raise ValueError(
                 f"ensemble_forward(chunk_size={self._chunk_size}).with_buffers: "
@@ -442,10 +433,21 @@ def _facts(fmodel: Any, **options: Any) -> _Facts:
             place = f"fmodel.{path}" if path else "fmodel"
             facts[place] = type(module).__qualname__
             for name, value in vars(module).items():
-                numbers = value if isinstance(value, tuple | list) else [value]
-                if all(isinstance(each, bool | int | float) for each in numbers):
-                    facts[f"{place}.{name}"] = repr(value)
+                facts[f"{place}.{name}"] = _text(value)
     return facts
+
+
+def _text(value: Any) -> str:
+    """Return the text of a plain value, or the name of a function or a class."""
+    if isinstance(value, tuple | list):
+        return repr([*map(_text, value)])
+    if isinstance(value, bool | int | float):
+        return repr(value)
+    if not isinstance(value, str):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    with suppress(RuntimeError):  # devices may differ between ranks
+        return type(torch.device(value)).__qualname__
+    return value
 
 
 def _over_ranks(
