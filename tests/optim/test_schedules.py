@@ -12,16 +12,10 @@ from torch.optim import lr_scheduler
 from tests.examples import examples
 from tests.optim.problems import (
     double,
-    go_on,
-    leaves_of,
     member,
-    random_tensors,
     stacked,
-    train,
-    values,
 )
 from tests.oracle import assert_exact
-from vgrad import optim
 from vgrad.optim import schedules
 from vgrad.optim.schedules import constant, exponential, join
 
@@ -187,21 +181,6 @@ def test_joined_schedules_may_return_numbers_and_be_joined_again():
     rate = join([lambda count: 3.0, inner], [1])
     assert rate(torch.arange(5)).tolist() == [3.0, 1.0, 1.0, 0.5, 0.5]
     assert rate(torch.tensor(4)).dtype == torch.float64
-
-
-@pytest.mark.parametrize("name", TABLE)
-def test_sgd_with_a_schedule_steps_as_torch_with_a_scheduler(name):
-    ours, theirs = pair(name, 0.05, TABLE[name][3])
-    params, options = random_tensors({"w": (5,)}), dict(momentum=0.9, weight_decay=0.1)
-    leaves = leaves_of(params)
-    optimizer = torch.optim.SGD(leaves.values(), lr=0.05, **options)
-    scheduler, tx = theirs(optimizer), optim.sgd(ours, **options)
-
-    def loss(params):
-        return (params["w"] ** 4).sum() / 4
-
-    go_on(optimizer, leaves, loss, 11, scheduler)
-    exact(train(tx, params, loss, 11)[0], values(leaves))
 
 
 # Every schedule with arguments by name, so that each may become a tensor.
