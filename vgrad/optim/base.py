@@ -339,7 +339,7 @@ def norm(value: Tensor) -> Tensor:
 
 
 def lerp(old: Tensor, new: Tensor, share: Number) -> Tensor:
-    """`(1 - share) * old + share * new` in the dtype of `old`; a share of 1 is exact."""
+    """`(1 - share) * old + share * new` in the dtype of `old`, exactly `new` for 1."""
     weight: Any = scalar(share, old)
     return torch.lerp(old, cast(new, old.dtype), weight)
 
