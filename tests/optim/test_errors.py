@@ -116,8 +116,7 @@ VALUES = [
     (partial(schedules.multi_step, 1.0, [3, -1]),
      "multi_step(milestones[1]=-1): expected a whole number >= 1."),
     (partial(schedules.join, [ONE], [3]),
-     "join(1 schedules, 1 boundaries): expected one of schedules more than "
-     "boundaries."),
+     "join(1 schedules, 1 boundaries): expected one of schedules more."),
     (partial(schedules.join, [ONE, ONE], [0]),
      "join(boundaries[0]=0): expected a whole number >= 1."),
     (partial(schedules.join, [ONE, ONE, ONE], [3, 3]),
@@ -152,7 +151,7 @@ VALUES = [
     (lambda: OBSERVE(sgd().init(PARAMS), 1.0),
      "observe(state with 0 plateaus): expected the state of one"),
     (lambda: optim.averaged_parameters(adam().init(PARAMS)),
-     "averaged_parameters(state with 0 averages): expected the state of one"),
+     "averaged_parameters(state with 0 averages): expected one, of ema_param"),
     (lambda: optim.evaluation_parameters(adamw().init(PARAMS), PARAMS),
      "evaluation_parameters(state): expected"),
     (lambda: optim.evaluation_parameters(free_sgd().init(PARAMS), {"w": PARAMS["w"]}),

@@ -17,9 +17,9 @@ from tests.optim.problems import (
 )
 from tests.oracle import assert_exact
 from vgrad.optim import schedules
-from vgrad.optim.schedules import constant, exponential, join
 
 tried = examples(40)
+constant, exponential, join = schedules.constant, schedules.exponential, schedules.join
 exact = partial(assert_exact, tolerance=1e-12)
 """Which compares to 1e-12 of the largest rate."""
 
