@@ -23,8 +23,8 @@ Quantities of every sample, computed from `(params, buffers, *batch)`:
 * `clipped_grad`: the sum of clipped gradients, a `ClippedGrad`
 * `weighted_grad`: a weighted sum of gradients
 * `gradient_moments`: mean, variance and noise of gradients, `GradientMoments`
-* `explain`: say what one of these does with a model and a batch, an `Explanation`
-* `ClippedGrad`, `GradientMoments`, `Explanation`: their results
+* `explain`: how one of these runs a model and a batch, a `Report`
+* `ClippedGrad`, `GradientMoments`, `Report`: their results
 * `NoiseScale`: the gradient noise scale, averaged over batches
 * `Sensitivity`: how far one sample can move a clipped sum
 
@@ -100,7 +100,6 @@ from vgrad.functional.model import (
 )
 from vgrad.persample import (
     ClippedGrad,
-    Explanation,
     GradientMoments,
     NoiseScale,
     clipped_grad,
@@ -116,16 +115,17 @@ from vgrad.persample.engine import FallbackWarning, UnsupportedOp
 from vgrad.persample.explain import explain
 from vgrad.precision import autocast
 from vgrad.renamed import raising
+from vgrad.report import Report
 from vgrad.tree import to_device
 
 __all__ = [
     "ClippedGrad",
     "CompileWarning",
-    "Explanation",
     "FallbackWarning",
     "FunctionalModel",
     "GradientMoments",
     "NoiseScale",
+    "Report",
     "Sensitivity",
     "UnsupportedOp",
     "autocast",

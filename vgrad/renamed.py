@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 RENAMED = {
+    "vgrad.Explanation": "vgrad.Report",
     "vgrad.hessian": "torch.func.hessian",
     "vgrad.jacfwd": "torch.func.jacfwd",
     "vgrad.jacrev": "torch.func.jacrev",
@@ -11,6 +12,10 @@ RENAMED = {
     "vgrad.linearize": "torch.func.linearize",
     "vgrad.load": "vgrad.cli.load",
     "vgrad.vjp": "torch.func.vjp",
+    "vgrad.compiled.CompiledExplanation": "vgrad.Report",
+    "vgrad.compiled.Report": "vgrad.Report",
+    "vgrad.ensemble.EnsembleExplanation": "vgrad.Report",
+    "vgrad.precision.AlignmentReport": "vgrad.Report",
     "vgrad.optim.ApplyIfFiniteState": "vgrad.optim.averaging.ApplyIfFiniteState",
     "vgrad.optim.HyperparamsState": "vgrad.optim.hyperparams.HyperparamsState",
     "vgrad.optim.LookaheadState": "vgrad.optim.averaging.LookaheadState",

@@ -10,6 +10,7 @@ import shutil
 import sys
 import types
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from tests import losses, oracle
 from tests.compiled import problems
 from tests.compiled.problems import ran, same_calls, same_quantities
 from vgrad import optim
-from vgrad.compiled import Report, choices
+from vgrad.compiled import CaptureReport, choices
 from vgrad.training import TrainState, ensemble_train_step, private_step, train_step
 
 slow = pytest.mark.slow
@@ -721,14 +722,14 @@ def test_attributes_are_those_of_the_transform():
 def test_reports_and_choices_that_are_repeated():
     calls = [(PARAMS, {}, batch(size)) for size in (4, 4, 4, 5)]
     four, five = same_quantities("flat", squared, calls).reports()
-    assert four._replace(build_seconds=0.0, nodes=0, key="") == Report(
+    assert replace(four, build_seconds=0.0, nodes=0, key="") == CaptureReport(
         "clipped_grad", four.kind, "replay", "as asked for", calls=2
     )
     assert four.nodes > 5
     assert four.build_seconds > 0
     assert (five.calls, five.backend) == (0, "replay")
     assert four.kind != five.kind
-    kept = choices([four, Report("clipped_grad", "0a1b", "eager", "it is slow")])
+    kept = choices([four, CaptureReport("clipped_grad", "0a1b", "eager", "it is slow")])
     assert kept == {four.kind: "replay"}
     again = vgrad.compile(vgrad.clipped_grad(squared, max_norm=0.7), backend=kept)
     for given in calls[:2]:

@@ -13,7 +13,7 @@ import vgrad
 from tests import losses, oracle
 from tests.examples import examples
 from tests.oracle import assert_exact
-from vgrad.persample.engine import Settled
+from vgrad.persample.engine import ClipCollector
 from vgrad.persample.factors import Dense, Norm, Sums, reductions
 from vgrad.precision import StaticLossScale
 
@@ -32,7 +32,7 @@ def exact_norms(*grads):
 
 def clipped_sum(grad, weights, keep=None):
     """Sum what is to be kept of one parameter's gradients."""
-    settled = Settled()
+    settled = ClipCollector()
     settled.take("a", Dense(grad))
     with torch.autocast("cpu", enabled=False):
         return settled.weighted({"a": weights}, keep)["a"]

@@ -9,22 +9,15 @@ from torch.overrides import wrap_torch_function
 from torch.utils.flop_counter import FlopCounterMode
 
 import vgrad
+from tests.losses import Net
 from tests.oracle import assert_exact
 from vgrad.lowering.sequences import cells, steps
 from vgrad.precision import alignment_report
 
 
-class Run(nn.Module):
-    """A module of one function and its parameters."""
-
-    def __init__(self, function, **params):
-        super().__init__()
-        self.function = function
-        for name, shape in params.items():
-            self.register_parameter(name, nn.Parameter(torch.ones(shape)))
-
-    def forward(self, *args, **options):
-        return self.function(self, *args, **options)
+def run(function, **shapes):
+    """Make a module of one function and its parameters."""
+    return Net(function, **{name: torch.ones(shape) for name, shape in shapes.items()})
 
 
 TWICE = nn.Linear(6, 6)
@@ -100,14 +93,14 @@ ROWS = {
         ),
     ),
     "a parameter on the left leaves the batch on the right": (
-        Run(lambda self, x: self.w @ x, w=(10, 12)),
+        run(lambda self, x: self.w @ x, w=(10, 12)),
         ones((12, 3)),
         (("w",), "matmul", 10, 3, 12, 1),
         {"M": 16, "K": 16},
         ("pad w from 10 to 16 rows", "pad w from 12 to 16 columns"),
     ),
     "a product of two parameters has no batch dimension": (
-        Run(lambda self: self.up @ self.down, up=(10, 3), down=(3, 12)),
+        run(lambda self: self.up @ self.down, up=(10, 3), down=(3, 12)),
         [],
         (("up", "down"), "matmul", 10, 12, 3, 1),
         {"M": 16, "N": 16, "K": 8},
@@ -138,7 +131,7 @@ def test_one_product_has_its_sizes_and_advice(name):
     assert (row.pad, row.advice) == (pad, advice)
 
 
-def test_a_batch_needs_no_padding_and_aligned_sizes_report_nothing():
+def test_aligned_sizes_report_nothing_unless_a_larger_multiple_is_asked_for():
     model = nn.Sequential(
         nn.Conv2d(8, 16, 3), nn.Flatten(2), nn.LSTM(64, 24, batch_first=True)
     )
@@ -146,32 +139,28 @@ def test_a_batch_needs_no_padding_and_aligned_sizes_report_nothing():
     assert [row.pad for row in found.rows] == [{}] * 3
     assert found.misaligned == 0.0
     assert str(found).endswith("nothing to pad")
-
-
-def test_sixteen_is_asked_for_where_the_caller_says_so():
-    model = nn.Linear(32, 24)
-    assert report(model, torch.ones(2, 32)).misaligned == 0.0
-    found = report(model, torch.ones(2, 32), multiple=16)
+    assert report(nn.Linear(32, 24), torch.ones(2, 32)).misaligned == 0.0
+    found = report(nn.Linear(32, 24), torch.ones(2, 32), multiple=16)
     assert only(found).pad == {"N": 32}
     assert found.misaligned == 1.0
 
 
 def test_attention_is_two_products_a_head_and_has_no_batch_dimension():
     given = ones((2, 3, 10, 16), (2, 3, 24, 16), (2, 3, 24, 8))
-    scores, values = report(Run(attend), *given).rows
+    scores, values = report(run(attend), *given).rows
     assert scores[:6] == ((), "scaled_dot_product_attention", 10, 24, 16, 6)
     assert values[:6] == ((), "scaled_dot_product_attention", 10, 8, 24, 6)
     assert scores.flops == 2 * 6 * 10 * 24 * 16
     assert scores.pad == values.pad == {"M": 16}
     assert scores.advice == ("pad M of scaled_dot_product_attention from 10 to 16",)
     grouped = ones((2, 6, 8, 16), (2, 3, 24, 16))
-    found = report(Run(attend), *grouped, enable_gqa=True)
+    found = report(run(attend), *grouped, enable_gqa=True)
     assert [row.count for row in found.rows] == [12, 12]
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_what_runs_inside_of_multi_head_attention_is_seen(need_weights):
-    model = Run(lambda self, x: self.inner(x, x, x, need_weights=need_weights)[0])
+    model = run(lambda self, x: self.inner(x, x, x, need_weights=need_weights)[0])
     model.inner = nn.MultiheadAttention(24, 2, batch_first=True)
     found = report(model, torch.ones(3, 5, 24))
     inside = "bmm" if need_weights else "scaled_dot_product_attention"
@@ -204,7 +193,7 @@ def test_projections_and_packed_sequences_have_the_sizes_of_their_steps():
     model = nn.LSTM(8, 16, proj_size=4, batch_first=True)
     packed = nn.utils.rnn.pack_sequence([torch.ones(n, 8) for n in (5, 3, 3)])
     # The batches of the steps are 3, 3, 3, 1, 1.
-    steps = Run(lambda self, data, batches: self.net(make(data, batches))[0].data)
+    steps = run(lambda self, data, batches: self.net(make(data, batches))[0].data)
     steps.net = model
     make = nn.utils.rnn.PackedSequence
     found = report(steps, packed.data, packed.batch_sizes)
@@ -289,7 +278,7 @@ PRODUCTS = {
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_every_spelling_of_a_product_has_its_sizes_and_operations(name):
     function, left, right, expected = PRODUCTS[name]
-    model = Run(lambda self, x, y: function(x, y))
+    model = run(lambda self, x, y: function(x, y))
     x, y = torch.ones(left), torch.ones(right)
     row = only(report(model, x, y))
     assert row[2:6] == expected
@@ -306,14 +295,12 @@ def test_ops_of_the_users_own_are_looked_into_whatever_their_name():
     def linear(weight, x):
         return (x @ weight).relu()
 
-    row = only(
-        report(Run(lambda self, x: linear(self.w, x), w=(8, 3)), torch.ones(2, 8))
-    )
-    assert row[:6] == (("w",), "matmul", 2, 3, 8, 1)
+    model = run(lambda self, x: linear(self.w, x), w=(8, 3))
+    assert only(report(model, torch.ones(2, 8)))[:6] == (("w",), "matmul", 2, 3, 8, 1)
 
 
 def test_elementwise_products_and_inner_products_of_vectors_are_no_rows():
-    model = Run(lambda self, x: torch.einsum("bi,bi->bi", x, x) * (x[0] @ x[0]))
+    model = run(lambda self, x: torch.einsum("bi,bi->bi", x, x) * (x[0] @ x[0]))
     found = report(model, torch.ones(3, 5))
     assert found.rows == ()
     assert found.misaligned == 0.0
@@ -321,7 +308,7 @@ def test_elementwise_products_and_inner_products_of_vectors_are_no_rows():
 
 
 def test_int8_products_are_seen():
-    model = Run(lambda self, x: torch._int_mm(x, x.t()))
+    model = run(lambda self, x: torch._int_mm(x, x.t()))
     row = only(report(model, torch.ones(24, 16, dtype=torch.int8), multiple=16))
     assert row[1:6] == ("_int_mm", 24, 24, 16, 1)
 
@@ -333,7 +320,7 @@ def test_whole_models_take_the_operations_that_torch_counts():
         nn.Conv2d(3, 6, 3, stride=2, padding=1, groups=3),
         nn.ConvTranspose2d(6, 12, 2, stride=2),
         nn.Flatten(2),
-        Run(lambda self, x: x.mT),
+        run(lambda self, x: x.mT),
         nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
         nn.Linear(12, 1),
     )
@@ -362,12 +349,12 @@ def test_tied_parameters_go_by_the_name_that_the_dictionary_has():
 
 
 def test_views_and_casts_keep_the_name_and_the_sides_of_a_parameter():
-    def run(self, x):
+    def products(self, x):
         half = self.w.t().to(torch.bfloat16)
         copy = torch.clone(input=x), self.w.clone()
         return x @ self.w.t(), x.bfloat16() @ half, F.linear(*copy)
 
-    rows = report(Run(run, w=(10, 32)), torch.ones(4, 32)).rows
+    rows = report(run(products, w=(10, 32)), torch.ones(4, 32)).rows
     assert [row.names for row in rows] == [("w",)] * 2
     assert [row.count for row in rows] == [2, 1]
     for row in rows:
@@ -386,31 +373,25 @@ def test_parameters_in_one_block_of_memory_are_told_apart():
 
 
 def test_a_buffer_is_named_too():
-    model = Run(lambda self, x: x @ self.basis)
+    model = run(lambda self, x: x @ self.basis)
     model.register_buffer("basis", torch.ones(8, 9))
     assert only(report(model, torch.ones(2, 8))).names == ("basis",)
 
 
-def test_a_policy_and_autocast_change_no_row():
+def test_policies_autocast_losses_and_tensors_without_values_change_no_row():
     model = nn.Sequential(nn.Linear(12, 10), nn.LayerNorm(10), nn.Linear(10, 3))
     fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
-    x = torch.ones(4, 12)
+    x, y = torch.ones(4, 12), torch.tensor([0, 1, 2, 0])
     plain = alignment_report(fmodel, params, buffers, x)
     for policy in ("mixed_bfloat16", "bfloat16", "float64"):
         mixed = vgrad.precision.policy_for(fmodel, policy)
         assert alignment_report(mixed, params, buffers, x) == plain
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert alignment_report(fmodel, params, buffers, x) == plain
-
-
-def test_a_batch_loss_and_tensors_without_values_give_the_report_of_the_model():
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(nn.Linear(8, 3))
     loss = vgrad.batch_loss(fmodel, F.cross_entropy)
-    x, y = torch.ones(4, 8), torch.tensor([0, 1, 2, 0])
-    found = alignment_report(fmodel, params, buffers, x)
-    assert alignment_report(loss, params, buffers, x, y) == found
+    assert alignment_report(loss, params, buffers, x, y) == plain
     meta = {name: value.to("meta") for name, value in params.items()}
-    assert alignment_report(fmodel, meta, buffers, x.to("meta")) == found
+    assert alignment_report(fmodel, meta, buffers, x.to("meta")) == plain
 
 
 def test_random_numbers_gradients_and_inputs_stay_as_they_were():
@@ -441,30 +422,29 @@ def test_the_table_ends_in_plain_advice():
     ]
 
 
-def test_a_failing_forward_pass_leaves_no_mode_behind():
-    model = nn.Linear(3, 2)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        report(model, torch.ones(4, 5))
+MODEL = nn.Linear(3, 2)
+FMODEL, PARAMS = vgrad.make_functional(MODEL)
+WHOLE, ROW = FMODEL.with_buffers, torch.ones(1, 3)
+PER_ROW = run(lambda self, x: torch.vmap(lambda row: row @ self.w)(x), w=(3, 2))
+REFUSED = [
+    (lambda: alignment_report(MODEL, PARAMS, {}, ROW), TypeError,
+     r"alignment_report\(fmodel\).*got a Linear"),
+    (lambda: alignment_report(FMODEL, PARAMS, {}, ROW), TypeError,
+     "got a BufferlessModel"),
+    (lambda: alignment_report(WHOLE, PARAMS, ROW), TypeError,
+     r"alignment_report\(buffers\).*got a Tensor"),
+    (lambda: alignment_report(WHOLE, PARAMS, {}, ROW, multiple=0), ValueError,
+     r"alignment_report\(multiple=0\)"),
+    (lambda: report(PER_ROW, torch.ones(4, 3)), ValueError,
+     "outside of the transforms.*matmul inside"),
+    (lambda: report(MODEL, torch.ones(4, 5)), RuntimeError,
+     "shapes cannot be multiplied"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED)
+def test_what_has_no_products_of_batches_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
     assert torch.overrides._get_current_function_mode_stack() == []
     assert torch.is_grad_enabled()
-
-
-def test_what_is_no_function_of_params_and_buffers_is_refused():
-    model = nn.Linear(3, 2)
-    fmodel, params = vgrad.make_functional(model)
-    x = torch.ones(1, 3)
-    with pytest.raises(TypeError, match=r"alignment_report\(fmodel\).*got a Linear"):
-        alignment_report(model, params, {}, x)
-    with pytest.raises(TypeError, match="got a BufferlessModel"):
-        alignment_report(fmodel, params, {}, x)
-    fmodel = fmodel.with_buffers
-    with pytest.raises(TypeError, match=r"alignment_report\(buffers\).*got a Tensor"):
-        alignment_report(fmodel, params, x)
-    with pytest.raises(ValueError, match=r"alignment_report\(multiple=0\)"):
-        alignment_report(fmodel, params, {}, x, multiple=0)
-
-
-def test_products_of_single_samples_are_refused():
-    model = Run(lambda self, x: torch.vmap(lambda row: row @ self.w)(x), w=(3, 2))
-    with pytest.raises(ValueError, match="outside of the transforms.*matmul inside"):
-        report(model, torch.ones(4, 3))

@@ -20,7 +20,6 @@ Running and training:
 * `MembersState`: the state of `for_members`
 * `bootstrap_indices`: draw samples with replacement for each member
 * `fold_indices`: split samples for cross-validation
-* `EnsembleExplanation`: the strategy that runs, and how
 
 Predicting:
 
@@ -39,7 +38,6 @@ from vgrad.ensemble.calibration import (
     calibration,
     reliability,
 )
-from vgrad.ensemble.execution import EnsembleExplanation
 from vgrad.ensemble.gradients import (
     EnsembleGrads,
     ensemble_clipped_grad,
@@ -67,7 +65,6 @@ from vgrad.renamed import raising
 
 __all__ = [
     "Calibration",
-    "EnsembleExplanation",
     "EnsembleGrads",
     "EnsemblePrediction",
     "MembersState",

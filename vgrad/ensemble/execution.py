@@ -36,10 +36,9 @@ from vgrad.lowering.limits import raise_clearly
 from vgrad.lowering.members import Members, by_itself, mapped_here
 from vgrad.lowering.questions import Parts, Split
 from vgrad.lowering.truthful import Truth, UnsupportedOp
-from vgrad.persample.engine.guard import Fallbacks
-from vgrad.persample.engine.ladder import FINAL, Stop
-from vgrad.persample.explain import aligned
+from vgrad.persample.engine.guard import NON_RETRYABLE, Failure, Fallbacks
 from vgrad.precision.autocasting import AutocastMode
+from vgrad.report import Report, table
 from vgrad.torch_private import modes
 from vgrad.tree import map_tensors, tensors, tree_map
 from vgrad.typing import Buffers, EnsembleStrategy, Params, Randomness, Tree
@@ -320,8 +319,8 @@ def check_keys(function: str, keys: Tensor, count: int) -> None:
 
 
 @dataclass(frozen=True)
-class EnsembleExplanation:
-    """The strategy of a function of an ensemble; `str` makes a table of it.
+class EnsembleExplanation(Report):
+    """The report of `vgrad.explain` for a function of an ensemble.
 
     Attributes:
         function: the function's name.
@@ -355,7 +354,7 @@ class EnsembleExplanation:
             ) + "\n".join(lines)
         if not self.forms:
             return title
-        return f"{title}\n\n{aligned([('op', 'form'), *self.forms])}"
+        return f"{title}\n\n{table([('op', 'form'), *self.forms])}"
 
 
 class EnsembleExecutor:
@@ -458,14 +457,14 @@ class EnsembleExecutor:
                 return self._at_once(
                     function, call, strategy, draws, with_buffers, forms
                 )
-            except FINAL:
+            except NON_RETRYABLE:
                 raise
             except Exception as error:
                 if not may_loop:
                     raise
-                stopped = Stop.of(error)
+                failure = Failure.of(error)
             rows = torch.arange(call.members).split(1)
-            raise Split(Parts(rows, stopped.where, "loop", stopped.why))
+            raise Split(Parts(rows, failure.where, "loop", failure.why))
 
         differ, same = self.randomness == "different", self.randomness == "same"
         with RNG_LOCK if differ or same else nullcontext():

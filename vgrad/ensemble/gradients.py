@@ -40,8 +40,8 @@ from vgrad.generators import (
 from vgrad.lowering.draws import Draws
 from vgrad.lowering.keyed import check_drawn
 from vgrad.persample.clipped import ClippedGrad, clipped_grad
+from vgrad.persample.engine.call import Options, check_options
 from vgrad.persample.engine.guard import UnsupportedOp
-from vgrad.persample.engine.problem import Options, check_options
 from vgrad.persample.engine.transform import Transform
 from vgrad.persample.grad import per_sample_grad
 from vgrad.torch_private import modes

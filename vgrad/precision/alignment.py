@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from vgrad import checks
 from vgrad.functional.model import BufferlessModel
 from vgrad.generators import RNG_LOCK
+from vgrad.report import Report, table
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import memory
 from vgrad.tree import tree_leaves
@@ -54,8 +55,8 @@ _HEAD = ["parameter", "op", "M", "N", "K", "count", "flops", "share", "pad to"]
 
 
 @dataclass(frozen=True)
-class AlignmentReport:
-    """The result of `alignment_report`; `str` makes a table of it.
+class AlignmentReport(Report):
+    """The result of `alignment_report`.
 
     Attributes:
         multiple: sizes should be multiples of it.
@@ -71,21 +72,17 @@ class AlignmentReport:
         return sum(row.share for row in self.rows if row.pad)
 
     def __str__(self) -> str:
-        lines = [_HEAD]
+        lines: list[list[str | int]] = [[*_HEAD]]
         for row in self.rows:
             pad = ", ".join(f"{side}={to}" for side, to in row.pad.items())
-            numbers = [f"{number:,}" for number in row[2:7]]
             names = ", ".join(row.names)
-            lines.append([names, row.op, *numbers, f"{row.share:.1%}", pad])
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        cell = "{:{}{}}".format
-        rows = ("  ".join(map(cell, line, "<<>>>>>><", widths)) for line in lines)
-        table = [row.rstrip() for row in rows]
+            lines.append([names, row.op, *row[2:7], f"{row.share:.1%}", pad])
+        text = table(lines, right={*range(2, 8)})
         total = f"{sum(row.flops for row in self.rows):,} floating-point operations"
         summary = f"{self.misaligned:.1%} of {total} are in products with a size that "
         summary += f"is no multiple of {self.multiple}"
         advice = dict.fromkeys(text for row in self.rows for text in row.advice)
-        return "\n".join([summary, "", *table, "", *(advice or ["nothing to pad"])])
+        return "\n".join([summary, "", text, "", *(advice or ["nothing to pad"])])
 
 
 def alignment_report(

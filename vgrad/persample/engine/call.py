@@ -1,10 +1,10 @@
-"""A loss with the options of its transform, and in a call the tensors it is given."""
+"""The options of a transform, and one call of it: the tensors of a batch."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypedDict, get_args
+from typing import Any, TypedDict, get_args
 
 import torch
 from torch import Tensor
@@ -88,40 +88,42 @@ def check_loss_scale(function: str, loss_scale: Any) -> None:
         )
 
 
-class Others(Protocol):
-    """Those who take part in a call, each with as many chunks of its own samples."""
+class Reducer:
+    """How sums over chunks are reduced over ranks: by default there is one rank."""
 
     def summed(self, name: str, value: Tensor) -> Tensor:
-        """Return what is kept of a parameter's sum, once a chunk has it."""
-        ...
+        """Return the value to keep of a parameter's sum over a chunk."""
+        return value
 
     def settled(self, name: str, value: Tensor) -> Tensor:
         """Do the same for a sum that no other strategy will form again."""
-        ...
+        return value
 
-    def of_part(self) -> "Others | None":
-        """Return who takes part where some samples of a call run, and then others."""
-        ...
+    def of_part(self) -> "Reducer":
+        """Return the reducer of a call on some of the samples."""
+        return self
 
-    def anywhere(self, condition: bool) -> bool:
-        """Tell whether a condition holds for any of them."""
-        ...
+    def any_rank(self, condition: bool) -> bool:
+        """Return whether a condition holds on any rank."""
+        return condition
+
+
+LOCAL = Reducer()
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What a transform was given, and what it learns as it runs; `on` adds a call.
+class Call:
+    """The options of a transform; `on` adds the tensors of one batch.
 
     Attributes:
         function: the transform's name, for errors.
-        fallbacks: the ops that it has warned of.
-        unreached: sets of parameters to which no graph leads from a sample's loss, as
-            one sample on its own has shown.
-        params: those of one call, as `buffers` and `batch` are.
-        mask: the samples of the batch that count, `[B]`; None for all.
-        weights: of the samples, `[B]`, where the caller gives them.
-        draws: what is known of their random numbers.
-        others: who takes part in the call, if anyone does.
+        fallbacks: the memory of all calls: warnings, and why a loss was not recorded.
+        unreached: sets of parameters that receive no gradient, confirmed by plain
+            autograd on one sample.
+        fixed: parameters and buffers, which the loss must not change.
+        mask: which samples count, `[B]`; None for all.
+        weights: of the samples, `[B]`, where the caller passes them.
+        draws: the random numbers of the samples.
     """
 
     function: str
@@ -135,26 +137,27 @@ class Problem:
     unreached: set[frozenset[str]] = field(default_factory=set)
     params: Params = field(default_factory=dict)
     buffers: Buffers = field(default_factory=dict)
+    fixed: Params = field(default_factory=dict)
     batch: batches.Batch = batches.NONE
     mask: Tensor | None = None
     weights: Tensor | None = None
     draws: Draws = field(default_factory=Draws)
-    others: Others | None = None
+    reducer: Reducer = LOCAL
 
     @classmethod
     def of(
         cls, function: Callable, loss: LossFn, options: Options, has_aux: bool = False
-    ) -> "Problem":
+    ) -> "Call":
         """Check the options of a transform."""
         check_options(function, options)
-        problem = cls(function.__name__, loss, has_aux=has_aux, **options)
-        name = problem.function
+        call = cls(function.__name__, loss, has_aux=has_aux, **options)
+        name = call.function
         check_loss(name, loss)
-        checks.choice(name, get_args(Strategy), strategy=problem.strategy)
-        checks.choice(name, get_args(Randomness), randomness=problem.randomness)
-        check_loss_scale(name, problem.loss_scale)
-        size = batches.checked_chunk_size(name, problem.chunk_size)
-        return replace(problem, chunk_size=size)
+        checks.choice(name, get_args(Strategy), strategy=call.strategy)
+        checks.choice(name, get_args(Randomness), randomness=call.randomness)
+        check_loss_scale(name, call.loss_scale)
+        size = batches.checked_chunk_size(name, call.chunk_size)
+        return replace(call, chunk_size=size)
 
     def on(
         self,
@@ -165,26 +168,27 @@ class Problem:
         weights: Tensor | None = None,
         loss_scale: LossScale | None = None,
         keys: Tensor | None = None,
-    ) -> "Problem":
-        """Check what a call is given, and return its problem.
+    ) -> "Call":
+        """Check the tensors of a batch, and return the call on it.
 
-        A loss scale takes the place of that of the options. With `keys` of the samples,
-        int64 `[B]`, random numbers that differ from sample to sample follow from them;
-        others draw as they do without keys.
+        `loss_scale` replaces the option. With `keys` of the samples, int64 `[B]`,
+        random numbers that differ from sample to sample follow from them.
         """
         checks.dictionaries(self.function, params=params, buffers=buffers)
-        _check_tensors(self.function, params, buffers)
         read = batches.read(self.function, batch)
-        _check_values(self.function, params, read.tensors)
+        _check_tensors(self.function, params, buffers, read.tensors)
         if mask is not None:
             batches.check_mask(self.function, mask, read.size)
         if keys is not None:
             _check_keys(self.function, keys, read.size)
             keys = keys if self.randomness == "different" else None
+        params = map_values(_usable, params)
+        buffers = map_values(_constant, map_values(_usable, buffers))
         return replace(
             self,
-            params=map_values(_ordinary, params),
-            buffers=map_values(_constant, map_values(_ordinary, buffers)),
+            params=params,
+            buffers=buffers,
+            fixed={**params, **buffers},
             batch=read,
             mask=mask,
             weights=weights,
@@ -192,8 +196,8 @@ class Problem:
             draws=Draws(keys=keys),
         )
 
-    def part(self, start: int, stop: int) -> "Problem":
-        """Return the problem of these samples."""
+    def part(self, start: int, stop: int) -> "Call":
+        """Return the call on these samples."""
         if stop - start == self.batch.size:
             return self
         return replace(
@@ -202,11 +206,11 @@ class Problem:
             mask=None if self.mask is None else self.mask[start:stop],
             weights=None if self.weights is None else self.weights[start:stop],
             draws=self.draws.of(torch.arange(start, stop)),
-            others=self._others_of_part(),
+            reducer=self.reducer.of_part(),
         )
 
-    def rows(self, rows: Tensor, strategy: Strategy | None = None) -> "Problem":
-        """Return the problem of these samples, in this order."""
+    def rows(self, rows: Tensor, strategy: Strategy | None = None) -> "Call":
+        """Return the call on these samples, in this order."""
 
         def of(values: Tensor | None) -> Tensor | None:
             return None if values is None else values[rows.to(values.device)]
@@ -218,30 +222,15 @@ class Problem:
             weights=of(self.weights),
             draws=self.draws.of(rows),
             strategy=strategy or self.strategy,
-            others=self._others_of_part(),
+            reducer=self.reducer.of_part(),
         )
-
-    def summed(self, name: str, value: Tensor) -> Tensor:
-        """Return what is kept of a parameter's sum over a chunk."""
-        return value if self.others is None else self.others.summed(name, value)
-
-    def settled(self, name: str, value: Tensor) -> Tensor:
-        """Return what is kept of a sum over a chunk that is formed for good."""
-        return value if self.others is None else self.others.settled(name, value)
-
-    def _others_of_part(self) -> Others | None:
-        return None if self.others is None else self.others.of_part()
-
-    def anywhere(self, condition: bool) -> bool:
-        """Tell whether a condition holds, here or for others."""
-        return condition if self.others is None else self.others.anywhere(condition)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors that the call was given."""
+        """All tensors of the call."""
         weights = () if self.weights is None else (self.weights,)
-        given = (*self.params.values(), *self.buffers.values(), *self.batch.tensors)
-        return [*given, *weights]
+        fixed = *self.params.values(), *self.buffers.values()
+        return [*fixed, *self.batch.tensors, *weights]
 
     @property
     def device(self) -> torch.device:
@@ -255,20 +244,20 @@ class Problem:
         return torch.is_grad_enabled() and wanted
 
     def cotangent(self, losses: Tensor) -> Tensor:
-        """Return what losses are multiplied by before the backward pass."""
+        """Return the loss scale, or one, for each loss."""
         ones = torch.ones_like(losses)
         return ones if self.loss_scale is None else ones * self._scale(losses.dtype)
 
     def unscaled(self, factor: Factor) -> Factor:
-        """Take the scale of the losses out of what the backward pass found."""
+        """Divide gradients by the loss scale."""
         if self.loss_scale is None:
             return factor
         return Scaled(factor, self._scale(torch.float32))
 
     def _scale(self, dtype: torch.dtype) -> Tensor:
         scale = self.loss_scale.loss_scale if self.loss_scale else 1.0
-        # A loss of any dtype can be multiplied by it without rounding. It is divided by
-        # again, so results do not depend on it.
+        # A loss of any dtype can be multiplied by it without rounding. The gradients
+        # are divided by the same number, so results do not depend on it.
         scale = torch.as_tensor(scale, device=self.device).detach().to(torch.bfloat16)
         return scale.to(dtype)
 
@@ -280,16 +269,16 @@ class Problem:
         *,
         alone: bool = False,
     ) -> tuple[Tensor, Tree]:
-        """Return `(scalar, aux)` of one sample, a copy, which the loss may change.
+        """Return `(scalar, aux)` of a copy of one sample, which the loss may change.
 
-        It stands for all samples, or is `alone`.
+        Under vmap it is any sample; with `alone` there is no other one.
         """
         sample = self.batch.sample(tuple(tensor.clone() for tensor in tensors))
         for name, value in params.items():
             with_attributes(value, self.params[name])
         casts, size = partial(AutocastMode, [*params.values()]), self.batch.size
         with guard.inside(size, self.randomness, casts, alone=alone):
-            # Dictionaries of its own, in which the loss may bind names anew.
+            # Dictionaries of its own, in which the loss may rebind names.
             result = self.loss(dict(params), dict(self.buffers), *sample)
         value, aux = returned(self.function, result, has_aux=self.has_aux)
         for leaf in tree_leaves(aux):
@@ -301,7 +290,7 @@ class Problem:
         return value, aux
 
 
-def _ordinary(value: Tensor) -> Tensor:
+def _usable(value: Tensor) -> Tensor:
     """Copy a tensor made in inference mode, which autograd cannot use."""
     return with_attributes(value.clone(), value) if value.is_inference() else value
 
@@ -313,7 +302,6 @@ def _constant(value: Tensor) -> Tensor:
 
 
 def _check_keys(function: str, keys: Tensor, size: int) -> None:
-    """Refuse what are not keys of as many samples, or cannot be told apart."""
     if keys.dtype != torch.int64 or keys.shape != (size,) or keys.device.type != "cpu":
         raise ValueError(
             f"{function}(keys): expected one key a sample, int64 [{size}] on the CPU "
@@ -327,21 +315,10 @@ def _check_keys(function: str, keys: Tensor, size: int) -> None:
         )
 
 
-def _check_values(function: str, params: Params, inputs: Iterable[Tensor]) -> None:
-    """Refuse parameters without values, where samples have some."""
-    real = next((each for each in inputs if not each.is_meta), None)
-    for name, value in params.items():
-        if value.is_meta and real is not None:
-            raise ValueError(
-                f"{function}(params, buffers, *batch): expected parameters with "
-                f"values, got {name!r} on the device meta and a batch on "
-                f"{real.device}. Pass others, or give the model values before it is "
-                f"made functional: model.load_state_dict(values, assign=True)."
-            )
-
-
-def _check_tensors(function: str, params: Params, buffers: Buffers) -> None:
-    """Refuse parameters that have no gradient, and entries that are no tensors."""
+def _check_tensors(
+    function: str, params: Params, buffers: Buffers, inputs: list[Tensor]
+) -> None:
+    """Refuse parameters without gradient or values, and entries that are no tensors."""
     if not params:
         raise ValueError(
             f"{function}(params, ...): expected at least one parameter, got none. Are "
@@ -353,9 +330,17 @@ def _check_tensors(function: str, params: Params, buffers: Buffers) -> None:
                 f"{function}(params, buffers, ...): expected a tensor in {name!r}, got "
                 f"a {type(value).__name__}."
             )
+    real = next((tensor for tensor in inputs if not tensor.is_meta), None)
     for name, value in params.items():
         if not (value.is_floating_point() or value.is_complex()):
             raise ValueError(
                 f"{function}(params, ...): expected floating-point parameters, got "
                 f"{value.dtype} in {name!r}. Move it to the buffers."
+            )
+        if value.is_meta and real is not None:
+            raise ValueError(
+                f"{function}(params, buffers, *batch): expected parameters with "
+                f"values, got {name!r} on the device meta and a batch on "
+                f"{real.device}. Pass others, or give the model values before it is "
+                f"made functional: model.load_state_dict(values, assign=True)."
             )
