@@ -53,17 +53,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 STRATEGY = "auto"
-_PRIVATE_SCALE = StaticLossScale(2.0**10)
 _GRADIENT_BYTES = 2**28
 _MOST_ROWS = 512
 
 
-class Model(NamedTuple):
-    """A model as a function, and the values that training starts from."""
-
-    function: FunctionalModel
-    params: Params
-    buffers: Buffers
+Model = tuple[FunctionalModel, Params, Buffers]
+"""A model as a function, and the values that training starts from."""
 
 
 class Taken(NamedTuple):
@@ -138,14 +133,7 @@ def prepare(
     extended: Sequence[int] = (),
     mesh: "DeviceMesh | None" = None,
 ) -> Job:
-    """Read the data, make the model or the members, plan the noise; write nothing.
-
-    Raises:
-        FileNotFoundError, ValueError: as `data.load` and `models.build`; or the batch
-            is larger than the data; or no noise meets the target; or the model takes
-            no such images or has no per-sample gradients; or the members that a factory
-            made are not alike.
-    """
+    """Read the data, make the model or the members, plan the noise; write nothing."""
     dataset = data.load(settings.data, seed=settings.seed)
     settings = settings.fitted(len(dataset.y_train), dataset.shape)
     count, device = settings.members, torch.device(settings.device)
@@ -157,45 +145,28 @@ def prepare(
     if count > 1:
         seeds = [member_seed(settings.seed, i) for i in range(count)]
     modules = [models.build(settings.model, dataset.shape, seed=seed) for seed in seeds]
-    one = model = _tried(settings, dataset, modules[0])
-    tx, policy = optim.sgd(settings.lr), models.POLICIES[settings.precision]
-    scores = models.under(settings.precision, model.function.eval())
-    forms: Description = {}
-    if count == 1:
-        loss, create = batch_loss(model.function, F.cross_entropy), TrainState.create
-        step = train_step(loss, tx, policy=policy)
-        size = Ranks.of_all("train", mesh).size
-        cut = not model.buffers and settings.batch_size % size == 0
-    else:
-        model = Model(*stack(module.train().to(device) for module in modules))
-        loss, create = batch_loss(model.function, F.cross_entropy), EnsembleState.create
-        strategy = _strategy(settings, model, dataset)
-        step = ensemble_train_step(
-            loss, tx, in_dims=0, strategy=strategy, policy=policy
+    images = torch.zeros(2, *dataset.shape[:3], device=device)
+    labels = torch.zeros(2, dtype=torch.int64, device=device)
+    one = model = _tried(settings, modules[0], dataset.classes, images, labels)
+    forms, strategy, plan = {}, None, None
+    if count > 1:
+        model = stack(module.train().to(device) for module in modules)
+        forms["strategy of members"] = strategy = _strategy(
+            settings, model, images, labels
         )
+    scores = models.under(settings.precision, model[0].eval())
+    if strategy is not None:
         scores = ensemble_forward(scores, chunk_size=ROWS, strategy=strategy)
-        cut, forms["strategy of members"] = False, strategy
-    key = fold_in(dp.secret_key(seed=settings.seed), "plain")  # no secret
-    plain = Trainer(
-        _start(settings, create, model.params, model.buffers, key, DynamicLossScale()),
-        _plain_advance(settings, dataset, step, mesh if cut else None),
-        lambda step: None,
-    )
-    if not settings.private:
-        plan, trainers = None, {"plain": plain}
-    else:
+    trainers = {"plain": _plain(settings, dataset, model, strategy, mesh)}
+    if not settings.without_privacy:
         # Others round differently. "auto" as a chunk size depends on free memory, which
         # may differ when a run goes on.
-        gradient = sum(t.numel() * t.element_size() for t in one.params.values())
+        gradient = sum(t.numel() * t.element_size() for t in one[1].values())
         rows = max(1, min(_MOST_ROWS, _GRADIENT_BYTES // gradient))
         forms |= {"strategy": STRATEGY, "chunk_size": rows}
         plan = planned(settings, len(dataset.y_train), ends)
-        private = Trainer(
-            _private_start(settings, model),
-            _private_advance(settings, one, plan, rows, ends[-1], mesh),
-            lambda step: plan.epsilon(step * count),
-        )
-        trainers = {"private": private, "plain": plain}
+        private = _private(settings, one[0], model, plan, rows, mesh)
+        trainers = {"private": private, **trainers}
     return Job(
         settings,
         dataset.to(device),
@@ -236,105 +207,71 @@ def planned(settings: Settings, size: int, ends: Sequence[int]) -> dp.Plan:
     return longer
 
 
-def _tried(settings: Settings, dataset: Dataset, module: nn.Module) -> Model:
-    """Try a model on blank images, so that errors show early."""
-    module = module.train().to(settings.device)
-    images, labels = _blank(settings, dataset, 2)
+def _tried(
+    settings: Settings, module: nn.Module, classes: int, images: Tensor, labels: Tensor
+) -> Model:
+    """Try a model on two blank images, so that errors show early."""
+    module = module.train().to(images.device)
+    needs = "" if settings.without_privacy else " and has per-sample gradients"
     try:
-        model = Model(*make_functional_with_buffers(module))
+        fmodel, params, buffers = make_functional_with_buffers(module)
+        function = models.under(settings.precision, fmodel)
         with kept_random_state([images]):
-            function = models.under(settings.precision, model.function)
-            scores = function(model.params, model.buffers, images)
-            if scores.shape != (2, dataset.classes):
-                raise ValueError(
-                    f"scores of shape {tuple(scores.shape)} for two images"
-                )
-            if settings.private:
+            scores = function(params, buffers, images)
+            if scores.shape != (2, classes):
+                shape = tuple(scores.shape)
+                raise ValueError(f"scores of shape {shape} for two images")
+            if not settings.without_privacy:
                 loss = sample_loss(function, F.cross_entropy)
                 gradient = clipped_grad(loss, max_norm=1.0, randomness="different")
-                gradient(model.params, model.buffers, images, labels)
+                gradient(params, buffers, images, labels)
     except Exception as error:
         # Code of the user's own may raise anything; the cause is kept.
-        needs = " and has per-sample gradients" if settings.private else ""
         raise ValueError(
-            f"--model {settings.model}: expected a model that scores {dataset.classes} "
-            f"classes for images {list(dataset.shape[:3])}{needs}, got "
+            f"--model {settings.model}: expected a model that scores {classes} classes "
+            f"for images {list(images.shape[1:])}{needs}, got "
             f"{type(error).__name__}: {error}"
         ) from error
-    return model
+    return fmodel, params, buffers
 
 
-def _strategy(settings: Settings, model: Model, dataset: Dataset) -> EnsembleStrategy:
+def _strategy(
+    settings: Settings, model: Model, images: Tensor, labels: Tensor
+) -> EnsembleStrategy:
     """Choose a strategy: the cheapest, or the loop where an op cannot be batched."""
-    images, labels = _blank(settings, dataset, settings.members, 2)
-    function = models.under(settings.precision, model.function)
-    loss = batch_loss(function, F.cross_entropy)
+    fmodel, params, buffers = model
+    loss = batch_loss(models.under(settings.precision, fmodel), F.cross_entropy)
     compute = ensemble_grad(loss, in_dims=0, strategy="hybrid")
+    images, labels = (
+        torch.stack(settings.members * [tensor]) for tensor in (images, labels)
+    )
     with kept_random_state([images]):
         try:
-            compute(model.params, model.buffers, images, labels)
+            compute(params, buffers, images, labels)
         except UnsupportedOp:
             return "loop"
     return "auto"
 
 
-def _blank(settings: Settings, dataset: Dataset, *sizes: int) -> tuple[Tensor, Tensor]:
-    """Make blank images `[*sizes, C, H, W]` and labels `[*sizes]`."""
-    device = torch.device(settings.device)
-    images = torch.zeros(*sizes, *dataset.shape[:3], device=device)
-    return images, torch.zeros(*sizes, dtype=torch.int64, device=device)
+# The loss scales are the defaults of the steps. They are given here so that a state
+# saved before the first step is the same tree as any other.
 
 
-def _start(
+def _private(
     settings: Settings,
-    create: Callable[..., Any],
-    params: Params,
-    buffers: Buffers,
-    key: Tensor,
-    scale: DynamicLossScale | StaticLossScale,
-) -> Any:
-    """Make a state before the first step.
-
-    The scale is the default one of the step. It is given here so that a state saved
-    before the first step is the same tree as any other.
-    """
-    scaled = scale if settings.precision == "float16" else None
-    state = create(optim.sgd(settings.lr), params, buffers, loss_scale=scaled)
-    return state._replace(key=key)
-
-
-def _private_start(settings: Settings, model: Model) -> TrainState | PrivateMembers:
-    """Make the private states; their keys are secrets unless noise is reproducible."""
-    seed = settings.seed if settings.reproducible_noise else None
-
-    def start(params: Params, buffers: Buffers, i: int) -> TrainState:
-        key = dp.secret_key(seed=seed, member=i)
-        create = TrainState.create
-        return _start(settings, create, params, buffers, key, _PRIVATE_SCALE)
-
-    _, params, buffers = model
-    if settings.members == 1:
-        return start(params, buffers, 0)
-    members = range(settings.members)
-    return PrivateMembers(
-        tuple(start(member(params, i), member(buffers, i), i) for i in members)
-    )
-
-
-def _private_advance(
-    settings: Settings,
+    fmodel: FunctionalModel,
     model: Model,
     plan: dp.Plan,
     rows: int,
-    steps: int,
     mesh: "DeviceMesh | None",
-) -> Advance:
+) -> Trainer:
     """Train on Poisson batches, with clipping and noise, one member after the other."""
-    plan = dataclasses.replace(plan, steps=steps)  # of one member
+    count, tx = settings.members, optim.sgd(settings.lr)
+    of_member = dataclasses.replace(plan, steps=plan.steps // count)
     step = private_step(
-        sample_loss(model.function, F.cross_entropy),
-        optim.sgd(settings.lr),
-        plan,
+        sample_loss(fmodel, F.cross_entropy),
+        tx,
+        of_member,
         strategy=STRATEGY,
         chunk_size=rows,
         randomness="different",
@@ -342,9 +279,7 @@ def _private_advance(
     )
 
     def draw(state: TrainState) -> Tensor:
-        return plan.sample(key=state.key, step=int(state.step))
-
-    advance = _advance(settings, step, draw, mesh)
+        return of_member.sample(key=state.key, step=int(state.step))
 
     def in_turn(state: PrivateMembers, data: Dataset) -> tuple[PrivateMembers, Taken]:
         results = [advance(each, data) for each in state.members]
@@ -357,13 +292,41 @@ def _private_advance(
             sum(skipped, torch.zeros(())),
         )
 
-    return advance if settings.members == 1 else in_turn
+    def start(i: int, *entries: dict[str, Tensor]) -> TrainState:
+        key = dp.secret_key(seed=seed, member=i)
+        return TrainState.create(tx, *entries, loss_scale=scale)._replace(key=key)
+
+    def epsilon(steps: int) -> float:
+        return plan.epsilon(steps * count)
+
+    advance = _advance(settings, step, draw, mesh)
+    # Without a seed the keys are secrets.
+    seed = settings.seed if settings.reproducible_noise else None
+    scale = StaticLossScale(2.0**10) if settings.precision == "float16" else None
+    _, *entries = model
+    if count == 1:
+        return Trainer(start(0, *entries), advance, epsilon)
+    each = [[member(values, i) for values in entries] for i in range(count)]
+    states = tuple(start(i, *entries) for i, entries in enumerate(each))
+    return Trainer(PrivateMembers(states), in_turn, epsilon)
 
 
-def _plain_advance(
-    settings: Settings, dataset: Dataset, step: Callable, mesh: "DeviceMesh | None"
-) -> Advance:
+def _plain(
+    settings: Settings,
+    dataset: Dataset,
+    model: Model,
+    strategy: EnsembleStrategy | None,
+    mesh: "DeviceMesh | None",
+) -> Trainer:
     """Train on batches of fixed size, one for each member of an ensemble."""
+    fmodel, params, buffers = model
+    tx, policy = optim.sgd(settings.lr), models.POLICIES[settings.precision]
+    loss = batch_loss(fmodel, F.cross_entropy)
+    create: Callable[..., Any] = TrainState.create
+    step: Callable[..., Any] = train_step(loss, tx, policy=policy)
+    if strategy is not None:
+        create, options = EnsembleState.create, {"strategy": strategy, "policy": policy}
+        step = ensemble_train_step(loss, tx, in_dims=0, **options)
     size, members = len(dataset.y_train), settings.members
 
     def draw(state: Any) -> Tensor:
@@ -373,7 +336,13 @@ def _plain_advance(
         index = torch.stack([order[: settings.batch_size] for order in orders])
         return index if members > 1 else index[0]
 
-    return _advance(settings, step, draw, mesh)
+    ranks = Ranks.of_all("train", mesh).size
+    if strategy is not None or buffers or settings.batch_size % ranks:
+        mesh = None  # all of a batch on every rank
+    scale = DynamicLossScale() if settings.precision == "float16" else None
+    state = create(tx, params, buffers, loss_scale=scale)
+    state = state._replace(key=fold_in(dp.secret_key(seed=settings.seed), "plain"))
+    return Trainer(state, _advance(settings, step, draw, mesh), lambda steps: None)
 
 
 def _advance(
