@@ -58,10 +58,7 @@ def trace(
     is the identity. Reference: Sutskever et al., ICML 2013.
 
     Example:
-        >>> heavy_ball, grads = trace(0.5), {"w": torch.ones(2)}
-        >>> updates, state = heavy_ball.update(grads, heavy_ball.init(grads))
-        >>> heavy_ball.update(grads, state)[0]
-        {'w': tensor([1.5000, 1.5000])}
+        >>> heavy_ball = chain(trace(0.9), scale_by_learning_rate(0.1))
     """
     if is_zero(momentum):
         return chain()
@@ -113,8 +110,7 @@ def sgd(
     of_sum = {"dampening": dampening, "nesterov": nesterov}
     options = {"weight_decay": weight_decay, "maximize": maximize}
     donated = donated_sgd(lr, momentum=momentum, **of_sum, **options)
-    pure = descent(lr, trace(momentum, **of_sum), **options)
-    return pure._replace(donated=donated)
+    return descent(lr, trace(momentum, **of_sum), **options)._replace(donated=donated)
 
 
 def asgd(
@@ -524,8 +520,8 @@ def nadam(
     decays = {"weight_decay": weight_decay, "momentum_decay": momentum_decay}
     check_numbers("nadam", lr, betas, eps=eps, **decays)
     moments = scale_by_nadam(betas, eps, momentum_decay=momentum_decay)
-    options = {"decoupled": decoupled_weight_decay, "maximize": maximize}
-    return descent(lr, moments, weight_decay=weight_decay, **options)
+    options = {"weight_decay": weight_decay, "maximize": maximize}
+    return descent(lr, moments, decoupled=decoupled_weight_decay, **options)
 
 
 def radam(
