@@ -74,16 +74,6 @@ from vgrad.optim.averaging import (
     schedule_free_sgd,
 )
 from vgrad.optim.base import GradientTransformation, State, apply_updates, chain, step
-from vgrad.optim.clipping import (
-    adaptive_grad_clip,
-    add_noise,
-    centralize,
-    clip_by_block_rms,
-    clip_by_global_norm,
-    clip_by_value,
-    global_norm,
-    zero_nans,
-)
 from vgrad.optim.hyperparams import (
     inject_hyperparams,
     reduce_on_plateau,
@@ -101,7 +91,9 @@ from vgrad.optim.methods import (
     lamb,
     lars,
     lion,
+    muon,
     nadam,
+    orthogonalize,
     radam,
     rmsprop,
     rprop,
@@ -121,15 +113,22 @@ from vgrad.optim.methods import (
     sgd,
     trace,
 )
-from vgrad.optim.muon import muon, orthogonalize
 from vgrad.optim.transforms import (
+    adaptive_grad_clip,
     add_decayed_weights,
+    add_noise,
+    centralize,
+    clip_by_block_rms,
+    clip_by_global_norm,
+    clip_by_value,
+    global_norm,
     masked,
     partition,
     scale,
     scale_by_learning_rate,
     scale_by_schedule,
     set_to_zero,
+    zero_nans,
 )
 from vgrad.renamed import raising
 from vgrad.tree import load_state_dict, state_dict

@@ -17,7 +17,6 @@ from vgrad.optim import methods
 from vgrad.optim.base import GradientTransformation, State, check_transformation, step
 from vgrad.optim.fused import sharing
 from vgrad.optim.hyperparams import HyperparamsState, with_hyperparams
-from vgrad.optim.muon import muon
 from vgrad.optim.transforms import Key, partition
 from vgrad.tree import check_fit, state_dict, tree_leaves, tree_map
 from vgrad.typing import Params, Tree
@@ -38,7 +37,7 @@ OPTIMIZERS: dict[type[Optimizer], Callable[..., GradientTransformation]] = {
     torch.optim.Rprop: methods.rprop,
     torch.optim.ASGD: methods.asgd,
     torch.optim.Adafactor: methods.adafactor,
-    torch.optim.Muon: muon,
+    torch.optim.Muon: methods.muon,
 }
 """The optimizers that exist on both sides."""
 
