@@ -1,9 +1,8 @@
 """Steps in place, for callers that donate the old parameters and state.
 
-torch has one kernel for a whole step of SGD, Adam and AdamW. It reads and writes every
-value once, where pure functions make new tensors for each intermediate result. For
-tensors that the kernel does not support these steps return None, before anything has
-changed, and the pure functions are run instead.
+torch has one kernel for a whole step of SGD, Adam and AdamW, which reads and writes
+every value once. For tensors that it does not support these steps return None, before
+anything has changed, and the pure functions are run instead.
 """
 
 import itertools
@@ -112,9 +111,9 @@ def _groups(
 ) -> list[list[list[Tensor]]] | None:
     """Make lists of parameters, gradients and moments, for each device and dtype.
 
-    Returns None if a tensor is not plain or shares its memory: the kernels walk through
-    memory and check neither strides nor dtypes. For a thousand small tensors checking
-    one by one costs more than the step, so the checks go through whole lists.
+    Returns None if a tensor is not plain or shares its memory: the kernels check
+    neither strides nor dtypes. For many small tensors checks one by one would cost more
+    than the step, so they go through whole lists.
     """
     if modes.inside_transform() or torch.compiler.is_compiling():
         return None

@@ -131,11 +131,10 @@ def asgd(
     """Descend along the gradient with a decaying rate, and average the parameters.
 
     `g += (weight_decay + lambd) * p; p -= lr / (1 + lambd * lr * t)^alpha * g`, with
-    the number `t` of steps taken before. `averaged_parameters` reads from the state the
-    mean of the parameters after each step later than `t0 + 1`, `ax` in torch; until the
-    first of these it is the parameters themselves. A schedule moves the rate one step
-    late, as in `torch.optim.ASGD`. State: one tensor per parameter. Reference: Polyak
-    and Juditsky, SIAM J. Control and Optimization 30 (1992).
+    the number `t` of steps taken before. `averaged_parameters` reads the mean of the
+    parameters after each step later than `t0 + 1`. A schedule moves the rate one step
+    late, as in torch. State: one tensor per parameter. Reference: Polyak and Juditsky,
+    SIAM J. Control and Optimization 30 (1992).
     """
     options = {"lambd": lambd, "alpha": alpha, "t0": t0, "weight_decay": weight_decay}
     check_numbers("asgd", lr, **options)
@@ -802,9 +801,8 @@ def adafactor(
     `column`, over dimension -2, are moving averages, and
     `v = row * column / max(mean(row), eps[0])`. Tensors of fewer than two dimensions
     keep `v` whole. `eps[0]=None` is the resolution of their dtype. State: n + m numbers
-    for a matrix of n by m. Reference: Shazeer and Stern, arXiv 1804.04235; as in
-    `torch.optim.Adafactor`, with means instead of sums, and `eps` as a bound instead of
-    a term added to the squares.
+    for a matrix of n by m. Reference: Shazeer and Stern, arXiv 1804.04235, as in
+    `torch.optim.Adafactor`.
     """
     floors = {"eps[0]": 0.0 if eps[0] is None else eps[0], "eps[1]": eps[1]}
     check_numbers("adafactor", lr, **floors, weight_decay=weight_decay)
