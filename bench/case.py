@@ -94,7 +94,7 @@ class Case:
         return plain(self.problem)(*self.problem.batch)
 
     def expected(self, contender: Contender) -> Grads:
-        """Return what a contender should give on the few samples, in float64."""
+        """Return the right result of a contender on the few samples, in float64."""
         if not contender.clips:
             return {name: each.mean(0) for name, each in self.exact.items()}
         norms = oracle.norms(self.exact) + contender.epsilon
@@ -171,7 +171,7 @@ def ours(name: str) -> bool:
 
 
 def distance(found: Grads, expected: Grads) -> float:
-    """Norm of the difference over the norm of what is expected."""
+    """Norm of the difference over the norm of the expected gradients."""
     return norm(found[each] - expected[each] for each in expected) / norm(
         expected.values()
     )
@@ -191,9 +191,9 @@ def timed(
     checked: dict[str, Any] | None,
     beside: Mapping[str, Callable[[], Any]] | None = None,
 ) -> None:
-    """Check a contender on the whole batch, time it there and say what it was.
+    """Check a contender on the whole batch, time it there and note the result.
 
-    `checked` is what its check on a few samples has found; None if there was none.
+    `checked` is its error on a few samples; None if there was no such check.
     """
     problem = case.problem
     run, run_plain = contender.build(problem), plain(problem)

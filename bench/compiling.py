@@ -26,12 +26,12 @@ from bench.contenders import (
 from bench.models import Problem
 
 SUM, STEP = "compiled clipped sum", "private step on Poisson draws"
-"""What is timed."""
+"""The two things that are timed."""
 
 BACKENDS = ("replay", "inductor", "auto", "cudagraph")
 PLAIN = "plain-compiled"
 INDUCTOR = (PLAIN, "vgrad-inductor", "vgrad-auto")
-"""Those that take a minute or more to build."""
+"""Contenders that take a minute or more to build."""
 
 ON_GPU = ("vgrad-cudagraph",)
 

@@ -2,7 +2,7 @@
 
 A contender is built from a problem and gives a function of a batch that returns the
 result by the names of the model's parameters. It leaves no gradient behind, so that
-what one call needs is what memory it takes. Peers that are not installed raise
+the memory of one call is the memory that it takes. Peers that are not installed raise
 `ModuleNotFoundError` when built.
 """
 
@@ -29,7 +29,7 @@ class Contender(NamedTuple):
 
     Attributes:
         build: makes it from a problem.
-        epsilon: what it adds to a norm before it divides by it.
+        epsilon: added to a norm before the division by it.
         clips: whether it computes the clipped sum, or the mean gradient of plain SGD.
         per_shape: whether it is built at its first call, for batches of that size.
     """

@@ -5,7 +5,7 @@ every op that computes) of plain SGD's forward and backward pass and of vgrad's 
 step are counted on the very batches that are timed. With the rates of the machine, each
 taken as the best of some runs of one large product and of one large copy, they say how
 long both would take if nothing else took any time. The quotient is the floor of the
-ratio; what was measured above it is the gap: Python, allocation, products of shapes
+ratio; the rest of the measured ratio is the gap: Python, allocation, products of shapes
 that run below the best rate.
 """
 
@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench import suites
 from bench.contenders import CLIPPED, plain
 from bench.models import SEVEN
-from vgrad.cli import evaluate
 from vgrad.torch_private import modes
 
 
@@ -161,8 +161,7 @@ if __name__ == "__main__":
     path = parser.parse_args().results
     rows: list[dict[str, Any]] = []
     if path is not None:
-        report = json.loads(path.read_text())
-        rows = report if isinstance(report, list) else evaluate.rows(report)
+        rows = suites.rows(json.loads(path.read_text()))
     print(
         table(
             {

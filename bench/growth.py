@@ -1,7 +1,7 @@
 """How a training step grows with the members: `python -m bench.growth RESULTS.json`.
 
-The file is what `pytest --benchmark-json` or `python -m vgrad bench ensemble --out`
-wrote. A picture of the same name shows time, as a multiple of that of a loop over the
+The file comes from `pytest --benchmark-json` or `python -m vgrad bench ensemble --out`.
+A picture of the same name shows time, as a multiple of a loop's over the
 members, and peak memory against the number of members: of the loop, vmap, tensordict
 and vgrad.
 """
@@ -13,8 +13,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from bench import suites
 from bench.experiments import drawing
-from vgrad.cli import evaluate
 
 Row = dict[str, Any]
 NAMES = ("loop", "vmap", "tensordict", "vgrad")
@@ -44,7 +44,7 @@ def draw(measured: list[Row]) -> Figure:
     panels = figure.subplots(len(cases), 2, squeeze=False)
     for case, (time, memory) in zip(cases, panels, strict=True):
         for number, name in enumerate(NAMES):
-            # What was measured beside the others takes the place of what was not.
+            # Interleaved measurements take the place of others.
             found = {
                 row["members"]: row
                 for row in (*finer, *rows)
@@ -55,7 +55,7 @@ def draw(measured: list[Row]) -> Figure:
             if name != "loop":  # which the others are measured beside
                 drawing.line(time, at, ratios, name, number)
             known = [each for each in at if "peak_bytes" in found[each]]
-            peaks = [found[each]["peak_bytes"] / evaluate.MEBIBYTE for each in known]
+            peaks = [found[each]["peak_bytes"] / suites.MEBIBYTE for each in known]
             drawing.line(memory, known, peaks, name, number)
         time.axhline(1, color=drawing.COLOURS[0], linestyle="--", label="loop")
         ticks = sorted({row["members"] for row in rows if _case(row) == case})
@@ -64,7 +64,7 @@ def draw(measured: list[Row]) -> Figure:
             axes.set_xticks(ticks, [str(each) for each in ticks])
             axes.minorticks_off()
             axes.set_ylim(bottom=0)
-        y = "time / that of the loop"
+        y = "time / time of the loop"
         drawing.finish(time, case, "members", y, legend=False)
         y = "MiB above the members"
         drawing.finish(memory, f"{case}: peak memory", "members", y, legend=False)
@@ -86,6 +86,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m bench.growth", description=__doc__)
     parser.add_argument("results", type=Path)
     results = parser.parse_args().results
-    report = json.loads(results.read_text())
-    found = report if isinstance(report, list) else evaluate.rows(report)
-    draw(found).savefig(results.with_suffix(".png"), dpi=100)
+    measured = suites.rows(json.loads(results.read_text()))
+    draw(measured).savefig(results.with_suffix(".png"), dpi=100)

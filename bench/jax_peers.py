@@ -1,6 +1,6 @@
 """The clipped sum in JAX: `jax.jit(vmap(grad))` by hand, and JAX-Privacy's.
 
-The forward passes below are those of the modules of `bench.models`, on the very
+The forward passes below follow the modules of `bench.models`, on the very
 parameters, in the layout that torch has; a model made of anything else is refused.
 Batches and results cross over without a copy (DLPack), which is timed with the rest.
 JAX has threads of its own: one, if torch has one when this is imported, else all.
@@ -44,7 +44,7 @@ class Weights:
 
 
 def apply(module: nn.Module, weights: Weights, x: jax.Array) -> jax.Array:
-    """Return what a module returns.
+    """Return the output of a module.
 
     Raises:
         NotImplementedError: nothing below does what the module does.
@@ -186,7 +186,7 @@ def mean_loss(problem: Problem) -> Callable[[Params, jax.Array, jax.Array], jax.
 def vmapped(problem: Problem) -> Callable[..., Params]:
     """Map the gradient over the batch, then clip and sum.
 
-    The sum is a product with the factors: XLA fuses a plain sum with what it adds up,
+    The sum is a product with the factors: XLA fuses a plain sum with its terms,
     and is then a hundred times as slow.
     """
     gradient = jax.grad(mean_loss(problem))

@@ -105,8 +105,8 @@ def interleaved(
     `error` is the contender's largest relative error against the float64 reference; the
     caller has checked it, and it is kept beside the times. With `seconds` there are as
     many rounds as fit into them, from `FEWEST` to `MOST`; both must have run before.
-    With `rounds` there are so many and no warm-up. What is `beside` runs in each round
-    too, and its ratio is kept as `ratio_to_` its name.
+    With `rounds` there are so many and no warm-up. Functions in `beside` run in each
+    round too, and their ratios are kept as `ratio_to_` with the name.
     """
     others = {"plain": plain, **(beside or {})}
     clocks = {name: Clock(run, device) for name, run in others.items()}

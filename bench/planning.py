@@ -7,9 +7,9 @@ The model has three numbers of a machine, taken from one rank and from two:
     sent(N) = 2 (N - 1) / N * bytes of the sums
 
 `compute` is a step of one rank with one thread without its noise, which each rank adds
-to all of the sum; `speed` is that of the reduction on two ranks. On machines of their
-own, ranks do not share cores: there `cores` is their number, and `speed` that of the
-network.
+to all of the sum; `speed` is the reduction's on two ranks. On machines of their
+own, ranks do not share cores: there `cores` is their number, and `speed` the
+network's.
 """
 
 import argparse

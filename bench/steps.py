@@ -98,7 +98,7 @@ class Task:
         return x[: len(x) // BATCHES], y[: len(x) // BATCHES]
 
     def batches(self, name: str) -> list[Batch]:
-        """Return what a contender's steps are of: draws, unless it is plain SGD."""
+        """Return the batches of a contender's steps: draws, unless it is plain SGD."""
         return [self.fixed] * DRAWS if name == PLAIN else self.draws
 
 

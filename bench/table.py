@@ -13,10 +13,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+from bench import suites
 from bench.compiling import COMPILED, STEP, SUM
 from bench.contenders import CLIPPED, GRADIENTS
 from bench.models import NEW, SETTINGS, SEVEN
-from vgrad.cli import evaluate
 
 Row = dict[str, Any]
 OURS = ("vgrad-auto", "vgrad")
@@ -147,6 +147,5 @@ if __name__ == "__main__":
     given = parser.parse_args()
     measured: list[Row] = []
     for path in given.results:
-        report = json.loads(path.read_text())
-        measured += report if isinstance(report, list) else evaluate.rows(report)
+        measured += suites.rows(json.loads(path.read_text()))
     print(markdown(measured, given.clock), end="")

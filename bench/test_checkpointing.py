@@ -32,7 +32,7 @@ class Block(tokens.Block):
 
 
 def problem(checkpointed: bool) -> tuple[Callable, tuple]:
-    """Make the loss, and what a transform of it takes."""
+    """Make the loss, and the arguments of its transforms."""
     torch.manual_seed(0)
     model = tokens.GPT(VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS)
     for block in model.modules():

@@ -11,7 +11,7 @@ ones), peak memory in a process of its own, captures and redos. The cache of com
 code starts empty, but "auto" comes after "inductor", whose code it finds there.
 
 Contenders are checked as in `test_clipped.py`; steps are compared with three steps of a
-loop in float64. vgrad's compiled ones are checked on what is timed alone: sums with a
+loop in float64. vgrad's compiled ones are checked on the timed batches: sums with a
 loop over the whole batch, steps with as many eager ones. With `--benchmark-disable`
 they are built for a small model, and Inductor is left out, as it always is for nets
 with thousands of ops, which it needs five minutes for.
@@ -114,7 +114,7 @@ def _if_it_runs(run: Callable[[], Any]) -> dict[str, Callable[[], Any]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compile anew what an earlier run has compiled."""
+    """Compile everything again, whatever an earlier run has compiled."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("inductor")
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))

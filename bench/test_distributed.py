@@ -2,13 +2,13 @@
 
 Both take the whole step: clipped sum, reduction, noise and optimizer, on batches of the
 mean size. `two` are two ranks with one thread each, beside one process with two
-threads: `throughput` is what is left of the latter's samples per second. `one` and
+threads: `throughput` is the remaining share of its samples per second. `one` and
 `four` are such ranks for the cost model of `bench.planning`, beside the same process.
 
-`sent_bytes` is what a rank has written to the loopback device in a step, by the count
-of the operating system, and `ring_bytes` what a reduction along a ring takes for the
-sums alone, `2 (W - 1) / W` times their bytes. The parameters after three steps are
-compared with those of one process before anything is timed.
+`sent_bytes` are the bytes that a rank has written to the loopback device in a step, by
+the count of the operating system, and `ring_bytes` the bytes of a reduction along a
+ring for the sums alone, `2 (W - 1) / W` times theirs. The parameters after three steps
+are compared with the ones of one process before anything is timed.
 """
 
 import statistics
@@ -37,7 +37,7 @@ SECONDS = 12
 
 _DEVICE = Path("/proc/net/dev")
 _KEPT: dict[str, Any] = {}
-"""In a rank, what it takes steps with."""
+"""In a rank, the objects of its steps."""
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

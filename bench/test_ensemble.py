@@ -6,7 +6,7 @@ The loop keeps one module and one `torch.optim` optimizer a member; times are gi
 ratios to it, so a number below one is a gain.
 
 Every contender is checked in float64 before it is timed in float32. `peak_bytes` is
-what a call needs above members and batch, in a fresh process (`memory.py`). Steps of
+the need of a call above members and batch, in a fresh process (`memory.py`). Steps of
 small members are compiled, too.
 """
 
@@ -98,7 +98,7 @@ class Problem:
         self.y = y.to(device)
 
     def batch(self, member: int) -> tuple[Tensor, Tensor]:
-        """Return what a member gets."""
+        """Return the batch of a member."""
         if self.in_dims is None:
             return self.x, self.y
         return self.x[member], self.y[member]

@@ -8,10 +8,10 @@ state donated. The plain step is `torch.optim` with `foreach=False` and `fused=F
 a sample is a step.
 
 Every contender makes three steps before it is timed, after which its parameters are
-compared with those of the plain step. With `--benchmark-disable` that is all, on small
+compared with the plain step's. With `--benchmark-disable` that is all, on small
 tensors, and compiled code stays Python.
 
-`peak_bytes` is what a step needs above parameters, gradients and state, in a fresh
+`peak_bytes` is the need of a step above parameters, gradients and state, in a fresh
 process (`memory.py`), `memory_ratio` that number over the bytes of the parameters.
 """
 

@@ -2,8 +2,8 @@
 
 `gradients`: the gradient of every sample, stored. `private step`: a whole step, from
 the batch to new parameters (forward, backward, norms, clipping, sum, noise, SGD). Both
-are given as ratios to a plain SGD step of `torch.nn` and `torch.optim`. `noise`: what
-private noise costs over that of `torch.randn` in float32, for as many parameters.
+are given as ratios to a plain SGD step of `torch.nn` and `torch.optim`. `noise`: the
+cost of private noise over `torch.randn` in float32, for as many parameters.
 
 Every contender is checked in float64 before it is timed in float32: in float32 a tie of
 the pooling layer may break the other way, which moves a gradient by far more than

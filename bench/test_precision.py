@@ -2,8 +2,8 @@
 
 Low precision is `vgrad.autocast`, which without a transform is `torch.autocast`; TF32
 is torch's flag. Times are ratios to the float32 backward pass of plain SGD of the same
-setting, interleaved with it, so that any two rows of a setting can be divided; those of
-the ensemble to its own step in float32.
+setting, interleaved with it, so that any two rows of a setting can be divided; times
+of the ensemble are ratios to its own step in float32.
 
 A CPU without the instructions computes bfloat16 and float16 in software, many times
 slower than float32. There the smallest settings run alone, and nothing is claimed;

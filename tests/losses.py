@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import vgrad
 from tests import oracle
@@ -317,6 +319,25 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Ten
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
+def assert_gradients(
+    loss: Callable,
+    params: dict[str, Tensor],
+    batch: tuple,
+    *,
+    buffers: dict[str, Tensor] | None = None,
+    expected: oracle.Grads | None = None,
+    tolerance: float = oracle.EXACT,
+    **options: Any,
+) -> oracle.Grads:
+    """Compare gradients with a loop of plain autograd; return those of the loop."""
+    buffers = buffers or {}
+    found = vgrad.per_sample_grad(loss, **options)(params, buffers, *batch)
+    if expected is None:
+        expected = oracle.loss_gradients(loss, params, buffers, batch)
+    oracle.assert_exact(found, expected, tolerance)
+    return expected
+
+
 def assert_quantities(
     loss: Callable,
     params: dict[str, Tensor],
@@ -330,7 +351,7 @@ def assert_quantities(
     """Compare every quantity with a loop of plain autograd; return its gradients."""
     buffers, size = buffers or {}, len(batch[0])
     if expected is None:
-        expected = oracle.loss_gradients(loss, params, buffers, batch, size)
+        expected = oracle.loss_gradients(loss, params, buffers, batch)
     given, exact = (params, buffers, *batch), oracle.norms(expected)
     grads = vgrad.per_sample_grad(loss, **options)(*given)
     assert {n: g.dtype for n, g in grads.items()} == {
@@ -387,6 +408,28 @@ def state_of_torch() -> tuple:
         torch.is_autocast_cache_enabled(),
         torch.get_rng_state().tolist(),
     )
+
+
+class Peak(TorchDispatchMode):
+    """Measures the most bytes that results of ops take at once, as `most`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, tuple] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                ref = StorageWeakRef(storage)
+                self.alive[ref.cdata] = ref, storage.nbytes()
+        self.alive = {
+            k: each for k, each in self.alive.items() if not each[0].expired()
+        }
+        self.most = max(self.most, sum(size for _, size in self.alive.values()))
+        return result
 
 
 class Dropping(torch.autograd.Function):

@@ -53,8 +53,9 @@ def module_gradients(
     return {name: torch.stack(each) for name, each in found.items()}
 
 
-def loss_gradients(loss: Callable, params, buffers, batch, size: int) -> Grads:
+def loss_gradients(loss: Callable, params, buffers, batch, size=None) -> Grads:
     """Per-sample gradients of a loss that was written on dictionaries."""
+    size = len(pytree.tree_leaves(batch)[0]) if size is None else size
     leaves = {name: p.requires_grad_() for name, p in in_double(params).items()}
     found = {name: [] for name in leaves}
     for one in rows(in_double(batch), size):

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "vgrad"
 LAYERS = [
     {"torch_private"},
     {"renamed", "typing", "checks", "tree", "batches"}
-    | {"conditions", "files", "generators", "ranks"},
+    | {"conditions", "files", "generators", "ranks", "report"},
     {"functional", "optim"},
     {"lowering", "precision"},
     {"persample"},

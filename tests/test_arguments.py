@@ -66,9 +66,7 @@ def test_what_is_no_loss_of_this_kind_is_refused(function, loss, message):
 
 @pytest.mark.parametrize("make", [vgrad.sample_loss, vgrad.batch_loss])
 def test_a_loss_takes_a_model_that_has_been_split(make):
-    message = (
-        r"_loss\(fmodel\): expected what make_functional_with_buffers returns, got"
-    )
+    message = r"_loss\(fmodel\): expected a functional model, got"
     with pytest.raises(TypeError, match=message):
         make(MODEL, F.mse_loss)
 

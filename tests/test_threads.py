@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import vgrad
 from tests import oracle
-from tests.training.test_training import plan
+from tests.training.test_steps import plan
 from vgrad import optim
 from vgrad.training import EnsembleState, TrainState, private_step, train_step
 
@@ -164,7 +164,7 @@ def test_members_are_made_with_their_own_numbers_in_any_thread():
         return nn.Linear(3, 2)
 
     def make(seed):
-        return vgrad.init_ensemble(factory, 3, seed=seed)[1]
+        return vgrad.stack(factory, seeds=range(seed, seed + 3))[1]
 
     torch.manual_seed(0)
     before = torch.get_rng_state()

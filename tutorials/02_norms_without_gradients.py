@@ -108,7 +108,7 @@ print(f"largest clipped norm: naively {(naive_factors * exact).max():.3f}, ", en
 print(f"here {largest:.7f}, where {BOUND} is allowed")
 assert largest <= BOUND * (1 + 1e-6)
 
-# %% The error of both, with less and less left. That of vgrad grows likewise at first,
+# %% The error of both, with less and less left. vgrad's error grows likewise at first,
 # up to a thousandth at most. From there on it forms the gradients.
 rests = torch.logspace(0, -5, 21).tolist()
 errors = {"plain formula": [], "vgrad.per_sample_norm": []}

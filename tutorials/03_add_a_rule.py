@@ -75,7 +75,7 @@ print(before, "\n")
 expected = norms(params, buffers, *batch)
 
 
-# %% The rule: the arguments of the op, with the samples in front of those of the loss.
+# %% The rule: the arguments of the op, with the samples in front of the loss's own.
 # It returns a function for each weight, which gets the gradient g at the op's output.
 # Both gradients are sums over positions of outer products, which is what `Outer` holds;
 # `positions` views [B, ..., C] as [B, groups = 1, positions, C], as it wants them.

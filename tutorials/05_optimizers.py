@@ -1,4 +1,4 @@
-"""From `torch.optim` to pure functions: the same numbers, and what they then can do.
+"""From `torch.optim` to pure functions: the same numbers, and more uses for them.
 
 An optimizer of vgrad is two functions: `init(params)` makes a state, and
 `update(grads, state, params)` returns updates and a new state. Nothing changes in

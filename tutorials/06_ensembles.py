@@ -1,4 +1,4 @@
-"""Many models as one: what an ensemble does not know, a sweep, cross-validation.
+"""Many models as one: an ensemble's doubt, a sweep, cross-validation.
 
 All three are one run of stacked models. The members of a deep ensemble disagree where
 they know little; members with rates of their own are a sweep; members with data of
@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import vgrad
-from vgrad.ensemble import member, predict
+from vgrad.ensemble import member, member_seed, predict
 from vgrad.training import EnsembleState, cross_validate, ensemble_train_step
 
 torch.set_num_threads(1)  # with models this small, more threads only wait
@@ -35,10 +35,11 @@ def accuracy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 # %% A deep ensemble: eight members, each from its own random numbers, trained at once.
-# The optimizer is that of a single model. Every member sees the data in its own order,
-# so the batch has a member axis: in_dims=0.
+# The optimizer is a single model's. Every member sees the data in its own order, so the
+# batch has a member axis: in_dims=0.
 MEMBERS, BATCH = 8, 64
-fmodel, params, buffers = vgrad.init_ensemble(network, MEMBERS, seed=0)
+seeds = [member_seed(0, i) for i in range(MEMBERS)]
+fmodel, params, buffers = vgrad.stack(network, seeds=seeds)
 loss = vgrad.batch_loss(fmodel, F.cross_entropy)
 tx = vgrad.optim.adam(3e-3)
 state = EnsembleState.create(tx, params, buffers, seed=0)
@@ -90,7 +91,7 @@ for entropy, information in others:
 # %% A sweep of learning rates as one run: a tensor [E] gives each member its own.
 # All members start from the same weights and see the same batches.
 rates = torch.logspace(-4, 1, 6)
-fmodel, params, buffers = vgrad.init_ensemble(network, 1, seed=1)
+fmodel, params, buffers = vgrad.stack(network, seeds=[member_seed(1, 0)])
 params = {name: value.repeat_interleave(6, 0) for name, value in params.items()}
 tx = vgrad.for_members(vgrad.optim.sgd, lr=rates, momentum=0.9)
 state = EnsembleState.create(tx, params, buffers, seed=0)

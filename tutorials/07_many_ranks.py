@@ -1,4 +1,4 @@
-"""Private training on four processes, whose parameters are those of one.
+"""Private training on four processes, with the parameters of a run on one.
 
 Each process computes on its own part of a batch. The clipped sums are added up once,
 and the noise is a function of the state's key and step, so that all processes add the

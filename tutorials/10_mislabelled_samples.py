@@ -1,9 +1,8 @@
 """Find mislabelled samples by their gradients.
 
-A network that has learned every label by heart gives a wrong one away all the same: its
-gradient pulls against those of the samples that look like it. Random projections keep
-the angles between gradients and are small enough to compare every sample with all
-others.
+A network that has learned every label by heart still gives a wrong one away: its
+gradient pulls against the gradients of similar samples. Random projections keep the
+angles between gradients and are small enough to compare every sample with all others.
 """
 
 # %% Digits, of which one label in twenty is wrong. Nothing below uses the true labels
@@ -53,7 +52,7 @@ project = vgrad.per_sample_projection(loss, DIM, seed=SEED)
 found = project(params, buffers, images, given).double()  # [B, DIM]
 
 # %% Three scores. The loss is what everyone has at hand. The leverage g (G'G)^-1 g says
-# how far a gradient lies from those of the others.
+# how far a gradient lies from all others.
 losses = F.cross_entropy(logits.double(), given, reduction="none")
 leverage = (found * torch.linalg.solve(found.mT @ found, found.mT).mT).sum(1)
 

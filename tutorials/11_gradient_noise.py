@@ -46,7 +46,7 @@ def training_step(params, state):
 # %% Average, then divide. A batch gives unbiased estimates of trace and squared norm,
 # but their ratio is anything, even negative. NoiseScale adds both up over a window of
 # 40 steps, and divides at the end. All data, at four steps in each window, confirm it;
-# they are all there is, so the squared norm is that of their mean.
+# they are all there is, so the squared norm is the one of their mean.
 single, averaged, exact = [], [], []
 for _ in range(WINDOWS):
     noise, trace, square = vgrad.NoiseScale(), 0.0, 0.0

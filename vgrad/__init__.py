@@ -23,15 +23,14 @@ Quantities of every sample, computed from `(params, buffers, *batch)`:
 * `clipped_grad`: the sum of clipped gradients, a `ClippedGrad`
 * `weighted_grad`: a weighted sum of gradients
 * `gradient_moments`: mean, variance and noise of gradients, `GradientMoments`
-* `explain`: say what one of these does with a model and a batch, an `Explanation`
-* `ClippedGrad`, `GradientMoments`, `Explanation`: their results
+* `explain`: how one of these runs a model and a batch, a `Report`
+* `ClippedGrad`, `GradientMoments`, `Report`: their results
 * `NoiseScale`: the gradient noise scale, averaged over batches
 * `Sensitivity`: how far one sample can move a clipped sum
 
 Ensembles:
 
 * `stack`, `combine_state_for_ensemble`: stack models that are alike
-* `init_ensemble`: stack models made by a factory
 * `ensemble_forward`: run all members
 * `ensemble_grad`: differentiate every member's loss
 * `for_members`: run an optimizer for every member by itself
@@ -88,7 +87,6 @@ from vgrad.ensemble import (
     ensemble_forward,
     ensemble_grad,
     for_members,
-    init_ensemble,
     stack,
 )
 from vgrad.functional.batch_norm import replace_batch_norm
@@ -102,7 +100,6 @@ from vgrad.functional.model import (
 )
 from vgrad.persample import (
     ClippedGrad,
-    Explanation,
     GradientMoments,
     NoiseScale,
     clipped_grad,
@@ -118,16 +115,17 @@ from vgrad.persample.engine import FallbackWarning, UnsupportedOp
 from vgrad.persample.explain import explain
 from vgrad.precision import autocast
 from vgrad.renamed import raising
+from vgrad.report import Report
 from vgrad.tree import to_device
 
 __all__ = [
     "ClippedGrad",
     "CompileWarning",
-    "Explanation",
     "FallbackWarning",
     "FunctionalModel",
     "GradientMoments",
     "NoiseScale",
+    "Report",
     "Sensitivity",
     "UnsupportedOp",
     "autocast",
@@ -147,7 +145,6 @@ __all__ = [
     "grad",
     "grad_and_value",
     "gradient_moments",
-    "init_ensemble",
     "make_functional",
     "make_functional_with_buffers",
     "optim",

@@ -202,12 +202,7 @@ def patterns(function: str, **arguments: Any) -> None:
 
 
 def selected(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    """Return the names that match any of the patterns, in their order.
-
-    Example:
-        >>> selected(["0.weight", "0.bias"], ["*.bias", "*.scale"])
-        ['0.bias']
-    """
+    """Return the names that match any of the patterns, in their order."""
     patterns = tuple(patterns)
     return [name for name in names if any(matches(name, each) for each in patterns)]
 

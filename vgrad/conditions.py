@@ -31,13 +31,7 @@ _LISTS: ContextVar[_Lists] = ContextVar("lists", default=_NONE)
 
 
 def rare(where: Tensor) -> bool:
-    """Return whether a condition holds anywhere; False where it is only recorded.
-
-    Example:
-        >>> import torch
-        >>> rare(torch.tensor([False, True]))
-        True
-    """
+    """Return whether a condition holds anywhere; False where it is only recorded."""
     collected, deferred = _LISTS.get()
     if deferred is not None:
         deferred.append(where.detach())
@@ -53,16 +47,7 @@ def checks_collected() -> bool:
 
 @contextmanager
 def collect_checks() -> Iterator[list[Tensor]]:
-    """Collect the conditions of a block, each a boolean without dimensions.
-
-    Example:
-        >>> import torch
-        >>> with collect_checks() as conditions:
-        ...     rare(torch.tensor([False, True]))
-        False
-        >>> conditions
-        [tensor(True)]
-    """
+    """Collect the conditions of a block, each a boolean without dimensions."""
     conditions: list[Tensor] = []
     with _set(_LISTS.get()._replace(collected=conditions)):
         yield conditions
@@ -70,16 +55,7 @@ def collect_checks() -> Iterator[list[Tensor]]:
 
 @contextmanager
 def defer_checks() -> Iterator[list[Tensor]]:
-    """Gather the conditions of a block as they are, to be checked after it.
-
-    Example:
-        >>> import torch
-        >>> with defer_checks() as conditions:
-        ...     rare(torch.tensor([False, True]))
-        False
-        >>> rare(torch.cat(conditions))
-        True
-    """
+    """Gather the conditions of a block as they are, to be checked after it."""
     conditions: list[Tensor] = []
     with _set(_LISTS.get()._replace(deferred=conditions)):
         yield conditions

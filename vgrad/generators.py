@@ -162,11 +162,6 @@ def sample_keys(seed: int, start: int, size: int) -> Tensor:
     They follow from `seed`, a number of 64 bits that all parts of the batch share, and
     from each sample's place in the whole batch, so that it does not matter how the
     batch is cut. Members of an ensemble have such keys, too.
-
-    Example:
-        >>> whole = sample_keys(7, 0, 5)
-        >>> torch.equal(whole[2:4], sample_keys(7, 2, 2))
-        True
     """
     places = torch.arange(start + 1, start + size + 1)
     return splitmix64(places * _STRIDE + _signed(seed))

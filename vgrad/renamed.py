@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 RENAMED = {
+    "vgrad.Explanation": "vgrad.Report",
     "vgrad.hessian": "torch.func.hessian",
     "vgrad.jacfwd": "torch.func.jacfwd",
     "vgrad.jacrev": "torch.func.jacrev",
@@ -11,6 +12,10 @@ RENAMED = {
     "vgrad.linearize": "torch.func.linearize",
     "vgrad.load": "vgrad.cli.load",
     "vgrad.vjp": "torch.func.vjp",
+    "vgrad.compiled.CompiledExplanation": "vgrad.Report",
+    "vgrad.compiled.Report": "vgrad.Report",
+    "vgrad.ensemble.EnsembleExplanation": "vgrad.Report",
+    "vgrad.precision.AlignmentReport": "vgrad.Report",
     "vgrad.optim.ApplyIfFiniteState": "vgrad.optim.averaging.ApplyIfFiniteState",
     "vgrad.optim.HyperparamsState": "vgrad.optim.hyperparams.HyperparamsState",
     "vgrad.optim.LookaheadState": "vgrad.optim.averaging.LookaheadState",
@@ -29,6 +34,13 @@ RENAMED = {
     "vgrad.ensemble.save_ensemble": "vgrad.training.save",
     "vgrad.ensemble.load_ensemble": "vgrad.training.load",
     "vgrad.ensemble.load_member": "vgrad.ensemble.member",
+    "vgrad.init_ensemble": "vgrad.stack",
+    "vgrad.ensemble.init_ensemble": "vgrad.stack",
+    "vgrad.ensemble.predict_values": "vgrad.ensemble.predict",
+    "vgrad.ensemble.class_prediction": "vgrad.ensemble.EnsemblePrediction.from_logits",
+    "vgrad.ensemble.value_prediction": "vgrad.ensemble.ValuePrediction.from_outputs",
+    "vgrad.distributed.predict": "vgrad.ensemble.predict",
+    "vgrad.distributed.predict_values": "vgrad.ensemble.predict",
 }
 """Old name to new name, as in the last table of docs/migration.md."""
 

@@ -59,12 +59,7 @@ def map_values(function: Callable[..., Any], *trees: Mapping[str, Any]) -> dict:
 
 
 def tensors(tree: Tree) -> list[Tensor]:
-    """List the tensors of a tree, in order.
-
-    Example:
-        >>> tensors({"weight": torch.ones(2), "steps": [3, torch.tensor(4)]})
-        [tensor([1., 1.]), tensor(4)]
-    """
+    """List the tensors of a tree, in order."""
     # Dictionaries and sequences go without pytree, which is slower than small kernels.
     if isinstance(tree, Tensor):
         return [tree]
@@ -76,12 +71,7 @@ def tensors(tree: Tree) -> list[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
-    """Apply `function` to the tensors of a tree; everything else stays as it is.
-
-    Example:
-        >>> map_tensors(torch.neg, {"weight": torch.ones(2), "steps": 3})
-        {'weight': tensor([-1., -1.]), 'steps': 3}
-    """
+    """Apply `function` to the tensors of a tree; everything else stays as it is."""
     if isinstance(tree, Tensor):
         return function(tree)
     if type(tree) is dict:

@@ -23,7 +23,7 @@ class Images(NamedTuple):
     """Images `[N, C, S, S]` in float32, and labels.
 
     Attributes:
-        title: what they are, for figures.
+        title: their name in figures.
     """
 
     title: str

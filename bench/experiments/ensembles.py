@@ -79,7 +79,7 @@ def _timed(place: Place, net: str, members: int, rounds: int, tell: Tell) -> Res
 
 
 def check(results: Results) -> list[str]:
-    """See that outputs, and parameters after three steps, are those of the loop."""
+    """Compare outputs, and parameters after three steps, with the loop's."""
     worst = 0.0
     for case, errors in results[EQUAL].items():
         for name, error in errors.items():

@@ -30,7 +30,7 @@ class Folded(NamedTuple):
 
 
 def folded(place: Place) -> list[Folded]:
-    """Return what is cross-validated: small nets at once, others one by one."""
+    """Return the nets to cross-validate: small ones at once, others one by one."""
     folds = _folds(place)
     if place.size == "tiny":
         return [Folded("CNN", partial(nets.cnn, width=4), folds)]
@@ -69,12 +69,12 @@ def resume(place: Place, tell: Tell) -> Result:
         whole = run()
         tell(0.4)
         try:
-            run(folder=folder, tell=stop)
+            run(folder=folder, callback=stop)
             raise AssertionError("expected an interruption, got none")
         except Interrupted:
             tell(0.6)
         told: list[FoldEpoch] = []
-        resumed = run(folder=folder, tell=told.append)
+        resumed = run(folder=folder, callback=told.append)
     shutil.rmtree(folder)
     pairs = zip(vgrad.tree.tensors(whole), vgrad.tree.tensors(resumed), strict=True)
     return {
@@ -98,7 +98,7 @@ def validate(place: Place, net: Folded, tell: Tell) -> Result:
         tell(done / (folds * epochs))
 
     start = time.perf_counter()
-    found = _cross_validated(place, net, images, epochs, folder=folder, tell=so_far)
+    found = _cross_validated(place, net, images, epochs, folder=folder, callback=so_far)
     seconds = time.perf_counter() - start
     shutil.rmtree(folder)
     assert found.scores is not None
@@ -114,7 +114,7 @@ def validate(place: Place, net: Folded, tell: Tell) -> Result:
 
 
 def _images(place: Place) -> data.Images:
-    """Return what is cross-validated on."""
+    """Return the images of the cross-validation."""
     count = place.pick(tiny=240, small=480, full=5_000)
     source = place.data or place.pick(tiny="digits", small="digits", full=None)
     return data.images(source, count, place.pick(tiny=8, small=32, full=32))
@@ -141,7 +141,7 @@ def _cross_validated(
 
 
 def accuracy(scores: Tensor, y: Tensor) -> Tensor:
-    """Return the share of samples whose highest score is that of their class."""
+    """Return the share of samples whose class has the highest score."""
     return (scores.argmax(1) == y).double().mean()
 
 

@@ -111,7 +111,7 @@ def scale_for(policy: str) -> LossScale | None:
 
 
 def memory(steps: Steps, device: str) -> dict[str, int]:
-    """Measure the state in bytes, and what a step needs above it."""
+    """Measure the state in bytes, and the need of a step above it."""
     steps()
     held = {
         "parameters": tree_bytes(steps.state.params),
@@ -247,7 +247,7 @@ def memory_table(policies: Mapping[str, Mapping]) -> list[str]:
 
 
 def time_table(timed: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a table of times, and what was left out."""
+    """Return the lines of a table of times, and a note on settings left out."""
     lines = [
         f"Time of a step, {timed['what']}; the policies take turns.",
         "",

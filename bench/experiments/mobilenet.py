@@ -1,7 +1,7 @@
 """MobileNetV2 on images shaped like CIFAR-10's, with and without mixed precision.
 
 Each seed fixes weights, batches and dropout; all policies start from the same ones.
-What they end with has to be equal within the spread of the seeds.
+Their final losses have to be equal within the spread of the seeds.
 
 Reference: Sandler et al., arXiv 1801.04381.
 """
@@ -88,7 +88,7 @@ class Net:
 
 
 def policies(device: str) -> list[str]:
-    """Return what is compared; float16 only on CUDA, the rest on a CPU as well."""
+    """Return the policies to compare; float16 only on CUDA."""
     on_cuda = device.startswith("cuda")
     return ["float32", "mixed_bfloat16", *(["mixed_float16"] if on_cuda else [])]
 

@@ -64,7 +64,7 @@ class Step(NamedTuple):
 
 
 def courses(place: Place) -> list[Course]:
-    """Return what is trained."""
+    """Return the settings of all runs."""
     budgets = 8.0, 0.5, 2.0, 4.0, 1.0
     digits = place.data or "digits"
     grey = Course(

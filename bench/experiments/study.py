@@ -32,7 +32,7 @@ Results = Mapping[str, Result]
 
 @dataclass(frozen=True)
 class Place:
-    """Where and on what an experiment runs.
+    """The machine and the data of an experiment.
 
     Attributes:
         data: the source of images; each experiment has its own if there is none.
@@ -73,12 +73,12 @@ class Study:
     """An experiment.
 
     Attributes:
-        title: what is shown, in a line.
+        title: its subject, in a line.
         pieces: its pieces at a place, the most telling first.
         check: raises an AssertionError where results are not as they must be, and
-            returns what it has seen, a sentence each.
+            returns its observations, a sentence each.
         table: the results in Markdown.
-        draw: fills a figure. Its title goes below that of the study.
+        draw: fills a figure. Its title goes below the study's.
         figsize: of the figure, in inches.
     """
 
@@ -133,10 +133,10 @@ class Kept:
 
 
 def run(name: str, study: Study, place: Place) -> list[str]:
-    """Run what is left of an experiment, check it, draw it; return what was checked.
+    """Run the rest of an experiment, check it, draw it; return the checked facts.
 
     Raises:
-        AssertionError: a result is not as it must be. Results are kept all the same.
+        AssertionError: a result is not as it must be. Results are kept.
         ValueError: the folder has results of other settings.
     """
     settings = {"size": place.size, "data": place.data, **place.machine}

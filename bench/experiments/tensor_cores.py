@@ -86,7 +86,7 @@ def pieces(place: Place) -> list[Piece]:
 
 
 def precisions(device: str) -> list[str]:
-    """Return what is timed on a device.
+    """Return the precisions to time on a device.
 
     A CPU may have instructions for float16, but torch has no fast convolutions for the
     backward pass there: a step takes 17 times as long as in float32.

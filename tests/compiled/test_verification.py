@@ -1,15 +1,23 @@
-"""What is compared before a graph is trusted, and which backend is taken."""
+"""Checks of a graph before it is trusted, by code that is wrong on purpose."""
 
+import shutil
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
+import vgrad
+from tests import losses, oracle
 from vgrad.compiled import backends, verification
 from vgrad.conditions import Unrepeatable
+from vgrad.torch_private import tracing
 
 pytestmark = pytest.mark.compiled
+
 STEP = 2.0**-20
 """Between neighbours of 8 in float32."""
 
@@ -29,96 +37,60 @@ NAN, INF = float("nan"), float("inf")
 )
 def test_a_replay_repeats_all_numbers(found, expected, same):
     found, expected = ({"x": torch.tensor(each)} for each in (found, expected))
-    if same:
+    text = "does not repeat the numbers of eager"
+    with nullcontext() if same else pytest.raises(Unrepeatable, match=text):
         verification.same_bits(found, expected)
-    else:
-        with pytest.raises(Unrepeatable, match="does not repeat the numbers of eager"):
-            verification.same_bits(found, expected)
+
+
+# Rounding, at one point.
 
 
 def close(found, expected, x, *, function=lambda x: x, draws=False):
-    """Compare at one point, where eager mode is asked first, and then in float64."""
+    """Compare at one point, where eager mode runs first, and then in float64."""
     found, expected, x = map(torch.as_tensor, (found, expected, x))
-    answers = iter([lambda _: expected, function])
-    verification.close(lambda _: found, lambda x: next(answers)(x), (x,), draws=draws)
+    results = iter([lambda _: expected, function])
+    verification.close(lambda _: found, lambda x: next(results)(x), (x,), draws=draws)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def one_point(monkeypatch):
     monkeypatch.setattr(verification, "_POINTS", 1)
 
 
 EIGHT = torch.tensor([8.0, 1.0])
-ROUNDED = EIGHT + torch.tensor([0.0, 2 * STEP])
-"""What eager mode may return for it."""
+OFF = EIGHT + torch.tensor([0.0, 2 * STEP])
+"""A result of eager mode with an error of its own."""
 
-CLOSE = {
-    "exact": (EIGHT, EIGHT, EIGHT),
-    "four roundings of the largest": (EIGHT + 4 * STEP, EIGHT, EIGHT),
-    "four roundings below": (EIGHT - 4 * STEP, EIGHT, EIGHT),
-    "four times the error": (EIGHT + 12 * STEP, ROUNDED, EIGHT),
-    "roundings of the least precise": (EIGHT * 1.03, EIGHT, EIGHT.bfloat16()),
-    "complex numbers": (EIGHT * (1 + 1e-7j), EIGHT * (1 + 0j), EIGHT * (1 + 0j)),
-    "nothing": (torch.ones(0), torch.ones(0), torch.ones(0)),
-    "the same is not finite": ([INF, NAN], [NAN, -INF], [1.0, 1.0]),
-    "whole numbers": (torch.tensor([3]), torch.tensor([3]), torch.tensor([3])),
+OFF_BY = "is off by .* more than .* allows"
+PAIRS = {
+    "exact": (EIGHT, EIGHT, EIGHT, None),
+    "four roundings of the largest": (EIGHT + 4 * STEP, EIGHT, EIGHT, None),
+    "four roundings below": (EIGHT - 4 * STEP, EIGHT, EIGHT, None),
+    "five roundings": (EIGHT + 5 * STEP, EIGHT, EIGHT, OFF_BY),
+    "five of one": (EIGHT + torch.tensor([0, 5 * STEP]), EIGHT, EIGHT, OFF_BY),
+    "four times the error": (EIGHT + 12 * STEP, OFF, EIGHT, None),
+    "more than four times the error": (EIGHT + 13 * STEP, OFF, EIGHT, OFF_BY),
+    "the least precise": (EIGHT * 1.03, EIGHT, EIGHT.bfloat16(), None),
+    "more than the least precise": (EIGHT * 1.04, EIGHT, EIGHT.bfloat16(), OFF_BY),
+    "complex numbers": (EIGHT * (1 + 1e-7j), EIGHT * (1 + 0j), EIGHT * (1 + 0j), None),
+    "complex, off": (EIGHT * (1 + 1e-5j), EIGHT * (1 + 0j), EIGHT * (1 + 0j), OFF_BY),
+    "nothing": (torch.ones(0), torch.ones(0), torch.ones(0), None),
+    "the same is not finite": ([INF, NAN], [NAN, -INF], [1.0, 1.0], None),
+    "finite elsewhere": ([INF, 1.0], [1.0, 1.0], [1.0, 1.0], "finite elsewhere"),
+    "whole numbers": ([3], [3], [3], None),
+    "other whole numbers": ([1, 2], [1, 3], [1, 3], "does not repeat"),
 }
-FAR = {
-    "five roundings": (EIGHT + 5 * STEP, EIGHT, EIGHT),
-    "five roundings of one": (EIGHT + torch.tensor([0, 5 * STEP]), EIGHT, EIGHT),
-    "more than four times the error": (EIGHT + 13 * STEP, ROUNDED, EIGHT),
-    "more than the least precise": (EIGHT * 1.04, EIGHT, EIGHT.bfloat16()),
-    "complex numbers": (EIGHT * (1 + 1e-5j), EIGHT * (1 + 0j), EIGHT * (1 + 0j)),
-}
 
 
-@pytest.mark.parametrize("name", CLOSE)
+@pytest.mark.usefixtures("one_point")
+@pytest.mark.parametrize("name", PAIRS)
 def test_compiled_code_may_have_four_times_the_error_of_eager_mode(name):
-    close(*CLOSE[name])
+    *given, text = PAIRS[name]
+    with pytest.raises(Unrepeatable, match=text) if text else nullcontext():
+        close(*given)
 
 
-@pytest.mark.parametrize("name", FAR)
-def test_compiled_code_with_more_error_is_refused(name):
-    with pytest.raises(Unrepeatable, match="is off by .* more than .* allows"):
-        close(*FAR[name])
-
-
-def test_random_results_are_compared_with_those_of_eager_mode():
-    def function(x):
-        raise AssertionError
-
-    close(EIGHT * 1.0009, EIGHT, EIGHT, function=function, draws=True)
-    with pytest.raises(Unrepeatable, match="is off by"):
-        close(EIGHT * 1.0012, EIGHT, EIGHT, function=function, draws=True)
-
-
-def test_other_results_of_compiled_code_are_refused():
-    with pytest.raises(Unrepeatable, match="finite elsewhere"):
-        close([INF, 1.0], [1.0, 1.0], [1.0, 1.0])
-    with pytest.raises(Unrepeatable, match="does not repeat"):
-        close([1, 2], [1, 3], [1, 3])
-    with pytest.raises(Unrepeatable, match="doubts samples that eager mode does not"):
-        verification.close(lambda _: None, torch.sin, (EIGHT,), draws=False)
-
-
-@pytest.mark.parametrize(("off", "points"), [(0.0, 1), (1e-7, 1), (1e-3, 4)])
-def test_no_more_points_are_tried_than_are_needed(monkeypatch, off, points):
-    monkeypatch.setattr(verification, "_POINTS", 4)
-    tried = []
-
-    def compiled(x):
-        tried.append(x)
-        return [torch.sin(x) * (1 + off)]
-
-    arguments = [compiled, lambda x: [torch.sin(x)], (EIGHT,)]
-    if points == 1:
-        verification.close(*arguments, draws=False)
-    else:
-        with pytest.raises(Unrepeatable, match="is off by"):
-            verification.close(*arguments, draws=False)
-    assert len(tried) == points
-
-
+@pytest.mark.usefixtures("one_point")
 def test_a_function_that_does_not_run_in_float64_is_refused():
     def function(x):
         assert not torch.is_grad_enabled()
@@ -129,9 +101,155 @@ def test_a_function_that_does_not_run_in_float64_is_refused():
         close(EIGHT, EIGHT, EIGHT, function=function)
 
 
+# Functions, at several points.
+
+
+PARAMS = {"w": losses.randn(40, 5, dtype=torch.float32), "steps": torch.tensor(3)}
+BATCH = losses.randn(6, 5, dtype=torch.float32)
+FAR = torch.tensor([0.5, 0.5])
+NEAR = torch.tensor([1 + 2**-23, 1.0])
+ROUNDED = torch.tensor([1 + 2**-12, 1 - 2**-12 + 2**-24])  # to 1 in float32 alone
+kinks = pytest.mark.parametrize("kink", [FAR, NEAR, ROUNDED])
+
+
+def eager(params, x, kink):
+    """Return sums whose size depends on the side of 1 on which a product is."""
+    hidden = (x @ params["w"].T).tanh() * (1 + (kink[0] * kink[1] > 1))
+    return {"w": hidden.T @ x, "sum": hidden.sum(0), "steps": params["steps"] + 1}
+
+
+def fails(found):
+    raise AssertionError("expected size 3\nat dim 0")
+
+
+FAULTS = {
+    "scaled": (lambda f: {**f, "w": f["w"] * (1 + 1e-4)}, "compiled code is off by"),
+    "moved rows": (lambda f: {**f, "w": f["w"].roll(1, 0)}, "compiled code is off by"),
+    "without a term": (
+        lambda f: {**f, "sum": f["sum"] - 1e-4 * f["sum"].abs().amax()},
+        "compiled code is off by",
+    ),
+    "not finite": (
+        lambda f: {**f, "sum": f["sum"].index_fill(0, torch.tensor(2), torch.nan)},
+        "compiled code is finite elsewhere",
+    ),
+    "not counted": (lambda f: {**f, "steps": f["steps"] - 1}, "does not repeat the"),
+    "doubtful": (lambda f: None, "compiled code doubts samples"),
+    "fails": (fails, "compiled code fails: AssertionError: expected size 3$"),
+}
+
+
+@kinks
+@pytest.mark.parametrize("name", FAULTS)
+def test_wrong_code_is_refused(name, kink):
+    fault, text = FAULTS[name]
+    compiled = lambda *given: fault(eager(*given))  # noqa: E731
+    with pytest.raises(Unrepeatable, match=text):
+        verification.close(compiled, eager, (PARAMS, BATCH, kink), draws=False)
+
+
+@kinks
+def test_a_number_within_rounding_of_a_jump_may_fall_on_either_side(kink):
+    def compiled(params, x, kink):
+        return eager(params, x, kink * (1 - 2**-22))
+
+    arguments = PARAMS, BATCH, kink
+    same = torch.equal(compiled(*arguments)["w"], eager(*arguments)["w"])
+    assert same == (kink is not NEAR)
+    verification.close(compiled, eager, arguments, draws=False)
+
+
+@pytest.mark.parametrize(("by", "text"), [(5e-4, None), (2e-3, "off by"), (0, None)])
+def test_random_results_are_compared_with_each_other(by, text):
+    def noisy(*arguments):
+        draw = torch.rand(5, generator=torch.Generator().manual_seed(0))
+        return eager(*arguments)["w"] * draw
+
+    compiled = lambda *given: noisy(*given) * (1 + by)  # noqa: E731
+    with pytest.raises(Unrepeatable, match=text) if text else nullcontext():
+        verification.close(compiled, noisy, (PARAMS, BATCH, FAR), draws=True)
+
+
+def test_a_function_need_not_be_defined_at_the_points_close_by():
+    edge = torch.tensor([[1.0, 1 - 2**-20], [1 - 2**-20, 1.0]])
+    factor = torch.linalg.cholesky
+    verification.close(factor, factor, (edge,), draws=False)
+    with pytest.raises(Unrepeatable, match="off by"):
+        verification.close(lambda x: 1.01 * factor(x), factor, (edge,), draws=False)
+
+
+@pytest.mark.parametrize(("off", "points"), [(0.0, 1), (1e-7, 1), (1e-3, 4)])
+def test_no_more_points_are_tried_than_are_needed(off, points):
+    tried = []
+
+    def compiled(x):
+        tried.append(x)
+        return [torch.sin(x) * (1 + off)]
+
+    with nullcontext() if points == 1 else pytest.raises(Unrepeatable, match="off by"):
+        verification.close(compiled, lambda x: [torch.sin(x)], (EIGHT,), draws=False)
+    assert len(tried) == points
+
+
+def test_the_points_close_by_are_ordinary_arguments():
+    shared = BATCH[:, :1].relu().expand(6, 5)
+    every_other = torch.zeros(6, 10)[:, ::2].copy_(BATCH)
+    numbers = torch.arange(3), torch.tensor(True), torch.zeros(0, 2)
+    points = []
+
+    def first_sum(*arguments):
+        return arguments[0].sum()
+
+    def compiled(*arguments):
+        points.append(arguments)
+        return first_sum(*arguments)
+
+    given = shared, shared, every_other, BATCH.half(), *numbers
+    verification.close(compiled, first_sum, given, draws=False)
+    first, *others = points
+    assert all(each is other for each, other in zip(first, given, strict=True))
+    assert len(others) >= 2
+    for point in others:
+        assert point[0] is point[1]
+        for one, other in zip(point, given, strict=True):
+            assert (one.dtype, one.shape) == (other.dtype, other.shape)
+            assert one.stride() == other.stride()
+            assert torch.equal(one == 0, other == 0)
+            assert (one * one <= other * other).all()
+        rounding = torch.finfo(torch.float32).eps
+        moved = (1 - point[2] / every_other) / rounding
+        assert 100 < moved.mean() < 3000
+    assert not torch.equal(others[0][2], others[1][2])
+
+
+# Backends.
+
+
+def test_wrong_code_is_replayed(monkeypatch):
+    def compiled(graph, inputs, **options):
+        def run(*tensors):
+            first, *others = graph.forward(*tensors)
+            return [first * (1 + 1e-4), *others]
+
+        return run
+
+    monkeypatch.setattr(tracing, "compiled", compiled)
+    transform = vgrad.per_sample_norm(lambda p, b, x: (p["w"] @ x).square())
+    given = {"w": torch.ones(5)}, {}, BATCH
+    found = vgrad.compile(transform, backend="inductor")
+    text = r"compile\(per_sample_norm\): replays, since compiled code is off by"
+    with pytest.warns(vgrad.CompileWarning, match=text):
+        oracle.assert_exact(found(*given), transform(*given), 0)
+    (report,) = found.reports()
+    assert report.backend == "replay"
+    unchecked = vgrad.compile(transform, backend="inductor", verify=False)
+    assert not torch.equal(unchecked(*given), transform(*given))
+    assert unchecked.reports()[0].backend == "inductor"
+
+
 @pytest.mark.parametrize(("taken", "backend"), [(1, "inductor"), (4, "replay")])
 def test_the_faster_backend_is_taken(monkeypatch, taken, backend):
-    """The first run of compiled code is slow, and is not what counts."""
+    """The first run of compiled code is slow, and does not count."""
     now, runs = [0.0], []
 
     def taking(*milliseconds):
@@ -150,3 +268,22 @@ def test_the_faster_backend_is_taken(monkeypatch, taken, backend):
     found = backends.fastest(SimpleNamespace(closed=[]), [], both)
     assert found == (backend, f"replay took 3 ms, inductor took {taken} ms")
     assert runs == [replay, compiled] * 5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a compiler")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch._prims_common:FutureWarning")
+def test_inductor_is_as_exact_as_eager_mode_around_convolutions():
+    torch.manual_seed(0)
+    features = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.GroupNorm(4, 16)
+    pooled = nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    net = nn.Sequential(*features, *pooled, nn.Linear(16, 3))
+    loss, params, buffers = losses.of_model(net, F.cross_entropy, torch.float32)
+    batch = torch.randn(8, 3, 16, 16), torch.randint(3, (8,))
+    transform = vgrad.clipped_grad(loss, max_norm=1.0)
+    compiled = vgrad.compile(transform, backend="inductor", fallback="error")
+    found = compiled(params, buffers, *batch)
+    assert compiled.reports()[0].backend == "inductor"
+    grads = oracle.loss_gradients(loss, params, buffers, batch, 8)
+    oracle.assert_exact(found.grads, oracle.clipped(grads, 1.0), 1e-6)

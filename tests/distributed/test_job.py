@@ -110,9 +110,9 @@ def test_a_run_is_extended_on_two_ranks(tmp_path, ranks):
 
 def _interrupted(arguments):
     """Fail on the first rank, when the second epoch's figures are to be written."""
-    from vgrad.cli import metrics
+    from vgrad.cli import checkpoint
 
-    append, calls = metrics.append, []
+    append, calls = checkpoint.append, []
 
     def failing(*given):
         calls.append(given)
@@ -120,13 +120,13 @@ def _interrupted(arguments):
             raise OSError("the disk is full")
         return append(*given)
 
-    metrics.append = failing
+    checkpoint.append = failing
     try:
         return job(*arguments)
     except RankError as error:
         return 2, str(error)
     finally:
-        metrics.append = append
+        checkpoint.append = append
 
 
 def test_bad_arguments_are_refused_by_all(tmp_path, ranks):

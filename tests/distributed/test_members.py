@@ -1,6 +1,7 @@
 """Ensembles whose members are cut among ranks: as if all were in one place."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import vgrad
-from vgrad import distributed
 from vgrad.distributed import (
     all_members,
     alone,
@@ -22,6 +22,7 @@ from vgrad.ensemble import (
     ensemble_forward,
     ensemble_grad,
     for_members,
+    predict,
     share,
 )
 from vgrad.generators import sample_keys
@@ -50,7 +51,7 @@ def net(drop=0.0):
 
 def ensemble(drop=0.0, shared=()):
     """Return a function of one member, and all of them in float64."""
-    made = vgrad.init_ensemble(lambda: net(drop).double(), E, seed=1)
+    made = vgrad.stack(lambda: net(drop).double(), seeds=range(E))
     return made[0], *(share(*made[1:], shared) if shared else made[1:])
 
 
@@ -218,12 +219,8 @@ def _predicted(mesh, dtype, chunk_size):
     )
     options = {"chunk_size": chunk_size, "strategy": "vmap"}
     levels = {"quantiles": [0.0, 0.3, 1.0]}
-    if mesh is None:
-        classes, values = vgrad.ensemble.predict, vgrad.ensemble.predict_values
-        given = whole
-    else:
-        classes, values = distributed.predict, distributed.predict_values
-        given, options["mesh"] = own_members(whole, mesh), mesh
+    given, options["mesh"] = own_members(whole, mesh) if mesh else whole, mesh
+    classes, values = predict, partial(predict, kind="value")
     one_nan = inputs.index_fill(0, torch.tensor([2]), torch.nan)
     found = [classes(fmodel, *given, x, **options) for x in (inputs, one_nan)]
     numbers = values(fmodel, *given, inputs, **options, **levels)
@@ -383,10 +380,10 @@ def _refused(size):
             {"a": torch.ones(2), "b": torch.tensor(rank)}, mesh, shared=["b"]
         ),
         "kinds": lambda: all_members(torch.ones(2, 1 + rank), mesh),
-        "samples": lambda: distributed.predict(
+        "samples": lambda: predict(
             fmodel, state.params, state.buffers, x[0, rank:], mesh=mesh, shared=SHARED
         ),
-        "model": lambda: distributed.predict(
+        "model": lambda: predict(
             fmodel, state.params, state.buffers, bad[0], mesh=mesh, shared=SHARED
         ),
     }
@@ -458,7 +455,7 @@ class Drawing(nn.Module):
 def test_draws_follow_from_a_members_own_seed():
     count = 4  # as many as samples, steps and features
     keys = sample_keys(100, 0, count)
-    fmodel, params, _ = vgrad.init_ensemble(lambda: Drawing().double(), count, seed=0)
+    fmodel, params, _ = vgrad.stack(lambda: Drawing().double(), seeds=range(count))
     x, found = torch.randn(4, 4, 3, dtype=torch.float64), {}
     for strategy in ("loop", "vmap", "hybrid"):
         forward = ensemble_forward(fmodel, strategy=strategy)
@@ -473,7 +470,7 @@ def test_draws_follow_from_a_members_own_seed():
 
 
 def test_random_ops_without_an_axis_of_members_are_refused():
-    fmodel, params, _ = vgrad.init_ensemble(lambda: Shuffling().double(), 2, seed=0)
+    fmodel, params, _ = vgrad.stack(lambda: Shuffling().double(), seeds=range(2))
     forward = ensemble_forward(fmodel, strategy="vmap").keyed(sample_keys(1, 0, 2))
     with pytest.raises(NotImplementedError, match='at once, got a random op.*"loop"'):
         forward(params, {}, torch.ones(4, 3, dtype=torch.float64))

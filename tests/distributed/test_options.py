@@ -541,12 +541,12 @@ def _of_members(size):
     drawn = member_parallel(drawn, mesh, members=size)
     called("draws", lambda: drawn(*own, X))
     quantiles = [0.5, 0.1 + rank / 2]
-    predict = partial(distributed.predict_values, fmodel, *own, X, mesh=mesh)
-    called("quantiles", lambda: predict(quantiles=quantiles))
+    predict = partial(vgrad.ensemble.predict, fmodel, *own, X, mesh=mesh)
+    called("quantiles", lambda: predict(kind="value", quantiles=quantiles))
     norm = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3, eps=0.1 + rank)).double()
     fmodel, *whole = vgrad.stack([norm, norm][:size])
     own = distributed.own_members(whole, mesh)
-    predict = partial(distributed.predict, fmodel, *own, X, mesh=mesh)
+    predict = partial(vgrad.ensemble.predict, fmodel, *own, X, mesh=mesh)
     called("model", predict)
     return found
 
@@ -557,7 +557,7 @@ MEMBERS = {
     "donate": r"donate \[False, True",
     "gradient": r"loss.scale \[1.0, 2.0",
     "draws": r"randomness \['same', 'different'",
-    "quantiles": r"quantiles.1 \[0.1, 0.6",
+    "quantiles": r"quantiles \[\[0.5, 0.1\], \[0.5, 0.6",
     "model": r"fmodel.1.eps \[0.1, 1.1",
 }
 

@@ -9,7 +9,6 @@ import functools
 import sys
 import threading
 import types
-import warnings
 import weakref
 
 import numpy as np
@@ -22,69 +21,51 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from tests import oracle
-from vgrad import FallbackWarning, make_functional_with_buffers
-from vgrad.dp import Plan, PrivateGradients, secret_key
+from tests.dp import runs
+from tests.dp.runs import KEY, first, grads
+from tests.losses import Net
+from vgrad import make_functional_with_buffers
 
-KEY = secret_key(seed=0)
-PLAN = Plan(
-    dataset_size=24,
-    sampling_rate=0.3,
-    noise_multiplier=0.0,
-    max_norm=0.5,
-    steps=8,
-    delta=1e-3,
-)
+PLAN = runs.plan(24, 0.3, 0.5, steps=8)
 SOURCE = torch.Generator().manual_seed(1)
 X = 2 * torch.randn(24, 4, dtype=torch.float64, generator=SOURCE)
 Y = torch.randint(3, (24,), generator=SOURCE)
 STRATEGIES = ["recorded", "vmap", "loop"]
+every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+with_fallbacks = pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
 
 
-def expected(model, step, criterion=F.cross_entropy):
+def linear(inputs=4, outputs=3):
+    return nn.Linear(inputs, outputs).double()
+
+
+def loss(model, x, y):
+    return F.cross_entropy(model(x), y)
+
+
+def expected(model, step):
     """Return what a loop over samples gives on the module as it is."""
-    params = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    total = {name: torch.zeros_like(p) for name, p in params.items()}
-    for row in PLAN.sample(key=KEY, step=step).tolist():
-        loss = criterion(model(X[row : row + 1]), Y[row : row + 1])
-        grads = torch.autograd.grad(loss, [*params.values()], materialize_grads=True)
-        norm = sum(each.square().sum() for each in grads).sqrt()
-        for name, grad in zip(params, grads, strict=True):
-            total[name] += grad * min(1.0, PLAN.max_norm / float(norm))
+    rows = PLAN.sample(key=KEY, step=step)
+    found = oracle.module_gradients(model, loss, (X[rows], Y[rows]), len(rows))
+    model.zero_grad()
+    total = oracle.clipped(found, PLAN.max_norm)
     return {name: each / PLAN.expected_batch_size for name, each in total.items()}
 
 
-def bridge(model, criterion=F.cross_entropy, **options):
-    dataset = TensorDataset(X, Y)
-    given = {"plan": PLAN, "key": KEY} | options
-    return PrivateGradients(model, criterion, dataset, **given)
+def private(model, **options):
+    return runs.private(PLAN, model, TensorDataset(X, Y), **options)
 
 
-def grads(model):
-    return {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
-
-
-def check_steps(model, change=lambda: None, steps=2, **options):
-    """Compare steps, with a change before each but the first."""
-    private = bridge(model, **options)
-    for step, batch in zip(range(steps), private.loader, strict=False):
+def check_steps(model, change=lambda: None, **options):
+    """Compare two steps, with a change before the second."""
+    run = private(model, **options)
+    for step, batch in zip(range(2), run.loader, strict=False):
         if step:
             change()
         right = expected(model, step)
-        private.backward(*batch)
+        run.backward(*batch)
         oracle.assert_exact(grads(model), right)
         model.zero_grad()
-
-
-class Scaled(nn.Module):
-    """A layer, and a function of its output and of what the module holds."""
-
-    def __init__(self, held, read):
-        super().__init__()
-        self.layer = nn.Linear(4, 3).double()
-        self.held, self.read = held, read
-
-    def forward(self, x):
-        return self.read(self.held, self.layer(x), x)
 
 
 class Factor:
@@ -107,13 +88,13 @@ class Slotted:
         self.factor = factor
 
 
-def ema(modules):
+def ema(module):
     with torch.no_grad():
-        modules[0].weight.mul_(5)
+        module.weight.mul_(5)
 
 
 def teacher():
-    return nn.Linear(4, 3).double().requires_grad_(False)
+    return linear().requires_grad_(False)
 
 
 def closure():
@@ -130,112 +111,81 @@ def closure():
     return scaled
 
 
+def marked(value, name):
+    setattr(value, name, 1.0)
+    return value
+
+
 def attribute(held):
     held.factor = 5.0
 
 
+def threes():
+    return torch.ones(3).double()
+
+
+namespace, partial = types.SimpleNamespace, functools.partial
 LATE = {
-    "namespace": (
-        lambda: types.SimpleNamespace(factor=1.0),
-        lambda c, h, x: h * c.factor,
-        attribute,
-    ),
+    "namespace":
+        (lambda: namespace(factor=1.0), lambda c, h, x: h * c.factor, attribute),
     "callable": (Factor, lambda c, h, x: c(h), attribute),
-    "method": (
-        lambda: Factor().times,
-        lambda c, h, x: c(h),
-        lambda c: attribute(c.__self__),
-    ),
-    "partial": (
-        lambda: functools.partial(Factor.times, Factor()),
-        lambda c, h, x: c(h),
-        lambda c: attribute(c.args[0]),
-    ),
+    "method":
+        (lambda: Factor().times, lambda c, h, x: c(h), lambda c: attribute(c.__self__)),
+    "partial": (lambda: partial(Factor.times, Factor()), lambda c, h, x: c(h),
+                lambda c: attribute(c.args[0])),
     "slots": (Slotted, lambda c, h, x: h * c.factor, attribute),
-    "nested": (
-        lambda: {"a": [(types.SimpleNamespace(b=Factor()),)]},
-        lambda c, h, x: c["a"][0][0].b(h),
-        lambda c: attribute(c["a"][0][0].b),
-    ),
+    "nested": (lambda: {"a": [(namespace(b=Factor()),)]},
+               lambda c, h, x: c["a"][0][0].b(h), lambda c: attribute(c["a"][0][0].b)),
     "set": (lambda: {1}, lambda c, h, x: h * len(c), lambda c: c.update({2, 3})),
-    "array": (
-        lambda: np.ones(1),
-        lambda c, h, x: h * float(c[0]),
-        lambda c: c.fill(6.0),
-    ),
-    "bytes": (
-        lambda: bytearray(b"\1"),
-        lambda c, h, x: h * c[0],
-        lambda c: c.extend(b"") or c.__setitem__(0, 3),
-    ),
-    "deque": (
-        lambda: collections.deque([1.0], maxlen=1),
-        lambda c, h, x: h * c[0],
-        lambda c: c.append(4.0),
-    ),
+    "array":
+        (lambda: np.ones(1), lambda c, h, x: h * float(c[0]), lambda c: c.fill(6.0)),
+    "bytes": (lambda: bytearray(b"\1"), lambda c, h, x: h * c[0],
+              lambda c: c.extend(b"") or c.__setitem__(0, 3)),
+    "deque": (lambda: collections.deque([1.0], maxlen=1), lambda c, h, x: h * c[0],
+              lambda c: c.append(4.0)),
     "closure": (closure, lambda c, h, x: c(h), lambda c: c.change(4.0)),
-    "attribute of a function": (
-        lambda: setattr(f := lambda h: h, "factor", 1.0) or f,
-        lambda c, h, x: h * c.factor,
-        attribute,
-    ),
-    "tensor by data": (
-        lambda: torch.ones(3).double(),
-        lambda c, h, x: h * c,
-        lambda c: c.data.mul_(5),
-    ),
-    "tensor in a set": (
-        lambda: {torch.ones(3).double()},
-        lambda c, h, x: h * next(iter(c)),
-        lambda c: next(iter(c)).data.mul_(5),
-    ),
-    "tensor in a tuple": (
-        lambda: (torch.ones(3).double(),),
-        lambda c, h, x: h * c[0],
-        lambda c: c[0].mul_(5),
-    ),
-    "attribute of a tensor": (
-        lambda: setattr(t := torch.ones(3).double(), "tau", 1.0) or t,
-        lambda c, h, x: h * c * c.tau,
-        lambda c: setattr(c, "tau", 5.0),
-    ),
-    "teacher": (lambda: [teacher()], lambda c, h, x: h + c[0](x), ema),
-    "teacher in an object": (
-        lambda: types.SimpleNamespace(net=teacher()),
-        lambda c, h, x: h + c.net(x),
-        lambda c: ema([c.net]),
-    ),
-}
+    "attribute of a function": (lambda: marked(lambda h: h, "factor"),
+                                lambda c, h, x: h * c.factor, attribute),
+    "tensor by data": (threes, lambda c, h, x: h * c, lambda c: c.data.mul_(5)),
+    "tensor in a set": (lambda: {threes()}, lambda c, h, x: h * next(iter(c)),
+                        lambda c: next(iter(c)).data.mul_(5)),
+    "tensor in a tuple":
+        (lambda: (threes(),), lambda c, h, x: h * c[0], lambda c: c[0].mul_(5)),
+    "attribute of a tensor": (lambda: marked(threes(), "factor"),
+                              lambda c, h, x: h * c * c.factor, attribute),
+    "teacher":
+        (lambda: [teacher()], lambda c, h, x: h + c[0](x), lambda c: ema(c[0])),
+    "teacher in an object": (lambda: namespace(net=teacher()),
+                             lambda c, h, x: h + c.net(x), lambda c: ema(c.net)),
+}  # fmt: skip
+"""Objects that a module holds, their use in its forward pass, and a later change."""
 
 
 @pytest.mark.parametrize("name", LATE)
 def test_values_are_read_when_they_are_used(name):
     make, read, change = LATE[name]
-    model = Scaled(make(), read)
-    check_steps(model, lambda: change(model.held))
+    held = make()
+    model = Net(lambda self, x: read(self.held, self.layer(x), x), layer=linear())
+    model.held = held
+    check_steps(model, lambda: change(held))
 
 
 def test_the_state_of_a_hook_is_read_when_the_hook_runs():
     hook, before = Factor(), Factor()
-    model = nn.Sequential(nn.Linear(4, 3)).double()
+    model = nn.Sequential(linear())
     model[0].register_forward_hook(lambda module, args, out: hook(out))
     model[0].register_forward_pre_hook(lambda module, args: (before(args[0]),))
-
-    def change():
-        hook.factor, before.factor = 4.0, 0.5
-
-    check_steps(model, change)
+    check_steps(model, lambda: (attribute(hook), setattr(before, "factor", 0.5)))
 
 
 def test_marks_on_parameters_are_seen():
-    class Marked(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) * getattr(self.weight, "tau", 1.0)
-
-    model = Marked(4, 3).double()
-    model.weight.tau = 2.0
-    check_steps(model, lambda: setattr(model.weight, "tau", 5.0))
-    assert vars(model.weight) == {"tau": 5.0}
+    model = Net(
+        lambda self, x: self.layer(x) * getattr(self.layer.weight, "factor", 1.0),
+        layer=linear(),
+    )
+    marked(model.layer.weight, "factor")
+    check_steps(model, lambda: attribute(model.layer.weight))
+    assert vars(model.layer.weight) == {"factor": 5.0}
 
 
 class Writing(nn.Module):
@@ -243,18 +193,17 @@ class Writing(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer = nn.Linear(4, 3).double()
-        self.other = nn.Linear(3, 3).double()
+        self.layer, self.other = linear(), linear(3)
         self.register_buffer("mean", torch.zeros(3).double())
         self.register_buffer("table", None, persistent=False)
-        self.calls, self.box = 0, types.SimpleNamespace(calls=0)
+        self.calls, self.box = 0, namespace(calls=0)
         self.list, self.full, self.dict, self.set = [], [1], {}, set()
         self.deque = collections.deque([0], maxlen=2)
         self.array, self.bytes = np.zeros(2), bytearray(2)
         self.slotted, self.running = Slotted(), torch.zeros(3).double()
         self.function = lambda: None
         self.counter = closure()
-        self.pair = (types.SimpleNamespace(last=None), [])
+        self.pair = (namespace(last=None), [])
         self.teacher = [teacher()]
 
     def forward(self, x):
@@ -269,11 +218,10 @@ class Writing(nn.Module):
         self.deque.append(out)
         self.array += 1
         self.bytes[0] += 1
-        self.function.last = out
+        self.function.last = self.layer.weight.last = out
         self.counter.change(out)
         self.pair[0].last = out
         self.pair[1].append(out)
-        self.layer.weight.last = out
         self.training = not self.training
         self.running += 1
         self.table = torch.arange(3).double() if self.table is None else self.table
@@ -284,15 +232,12 @@ class Writing(nn.Module):
         return out + self.table + self.running + self.calls
 
 
-def snapshot(value, seen):
+def snapshot(value, seen=None):
     """Return all that an object holds, as nested lists of identities and numbers."""
+    seen = {} if seen is None else seen
     if isinstance(value, torch.Tensor):
-        return (
-            id(value),
-            value.detach().clone().tolist(),
-            id(value.grad),
-            [*vars(value)],
-        )
+        numbers = value.detach().clone().tolist()
+        return id(value), numbers, id(value.grad), [*vars(value)]
     if isinstance(value, str | int | float | None):
         return value
     if id(value) in seen:
@@ -306,69 +251,49 @@ def snapshot(value, seen):
         return id(value), [snapshot(each, seen) for each in value]
     parts = [vars(value)] if hasattr(value, "__dict__") else [value.factor]
     cells = getattr(value, "__closure__", None) or ()
-    return (
-        id(value),
-        [snapshot(x, seen) for x in parts],
-        [snapshot(cell.cell_contents, seen) for cell in cells],
-    )
-
-
-@pytest.mark.parametrize("chunk_size", [None, 2])
-@pytest.mark.parametrize("strategy", ["auto", *STRATEGIES])
-def test_all_that_a_forward_pass_writes_is_put_back(strategy, chunk_size):
-    model = Writing()
-    private = bridge(model, strategy=strategy, chunk_size=chunk_size)
-    for step, batch in zip(range(2), private.loader, strict=False):
-        right = expected_of_copies(model, step)
-        before = snapshot(model, {})
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FallbackWarning)
-            private.backward(*batch)
-        found = grads(model)
-        oracle.assert_exact(found, right)
-        model.zero_grad()
-        assert snapshot(model, {}) == before
+    parts += [cell.cell_contents for cell in cells]
+    return id(value), [snapshot(x, seen) for x in parts]
 
 
 def expected_of_copies(model, step):
     """Return the gradients of a loop that begins each sample with the same module."""
 
-    class Fresh(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
+    def forward(self, x):
+        memo = {id(p): p for p in model.parameters()}
+        return copy.deepcopy(model, memo)(x)
 
-        def forward(self, x):
-            memo = {id(p): p for p in model.parameters()}
-            return copy.deepcopy(model, memo)(x)
-
-    # A closure is shared by copies.
-    found = expected(Fresh(), step)
-    model.counter.change(1.0)
+    found = expected(Net(forward, model=model), step)
+    model.counter.change(1.0)  # a closure is shared by copies
     for parameter in model.parameters():
         vars(parameter).clear()
     vars(model.function).clear()
     return {name.removeprefix("model."): each for name, each in found.items()}
 
 
-class Checkpointed(nn.Module):
-    """Runs a part again in the backward pass, with what an object holds."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(4, 4).double(), nn.Linear(4, 3).double()
-        self.held = types.SimpleNamespace(factor=1.0)
-
-    def part(self, x):
-        return torch.tanh(self.inner(x) * self.held.factor)
-
-    def forward(self, x):
-        return self.outer(checkpoint(self.part, x, use_reentrant=False))
+@with_fallbacks
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("strategy", ["auto", *STRATEGIES])
+def test_all_that_a_forward_pass_writes_is_put_back(strategy, chunk_size):
+    model = Writing()
+    run = private(model, strategy=strategy, chunk_size=chunk_size)
+    for step, batch in zip(range(2), run.loader, strict=False):
+        right = expected_of_copies(model, step)
+        before = snapshot(model)
+        run.backward(*batch)
+        oracle.assert_exact(grads(model), right)
+        model.zero_grad()
+        assert snapshot(model) == before
 
 
 @pytest.mark.parametrize("strategy", ["auto", "recorded", "loop"])
 def test_checkpoints_run_again_on_the_module(strategy):
-    model = Checkpointed()
+    def part(x):
+        return torch.tanh(model.inner(x) * model.held.factor)
+
+    def forward(self, x):
+        return self.outer(checkpoint(part, x, use_reentrant=False))
+
+    model = Net(forward, inner=linear(4, 4), outer=linear(), held=Factor())
     check_steps(model, lambda: attribute(model.held), strategy=strategy)
 
 
@@ -403,112 +328,88 @@ class Again(torch.autograd.Function):
         return x.grad, None
 
 
-class InBackward(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.first, self.layer = nn.Linear(4, 4).double(), nn.Linear(4, 3).double()
-        self.function, self.scale = function, 1.0
-
-    def forward(self, x):
-        self.scale = float(x.detach().abs().max())
-        if self.function is Reads:
-            return Reads.apply(self.layer(self.first(x)), self)
-        return Again.apply(self.first(x), self.layer)
-
-
+@with_fallbacks
 @pytest.mark.parametrize("function", [Reads, Again])
 @pytest.mark.parametrize("strategy", ["auto", "loop"])
-@pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
 def test_a_backward_pass_finds_the_module_as_the_forward_pass_left_it(
     function, strategy
 ):
-    model = InBackward(function)
-    params = dict(model.named_parameters())
-    total = {name: torch.zeros_like(p) for name, p in params.items()}
-    for row in PLAN.sample(key=KEY, step=0).tolist():
-        model.zero_grad()
-        F.cross_entropy(model(X[row : row + 1]), Y[row : row + 1]).backward()
-        found = grads(model)
-        norm = float(sum(each.square().sum() for each in found.values()).sqrt())
-        for name, grad in found.items():
-            total[name] += grad * min(1.0, PLAN.max_norm / norm) / 7.2
-    model.zero_grad()
+    def forward(self, x):
+        self.scale = float(x.detach().abs().max())
+        if function is Reads:
+            return Reads.apply(self.layer(self.first(x)), self)
+        return Again.apply(self.first(x), self.layer)
+
+    model = Net(forward, first=linear(4, 4), layer=linear())
+    right = expected(model, 0)
     model.scale = 1.0
-    private = bridge(model, strategy=strategy)
-    private.backward(*next(iter(private.loader)))
-    oracle.assert_exact(grads(model), total)
+    run = private(model, strategy=strategy)
+    run.backward(*first(run))
+    oracle.assert_exact(grads(model), right)
     assert model.scale == 1.0
 
 
-@pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
+@with_fallbacks
 def test_backward_hooks_fire_as_in_a_call_of_the_module():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
-    factor = Factor(2.0)
+    model, factor = nn.Sequential(linear(4, 4), nn.Tanh(), linear()), Factor(2.0)
     model[1].register_full_backward_hook(lambda module, ins, outs: (factor(ins[0]),))
     check_steps(model, lambda: attribute(factor))
     for strategy in ("recorded", "vmap"):
-        private = bridge(model, strategy=strategy)
+        run = private(model, strategy=strategy)
         with pytest.raises(RuntimeError, match="without backward hooks"):
-            private.backward(*next(iter(private.loader)))
+            run.backward(*first(run))
 
 
 def test_hooks_that_come_later_are_seen():
-    model = nn.Sequential(nn.Linear(4, 3)).double()
-    private = bridge(model)
-    batches = iter(private.loader)
-    private.backward(*next(batches))
+    model = nn.Sequential(linear())
+    run = private(model)
+    batches = iter(run.loader)
+    run.backward(*next(batches))
     model.zero_grad()
     handle = model[0].weight.register_hook(lambda grad: 2 * grad)
     batch = next(batches)
     with pytest.raises(TypeError, match=r"without hooks.*'0.weight'"):
-        private.backward(*batch)
+        run.backward(*batch)
     handle.remove()
     model[0].register_forward_hook(lambda module, args, out: 2 * out)
     right = expected(model, 1)
-    private.backward(*batch)
+    run.backward(*batch)
     oracle.assert_exact(grads(model), right)
 
 
+PARAMETRIZED = {
+    "old weight norm": nn.utils.weight_norm,
+    "old spectral norm": nn.utils.spectral_norm,
+    "pruned": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    "weight norm": parametrizations.weight_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "spectral norm": parametrizations.spectral_norm,
+}
+
+
 def parametrized(name):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).double()
-    if name == "old weight norm":
-        with pytest.warns(FutureWarning):
-            nn.utils.weight_norm(model[0])
-    elif name == "old spectral norm":
-        nn.utils.spectral_norm(model[0])
-    elif name == "pruned":
-        prune.l1_unstructured(model[0], "weight", 0.5)
-    else:
-        getattr(parametrizations, name)(model[0])
+    model = nn.Sequential(linear(4, 4), linear())
+    PARAMETRIZED[name](model[0])
     return model.eval()
 
 
-@pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "weight_norm",
-        "orthogonal",
-        "spectral_norm",
-        "old weight norm",
-        "old spectral norm",
-        "pruned",
-    ],
-)
+@with_fallbacks
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@every_strategy
+@pytest.mark.parametrize("name", PARAMETRIZED)
 def test_parametrized_modules(name, strategy):
     check_steps(parametrized(name), strategy=strategy)
 
 
 def test_cached_parametrizations_are_refused():
-    model = parametrized("weight_norm")
-    private = bridge(model)
-    batch = next(iter(private.loader))
+    model = parametrized("weight norm")
+    run = private(model)
+    batch = first(run)
     with parametrize.cached():
         model(X)
         with pytest.raises(RuntimeError, match=r"outside of .*parametrize.cached\(\)"):
-            private.backward(*batch)
-    private.backward(*batch)
+            run.backward(*batch)
+    run.backward(*batch)
 
 
 class Holder(nn.Module):
@@ -516,7 +417,7 @@ class Holder(nn.Module):
 
     def __init__(self, hold, read):
         super().__init__()
-        self.layer = nn.Linear(4, 3).double()
+        self.layer = linear()
         self.held, self.read = hold(self.layer), read
 
     def forward(self, x):
@@ -534,87 +435,78 @@ HELD = {
     "set": (lambda layer: {layer.weight}, lambda held: next(iter(held))),
     "deque": (lambda layer: collections.deque([layer.weight]), lambda held: held[0]),
     "key": (lambda layer: {layer.weight: 1}, lambda held: next(iter(held))),
-    "namespace": (
-        lambda layer: types.SimpleNamespace(w=layer.weight),
-        lambda held: held.w,
-    ),
+    "namespace": (lambda layer: namespace(w=layer.weight), lambda held: held.w),
     "slots": (lambda layer: Slotted(layer.weight), lambda held: held.factor),
     "default": (lambda layer: lambda w=layer.weight: w.exp(), lambda held: held()),
     "cell": (in_a_cell, lambda held: held()),
     "module in a cell": (lambda layer: lambda: layer.weight, lambda held: held()),
-    "keyword": (
-        lambda layer: functools.partial(torch.mul, other=layer.weight),
-        lambda held: held(2 * torch.ones(())),
-    ),
-    "distribution": (
-        lambda layer: torch.distributions.Normal(layer.weight, 1.0),
-        lambda held: held.log_prob(torch.ones(3, 4).double()),
-    ),
-}
+    "keyword": (lambda layer: partial(torch.mul, other=layer.weight),
+                lambda held: held(2 * torch.ones(()))),
+    "distribution": (lambda layer: torch.distributions.Normal(layer.weight, 1.0),
+                     lambda held: held.log_prob(torch.ones(3, 4).double())),
+    "keys of weak references":
+        (lambda layer: weakref.WeakKeyDictionary({layer: 1}),
+         lambda held: next(iter(held)).weight),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 @pytest.mark.parametrize("name", HELD)
 def test_parameters_are_exchanged_wherever_they_are_held(name, strategy):
     model = Holder(*HELD[name])
-    before = snapshot(model, {})
+    before = snapshot(model)
     check_steps(model, strategy=strategy)
-    assert snapshot(model, {}) == before
+    assert snapshot(model) == before
 
 
 FIXED = {
     "frozenset": lambda layer: frozenset([layer.weight]),
-    "partial": lambda layer: functools.partial(torch.mul, layer.weight),
+    "partial": lambda layer: partial(torch.mul, layer.weight),
     "method": lambda layer: layer.weight.exp,
     "operator": lambda layer: layer.weight.__mul__,
     "weak reference": lambda layer: weakref.ref(layer.weight),
-    "keys of weak references": lambda layer: weakref.WeakKeyDictionary({layer: 1}),
     "objects": lambda layer: np.frompyfunc(lambda _: layer.bias, 1, 1)(np.ones(1)),
-    "result": lambda layer: functools.partial(torch.mul, layer.weight.exp()),
+    "result": lambda layer: partial(torch.mul, layer.weight.exp()),
 }
 
 
 @pytest.mark.parametrize("name", FIXED)
 def test_parameters_that_cannot_be_exchanged_are_refused(name):
-    if name == "keys of weak references":
-        check_steps(Holder(FIXED[name], lambda held: next(iter(held)).weight))
-        return
     with pytest.raises(TypeError, match=r"PrivateGradients\(Holder\).*in 'held'"):
-        bridge(Holder(FIXED[name], lambda held: held))
+        private(Holder(FIXED[name], lambda held: held))
 
 
 @pytest.mark.parametrize("hold", [torch.exp, torch.detach, lambda w: w[0]])
 def test_results_and_views_of_parameters_are_refused_where_they_are_used(hold):
     model = Holder(lambda layer: hold(layer.weight), lambda held: held)
-    private = bridge(model)
+    run = private(model)
     with pytest.raises(RuntimeError, match="a view or a result of parameters"):
-        private.backward(*next(iter(private.loader)))
+        run.backward(*first(run))
     model.read = lambda held: torch.ones(1)
     check_steps(model)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_modules_run_as_they_are_written():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).double()
-    reference = copy.deepcopy(model)
-    ran = []
+    model = nn.Sequential(linear(4, 4), linear())
+    right, ran = expected(model, 0), []
     for each in (model, model[0]):  # as Module.compile does
         each._compiled_call_impl = lambda *args: ran.append(args)
-    private = bridge(model)
-    private.backward(*next(iter(private.loader)))
-    oracle.assert_exact(grads(model), expected(reference, 0))
+    run = private(model)
+    run.backward(*first(run))
+    oracle.assert_exact(grads(model), right)
     model(X)
     assert len(ran) == 1
     for wrapped in (torch.compile(model), nn.DataParallel(model)):
         with pytest.raises(TypeError, match="expected a plain torch.nn.Module"):
-            bridge(wrapped)
+            private(wrapped)
 
 
 def test_batch_norm_in_evaluation_mode_and_lazy_layers_that_were_run():
     model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Linear(4, 3))
     model.double()
     with pytest.raises(TypeError, match="expected initialised tensors, got lazy"):
-        bridge(model)
+        private(model)
     model(X)
     check_steps(model.eval())
 
@@ -627,81 +519,76 @@ HIDDEN: list = [None]
 
 
 class OfItsClass(nn.Linear):
-    """Uses its weight by a global name."""
+    """Uses its weight by a global name, or by one of its class."""
 
     kept = None
 
     def forward(self, x):
-        return super().forward(x) * HIDDEN[0].sum()
+        weight = HIDDEN[0] if self.kept is None else self.kept[0]
+        return super().forward(x) * weight.sum()
 
 
 @pytest.mark.parametrize("by_class", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_strategy
 def test_parameters_used_by_other_names_are_refused(monkeypatch, strategy, by_class):
     model = OfItsClass(4, 3).double()
     if strategy == "loop":
         model.weight = Special(model.weight.detach())
     kind = type(model.weight)
-    private = bridge(model, strategy=strategy)
-    batch = next(iter(private.loader))
+    run = private(model, strategy=strategy)
+    batch = first(run)
     if by_class:
         monkeypatch.setattr(OfItsClass, "kept", [model.weight])
-        monkeypatch.setattr(OfItsClass, "forward", of_its_class)
     HIDDEN[0] = model.weight
     with pytest.raises(RuntimeError, match="held where it cannot be exchanged"):
-        private.backward(*batch)
+        run.backward(*batch)
     assert type(model.weight) is kind
 
 
-def of_its_class(model, x):
-    return nn.Linear.forward(model, x) * model.kept[0].sum()
-
-
 def test_runs_that_share_a_module_take_turns_in_threads():
-    trunk = Scaled(types.SimpleNamespace(calls=0), lambda held, hidden, x: hidden)
+    def counted(self, x):
+        self.held.calls += 1  # each call is the first
+        return self.layer(x) * self.held.calls
+
+    trunk = Net(lambda self, x: self.layer(x), layer=linear(), held=namespace(calls=0))
     trunk.requires_grad_(False)
-    models = [nn.Sequential(trunk, nn.Linear(3, 3)).double() for _ in range(2)]
+    models = [nn.Sequential(trunk, linear(3)) for _ in range(2)]
     rights = [expected(model, 0) for model in models]
     values, failures = trunk(X), []
-    trunk.read = counted  # is as good as that where each call is the first
-    private = [bridge(model, strategy="loop") for model in models]
-    given = [next(iter(each.loader)) for each in private]
+    trunk.function = counted
+    private_runs = [private(model, strategy="loop") for model in models]
+    drawn = [first(each) for each in private_runs]
     begin = threading.Barrier(3)
 
-    def run(work):
+    def work(task):
         try:
             begin.wait()
             for _ in range(5):
-                work()
+                task()
         except BaseException as error:
             failures.append(error)
 
     def step(number):
-        state = private[number].state_dict()
-        pieces = private[number].loader.pending
-        private[number].backward(*given[number])
-        oracle.assert_exact(grads(models[number]), rights[number])
-        models[number].zero_grad()
-        private[number].load_state_dict(state)
-        private[number].loader.pending = pieces
+        run, model = private_runs[number], models[number]
+        state, pending = run.state_dict(), run.loader.pending
+        run.backward(*drawn[number])
+        oracle.assert_exact(grads(model), rights[number])
+        model.zero_grad()
+        run.load_state_dict(state)
+        run.loader.pending = pending
 
     def split():
         fmodel, params, buffers = make_functional_with_buffers(trunk)
         torch.testing.assert_close(fmodel(params, buffers, X), values)
 
-    works = [functools.partial(step, 0), functools.partial(step, 1), split]
-    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    tasks = [partial(step, 0), partial(step, 1), split]
+    threads = [threading.Thread(target=work, args=(task,)) for task in tasks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not failures
     assert trunk.held.calls == 0
-
-
-def counted(held, hidden, x):
-    held.calls += 1
-    return hidden * held.calls
 
 
 FILES = ("functional/live.py", "functional/slots.py", "functional/model.py")
@@ -712,9 +599,9 @@ FILES += ("dp/private_gradients.py",)
 def test_an_interrupt_leaves_everything_as_it_was(part):
     """Interrupts a call at every line in turn, or nearly so."""
     model = Writing()
-    private = bridge(model, strategy="recorded")
-    batches = iter(private.loader)
-    private.backward(*next(batches))
+    run = private(model, strategy="recorded")
+    batches = iter(run.loader)
+    run.backward(*next(batches))
     batch = next(batches)
     left, place = 0, ""
 
@@ -728,21 +615,19 @@ def test_an_interrupt_leaves_everything_as_it_was(part):
                 raise KeyboardInterrupt
         return trace
 
-    before, step, number = snapshot(model, {}), private.step, 20 * part + 1
     model.box.new = 1  # is seen
-    before = snapshot(model, {})
+    before, step, number = snapshot(model), run.step, 20 * part + 1
     while True:
-        left = number
-        outer = sys.gettrace()
+        left, outer = number, sys.gettrace()
         sys.settrace(trace)
         try:
-            private.backward(*batch)
+            run.backward(*batch)
             break
         except KeyboardInterrupt:
-            assert snapshot(model, {}) == before, place
-            assert private.step == step
+            assert snapshot(model) == before, place
+            assert run.step == step
         finally:
             sys.settrace(outer)
         number += 80
-    assert private.step == step + 1
+    assert run.step == step + 1
     assert number > 1000

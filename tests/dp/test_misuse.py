@@ -2,58 +2,56 @@
 
 import copy
 import os
-import re
-from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import DataLoader, TensorDataset
 
-import vgrad
-from vgrad import optim
-from vgrad.dp import Plan, PrivateGradients, add_gaussian_noise, collate, secret_key
-from vgrad.training import private_step, train_step
+from tests.dp import runs
+from tests.dp.runs import first
+from vgrad.dp import Plan, secret_key
 
-PLAN = Plan(
-    dataset_size=20,
-    sampling_rate=0.5,
-    noise_multiplier=1.0,
-    max_norm=1.0,
-    steps=4,
-    delta=1e-3,
-)
 DATA = TensorDataset(torch.ones(20, 3), torch.arange(20) % 2)
+
+
+def started(model=None, **options):
+    model = nn.Linear(3, 2) if model is None else model
+    return model, runs.private(runs.plan(20, 0.5, noise=1.0), model, DATA, **options)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 @pytest.fixture
 def run():
-    model = nn.Linear(3, 2)
-    private = PrivateGradients(
-        model, F.cross_entropy, DATA, plan=PLAN, key=secret_key(seed=0)
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, private, private.watch(optimizer)
+    model, private = started()
+    return model, private, private.watch(sgd(model))
 
 
 def plain(model, x, y):
     F.cross_entropy(model(x), y).backward()
 
 
+def refused(message):
+    return pytest.raises(RuntimeError, match=message)
+
+
 def test_a_batch_that_is_not_from_the_loader(run):
     _, private, _ = run
     for x, y in DataLoader(DATA, batch_size=10):
-        with pytest.raises(RuntimeError, match="has just given, got one that is not f"):
+        with refused("has just given, got one that is not from it"):
             private.backward(x, y)
-    batches = iter(private.loader)
-    x, y = next(batches)
+    x, y = first(private)
     with pytest.raises(ValueError, match=f"expected the {len(x)} samples .* got 20"):
         private.backward(*DATA[:])
     with pytest.raises(ValueError, match="neither drop samples nor add any"):
         private.backward(x[1:], y[1:])
     private.backward(x, y)
-    with pytest.raises(RuntimeError, match="or the same one again"):
+    with refused("or the same one again"):
         private.backward(x, y)
     assert private.step == 1
 
@@ -66,75 +64,73 @@ def test_a_batch_that_is_skipped(run, used):
     for _ in range(used):
         private.backward(*next(batches))
         optimizer.step()
-    next(batches)
-    with pytest.raises(RuntimeError, match="got the next one drawn without it"):
+    skipped = next(batches)
+    with refused("got the next one drawn without it"):
         next(batches, "the end of the pass")
-    private.backward(*next(iter(private.loader)))
-    assert private.step == used + 1
-
-
-def test_a_batch_that_was_looked_at_comes_again(run):
-    _, private, _ = run
-    first = next(iter(private.loader))
-    again = next(iter(private.loader))
-    assert torch.equal(first[1], again[1])
+    again = first(private)
+    assert torch.equal(again[1], skipped[1])
     private.backward(*again)
+    assert private.step == used + 1
 
 
 def test_two_passes_at_a_time(run):
     _, private, _ = run
-    first = iter(private.loader)
-    private.backward(*next(first))
-    next(iter(private.loader))
-    with pytest.raises(RuntimeError, match="expected one pass at a time"):
-        next(first)
+    passes = iter(private.loader)
+    private.backward(*next(passes))
+    first(private)
+    with refused("expected one pass at a time"):
+        next(passes)
 
 
-def test_a_fork_that_would_repeat_the_noise(run, monkeypatch):
+def test_several_processes_and_a_fork_that_would_repeat_the_noise(run, monkeypatch):
     model, private, _ = run
-    batch = next(iter(private.loader))
+    batch = first(private)
+    with monkeypatch.context() as patched, refused("expected one process, got 2"):
+        patched.setattr(torch.distributed, "is_initialized", lambda: True)
+        patched.setattr(torch.distributed, "get_world_size", lambda: 2)
+        private.backward(*batch)
     monkeypatch.setattr(os, "getpid", lambda: -1)
-    with pytest.raises(RuntimeError, match="made it, got a fork of that, with the sam"):
+    with refused("made it, got a fork of that, with the same"):
         private.backward(*batch)
     assert model.weight.grad is None
     private.load_state_dict({**private.state_dict(), "key": secret_key()})
-    private.backward(*next(iter(private.loader)))
+    private.backward(*first(private))
     assert private.step == 1
 
 
 def test_steps_past_the_plan(run):
-    _, private, optimizer = run
+    model, private, _ = run
     for _ in range(2):
+        optimizer = private.watch(sgd(model))  # takes the place of another
         for batch in private.loader:
             private.backward(*batch)
             optimizer.step()
+        del optimizer
+    assert private.step == 4
     assert len(private.loader) == 2
-    with pytest.raises(RuntimeError, match="taken the 4 steps of its plan"):
-        next(iter(private.loader))
-    with pytest.raises(RuntimeError, match="or the same one again"):
+    with refused("taken the 4 steps of its plan"):
+        first(private)
+    with refused("or the same one again"):
         private.backward(*batch)
 
 
 def test_a_step_without_backward(run):
     _, private, optimizer = run
-    with pytest.raises(RuntimeError, match="before each step, got a step without"):
-        optimizer.step()
     batches = iter(private.loader)
-    private.backward(*next(batches))
-    optimizer.step()
-    batch = next(batches)
-    with pytest.raises(RuntimeError, match="before each step, got a step without"):
-        optimizer.step()
-    private.backward(*batch)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="before each step, got a step without"):
+    for _ in range(2):
+        with refused("before each step, got a step without"):
+            optimizer.step()
+        batch = next(batches)
+        with refused("before each step, got a step without"):
+            optimizer.step()
+        private.backward(*batch)
         optimizer.step()
 
 
-def unscale(model):
+def scaler():
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(1))
-    scaler.unscale_(torch.optim.SGD(model.parameters(), lr=0.1))
+    return scaler
 
 
 FOREIGN = "expected the gradients as PrivateGradients wrote them, got another one for"
@@ -147,7 +143,7 @@ FOREIGN = "expected the gradients as PrivateGradients wrote them, got another on
         lambda model, batch: model.zero_grad(),
         lambda model, batch: (model.zero_grad(), plain(model, *batch)),
         lambda model, batch: nn.utils.clip_grad_norm_(model.parameters(), 0.01),
-        lambda model, batch: unscale(model),
+        lambda model, batch: scaler().unscale_(sgd(model)),
     ],
     ids=["added to", "cleared", "replaced", "clipped", "unscaled"],
 )
@@ -155,19 +151,27 @@ FOREIGN = "expected the gradients as PrivateGradients wrote them, got another on
 def test_gradients_that_were_changed(run, change, in_closure):
     model, private, optimizer = run
     before = copy.deepcopy(model.state_dict())
-    batch = next(iter(private.loader))
+    batch = first(private)
     private.backward(*batch)
     closure = [lambda: change(model, batch)] if in_closure else []
     if not in_closure:
         change(model, batch)
-    with pytest.raises(RuntimeError, match=FOREIGN):
+    with refused(FOREIGN):
         optimizer.step(*closure)
     assert all(torch.equal(before[name], v) for name, v in model.state_dict().items())
 
 
+def test_a_scaler_that_a_fused_optimizer_reads(run):
+    model, private, _ = run
+    optimizer = private.watch(torch.optim.Adam(model.parameters(), fused=True))
+    private.backward(*first(private))
+    with refused(FOREIGN + ".*switch off gradient clipping and loss scaling"):
+        scaler().step(optimizer)
+
+
 def test_the_norm_of_gradients_may_be_logged(run):
     model, private, optimizer = run
-    private.backward(*next(iter(private.loader)))
+    private.backward(*first(private))
     nn.utils.clip_grad_norm_(model.parameters(), torch.inf)  # as trainers do it
     optimizer.step()
 
@@ -178,7 +182,7 @@ def test_a_closure_may_call_backward(run):
     for batch in private.loader:
         value = optimizer.step(lambda batch=batch: private.backward(*batch)["loss"])
         assert value.isfinite()
-    optimizer = private.watch(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = private.watch(sgd(model))
     for batch in private.loader:
         private.backward(*batch)
         optimizer.step(closure=lambda: None)
@@ -186,28 +190,15 @@ def test_a_closure_may_call_backward(run):
     assert not torch.equal(before, model.weight)
 
 
-def test_plain_gradients_without_a_watch():
-    model = nn.Linear(3, 2)
-    private = PrivateGradients(model, F.cross_entropy, DATA, plan=PLAN)
-    batch = next(iter(private.loader))
-    plain(model, *batch)
-    with pytest.raises(RuntimeError, match="expected no gradient .* 'weight'"):
-        private.backward(*batch)
-    model.zero_grad()
-    private.backward(*batch)
-    assert private.ready
-
-
-def test_plain_gradients_between_the_parts_of_a_logical_batch():
-    model = nn.Linear(3, 2)
-    private = PrivateGradients(
-        model, F.cross_entropy, DATA, plan=PLAN, physical_batch_size=1
-    )
+@pytest.mark.parametrize("part", [0, 1])
+def test_plain_gradients_without_a_watch(part):
+    model, private = started(physical_batch_size=1)
     batches = iter(private.loader)
-    private.backward(*next(batches))
+    for _ in range(part):
+        private.backward(*next(batches))
     batch = next(batches)
     plain(model, *batch)
-    with pytest.raises(RuntimeError, match="expected no gradient .* 'weight'"):
+    with refused("expected no gradient .* 'weight'"):
         private.backward(*batch)
     model.zero_grad()
     private.backward(*batch)
@@ -218,22 +209,24 @@ def test_gradients_are_not_accumulated(run):
     batches = iter(private.loader)
     private.backward(*next(batches))
     batch = next(batches)
-    with pytest.raises(RuntimeError, match="Switch gradient accumulation off"):
+    with refused("Switch gradient accumulation off"):
         private.backward(*batch)
     optimizer.step()
     private.backward(*batch)
 
 
-@pytest.mark.parametrize("part", ["weight", "1"])
-def test_the_module_is_another_one(part):
-    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh())
-    private = PrivateGradients(model, F.cross_entropy, DATA, plan=PLAN)
-    batch = next(iter(private.loader))
-    if part == "weight":
-        model[0].weight = nn.Parameter(torch.zeros(2, 3))
-    else:
-        model[1] = nn.ReLU()
-    with pytest.raises(RuntimeError, match="modules and parameters that it had at fir"):
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model[0], "weight", nn.Parameter(torch.zeros(2, 3))),
+        lambda model: setattr(model, "1", nn.ReLU()),
+    ],
+)
+def test_the_module_is_another_one(change):
+    model, private = started(nn.Sequential(nn.Linear(3, 2), nn.Tanh()))
+    batch = first(private)
+    change(model)
+    with refused("modules and parameters that it had at first"):
         private.backward(*batch)
 
 
@@ -241,167 +234,40 @@ def test_the_module_is_another_one(part):
     "change", [nn.Module.double, lambda model: model.bias.requires_grad_(True)]
 )
 def test_the_module_is_changed_within_a_logical_batch(change):
-    model = nn.Linear(3, 2)
+    model, private = started(physical_batch_size=1)
     model.bias.requires_grad_(False)
-    private = PrivateGradients(
-        model, F.cross_entropy, DATA, plan=PLAN, physical_batch_size=1
-    )
     batches = iter(private.loader)
     private.backward(*next(batches))
-    x, y = next(batches)
+    batch = next(batches)
     change(model)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="Do that between logical batches"):
-            private.backward(x, y)
+        with refused("Do that between logical batches"):
+            private.backward(*batch)
 
 
-def test_what_raises_has_released_nothing(run):
-    model, private, _ = run
-    x, y = next(iter(private.loader))
-    with pytest.raises(Exception, match="shapes cannot be multiplied"):
+def test_a_call_that_raises_has_released_nothing_and_can_be_repeated(run, monkeypatch):
+    model, private, optimizer = run
+    x, y = next(batches := iter(private.loader))
+    with refused("shapes cannot be multiplied"):
         private.backward(x[:, :2], y)
+    with monkeypatch.context() as patched:
+        patched.setattr(Plan, "add_noise", lambda *args, **kwargs: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            private.backward(x, y)
+        with refused("got the next one drawn without it"):
+            next(batches)
     assert private.step == 0
     assert not private.ready
     assert model.weight.grad is None
     private.backward(x, y)
-    assert private.step == 1
-
-
-def test_a_release_that_fails_can_be_repeated(run, monkeypatch):
-    model, private, optimizer = run
-    batch = next(batches := iter(private.loader))
-    with monkeypatch.context() as patched:
-        patched.setattr(Plan, "add_noise", lambda *args, **kwargs: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            private.backward(*batch)
-        with pytest.raises(RuntimeError, match="got the next one drawn without it"):
-            next(batches)
-    assert private.step == 0
-    assert model.weight.grad is None
-    private.backward(*batch)
     optimizer.step()
     assert private.step == 1
 
 
-def test_an_optimizer_takes_the_place_of_another(run):
+def test_an_optimizer_inside_of_the_wrappers_of_trainers_is_watched(run):
     model, private, _ = run
-    for _ in range(2):
-        optimizer = private.watch(torch.optim.SGD(model.parameters(), lr=0.1))
-        for batch in private.loader:
-            private.backward(*batch)
-            optimizer.step()
-        del optimizer
-    assert private.step == 4
-
-
-def test_a_scaler_that_a_fused_optimizer_reads(run):
-    model, private, _ = run
-    optimizer = torch.optim.Adam(model.parameters(), fused=True)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(1))
-    private.watch(optimizer)
-    private.backward(*next(iter(private.loader)))
-    with pytest.raises(RuntimeError, match="switch off gradient clipping and loss sca"):
-        scaler.step(optimizer)
-
-
-class Wrapped:
-    """As trainers wrap an optimizer."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-
-
-def test_what_is_inside_a_wrapped_optimizer_is_watched(run):
-    model, private, _ = run
-    inside = torch.optim.SGD(model.parameters(), lr=0.1)
-    wrapped = Wrapped(Wrapped(inside))
+    inside = sgd(model)
+    wrapped = SimpleNamespace(optimizer=SimpleNamespace(optimizer=inside))
     assert private.watch(wrapped) is wrapped
-    with pytest.raises(RuntimeError, match="before each step, got a step without"):
+    with refused("before each step, got a step without"):
         inside.step()
-
-
-def test_an_optimizer_of_another_module(run):
-    model, private, _ = run
-    other = torch.optim.SGD(copy.deepcopy(model).parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="expected one of the module's own parameters"):
-        private.watch(other)
-
-
-def test_what_is_no_optimizer_of_torch(run):
-    with pytest.raises(TypeError, match="expected a torch.optim.Optimizer, got a Line"):
-        run[1].watch(nn.Linear(1, 1))
-
-
-BUDGET = {"epsilon": 3.0, "delta": 1e-3, "epochs": 1, "batch_size": 2, "max_norm": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("name", "right"),
-    [
-        ("max_grad_norm", "max_norm."),
-        ("noise_multiplier", "plan=Plan(noise_multiplier=...)."),
-        ("target_epsilon", "epsilon."),
-        ("target_delta", "delta."),
-        ("module", "model."),
-        ("data_loader", "the dataset of that."),
-        ("max_physical_batch_size", "physical_batch_size."),
-        ("sample_rate", "plan=Plan(sampling_rate=...)."),
-        ("optimizer", "it to .watch(optimizer)."),
-        ("maxnorm", "max_norm."),
-        ("chunksize", "chunk_size."),
-        ("num_worker", "num_workers."),
-        ("zzz", ""),
-    ],
-)
-def test_a_misspelt_option_is_named_with_the_right_one(name, right):
-    message = f"PrivateGradients({name}=...): expected options of its own or of a "
-    message += f"DataLoader, got {name!r}.{f' Pass {right}' if right else ''}"
-    # In addition to the right option, and instead of it.
-    for budget in (BUDGET, {n: x for n, x in BUDGET.items() if f"{n}." != right}):
-        with pytest.raises(TypeError, match=re.escape(message) + "$"):
-            PrivateGradients(
-                nn.Linear(3, 2), F.cross_entropy, DATA, **budget, **{name: 1}
-            )
-
-
-SECRET = 123456.75
-SECRETS = ("123456", "1.2346e+05", "1.23457e+05", "1234567")
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda data: collate(data, lambda samples: default_collate(samples * 2)),
-        lambda data: collate(data, lambda samples: (samples, SECRET)),
-        lambda data: collate(data, partial(default_collate, hidden=data[:])),
-        lambda data: PrivateGradients(
-            nn.Linear(3, 2), F.mse_loss, data, plan=PLAN, batch_sampler=data[0]
-        ),
-        lambda data: PLAN.sample(key=secret_key(seed=0), step=data[0][0]),
-        lambda data: PLAN.epsilon(data[:3][1]),
-        lambda data: Plan(data[0][0].numpy(), 0.5, 1.0, 1.0, 4, 1e-3),
-        lambda data: add_gaussian_noise(
-            {"w": data[0][0]},
-            {"w": data[0][0]},
-            noise_multiplier=1.0,
-            key=secret_key(seed=0),
-            step=0,
-        ),
-        lambda data: add_gaussian_noise(
-            {"w": data[0][0]}, [data[0][1]], noise_multiplier=data[0][1], key=0, step=0
-        ),
-        lambda data: vgrad.clipped_grad(data[0][0], max_norm=1.0),
-        lambda data: vgrad.clipped_grad(lambda: 0, max_norm=data[0][1]),
-        lambda data: vgrad.clipped_grad(lambda: 0, max_norm=1.0, chunk_size=data[0][0]),
-        lambda data: vgrad.per_sample_norm(lambda: 0, strategy=data[:3]),
-        lambda data: vgrad.per_sample_norm(lambda: 0, loss_scale=data[0][1]),
-        lambda data: private_step(lambda: 0, optim.sgd(0.1), PLAN)(*data[:3]),
-        lambda data: train_step(lambda: 0, optim.sgd(0.1))(*data[:3]),
-    ],
-)
-def test_no_error_shows_a_value_of_the_data(call):
-    data = TensorDataset(torch.full((20, 3), SECRET), torch.full((20,), SECRET))
-    with pytest.raises((TypeError, ValueError)) as caught:
-        call(data)
-    assert not any(secret in str(caught.value) for secret in SECRETS)

@@ -8,11 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
-from vgrad.dp import Plan, PrivateGradients, secret_key
-
-SECRET = 123456.75
+from tests.dp import runs
+from tests.dp.runs import first
 
 
 def samples(lengths=(3, 5, 4, 3, 60, 4, 4, 3)):
@@ -54,12 +53,13 @@ def drawing(batch):
 class Pool(nn.Module):
     """Averages over positions, with a mask if it gets one."""
 
-    def __init__(self, uses_mask=True):
+    def __init__(self, uses_mask=True, draws=False):
         super().__init__()
         self.inner, self.outer = nn.Linear(4, 8), nn.Linear(8, 3)
-        self.drop, self.uses_mask = nn.Dropout(0.5), uses_mask
+        self.drop, self.uses_mask, self.draws = nn.Dropout(0.5), uses_mask, draws
 
     def forward(self, x, mask=None, again=None):
+        x = x + torch.rand_like(x) if self.draws else x
         hidden = self.drop(torch.tanh(self.inner(x)))
         if mask is None or not self.uses_mask:
             return self.outer(hidden.mean(1))
@@ -69,18 +69,8 @@ class Pool(nn.Module):
 
 def made(model, collate_fn, dataset=None, **options):
     dataset = samples() if dataset is None else dataset
-    plan = Plan(
-        dataset_size=len(dataset),
-        sampling_rate=1.0,
-        noise_multiplier=0.0,
-        max_norm=1.0,
-        steps=4,
-        delta=1e-3,
-    )
-    options = {"criterion": F.cross_entropy, "key": secret_key(seed=0)} | options
-    return PrivateGradients(
-        model, dataset=dataset, plan=plan, collate_fn=collate_fn, **options
-    )
+    plan = runs.plan(len(dataset), 1.0)
+    return runs.private(plan, model, dataset, collate_fn=collate_fn, **options)
 
 
 REFUSED = "does not depend on the other samples.*check_collate=False skips"
@@ -91,22 +81,16 @@ def test_padding_that_the_model_sees_is_refused(training):
     model = Pool().train(training)
     model.drop.train()
     private = made(model, together)
-    batch = next(iter(private.loader))
+    batch = first(private)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=REFUSED):
             private.backward(*batch)
     assert private.step == 0
     assert (model.training, model.drop.training) == (training, True)
-    assert all(each.grad is None for each in model.parameters())
+    assert not runs.grads(model)
     private = made(model, together, check_collate=False)
-    private.backward(*next(iter(private.loader)))
+    private.backward(*first(private))
     assert private.step == 1
-
-
-def test_a_mask_that_the_model_does_not_use_is_refused():
-    private = made(Pool(uses_mask=False), masked)
-    with pytest.raises(RuntimeError, match=REFUSED):
-        private.backward(*next(iter(private.loader)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -122,78 +106,86 @@ def test_masks_and_fixed_lengths_pass(collate_fn, dtype, recwarn):
 @pytest.mark.parametrize("uses_mask", [True, False])
 def test_arguments_are_those_that_the_loop_makes_of_a_batch(uses_mask):
     private = made(Pool(uses_mask), named)
-    for batch in private.loader:
-        mask = batch["mask"].clone()
-        given = {"mask": mask, "x": batch["x"]}, {"again": mask}, batch["target"]
-        if uses_mask:
-            private.backward(*given)
-        else:
-            with pytest.raises(RuntimeError, match=REFUSED):
-                private.backward(*given)
-            break
-    assert private.step == uses_mask
+    batch = first(private)
+    mask = batch["mask"].clone()
+    arguments = {"mask": mask, "x": batch["x"]}, {"again": mask}, batch["target"]
+    if uses_mask:
+        private.backward(*arguments)
+        return
+    with pytest.raises(RuntimeError, match=REFUSED):
+        private.backward(*arguments)
 
 
-def test_arguments_that_are_not_of_the_batch_are_refused_where_samples_are_padded():
-    private = made(Pool(), masked)
-    x, mask, y = next(iter(private.loader))
+@pytest.mark.parametrize("collate_fn", [masked, fixed])
+def test_arguments_that_are_not_of_the_batch_are_refused_where_samples_are_padded(
+    collate_fn,
+):
+    private = made(Pool(), collate_fn)
+    x, mask, y = first(private)
+    if collate_fn is fixed:
+        private.backward(2 * x, mask, y)
+        return
     with pytest.raises(RuntimeError, match="got others made of them.*check_collate="):
         private.backward(2 * x, mask, y)
-    private = made(Pool(), fixed)
-    x, mask, y = next(iter(private.loader))
-    private.backward(2 * x, mask, y)
 
 
 def test_no_value_of_the_data_is_shown():
-    dataset = [(torch.full((n, 4), SECRET), torch.tensor(1)) for n in (3, 9, 3, 3)]
+    dataset = [(torch.full((n, 4), 123456.75), torch.tensor(1)) for n in (3, 9, 3, 3)]
     private = made(Pool(), together, dataset)
     with pytest.raises(RuntimeError) as error:
-        private.backward(*next(iter(private.loader)))
+        private.backward(*first(private))
     assert "123456" not in str(error.value)
     assert "1.2346" not in str(error.value)
 
 
-def test_random_numbers_go_on_as_if_nothing_was_looked_at():
-    class Augmented(Dataset):
-        def __len__(self):
-            return 8
+class Reading:
+    """A data set of one function of the row; rows that were read are listed."""
 
-        def __getitem__(self, row):
-            shift = random.random() + np.random.rand() + torch.rand(())
-            x, y = samples()[row]
-            return x + shift, y
+    def __init__(self, function, size=8):
+        self.function, self.size, self.read = function, size, []
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, row):
+        self.read.append(row)
+        return self.function(row)
+
+
+def test_random_numbers_go_on_as_if_nothing_was_looked_at():
+    def augmented(row):
+        x, y = samples()[row]
+        return x + random.random() + np.random.rand() + torch.rand(()), y
+
+    def seeded():
+        for each in (random.seed, np.random.seed, torch.manual_seed):
+            each(3)
 
     def states():
         numpy = np.random.get_state()[1:3]
         return random.getstate(), numpy[1], *numpy[0], *torch.get_rng_state()
 
     model = Pool()
-    for each in (random.seed, np.random.seed, torch.manual_seed):
-        each(3)
-    Augmented()[0]  # as the loader, which learns the shape of empty batches from it
+    seeded()
+    augmented(0)  # as the loader, which learns the shape of empty batches from it
     expected = states()
-    for each in (random.seed, np.random.seed, torch.manual_seed):
-        each(3)
-    private = made(model, masked, Augmented())
+    seeded()
+    private = made(model, masked, Reading(augmented))
     assert private.loader.keeps_yielded
     assert states() == expected
-    batch = next(iter(private.loader))
+    batch = first(private)
     before = states()
     private.backward(*batch)
     assert states() == before
 
 
-@pytest.mark.parametrize("where", ["collate_fn", "loss"])
-def test_random_numbers_that_hide_padding_are_told(where):
-    class Drawing(Pool):
-        def forward(self, x, mask):
-            return super().forward(x + torch.rand_like(x), mask)
-
+@pytest.mark.parametrize(
+    ("model", "collate_fn"), [(Pool(draws=True), masked), (Pool(), drawing)]
+)
+def test_random_numbers_that_hide_padding_are_told(model, collate_fn):
     def run():
-        given = (Drawing(), masked) if where == "loss" else (Pool(), drawing)
-        private = made(*given)
-        private.backward(*next(iter(private.loader)))
-        assert private.step == 1
+        private = made(model, collate_fn)
+        private.backward(*first(private))
 
     with pytest.warns(UserWarning, match="draws random numbers.*check_collate=False"):
         run()
@@ -204,34 +196,19 @@ def test_samples_are_collated_once_more_as_they_are():
         return together([(each.pop("x"), each.pop("y")) for each in batch])
 
     dataset = [{"x": x, "y": y} for x, y in samples()]
-    dataset[0] = {**dataset[0]}
-
-    class Named(Dataset):
-        def __len__(self):
-            return len(dataset)
-
-        def __getitem__(self, row):
-            return dataset[row] if row else {**dataset[row]}
-
-    private = made(Pool(), popping, Named())
+    # The loader collates the first one.
+    private = made(
+        Pool(), popping, Reading(lambda n: dataset[n] if n else {**dataset[n]})
+    )
     assert all(each.keys() == {"x", "y"} for each in dataset)
     assert private.loader.keeps_yielded
 
 
 def test_only_the_first_samples_are_looked_at_and_none_without_a_collate_function():
-    read = []
-
-    class Long(Dataset):
-        def __len__(self):
-            return 1000
-
-        def __getitem__(self, row):
-            read.append(row)
-            return torch.zeros(3, 4), torch.tensor(0)
-
-    made(Pool(), None, Long())
-    assert read == [0]
-    made(Pool(), together, Long())
-    assert read == [0, 0, *range(64)]
+    dataset = Reading(lambda row: (torch.zeros(3, 4), torch.tensor(0)), 1000)
+    made(Pool(), None, dataset)
+    assert dataset.read == [0]
+    made(Pool(), together, dataset)
+    assert dataset.read == [0, 0, *range(64)]
     private = made(Pool(), None, TensorDataset(torch.zeros(4, 3, 4), torch.arange(4)))
     assert not private.loader.keeps_yielded

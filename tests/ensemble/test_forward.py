@@ -14,7 +14,7 @@ import vgrad
 from tests.examples import examples
 from tests.losses import randn
 from tests.oracle import assert_exact
-from vgrad.ensemble import choice, ensemble_forward, share, stack
+from vgrad.ensemble import ensemble_forward, execution, share, stack
 from vgrad.precision import policy_for
 
 STRATEGIES = ["vmap", "loop", "hybrid", "auto"]
@@ -416,7 +416,7 @@ def test_the_strategy_follows_the_work_of_one_member():
     assert [op for op, _ in explained.forms] == ["conv2d", "conv2d", "linear"]
     assert "leave a CPU waiting" in explained.why
     # 2 * B * O * I * 9 * side**2 operations in each of two convolutions
-    side = int((choice.CONVOLVED * 1e6 / (2 * 2 * 4 * 9)) ** 0.5) + 10
+    side = int((execution.CONVOLVED * 1e6 / (2 * 2 * 4 * 9)) ** 0.5) + 10
     images = torch.randn(1, 2, side, side, dtype=torch.float64)
     convolutions = nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
@@ -425,7 +425,7 @@ def test_the_strategy_follows_the_work_of_one_member():
     explained = ensemble_forward(fmodel).explain(params, buffers, images)
     assert explained.strategy == "loop"
     assert "are convolutions" in explained.why
-    rows = int(choice.BUSY * 1e6 / (2 * 64 * 64)) + 10
+    rows = int(execution.BUSY * 1e6 / (2 * 64 * 64)) + 10
     fmodel, params, buffers = stack([nn.Linear(64, 64)] * 2)
     explained = ensemble_forward(fmodel).explain(params, buffers, torch.ones(rows, 64))
     assert explained.strategy == "loop"

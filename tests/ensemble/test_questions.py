@@ -14,7 +14,7 @@ from tests.oracle import assert_exact
 from vgrad.ensemble import (
     ensemble_forward,
     ensemble_grad,
-    predict_values,
+    predict,
     share,
     stack,
 )
@@ -207,7 +207,7 @@ def test_chunks_and_predictions_split_too():
     expected = torch.stack([model(X) for model in models])
     forward = ensemble_forward(fmodel, chunk_size=2)
     assert_exact(forward(params, buffers, X), expected, EXACT)
-    found = predict_values(fmodel, params, buffers, X)
+    found = predict(fmodel, params, buffers, X, kind="value")
     assert_exact(found.mean, expected.mean(0), EXACT)
 
 

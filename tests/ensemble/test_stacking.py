@@ -2,7 +2,6 @@
 
 import copy
 import random
-from functools import partial
 
 import pytest
 import torch
@@ -14,18 +13,8 @@ import vgrad
 from tests import losses
 from tests.examples import examples
 from tests.oracle import assert_exact
-from vgrad import ensemble, make_functional_with_buffers
-from vgrad.ensemble import (
-    axes,
-    combine_state_for_ensemble,
-    init_ensemble,
-    matching,
-    member,
-    member_seed,
-    share,
-    stack,
-    unstack,
-)
+from vgrad import ensemble, make_functional_with_buffers, stack
+from vgrad.ensemble import group, matching, member, member_seed, share, unstack
 from vgrad.training import EnsembleState
 
 
@@ -40,9 +29,10 @@ def models(count=3, build=mlp):
     return [build() for _ in range(count)]
 
 
-def same_state(a, b):
+def assert_same_state(a, b):
     a, b = a.state_dict(), b.state_dict()
-    return list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
+    assert list(a) == list(b)
+    assert_exact(a, b, 0)
 
 
 class Tied(nn.Module):
@@ -62,20 +52,15 @@ class Tied(nn.Module):
         return self.b(self.a(x) + self.one) * self.two
 
 
-def test_two_mlps_stack_on_axis_0_and_run_as_the_modules():
-    """Functorch's own example."""
-    pair = models(2, lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)))
-    fmodel, params, buffers = stack(pair)
-    x = torch.randn(5, 3)
-    outputs = torch.vmap(fmodel, (0, 0, None))(params, buffers, x)
-    assert_exact(outputs, torch.stack([each(x) for each in pair]), 1e-6)
-    for name, value in params.items():
-        assert_exact(value, torch.stack([each.get_parameter(name) for each in pair]), 0)
-    assert buffers == {}
+def outputs_for(x):
+    def outputs(fmodel, params, buffers):
+        return torch.vmap(fmodel, (0, 0, None))(params, buffers, x)
+
+    return outputs
 
 
 def test_functorchs_name_is_the_same_function():
-    assert combine_state_for_ensemble is stack
+    assert vgrad.combine_state_for_ensemble is stack
 
 
 def test_tied_tensors_stay_one_entry_and_drive_every_name():
@@ -84,7 +69,7 @@ def test_tied_tensors_stay_one_entry_and_drive_every_name():
     assert set(params) == {"a.weight", "a.bias", "b.bias"}
     assert set(buffers) == {"one"}
     x = torch.randn(5, 3)
-    outputs = torch.vmap(fmodel, (0, 0, None))(params, buffers, x)
+    outputs = outputs_for(x)(fmodel, params, buffers)
     assert_exact(outputs, torch.stack([each(x) for each in pair]), 1e-6)
     outputs.square().sum().backward()
     for i, each in enumerate(pair):
@@ -93,128 +78,57 @@ def test_tied_tensors_stay_one_entry_and_drive_every_name():
     for each, again in zip(pair, unstack(fmodel, params, buffers), strict=True):
         assert again.b.weight is again.a.weight
         assert again.two is again.one
-        assert same_state(each, again)
+        assert_same_state(each, again)
 
 
 @pytest.mark.parametrize("name", losses.CASES)
 def test_every_model_stacks_and_comes_back_bit_for_bit(name):
-    torch.manual_seed(0)
-    case = losses.CASES[name]
-    given = [case.model() for _ in range(3)]
-    fmodel, params, buffers = stack(given)
-    expected, *rest = make_functional_with_buffers(given[2])
-    found = member(params, 2), member(buffers, 2)
+    modules = models(3, losses.CASES[name].model)
+    fmodel, params, buffers = stack(modules)
+    expected, *rest = make_functional_with_buffers(modules[2])
     assert repr(fmodel) == repr(expected)
-    for ours, theirs in zip(found, rest, strict=True):
+    for ours, theirs in zip((params, buffers), rest, strict=True):
         assert list(ours) == list(theirs)
-        assert_exact(ours, theirs, 0)
-    for a, b in zip(given, unstack(fmodel, params, buffers), strict=True):
-        assert same_state(a, b)
-        assert matching.difference(a, b) is None
-
-
-def test_any_iterable_will_do():
-    three = models()
-    expected = stack(three)[1]
-    for each in (iter(three), tuple(three), nn.ModuleList(three), (m for m in three)):
-        assert_exact(stack(each)[1], expected, 0)
-
-
-def test_parameters_require_grad_and_frozen_ones_are_buffers():
-    three = models()
-    for each in three:
-        each[0].bias.requires_grad_(False)
-    _, params, buffers = stack(three)
+        assert_exact(member(ours, 2), theirs, 0)
     assert all(each.requires_grad and each.is_leaf for each in params.values())
-    assert "0.bias" in buffers
     assert not any(each.requires_grad for each in buffers.values())
-    _, params, _ = stack(three, disable_autograd_tracking=True)
+    for a, b in zip(modules, unstack(fmodel, params, buffers), strict=True):
+        assert_same_state(a, b)
+        assert matching.difference(a, b) is None
+    _, params, _ = stack(iter(modules), disable_autograd_tracking=True)
     assert not any(each.requires_grad for each in params.values())
+
+
+@pytest.mark.parametrize("kind", [iter, tuple, nn.ModuleList])
+def test_any_iterable_will_do(kind):
+    three = models()
+    assert_exact(stack(kind(three))[1], stack(three)[1], 0)
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_nothing_is_shared_with_the_modules(count):
-    given = models(count)
-    before = [copy.deepcopy(each) for each in given]
-    fmodel, params, buffers = stack(given)
-    outside = {
-        tensor.untyped_storage().data_ptr()
-        for each in given
-        for tensor in each.state_dict().values()
-    }
+    modules = models(count)
+    before = [copy.deepcopy(each) for each in modules]
+    fmodel, params, buffers = stack(modules)
     stacked = [*params.values(), *buffers.values()]
-    assert not outside & {each.untyped_storage().data_ptr() for each in stacked}
     again = unstack(fmodel, params, buffers)
     with torch.no_grad():
         for each in stacked:
             each.fill_(7)
-    for a, b, c in zip(given, before, again, strict=True):
-        assert same_state(a, b)
-        assert same_state(c, b)
+    for a, b, c in zip(modules, before, again, strict=True):
+        assert_same_state(a, b)
+        assert_same_state(c, b)
 
 
-@examples(20)
-@given(
-    st.integers(1, 4),
-    st.lists(st.integers(1, 4), min_size=1, max_size=3),
-    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
-    st.booleans(),
-)
-def test_stacking_and_unstacking_gives_the_models_back(count, widths, dtype, bias):
-    torch.manual_seed(0)
-
-    def build():
-        pairs = zip([2, *widths], widths, strict=False)
-        layers = [nn.Linear(a, b, bias=bias) for a, b in pairs]
-        return nn.Sequential(*layers).to(dtype)
-
-    given = [build() for _ in range(count)]
-    fmodel, params, buffers = stack(given)
-    assert axes.members(params, buffers) == count
-    again = unstack(fmodel, params, buffers)
-    assert all(same_state(a, b) for a, b in zip(given, again, strict=True))
+# Made by a function.
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ([], ValueError, r"stack\(models\): expected at least one model, got none"),
-        (
-            nn.Sequential(nn.ReLU()),
-            TypeError,
-            "several models, got a single Sequential",
-        ),
-        ([nn.ReLU(), "a"], TypeError, r"stack\(models\)\[1\]\(str\): expected a plain"),
-        ({"a": nn.ReLU()}, TypeError, r"stack\(models\)\[0\]\(str\): expected a plain"),
-    ],
-)
-def test_what_is_no_list_of_models_is_refused(given, error, message):
-    with pytest.raises(error, match=message):
-        stack(given)
-
-
-# Made from a factory.
-
-
-def test_members_are_what_the_factory_gives_under_their_seeds():
-    fmodel, params, buffers = init_ensemble(mlp, 4, seed=3)
-    for i, found in enumerate(unstack(fmodel, params, buffers)):
-        torch.manual_seed(member_seed(3, i))
-        assert same_state(found, mlp())
-
-
-def test_an_ensemble_is_reproducible_and_its_members_do_not_depend_on_their_number():
-    _, many, _ = init_ensemble(mlp, 4, seed=3)
-    torch.manual_seed(9)
-    _, few, _ = init_ensemble(mlp, 2, seed=3)
-    assert all(torch.equal(few[name], many[name][:2]) for name in many)
-
-
-def test_members_and_ensembles_of_neighbouring_seeds_all_differ():
-    rows = torch.cat(
-        [init_ensemble(mlp, 5, seed=seed)[1]["0.weight"] for seed in range(4)]
-    )
-    assert len(rows.flatten(1).unique(dim=0)) == 20
+def test_members_are_made_under_their_seeds():
+    seeds = [member_seed(3, i) for i in range(4)]
+    fmodel, params, buffers = stack(mlp, seeds=iter(seeds))
+    for seed, made in zip(seeds, unstack(fmodel, params, buffers), strict=True):
+        torch.manual_seed(seed)
+        assert_same_state(made, mlp())
 
 
 @examples(25)
@@ -245,47 +159,26 @@ def test_the_generators_are_left_as_they_were():
     torch.manual_seed(5)
     random.seed(5)
     before, plain = torch.get_rng_state(), random.getstate()
-    init_ensemble(mlp, 2, seed=3)
+    stack(mlp, seeds=[3, 4])
     assert torch.equal(torch.get_rng_state(), before)
     assert random.getstate() == plain
     with pytest.raises(ValueError, match="no model"):
-        init_ensemble(broken, 2, seed=3)
+        stack(broken, seeds=[3])
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_generators_of_the_device_are_left_as_they_were():
-    def factory():
+    def make():
         return nn.Linear(3, 2, device="cuda")
 
     torch.cuda.manual_seed(5)
     before = torch.cuda.get_rng_state()
-    _, params, _ = init_ensemble(factory, 3, seed=3)
+    _, params, _ = stack(make, seeds=range(3))
     assert torch.equal(torch.cuda.get_rng_state(), before)
-    torch.manual_seed(member_seed(3, 2))
-    assert torch.equal(params["weight"][2], factory().weight)
-
-
-def test_a_factory_that_makes_no_new_models_is_refused():
-    model = mlp()
-    with pytest.raises(ValueError, match="a new model from each call, got one of them"):
-        init_ensemble(lambda: model, 2, seed=0)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ("init_ensemble(mlp, 0, seed=0)", r"\(n=0\): expected a whole number >= 1"),
-        ("init_ensemble(mlp, 2, seed=-1)", r"\(seed=-1\): expected a whole"),
-        ("member_seed(0, -1)", r"member_seed\(i=-1\): expected a whole"),
-        ("member_seed(0, 2**32)", r"\(i=4294967296\): expected i < 2\*\*32"),
-        ("member_seed(0.5, 0)", r"\(seed=0.5\): expected a whole"),
-    ],
-)
-def test_seeds_and_numbers_that_are_none_are_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        eval(call)
+    torch.manual_seed(2)
+    assert torch.equal(params["weight"][2], make().weight)
 
 
 # Taken apart.
@@ -293,9 +186,10 @@ def test_seeds_and_numbers_that_are_none_are_refused(call, message):
 
 def test_shared_entries_take_the_values_of_member_0():
     three = models()
-    _, params, buffers = stack(three)
+    fmodel, params, buffers = stack(three)
     before = {**params, **buffers}
-    shared, rest = share(params, buffers, ["0.*", "*.running_var"])
+    patterns = ["0.*", "*.running_var"]
+    shared, rest = share(params, buffers, patterns)
     first = three[0].state_dict()
     for name in ("0.weight", "0.bias"):
         assert torch.equal(shared[name], first[name])
@@ -304,22 +198,12 @@ def test_shared_entries_take_the_values_of_member_0():
         assert shared[name].untyped_storage().nbytes() == first[name].nbytes
     assert torch.equal(rest["1.running_var"], first["1.running_var"])
     assert shared["3.weight"] is params["3.weight"]
-    assert list(shared) == list(params)
-    assert list(rest) == list(buffers)
+    assert [list(shared), list(rest)] == [list(params), list(buffers)]
     assert all({**params, **buffers}[name] is before[name] for name in before)
-
-
-def test_shared_entries_go_into_every_module():
-    three = models()
-    fmodel, params, buffers = stack(three)
-    patterns = ["0.*", "*.running_var"]
-    params, buffers = share(params, buffers, patterns)
-    assert axes.members(params, buffers, patterns) == 3
-    modules = unstack(fmodel, params, buffers, shared=tuple(patterns))
-    for own, found in zip(three, modules, strict=True):
-        assert torch.equal(found[0].weight, three[0][0].weight)
-        assert torch.equal(found[3].weight, own[3].weight)
-    assert modules[0][0].weight is not modules[1][0].weight
+    modules = unstack(fmodel, shared, rest, shared=tuple(patterns))
+    for model, again in zip(three, modules, strict=True):
+        assert torch.equal(again[0].weight, three[0][0].weight)
+        assert torch.equal(again[3].weight, model[3].weight)
     assert modules[0][0].weight.data_ptr() != modules[1][0].weight.data_ptr()
 
 
@@ -334,61 +218,119 @@ def test_a_member_is_a_view_and_gradients_flow_through_it():
     assert member({}, 0) == {}
 
 
+# Groups.
+
+
+@examples(15)
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=6))
+def test_any_mixture_comes_back_in_order(widths):
+    torch.manual_seed(0)
+    modules = [nn.Sequential(nn.Linear(2, w), nn.Linear(w, 2)) for w in widths]
+    groups = group(iter(modules))
+    assert len(groups.fmodels) == len(set(widths))
+    x = torch.randn(3, 2)
+    outputs, expected = groups.map(outputs_for(x)), [each(x) for each in modules]
+    assert_exact(outputs, torch.stack(expected), 1e-5)
+    weights = torch.randn(outputs.shape)
+    (outputs * weights).sum().backward()
+    (torch.stack(expected) * weights).sum().backward()
+    for params, positions in zip(groups.params, groups.positions, strict=True):
+        for row, position in enumerate(positions):
+            grad = modules[position].get_parameter("0.weight").grad
+            assert_exact(params["0.weight"].grad[row], grad, 1e-5)
+
+
+def mixed():
+    torch.manual_seed(0)
+    builds = [nn.Linear, lambda a, b: nn.Sequential(nn.Linear(a, b), nn.Tanh())]
+    return [builds[kind](3, 2) for kind in (1, 0, 1, 1, 0)]
+
+
+def test_groups_join_trees_and_cannot_be_changed():
+    modules = mixed()
+    groups = group(modules)
+    assert groups.positions == ((0, 2, 3), (1, 4))
+
+    def counts(fmodel, params, buffers):
+        bias = next(value for name, value in params.items() if name.endswith("bias"))
+        return {"bias": bias, "pair": (bias.sum(1), bias[:, :1])}
+
+    bias = torch.stack([list(each.parameters())[1] for each in modules])
+    expected = {"bias": bias, "pair": (bias.sum(1), bias[:, :1].clone())}
+    assert_exact(groups.map(counts), expected, 0)
+    with pytest.raises(AttributeError):
+        groups.params = ()
+
+
+# Refusals.
+
+FMODEL, PARAMS, BUFFERS = stack(models())
+TX = vgrad.optim.sgd(0.1)
 TWO = {"a": torch.ones(2, 3), "b": torch.ones(2)}
 THREE, SCALAR, NONE = (torch.ones(shape) for shape in (3, (), (0, 2)))
+ONE_MODEL, FOUR = mlp(), {"a": torch.ones(2), "b": torch.ones(4)}
+LESS = {name: value for name, value in PARAMS.items() if name != "0.weight"}
+REFUSED = [
+    ("stack([])", r"stack\(models\): expected at least one model, got none"),
+    ("stack(nn.Sequential(nn.ReLU()))", "several models, got a single Sequential"),
+    ("stack([nn.ReLU(), 'a'])", r"stack\(models\)\[1\]\(str\): expected a plain"),
+    ("stack({'a': nn.ReLU()})", r"stack\(models\)\[0\]\(str\): expected a plain"),
+    ("stack(mlp)", r"several models, got <function mlp .*seeds=range"),
+    ("stack(mlp, seeds=[])", "expected at least one model, got none"),
+    ("stack(mlp, seeds=[-1])", r"stack\(seeds=-1\): expected a whole number >= 0"),
+    ("stack(lambda: ONE_MODEL, seeds=[1, 2])", "a new model from each call, got one"),
+    ("member_seed(0, -1)", r"member_seed\(i=-1\): expected a whole"),
+    ("member_seed(0, 2**32)", r"\(i=4294967296\): expected i < 2\*\*32"),
+    ("member_seed(0.5, 0)", r"\(seed=0.5\): expected a whole"),
+    ("share(TWO, {}, ['c*'])", r"^share\('c\*'\): .* matches a parameter or buffer"),
+    ("share(TWO, {'c': THREE}, ['a'])", "2 members in 'c' as in 'a', got 3"),
+    ("share(TWO, {'c': SCALAR}, ['a'])", "axis in 'c', got a scalar"),
+    ("share({'a': NONE}, {}, ['a'])", "at least one member, got none"),
+    ("share({}, {}, [])", r"^share\(.* an entry with a member axis, got none"),
+    ("unstack(FMODEL, TWO, {}, shared=['*'])", "an entry with a member axis, got n"),
+    ("unstack(FMODEL, LESS, BUFFERS)", "missing: '0.weight'"),
+    ("member(TWO, 2)", r"member\(i=2\): expected i < 2, the number of members"),
+    ("member(TWO, -1)", r"member\(i=-1\): expected a whole number >= 0"),
+    ("member(TWO, 0, shared=['c'])", r"^member\('c'\): expected a pattern"),
+    ("member(list(TWO), 0)", "expected a dictionary of tensors by name"),
+    ("share(list(TWO), {}, [])", "expected a dictionary of tensors by name"),
+    ("group([])", r"group\(models\): expected at least one model"),
+]
+PATTERNS = [
+    "share(PARAMS, BUFFERS, patterns={})",
+    "member(PARAMS, 0, shared={})",
+    "unstack(FMODEL, PARAMS, BUFFERS, shared={})",
+    "for_members(TX, shared={})",
+    "ensemble_forward(FMODEL, shared={})",
+    "ensemble_per_sample_grad(abs, shared={})",
+    "ensemble_clipped_grad(abs, max_norm=1.0, shared={})",
+    "EnsembleState.create(TX, PARAMS, BUFFERS, shared={})",
+]
+REFUSED += [(call.format("'a'"), r"^\w.*='a'\): .* got a string") for call in PATTERNS]
+REFUSED += [(call.format({"a"}), "of patterns of names, got a s") for call in PATTERNS]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_bad_calls_are_refused(call, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        eval(call, vars(ensemble) | {"EnsembleState": EnsembleState} | globals())
+
+
+GROUP_TWO = torch.ones(2)
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("results", "message"),
     [
-        (
-            "share(TWO, {}, ['c*'])",
-            r"^share\('c\*'\): .* matches a parameter or buffer",
-        ),
-        ("share(TWO, {'c': THREE}, ['a'])", "2 members in 'c' as in 'a', got"),
-        ("member(TWO, 2)", r"member\(i=2\): expected i < 2, the number of members"),
-        ("member(TWO, -1)", r"member\(i=-1\): expected a whole number >= 0"),
-        ("member(TWO, 0, shared=['c'])", r"^member\('c'\): expected a pattern"),
-        ("axes.members({}, {})", "expected an entry with a member axis, got none"),
-        ("axes.members(TWO, {}, ['*'])", "an entry with a member axis, got n"),
-        ("axes.members(TWO, {'c': SCALAR})", "axis in 'c', got a scalar"),
-        ("axes.members(TWO, {'c': THREE})", "2 members in 'c' as in 'a', got 3"),
-        ("axes.members({'a': NONE}, {})", "at least one member, got none"),
+        ([THREE, (GROUP_TWO,)], "expected results of one struct"),
+        ([THREE, THREE], "axis of 2 members from group 1"),
+        ([SCALAR, GROUP_TWO], "axis of 3 members from group 0"),
+        ([THREE, 2.0], "expected tensors, got a float from group 1"),
+        ([THREE[:, None], GROUP_TWO[:, None, None]], r"axis only, got \(2, 1, 1\)"),
+        ([THREE, GROUP_TWO.double()], r"axis only, got \(2,\), .*float64"),
     ],
 )
-def test_members_that_are_not_there_are_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        eval(call)
-
-
-def test_patterns_are_a_list_and_dictionaries_are_dictionaries():
-    fmodel, params, buffers = stack(models())
-    tx, given = vgrad.optim.sgd(0.1), (params, buffers)
-    for name, call in {
-        "share": partial(share, *given),
-        "member": partial(member, params, 0),
-        "unstack": partial(unstack, fmodel, *given),
-        "for_members": partial(ensemble.for_members, tx),
-        "ensemble_forward": partial(ensemble.ensemble_forward, fmodel),
-        "ensemble_per_sample_grad": partial(ensemble.ensemble_per_sample_grad, abs),
-        "ensemble_clipped_grad": partial(
-            ensemble.ensemble_clipped_grad, abs, max_norm=1.0
-        ),
-        "EnsembleState.create": partial(EnsembleState.create, tx, *given),
-    }.items():
-        keyword = "patterns" if name == "share" else "shared"
-        with pytest.raises(TypeError, match=rf"^{name}\(\w+='a'\): .* got a string"):
-            call(**{keyword: "a"})
-        with pytest.raises(TypeError, match=rf"^{name}.*of patterns of names, got a s"):
-            call(**{keyword: {"a"}})
-    with pytest.raises(TypeError, match="expected a dictionary of tensors by name"):
-        axes.members([torch.ones(2)], {})
-    with pytest.raises(TypeError, match="expected a dictionary of tensors by name"):
-        member([torch.ones(2)], 0)
-
-
-def test_entries_of_another_model_cannot_be_unstacked():
-    fmodel, params, buffers = stack(models())
-    del params["0.weight"]
-    with pytest.raises(ValueError, match=r"missing: '0.weight'"):
-        unstack(fmodel, params, buffers)
+def test_results_that_do_not_fit_together_are_refused(results, message):
+    groups, rest = group(mixed()), iter(results)
+    with pytest.raises((ValueError, TypeError), match=message):
+        groups.map(lambda fmodel, params, buffers: next(rest))

@@ -9,9 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import vgrad
-from vgrad import Explanation, UnsupportedOp, explain
-from vgrad.persample import EXPANDED, aligned
+from vgrad import Report, UnsupportedOp, explain
+from vgrad.persample import EXPANDED
 from vgrad.persample.engine import Transform
+from vgrad.report import table
 
 B = 4
 PROJECTION = functools.partial(vgrad.per_sample_projection, dim=2, seed=0)
@@ -277,13 +278,13 @@ def test_the_text_is_an_aligned_table():
 
 
 def test_columns_are_as_wide_as_their_widest_cell():
-    assert aligned([("a", "bb"), ("ccc", "d")], right={1}) == "a    bb\nccc   d"
+    assert table([("a", "bb"), ("ccc", "d")], right={1}) == "a    bb\nccc   d"
 
 
 def test_explanations_can_be_compared_and_not_changed():
     params, x = {"w": torch.randn(3, 5)}, torch.randn(B, 5)
     found = explained(linear, params, x)
-    assert isinstance(found, Explanation)
+    assert isinstance(found, Report)
     assert found == explained(linear, params, x)
     with pytest.raises(AttributeError):
         found.strategy = "vmap"

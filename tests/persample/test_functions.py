@@ -11,24 +11,36 @@ from torch.nn import functional as F
 
 import vgrad
 from tests import losses, oracle
-from tests.losses import randn
+from tests.losses import assert_gradients, randn
 
 ALONE = r"vmap cannot run {}\.apply, which runs sample by sample at .*\.py:\d+;"
-BY_SAMPLE = ("recorded", "vmap")
+every_strategy = pytest.mark.parametrize("strategy", ["recorded", "vmap"])
+quiet = pytest.mark.filterwarnings("ignore:.*vmap cannot run:vgrad.FallbackWarning")
 
 
-class Square(Function):
-    @staticmethod
-    def forward(ctx, x):
+def old(name, forward, backward):
+    """Make a function in the old style, which no transform of torch.func runs."""
+    methods = {"forward": forward, "backward": backward}
+    methods = {key: staticmethod(each) for key, each in methods.items()}
+    return type(name, (Function,), methods)
+
+
+def saving(function):
+    """Save the first argument."""
+
+    def forward(ctx, x, *others):
         ctx.save_for_backward(x)
-        return x * x
+        return function(x, *others)
 
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return 3 * x * grad  # not the derivative: who leaves it out is found out
+    return forward
 
 
+Square = old(
+    "Square",
+    saving(torch.square),
+    # Not the derivative: whatever leaves it out has other numbers.
+    lambda ctx, grad: 3 * ctx.saved_tensors[0] * grad,
+)
 square = Square.apply  # before anything is watched
 
 
@@ -55,20 +67,15 @@ class Linear(Function):
         return ctx.scale * grad @ weight, ctx.scale * of_weight, bias, None, None
 
 
-class Sparing(Function):
-    """Looks at values, and writes into its gradient by a mask."""
+def masked(ctx, grad):
+    grad = grad.clone()
+    grad[ctx.saved_tensors[0].abs() > 1] = 0
+    return grad
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sign() if x.sum() > 0 else x.round()
 
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        grad = grad.clone()
-        grad[x.abs() > 1] = 0
-        return grad
+Sparing = old(  # reads values, and writes into its gradient by a mask
+    "Sparing", saving(lambda x: x.sign() if x.sum() > 0 else x.round()), masked
+)
 
 
 class Unmapped(Function):
@@ -103,16 +110,9 @@ class Shared(Unmapped):
         return Shared.apply(x, y), in_dims[0]
 
 
-class Reversed(Function):
-    """A view of its argument, whose gradient is reversed."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return -grad
+Reversed = old(  # a view of its argument
+    "Reversed", lambda ctx, x: x.view_as(x), lambda ctx, grad: -grad
+)
 
 
 class Partly(Function):
@@ -192,20 +192,13 @@ def given():
     return params, {"shift": randn(4, seed=3)}, randn(5, 3, seed=4)
 
 
-@pytest.mark.filterwarnings("ignore:.*vmap cannot run:vgrad.FallbackWarning")
-@pytest.mark.parametrize("strategy", BY_SAMPLE)
+@quiet
+@every_strategy
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_quantity_is_that_of_plain_autograd(name, strategy):
     params, buffers, x = given()
-    losses.assert_quantities(
-        LOSSES[name],
-        params,
-        (x,),
-        buffers=buffers,
-        expected=oracle.loss_gradients(LOSSES[name], params, buffers, (x,), len(x)),
-        tolerance=1e-12,
-        strategy=strategy,
-    )
+    options = {"buffers": buffers, "tolerance": 1e-12, "strategy": strategy}
+    losses.assert_quantities(LOSSES[name], params, (x,), **options)
 
 
 @pytest.mark.parametrize("name", ["a layer", "Shared, two"])
@@ -265,48 +258,29 @@ def with_noise_in_the_backward_pass(p, b, x):
     return NoisyBackward.apply(x * p["w"][0]).sum()
 
 
-class Written(Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.mark_dirty(x)
-        return x.mul_(2)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad
+def marks_dirty(ctx, x):
+    ctx.mark_dirty(x)
+    return x.mul_(2)
 
 
-class Ragged(Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x[x > 0]
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return torch.zeros_like(x).masked_scatter(x > 0, grad)
+def same(ctx, x, mask):
+    ctx.mark_non_differentiable(mask)
+    return x * mask, mask
 
 
-class Counted(Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2, int((x > 0).sum())
-
-    @staticmethod
-    def backward(ctx, grad, _):
-        return 2 * grad
+def scattered(ctx, grad):
+    (x,) = ctx.saved_tensors
+    return torch.zeros_like(x).masked_scatter(x > 0, grad)
 
 
-class Same(Function):
-    @staticmethod
-    def forward(ctx, x, mask):
-        ctx.mark_non_differentiable(mask)
-        return x * mask, mask
-
-    @staticmethod
-    def backward(ctx, grad, _):
-        return grad, None
+Written = old("Written", marks_dirty, lambda ctx, grad: 2 * grad)
+Ragged = old("Ragged", saving(lambda x: x[x > 0]), scattered)
+Counted = old(
+    "Counted",
+    lambda ctx, x: (x * 2, int((x > 0).sum())),
+    lambda ctx, grad, _: 2 * grad,
+)
+Same = old("Same", same, lambda ctx, grad, _: (grad, None))
 
 
 class Captured(Function):
@@ -363,32 +337,23 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("strategy", BY_SAMPLE)
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_add_up_is_refused_and_left_to_the_loop(name, strategy):
+def test_what_does_not_add_up_is_refused_and_left_to_the_loop(name):
     loss, message = REFUSED[name]
     params, _, x = given()
     options = {"randomness": "different"} if "random" in name else {}
-    compute = vgrad.per_sample_grad(loss, strategy=strategy, **options)
     before = torch.get_rng_state()
-    with pytest.raises(vgrad.UnsupportedOp, match=rf"apply: .*{message}.*loop"):
-        compute(params, {}, x)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in REFUSED if name != "mapped by the loss"]
-)
-def test_the_loop_has_their_gradients_under_auto(name):
-    loss, message = REFUSED[name]
-    params, _, x = given()
-    options = {"randomness": "different"} if "random" in name else {}
-    torch.manual_seed(0)
+    for strategy in ("recorded", "vmap"):
+        compute = vgrad.per_sample_grad(loss, strategy=strategy, **options)
+        with pytest.raises(vgrad.UnsupportedOp, match=rf"apply: .*{message}.*loop"):
+            compute(params, {}, x)
+        assert torch.equal(torch.get_rng_state(), before)
+    if name == "mapped by the loss":
+        return
+    expected = oracle.loss_gradients(loss, params, {}, (x,))
+    torch.set_rng_state(before)
     with pytest.warns(vgrad.FallbackWarning, match=f"one sample after.*{message}"):
-        found = vgrad.per_sample_grad(loss, **options)(params, {}, x)
-    torch.manual_seed(0)
-    expected = oracle.loss_gradients(loss, params, {}, (x,), len(x))
-    oracle.assert_exact(found, expected, 1e-12)
+        assert_gradients(loss, params, (x,), expected=expected, **options)
 
 
 class Reversible(Function):
@@ -421,15 +386,15 @@ def test_a_backward_pass_inside_of_another_counts(strategy):
 
     params, _, x = given()
     params = {"w": params["w"]}
-    expected = oracle.loss_gradients(plain, params, {}, (x,), len(x))
-    compute = vgrad.per_sample_grad(reversible, strategy=strategy)
-    oracle.assert_exact(compute(params, {}, x), expected, 1e-12)
+    expected = oracle.loss_gradients(plain, params, {}, (x,))
+    options = {"expected": expected, "tolerance": 1e-12, "strategy": strategy}
+    assert_gradients(reversible, params, (x,), **options)
     params["w"].requires_grad_()
     with torch.no_grad():
-        oracle.assert_exact(compute(params, {}, x), expected, 1e-12)
+        assert_gradients(reversible, params, (x,), **options)
     assert params["w"].grad is None
     with pytest.raises(vgrad.UnsupportedOp, match=r"torch\.no_grad\(\)"):
-        compute(params, {}, x)
+        vgrad.per_sample_grad(reversible, strategy=strategy)(params, {}, x)
 
 
 @pytest.mark.parametrize("strategy", ["auto", "loop"])
@@ -447,53 +412,62 @@ def test_layers_that_run_again_in_a_backward_pass_say_what_they_lack(strategy):
     assert "nothing but its context" in caught.value.__notes__[0]
 
 
-def test_random_numbers_are_refused_where_nobody_allows_them():
-    params, _, x = given()
-    with pytest.raises(RuntimeError, match='randomness="error"'):
-        vgrad.per_sample_grad(with_noise)(params, {}, x)
+class Spoiling(Unmapped):
+    @staticmethod
+    def vmap(info, in_dims, x, y):
+        x.mul_(2)
+        raise ValueError("spoiled")
 
 
-def test_a_second_derivative_is_refused():
+def spoils(p, b, x):
+    return Spoiling.apply(x * p["w"][0], x).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "strategy", "error", "message"),
+    [
+        (with_noise, "auto", RuntimeError, 'randomness="error"'),
+        (LOSSES["an activation"], "vmap", vgrad.UnsupportedOp, "one derivative"),
+        (spoils, "recorded", ValueError, "spoiled"),  # and no calls follow
+    ],
+)
+def test_what_functions_cannot_do_is_refused(loss, strategy, error, message):
     params, _, x = given()
     params["w"].requires_grad_()
-    loss = LOSSES["an activation"]
-    with pytest.raises(vgrad.UnsupportedOp, match="one derivative"):
-        vgrad.per_sample_grad(loss, strategy="vmap")(params, {}, x)
+    with pytest.raises(error, match=message):
+        vgrad.per_sample_grad(loss, strategy=strategy)(params, {}, x)
 
 
-def test_a_failing_rule_that_has_written_is_not_followed_by_calls():
-    class Spoiling(Unmapped):
-        @staticmethod
-        def vmap(info, in_dims, x, y):
-            x.mul_(2)
-            raise ValueError("spoiled")
-
-    def loss(p, b, x):
-        return Spoiling.apply(x * p["w"][0], x).sum()
-
-    params, _, x = given()
-    with pytest.raises(ValueError, match="spoiled"):
-        vgrad.per_sample_grad(loss, strategy="recorded")(params, {}, x)
+def product_forward(ctx, x, w):
+    ctx.save_for_backward(x, w)
+    return x @ w
 
 
-@pytest.mark.filterwarnings("ignore:.*vmap cannot run:vgrad.FallbackWarning")
+def product_backward(ctx, grad):
+    x, w = ctx.saved_tensors
+    return grad.to(w.dtype) @ w.t(), x.t() @ grad.to(x.dtype)
+
+
+Product = old("Product", product_forward, product_backward)
+
+
+class Ruled(Function):
+    generate_vmap_rule = True
+    backward = staticmethod(product_backward)
+
+    @staticmethod
+    def forward(x, w):
+        return x @ w
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+
+@quiet
 def test_inside_a_module_whose_parameters_it_takes():
-    class Rows(Function):
-        """Has a batch in front, of which it sees one at a time."""
-
-        @staticmethod
-        def forward(ctx, x, weight):
-            assert len(x) == 1
-            ctx.save_for_backward(x, weight)
-            return x @ weight.t()
-
-        @staticmethod
-        def backward(ctx, grad):
-            x, weight = ctx.saved_tensors
-            return grad @ weight, grad.t() @ x
-
     model = losses.Net(
-        lambda self, x: self.last(square(Rows.apply(x, self.first.weight))),
+        lambda self, x: self.last(square(Product.apply(x, self.first.weight.t()))),
         first=nn.Linear(3, 4),
         last=nn.Linear(4, 2),
     ).double()
@@ -502,50 +476,28 @@ def test_inside_a_module_whose_parameters_it_takes():
         model, lambda m, x, y: F.mse_loss(m(x), y), batch, 5
     )
     loss, params, buffers = losses.of_model(model, F.mse_loss)
-    found = vgrad.per_sample_grad(loss)(params, buffers, *batch)
-    oracle.assert_exact(found, expected, 1e-12)
+    assert_gradients(loss, params, batch, buffers=buffers, expected=expected)
 
 
-@pytest.mark.filterwarnings("ignore:.*vmap cannot run:vgrad.FallbackWarning")
-@pytest.mark.parametrize("strategy", BY_SAMPLE)
-def test_autocast_reaches_the_insides_of_a_function(strategy):
-    class Product(Function):
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
-            return x @ w
+@quiet
+@every_strategy
+@pytest.mark.parametrize("function", [Product, Ruled])
+def test_autocast_reaches_the_insides_of_a_function(function, strategy):
+    seen = []
 
-        @staticmethod
-        def backward(ctx, grad):
-            x, w = ctx.saved_tensors
-            return grad.to(w.dtype) @ w.t(), x.t() @ grad.to(x.dtype)
+    def loss(p, b, x):
+        y = function.apply(x[None], p["w"])
+        seen.append(y.dtype)
+        return y.float().square().sum()
 
-    class Ruled(Function):
-        generate_vmap_rule = True
-        backward = Product.backward
-
-        @staticmethod
-        def forward(x, w):
-            return x @ w
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(*inputs)
-
-    for function in (Product, Ruled):
-        seen = []
-
-        def loss(p, b, x, function=function, seen=seen):
-            y = function.apply(x[None], p["w"])
-            seen.append(y.dtype)
-            return y.float().square().sum()
-
-        params, x = {"w": randn(3, 2).float()}, randn(4, 3).float()
-        with torch.autocast("cpu", torch.bfloat16):
-            found = vgrad.per_sample_grad(loss, strategy=strategy)(params, {}, x)
-            expected = vgrad.per_sample_grad(loss, strategy="loop")(params, {}, x)
-        assert {*seen} == {torch.bfloat16}
-        assert torch.equal(found["w"], expected["w"])
+    params, x = {"w": randn(3, 2).float()}, randn(4, 3).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = (
+            vgrad.per_sample_grad(loss, strategy=each)(params, {}, x)
+            for each in (strategy, "loop")
+        )
+    assert {*seen} == {torch.bfloat16}
+    oracle.assert_exact(found, expected, 0)
 
 
 def test_torch_is_left_as_it_is_for_other_threads_and_after_errors():
@@ -574,14 +526,10 @@ def test_torch_is_left_as_it_is_for_other_threads_and_after_errors():
     assert "must override the setup_context" in errors[0]
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_a_captured_step_runs_it_in_python():
     params, _, x = given()
-    loss = LOSSES["an activation"]
-    compute = vgrad.per_sample_grad(loss)
+    compute = vgrad.per_sample_grad(LOSSES["an activation"])
     step = vgrad.compile(compute)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        expected, found = compute(params, {}, x), step(params, {}, x)
-        found = step(params, {}, 2 * x)
-        expected = compute(params, {}, 2 * x)
-    oracle.assert_exact(found, expected, 1e-12)
+    for each in (x, 2 * x):
+        oracle.assert_exact(step(params, {}, each), compute(params, {}, each), 1e-12)

@@ -20,7 +20,7 @@ import vgrad
 from tests import losses, oracle
 from tests.losses import randn
 from vgrad import dp
-from vgrad.persample.engine import saved_bytes, sites
+from vgrad.persample.engine import proxies, saved_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
 
@@ -475,7 +475,7 @@ def test_graphs_of_torch_alone_hold_no_copies(monkeypatch):
     def refuse(*_):
         raise AssertionError("copied")
 
-    monkeypatch.setattr(sites, "owned", refuse)
+    monkeypatch.setattr(proxies, "owned", refuse)
     for net in NETS.values():
         vgrad.clipped_grad(net(torch.sin), max_norm=1.0, strategy="recorded")(
             params(), {}, X

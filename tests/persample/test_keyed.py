@@ -1,5 +1,7 @@
 """Random numbers of a loss that follow from keys of samples."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -212,10 +214,9 @@ def same(found, expected, name):
 def test_a_sample_draws_the_same_in_every_part_and_strategy(name):
     loss, params, buffers, batch = CASES[name]()
 
-    def grads(rows=slice(None), **options):
+    def grads(rows=slice(None), keys=KEYS, **options):
         grad = vgrad.per_sample_grad(loss, randomness="different", **options)
-        own = tuple(each[rows] for each in batch)
-        return grad.on_all(params, buffers, own, keys=KEYS[rows])
+        return grad.keyed(keys[rows])(params, buffers, *(each[rows] for each in batch))
 
     state = torch.get_rng_state()
     whole = grads()
@@ -225,8 +226,7 @@ def test_a_sample_draws_the_same_in_every_part_and_strategy(name):
     same(grads(chunk_size=2), whole, name)
     same(grads(strategy="loop"), whole, name)
     order = torch.tensor([4, 2, 0, 5, 1, 3])
-    moved = grads(order)
-    same(moved, {key: value[order] for key, value in whole.items()}, name)
+    same(grads(order), {key: value[order] for key, value in whole.items()}, name)
     for strategy in ("recorded", "vmap"):
         try:
             found = grads(strategy=strategy)
@@ -236,23 +236,21 @@ def test_a_sample_draws_the_same_in_every_part_and_strategy(name):
         else:
             same(found, whole, name)
     assert torch.equal(torch.get_rng_state(), state)
-    again = vgrad.per_sample_grad(loss, randomness="different").on_all(
-        params, buffers, batch, keys=KEYS + 1
-    )
-    assert any(not torch.allclose(again[key], whole[key]) for key in whole)
+    others = grads(keys=KEYS + 1)
+    assert any(not torch.allclose(others[key], whole[key]) for key in whole)
     shown = next(iter(whole.values()))
     assert len({repr(row.tolist()) for row in shown}) == B or "an if" in name
 
 
-def drawn(op, keys, size=(200, 50), **options):
-    """Return what each sample draws, by way of the gradient."""
+def keyed_grad(loss, params, x, keys=KEYS, **options):
+    options = {"randomness": "different", **options}
+    return vgrad.per_sample_grad(loss, **options).keyed(keys)(params, {}, x)["w"]
 
-    def loss(p, b, x):
-        return (op(x) * p["w"]).sum()
 
-    grad = vgrad.per_sample_grad(loss, randomness="different", **options)
-    params = {"w": torch.ones(size)}
-    return grad.on_all(params, {}, (torch.ones(len(keys), *size),), keys=keys)["w"]
+def drawn(op, keys):
+    """Return the numbers that each sample draws, by way of the gradient."""
+    params, x = {"w": torch.ones(200, 50)}, torch.ones(len(keys), 200, 50)
+    return keyed_grad(lambda p, b, x: (op(x) * p["w"]).sum(), params, x, keys)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +268,8 @@ def drawn(op, keys, size=(200, 50), **options):
 )
 def test_what_is_drawn_has_its_distribution_and_is_independent(op, mean, deviation):
     keys = sample_keys(5, 0, 8)
-    found = (torch.stack([drawn(op, keys), second(op, keys)]) - mean) / deviation
+    second = drawn(lambda x: (op(x), op(x))[1], keys)
+    found = (torch.stack([drawn(op, keys), second]) - mean) / deviation
     rows = found.flatten(2).double()  # places, samples, numbers
     count = rows.shape[-1]
     assert rows.mean(-1).abs().max() < 5 * count**-0.5
@@ -282,16 +281,6 @@ def test_what_is_drawn_has_its_distribution_and_is_independent(op, mean, deviati
     for lag in (1, 2, 50):
         follows = (every[:, lag:] * every[:, :-lag]).mean(-1)
         assert follows.abs().max() < 5 * count**-0.5
-
-
-def second(op, keys):
-    """Return what the second random op draws."""
-
-    def later(x):
-        op(x)
-        return op(x)
-
-    return drawn(later, keys)
 
 
 def test_uniform_numbers_fill_their_interval():
@@ -320,17 +309,20 @@ def test_keys_follow_from_the_place_in_the_whole_batch_alone():
     assert sample_keys(3, 5, 0).shape == (0,)
 
 
+def weighted(op):
+    return lambda p, b, x: (op(x) * p["w"]).sum()
+
+
+W, ONES = {"w": torch.ones(3)}, torch.ones(2, 3)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("strategy", ["auto", "recorded", "vmap", "loop"])
 def test_a_generator_of_the_loss_is_refused(strategy):
     own = torch.Generator()
-
-    def loss(p, b, x):
-        return (torch.rand(3, generator=own) * p["w"] * x).sum()
-
-    grad = vgrad.per_sample_grad(loss, strategy=strategy, randomness="different")
+    loss = weighted(lambda x: torch.rand(3, generator=own) * x)
     with pytest.raises(RuntimeError, match="torch.Generator of the loss's own in rand"):
-        grad.on_all({"w": torch.ones(3)}, {}, (torch.ones(2, 3),), keys=KEYS[:2])
+        keyed_grad(loss, W, ONES, KEYS[:2], strategy=strategy)
 
 
 @pytest.mark.parametrize("kept", [None, torch.zeros(8, dtype=torch.uint8)])
@@ -342,134 +334,92 @@ def test_dropout_that_cudnn_draws_by_itself_is_refused(kept):
         net = torch.ops.aten._cudnn_rnn
         return net(x[:, None] * p["w"], weights, 2, None, h, h, *options)[0].sum()
 
-    options = {"strategy": "loop", "randomness": "different"}
     own = "those that cuDNN keeps for itself in _cudnn_rnn. Give the net dropout=0"
     # Without such a state it is torch that refuses, on a CPU.
     with pytest.raises(RuntimeError, match="Could not run" if kept is None else own):
-        vgrad.per_sample_grad(loss, **options).on_all(
-            {"w": torch.ones(3)}, {}, (torch.ones(2, 4, 3),), keys=KEYS[:2]
-        )
+        keyed_grad(loss, W, torch.ones(2, 4, 3), KEYS[:2], strategy="loop")
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("strategy", ["auto", "vmap", "loop"])
 def test_random_numbers_of_a_backward_pass_are_refused(strategy):
-    def loss(p, b, x):
-        return (Noisy.apply(x * p["w"])).sum()
-
-    grad = vgrad.per_sample_grad(loss, strategy=strategy, randomness="different")
     state = torch.get_rng_state()
     for _ in range(2):
         with pytest.raises(RuntimeError, match="some that a backward pass"):
-            grad.on_all({"w": torch.ones(3)}, {}, (torch.ones(2, 3),), keys=KEYS[:2])
+            keyed_grad(
+                lambda p, b, x: Noisy.apply(x * p["w"]).sum(),
+                *(W, ONES, KEYS[:2]),
+                strategy=strategy,
+            )
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_loss_that_draws_only_now_and_then_is_seen():
-    def loss(p, b, x):
-        return (p["w"] * (F.dropout(x) if x[0] > 0 else x)).sum()
-
-    grad = vgrad.per_sample_grad(loss, randomness="different")
+    loss = weighted(lambda x: F.dropout(x) if x[0] > 0 else x)
     params, x = {"w": torch.ones(30)}, torch.rand(6, 30) + 1
-    quiet = grad.on_all(params, {}, (-x,), keys=KEYS)
-    assert torch.equal(quiet["w"], -x)
-    found = grad.on_all(params, {}, (x,), keys=KEYS)
-    other = vgrad.per_sample_grad(loss, strategy="loop", randomness="different")
-    assert torch.equal(found["w"], other.on_all(params, {}, (x,), keys=KEYS)["w"])
-    assert (found["w"] == 0).any()
-
-
-def test_other_quantities_draw_the_same():
-    loss, params, buffers, batch = CASES["transformer"]()
-    grads = vgrad.per_sample_grad(loss, randomness="different")
-    whole = grads.on_all(params, buffers, batch, keys=KEYS)
-    rows = torch.cat([value.flatten(1) for value in whole.values()], 1)
-    options = {"randomness": "different", "chunk_size": 4}
-    norms = vgrad.per_sample_norm(loss, **options)
-    found = norms.on_all(params, buffers, batch, keys=KEYS)
-    torch.testing.assert_close(found, rows.norm(dim=1))
-    clipped = vgrad.clipped_grad(loss, max_norm=0.5, **options)
-    total = clipped.on_all(params, buffers, batch, keys=KEYS)
-    expected = rows * (0.5 / rows.norm(dim=1, keepdim=True)).clamp(max=1)
-    flat = torch.cat([value.flatten() for value in total.grads.values()])
-    torch.testing.assert_close(flat, expected.sum(0), rtol=1e-4, atol=1e-5)
-    gram = vgrad.per_sample_gram(loss, **options)
-    found = gram.on_all(params, buffers, batch, keys=KEYS)
-    torch.testing.assert_close(found, rows @ rows.T)
-    with pytest.raises(ValueError, match=r"per_sample_gram\(cross, keys\)"):
-        gram.on_all(params, buffers, batch, None, batch, keys=KEYS)
+    assert torch.equal(keyed_grad(loss, params, -x), -x)
+    found = keyed_grad(loss, params, x)
+    assert torch.equal(found, keyed_grad(loss, params, x, strategy="loop"))
+    assert (found == 0).any()
 
 
 def test_keys_that_fit_no_batch_are_refused():
-    loss, params, buffers, batch = of(F.dropout)
-    grad = vgrad.per_sample_grad(loss, randomness="different")
+    loss, params, _, (x,) = of(F.dropout)
     for keys in (KEYS[:5], KEYS.int(), KEYS[None]):
         with pytest.raises(ValueError, match=r"per_sample_grad\(keys\): expected one"):
-            grad.on_all(params, buffers, batch, keys=keys)
-
-    def inside(x):
-        return grad.on_all(params, buffers, (x,), keys=KEYS)
-
+            keyed_grad(loss, params, x, keys)
     with pytest.raises(ValueError, match="outside of transforms"):
-        torch.vmap(inside, randomness="different")(X[None])
+        torch.vmap(lambda x: keyed_grad(loss, params, x), randomness="different")(
+            X[None]
+        )
 
 
 def test_without_randomness_that_differs_keys_change_nothing():
     loss, params, buffers, batch = of(F.dropout)
-    for kind in ("same", "error"):
-        grad = vgrad.per_sample_grad(loss, randomness=kind)
-        if kind == "error":
-            with pytest.raises(RuntimeError, match="without random numbers"):
-                grad.on_all(params, buffers, batch, keys=KEYS)
-            continue
-        torch.manual_seed(1)
-        found = grad.on_all(params, buffers, batch, keys=KEYS)["w"]
-        torch.manual_seed(1)
-        assert torch.equal(found, grad(params, buffers, *batch)["w"])
+    with pytest.raises(RuntimeError, match="without random numbers"):
+        keyed_grad(loss, params, *batch, randomness="error")
+    torch.manual_seed(1)
+    found = keyed_grad(loss, params, *batch, randomness="same")
+    torch.manual_seed(1)
+    grad = vgrad.per_sample_grad(loss, randomness="same")
+    assert torch.equal(found, grad(params, buffers, *batch)["w"])
 
 
 def test_a_capture_cannot_repeat_such_numbers():
     loss, params, buffers, batch = of(F.dropout)
-    grad = vgrad.per_sample_grad(loss, randomness="different")
-    grad.on_all(params, buffers, batch, keys=KEYS)
+    grad = vgrad.per_sample_grad(loss, randomness="different").keyed(KEYS)
+    grad(params, buffers, *batch)
     with (
         conditions.collect_checks(),
         pytest.raises(conditions.Unrepeatable, match="keys"),
     ):
-        grad.on_all(params, buffers, batch, keys=KEYS)
-    quiet = vgrad.per_sample_grad(
-        lambda p, b, x: (p["w"] * x).sum(), randomness="different"
-    )
-    quiet.on_all(params, buffers, batch, keys=KEYS)  # eager mode comes first
+        grad(params, buffers, *batch)
+    quiet = vgrad.per_sample_grad(weighted(lambda x: x), randomness="different")
+    quiet = quiet.keyed(KEYS)
+    quiet(params, buffers, *batch)  # eager mode comes first
     with conditions.collect_checks():
-        found = quiet.on_all(params, buffers, batch, keys=KEYS)
+        found = quiet(params, buffers, *batch)
     assert torch.equal(found["w"], X)
 
 
 @pytest.mark.parametrize("strategy", ["auto", "recorded", "loop"])
 def test_a_checkpoint_sees_the_same_numbers_again(strategy):
-    def loss(p, b, x, run):
-        first = run(two, F.dropout(x * p["w"]))
-        return (F.dropout(run(two, first)) * p["w"]).sum()
+    def loss(run):
+        def dropped(p, b, x):
+            first = run(two, F.dropout(x * p["w"]))
+            return (F.dropout(run(two, first)) * p["w"]).sum()
 
-    def plain(run, x):
-        return run(x)
+        return dropped
 
-    def again(run, x):
-        return checkpoint(run, x, use_reentrant=False)
-
-    params, options = {"w": torch.rand(4, 5)}, {"randomness": "different"}
+    params, again = {"w": torch.rand(4, 5)}, partial(checkpoint, use_reentrant=False)
     found, expected = (
-        vgrad.per_sample_grad(
-            lambda p, b, x, run=run: loss(p, b, x, run), strategy=strategy, **options
-        ).on_all(params, {}, (X,), keys=KEYS)["w"]
-        for run in (again, plain)
+        keyed_grad(loss(run), params, X, strategy=strategy)
+        for run in (again, lambda run, x: run(x))
     )
     torch.testing.assert_close(found, expected)
 
 
 def test_samples_that_run_alone_are_told_of():
-    loss, params, buffers, batch = of(lambda x: x[torch.randperm(4)])
-    grad = vgrad.per_sample_grad(loss, randomness="different")
+    loss, params, _, batch = of(lambda x: x[torch.randperm(4)])
     with pytest.warns(FallbackWarning, match=r"a random op .* at .*test_keyed.py:"):
-        grad.on_all(params, buffers, batch, keys=KEYS)
+        keyed_grad(loss, params, *batch)

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import vgrad
 from tests import losses, oracle
@@ -134,39 +133,30 @@ TO = {
     "to": lambda w, dtype: w.to(dtype),
     "type": lambda w, dtype: w.type(dtype),
     "to like": lambda w, dtype: w.to(torch.zeros((), dtype=dtype)),
-    "method": lambda w, dtype: {
-        torch.bfloat16: w.bfloat16,
-        torch.float16: w.half,
-        torch.float64: w.double,
-    }[dtype](),
+    "method": lambda w, dtype: getattr(w, NAMES[dtype])(),
 }
+NAMES = {torch.bfloat16: "bfloat16", torch.float16: "half", torch.float64: "double"}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", NAMES)
 @pytest.mark.parametrize("how", TO)
 def test_a_parameter_in_another_dtype_keeps_its_factor(how, dtype):
     def run(p, x):
         return F.linear(x.to(dtype), TO[how](p["w"], dtype)).float()
 
-    def loss(params, buffers, x):
-        return out_of(run(params, x))
+    def reference(params, x):
+        return oracle.loss_gradients(
+            lambda p, b, x: out_of(F.linear(x, p["w"])), params, {}, (x,)
+        )
 
     params, x = {"w": randn(5, 4).float()}, randn(B, 4).float()
     (row,) = rows_of(run, params, (x,))
     assert (row.op, row.factor, row.form) == ("linear", "Outer", "both sides")
-
-    def reference(params, x):
-        return oracle.loss_gradients(
-            lambda p, b, x: out_of(F.linear(x, p["w"])), params, {}, (x,), B
-        )
-
-    expected = reference(params, x)
     tolerance = max(1e-6, 2 * oracle.rounding(reference, params, x, dtype=dtype))
-    grads = vgrad.per_sample_grad(loss, **RECORDED)(params, {}, x)
-    clipped = vgrad.clipped_grad(loss, max_norm=1.0, **RECORDED)(params, {}, x).grads
-    assert grads["w"].dtype == clipped["w"].dtype == torch.float32
-    oracle.assert_exact(grads, expected, tolerance)
-    oracle.assert_exact(clipped, oracle.clipped(expected, 1.0), tolerance)
+    options = {"expected": reference(params, x), "tolerance": tolerance}
+    losses.assert_quantities(
+        lambda p, b, x: out_of(run(p, x)), params, (x,), **options, **RECORDED
+    )
 
 
 def spectral_norm(w):
@@ -291,12 +281,6 @@ def test_outputs_may_be_changed_in_place(before, change):
     check(changed, params, batch)
 
 
-def under_no_grad(p, x):
-    with torch.no_grad():
-        h = F.linear(x, p["w"])
-    return F.linear(h, p["v"])
-
-
 def derived_under_no_grad(p, x):
     with torch.no_grad():
         w, part, gram = p["w"].exp(), p["w"][:2], p["w"] @ p["w"].t()
@@ -312,10 +296,9 @@ def switched(p, x):
     return h * k
 
 
-def op_without_rule_under_no_grad(p, x):
+def without_grad(function, *args):
     with torch.no_grad():
-        h = p["w"] * x.sum()
-    return h + F.linear(x, p["w"]).sum()
+        return function(*args)
 
 
 def used_once_more(x, h, v):
@@ -323,10 +306,10 @@ def used_once_more(x, h, v):
 
 
 DETACHED = [
-    under_no_grad,
     derived_under_no_grad,
-    op_without_rule_under_no_grad,
     switched,
+    "F.linear(without_grad(F.linear, x, w), v)",
+    "without_grad(torch.mul, w[0], x.sum()) + F.linear(x, w).sum()",
     "used_once_more(x, F.linear(x, w), v)",
     "F.linear(x, w) + F.linear(x.cos(), w.detach() * 2)",
     "F.linear(x, w.detach().t().t()) + x.sum() * s",
@@ -362,9 +345,11 @@ def test_parameters_without_a_gradient_have_zeros():
 
 @every_strategy
 def test_a_loss_without_any_parameter_has_zeros(strategy):
+    compute = vgrad.clipped_grad(
+        lambda p, b, x: x.sum(), max_norm=1.0, strategy=strategy
+    )
     params, batch = given(W)
-    options = {"strategy": strategy, "max_norm": 1.0}
-    found = vgrad.clipped_grad(lambda p, b, x: x.sum(), **options)(params, {}, *batch)
+    found = compute(params, {}, *batch)
     assert torch.equal(found.grads["w"], torch.zeros(5, 4, dtype=torch.float64))
     assert not found.norms.any()
 
@@ -425,33 +410,25 @@ class Applied(Rounded):
 CUSTOM = {
     "an activation": lambda f: lambda p, b, x: f(F.linear(x, p["w"])).square().sum(),
     "both": lambda f: lambda p, b, x: f(x * f(p["w"][:3])).square().sum(),
+    "a parameter": lambda f: lambda p, b, x: F.linear(x, f(p["w"])).square().sum(),
+    "mapped": lambda f: lambda p, b, x: torch.vmap(f)(x * p["w"][:3]).square().sum(),
 }
 
 
-@pytest.mark.parametrize("where", CUSTOM)
-@pytest.mark.parametrize("function", [Rounded, Unlinked, Applied])
-def test_functions_with_a_vmap_of_their_own_have_their_own_gradients(function, where):
-    params, (x,) = given(W)
-    loss = CUSTOM[where](function.apply)
-    expected = oracle.loss_gradients(loss, params, {}, (x,), len(x))
-    for strategy in ("auto", *STRATEGIES):
-        found = vgrad.per_sample_grad(loss, strategy=strategy)(params, {}, x)
-        oracle.assert_exact(found, expected, 1e-12)
-
-
 @pytest.mark.parametrize("strategy", ["auto", *STRATEGIES])
-@pytest.mark.parametrize("function", [Rounded, Applied])
-@pytest.mark.parametrize("mapped", [True, False])
-def test_a_function_of_a_parameter_or_mapped_by_the_loss(mapped, function, strategy):
-    params, (x,) = given(W)
-
-    def loss(p, b, x):
-        w = torch.vmap(function.apply)(x * p["w"][:3]) if mapped else None
-        return (w if mapped else F.linear(x, function.apply(p["w"]))).square().sum()
-
-    expected = oracle.loss_gradients(loss, params, {}, (x,), len(x))
-    found = vgrad.per_sample_grad(loss, strategy=strategy)(params, {}, x)
-    oracle.assert_exact(found, expected, 1e-12)
+@pytest.mark.parametrize(
+    ("where", "function"),
+    [
+        *((where, function) for where in CUSTOM for function in (Rounded, Applied)),
+        *((where, Unlinked) for where in ("an activation", "both")),
+    ],
+)
+def test_functions_with_a_vmap_of_their_own_have_their_own_gradients(
+    where, function, strategy
+):
+    loss, (params, batch) = CUSTOM[where](function.apply), given(W)
+    options = {"tolerance": 1e-12, "strategy": strategy}
+    losses.assert_gradients(loss, params, batch, **options)
 
 
 def layer(w):
@@ -554,27 +531,53 @@ def test_complex_parameters_have_the_gradients_of_their_parts(text):
     oracle.assert_exact(apart(clipped.grads), oracle.clipped(expected, bound))
 
 
-def test_a_frozen_linear_layer_adds_its_bias_within_the_product():
-    frozen, bias = randn(3, 4), randn(3)
-
-    def loss(p, b, x):
-        return F.linear(F.linear(x, p["w"]).tanh(), frozen, bias).square().sum()
-
-    params, batch = {"w": randn(4, 4, seed=1)}, (randn(5, 2, 4, seed=2),)
-    losses.assert_quantities(loss, params, batch, strategy="recorded")
-    with Products() as products:
-        vgrad.per_sample_norm(loss, strategy="recorded")(params, {}, *batch)
-    assert products.rows == [10]  # of all samples, at once
+def test_a_frozen_linear_layer_may_have_a_bias():
+    run, (params, _) = (
+        written("F.linear(F.linear(x, w).tanh(), frozen, bias)"),
+        given(SQUARE),
+    )
+    buffers = {"frozen": fixed(3, 4), "bias": fixed(3)}
+    check(run, params, (randn(5, 2, 4),), buffers=buffers)
 
 
-class Products(TorchDispatchMode):
-    """Notes the rows of products that a vector is added to."""
+def kernel():
+    return randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
 
-    def __init__(self):
-        super().__init__()
-        self.rows = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.addmm.default:
-            self.rows.append(len(args[1]))
-        return func(*args, **(kwargs or {}))
+STRIDES = {
+    "of stride zero": lambda: torch.full((1, 1), 0.3).double().expand(4, 4),
+    "of equal strides": lambda: randn(7).as_strided((4, 4), (1, 1)),
+    "of swapped strides": lambda: randn(8, 5)[:4, :4].t(),
+}
+ORDERS = [
+    "w.permute(0, 1)",
+    "w.transpose(0, 0)",
+    "w.swapaxes(0, 1).swapaxes(-1, -2)",
+    "w.t()",
+    "torch.permute(w, dims=(-1, 0))",
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "order", "width"),
+    [
+        *((make, order, 4) for make in STRIDES.values() for order in ORDERS),
+        (kernel, "w.permute(0, 2, 3, 1).view(4, -1)", 12),
+    ],
+)
+def test_a_parameter_of_any_strides_is_reordered_where_the_loss_says_so(
+    make, order, width
+):
+    check(written(f"F.linear(x, {order})"), {"w": make()}, (randn(3, width),))
+
+
+@pytest.mark.parametrize("strategy", ["auto", *STRATEGIES])
+def test_the_op_below_an_embedding_pads_in_every_sample(strategy):
+    def loss(params, buffers, indices):
+        return torch.embedding(params["w"], indices, 0).square().sum()
+
+    indices = torch.tensor([[0, 1], [0, 2]])
+    expected = torch.zeros(2, 3, 2)
+    expected[0, 1] = expected[1, 2] = 2
+    options = {"expected": {"w": expected}, "strategy": strategy}
+    losses.assert_gradients(loss, {"w": torch.ones(3, 2)}, (indices,), **options)

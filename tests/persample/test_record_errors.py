@@ -1,4 +1,4 @@
-"""What the recorder refuses, and that calls and errors leave nothing behind."""
+"""Losses that cannot be recorded, and that calls and errors leave nothing behind."""
 
 import contextlib
 import functools
@@ -8,14 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, wrap_torch_function
 from torch.utils import _pytree as pytree
 
 import vgrad
 from tests import oracle
-from tests.losses import CASES, build, randn, state_of_torch
+from tests.losses import CASES, assert_gradients, build, randn, state_of_torch
 from tests.persample.test_record import (
     RECORDED,
     B,
@@ -33,10 +33,6 @@ from vgrad.persample.rules import RULES
 
 # Torch says where it loops over the samples.
 pytestmark = pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
-
-
-def integers(x):
-    return x.abs().mul(2).long().clamp(max=4)
 
 
 SAVED = {
@@ -73,12 +69,11 @@ WRITES = {
 @pytest.mark.parametrize("leads_on", [False, True])
 @pytest.mark.parametrize("name", SAVED)
 def test_an_input_that_is_changed_in_place_raises(name, leads_on, write):
-    """As with autograd: the gradient would be that of another input."""
     text, shape = SAVED[name]
 
     def loss(params, buffers, x):
         a = x * params["first"] if leads_on else x * 1
-        a = integers(a) if "embedding" in name else a.tanh()
+        a = a.abs().mul(2).long().clamp(max=4) if "embedding" in name else a.tanh()
         h = written(text)(params, a)
         WRITES[write](a)
         return out_of(h)
@@ -149,22 +144,10 @@ def test_a_rule_may_hold_its_input_in_any_way(holder, changed, monkeypatch):
         assert torch.equal(compute(params, {}, *batch)["w"], batch[0])
 
 
-def test_a_parameter_that_is_changed_in_place_is_refused():
-    def run(p, x):
-        weight = p["w"] * 1
-        weight.mul_(2)
-        return F.linear(x, weight)
-
-    params, batch = given(W)
-    message = '^mul_: .*from w, got one that changes such a tensor in place.*"vmap'
-    refused(run, params, batch, message)
-    check(run, params, batch, strategy="auto")
-
-
-def refused(run, params, batch, message):
-    compute = vgrad.per_sample_grad(lambda p, b, x: out_of(run(p, x)), **RECORDED)
-    with pytest.raises(vgrad.UnsupportedOp, match=message):
-        compute(params, {}, *batch)
+def changes_a_parameter(p, x):
+    weight = p["w"] * 1
+    weight.mul_(2)
+    return F.linear(x, weight)
 
 
 def penalty(p, x):
@@ -193,26 +176,6 @@ def fills_grad(backward):
     return filled
 
 
-OWN_BACKWARD = {  # and what runs such a loss
-    "at data": (penalty, "loop"),
-    "at weights": (at_weights("F.linear(x, w)"), "auto"),
-    "at computed weights": (at_weights("x @ w.exp().t()"), "auto"),
-    "at an op without rule": (at_weights("w[0] * x"), "auto"),
-    "backward": (fills_grad(Tensor.backward), "loop"),
-    "autograd.backward": (fills_grad(torch.autograd.backward), "loop"),
-}
-
-
-@pytest.mark.parametrize("name", OWN_BACKWARD)
-def test_a_backward_pass_inside_the_loss_is_refused(name):
-    run, strategy = OWN_BACKWARD[name]
-    params, batch = given(W)
-    message = 'runs no backward pass of its own.*torch.func.grad.*strategy="loop"'
-    refused(run, params, batch, message)
-    check(run, params, batch, strategy=strategy)
-    assert params["w"].grad is None
-
-
 def by_grad_at_weights(p, x):
     grad = torch.func.grad(lambda w: F.linear(x, w).tanh().sum())(p["w"])
     return F.linear(x, p["w"]).sum() + grad.square().sum()
@@ -226,21 +189,124 @@ def by_norms(p, x):
     return inner({"w": p["w"]}, {}, x)
 
 
-OVER_PARAMETERS = [
-    by_grad_at_weights,
-    by_norms,
-    written("torch.vmap(torch.func.grad(lambda x, w: total(w)(x)), (0, None))(x, w)"),
-    written("torch.vmap(torch.vmap(torch.mul, (0, None)), (None, 0))(w[0], x[:, 0])"),
-    written("torch.vmap(lambda w: F.linear(x, w[None]).sin())(w)"),
+def renormed(p, x):
+    w = p["w"]
+    w.data = torch.renorm(w.data, 2, 0, 1.0)
+    return F.linear(x, w)
+
+
+IN_PLACE = '^mul_: .*from w, got one that changes such a tensor in place.*"vmap'
+OWN = 'runs no backward pass of its own.*torch.func.grad.*strategy="loop"'
+OVER = 'got w in one that it does not, such as a transform of torch.func.*"vmap"'
+UNRECORDED = [  # and a strategy that runs such a loss
+    (changes_a_parameter, IN_PLACE, "auto"),
+    (penalty, OWN, "loop"),
+    (at_weights("F.linear(x, w)"), OWN, "auto"),
+    (at_weights("x @ w.exp().t()"), OWN, "auto"),
+    (at_weights("w[0] * x"), OWN, "auto"),
+    (fills_grad(Tensor.backward), OWN, "loop"),
+    (fills_grad(torch.autograd.backward), OWN, "loop"),
+    (by_grad_at_weights, OVER, "auto"),
+    (by_norms, OVER, "auto"),
+    *(
+        (written(text), OVER, "auto")
+        for text in (
+            "torch.vmap(torch.func.grad(lambda x, w: total(w)(x)), (0, None))(x, w)",
+            "torch.vmap(torch.vmap(torch.mul, (0, None)), (None, 0))(w[0], x[:, 0])",
+            "torch.vmap(lambda w: F.linear(x, w[None]).sin())(w)",
+        )
+    ),
+    (renormed, 'strategy="loop"', "loop"),
 ]
 
 
-@pytest.mark.parametrize("run", OVER_PARAMETERS)
-def test_transforms_over_a_parameter_are_left_to_vmap(run):
+@pytest.mark.parametrize(("run", "message", "strategy"), UNRECORDED)
+def test_what_cannot_be_recorded_is_refused_and_runs_otherwise(run, message, strategy):
     params, batch = given(W)
-    message = 'got w in one that it does not, such as a transform of torch.func.*"vmap"'
-    refused(run, params, batch, message)
-    check(run, params, batch, strategy="auto")
+    compute = vgrad.per_sample_grad(lambda p, b, x: out_of(run(p, x)), **RECORDED)
+    with pytest.raises(vgrad.UnsupportedOp, match=message):
+        compute(params, {}, *batch)
+    check(run, params, batch, strategy=strategy)
+    assert params["w"].grad is None
+
+
+def test_hooks_on_parameters_are_refused_and_run_in_a_loop():
+    def loss(p, b, x):
+        p["w"].register_hook(lambda grad: 2 * grad)
+        return (p["w"] @ x).square().sum()
+
+    params, x = {"w": randn(2, 4)}, randn(3, 4)
+    with pytest.raises(vgrad.UnsupportedOp, match='strategy="loop"'):
+        vgrad.per_sample_grad(loss, **RECORDED)(params, {}, x)
+    # Each sample on its own: hooks stay on the tensor.
+    rows = [oracle.loss_gradients(loss, params, {}, (row[None],))["w"] for row in x]
+    for strategy in ("loop", "auto"):
+        expected = {"w": torch.cat(rows)}
+        assert_gradients(loss, params, (x,), expected=expected, strategy=strategy)
+
+
+def test_backward_hooks_of_modules_are_refused_in_transforms_and_run_in_a_loop():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)).double()
+    model[1].register_full_backward_hook(lambda module, into, out: (10 * into[0],))
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    loss = vgrad.sample_loss(fmodel, F.mse_loss)
+    batch = randn(3, 4), torch.zeros(3, 1, dtype=torch.float64)
+    for strategy in ("recorded", "vmap"):
+        with pytest.raises(RuntimeError, match="backward hooks"):
+            vgrad.per_sample_norm(loss, strategy=strategy)(params, buffers, *batch)
+    with pytest.warns(vgrad.FallbackWarning, match="backward hooks"):
+        found = vgrad.per_sample_grad(loss)(params, buffers, *batch)
+    model.zero_grad()
+    F.mse_loss(model(batch[0][:1]), batch[1][:1]).backward()
+    torch.testing.assert_close(found["0.weight"][0], model[0].weight.grad)
+
+
+@pytest.mark.parametrize("strategy", ["recorded", "loop"])
+def test_attention_refuses_what_torch_refuses(strategy):
+    model = nn.MultiheadAttention(4, 2, batch_first=True)
+    fmodel, params, _ = vgrad.make_functional_with_buffers(model)
+
+    def loss(params, buffers, x):
+        return fmodel(params, buffers, *[x[None]] * 3, is_causal=True)[0].sum()
+
+    with pytest.raises(RuntimeError, match="attn_mask"):
+        vgrad.per_sample_norm(loss, strategy=strategy)(params, {}, torch.ones(1, 3, 4))
+
+
+def test_switches_of_precision_are_read_and_autocast_leaves_float64_alone():
+    def normed(params, buffers, x):
+        return F.layer_norm(x, (4,), params["w"]).sin().sum()
+
+    params = {"w": torch.ones(4, dtype=torch.float64)}
+    expected = oracle.loss_gradients(normed, params, {}, (randn(3, 4),))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_gradients(normed, params, (randn(3, 4),), expected=expected)
+
+    def linear(params, buffers, x):
+        return F.linear(x, params["w"]).square().sum()
+
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "bf16"
+        params, x = {"w": torch.ones(2, 3)}, torch.ones(4, 5, 3)
+        norms = vgrad.per_sample_norm(linear, **RECORDED)(params, {}, x)
+    finally:
+        matmul.fp32_precision = before
+    exact = oracle.norms(oracle.loss_gradients(linear, params, {}, (x,)))
+    torch.testing.assert_close(norms.double(), exact, rtol=1e-5, atol=0)
+
+
+def test_measuring_memory_puts_the_generator_back_after_an_error():
+    def loss(params, buffers, x):
+        torch.rand(1)
+        raise ValueError("on purpose")
+
+    state = torch.get_rng_state()
+    compute = vgrad.per_sample_norm(loss, chunk_size="auto")
+    with pytest.raises(ValueError, match="on purpose"):
+        compute({"w": torch.ones(1)}, {}, torch.ones(2, 1))
+    assert torch.equal(state, torch.get_rng_state())
 
 
 def test_a_call_inside_a_transform_is_refused_where_recording_was_asked_for():
@@ -289,8 +355,9 @@ def test_all_strategies_draw_the_same_shared_numbers(name, chunk_size):
             with pytest.raises(vgrad.UnsupportedOp, match=BY_DATA):
                 drawn(name, params, x, strategy=strategy, **options)
             continue
-        found = drawn(name, params, x, strategy=strategy, **options)
-        oracle.assert_exact(found, expected)
+        oracle.assert_exact(
+            drawn(name, params, x, strategy=strategy, **options), expected
+        )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -323,9 +390,8 @@ def test_auto_draws_as_if_it_had_not_tried_to_record():
         options = {"strategy": strategy, "randomness": "different"}
         compute = vgrad.per_sample_grad(loss, **options)
         assert vgrad.explain(compute)(params, {}, *batch).strategy == "vmap"
-        found.append((compute(params, {}, *batch)["w"], torch.get_rng_state()))
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
+        found.append((compute(params, {}, *batch), torch.get_rng_state()))
+    oracle.assert_exact(*found, 0)
 
 
 def every_kind(p, x):
@@ -354,7 +420,7 @@ def test_gradients_that_are_off_outside_are_on_inside(mode, strategy):
         return out_of(every_kind(params, x))
 
     params, batch = given(KINDS)
-    expected = oracle.loss_gradients(loss, params, {}, batch, B)
+    expected = oracle.loss_gradients(loss, params, {}, batch)
     with mode():
         params, batch = given(KINDS)
         grads = vgrad.per_sample_grad(loss, strategy=strategy)(params, {}, *batch)
@@ -367,16 +433,15 @@ def test_gradients_that_are_off_outside_are_on_inside(mode, strategy):
 
 def test_calling_twice_gives_the_same_bits():
     params, batch = given(KINDS)
+    options = {"max_norm": 1.0, "randomness": "different"}
     compute = vgrad.clipped_grad(
-        lambda p, b, x: out_of(F.dropout(every_kind(p, x), 0.5)),
-        max_norm=1.0,
-        randomness="different",
+        lambda p, b, x: out_of(F.dropout(every_kind(p, x), 0.5)), **options
     )
     found = []
     for _ in range(2):
         torch.manual_seed(0)
         found.append(compute(params, {}, *batch).grads)
-    assert all(torch.equal(found[0][name], found[1][name]) for name in KINDS)
+    oracle.assert_exact(*found, 0)
 
 
 def test_threads_find_what_one_finds_alone():
@@ -395,8 +460,7 @@ def test_threads_find_what_one_finds_alone():
     alone = [run() for run in problems]
     with ThreadPoolExecutor(2) as pool:
         together = list(pool.map(lambda run: run(), problems))
-    for one, other in zip(alone, together, strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in KINDS)
+    oracle.assert_exact(together, alone, 0)
 
 
 class Fails(Rounded):
@@ -517,6 +581,7 @@ TRANSFORMS = {
     "clipped": functools.partial(vgrad.clipped_grad, max_norm=1.0),
     "weighted": weighted_grad,
     "gram": vgrad.per_sample_gram,
+    "measured": functools.partial(vgrad.per_sample_norm, chunk_size="auto"),
     "explain": lambda *args, **kwargs: vgrad.explain(
         vgrad.per_sample_norm(*args, **kwargs)
     ),
@@ -570,7 +635,7 @@ def test_no_result_requires_grad(name):
             assert not getattr(leaf, "requires_grad", False)
 
 
-CONSTANTS = {name: make for name, make in TRANSFORMS.items() if name != "explain"}
+CONSTANTS = {name: TRANSFORMS[name] for name in TRANSFORMS if name != "explain"}
 CONSTANTS["projection"] = functools.partial(vgrad.per_sample_projection, dim=3, seed=0)
 CONSTANTS["moments"] = vgrad.gradient_moments
 

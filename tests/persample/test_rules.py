@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode, wrap_torch_function
 import vgrad
 from tests import oracle
 from tests.examples import examples
-from vgrad.persample.engine import STRATEGIES, Factors, Problem
+from vgrad.persample.engine import STRATEGIES, Call, Factors
 from vgrad.persample.rules import RULES, Conv, Dense, Outer, Rule, rule
 
 # Torch says that an even kernel may cost a copy of its input, and where it loops.
@@ -453,7 +453,7 @@ class Told(Factors):
 def recorded(case, size=2):
     """Return what a recorder finds out about a case: its `uses` and `factors`."""
     params, batch = case.data(size)
-    problem = Problem("test", case.loss).on(params, {}, batch)
+    problem = Call("test", case.loss).on(params, {}, batch)
     return STRATEGIES["recorded"](problem, Told).collected
 
 

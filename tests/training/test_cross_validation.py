@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests import losses
 from tests.oracle import assert_exact
 from vgrad import optim
 from vgrad.ensemble import fold_indices, member_seed
@@ -61,24 +62,19 @@ def accuracy(output, target):
     return (output.argmax(1) == target).double().mean()
 
 
-def run(factory=mlp, data=None, **options):
-    options = {
-        "folds": K,
-        "epochs": EPOCHS,
-        "batch_size": 5,
-        "seed": SEED,
-        **options,
-    }
-    tx = options.pop("tx", optim.sgd(LR, momentum=MOMENTUM))
-    criterion = options.pop("criterion", F.cross_entropy)
-    return cross_validate(factory, criterion, tx, *(data or samples()), **options)
+def run(factory=mlp, data=None, criterion=F.cross_entropy, tx=None, **options):
+    tx = tx or optim.sgd(LR, momentum=MOMENTUM)
+    sizes = {"folds": K, "epochs": EPOCHS, "batch_size": 5, "seed": SEED}
+    return cross_validate(
+        factory, criterion, tx, *(data or samples()), **{**sizes, **options}
+    )
 
 
 @cache
 def by_torch(factory):
     """The folds one by one in a plain loop: entries, training and validation losses."""
     x, y = samples()
-    found = []
+    folds = []
     for fold, (train, held) in enumerate(
         zip(*fold_indices(K, len(x), seed=SEED), strict=True)
     ):
@@ -103,8 +99,8 @@ def by_torch(factory):
             loss, score = F.cross_entropy(output, y[held]), accuracy(output, y[held])
             figures.append([total / len(train), loss.item(), score.item()])
         entries = {name: value.detach() for name, value in model.state_dict().items()}
-        found.append((entries, torch.tensor(figures, dtype=torch.float64)))
-    entries, figures = zip(*found, strict=True)
+        folds.append((entries, torch.tensor(figures, dtype=torch.float64)))
+    entries, figures = zip(*folds, strict=True)
     stacked = {name: torch.stack([e[name] for e in entries]) for name in entries[0]}
     return stacked, torch.stack(figures).unbind(2)
 
@@ -119,13 +115,13 @@ def undropped(fold):
 @pytest.mark.parametrize("factory", [mlp, undropped])
 def test_folds_are_those_of_a_plain_loop(factory, at_once):
     before = torch.get_rng_state()
-    found = run(factory, metric=accuracy, at_once=at_once)
+    result = run(factory, metric=accuracy, at_once=at_once)
     assert torch.equal(torch.get_rng_state(), before)
     entries, figures = by_torch(factory)
-    assert_exact({**found.params, **found.buffers}, entries)
-    assert_exact((found.train_losses, found.losses, found.scores), figures)
-    assert_exact(found.skipped, torch.zeros(K, EPOCHS), 0.1)
-    assert found.losses.dtype == torch.float64
+    assert_exact({**result.params, **result.buffers}, entries)
+    assert_exact((result.train_losses, result.losses, result.scores), figures)
+    assert_exact(result.skipped, torch.zeros(K, EPOCHS), 0.1)
+    assert result.losses.dtype == torch.float64
 
 
 class Killed(Exception):
@@ -133,14 +129,14 @@ class Killed(Exception):
 
 
 def kill_at(number):
-    """Make a `tell` that raises when it is called for the number-th time."""
+    """Make a callback that raises when it is called for the number-th time."""
     calls = itertools.count(1)
 
-    def tell(epoch):
+    def callback(epoch):
         if next(calls) == number:
             raise Killed
 
-    return tell
+    return callback
 
 
 def channels_last(fold):
@@ -150,9 +146,8 @@ def channels_last(fold):
 
 RESUMED = {
     "layout": (channels_last, {"data": (samples()[0].float(), samples()[1])}),
-    "dropout": (dropping, {}),
     "batch norm": (normed, {"metric": accuracy}),
-    "loss scale": (
+    "dropout, loss scale": (
         dropping,
         {"loss_scale": DynamicLossScale(2.0**4, period=3), "tx": optim.adam(0.01)},
     ),
@@ -171,21 +166,18 @@ def test_a_killed_run_goes_on_with_the_same_bits(name, killed, tmp_path):
     """Killed within the first two folds, or after the first epoch of the third."""
     factory, options = RESUMED[name]
     options = {**options, "at_once": 2, "folder": tmp_path / "new" / "folder"}
-    whole, told = uninterrupted(name), []
+    whole, epochs = uninterrupted(name), []
     with pytest.raises(Killed):
-        run(factory, tell=kill_at(killed), **options)
+        run(factory, callback=kill_at(killed), **options)
     before = torch.get_rng_state()
-    assert_exact(run(factory, tell=told.append, **options), whole, 0)
+    assert_exact(run(factory, callback=epochs.append, **options), whole, 0)
     assert torch.equal(torch.get_rng_state(), before)
-    assert [each.epoch for each in told] == ([*range(EPOCHS)] * 2)[killed:]
-    assert told[-1].folds == range(2, 3)
-    assert torch.equal(told[-1].losses, whole.losses[2:, -1])
-    assert_exact(run(factory, tell=kill_at(1), **options), whole, 0)
+    assert [each.epoch for each in epochs] == ([*range(EPOCHS)] * 2)[killed:]
+    assert epochs[-1].folds == range(2, 3)
+    assert torch.equal(epochs[-1].losses, whole.losses[2:, -1])
+    assert_exact(run(factory, callback=kill_at(1), **options), whole, 0)
     paths = list(options["folder"].iterdir())
-    assert {path.name for path in paths} == {
-        "folds-0",
-        "folds-2",
-    }
+    assert {path.name for path in paths} == {"folds-0", "folds-2"}
     modes = [each.stat().st_mode for path in paths for each in path.iterdir()]
     assert {stat.S_IMODE(mode) for mode in modes} == {0o600}
 
@@ -194,112 +186,97 @@ def test_a_killed_run_goes_on_with_the_same_bits(name, killed, tmp_path):
 def begun(tmp_path_factory):
     folder = tmp_path_factory.mktemp("begun")
     with pytest.raises(Killed):
-        run(folder=folder, tell=kill_at(1))
+        run(folder=folder, callback=kill_at(1))
     return folder
 
 
+OTHER_CALLS = [
+    ({"folds": 2}, "saved with folds = 2, got one with 3"),
+    ({"epochs": 9}, "saved with epochs = 9, got one with 3"),
+    ({"batch_size": 6}, "saved with batch_size = 6, got one with 5"),
+    ({"seed": 5}, "saved with seed = 5, got one with 4"),
+    ({"at_once": 1}, "saved with at_once = 1, got one with 3"),
+    ({"strategy": "loop"}, "saved with strategy = 'loop', got one with 'auto'"),
+    ({"metric": accuracy}, "saved with metric = True, got one with False"),
+    ({"policy": "bfloat16"}, "saved with policy = 'params=bfloat16"),
+    ({"data": samples(27)}, r"data = .*\(27, 4\).* got one with .*\(26, 4\)"),
+    ({"data": (samples()[0].float(), samples()[1])}, "data = .'torch.float32"),
+    ({"data": (samples()[0] + 1, samples()[1])}, "saved with sha256 of data = "),
+    ({"factory": normed}, "expected the names of the model, got missing: "),
+    ({"tx": optim.adam(0.01)}, "expected the names of the model, got missing: "),
+    ({"loss_scale": DynamicLossScale()}, "names of the model, got missing: "),
+]
+NO_CALLS = [
+    ({"folds": 1}, r"folds=1\): expected a whole number >= 2"),
+    ({"folds": 27}, "at least one sample a fold, got 26"),
+    ({"epochs": 0}, r"cross_validate\(epochs=0\): expected"),
+    ({"batch_size": 0}, r"cross_validate\(batch_size=0\): expected"),
+    ({"at_once": 0}, r"cross_validate\(at_once=0\): expected"),
+    ({"data": (torch.ones(4, 4), torch.ones(3))}, "one batch size, got sizes"),
+    ({"criterion": None, "metric": accuracy}, "expected a criterion, which takes"),
+    ({"metric": lambda o, y: o}, r"one number for all samples, got shape \(8, 3\)"),
+    ({"policy": "float8"}, r"Policy.parse\('float8'\): expected dtypes"),
+    ({"factory": lambda k: ONE}, r"cross_validate\(factory\): expected a n"),
+    ({"factory": lambda k: nn.Linear(4, 3 + k)}, "expected shape"),
+    (
+        {"factory": lambda k: nn.Linear(4, 3 + k).double(), "at_once": 1},
+        r"cross_validate\(factory\): expected shape",
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"folds": 2}, "saved with folds = 2, got one with 3"),
-        ({"epochs": 9}, "saved with epochs = 9, got one with 3"),
-        ({"batch_size": 6}, "saved with batch_size = 6, got one with 5"),
-        ({"seed": 5}, "saved with seed = 5, got one with 4"),
-        ({"at_once": 1}, "saved with at_once = 1, got one with 3"),
-        ({"strategy": "loop"}, "saved with strategy = 'loop', got one with 'auto'"),
-        ({"metric": accuracy}, "saved with metric = True, got one with False"),
-        ({"policy": "bfloat16"}, "saved with policy = 'params=bfloat16"),
-        ({"data": samples(27)}, r"data = .*\(27, 4\).* got one with .*\(26, 4\)"),
-        ({"data": (samples()[0].float(), samples()[1])}, "data = .'torch.float32"),
-        ({"data": (samples()[0] + 1, samples()[1])}, "saved with sha256 of data = "),
-        ({"factory": normed}, "expected the names of the model, got missing: "),
-        ({"tx": optim.adam(0.01)}, "expected the names of the model, got missing: "),
-        ({"loss_scale": DynamicLossScale()}, "names of the model, got missing: "),
-    ],
+    ("resumes", "change", "message"),
+    [(True, *row) for row in OTHER_CALLS] + [(False, *row) for row in NO_CALLS],
 )
-def test_a_run_of_another_call_is_refused(change, message, begun):
+def test_a_call_that_does_not_fit_is_refused(resumes, change, message, begun):
     before = {path: path.read_bytes() for path in begun.glob("*/*")}
     with pytest.raises(ValueError, match=message):
-        run(folder=begun, **change)
+        run(folder=begun if resumes else None, **change)
     assert {path: path.read_bytes() for path in begun.glob("*/*")} == before
 
 
-@pytest.mark.parametrize("name", ["meta.json", "pieces-*"])
-def test_a_damaged_file_is_refused(begun, tmp_path, name):
+def test_a_damaged_or_older_file_is_refused_and_a_missing_one_begins(begun, tmp_path):
     shutil.copytree(begun, tmp_path / "new")
-    (path,) = (tmp_path / "new").glob(f"*/{name}")
-    whole = path.read_bytes()
-    changed = whole[:-2] + bytes([whole[-2] ^ 1]) + whole[-1:]
-    for content in (whole[:-100], whole[:20], b"", changed):
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match="got a damaged file"):
-            run(folder=tmp_path / "new")
-        assert path.read_bytes() == content
-
-
-def test_a_run_of_an_older_version_is_refused(tmp_path):
+    for name in ("meta.json", "pieces-*"):
+        (path,) = (tmp_path / "new").glob(f"*/{name}")
+        whole = path.read_bytes()
+        flipped = whole[:-2] + bytes([whole[-2] ^ 1]) + whole[-1:]
+        for content in (whole[:-100], b"", flipped):
+            path.write_bytes(content)
+            with pytest.raises(ValueError, match="got a damaged file"):
+                run(folder=tmp_path / "new")
+            assert path.read_bytes() == content
+        path.write_bytes(whole)
+    (tmp_path / "folds-0").mkdir()
+    assert_exact(run(folder=tmp_path), run(), 0)
     (tmp_path / "folds-0.safetensors").touch()
     with pytest.raises(ValueError, match="Finish a run with the version that began"):
         run(folder=tmp_path)
 
 
-def test_a_run_killed_before_its_first_checkpoint_begins(tmp_path):
-    (tmp_path / "folds-0").mkdir()
-    assert_exact(run(folder=tmp_path), run(), 0)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"folds": 1}, r"folds=1\): expected a whole number >= 2"),
-        ({"folds": 27}, "at least one sample a fold, got 26"),
-        ({"epochs": 0}, r"cross_validate\(epochs=0\): expected"),
-        ({"batch_size": 0}, r"cross_validate\(batch_size=0\): expected"),
-        ({"at_once": 0}, r"cross_validate\(at_once=0\): expected"),
-        ({"data": (torch.ones(4, 4), torch.ones(3))}, "one batch size, got sizes"),
-        ({"criterion": None, "metric": accuracy}, "expected a criterion, which takes"),
-        ({"metric": lambda o, y: o}, r"one number for all samples, got shape \(8, 3\)"),
-        ({"policy": "float8"}, r"Policy.parse\('float8'\): expected dtypes"),
-        ({"factory": lambda k: ONE}, r"cross_validate\(factory\): expected a n"),
-        ({"factory": lambda k: nn.Linear(4, 3 + k)}, "expected shape"),
-        (
-            {"factory": lambda k: nn.Linear(4, 3 + k).double(), "at_once": 1},
-            r"cross_validate\(factory\): expected shape",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        run(**change)
-
-
-@cache
-def under(policy):
-    dtype = Policy.parse(policy or "float32").compute_dtype
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "float32"])
+def test_policies_train_and_evaluate(policy):
+    dtype, (x, _) = Policy.parse(policy).compute_dtype, samples()
 
     def share(output, target):
         assert output.dtype == torch.float32
         assert torch.equal(output, output.to(dtype).float())
         return accuracy(output, target)
 
-    x, _ = samples()
-    data = (x.float(), (x[:, 0] > 0).long())
-    options = {"data": data, "metric": share, "tx": optim.adam(0.03)}
-    return run(lambda fold: normed().float(), policy=policy, **options)
-
-
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "float32"])
-def test_policies_train_and_judge(policy):
-    found, exact = under(policy), under(None)
-    assert_exact(found.losses, exact.losses, 0.1)
-    same = found.train_losses == exact.train_losses
+    options = {"data": (x.float(), (x[:, 0] > 0).long()), "tx": optim.adam(0.03)}
+    make = lambda fold: normed().float()  # noqa: E731
+    result = run(make, policy=policy, metric=share, **options)
+    exact = run(make, **options)
+    assert_exact(result.losses, exact.losses, 0.1)
+    same = result.train_losses == exact.train_losses
     assert same.all() if policy == "float32" else not same.any()
-    assert all(value.dtype == torch.float32 for value in found.params.values())
+    assert all(value.dtype == torch.float32 for value in result.params.values())
 
 
 def test_no_two_groups_draw_the_same():
-    found = run(at_once=1, metric=lambda output, target: torch.rand(()))
-    assert len(found.scores.unique()) == K * EPOCHS
+    result = run(at_once=1, metric=lambda output, target: torch.rand(()))
+    assert len(result.scores.unique()) == K * EPOCHS
 
 
 @pytest.mark.parametrize("scale", [None, DynamicLossScale(2.0**4, period=3)])
@@ -308,23 +285,22 @@ def test_skipped_steps_are_counted(scale):
     x, y = samples()
     _, held = fold_indices(K, len(x), seed=SEED)
     x[held[1, 0]] = torch.inf
-    found = run(data=(x, y), loss_scale=scale)
+    result = run(data=(x, y), loss_scale=scale)
     expected = torch.tensor([[1.0], [0.0], [1.0]]).expand(K, EPOCHS)
-    assert torch.equal(found.skipped, expected.double())
-    assert found.losses[[0, 2]].isfinite().all()
+    assert torch.equal(result.skipped, expected.double())
+    assert result.losses[[0, 2]].isfinite().all()
 
 
 def test_models_that_return_their_loss_and_dictionaries():
     x, y = samples()
 
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = mlp()
+    def own(fold):
+        return losses.Net(
+            lambda self, inputs, labels: {
+                "loss": F.cross_entropy(self.inner(inputs), labels)
+            },
+            inner=mlp(),
+        )
 
-        def forward(self, inputs, labels):
-            return {"loss": F.cross_entropy(self.inner(inputs), labels)}
-
-    data = ({"inputs": x, "labels": y},)
-    found = run(lambda fold: Own(), data=data, criterion=None)
-    assert_exact(found.losses, run().losses)
+    result = run(own, data=({"inputs": x, "labels": y},), criterion=None)
+    assert_exact(result.losses, run().losses)

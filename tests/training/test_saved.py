@@ -1,6 +1,5 @@
 """A loaded state is the saved one, or an error names the difference."""
 
-import math
 import stat
 
 import pytest
@@ -31,53 +30,45 @@ def test_a_state_comes_back_with_its_layout(create, scale, tmp_path):
     state = begun(create, seed=1, loss_scale=scale)
     other = begun(create, loss_scale=scale)
     save(tmp_path / "state", state, settings=SETTINGS)
-    found = load(str(tmp_path / "state"), other, settings=SETTINGS)
-    assert_exact(found, state, 0)
-    assert type(found) is type(state)
+    loaded = load(str(tmp_path / "state"), other, settings=SETTINGS)
+    assert_exact(loaded, state, 0)
+    assert type(loaded) is type(state)
     for name, value in state.params.items():
-        assert found.params[name].stride() == value.stride()
+        assert loaded.params[name].stride() == value.stride()
     assert not torch.equal(other.key, state.key)
-    found = [path.stat().st_mode for path in (tmp_path / "state").iterdir()]
-    assert {stat.S_IMODE(mode) for mode in found} == {0o600}
+    modes = {path.stat().st_mode for path in (tmp_path / "state").iterdir()}
+    assert {stat.S_IMODE(mode) for mode in modes} == {0o600}
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
 
 def test_a_donated_step_after_loading_leaves_the_template(tmp_path):
     state = begun(seed=1)
     save(tmp_path / "state", state)
-    found = load(tmp_path / "state", state)
-    step = train_step(
-        lambda params, _: params["0.bias"].sum(), optim.adam(0.1), donate=True
-    )
-    step(found)
+    loss = lambda params, _: params["0.bias"].sum()  # noqa: E731
+    train_step(loss, optim.adam(0.1), donate=True)(load(tmp_path / "state", state))
     assert_exact(load(tmp_path / "state", state), state, 0)
 
 
-@pytest.mark.parametrize(
-    ("settings", "options", "message"),
-    [
-        ({"lr": 0.2}, {}, "saved with lr = 0.2, got one with 0.1. Its run would"),
-        ({"sizes": [3]}, {}, r"saved with sizes = \[3\], got one with \[3, 2\]"),
-        ({"more": None}, {}, "saved with more = None, got one with no such setting"),
-        ({}, {"width": 3}, r"expected shape \(3, 4, 3, 3\) in "),
-        ({}, {"tx": optim.sgd(0.1)}, "got unexpected: "),
-        ({}, {"loss_scale": DynamicLossScale()}, "got missing: '.loss_scale.counter'"),
-    ],
-)
+REFUSED = [
+    ({"lr": 0.2}, {}, "saved with lr = 0.2, got one with 0.1. Its run would"),
+    ({"sizes": [3]}, {}, r"saved with sizes = \[3\], got one with \[3, 2\]"),
+    ({"more": None}, {}, "saved with more = None, got one with no such setting"),
+    ({}, {"width": 3}, r"expected shape \(3, 4, 3, 3\) in "),
+    ({}, {"tx": optim.sgd(0.1)}, "got unexpected: "),
+    ({}, {"loss_scale": DynamicLossScale()}, "got missing: '.loss_scale.counter'"),
+    ({"lr": float("nan")}, {}, "expected values of JSON.*finite as text"),
+]
+
+
+@pytest.mark.parametrize(("settings", "options", "message"), REFUSED)
 def test_another_state_is_refused(settings, options, message, tmp_path):
     save(tmp_path / "state", begun(), settings=SETTINGS)
+    before = (tmp_path / "state" / "meta.json").read_bytes()
     with pytest.raises(ValueError, match=message):
         load(tmp_path / "state", begun(**options), settings=settings)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_setting_that_json_lacks_is_refused_before_anything_is_written(
-    value, tmp_path
-):
-    save(tmp_path / "state", begun())
-    before = (tmp_path / "state" / "meta.json").read_bytes()
-    with pytest.raises(ValueError, match="expected values of JSON.*finite as text"):
-        save(tmp_path / "state", begun(), settings={"max_norm": value})
+    if settings.get("lr", 0) != settings.get("lr", 0):
+        with pytest.raises(ValueError, match=message):
+            save(tmp_path / "state", begun(), settings=settings)
     assert (tmp_path / "state" / "meta.json").read_bytes() == before
 
 
@@ -88,30 +79,35 @@ def test_other_content_is_refused(tmp_path):
         load(path, state)
     path.mkdir()
     (path / "index.safetensors").touch()
-    with pytest.raises(ValueError, match="Finish a run with the version that began"):
+    older = "Finish a run with the version that began it"
+    with pytest.raises(ValueError, match=older):
         load(path, state)
     save(path, state)  # beside files of an older version
     assert_exact(load(path, state), state, 0)
     (path / "index.safetensors").rename(tmp_path / "file")
-    with pytest.raises(ValueError, match="Finish a run with the version that began"):
+    with pytest.raises(ValueError, match=older):
         load(tmp_path / "file", state)
     with pytest.raises(TypeError, match="expected a tensor at "):
         save(path, {"steps": 3})
 
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
-DTYPES += [torch.bool, torch.uint8, torch.complex64]
+def test_a_meta_file_whose_checksum_is_wrong_is_refused(tmp_path):
+    save(tmp_path / "run", begun(), settings=SETTINGS)
+    path = tmp_path / "run" / "meta.json"
+    path.write_text(path.read_text().replace('"lr": 0.1', '"lr": 0.2'))
+    with pytest.raises(ValueError, match="got a damaged file .its checksum does not"):
+        load(tmp_path / "run", begun(), settings={"lr": 0.2})
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "name", ["weight", "a/b", "../../c", "/d", "a.b", "\u00e4", ""]
-)
-def test_names_of_entries_are_no_names_of_files(name, dtype, tmp_path):
-    values = {name: torch.tensor([[1, 0, 1]]).to(dtype), "empty": torch.zeros(2, 0)}
+@pytest.mark.parametrize("name", ["weight", "a/b", "../../c", "/d", "a.b", "ä", ""])
+def test_names_of_entries_are_no_names_of_files(name, tmp_path):
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
+    dtypes += [torch.bool, torch.uint8, torch.complex64]
+    values = {f"{name}{x}": torch.tensor([[1, 0, 1]]).to(x) for x in dtypes}
+    values |= {name: torch.ones(2), "empty": torch.zeros(2, 0)}
     save(tmp_path / "run", values)
-    found = load(tmp_path / "run", vgrad.tree.tree_map(torch.zeros_like, values))
-    assert_exact(found, values, 0)
+    loaded = load(tmp_path / "run", vgrad.tree.tree_map(torch.zeros_like, values))
+    assert_exact(loaded, values, 0)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert len(list((tmp_path / "run").iterdir())) == 2
 
@@ -120,11 +116,9 @@ def test_an_ensemble_comes_back_with_parameters_that_require_grad(tmp_path):
     models = [nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)) for _ in range(3)]
     _, params, buffers = vgrad.stack(models)
     save(tmp_path / "ensemble", (params, buffers))
-    like = vgrad.stack(models[::-1])[1:]
-    found = load(tmp_path / "ensemble", like)
-    assert_exact(found, (params, buffers), 0)
-    assert all(each.is_leaf and each.requires_grad for each in found[0].values())
-    assert not any(each.requires_grad for each in found[1].values())
-    fewer = vgrad.stack(models[:2])[1:]
+    loaded = load(tmp_path / "ensemble", vgrad.stack(models[::-1])[1:])
+    assert_exact(loaded, (params, buffers), 0)
+    assert all(x.is_leaf and x.requires_grad for x in loaded[0].values())
+    assert not any(x.requires_grad for x in loaded[1].values())
     with pytest.raises(ValueError, match=r"expected shape \(2, 4, 3\) in "):
-        load(tmp_path / "ensemble", fewer)
+        load(tmp_path / "ensemble", vgrad.stack(models[:2])[1:])

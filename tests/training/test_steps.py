@@ -1,13 +1,19 @@
-"""What the steps have in common: the losses that they take, aux and donation."""
+"""A step is its parts: gradients in plain torch, clipping and noise, an optimizer."""
+
+import copy
+import itertools
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 import vgrad
-from tests import oracle
+from tests import losses, oracle
+from tests.oracle import assert_exact
 from vgrad import optim
-from vgrad.precision import StaticLossScale
+from vgrad.precision import DynamicLossScale, NoOpLossScale, StaticLossScale
 from vgrad.training import (
     EnsembleState,
     TrainState,
@@ -16,7 +22,230 @@ from vgrad.training import (
     train_step,
 )
 
-E = 3
+E, B = 3, 6
+KINDS = ["train", "samples", "private", "ensemble"]
+every_kind = pytest.mark.parametrize("kind", KINDS)
+MODELS = pytest.mark.parametrize("kind", ["train", "ensemble"])
+SGD = optim.sgd(0.1)
+
+
+def plan(**changes):
+    fields = {"noise_multiplier": 1.0, "max_norm": 0.5, "steps": 12, "delta": 1e-5}
+    return vgrad.dp.Plan(
+        **{"dataset_size": 100, "sampling_rate": 0.08, **fields, **changes}
+    )
+
+
+class Aux:
+    """A loss with aux: twice its value, and a parameter."""
+
+    def __init__(self, loss):
+        self.loss = loss
+
+    def __call__(self, params, *rest):
+        value = self.loss(params, *rest)
+        return value, {"twice": 2 * value, "weight": params["0.weight"]}
+
+    def with_buffers(self, params, *rest):
+        value, new = self.loss.with_buffers(params, *rest)
+        return (value, {"twice": 2 * value, "weight": params["0.weight"]}), new
+
+
+def begun(kind, dtype=torch.float64, tx=SGD, held=None, chosen=None, **options):
+    """Return models, a step, its first state, and ten batches."""
+    torch.manual_seed(0)
+    whole, many = kind in ("train", "ensemble"), kind == "ensemble"
+    models = [
+        nn.Sequential(
+            nn.Linear(5, 8, bias=False),
+            nn.BatchNorm1d(8) if whole else nn.Identity(),
+            nn.Tanh(),
+            nn.Linear(8, 3),
+        ).to(dtype)
+        for _ in range(E if many else 1)
+    ]
+    fmodel, params, buffers = (
+        vgrad.stack(models) if many else vgrad.make_functional_with_buffers(*models)
+    )
+    loss = (vgrad.batch_loss if whole else vgrad.sample_loss)(fmodel, F.cross_entropy)
+    loss = Aux(loss) if options.get("has_aux") else loss
+    params = {name: value.detach().clone() for name, value in params.items()}
+    if kind == "private":
+        step = private_step(loss, tx, chosen or plan(), **options)
+    elif many:
+        step = ensemble_train_step(loss, tx, **{"in_dims": 0, **options})
+    else:
+        step = train_step(loss, tx, **options)
+    create = EnsembleState.create if many else TrainState.create
+    state = create(tx, params, buffers, seed=3, loss_scale=held)
+    size = (10, len(models), B) if many else (10, B)
+    return models, step, state, [*torch.randn(*size, 5, dtype=dtype)]
+
+
+def targets(x):
+    return torch.arange(x[..., 0].numel()).reshape(x.shape[:-1]) % 3
+
+
+def set_gradients(kind, model, x, y, policy, key, number):
+    """Set the gradients of a model by torch alone; return its loss."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=policy == "mixed_bfloat16"):
+        value = F.cross_entropy(model(x), y)
+    model.zero_grad()
+    value.backward()
+    if kind == "private":
+        good = x.isfinite().all(1)
+        run = losses.CASES["mlp"].run
+        grads = oracle.model_gradients(model, run, (x[good], y[good]), int(good.sum()))
+        loss = vgrad.sample_loss(None, F.cross_entropy)
+        clipped = vgrad.clipped_grad(loss, max_norm=0.5, normalize_by=8.0)
+        dtype = model[0].weight.dtype
+        means = {n: (g / 8).to(dtype) for n, g in oracle.clipped(grads, 0.5).items()}
+        means = plan().add_noise(means, clipped.sensitivity, key=key, step=number)
+        for name, parameter in model.named_parameters():
+            parameter.grad = means[name]
+    return value.detach()
+
+
+DYNAMIC = DynamicLossScale(2.0**12, period=3)
+SPOILED = {"loss_scale": DYNAMIC, "spoiled": (2, 3, 8)}
+OPTIONS = {
+    "plain": {},
+    "bfloat16": {"policy": "mixed_bfloat16"},
+    "static scale": {"loss_scale": StaticLossScale(1234.567)},
+    "skipped": SPOILED,
+    "donated": {"donate": True},
+    "donated, skipped": {"donate": True, **SPOILED},
+    "aux": {"has_aux": True},
+    "all": {"donate": True, "has_aux": True, **SPOILED},
+    "chunks": {"chunk_size": 4},
+    "compiled": {"compiled": True},
+    "compiled, skipped": {"compiled": True, **SPOILED},
+    "compiled, all": {"compiled": True, "donate": True, "has_aux": True, **SPOILED},
+}
+
+
+REFUSED = {("samples", name) for name in OPTIONS if "has_aux" in OPTIONS[name]}
+REFUSED |= {(kind, "chunks") for kind in KINDS if kind != "private"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [pair for pair in itertools.product(KINDS, OPTIONS) if pair not in REFUSED],
+)
+def test_a_step_is_its_parts(kind, name):
+    options = dict(OPTIONS[name])
+    spoiled, compiled = options.pop("spoiled", ()), options.pop("compiled", False)
+    policy, scale = options.get("policy"), options.get("loss_scale")
+    dtype, tolerance = (torch.float32, 0.03) if policy else (torch.float64, 1e-10)
+    tx = optim.sgd(0.1, momentum=0.9)
+    models, step, state, data = begun(kind, dtype, tx, **options)
+    step = vgrad.compile(step) if compiled else step
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
+    dtypes, powers, outside = _dtypes(state[:3]), [], torch.get_rng_state()
+    for number, x in enumerate(data):
+        y, bad = targets(x), number in spoiled
+        if bad:
+            x[(1, 2) if kind == "ensemble" else 2] = torch.inf
+        old, place = state, state.params["0.weight"].data_ptr()
+        before = pytree.tree_map(torch.clone, state)
+        state, metrics = step(state, x, y)
+        values, skipped = [], []
+        for member, (model, optimizer) in enumerate(
+            zip(models, optimizers, strict=True)
+        ):
+            mine = (x[member], y[member]) if kind == "ensemble" else (x, y)
+            statistics = copy.deepcopy(dict(model.named_buffers()))
+            value = set_gradients(kind, model, *mine, policy, before.key, number)
+            values.append(value)
+            skips = bad and kind != "private" and (kind != "ensemble" or member == 1)
+            skipped.append(skips)
+            if not skips:
+                optimizer.step()
+            for entry, buffer in model.named_buffers() if skips else ():
+                buffer.copy_(statistics[entry])
+        # Parameters, buffers, and the metrics.
+        entries = [model.state_dict() for model in models]
+        expected = pytree.tree_map(lambda *each: torch.stack(each), *entries)
+        if kind != "ensemble":
+            expected, values, skipped = entries[0], values[0], skipped[0]
+        assert_exact({**state.params, **state.buffers}, dict(expected), tolerance)
+        values = torch.stack(values) if kind == "ensemble" else values
+        if not bad:
+            assert_exact(metrics["loss"], values, tolerance)
+        assert metrics["loss"].dtype == dtype
+        if kind == "private":
+            assert int(metrics["samples"]) == B
+            assert int(metrics["nonfinite"]) == bad
+        else:
+            is_there = scale is not None or kind == "ensemble"
+            assert ("skipped" in metrics) == is_there
+            assert not is_there or metrics["skipped"].tolist() == skipped
+            assert ("loss_scale" in metrics) == (scale is not None)
+        if "has_aux" in options:
+            twice, weight = metrics["aux"]["twice"], metrics["aux"]["weight"]
+            if kind == "private":
+                twice, weight = twice.mean(), weight[0]
+            assert_exact(twice, 2 * metrics["loss"], 0 if kind == "train" else 1e-12)
+            assert_exact(weight, before.params["0.weight"], 0)
+        # The states: the old one is as it was, or written into.
+        assert int(state.step) == number + 1
+        assert _dtypes(state[:3]) == dtypes
+        assert not any(leaf.requires_grad for leaf in pytree.tree_leaves(state))
+        in_place = "donate" in options and not (bad and kind != "private")
+        if kind != "ensemble" or number <= 2:  # then counts of members differ
+            assert (state.params["0.weight"].data_ptr() == place) == in_place
+        assert bool(old.params) != in_place
+        if not options.get("donate"):
+            assert_exact(old, before, 0)
+        if scale is DYNAMIC:
+            powers.append(state.loss_scale.loss_scale.log2().tolist())
+    assert torch.equal(torch.get_rng_state(), outside)
+    if scale is DYNAMIC:
+        seen = [12, 12, 11, 10, 10, 10, 11, 11, 10, 10]
+        never = [12, 12, 13, 13, 13, 14, 14, 14, 15, 15]
+        rows = zip(never, seen, never, strict=True)
+        assert powers == (list(map(list, rows)) if kind == "ensemble" else seen)
+
+
+def _dtypes(tree):
+    return [leaf.dtype for leaf in pytree.tree_leaves(tree)]
+
+
+@every_kind
+@pytest.mark.parametrize("policy", ["mixed_float16", "float16", "bfloat16", "float64"])
+def test_the_state_keeps_its_dtypes_under_a_policy(kind, policy):
+    """Float16 scales the loss by default; running statistics are torch's."""
+    tx = optim.adamw(0.01)
+    models, step, start, data = begun(kind, torch.float32, tx, policy=policy)
+    state, metrics = step(start, data[0], targets(data[0]))
+    assert _dtypes(state[:3]) == _dtypes(start[:3])
+    assert metrics["loss"].dtype == {"float64": torch.float64}.get(
+        policy, torch.float32
+    )
+    assert metrics["loss"].isfinite().all()
+    default = StaticLossScale if kind == "private" else DynamicLossScale
+    scaled = policy in ("mixed_float16", "float16")
+    assert type(state.loss_scale) is (default if scaled else NoOpLossScale)
+    if scaled:
+        power = 10 if kind == "private" else 15
+        assert (state.loss_scale.loss_scale == 2.0**power).all()
+    if kind == "train":
+        models[0](data[0])
+        assert_exact(state.buffers, dict(models[0].named_buffers()), 0.02)
+
+
+@every_kind
+@pytest.mark.parametrize("given", [None, DynamicLossScale()])
+def test_a_scale_in_the_state_goes_before_the_one_of_the_step(kind, given):
+    held = StaticLossScale(2.0**5)
+    _, step, state, data = begun(kind, held=held, loss_scale=given)
+    new, _ = step(state, data[0], targets(data[0]))
+    assert isinstance(new.loss_scale, StaticLossScale)
+    assert (torch.as_tensor(new.loss_scale.loss_scale) == 2.0**5).all()
+
+
+# Losses of one's own.
+
 X = torch.tensor([[1.0, 2.0], [3.0, 5.0]], dtype=torch.float64)
 
 
@@ -24,8 +253,12 @@ def mean(params, buffers, x):
     return (params["w"] * x * buffers["factor"]).mean()
 
 
+def dropped(params, buffers, x):
+    return F.dropout(params["w"].expand(100), 0.5).mean() * x.mean()
+
+
 class Counting:
-    """A loss of one's own that changes a buffer."""
+    """A loss that changes a buffer."""
 
     def __call__(self, params, buffers, x):
         return mean(params, buffers, x)
@@ -34,157 +267,230 @@ class Counting:
         return mean(params, buffers, x), {"factor": buffers["factor"] + 1}
 
 
-class WithAux(Counting):
-    """The same with what it found on its way."""
-
-    def with_buffers(self, params, buffers, x):
-        value, new = super().with_buffers(params, buffers, x)
-        return (value, {"twice": 2 * value, "rows": (params["w"] * x,)}), new
-
-
-def with_aux(params, buffers, x):
-    return WithAux().with_buffers(params, buffers, x)[0]
-
-
-def entries():
-    double = torch.ones(2, dtype=torch.float64)
-    return {"w": double}, {"factor": torch.tensor(0.1, dtype=torch.float64)}
-
-
-def plain(tx, loss, **options):
-    return train_step(loss, tx, **options), TrainState.create(tx, *entries())
-
-
-def together(tx, loss, **options):
-    many = [
-        {name: torch.stack([value] * E) for name, value in each.items()}
-        for each in entries()
-    ]
+def of_loss(kind, loss, params=None, buffers=None, tx=SGD, **options):
+    """Return a step of a loss of dictionaries, and its first state."""
+    double = torch.ones((), dtype=torch.float64)
+    params = {"w": double.clone()} if params is None else params
+    buffers = {"factor": 0.1 * double} if buffers is None else buffers
+    if kind == "private":
+        step = private_step(loss, tx, options.pop("chosen", plan()), **options)
+        return step, TrainState.create(tx, params, buffers, seed=0)
+    if kind == "train":
+        return train_step(loss, tx, **options), TrainState.create(tx, params, buffers)
+    many = [{n: torch.stack([v] * E) for n, v in x.items()} for x in (params, buffers)]
     return ensemble_train_step(loss, tx, **options), EnsembleState.create(tx, *many)
 
 
-def private(tx, loss, **options):
-    fields = {"noise_multiplier": 1.0, "max_norm": 0.5, "steps": 5, "delta": 1e-5}
-    plan = vgrad.dp.Plan(dataset_size=100, sampling_rate=0.08, **fields)
-    return private_step(loss, tx, plan, **options), TrainState.create(
-        tx, *entries(), seed=0
-    )
-
-
-STEPS = {"train_step": plain, "ensemble_train_step": together}
-BOTH = pytest.mark.parametrize("name", STEPS)
-ALL = pytest.mark.parametrize("make", [plain, together, private])
-
-
-@BOTH
+@MODELS
 @pytest.mark.parametrize("policy", [None, "mixed_bfloat16", "bfloat16"])
 @pytest.mark.parametrize("loss", [mean, Counting()])
-def test_steps_take_losses_with_and_without_buffers(name, policy, loss):
+def test_steps_take_losses_with_and_without_buffers(kind, policy, loss):
     """A plain function leaves every bit of the buffers, whatever a policy casts."""
-    step, state = STEPS[name](optim.sgd(1.0), loss, policy=policy)
-    new, metrics = step(state, X)
-    factor = state.buffers["factor"] + (loss is not mean)
-    tolerance = 2e-2 if policy else 1e-12
-    oracle.assert_exact(new.buffers["factor"], factor, tolerance if policy else 0)
-    if loss is mean:
-        oracle.assert_exact(new.buffers, state.buffers, 0)
-    moved = (state.params["w"] - new.params["w"]).expand(E, 2)
-    oracle.assert_exact(moved, (X.mean(0) * 0.05).expand(E, 2), tolerance)
-    value = metrics["loss"].expand(E).double()
-    oracle.assert_exact(value, (0.1 * X.mean()).expand(E), tolerance)
+    step, state = of_loss(kind, loss, policy=policy)
+    new, _ = step(state, X)
+    changed, tolerance = loss is not mean, 2e-2 if policy else 1e-12
+    factor = state.buffers["factor"] + changed
+    assert_exact(new.buffers["factor"], factor, tolerance if changed and policy else 0)
+    moved = state.params["w"] - new.params["w"]
+    assert_exact(moved, (X.mean() * 0.01).expand(moved.shape), tolerance)
 
 
-@BOTH
-def test_steps_refuse_what_is_no_loss(name):
-    with pytest.raises(TypeError, match=rf"^{name}\(loss='mse'\): expected a function"):
-        STEPS[name](optim.sgd(0.1), "mse")
+@pytest.mark.parametrize("kind", ["train", "private", "ensemble"])
+def test_random_numbers_come_from_the_state(kind):
+    options = {"randomness": "different"} if kind != "train" else {}
+    step, start = of_loss(kind, dropped, **options)
+    x, outside = torch.ones(4, 2), torch.get_rng_state()
+    one, first = step(start, x)
+    _, again = step(start, x)
+    _, second = step(one._replace(params=start.params), x)
+    _, other = step(start.fork(), x)
+    assert torch.equal(torch.get_rng_state(), outside)
+    assert torch.equal(first["loss"], again["loss"])
+    assert not torch.equal(first["loss"], second["loss"])
+    assert not torch.equal(first["loss"], other["loss"])
 
 
-def test_an_ensemble_refuses_losses_of_one_sample():
-    with pytest.raises(TypeError, match="expected a loss of a whole batch, got one of"):
-        together(optim.sgd(0.1), vgrad.sample_loss(None, F.mse_loss))
+def test_a_mean_over_samples_drops_for_each_of_them():
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(nn.Linear(2, 1))
+    loss = vgrad.sample_loss(fmodel, lambda out, y: F.dropout(out * 0 + y, 0.5).mean())
+    state = TrainState.create(SGD, params, buffers)
+    _, metrics = train_step(loss, SGD)(state, torch.ones(64, 2), torch.ones(64))
+    assert 0 < metrics["loss"] < 2  # one mask for all would give 0 or 2
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("train_step", {}),
-        *[("ensemble_grad", {"strategy": each}) for each in ("loop", "vmap", "hybrid")],
-    ],
-)
-def test_what_is_no_scalar_is_refused_when_called(name, options):
-    make = plain if name == "train_step" else together
-    for loss, more, message in (
-        (lambda p, b, x: p["w"] * x[0], {}, r"without .* got torch.float64 \(2,\)\."),
-        (
-            lambda p, b, x: (p["w"] > x).sum(),
-            {},
-            r"a real tensor .* torch.int64 \(\)\.",
-        ),
-        (lambda p, b, x: mean(p, b, x) * 1j, {}, r"a real tensor .* torch.complex"),
-        (lambda p, b, x: 1.0, {}, "without dimensions .* got float"),
-        (mean, {"has_aux": True}, r"\(scalar, aux\), got a Tensor\."),
-        (with_aux, {}, "without dimensions .* got tuple"),
-    ):
-        step, state = make(optim.sgd(0.1), loss, **options, **more)
-        with pytest.raises(ValueError, match=rf"^{name}\(loss.*expected.*{message}"):
-            step(state, X)
+@MODELS
+def test_a_loss_that_is_a_parameter_is_not_written_into(kind):
+    loss = lambda p, b: (p["w"], {"w": p["w"]})  # noqa: E731
+    step, state = of_loss(kind, loss, donate=True, has_aux=True)
+    before = state.params["w"].clone()
+    _, metrics = step(state)
+    assert torch.equal(metrics["loss"], before)
 
 
-@BOTH
-@pytest.mark.parametrize("loss", [with_aux, WithAux()])
-@pytest.mark.parametrize("scale", [None, StaticLossScale(4.0)])
-def test_aux_is_in_the_metrics_without_scale_and_graph(name, loss, scale):
-    for strategy in ("loop", "vmap", "hybrid") if name != "train_step" else (None,):
-        options = {} if strategy is None else {"strategy": strategy}
-        make = STEPS[name]
-        step, state = make(
-            optim.sgd(0.1), loss, has_aux=True, loss_scale=scale, **options
-        )
-        new, metrics = step(state, X)
-        aux, lead = metrics["aux"], () if strategy is None else (E,)
-        oracle.assert_exact(aux["twice"], 2 * metrics["loss"], 0)
-        oracle.assert_exact(aux["rows"], (X.expand(*lead, 2, 2),), 0)
-        assert not aux["rows"][0].requires_grad
-        bare, _ = make(optim.sgd(0.1), Counting(), loss_scale=scale, **options)
-        oracle.assert_exact(new.params, bare(state, X)[0].params, 0)
-    assert "aux" not in bare(state, X)[1]
+SHARED_MEMORY = {
+    "kept": lambda p: {"own": p["w"]},
+    "in part": lambda p: {"own": p["w"][:, 1:]},
+    "made": lambda p: {"own": torch.zeros_like(p["w"])},
+}
 
 
-def test_aux_of_a_private_step_is_that_of_the_samples():
-    step, state = private(optim.sgd(0.1), with_aux, has_aux=True)
-    _, metrics = step(state, X)
-    oracle.assert_exact(metrics["aux"]["rows"], (X,), 0)
-    _, metrics = step(state, X[:0])
-    assert metrics["aux"] is None
+@pytest.mark.parametrize("name", SHARED_MEMORY)
+@pytest.mark.parametrize("kind", ["train", "private", "ensemble"])
+def test_buffers_in_the_memory_of_parameters_stay_as_they_were(kind, name):
+    class Loss:
+        def __call__(self, params, buffers, *batch):
+            return params["w"].square().sum()
 
+        def with_buffers(self, params, buffers, *batch):
+            new = {"own": params["w"].detach()} if name == "made" else buffers
+            return self(params, buffers), new
 
-def test_aux_of_ensemble_grad_comes_beside_the_result():
-    _, state = together(optim.sgd(0.1), mean)
-    given = state.params, state.buffers, X
-    expected = vgrad.ensemble_grad(mean)(*given)
-    found, aux = vgrad.ensemble_grad(with_aux, has_aux=True)(*given)
-    oracle.assert_exact(found, expected, 0)
-    oracle.assert_exact(aux["twice"], 2 * expected.losses, 0)
-
-
-@ALL
-@pytest.mark.parametrize("scale", [None, StaticLossScale(4.0)])
-def test_a_donated_step_has_the_numbers_of_a_pure_one(make, scale):
-    """What is skipped is not written to, and what was given away is empty."""
-    tx, ends = optim.adam(0.01), []
+    make, create, loss = {
+        "train": (train_step, TrainState.create, Loss()),
+        "private": (private_step, TrainState.create, Loss().__call__),
+        "ensemble": (ensemble_train_step, EnsembleState.create, Loss()),
+    }[kind]
+    chosen, batch = ((plan(),), (torch.ones(4, 2),)) if kind == "private" else ((), ())
+    ends = []
     for donate in (False, True):
-        step, state = make(tx, mean, donate=donate, loss_scale=scale)
-        state = state._replace(params={"w": state.params["w"].clone()})
-        for number in range(4):
-            place, old = state.params["w"].data_ptr(), state
-            before = {"w": state.params["w"].clone()}
-            bad = number == 2 and make is not private and (scale or make is together)
-            state, _ = step(state, X * torch.inf if bad else X)
-            if bad:
-                oracle.assert_exact(state.params, before, 0)
-            in_place = donate and not bad
-            assert (state.params["w"].data_ptr() == place) == in_place
-            assert bool(old.params) != in_place
-        ends.append((state.params, state.optimizer))
-    oracle.assert_exact(*ends, 1e-12)
+        params = {"w": torch.ones(2, 4, dtype=torch.float64)}
+        state = create(SGD, params, SHARED_MEMORY[name](params), seed=0)
+        state, _ = make(loss, SGD, *chosen, donate=donate)(state, *batch)
+        ends.append((state.params, state.buffers))
+    assert_exact(*ends, 1e-12)
+
+
+@pytest.mark.parametrize("around", ["the data", "a step", "all"])
+@MODELS
+def test_inference_mode_changes_no_number(around, kind):
+    """Plain autograd records nothing there, and saves nothing that was made there."""
+
+    def trained(around):
+        with torch.inference_mode(around == "all"):
+            options = {"in_dims": None} if kind == "ensemble" else {}
+            _, step, state, data = begun(kind, **options)
+        with torch.inference_mode(around in ("the data", "all")):
+            x = (data[0][0] if options else data[0]).clone()
+        with torch.inference_mode(around in ("a step", "all")):
+            return step(state, x, targets(x))[0].params
+
+    assert_exact(trained(around), trained("nothing"), 0)
+
+
+def test_a_group_norm_has_the_backward_pass_of_its_kernel():
+    """Which takes half the time and memory of the formula that has derivatives."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.GroupNorm(2, 6), nn.Linear(6, 3))
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    step = train_step(vgrad.batch_loss(fmodel, F.cross_entropy), SGD)
+    state = TrainState.create(SGD, params, buffers)
+    with torch.profiler.profile() as seen:
+        step(state, torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]))
+    assert "aten::native_group_norm_backward" in {
+        each.key for each in seen.key_averages()
+    }
+
+
+def test_small_updates_are_kept_by_master_weights():
+    loss = lambda p, b, x: (p["w"] * x).mean()  # noqa: E731
+    tx, params = optim.sgd(2.0**-12), {"w": torch.ones(1)}
+    step, state = of_loss("train", loss, params, tx=tx, policy="bfloat16")
+    for _ in range(8):
+        state, _ = step(state, torch.ones(4, 1))
+    assert torch.equal(state.params["w"], torch.tensor([1 - 8 * 2.0**-12]))
+
+
+def test_gradients_too_small_for_float16_train_with_a_scale_only():
+    def tiny(params, buffers, x):
+        return F.linear(x, params["w"]).tanh().float().mean() * 1e-8
+
+    x, params, tx = torch.randn(6, 5), {"w": torch.randn(3, 5)}, optim.sgd(1e6)
+    moved = {}
+    for scale in (NoOpLossScale(), StaticLossScale(2.0**20), None):
+        policy = "float64" if scale is None else "mixed_float16"
+        options = {"policy": policy, "loss_scale": scale}
+        step, state = of_loss("train", tiny, params, tx=tx, **options)
+        moved[type(scale)] = step(state, x)[0].params["w"] - params["w"]
+    assert_exact(moved[StaticLossScale], moved[type(None)], 5e-3)
+    assert not moved[NoOpLossScale].any()
+
+
+# Privacy.
+
+
+def product(params, buffers, x):
+    return (params["w"] * x).sum()
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1])
+def test_noise_has_the_level_of_the_plan_and_is_drawn_once_a_step(chunk_size):
+    options = {"chosen": plan(noise_multiplier=2.0), "chunk_size": chunk_size}
+    loss, params = lambda *given: product(*given) * 0, {"w": torch.zeros(200_000)}
+    step, state = of_loss("private", loss, params, tx=optim.sgd(1.0), **options)
+    new, _ = step(state, torch.zeros(4, 1))
+    assert float(new.params["w"].std()) == pytest.approx(2.0 * 0.5 / 8, rel=0.006)
+
+
+def test_an_empty_batch_is_a_step_of_pure_noise():
+    _, step, start, data = begun("private", has_aux=True)
+    state, metrics = step(start, data[0][:0], targets(data[0])[:0])
+    assert (int(state.step), int(metrics["samples"])) == (1, 0)
+    assert metrics["aux"] is None
+    for name, value in start.params.items():
+        assert not torch.equal(state.params[name], value)
+
+
+def test_a_batch_may_be_the_whole_data_set_and_no_more():
+    _, step, state, (x, *_) = begun("private", chosen=plan(dataset_size=5))
+    with pytest.raises(ValueError, match=r"at most the 5 samples .* got 6\."):
+        step(state, x, targets(x))
+    step(state, x[:5], targets(x[:5]))
+
+
+def test_keys_differ_between_runs_unless_a_seed_says_otherwise():
+    for seed in (None, 1):
+        keys = [TrainState.create(SGD, {"w": X}, {}, seed=seed).key for _ in range(2)]
+        assert torch.equal(*keys) == (seed is not None)
+
+
+def test_a_run_that_goes_on_repeats_batches_and_releases():
+    chosen, data = plan(), torch.arange(200.0).reshape(100, 2).sin()
+    step = private_step(product, SGD, chosen)
+
+    def run(state, steps):
+        released = []
+        for indices, _ in zip(chosen.sampler(state), range(steps), strict=False):
+            state, _ = step(state, data[indices])
+            released.append((indices, state.params["w"]))
+        return state, released
+
+    saved, _ = run(TrainState.create(SGD, {"w": torch.zeros(2)}, {}), 3)
+    (_, lost), (_, again) = run(saved, 4), run(copy.deepcopy(saved), 4)
+    assert [indices for indices, _ in lost] == [indices for indices, _ in again]
+    assert_exact([w for _, w in lost], [w for _, w in again], 0)
+    assert len({tuple(indices) for indices, _ in lost}) == 4
+
+
+def test_runs_from_copies_of_one_state_need_a_fork():
+    """Without one, the difference of two releases is the difference of clipped sums."""
+    size, chosen = 20_000, plan(noise_multiplier=100.0)
+    params, x = {"w": torch.zeros(size).double()}, torch.ones(1, size).double()
+    options = {"tx": optim.sgd(1.0), "chosen": chosen}
+    step, state = of_loss("private", product, params, **options)
+    clipped, grid = 0.5 / size**0.5 / 8, 2.0**-16 * 100 * 0.5 / 8
+    one, other = (step(state, each)[0].params["w"] for each in (x, x[:0]))
+    torch.testing.assert_close(other - one, clipped * x[0], rtol=0, atol=grid)
+    forked = state.fork()
+    assert not torch.equal(forked.key, state.key)
+    assert_exact(forked._replace(key=state.key), state, 0)
+    another = step(forked, x[:0])[0].params["w"]
+    correlation = float(torch.corrcoef(torch.stack([one, another]))[0, 1])
+    assert abs(correlation) < 5 / size**0.5
+
+
+@pytest.mark.parametrize("kind", [TrainState, EnsembleState])
+def test_a_state_that_is_printed_does_not_show_its_key(kind):
+    state = kind.create(SGD, {"w": torch.zeros(2)}, {})
+    for text in (repr(state), str((state,)), f"{state}"):
+        assert text.count("key=<secret>") == 1
+        assert "uint8" not in text
+        assert f"{kind.__name__}(params={{'w': tensor([0., 0.])}}" in text

@@ -2,12 +2,10 @@
 
 * `load`: the model or the ensemble in the folder of a run, as `train` saved it
 
-Their options stand in `vgrad_command`, which lies outside of the package, and
-`commands.py` runs them. `settings.py` has the arguments of a run of `train`. The run
-reads its data (`data.py`), builds its model (`models.py`), prepares its trainers
-(`setup.py`), and takes its steps (`run.py`). It leaves a state, a model
-(`checkpoint.py`) and figures (`metrics.py`) in a folder, and a report of them
-(`report.py`).
+The options stand in `vgrad_command`, outside of the package; `commands.py` runs them. A
+run of `train` has arguments (`settings.py`), data (`data.py`) and a model
+(`models.py`), is prepared (`setup.py`), and takes its steps (`run.py`). It leaves a
+state, a model and figures in a folder (`checkpoint.py`), and a report (`report.py`).
 """
 
 from vgrad.cli.checkpoint import load

@@ -1,11 +1,12 @@
-"""What a run leaves in its folder: the state it can go on from, and the model.
+"""The files of a run: the state it can go on from, the model, and the figures.
 
 `state.safetensors` is the truth: every tensor of the training, the secret key included,
 and a description of the run. The key reveals the noise, so only its owner may read the
 file. `state.json` repeats the description for people. `model.safetensors` holds
 parameters and buffers and is the only file meant for release. In the run of an ensemble
-`ensemble.safetensors` and its description `ensemble.json` take its place. Nothing is
-pickled.
+`ensemble.safetensors` and its description `ensemble.json` take its place. Figures have
+a line of JSON for each epoch; they are computed from the private data without noise and
+are not for release. Nothing is pickled.
 
 Anybody can write a state and seal it. It may neither name a file that is not one of the
 run's, nor claim a progress that its tensors and figures do not have: a run goes on only
@@ -13,30 +14,32 @@ after all of that has been checked here.
 """
 
 import json
+import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
 
 from vgrad import checks, files, tree
-from vgrad.cli import metrics, models
+from vgrad.cli import models
 from vgrad.cli.settings import TABLE, check, optional, several, shape_of
 from vgrad.files import Description
 from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
 from vgrad.typing import Buffers, Params, Tree
-from vgrad_command import MOST_EPOCHS, TEXT, whole
+from vgrad_command import MOST_EPOCHS, TEXT, number, whole
 
 STATE = "state.safetensors"
 STATE_TEXT = "state.json"
 STATES = (STATE, STATE_TEXT)
 MODEL = "model.safetensors"
-
 ENSEMBLE = "ensemble.safetensors"
 ENSEMBLE_TEXT = "ensemble.json"
-
 FILES = (*STATES, MODEL, ENSEMBLE, ENSEMBLE_TEXT)
+
+FIGURES = {"private": "metrics.jsonl", "plain": "plain.jsonl"}
+"""The figures of the two runs, private and plain SGD."""
 
 _LONGEST_TEXT = 2**20
 """Bytes of a description, which has a few hundred."""
@@ -44,17 +47,23 @@ _LONGEST_TEXT = 2**20
 _MOST_IN_A_FILE = 2**20
 """Members, beyond which the size of an entry may not fit into 64 bits."""
 
-STATE_KIND = "training state"
-MODEL_KIND = "model"
-ENSEMBLE_KIND = "ensemble"
-
+_STATE_KIND = "training state"
 _SECTIONS = ("arguments", "lengths", "data", "plan", "model", "machine", "forms")
 """Dictionaries in the description of every state."""
+
+# States.
+
+
+class States(NamedTuple):
+    """The states of a run, as the file names them; () where there is none."""
+
+    private: Any = ()
+    plain: Any = ()
 
 
 def save_state(folder: Path, state: Tree, description: Description) -> None:
     """Make this the state that a run goes on from, however it ends."""
-    description = {"kind": STATE_KIND, **description}
+    description = {"kind": _STATE_KIND, **description}
     tensors = tree.state_dict(state)
     files.write_tensors(folder / STATE, tensors, description, private=True)
     files.replace(folder / STATE_TEXT, _text(description), private=True)
@@ -62,11 +71,11 @@ def save_state(folder: Path, state: Tree, description: Description) -> None:
 
 def read_state(folder: Path) -> tuple[dict[str, Tensor], Description]:
     """Read the tensors by name and the description. Raises as `files.read_tensors`."""
-    return files.read_tensors(folder / STATE, STATE_KIND)
+    return files.read_tensors(folder / STATE, _STATE_KIND)
 
 
-def check_said(before: Description) -> None:
-    """Raise a ValueError if a state lacks what every state says."""
+def check_entries(before: Description) -> None:
+    """Raise a ValueError if a state lacks an entry that every state has."""
     kinds = {"step": whole(0), **dict.fromkeys(_SECTIONS, TABLE)}
     kinds["extended"] = optional(several(whole(1, MOST_EPOCHS)))
     check(STATE, before, kinds)
@@ -75,7 +84,7 @@ def check_said(before: Description) -> None:
 def check_members(tensors: Mapping[str, Tensor], members: int) -> None:
     """Raise a ValueError if an ensemble's state has more or fewer members.
 
-    To make a template of as many as its description claims may take all memory.
+    A template of as many members as its description claims could take all memory.
     """
     plain = [t for name, t in tensors.items() if name.startswith(".plain.params")]
     if members > 1 and any(not t.numel() or t.shape[:1] != (members,) for t in plain):
@@ -83,18 +92,13 @@ def check_members(tensors: Mapping[str, Tensor], members: int) -> None:
 
 
 def restored(template: Tree, tensors: dict[str, Tensor]) -> Tree:
-    """Put tensors that were read in the place of those of a template.
-
-    Raises:
-        ValueError: names, shapes or dtypes differ.
-    """
-    expected = tree.state_dict(template)
-    tree.check_fit(STATE, expected, tensors)
+    """Return a template with the tensors read; a ValueError if they do not fit."""
+    tree.check_fit(STATE, tree.state_dict(template), tensors)
     return tree.load_state_dict(template, tensors)
 
 
-def refuse_differences(before: Description, now: Description) -> None:
-    """Raise a ValueError if something is not as it was when the run started."""
+def check_same(before: Description, now: Description) -> None:
+    """Raise a ValueError if an entry is not as it was when the run started."""
     for section, entries in now.items():
         for name, value in entries.items():
             recorded = before[section].get(name)
@@ -106,7 +110,7 @@ def refuse_differences(before: Description, now: Description) -> None:
                 )
 
 
-def refuse_progress(
+def check_progress(
     folder: Path,
     before: Description,
     *,
@@ -114,9 +118,9 @@ def refuse_progress(
     ends: Sequence[int],
     names: Collection[str],
 ) -> None:
-    """Raise if the states, or the figures in the folder, are not those of the step.
+    """Raise if the states, or the figures in the folder, are not those at the step.
 
-    `taken` are the steps that the states have taken, `ends` those at which an epoch
+    `taken` are the steps that the states have taken, `ends` the steps at which an epoch
     ends, `names` the files that have figures.
     """
     path, step, lengths = folder / STATE, before["step"], before["lengths"]
@@ -133,32 +137,132 @@ def refuse_progress(
         )
     past = [end for end in ends if end <= step]
     for name in names:
-        if [line.step for line in metrics.read(folder / name, lengths[name])] != past:
+        if [line.step for line in read(folder / name, lengths[name])] != past:
             raise ValueError(
                 f"{folder / name}: expected one line for each of {len(past)} epochs, "
                 f"got others. The file was changed after it was written."
             )
 
 
+# Figures.
+
+
+class Record(NamedTuple):
+    """The figures after one epoch; None stands for NaN or infinity, and for no figure.
+
+    Attributes:
+        step: how many steps have been taken.
+        loss: mean over the samples of the epoch's batches.
+        test_accuracy: share of the held-out samples that are classified rightly.
+        epsilon: privacy spent so far; None for the run without privacy.
+        samples_per_second: training alone.
+        loss_scale: of the next step; None, and not written, where there is none.
+        skipped: steps of the epoch that were left out because a gradient was not
+            finite, which private steps never are; written beside a loss scale.
+        member_accuracies: of an ensemble. Its loss is the mean over the members, its
+            loss scale their smallest; skipped steps and samples are sums.
+    """
+
+    step: int
+    loss: float | None
+    test_accuracy: float
+    epsilon: float | None
+    samples_per_second: float
+    loss_scale: float | None = None
+    skipped: int | None = None
+    member_accuracies: list[float] | None = None
+
+
+_KINDS = {
+    "step": whole(0),
+    "loss": optional(number()),
+    "test_accuracy": number(0, 1),
+    "epsilon": optional(number(0)),
+    "samples_per_second": number(0),
+    "loss_scale": optional(number(0)),
+    "skipped": optional(whole(0)),
+    "member_accuracies": optional(several(number(0, 1))),
+}
+
+
+def append(path: Path, record: Record) -> int:
+    """Add a line, wait until it is on the disk, and return the length of the file."""
+    entries = {
+        name: value
+        for name, value in record._asdict().items()
+        if value is not None or name not in Record._field_defaults
+    }
+    descriptor = _open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    with open(descriptor, "a", encoding="ascii") as file:
+        file.write(json.dumps(entries, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(descriptor)
+        return file.tell()
+
+
+def cut(path: Path, length: int) -> None:
+    """Cut off the lines of steps after the saved state."""
+    if os.path.lexists(path):
+        with open(_open(path, os.O_RDWR), "r+b") as file:
+            file.truncate(length)
+            os.fsync(file.fileno())
+
+
+def read(path: Path, length: int) -> list[Record]:
+    """Read the first `length` bytes, which are the lines of the saved state.
+
+    Raises:
+        OSError: the file cannot be read, or is a link.
+        ValueError: it is shorter than that, or holds something else.
+    """
+    content = b""
+    if os.path.lexists(path):
+        with open(_open(path, os.O_RDONLY), "rb") as file:
+            content = file.read(min(length, os.fstat(file.fileno()).st_size))
+    if len(content) < length:
+        raise ValueError(
+            f"{path}: expected the {length} bytes of the saved state, got "
+            f"{len(content)}. The file was changed after it was written."
+        )
+    records = []
+    for i, line in enumerate(content.splitlines(), start=1):
+        where = f"{path}, line {i}"
+        try:
+            entries = files.from_json(line)
+        except ValueError as error:
+            message = f"{where}: expected JSON, got an error: {error}"
+            raise ValueError(message) from error
+        check(where, entries, _KINDS)
+        records.append(Record(**{name: entries.get(name) for name in Record._fields}))
+    return records
+
+
+def _open(path: Path, flags: int) -> int:
+    """Open a file of the folder, for its owner alone: no link is followed, no pipe."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    if flags & (os.O_WRONLY | os.O_RDWR):
+        os.fchmod(descriptor, 0o600)
+    return descriptor
+
+
+# Models.
+
+
 def save_model(
     folder: Path, params: Params, buffers: Buffers, description: Description
 ) -> None:
-    """Write the model; the description needs `model`, a spec, and `shape`."""
-    description = {"kind": MODEL_KIND, **description}
-    files.write_tensors(folder / MODEL, {**params, **buffers}, description)
+    """Write a model, or an ensemble `[E, ...]`, whose description has `members`.
 
-
-def save_members(
-    folder: Path, params: Params, buffers: Buffers, description: Description
-) -> None:
-    """Write an ensemble `[E, ...]`; the description needs `members` too.
-
-    The text comes first: the privacy that it says was spent is then never less than
-    what the members in the other file have spent.
+    The description needs `model`, a spec, and `shape`. The text of an ensemble comes
+    first: the privacy that it says was spent is then never less than the members in the
+    other file have spent.
     """
-    files.replace(folder / ENSEMBLE_TEXT, _text(description))
-    said = {"kind": ENSEMBLE_KIND, "members": description["members"]}
-    files.write_tensors(folder / ENSEMBLE, {**params, **buffers}, said)
+    name, metadata = MODEL, {"kind": "model", **description}
+    if "members" in description:
+        files.replace(folder / ENSEMBLE_TEXT, _text(description))
+        name = ENSEMBLE
+        metadata = {"kind": "ensemble", "members": description["members"]}
+    files.write_tensors(folder / name, {**params, **buffers}, metadata)
 
 
 def read_model(
@@ -168,58 +272,49 @@ def read_model(
 
     `named` is the model as the caller names it, which only code from outside of this
     package needs, and `member` the one member of an ensemble to read. Nothing larger
-    than the file is made from what the file says.
+    than the file is made from the sizes in the file.
 
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: a file is damaged, or does not fit the model.
     """
     if holds_ensemble(folder):
-        path = folder / ENSEMBLE_TEXT
-        description = _read_text(path)
+        path, called = folder / ENSEMBLE_TEXT, "expected the description of an ensemble"
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: {called}, got no file.")
+        try:
+            with path.open("rb") as file:
+                description = files.from_json(file.read(_LONGEST_TEXT))
+        except ValueError as error:
+            damaged = f"{path}: {called}, got a damaged file ({error})."
+            raise ValueError(damaged) from error
         check(str(path), description, {"members": whole(1, _MOST_IN_A_FILE)})
-        fmodel, *entries = _template(path, description, named)
+        fmodel, params, buffers = _template(path, description, named)
         path, count = folder / ENSEMBLE, description["members"]
-        tensors, said = files.read_tensors(path, ENSEMBLE_KIND)
-        if said.get("members") != count:
+        tensors, metadata = files.read_tensors(path, "ensemble")
+        if metadata.get("members") != count:
             raise ValueError(
-                f"{path}: expected {count} members, got {said.get('members')!r}."
+                f"{path}: expected {count} members, got {metadata.get('members')!r}."
             )
         if member is not None and member >= count:
             raise ValueError(
                 f"{path}: expected a file with member {member}, got {count} members."
             )
-        entries = [_blank(values, count) for values in entries]
+        params, buffers = _blank(params, count), _blank(buffers, count)
     else:
         path = folder / MODEL
-        tensors, description = files.read_tensors(path, MODEL_KIND)
-        fmodel, *entries = _template(path, description, named)
-    tree.check_fit(str(path), {**entries[0], **entries[1]}, tensors)
+        tensors, description = files.read_tensors(path, "model")
+        fmodel, params, buffers = _template(path, description, named)
+    tree.check_fit(str(path), {**params, **buffers}, tensors)
     rows = ... if member is None else member
     params, buffers = (
         {
             name: tensors[name][rows].clone().requires_grad_(like.requires_grad)
-            for name, like in each.items()
+            for name, like in entries.items()
         }
-        for each in entries
+        for entries in (params, buffers)
     )
     return fmodel, params, buffers, description
-
-
-def _read_text(path: Path) -> Description:
-    """Read what the description of an ensemble says."""
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path}: expected the description of an ensemble, got no file."
-        )
-    try:
-        with path.open("rb") as file:
-            return files.from_json(file.read(_LONGEST_TEXT))
-    except ValueError as error:
-        raise ValueError(
-            f"{path}: expected the description of an ensemble, got a damaged file "
-            f"({error})."
-        ) from error
 
 
 def _template(
@@ -228,36 +323,35 @@ def _template(
     """Make a model as a file describes it, with values of its own."""
     check(str(path), description, {"model": TEXT, "shape": TABLE})
     spec, shape = description["model"], shape_of(str(path), description["shape"])
-    models.named_again(str(path), spec, named)
-    own = spec in models.MODELS
-    model = models.outline(spec, shape) if own else models.build(spec, shape, seed=0)
+    models.check_named(str(path), spec, named)
+    ours = spec in models.MODELS
+    model = models.outline(spec, shape) if ours else models.build(spec, shape, seed=0)
     fmodel, params, buffers = make_functional_with_buffers(model)
     return fmodel.eval(), params, buffers
 
 
-def _blank(values: Mapping[str, Tensor], *axes: int) -> dict[str, Tensor]:
-    """Make entries `[*axes, *shape]` on the CPU, without memory of their own."""
+def _blank(values: Mapping[str, Tensor], members: int) -> dict[str, Tensor]:
+    """Make entries `[E, *shape]` on the CPU, without memory of their own."""
     return {
         name: torch.zeros((), dtype=t.dtype, requires_grad=t.requires_grad).expand(
-            *axes, *t.shape
+            members, *t.shape
         )
         for name, t in values.items()
     }
 
 
 def _text(description: Description) -> bytes:
-    """Write a description for people to read."""
     return (json.dumps(description, indent=2) + "\n").encode()
 
 
 def holds_ensemble(folder: Path) -> bool:
-    """Tell whether a folder holds an ensemble; a ValueError if it holds a model too."""
-    found = [name for name in (ENSEMBLE, ENSEMBLE_TEXT) if (folder / name).exists()]
-    if found and (folder / MODEL).exists():
+    """Return whether a folder holds an ensemble; a ValueError if it has a model too."""
+    names = [name for name in (ENSEMBLE, ENSEMBLE_TEXT) if (folder / name).exists()]
+    if names and (folder / MODEL).exists():
         raise ValueError(
-            f"{folder}: expected the folder of one run, got {MODEL} and {found[0]}."
+            f"{folder}: expected the folder of one run, got {MODEL} and {names[0]}."
         )
-    return bool(found)
+    return bool(names)
 
 
 @overload
@@ -273,7 +367,7 @@ def load(
 def load(
     folder: str | Path, *, member: int | None = None, model: str | None = None
 ) -> nn.Module | tuple[FunctionalModel, Params, Buffers]:
-    """Rebuild what `python -m vgrad train` left in a folder, a model or an ensemble.
+    """Rebuild the model or the ensemble that `python -m vgrad train` left in a folder.
 
     A model is a module. An ensemble (`train --members E`) is `(fmodel, params,
     buffers)` with entries `[E, *shape]`, as `vgrad.stack` makes them. `member=i` reads
@@ -300,16 +394,16 @@ def load(
         >>> model(torch.zeros(5, 1, 1, 4)).shape
         torch.Size([5, 3])
     """
-    where = Path(folder)
-    alone = not holds_ensemble(where)
+    path = Path(folder)
+    single = not holds_ensemble(path)
     if member is not None:
         [member] = checks.whole("load", least=0, member=member)
-        if alone and (where / MODEL).exists():
+        if single and (path / MODEL).exists():
             raise ValueError(
                 f"load(member={member}): expected the folder of an ensemble, got "
-                f"{where}, which holds one model. Leave member out."
+                f"{path}, which holds one model. Leave member out."
             )
-    fmodel, params, buffers, _ = read_model(where, named=model, member=member)
-    if alone or member is not None:
+    fmodel, params, buffers, _ = read_model(path, named=model, member=member)
+    if single or member is not None:
         return fmodel.to_module(params, buffers).eval()
     return fmodel, params, buffers

@@ -46,8 +46,9 @@ class Dataset(NamedTuple):
 
     def to(self, device: torch.device) -> "Dataset":
         """Move the tensors to a device."""
-        moved = [tensor.to(device) for tensor in self[:4]]
-        return Dataset(*moved, classes=self.classes)
+        return Dataset(
+            *(tensor.to(device) for tensor in self[:4]), classes=self.classes
+        )
 
 
 def load(source: str, *, seed: int) -> Dataset:
@@ -61,19 +62,16 @@ def load(source: str, *, seed: int) -> Dataset:
     digits are split; the others come split.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it cannot be read, or its arrays do not fit.
+        FileNotFoundError, ValueError: there is no such file, or it does not fit.
         ModuleNotFoundError: the package that has the data is not installed.
     """
-    if source not in SOURCES and not source.endswith(".npz"):
-        raise ValueError(
-            f"--data {source}: expected {', '.join(SOURCES)} or a file named *.npz."
-        )
-    if source not in SOURCES and not Path(source).is_file():
-        raise FileNotFoundError(f"--data {source}: expected a file, got none there.")
     try:
         if source in SOURCES:
             return _checked({**SOURCES[source](seed), "classes": _PUBLIC_CLASSES})
+        if not source.endswith(".npz"):
+            raise ValueError(f"expected {', '.join(SOURCES)} or a file named *.npz.")
+        if not Path(source).is_file():
+            raise FileNotFoundError(f"--data {source}: expected a file, got none.")
         return _checked(_read_npz(Path(source)))
     except ValueError as error:
         raise ValueError(f"--data {source}: {error}") from error
@@ -107,12 +105,12 @@ def _torchvision(name: str, _: int) -> Arrays:
     folder, read = Path.home() / ".cache" / "vgrad", getattr(datasets, name)
     arrays: Arrays = {}
     for split in ("train", "test"):
-        found = read(folder, train=split == "train", download=True)
-        images = np.asarray(found.data)
+        dataset = read(folder, train=split == "train", download=True)
+        images = np.asarray(dataset.data)
         if images.ndim == 4:  # torchvision keeps colours last
             images = images.transpose(0, 3, 1, 2)
         arrays[f"x_{split}"] = images
-        arrays[f"y_{split}"] = np.asarray(found.targets)
+        arrays[f"y_{split}"] = np.asarray(dataset.targets)
     return arrays
 
 
@@ -124,22 +122,17 @@ SOURCES: dict[str, Callable[[int], Arrays]] = {
 
 
 def _read_npz(path: Path) -> Arrays:
-    """Read the arrays of a file, without pickle."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            arrays = {
-                key: np.asarray(archive[key])
-                for key in (*KEYS, "classes")
-                if key in archive
-            }
+            names = [key for key in (*KEYS, "classes") if key in archive]
+            arrays = {key: np.asarray(archive[key]) for key in names}
     except Exception as error:
         # A damaged archive or header raises errors of many types.
         raise ValueError(
             f"expected arrays of numbers as numpy.savez writes them, got "
             f"{type(error).__name__}: {error}"
         ) from error
-    missing = [key for key in KEYS if key not in arrays]
-    if missing:
+    if missing := [key for key in KEYS if key not in arrays]:
         raise ValueError(
             f"expected the keys {', '.join(KEYS)}, but {', '.join(missing)} is missing."
         )
@@ -148,37 +141,35 @@ def _read_npz(path: Path) -> Arrays:
 
 def _checked(arrays: Mapping[str, Any]) -> Dataset:
     """Check arrays and make tensors of them."""
-    images, labels = {}, {}
-    for split in ("train", "test"):
-        x, y = f"x_{split}", f"y_{split}"
-        images[split], labels[split] = _images(x, arrays[x]), _labels(y, arrays[y])
-        if len(images[split]) != len(labels[split]):
+    x_train, y_train, x_test, y_test = (
+        _images(key, arrays[key]) if key[0] == "x" else _labels(key, arrays[key])
+        for key in KEYS
+    )
+    for split, x, y in (("train", x_train, y_train), ("test", x_test, y_test)):
+        if len(x) != len(y):
             raise ValueError(
-                f"expected as many labels as images, got {len(labels[split])} in {y} "
-                f"and {len(images[split])} in {x}."
+                f"expected as many labels as images, got {len(y)} in y_{split} and "
+                f"{len(x)} in x_{split}."
             )
-    sizes = [tuple(each.shape[1:]) for each in images.values()]
-    if sizes[0] != sizes[1]:
+    if x_train.shape[1:] != x_test.shape[1:]:
         raise ValueError(
-            f"expected images of one size, got {sizes[0]} in x_train and {sizes[1]} in "
-            f"x_test."
+            f"expected images of one size, got {tuple(x_train.shape[1:])} in x_train "
+            f"and {tuple(x_test.shape[1:])} in x_test."
         )
-    largest = max(int(each.max()) for each in labels.values())
-    given = np.asarray(arrays.get("classes", largest + 1))
-    if given.ndim != 0 or given.dtype.kind not in "iu":
+    largest = max(int(y_train.max()), int(y_test.max()))
+    count = np.asarray(arrays.get("classes", largest + 1))
+    if count.ndim != 0 or count.dtype.kind not in "iu":
         raise ValueError(
-            f"expected one whole number in classes, got {given.dtype} of shape "
-            f"{given.shape}."
+            f"expected one whole number in classes, got {count.dtype} of shape "
+            f"{count.shape}."
         )
-    classes = int(given)
+    classes = int(count)
     if not 2 <= classes <= MOST_CLASSES or largest >= classes:
         raise ValueError(
             f"expected labels from 0 to classes - 1 of at least two classes and at "
             f"most {MOST_CLASSES}, got the label {largest} and {classes} classes."
         )
-    return Dataset(
-        images["train"], labels["train"], images["test"], labels["test"], classes
-    )
+    return Dataset(x_train, y_train, x_test, y_test, classes)
 
 
 def _images(key: str, array: np.ndarray) -> Tensor:  # float32 [N, C, H, W]

@@ -13,8 +13,6 @@ import hashlib
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,7 +48,6 @@ class Shape(NamedTuple):
 
 def cnn(*, channels: int, height: int, width: int, classes: int) -> nn.Module:
     """Two convolutions with tanh, average pooling between them, one linear layer."""
-    _check_size("cnn", height, width, least=2)
     return nn.Sequential(
         nn.Conv2d(channels, 16, 3, padding=1),
         nn.Tanh(),
@@ -93,7 +90,6 @@ class Residual(nn.Module):
 
 def resnet(*, channels: int, height: int, width: int, classes: int) -> nn.Module:
     """Two residual blocks with GroupNorm at 16 and 32 channels, nine layers deep."""
-    _check_size("resnet", height, width, least=4)
     return nn.Sequential(
         nn.Conv2d(channels, 16, 3, padding=1),
         Residual(16),
@@ -107,12 +103,10 @@ def resnet(*, channels: int, height: int, width: int, classes: int) -> nn.Module
     )
 
 
-MODELS: dict[str, Callable[..., nn.Module]] = {
-    "cnn": cnn,
-    "mlp": mlp,
-    "resnet": resnet,
-}
+MODELS = {"cnn": cnn, "mlp": mlp, "resnet": resnet}
 
+_LEAST = {"cnn": 2, "mlp": 1, "resnet": 4}
+"""Pixels on each side, which the pooling of a net needs."""
 
 _PIXELS = 64
 """In the images for which the learning rates of `cnn` and `resnet` are meant."""
@@ -124,10 +118,10 @@ def rate(spec: str, shape: Shape) -> float:
     The convolutional nets flatten their features of all pixels. The curvature of the
     loss grows with their number, so the rate falls.
     """
-    found = RATES[spec if spec in MODELS else "a factory"]
+    rate = RATES[spec if spec in MODELS else "a factory"]
     if spec in ("cnn", "resnet"):
-        found *= min(1, _PIXELS / (shape.height * shape.width))
-    return found
+        rate *= min(1, _PIXELS / (shape.height * shape.width))
+    return rate
 
 
 def build(spec: str, shape: Shape, *, seed: int) -> nn.Module:
@@ -136,11 +130,6 @@ def build(spec: str, shape: Shape, *, seed: int) -> nn.Module:
     `spec` is a key of `MODELS` or `module:factory`. A factory is imported, with the
     current directory on the path, and called with the keyword arguments `channels`,
     `height`, `width` and `classes`. Torch's own generator is left as it was.
-
-    Raises:
-        ValueError: no model has this name, or the factory fails, or a net of this
-            package would be too large.
-        TypeError: the factory returns something other than a module.
     """
     with kept_random_state(()):
         if spec in MODELS:
@@ -150,11 +139,12 @@ def build(spec: str, shape: Shape, *, seed: int) -> nn.Module:
 
 
 def outline(spec: str, shape: Shape) -> nn.Module:
-    """Make a net of this package without its values, on the device `meta`.
-
-    Raises:
-        ValueError: the images are too small for it, or it has too many parameters.
-    """
+    """Make a net of this package without its values, on the device `meta`."""
+    if min(shape.height, shape.width) < _LEAST[spec]:
+        raise ValueError(
+            f"--model {spec}: expected at least {_LEAST[spec]} x {_LEAST[spec]} "
+            f"pixels, got {shape.height} x {shape.width}. Use --model mlp."
+        )
     with torch.device("meta"):
         model = MODELS[spec](**shape._asdict())
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -167,7 +157,7 @@ def outline(spec: str, shape: Shape) -> nn.Module:
     return model
 
 
-def named_again(where: str, spec: str, again: str | None) -> None:
+def check_named(where: str, spec: str, again: str | None) -> None:
     """Refuse the model in a file, unless it is of this package or named by the user."""
     if again is None and spec not in MODELS:
         raise ValueError(
@@ -180,20 +170,6 @@ def named_again(where: str, spec: str, again: str | None) -> None:
             f"{where}: expected the model {again!r}, got {spec!r}. Name the one that "
             f"the file does, if you trust it."
         )
-
-
-@contextmanager
-def tried(spec: str, shape: Shape, *, private: bool) -> Iterator[None]:
-    """Turn any error of a model in a block into one with the model and its images."""
-    try:
-        yield
-    except Exception as error:
-        # Code of the user's own may raise anything; the cause is kept.
-        needs = " and has per-sample gradients" if private else ""
-        raise ValueError(
-            f"--model {spec}: expected a model that scores {shape.classes} classes for "
-            f"images {list(shape[:3])}{needs}, got {type(error).__name__}: {error}"
-        ) from error
 
 
 def source_digest(spec: str) -> str | None:
@@ -212,30 +188,24 @@ def under(precision: str, fmodel: FunctionalModel) -> FunctionalModel:
 
 def warn_if_slow(precision: str, device: str) -> None:
     """Warn if a run in float16 or bfloat16 goes to a CPU that is slow in it."""
-    if torch.device(device).type != "cpu" or kernels.cpu_multiplies(
-        getattr(torch, precision)
-    ):
-        return
-    if precision == "bfloat16":
-        advice = "float32"
-    elif not kernels.cpu_multiplies(torch.bfloat16):
-        advice = "float32 (bfloat16 is as slow here)"
-    else:
-        advice = "bfloat16"
-    warnings.warn(
-        f"--precision {precision}: this CPU lacks the instructions for {precision}. "
-        f"Convolutions and products of large matrices can take 50 times as long as in "
-        f"float32, or longer. Use --precision {advice}, or a GPU.",
-        stacklevel=2,
-    )
+    fast = kernels.cpu_multiplies
+    if torch.device(device).type == "cpu" and not fast(getattr(torch, precision)):
+        advice = "bfloat16" if fast(torch.bfloat16) else "float32"
+        warnings.warn(
+            f"--precision {precision}: this CPU lacks the instructions for "
+            f"{precision}. Convolutions and products of large matrices can take 50 "
+            f"times as long as in float32, or longer. Use --precision {advice}, or a "
+            f"GPU.",
+            stacklevel=2,
+        )
 
 
 def instructions() -> list[str]:
     """List the CPU's instructions for float16 and bfloat16, which decide rounding."""
     # Older torch has no such function.
-    found = getattr(torch.cpu, "get_capabilities", dict)()
-    low = {name for name in found if "f16" in name or "fp16" in name}
-    return sorted(name for name in low if found[name])
+    present = getattr(torch.cpu, "get_capabilities", dict)()
+    low = {name for name in present if "f16" in name or "fp16" in name}
+    return sorted(name for name in low if present[name])
 
 
 def _made(spec: str, shape: Shape) -> nn.Module:
@@ -262,11 +232,3 @@ def _made(spec: str, shape: Shape) -> nn.Module:
             f"{type(model).__name__}."
         )
     return model
-
-
-def _check_size(model: str, height: int, width: int, *, least: int) -> None:
-    if min(height, width) < least:
-        raise ValueError(
-            f"--model {model}: expected at least {least} x {least} pixels, got "
-            f"{height} x {width}. Use --model mlp."
-        )

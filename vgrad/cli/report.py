@@ -15,10 +15,11 @@ import math
 import statistics
 import textwrap
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,66 +32,83 @@ from torch import Tensor
 
 from vgrad import files
 from vgrad.cli import checkpoint
-from vgrad.cli.metrics import FIGURES, RUNS, Record
-from vgrad.cli.setup import Job, Pair
+from vgrad.cli.checkpoint import FIGURES, Record
+from vgrad.cli.setup import Job, stacked
 from vgrad.ensemble.calibration import reliability
-from vgrad.ensemble.prediction import class_prediction
+from vgrad.ensemble.prediction import EnsemblePrediction
 from vgrad_command import printable, spelled
+
+TITLES = {"private": "private SGD", "plain": "plain SGD"}
+
+Figures = Mapping[str, Sequence[Record]]
+"""The records of the private and of the plain run, if each is trained."""
 
 # The console.
 
 COLUMNS = ("loss", "held-out accuracy", "epsilon", "samples/s")
 
-
-class _Lines:
-    """One line after each epoch, for logs."""
-
-    def __init__(self, epochs: int) -> None:
-        self._epochs = epochs
-
-    def step(self, taken: int) -> None:
-        """Print nothing."""
-
-    def epoch(self, number: int, private: Record | None, plain: Record) -> None:
-        """Print the figures, with plain SGD in brackets beside private SGD."""
-        own, beside = _figures([private or plain]), _figures([plain])
-        if not plain.member_accuracies:
-            del own["members"]
-        words = [
-            f"{name} {value} ({beside[name]})" if private else f"{name} {value}"
-            for name, value in own.items()
-        ]
-        say("  ".join([f"epoch {number}/{self._epochs}", *words]))
+NO_CLAIM = (
+    "The noise can be reproduced from the seed: the epsilon of this run may not be "
+    "claimed."
+)
 
 
-class _Bar:
-    """A bar below a table of the latest figures, for terminals."""
+def say(text: str) -> None:
+    """Print a line at once, so that it stays in order on a terminal too."""
+    print(printable(text), flush=True)
 
-    def __init__(self, live: Live, bar: Progress, steps: int) -> None:
-        self._live, self._bar = live, bar
-        self._task = bar.add_task("", total=steps, epoch=0)
 
-    def step(self, taken: int) -> None:
-        """Move the bar."""
-        self._bar.update(self._task, completed=taken)
+def announce(job: Job, ranks: int) -> None:
+    """Print data, model, steps and privacy of a run before its first step."""
+    settings, plan, count = job.settings, job.plan, job.settings.members
+    sizes = f"{len(job.data.y_train)} training and {len(job.data.y_test)} held-out"
+    start = job.trainers["plain"].start.params.values()
+    params = sum(value.numel() for value in start) // count
+    members = f", {count} members" if count > 1 else ""
+    steps = f"{job.ends[-1]} steps{' of each member' if count > 1 else ''}"
+    steps += f" on {ranks} ranks" if ranks > 1 else ""
+    noise = "without privacy."
+    if plan:
+        noise = (
+            f"sampling rate {plan.sampling_rate:.4g} and noise multiplier "
+            f"{plan.noise_multiplier:.4g}. In brackets: without privacy."
+        )
+    say(
+        f"{settings.data}: {sizes} samples. {settings.model}: {params} "
+        f"parameters{members}. {steps} at learning rate {settings.lr:g}, {noise}"
+    )
+    if plan and count > 1:
+        say(f"All members share the budget: {plan.steps} steps on the same data.")
+    for line in extensions(job):
+        say(line)
+    if settings.reproducible_noise:
+        say(NO_CLAIM)
+    if plan:
+        say(
+            "The figures of each epoch are computed from the private data without "
+            "noise: they are not for release."
+        )
 
-    def epoch(self, number: int, private: Record | None, plain: Record) -> None:
-        """Show the figures above the bar."""
-        self._bar.update(self._task, epoch=number)
-        figures = _console_table([private] if private else [], [plain])
-        self._live.update(Group(figures, self._bar))
+
+Display = tuple[Callable[[int], None], Callable[[int, Mapping[str, Record]], None]]
+"""Functions of the steps taken, and of the number of an epoch and its figures."""
 
 
 @contextmanager
-def display(steps: int, epochs: int) -> Iterator[_Lines | _Bar]:
-    """Show the progress of a run: a bar on a terminal, else one line per epoch.
-
-    The training loop calls `step` with the number of steps taken, and `epoch` with the
-    figures after one; the first figures are None without privacy.
-    """
+def display(steps: int, epochs: int) -> Iterator[Display]:
+    """Show the progress of a run: a bar on a terminal, else one line per epoch."""
     console = Console()
+
+    def line(number: int, records: Mapping[str, Record]) -> None:
+        first, *beside = (_texts([record]) for record in records.values())
+        words = [f"epoch {number}/{epochs}"]
+        for name, text in first.items():
+            brackets = "".join(f" ({texts[name]})" for texts in beside)
+            words.append(f"{name} {text}{brackets}")
+        say("  ".join(words))
+
     if not console.is_interactive:
-        yield _Lines(epochs)
+        yield lambda taken: None, line
         return
     bar = Progress(
         TextColumn("epoch {task.fields[epoch]}/" + str(epochs)),
@@ -99,60 +117,46 @@ def display(steps: int, epochs: int) -> Iterator[_Lines | _Bar]:
         TimeRemainingColumn(),
         console=console,
     )
+    task = bar.add_task("", total=steps, epoch=0)
+
+    def above(number: int, records: Mapping[str, Record]) -> None:
+        bar.update(task, epoch=number)
+        latest = {run: [record] for run, record in records.items()}
+        live.update(Group(_console_table(latest), bar))
+
     with Live(bar, console=console, transient=True) as live:
-        yield _Bar(live, bar, steps)
+        yield lambda taken: bar.update(task, completed=taken), above
 
 
-def say(text: str) -> None:
-    """Print a line at once, so that it stays in order on a terminal too."""
-    print(printable(text), flush=True)
-
-
-def show_table(private: Sequence[Record], plain: Sequence[Record]) -> None:
-    """Print the figures at the end of two runs."""
-    Console().print(_console_table(private, plain))
-
-
-def _console_table(private: Sequence[Record], plain: Sequence[Record]) -> Table:
-    made = Table("", box=None)
+def _console_table(figures: Figures) -> Table:
+    table = Table("", box=None)
     for column in COLUMNS:
-        made.add_column(column, justify="right")
-    for cells in last_figures(private, plain):
-        made.add_row(*cells)
-    return made
+        table.add_column(column, justify="right")
+    for cells in last_figures(figures):
+        table.add_row(*cells)
+    return table
 
 
-def last_figures(
-    private: Sequence[Record], plain: Sequence[Record]
-) -> list[tuple[str, ...]]:
-    """Return the last figures of two runs, of which one may have no records.
-
-    The run of an ensemble has a line for each member too.
-    """
-    found: list[tuple[str, ...]] = []
-    for title, records in zip(RUNS, (private, plain), strict=True):
-        if not records:
-            continue
-        figures = _figures(records)
-        del figures["members"]
-        found.append((title, *figures.values()))
+def last_figures(figures: Figures) -> list[tuple[str, ...]]:
+    """Return a row of the last figures of each run, and of each member."""
+    rows: list[tuple[str, ...]] = []
+    for run, records in figures.items():
+        texts = _texts(records)
+        texts.pop("members", None)
+        rows.append((TITLES[run], *texts.values()))
         for number, share in enumerate(records[-1].member_accuracies or []):
-            found.append((f"  member {number}", "", percent(share), "", ""))
-    return found
+            rows.append((f"  member {number}", "", percent(share), "", ""))
+    return rows
 
 
-def _figures(records: Sequence[Record]) -> dict[str, str]:
+def _texts(records: Sequence[Record]) -> dict[str, str]:
     """Return the last figures of a run as text; the speed is the median of all."""
     last = records[-1]
-    speeds = [each.samples_per_second for each in records]
-    members = last.member_accuracies or [math.nan]
-    return {
-        "loss": decimals(last.loss),
-        "accuracy": percent(last.test_accuracy),
-        "members": f"{percent(min(members))} to {percent(max(members))}",
-        "epsilon": decimals(last.epsilon),
-        "samples/s": f"{statistics.median(speeds):.0f}",
-    }
+    texts = {"loss": decimals(last.loss), "accuracy": percent(last.test_accuracy)}
+    if members := last.member_accuracies:
+        texts["members"] = f"{percent(min(members))} to {percent(max(members))}"
+    speed = statistics.median(record.samples_per_second for record in records)
+    return texts | {"epsilon": decimals(last.epsilon), "samples/s": f"{speed:.0f}"}
 
 
 def decimals(value: float | None) -> str:
@@ -165,6 +169,18 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+def finish(folder: Path, job: Job, states: Mapping[str, Any], figures: Figures) -> None:
+    """Draw the pictures, print the table, and write the page, the last of all files."""
+    images = {
+        name: write_picture(figure, folder / name)
+        for name, figure in draw(job, states, figures).items()
+    }
+    Console().print(_console_table(figures))
+    write_page(folder, job, figures, images)
+    say(release(job, folder))
+    say(f"The run in pictures, not for release: {folder / PAGE}")
+
+
 # Pictures.
 
 CURVES = "curves.png"
@@ -172,23 +188,15 @@ RELIABILITY = "reliability.png"
 UNCERTAIN = "uncertain.png"
 PICTURES = (CURVES, RELIABILITY, UNCERTAIN)
 
-COLOURS = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-    "#000000",
-)
+COLOURS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000".split()
 """For all pictures, with bench/: distinct under colour blindness.
 
 Reference: Okabe and Ito, Color Universal Design, 2008.
 """
 
 _LOOKS = {
-    RUNS[0]: {"color": COLOURS[0], "linestyle": "-", "marker": "o"},
-    RUNS[1]: {"color": COLOURS[1], "linestyle": "--", "marker": "s"},
+    "private": {"color": COLOURS[0], "linestyle": "-", "marker": "o"},
+    "plain": {"color": COLOURS[1], "linestyle": "--", "marker": "s"},
 }
 """Colour, dashes and marker of each run, so that grey prints differ too."""
 
@@ -198,31 +206,28 @@ _LONGEST = 60
 """Characters of a name in a title."""
 
 
-def draw(
-    job: Job, states: Pair, private: Sequence[Record], plain: Sequence[Record]
-) -> dict[str, Figure]:
+def draw(job: Job, states: Mapping[str, Any], figures: Figures) -> dict[str, Figure]:
     """Draw the pictures of a run, by the names of their files.
 
     `uncertain.png` is of the private run, if there is one.
     """
     of_run = title(job)
-    found = {CURVES: curves(of_run, private, plain, delta=job.settings.delta)}
+    pictures = {CURVES: curves(of_run, figures, delta=job.settings.delta)}
     if job.settings.members > 1:
         images, labels = job.data.x_test, job.data.y_test
+        scores = {}
         with torch.no_grad():
-            scores = {
-                name: trainer.scores(state, images)
-                for name, trainer, state in zip(RUNS, job.trainers, states, strict=True)
-                if trainer
-            }
-        name, first = next(iter(scores.items()))
-        found[RELIABILITY] = reliability_diagram(of_run, scores, labels)
-        found[UNCERTAIN] = most_uncertain(of_run, name, first, images, labels)
-    return found
+            for run in job.trainers:
+                state = stacked(states[run])
+                scores[run] = job.scores(state.params, state.buffers, images)
+        run, logits = next(iter(scores.items()))
+        pictures[RELIABILITY] = reliability_diagram(of_run, scores, labels)
+        pictures[UNCERTAIN] = most_uncertain(of_run, run, logits, images, labels)
+    return pictures
 
 
 def title(job: Job) -> str:
-    """Say which run it is: data, model, members, privacy and seed."""
+    """Name a run by its data, model, members, privacy and seed."""
     settings = job.settings
     words = [_short(Path(settings.data).name), _short(settings.model)]
     if settings.members > 1:
@@ -244,29 +249,26 @@ def _short(name: str) -> str:
     return name if len(name) <= _LONGEST else f"{name[:half]} ... {name[-half:]}"
 
 
-def curves(
-    title: str, private: Sequence[Record], plain: Sequence[Record], *, delta: float
-) -> Figure:
+def curves(title: str, figures: Figures, *, delta: float) -> Figure:
     """Draw epsilon and accuracy over the steps, the members of an ensemble pale."""
+    private = figures.get("private")
     # A Figure of its own needs no window system and leaves pyplot's state alone.
     figure = Figure(figsize=(7, 6), layout="constrained")
     panels = figure.subplots(2 if private else 1, sharex=True, squeeze=False)[:, 0]
-    for label, records in zip(RUNS, (private, plain), strict=True):
-        if not records:
-            continue
-        steps = [record.step for record in records]
-        shares = [100 * each.test_accuracy for each in records]
-        panels[0].plot(steps, shares, label=label, markersize=3, **_LOOKS[label])
-        members = [each.member_accuracies or [] for each in records]
-        pale = {**_LOOKS[label], "alpha": 0.3, "linewidth": 0.8, "marker": ""}
-        for i, one in enumerate(zip(*members, strict=True)):
+    for run, records in figures.items():
+        steps, label = [record.step for record in records], TITLES[run]
+        shares = [100 * record.test_accuracy for record in records]
+        panels[0].plot(steps, shares, label=label, markersize=3, **_LOOKS[run])
+        members = [record.member_accuracies or [] for record in records]
+        pale = {**_LOOKS[run], "alpha": 0.3, "linewidth": 0.8, "marker": ""}
+        for i, shares in enumerate(zip(*members, strict=True)):
             named = "" if i else f"{label}, each member"
-            panels[0].plot(steps, [100 * each for each in one], label=named, **pale)
+            panels[0].plot(steps, 100 * np.array(shares), label=named, **pale)
     panels[0].set_ylabel("held-out accuracy in %")
     if private:
         steps = [record.step for record in private]
         spent = [record.epsilon for record in private]
-        panels[1].plot(steps, spent, **_LOOKS[RUNS[0]], markersize=3)
+        panels[1].plot(steps, spent, **_LOOKS["private"], markersize=3)
         panels[1].set_ylabel(f"epsilon spent at delta {delta:g}")
         panels[1].set_ylim(bottom=0)
     panels[-1].set_xlabel("step")
@@ -284,21 +286,21 @@ def reliability_diagram(
 ) -> Figure:
     """Draw accuracy over confidence, and how many samples have that confidence.
 
-    `scores` are logits `[E, N, C]` by name of the run. Samples are left out if a
-    diverged member has no probabilities for them.
+    `scores` are logits `[E, N, C]` of each run. Samples are left out if a diverged
+    member has no probabilities for them.
     """
     figure = Figure(figsize=(6, 6.5), layout="constrained")
     above, below = figure.subplots(2, sharex=True, height_ratios=(3, 1))
     perfect = {"color": "grey", "linestyle": ":", "label": "perfectly calibrated"}
     above.plot([0, 1], [0, 1], **perfect)
-    for name, logits in scores.items():
-        mean = class_prediction(logits).mean
+    for run, logits in scores.items():
+        mean = EnsemblePrediction.from_logits(logits).mean
         known = mean.isfinite().all(1)
-        found = reliability(mean[known], labels[known], bins=_BINS)
-        filled = (found.count > 0).cpu()
-        sure, right, count = (each.cpu()[filled].tolist() for each in found)
-        above.plot(sure, right, label=name, **_LOOKS[name])
-        below.plot(sure, count, **_LOOKS[name])
+        bins = reliability(mean[known], labels[known], bins=_BINS)
+        filled = (bins.count > 0).cpu()
+        sure, right, count = (values.cpu()[filled].tolist() for values in bins)
+        above.plot(sure, right, label=TITLES[run], **_LOOKS[run])
+        below.plot(sure, count, **_LOOKS[run])
     above.set_ylabel("accuracy")
     below.set_ylabel("held-out samples")
     below.set_xlabel("confidence: probability of the guess")
@@ -310,12 +312,12 @@ def reliability_diagram(
 
 
 def most_uncertain(
-    title: str, name: str, logits: Tensor, images: Tensor, labels: Tensor
+    title: str, run: str, logits: Tensor, images: Tensor, labels: Tensor
 ) -> Figure:
     """Show the samples with the largest predictive entropy, `[N, C, H, W]`."""
-    found = class_prediction(logits)
+    prediction = EnsemblePrediction.from_logits(logits)
     # NaN is as uncertain as can be.
-    entropy = found.predictive_entropy.nan_to_num(nan=math.inf)
+    entropy = prediction.predictive_entropy.nan_to_num(nan=math.inf)
     order = entropy.argsort(descending=True, stable=True)[:_SHOWN].tolist()
     columns = 6
     rows = math.ceil(len(order) / columns)
@@ -325,15 +327,14 @@ def most_uncertain(
         axes.set_axis_off()
     for index, axes in zip(order, grid, strict=False):
         axes.imshow(_pixels(images[index].cpu()), cmap="gray_r")
-        guess, nats = int(found.mean[index].argmax()), found.predictive_entropy[index]
-        axes.set_title(
-            f"guess {guess}, is {int(labels[index])}\n{float(nats):.2f} nats",
-            fontsize=8,
-        )
+        guess = int(prediction.mean[index].argmax())
+        nats = float(prediction.predictive_entropy[index])
+        text = f"guess {guess}, is {int(labels[index])}\n{nats:.2f} nats"
+        axes.set_title(text, fontsize=8)
     _head(
         figure,
         f"The {len(order)} of {len(labels)} held-out samples that the ensemble trained "
-        f"by {name} is least sure of",
+        f"by {TITLES[run]} is least sure of",
         "Above each: its guess, its label, and the entropy of the mean prediction",
         title,
         width=105,
@@ -369,11 +370,6 @@ def write_picture(figure: Figure, path: Path) -> bytes:
 # The page.
 
 PAGE = "report.html"
-
-NO_CLAIM = (
-    "The noise can be reproduced from the seed: the epsilon of this run may not be "
-    "claimed."
-)
 
 _MOST_LINES = 100
 """Epochs in the table of a page; of more some are left out."""
@@ -447,24 +443,18 @@ def extensions(job: Job) -> list[str]:
     for before, after in itertools.pairwise([job.settings.epochs, *job.extended]):
         line = f"Extended from {before} to {after} epochs"
         if job.plan:
-            spent = [
-                job.trainers.private.epsilon(job.ends[n - 1]) for n in (before, after)
-            ]
+            epsilon = job.trainers["private"].epsilon
             line += (
                 f" with noise multiplier {job.plan.noise_multiplier:.4g} as before: "
-                f"epsilon rises from {spent[0]:.3f} to {spent[1]:.3f} at delta "
-                f"{job.plan.delta:g}"
+                f"epsilon rises from {epsilon(job.ends[before - 1]):.3f} to "
+                f"{epsilon(job.ends[after - 1]):.3f} at delta {job.plan.delta:g}"
             )
         lines.append(f"{line}.")
     return lines
 
 
 def write_page(
-    folder: Path,
-    job: Job,
-    private: Sequence[Record],
-    plain: Sequence[Record],
-    images: Mapping[str, bytes],
+    folder: Path, job: Job, figures: Figures, images: Mapping[str, bytes]
 ) -> None:
     """Write the page of a finished run; `images` are its pictures by file name."""
     name = _text(title(job))
@@ -475,12 +465,29 @@ def write_page(
         "and pictures come from the private data without noise.</p>\n",
         f"<h2>What may be released</h2>\n<p>{_text(release(job, folder))}</p>\n",
         *(f"<p>{_text(line)}</p>\n" for line in extensions(job)),
-        _withheld(images) if job.plan else "",
-        "<h2>At the end</h2>\n",
-        _table(("", *COLUMNS), last_figures(private, plain)),
-        *(_picture(name, image) for name, image in images.items()),
+    ]
+    if job.plan:
+        secret, shown = (
+            ", ".join(f"<code>{name}</code>" for name in names)
+            for names in (checkpoint.STATES, (*FIGURES.values(), *images, PAGE))
+        )
+        parts.append(
+            f"<ul>\n<li>{secret}: keep them secret. The key in them reveals the noise."
+            f"</li>\n<li>{shown}: not for release. They were computed from the private "
+            f"data without noise.</li>\n</ul>\n"
+        )
+    parts += ["<h2>At the end</h2>\n", _table(("", *COLUMNS), last_figures(figures))]
+    for name, image in images.items():
+        heading, caption = _SHOWS[name]
+        parts.append(
+            f"<h2>{heading}</h2>\n<figure>\n"
+            f'<img alt="{heading}" src="data:image/png;base64,'
+            f'{base64.b64encode(image).decode()}">\n'
+            f"<figcaption>{caption}</figcaption>\n</figure>\n"
+        )
+    parts += [
         "<h2>Epsilon and accuracy, epoch by epoch</h2>\n",
-        _epochs(private, plain),
+        _epochs(figures),
         "<h2>Settings</h2>\n",
         _table(("", "value"), _settings(job)),
         "<p>Made by <code>python -m vgrad train</code>.</p>\n</body>\n</html>\n",
@@ -488,77 +495,46 @@ def write_page(
     files.replace(folder / PAGE, "".join(parts).encode(), private=True)
 
 
-def _text(value: object) -> str:
-    return escape(printable(str(value)))
-
-
-def _withheld(images: Iterable[str]) -> str:
-    """List the files that are not for release, and why."""
-    secret, figures = (
-        ", ".join(f"<code>{name}</code>" for name in names)
-        for names in (checkpoint.STATES, (*FIGURES, *images, PAGE))
-    )
-    return (
-        f"<ul>\n<li>{secret}: keep them secret. The key in them reveals the noise.</li>"
-        f"\n<li>{figures}: not for release. They were computed from the private data "
-        f"without noise.</li>\n</ul>\n"
-    )
-
-
-def _picture(name: str, image: bytes) -> str:
-    heading, caption = _SHOWS[name]
-    data = base64.b64encode(image).decode()
-    return (
-        f"<h2>{heading}</h2>\n<figure>\n"
-        f'<img alt="{heading}" src="data:image/png;base64,{data}">\n'
-        f"<figcaption>{caption}</figcaption>\n</figure>\n"
-    )
-
-
-def _epochs(private: Sequence[Record], plain: Sequence[Record]) -> str:
+def _epochs(figures: Figures) -> str:
     """Show the figures after each epoch, or after some of many."""
+    plain, private = figures["plain"], figures.get("private")
     count = len(plain)
     every = -(-count // _MOST_LINES)
-    # The last one always, whichever are left out.
-    shown = [*range(every - 1, count - 1, every), count - 1]
-    head, runs = ["epoch", "step"], []
-    if private:
-        head.append("epsilon spent")
-    for name, records in zip(RUNS, (private, plain), strict=True):
-        if records:
-            head += [f"accuracy, {name}", f"loss, {name}"]
-            runs.append(records)
+    head = ["epoch", "step", *(["epsilon spent"] if private else [])]
+    for run in figures:
+        head += [f"accuracy, {TITLES[run]}", f"loss, {TITLES[run]}"]
     lines = []
-    for i in shown:
+    # The last one always, whichever are left out.
+    for i in [*range(every - 1, count - 1, every), count - 1]:
         line: list[object] = [i + 1, plain[i].step]
         if private:
             line.append(decimals(private[i].epsilon))
-        for records in runs:
-            one = records[i]
-            line += [percent(one.test_accuracy), decimals(one.loss)]
+        for records in figures.values():
+            line += [percent(records[i].test_accuracy), decimals(records[i].loss)]
         lines.append(line)
     return _table(head, lines)
 
 
-def _settings(job: Job) -> list[tuple[object, ...]]:
-    found: dict[str, object] = {
+def _settings(job: Job) -> list[tuple[str, object]]:
+    lines: dict[str, object] = {
         spelled(name): value for name, value in dataclasses.asdict(job.settings).items()
     }
-    found["training samples"] = len(job.data.y_train)
-    found["held-out samples"] = len(job.data.y_test)
-    found["steps of each model"] = job.ends[-1]
+    lines["training samples"] = len(job.data.y_train)
+    lines["held-out samples"] = len(job.data.y_test)
+    lines["steps of each model"] = job.ends[-1]
     if job.plan:
-        found["sampling rate"] = f"{job.plan.sampling_rate:.4g}"
-        found["noise multiplier"] = f"{job.plan.noise_multiplier:.4g}"
-    found |= job.description["machine"]
-    return list(found.items())
+        lines["sampling rate"] = f"{job.plan.sampling_rate:.4g}"
+        lines["noise multiplier"] = f"{job.plan.noise_multiplier:.4g}"
+    return [*lines.items(), *job.description["machine"].items()]
 
 
 def _table(head: Iterable[object], lines: Iterable[Iterable[object]]) -> str:
-    rows = [_row("th", head), *(_row("td", line) for line in lines)]
+    rows = []
+    for kind, cells in (("th", head), *(("td", line) for line in lines)):
+        inner = "".join(f"<{kind}>{_text(cell)}</{kind}>" for cell in cells)
+        rows.append(f"<tr>{inner}</tr>\n")
     return f"<table>\n{''.join(rows)}</table>\n"
 
 
-def _row(kind: str, cells: Iterable[object]) -> str:
-    inner = "".join(f"<{kind}>{_text(cell)}</{kind}>" for cell in cells)
-    return f"<tr>{inner}</tr>\n"
+def _text(value: object) -> str:
+    return escape(printable(str(value)))

@@ -20,7 +20,7 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -29,20 +29,15 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vgrad import files
-from vgrad.cli import (
-    checkpoint,
-    metrics,
-    models,
-    report,
-    setup,
-)
+from vgrad.cli import checkpoint, models, report, setup
+from vgrad.cli.checkpoint import FIGURES, Record, States
 from vgrad.cli.evaluate import judge
-from vgrad.cli.metrics import FIGURES, Record
 from vgrad.cli.settings import Settings, folder_of
-from vgrad.cli.setup import Job, Pair, PrivateMembers, Trainer, World
-from vgrad.distributed import RankError
+from vgrad.cli.setup import Job, Trainer, stacked, states_of
+from vgrad.distributed import RankError, Ranks, replicated
 from vgrad.dp.plan import check_spent
 from vgrad.precision import NoOpLossScale
 
@@ -50,42 +45,47 @@ _PATIENCE = timedelta(seconds=45)
 """How long a rank waits for another one before it takes it for dead."""
 
 
-def train(given: Namespace) -> None:
+def train(arguments: Namespace) -> None:
     """Start the run that the arguments describe, or go on with one.
 
     Raises:
         OSError, ValueError: an argument or file does not fit; nothing was overwritten.
     """
-    if given.extend and not (given.resume and "epochs" in given):
+    if arguments.extend and not (arguments.resume and "epochs" in arguments):
         raise ValueError(
             "--extend: expected --resume DIR and --epochs N with it, the number of "
             "epochs that the longer run has in all."
         )
-    with _ranks() as world:
-        if given.resume is None:
-            _begin(Settings.started(given), folder_of("--out", given.out), world)
+    with _launched() as mesh:
+        if arguments.resume is None:
+            settings = Settings.started(arguments)
+            _begin(settings, folder_of("--out", arguments.out), mesh)
         else:
-            _resume(folder_of("--resume", given.resume), given, world)
+            _resume(folder_of("--resume", arguments.resume), arguments, mesh)
 
 
-def _begin(settings: Settings, folder: Path, world: World) -> None:
-    with ExitStack() as held:
-        with world.together("train, its start"):
+def _begin(settings: Settings, folder: Path, mesh: DeviceMesh | None) -> None:
+    ranks = Ranks.of_all("train", mesh)
+    with ExitStack() as locks:
+        with ranks.together("train, its start"):
             _refuse_taken(folder)  # now, and not after the minutes a plan may take
-            job = setup.prepare(settings)
-        with world.together("train, its folder"):
-            if world.is_first:
+            job = setup.prepare(settings, mesh=mesh)
+        with ranks.together("train, its folder"):
+            if ranks.rank == 0:
                 folder.mkdir(parents=True, exist_ok=True)
                 files.sync_folder(folder.parent)
-                held.enter_context(_alone(folder))
+                locks.enter_context(_locked(folder))
                 _refuse_taken(folder)
-        lengths = dict.fromkeys(metrics.names(job.trainers), 0)
-        _run(job, folder, world.of_first(job.start), lengths, world)
+        states = {run: trainer.start for run, trainer in job.trainers.items()}
+        if mesh is not None:
+            states = replicated(states, mesh)
+        _run(job, folder, states, {FIGURES[run]: 0 for run in job.trainers}, ranks)
 
 
 def _refuse_taken(folder: Path) -> None:
     """Raise if a folder holds a file of a run, or anything by that name."""
-    for name in (*checkpoint.FILES, *FIGURES, *report.PICTURES, report.PAGE):
+    names = (*checkpoint.FILES, *FIGURES.values(), *report.PICTURES, report.PAGE)
+    for name in names:
         if os.path.lexists(folder / name):
             raise FileExistsError(
                 f"--out {folder}: expected a folder without a run, got one with "
@@ -93,59 +93,63 @@ def _refuse_taken(folder: Path) -> None:
             )
 
 
-def _resume(folder: Path, given: Namespace, world: World) -> None:
-    with ExitStack() as held:
-        with world.together("train, its state"):
+def _resume(folder: Path, arguments: Namespace, mesh: DeviceMesh | None) -> None:
+    ranks = Ranks.of_all("train", mesh)
+    with ExitStack() as locks:
+        with ranks.together("train, its state"):
             if not folder.is_dir():
                 raise FileNotFoundError(
                     f"--resume {folder}: expected the folder of a run, got none there."
                 )
-            if world.is_first:
-                held.enter_context(_alone(folder))
-        with world.together("train, its checks"):
-            checked = _checked(folder, given)
-        job, states, before = checked
+            if ranks.rank == 0:
+                locks.enter_context(_locked(folder))
+        with ranks.together("train, its checks"):
+            job, states, before = _checked(folder, arguments, mesh)
         lengths = before["lengths"]
         if before["step"] == job.ends[-1] and (folder / report.PAGE).exists():
             report.say(f"The run in {folder} is finished; nothing was changed.")
             return
         # Nothing is written or cut before all of it has been checked.
-        if world.is_first:
+        if ranks.rank == 0:
             for name, length in lengths.items():
-                metrics.cut(folder / name, length)
-        _run(job, folder, states, lengths, world)
+                checkpoint.cut(folder / name, length)
+        _run(job, folder, states, lengths, ranks)
 
 
-def _checked(folder: Path, given: Namespace) -> tuple[Job, Pair, files.Description]:
+def _checked(
+    folder: Path, arguments: Namespace, mesh: DeviceMesh | None
+) -> tuple[Job, dict[str, Any], files.Description]:
     """Read the state of a run, and check all of it."""
     tensors, before = checkpoint.read_state(folder)
-    checkpoint.check_said(before)
-    settings = Settings.recorded(before["arguments"], given)
+    checkpoint.check_entries(before)
+    settings = Settings.recorded(before["arguments"], arguments)
     checkpoint.check_members(tensors, settings.members)
-    ends_at = [settings.epochs, *(before.get("extended") or [])]
-    job = setup.prepare(settings, _extended(ends_at, given))
+    epochs = [settings.epochs, *(before.get("extended") or [])]
+    job = setup.prepare(settings, _extended(epochs, arguments), mesh)
     description = job.description
     if job.plan:  # a run that is extended now has more steps
-        steps = job.ends[ends_at[-1] - 1] * settings.members
+        steps = job.ends[epochs[-1] - 1] * settings.members
         description = {**description, "plan": {**description["plan"], "steps": steps}}
-    checkpoint.refuse_differences(before, description)
-    states = checkpoint.restored(job.start, tensors)
-    if job.plan is not None:
-        for state in _each(states.private):
+    checkpoint.check_same(before, description)
+    starts = {run: trainer.start for run, trainer in job.trainers.items()}
+    restored = checkpoint.restored(States(**starts), tensors)._asdict()
+    states = {run: restored[run] for run in job.trainers}
+    if job.plan:
+        for state in states_of(states["private"]):
             check_spent(
                 f"--resume {folder}", job.plan, state.plan_digest, int(state.step)
             )
-    checkpoint.refuse_progress(
+    checkpoint.check_progress(
         folder,
         before,
-        taken=_steps_taken(states),
+        taken={int(one.step) for each in states.values() for one in states_of(each)},
         ends=job.ends,
-        names=metrics.names(job.trainers),
+        names=[FIGURES[run] for run in job.trainers],
     )
     return job, states, before
 
 
-def _extended(epochs: list[int], given: Namespace) -> list[int]:
+def _extended(epochs: list[int], arguments: Namespace) -> list[int]:
     """Return the epochs of each extension; `epochs` begins with the start's."""
     if epochs != sorted(set(epochs)):
         raise ValueError(
@@ -154,80 +158,61 @@ def _extended(epochs: list[int], given: Namespace) -> list[int]:
         )
     extended = epochs[1:]
     # The same command once more goes on with its extension.
-    if not given.extend or extended[-1:] == [given.epochs]:
+    if not arguments.extend or extended[-1:] == [arguments.epochs]:
         return extended
-    if given.epochs <= epochs[-1]:
+    if arguments.epochs <= epochs[-1]:
         raise ValueError(
-            f"--extend --epochs {given.epochs}: expected more than the {epochs[-1]} "
-            f"epochs that the run has in all, got no more. Name their new number, or "
-            f"leave both out to go on with the run."
+            f"--extend --epochs {arguments.epochs}: expected more than the "
+            f"{epochs[-1]} epochs that the run has in all, got no more. Name their new "
+            f"number, or leave both out to go on with the run."
         )
-    return [*extended, given.epochs]
-
-
-def _steps_taken(states: Pair) -> set[int]:
-    """Return how many steps each state has taken, each member of an ensemble's too."""
-    return {int(one.step) for state in states if state for one in _each(state)}
-
-
-def _each(state: Any) -> Sequence[Any]:
-    """Return the states of members that take private steps, or the one there is."""
-    return state.members if isinstance(state, PrivateMembers) else [state]
+    return [*extended, arguments.epochs]
 
 
 def _run(
-    job: Job, folder: Path, states: Pair, lengths: dict[str, int], world: World
+    job: Job,
+    folder: Path,
+    states: dict[str, Any],
+    lengths: dict[str, int],
+    ranks: Ranks,
 ) -> None:
-    """Train from the states given to the end, and draw the curves."""
-    _announce(job, world)
+    """Train from the states to the end, and draw the curves."""
+    report.announce(job, ranks.size)
     models.warn_if_slow(job.settings.precision, job.settings.device)
     # After a kill the files that follow from the state may be one epoch behind it.
-    if world.is_first:
+    if ranks.rank == 0:
         _save(job, folder, states, lengths)
         # Of a run that is extended: the model is about to spend more than it says.
         (folder / report.PAGE).unlink(missing_ok=True)
-    with report.display(job.ends[-1], len(job.ends)) as shown:
+    slower = next(iter(job.trainers))  # private SGD, which the bar follows
+    with report.display(job.ends[-1], len(job.ends)) as (show_step, show_epoch):
         for number, end in enumerate(job.ends, start=1):
-            if end <= int(states.plain.step):
+            if end <= int(states["plain"].step):
                 continue
-            # The bar follows private SGD, the slower of the two.
-            slower = job.trainers.private or job.trainers.plain
-            results = [
-                _epoch(job, each, state, end, shown.step if each is slower else None)
-                if each
-                else ((), None)
-                for each, state in zip(job.trainers, states, strict=True)
-            ]
-            states, figures = (Pair(*each) for each in zip(*results, strict=True))
-            with world.together("train, its files"):
-                if world.is_first:
+            results = {
+                run: _epoch(
+                    job, trainer, states[run], end, show_step if run == slower else None
+                )
+                for run, trainer in job.trainers.items()
+            }
+            states = {run: state for run, (state, _) in results.items()}
+            records = {run: record for run, (_, record) in results.items()}
+            with ranks.together("train, its files"):
+                if ranks.rank == 0:
                     lengths = {
-                        name: metrics.append(folder / name, record)
-                        for name, record in zip(FIGURES, figures, strict=True)
-                        if record
+                        FIGURES[run]: checkpoint.append(folder / FIGURES[run], record)
+                        for run, record in records.items()
                     }
                     _save(job, folder, states, lengths)
-            shown.epoch(number, *figures)
-    with world.together("train, its pictures"):
-        if world.is_first:
-            _finish(job, folder, states, lengths)
-
-
-def _finish(job: Job, folder: Path, states: Pair, lengths: dict[str, int]) -> None:
-    private, plain = [
-        metrics.read(folder / name, lengths[name]) if trainer else []
-        for name, trainer in zip(FIGURES, job.trainers, strict=True)
-    ]
-    figures = report.draw(job, states, private, plain)
-    images = {
-        name: report.write_picture(figure, folder / name)
-        for name, figure in figures.items()
-    }
-    report.show_table(private, plain)
-    # The last of all files: its presence says that the run is finished.
-    report.write_page(folder, job, private, plain, images)
-    report.say(report.release(job, folder))
-    report.say(f"The run in pictures, not for release: {folder / report.PAGE}")
+            show_epoch(number, records)
+    with ranks.together("train, its pictures"):
+        if ranks.rank == 0:
+            figures = {
+                run: checkpoint.read(folder / name, lengths[name])
+                for run, name in FIGURES.items()
+                if run in job.trainers
+            }
+            report.finish(folder, job, states, figures)
 
 
 def _epoch(
@@ -240,90 +225,62 @@ def _epoch(
     """Train until `end` steps have been taken, and judge the model."""
     total, samples, started = torch.zeros(()), 0, time.perf_counter()
     skipped = torch.zeros(())
-    while int(state.step) < end:
+    while (step := int(states_of(state)[0].step)) < end:
         state, taken = trainer.advance(state, job.data)
         total, skipped = total + taken.loss, skipped + taken.skipped
         samples += taken.samples
         if show is not None:
-            show(int(state.step))
+            show(step + 1)
     loss = total.item() / max(1, samples)
     seconds = time.perf_counter() - started  # after item(), which waits for a GPU
-    held = job.data.x_test, job.data.y_test
-    share, each = judge(lambda x: trainer.scores(state, x), *held)
-    scaled = not isinstance(state.loss_scale, NoOpLossScale)
+    whole = stacked(state)
+    share, members = judge(
+        lambda images: job.scores(whole.params, whole.buffers, images),
+        job.data.x_test,
+        job.data.y_test,
+    )
+    loss_scale = states_of(state)[0].loss_scale
+    scaled = not isinstance(loss_scale, NoOpLossScale)
     return state, Record(
         step=end,
         loss=loss if samples and math.isfinite(loss) else None,
         test_accuracy=share,
         epsilon=trainer.epsilon(end),
         samples_per_second=samples / seconds,
-        loss_scale=float(state.loss_scale.loss_scale.min()) if scaled else None,
+        loss_scale=float(loss_scale.loss_scale.min()) if scaled else None,
         skipped=int(skipped) if scaled else None,
-        member_accuracies=each,
+        member_accuracies=members,
     )
 
 
-def _save(job: Job, folder: Path, states: Pair, lengths: dict[str, int]) -> None:
+def _save(
+    job: Job, folder: Path, states: dict[str, Any], lengths: dict[str, int]
+) -> None:
     """Save the states and then the model, which may follow from no other state."""
-    step = int(states.plain.step)
+    step = int(states["plain"].step)
     progress = {"step": step, "lengths": lengths, "extended": list(job.extended)}
-    checkpoint.save_state(folder, states, {**job.description, **progress})
-    which = 0 if job.settings.private else 1
-    released, spent = states[which], job.trainers[which].epsilon(step)
+    checkpoint.save_state(folder, States(**states), {**job.description, **progress})
+    run = next(iter(job.trainers))
     description = {
         "model": job.settings.model,
         "precision": job.settings.precision,
         "shape": job.data.shape._asdict(),
         "seed": job.settings.seed,
         "step": step,
-        "epsilon": None if job.settings.reproducible_noise else spent,
+        "epsilon": job.trainers[run].epsilon(step),
         "delta": job.plan.delta if job.plan else None,
         "plan": asdict(job.plan) if job.plan else None,
     }
-    write = checkpoint.save_model
+    if job.settings.reproducible_noise:
+        description["epsilon"] = None
     if job.settings.members > 1:
-        write = checkpoint.save_members
         description["members"] = job.settings.members
-    write(folder, released.params, released.buffers, description)
-
-
-def _announce(job: Job, world: World) -> None:
-    settings, plan = job.settings, job.plan
-    sizes = f"{len(job.data.y_train)} training and {len(job.data.y_test)} held-out"
-    count = settings.members
-    params = sum(value.numel() for value in job.start.plain.params.values())
-    model = f"{settings.model}: {params // count} parameters"
-    steps = f"{job.ends[-1]} steps"
-    if count > 1:
-        model += f", {count} members"
-        steps += " of each member"
-    if world.size > 1:
-        steps += f" on {world.size} ranks"
-    steps += f" at learning rate {settings.lr:g}, "
-    noise = "without privacy."
-    if plan:
-        noise = (
-            f"sampling rate {plan.sampling_rate:.4g} and noise multiplier "
-            f"{plan.noise_multiplier:.4g}. In brackets: without privacy."
-        )
-    report.say(f"{settings.data}: {sizes} samples. {model}. {steps}{noise}")
-    if plan and count > 1:
-        report.say(
-            f"All members share the budget: {plan.steps} steps on the same data."
-        )
-    for line in report.extensions(job):
-        report.say(line)
-    if settings.reproducible_noise:
-        report.say(report.NO_CLAIM)
-    if plan:
-        report.say(
-            "The figures of each epoch are computed from the private data without "
-            "noise: they are not for release."
-        )
+    released = stacked(states[run])
+    checkpoint.save_model(folder, released.params, released.buffers, description)
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """Keep other processes from training in a folder; a kill releases it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -338,49 +295,43 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def _ranks() -> Iterator[World]:
-    """Join the ranks that a launcher has started, if one has.
+@contextmanager
+def _launched() -> Iterator[DeviceMesh | None]:
+    """Join the ranks that a launcher has started, of which the first alone prints.
 
     Raises:
         OSError: another rank has failed, or is gone.
     """
-    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if launched and not distributed.is_initialized():
-        with _joined():
-            yield World()
+    if distributed.is_available() and distributed.is_initialized():
+        yield _mesh()
         return
-    yield World()
-
-
-@contextlib.contextmanager
-def _joined() -> Iterator[None]:
-    """Make the process group of a run, in which the first rank alone prints."""
-    backend, first = "gloo", int(os.environ["RANK"]) == 0
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield None
+        return
+    rank, backend = os.environ["RANK"], "gloo"
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     distributed.init_process_group(backend, timeout=_PATIENCE)
     with open(os.devnull, "w") as nowhere:
-        shown = contextlib.redirect_stdout(sys.stdout if first else nowhere)
         try:
-            with shown:
-                yield
+            with contextlib.redirect_stdout(sys.stdout if rank == "0" else nowhere):
+                yield _mesh()
         except RankError as error:
-            raise OSError(f"rank {os.environ['RANK']}: {error}") from error
+            raise OSError(f"rank {rank}: {error}") from error
         except (distributed.DistError, RuntimeError) as error:
-            raise _lost(error) from error
+            text = str(error)
+            if "gloo" not in text and not isinstance(error, distributed.DistError):
+                raise
+            raise OSError(
+                f"rank {rank}: expected an answer of the other ranks within "
+                f"{_PATIENCE.seconds} seconds, got: {text.partition(chr(10))[0]}. What "
+                f"was saved is good, and --resume goes on with any number of ranks."
+            ) from error
         finally:
             distributed.destroy_process_group()  # a group left at exit may abort
 
 
-def _lost(error: Exception) -> Exception:
-    """Return an error about a lost rank, or the error itself if it is another."""
-    text = str(error)
-    if "gloo" not in text and not isinstance(error, distributed.DistError):
-        return error
-    return OSError(
-        f"rank {os.environ['RANK']}: expected an answer of the other ranks within "
-        f"{_PATIENCE.seconds} seconds, got: {text.partition(chr(10))[0]}. What was "
-        f"saved is good, and --resume goes on with any number of ranks."
-    )
+def _mesh() -> DeviceMesh:
+    size = distributed.get_world_size()
+    return init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))

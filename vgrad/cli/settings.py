@@ -39,39 +39,34 @@ def several(kind: Kind) -> Kind:
     )
 
 
-def check(where: str, found: Any, kinds: Mapping[str, Kind]) -> None:
-    """Check the entries that have a kind; nobody reads any others.
+def check(where: str, entries: Any, kinds: Mapping[str, Kind]) -> None:
+    """Raise a ValueError unless `entries` is a dictionary with values of these kinds.
 
-    Raises:
-        ValueError: there is no such dictionary, or an entry is of another kind.
+    Entries without a kind are not read.
     """
-    if not isinstance(found, dict):
+    if not isinstance(entries, dict):
         raise ValueError(
             f"{where}: expected a dictionary of {', '.join(kinds)}, got a "
-            f"{type(found).__name__}."
+            f"{type(entries).__name__}."
         )
     for name, (words, holds) in kinds.items():
-        value = found.get(name)
+        value = entries.get(name)
         if not holds(value):
             shown = repr(value)
             shown = shown if len(shown) < 80 else f"a {type(value).__name__}"
             raise ValueError(
                 f"{where}: expected {words} in {name!r}, got "
-                f"{shown if name in found else 'no such entry'}. It was not written "
+                f"{shown if name in entries else 'no such entry'}. It was not written "
                 f"by this version of vgrad, or was changed."
             )
 
 
-def shape_of(where: str, found: Any) -> Shape:
-    """Read the images and classes of a saved model.
-
-    Raises:
-        ValueError: as `check`, or an image of that size has too many numbers.
-    """
+def shape_of(where: str, entries: Any) -> Shape:
+    """Return the images and classes of a saved model; a ValueError as of `check`."""
     side = whole(1, _MOST_FEATURES)
     kinds = {name: side for name in Shape._fields} | {"classes": whole(1, MOST_CLASSES)}
-    check(f"{where}, shape", found, kinds)
-    shape = Shape(**{name: found[name] for name in Shape._fields})
+    check(f"{where}, shape", entries, kinds)
+    shape = Shape(**{name: entries[name] for name in Shape._fields})
     if math.prod(shape[:3]) > _MOST_FEATURES:
         raise ValueError(
             f"{where}, shape: expected images of at most {_MOST_FEATURES} numbers, got "
@@ -82,25 +77,15 @@ def shape_of(where: str, found: Any) -> Shape:
 
 # Arguments.
 
-_OF_PRIVACY = ("epsilon", "delta", "max_norm", "reproducible_noise")
-"""Arguments that have no meaning for a run without privacy."""
-
 
 @dataclass(frozen=True)
 class Settings(vgrad_command.Options):
-    """The arguments of a training run, without the folder.
+    """The arguments of a training run, without the folder, each of its kind already.
 
-    Each is of its kind already (`vgrad_command.KINDS`). `batch_size` and `lr` are None,
-    if not given, until `fitted` has seen the data.
+    `batch_size` and `lr` are None, if not given, until `fitted` has seen the data.
 
-    Raises:
-        ValueError: the arguments contradict one another, or no such device is here.
+    A ValueError is raised if they contradict one another, or no such device is here.
     """
-
-    @property
-    def private(self) -> bool:
-        """Whether anything is trained with privacy."""
-        return not self.without_privacy
 
     def __post_init__(self) -> None:
         if self.without_privacy and self.members == 1:
@@ -113,19 +98,15 @@ class Settings(vgrad_command.Options):
 
     @classmethod
     def started(cls, arguments: Namespace) -> "Settings":
-        """Return the settings of a run that starts.
-
-        Raises:
-            ValueError: as `Settings`, or arguments contradict one another.
-        """
-        found = _given(arguments)
-        idle = [name for name in _OF_PRIVACY if name in found]
-        if "without_privacy" in found and idle:
-            raise ValueError(
-                f"--without-privacy: expected none of the arguments of private "
-                f"training, got {spelled(idle[0])}. Leave one of the two out."
-            )
-        return cls(**found)
+        """Return the settings of a run that starts."""
+        typed = _typed(arguments)
+        for name in ("epsilon", "delta", "max_norm", "reproducible_noise"):
+            if "without_privacy" in typed and name in typed:
+                raise ValueError(
+                    f"--without-privacy: expected none of the arguments of private "
+                    f"training, got {spelled(name)}. Leave one of the two out."
+                )
+        return cls(**typed)
 
     @classmethod
     def recorded(cls, arguments: Any, again: Namespace) -> "Settings":
@@ -142,28 +123,25 @@ class Settings(vgrad_command.Options):
                 f"one with {got}. It belongs to another version of vgrad."
             )
         check("--resume: arguments of the run", arguments, KINDS)
-        given = _given(again)
+        typed = _typed(again)
         if again.extend:
-            del given["epochs"]  # of the longer run
-        for name, value in given.items():
+            del typed["epochs"]  # of the longer run
+        for name, value in typed.items():
             if value != arguments[name]:
                 longer = "To make the run longer, add --extend. " * (name == "epochs")
                 raise ValueError(
                     f"--resume: expected {spelled(name)} {arguments[name]}, which "
-                    f" the run was started with, got {value}. {longer}Leave it out, or "
+                    f"the run was started with, got {value}. {longer}Leave it out, or "
                     f"start another run with --out."
                 )
-        models.named_again("--resume", arguments["model"], given.get("model"))
+        models.check_named("--resume", arguments["model"], typed.get("model"))
         return cls(**arguments)
 
-    def fitted(self, samples: int, shape: models.Shape) -> "Settings":
-        """Choose the size of batches and the rate, if not given, to fit the data.
+    def fitted(self, samples: int, shape: Shape) -> "Settings":
+        """Choose the batch size and the rate, if not given, to fit the data.
 
         With batches below the usual size the rate shrinks as they do, so that the noise
         of a step, rate * multiplier * max_norm / batch, stays about the same.
-
-        Raises:
-            ValueError: a batch has more samples than there are.
         """
         # About half of them; tensor cores like multiples of eight.
         fitting = min(BATCH, 8 * math.ceil(samples / 16), samples)
@@ -178,40 +156,35 @@ class Settings(vgrad_command.Options):
         return replace(self, batch_size=batch, lr=lr)
 
 
+def _typed(arguments: Namespace) -> dict[str, Any]:
+    return {key: value for key, value in vars(arguments).items() if key in KINDS}
+
+
 def device(name: str) -> torch.device:
     """Return the device of this name; a ValueError if it is not here or fails."""
     try:
-        found = torch.device(name)
-        if found.type not in ("cpu", "cuda"):
-            raise RuntimeError(f"a device of type {found.type}")
-        torch.zeros((), device=found).item()
+        device = torch.device(name)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError(f"a device of type {device.type}")
+        torch.zeros((), device=device).item()
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"--device {name}: expected cpu, or a CUDA device that is here, such as "
             f"cuda:0, got: {reason}"
         ) from error
-    return found
+    return device
 
 
 def folder_of(option: str, name: str) -> Path:
-    """Return the path of a folder that is there or can be made.
-
-    Raises:
-        ValueError: there is no name.
-        NotADirectoryError: something else has this name, or a folder above it has it.
-    """
+    """Return the path of a folder that is there or can be made."""
     if not name:
         raise ValueError(f"{option} '': expected the name of a folder, got none.")
     path = Path(name)
     above = (path, *path.absolute().parents)
-    nearest = next(each for each in above if os.path.lexists(each))
+    nearest = next(folder for folder in above if os.path.lexists(folder))
     if not nearest.is_dir():
         raise NotADirectoryError(
             f"{option} {name}: expected a folder, got {nearest}, which is none."
         )
     return path
-
-
-def _given(arguments: Namespace) -> dict[str, Any]:
-    return {key: value for key, value in vars(arguments).items() if key in KINDS}

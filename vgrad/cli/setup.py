@@ -1,8 +1,8 @@
-"""A training run before its first step: data, model, plan and two trainers.
+"""A training run before its first step: data, models, plan and two trainers.
 
 Private and plain SGD start from the same weights and take the same number of steps at
-the same rate and size of batch. They differ in clipping, in noise and in how batches
-are drawn.
+the same rate and batch size. They differ in clipping, in noise and in how batches are
+drawn.
 
 The members of a deep ensemble, E of them, differ in initialisation and in batches.
 Without privacy all of them take a step at once. With privacy each takes its own, on a
@@ -13,27 +13,25 @@ Reference: Lakshminarayanan et al., Simple and Scalable Predictive Uncertainty
 Estimation using Deep Ensembles, arXiv 1612.01474.
 """
 
-import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vgrad import dp, optim
+from vgrad import dp, optim, tree
 from vgrad.cli import data, models
 from vgrad.cli.data import Dataset
 from vgrad.cli.evaluate import ROWS
 from vgrad.cli.settings import Settings
 from vgrad.compiled import compile
-from vgrad.distributed import Ranks, data_parallel, replicated
-from vgrad.ensemble.forward import ensemble_forward
+from vgrad.distributed import Ranks, data_parallel
 from vgrad.ensemble.gradients import ensemble_grad
+from vgrad.ensemble.prediction import ensemble_forward
 from vgrad.ensemble.stacking import member, member_seed, stack
 from vgrad.files import Description
 from vgrad.functional.losses import batch_loss, sample_loss
@@ -41,7 +39,7 @@ from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
 from vgrad.generators import fold_in, kept_random_state, torch_seed
 from vgrad.persample.clipped import clipped_grad
 from vgrad.persample.engine.guard import UnsupportedOp
-from vgrad.precision import DynamicLossScale, LossScale, StaticLossScale
+from vgrad.precision import DynamicLossScale, StaticLossScale
 from vgrad.training import (
     EnsembleState,
     TrainState,
@@ -51,47 +49,8 @@ from vgrad.training import (
 )
 from vgrad.typing import Buffers, EnsembleStrategy, Params
 
-
-class World:
-    """The ranks of a run; without a launcher there is one."""
-
-    def __init__(self) -> None:
-        self._mesh = None
-        if distributed.is_available() and distributed.is_initialized():
-            size = distributed.get_world_size()
-            self._mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-        return 1 if self._mesh is None else self._mesh.size()
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank writes and prints."""
-        return self._mesh is None or self._mesh.get_rank() == 0
-
-    def together(self, what: str) -> contextlib.AbstractContextManager[Any]:
-        """Run a block that may fail on one rank, and raises on all then."""
-        if self._mesh is None:
-            return contextlib.nullcontext()
-        return Ranks.of("train", self._mesh, "dp").together(what)
-
-    def of_first(self, state: Any) -> Any:
-        """Return the state of the first rank."""
-        return state if self._mesh is None else replicated(state, self._mesh)
-
-    def parallel(self, step: Callable) -> Callable:
-        """Return a step of all ranks."""
-        return step if self._mesh is None else data_parallel(step, self._mesh)
-
-    def part(self, index: Tensor) -> Tensor:
-        """Return this rank's part of a batch of indices."""
-        if self._mesh is None:
-            return index
-        rank, size = self._mesh.get_rank(), self._mesh.size()
-        return index[len(index) * rank // size : len(index) * (rank + 1) // size]
-
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 STRATEGY = "auto"
 _PRIVATE_SCALE = StaticLossScale(2.0**10)
@@ -99,12 +58,8 @@ _GRADIENT_BYTES = 2**28
 _MOST_ROWS = 512
 
 
-class Model(NamedTuple):
-    """A model as a function, and the values that training starts from."""
-
-    function: FunctionalModel
-    params: Params
-    buffers: Buffers
+Model = tuple[FunctionalModel, Params, Buffers]
+"""A model as a function, and the values that training starts from."""
 
 
 class Taken(NamedTuple):
@@ -115,36 +70,52 @@ class Taken(NamedTuple):
     skipped: Tensor
 
 
+Advance = Callable[[Any, Dataset], tuple[Any, Taken]]
+"""A function that draws the batch that follows on a state, and takes a step on it."""
+
+
 class Trainer(NamedTuple):
     """One way to train.
 
     Attributes:
-        advance: draws the batch that follows on a state, and takes a step on it.
-        scores: logits of a state for some images, `[N, C]`; `[E, N, C]` of an ensemble.
+        start: a `TrainState`, or the state of an ensemble.
+        advance: takes a step.
         epsilon: the privacy spent after so many steps.
     """
 
-    advance: Callable[[Any, Dataset], tuple[Any, Taken]]
-    scores: Callable[[Any, Tensor], Tensor]
+    start: Any
+    advance: Advance
     epsilon: Callable[[int], float | None]
 
 
-class Pair(NamedTuple):
-    """The same thing for private and for plain SGD; `()` where there is no such run."""
+class PrivateMembers(NamedTuple):
+    """The states of members that take private steps, all equally many."""
 
-    private: Any
-    plain: Any
+    members: tuple[TrainState, ...]
+
+
+def states_of(state: Any) -> Sequence[Any]:
+    """Return the states of private members, or a list of any other state."""
+    return state.members if isinstance(state, PrivateMembers) else [state]
+
+
+def stacked(state: Any) -> Any:
+    """Return the state of private members as one, with entries `[E, ...]`."""
+    if isinstance(state, PrivateMembers):
+        return tree.tree_map(lambda *values: torch.stack(values), *state.members)
+    return state
 
 
 class Job(NamedTuple):
     """Everything about a run that does not change while it runs.
 
     Attributes:
+        plan: of the private steps of all members together; None without privacy.
         extended: the epochs to which the run was extended, one number for each time.
         ends: the number of steps at the end of each epoch.
-        plan: of the private steps of all members together; None without privacy.
-        trainers: a pair of `Trainer`.
-        start: a pair of `TrainState`, or of the states of ensembles.
+        trainers: `private`, unless the run is without privacy, and `plain`.
+        scores: logits `[N, C]` of parameters, buffers and images; `[E, N, C]` of an
+            ensemble.
         description: entries that must be the same when the run goes on.
     """
 
@@ -153,76 +124,87 @@ class Job(NamedTuple):
     plan: dp.Plan | None
     extended: Sequence[int]
     ends: list[int]
-    trainers: Pair
-    start: Pair
+    trainers: Mapping[str, Trainer]
+    scores: Callable[[Params, Buffers, Tensor], Tensor]
     description: Description
 
 
-def prepare(settings: Settings, extended: Sequence[int] = ()) -> Job:
-    """Read the data, make the model or the members, plan the noise; write nothing.
+def prepare(
+    settings: Settings,
+    extended: Sequence[int] = (),
+    mesh: "DeviceMesh | None" = None,
+) -> Job:
+    """Read the data, make the model or the members, plan the noise; write nothing."""
+    dataset = data.load(settings.data, seed=settings.seed)
+    settings = settings.fitted(len(dataset.y_train), dataset.shape)
+    count, device = settings.members, torch.device(settings.device)
+    epoch = len(dataset.y_train) / settings.batch_size
+    *_, last = settings.epochs, *extended
+    ends = [round(number * epoch) for number in range(1, last + 1)]
 
-    Raises:
-        FileNotFoundError, ValueError: as `data.load` and `models.build`; or the batch
-            is larger than the data; or no noise meets the target; or the model takes
-            no such images or has no per-sample gradients; or the members that a factory
-            made are not alike.
-    """
-    if settings.members == 1:
-        return _prepare_one(settings, extended)
-    return _prepare_members(settings, extended)
-
-
-def _prepare_one(settings: Settings, extended: Sequence[int] = ()) -> Job:
-    settings, found, ends = read(settings, extended)
-    module = models.build(settings.model, found.shape, seed=settings.seed)
-    model = tried(settings, found, module)
-    plan = planned(settings, found, ends)
-    run = models.under(settings.precision, model.function.eval())
-    step = train_step(
-        batch_loss(model.function, F.cross_entropy),
-        optim.sgd(settings.lr),
-        policy=models.POLICIES[settings.precision],
-    )
+    seeds = [settings.seed]
+    if count > 1:
+        seeds = [member_seed(settings.seed, i) for i in range(count)]
+    modules = [models.build(settings.model, dataset.shape, seed=seed) for seed in seeds]
+    images = torch.zeros(2, *dataset.shape[:3], device=device)
+    labels = torch.zeros(2, dtype=torch.int64, device=device)
+    one = model = _tried(settings, modules[0], dataset.classes, images, labels)
+    if count > 1:
+        model = stack(module.train().to(device) for module in modules)
+    fmodel, params, buffers = model
+    loss, tx = batch_loss(fmodel, F.cross_entropy), optim.sgd(settings.lr)
+    scores = models.under(settings.precision, fmodel.eval())
+    policy, forms = models.POLICIES[settings.precision], {}
+    if count == 1:
+        create, step = TrainState.create, train_step(loss, tx, policy=policy)
+        size = Ranks.of_all("train", mesh).size
+        cut = not buffers and settings.batch_size % size == 0
+    else:
+        strategy = _strategy(settings, model, images, labels)
+        options = {"strategy": strategy, "policy": policy}
+        create = EnsembleState.create
+        step = ensemble_train_step(loss, tx, in_dims=0, **options)
+        scores = ensemble_forward(scores, chunk_size=ROWS, strategy=strategy)
+        cut, forms["strategy of members"] = False, strategy
+    key = fold_in(dp.secret_key(seed=settings.seed), "plain")  # no secret
     plain = Trainer(
-        plain_advance(settings, found, *_on_ranks(settings, model, step)),
-        lambda state, images: run(state.params, state.buffers, images),
+        _start(settings, create, params, buffers, key, DynamicLossScale()),
+        _plain_advance(settings, dataset, step, mesh if cut else None),
         lambda step: None,
     )
-    private = Trainer(
-        private_advance(settings, model, plan), plain.scores, plan.epsilon
-    )
-    start = plain_state(settings, model, TrainState.create)
+    if settings.without_privacy:
+        plan, trainers = None, {"plain": plain}
+    else:
+        # Others round differently. "auto" as a chunk size depends on free memory, which
+        # may differ when a run goes on.
+        gradient = sum(t.numel() * t.element_size() for t in one[1].values())
+        rows = max(1, min(_MOST_ROWS, _GRADIENT_BYTES // gradient))
+        forms |= {"strategy": STRATEGY, "chunk_size": rows}
+        plan = planned(settings, len(dataset.y_train), ends)
+        private = Trainer(
+            _private_start(settings, params, buffers),
+            _private_advance(settings, one[0], plan, rows, ends[-1], mesh),
+            lambda step: plan.epsilon(step * count),
+        )
+        trainers = {"private": private, "plain": plain}
     return Job(
         settings,
-        found.to(torch.device(settings.device)),
+        dataset.to(device),
         plan,
         extended,
         ends,
-        Pair(private, plain),
-        Pair(private_state(settings, model), start),
-        describe(settings, found, plan, forms(model.params)),
+        trainers,
+        scores,
+        _described(settings, dataset, plan, forms),
     )
 
 
-def read(
-    settings: Settings, extended: Sequence[int]
-) -> tuple[Settings, Dataset, list[int]]:
-    """Return settings that fit the data, the data, and the step each epoch ends at."""
-    found = data.load(settings.data, seed=settings.seed)
-    settings = settings.fitted(len(found.y_train), found.shape)
-    epoch = len(found.y_train) / settings.batch_size
-    *_, last = settings.epochs, *extended
-    ends = [round(number * epoch) for number in range(1, last + 1)]
-    return settings, found, ends
-
-
-def planned(settings: Settings, found: Dataset, ends: Sequence[int]) -> dp.Plan:
+def planned(settings: Settings, size: int, ends: Sequence[int]) -> dp.Plan:
     """Plan the private steps of all members together.
 
     The noise is the least that keeps the epochs that the run was started for within the
     budget. Later ones, of a run that was extended, have the same noise and spend more.
     """
-    size = len(found.y_train)
     try:
         plan = dp.Plan.for_epsilon(
             settings.epsilon,
@@ -245,41 +227,105 @@ def planned(settings: Settings, found: Dataset, ends: Sequence[int]) -> dp.Plan:
     return longer
 
 
-def tried(settings: Settings, found: Dataset, module: nn.Module) -> Model:
-    """Try a model on blank images, so that errors show early."""
-    module = module.train().to(settings.device)
-    images, labels = blank(settings, found, 2)
-    with models.tried(settings.model, found.shape, private=settings.private):
-        model = Model(*make_functional_with_buffers(module))
+def _tried(
+    settings: Settings, module: nn.Module, classes: int, images: Tensor, labels: Tensor
+) -> Model:
+    """Try a model on two blank images, so that errors show early."""
+    module = module.train().to(images.device)
+    needs = "" if settings.without_privacy else " and has per-sample gradients"
+    try:
+        fmodel, params, buffers = make_functional_with_buffers(module)
+        function = models.under(settings.precision, fmodel)
         with kept_random_state([images]):
-            function = models.under(settings.precision, model.function)
-            scores = function(model.params, model.buffers, images)
-            if scores.shape != (2, found.classes):
-                raise ValueError(
-                    f"scores of shape {tuple(scores.shape)} for two images"
-                )
-            if settings.private:
+            scores = function(params, buffers, images)
+            if scores.shape != (2, classes):
+                shape = tuple(scores.shape)
+                raise ValueError(f"scores of shape {shape} for two images")
+            if not settings.without_privacy:
                 loss = sample_loss(function, F.cross_entropy)
                 gradient = clipped_grad(loss, max_norm=1.0, randomness="different")
-                gradient(model.params, model.buffers, images, labels)
-    return model
+                gradient(params, buffers, images, labels)
+    except Exception as error:
+        # Code of the user's own may raise anything; the cause is kept.
+        raise ValueError(
+            f"--model {settings.model}: expected a model that scores {classes} classes "
+            f"for images {list(images.shape[1:])}{needs}, got "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return fmodel, params, buffers
 
 
-def blank(settings: Settings, found: Dataset, *sizes: int) -> tuple[Tensor, Tensor]:
-    """Make blank images `[*sizes, C, H, W]` and labels `[*sizes]`."""
-    device = torch.device(settings.device)
-    images = torch.zeros(*sizes, *found.shape[:3], device=device)
-    return images, torch.zeros(*sizes, dtype=torch.int64, device=device)
+def _strategy(
+    settings: Settings, model: Model, images: Tensor, labels: Tensor
+) -> EnsembleStrategy:
+    """Choose a strategy: the cheapest, or the loop where an op cannot be batched."""
+    fmodel, params, buffers = model
+    loss = batch_loss(models.under(settings.precision, fmodel), F.cross_entropy)
+    compute = ensemble_grad(loss, in_dims=0, strategy="hybrid")
+    images, labels = (
+        torch.stack(settings.members * [tensor]) for tensor in (images, labels)
+    )
+    with kept_random_state([images]):
+        try:
+            compute(params, buffers, images, labels)
+        except UnsupportedOp:
+            return "loop"
+    return "auto"
 
 
-def private_advance(settings: Settings, model: Model, plan: dp.Plan) -> Callable:
-    """Train on Poisson batches, with clipping and noise."""
+def _start(
+    settings: Settings,
+    create: Callable[..., Any],
+    params: Params,
+    buffers: Buffers,
+    key: Tensor,
+    scale: DynamicLossScale | StaticLossScale,
+) -> Any:
+    """Make a state before the first step.
+
+    The scale is the default one of the step. It is given here so that a state saved
+    before the first step is the same tree as any other.
+    """
+    scaled = scale if settings.precision == "float16" else None
+    state = create(optim.sgd(settings.lr), params, buffers, loss_scale=scaled)
+    return state._replace(key=key)
+
+
+def _private_start(
+    settings: Settings, params: Params, buffers: Buffers
+) -> TrainState | PrivateMembers:
+    """Make the private states; their keys are secrets unless noise is reproducible."""
+    seed = settings.seed if settings.reproducible_noise else None
+
+    def start(params: Params, buffers: Buffers, i: int) -> TrainState:
+        key = dp.secret_key(seed=seed, member=i)
+        create = TrainState.create
+        return _start(settings, create, params, buffers, key, _PRIVATE_SCALE)
+
+    if settings.members == 1:
+        return start(params, buffers, 0)
+    members = range(settings.members)
+    return PrivateMembers(
+        tuple(start(member(params, i), member(buffers, i), i) for i in members)
+    )
+
+
+def _private_advance(
+    settings: Settings,
+    fmodel: FunctionalModel,
+    plan: dp.Plan,
+    rows: int,
+    steps: int,
+    mesh: "DeviceMesh | None",
+) -> Advance:
+    """Train on Poisson batches, with clipping and noise, one member after the other."""
+    plan = dataclasses.replace(plan, steps=steps)  # of one member
     step = private_step(
-        sample_loss(model.function, F.cross_entropy),
+        sample_loss(fmodel, F.cross_entropy),
         optim.sgd(settings.lr),
         plan,
         strategy=STRATEGY,
-        chunk_size=_rows_at_a_time(model.params),
+        chunk_size=rows,
         randomness="different",
         policy=models.POLICIES[settings.precision],
     )
@@ -287,248 +333,9 @@ def private_advance(settings: Settings, model: Model, plan: dp.Plan) -> Callable
     def draw(state: TrainState) -> Tensor:
         return plan.sample(key=state.key, step=int(state.step))
 
-    world = World()
-    return _advance(world.parallel(compiled(settings, step)), draw, world.part)
+    advance = _advance(settings, step, draw, mesh)
 
-
-def compiled(settings: Settings, step: Callable) -> Callable:
-    """Compile a step, if --compile is not eager."""
-    if settings.compile == "eager":
-        return step
-    backend: Any = settings.compile
-    return compile(step, backend=backend)
-
-
-def _on_ranks(settings: Settings, model: Model, step: Callable) -> tuple:
-    """Return a plain step of all ranks, and which part of a batch each one takes."""
-    step, world = compiled(settings, step), World()
-    if model.buffers or settings.batch_size % world.size:
-        return step, torch.detach  # all of it, on every rank
-    return world.parallel(step), world.part
-
-
-def plain_advance(
-    settings: Settings,
-    found: Dataset,
-    step: Callable,
-    part: Callable[[Tensor], Tensor] = torch.detach,
-) -> Callable:
-    """Train on batches of fixed size, one for each member of an ensemble."""
-    size, members = len(found.y_train), settings.members
-
-    def draw(state: Any) -> Tensor:
-        seed = torch_seed(state.key, "batch", int(state.step))
-        source = torch.Generator().manual_seed(seed)
-        orders = [torch.randperm(size, generator=source) for _ in range(members)]
-        index = torch.stack([order[: settings.batch_size] for order in orders])
-        return index if members > 1 else index[0]
-
-    return _advance(step, draw, part)
-
-
-def _advance(
-    step: Callable[..., tuple[Any, dict[str, Tensor]]],
-    draw: Callable[[Any], Tensor],
-    part: Callable[[Tensor], Tensor],
-) -> Callable[[Any, Dataset], tuple[Any, Taken]]:
-    """Draw the batch that follows on a state, and take a step on this rank's part."""
-
-    def run(state: Any, data: Dataset) -> tuple[Any, Taken]:
-        index = draw(state)
-        own = part(index)
-        state, figures = step(state, data.x_train[own], data.y_train[own])
-        samples, loss = index.numel(), torch.zeros(())
-        if samples:  # the mean over no samples is no number
-            loss = figures["loss"].double().mean() * samples
-        skipped = figures.get("skipped", torch.zeros(())).sum()
-        return state, Taken(loss, samples, skipped)
-
-    return run
-
-
-def private_state(settings: Settings, model: Model, member: int = 0) -> TrainState:
-    """Make a private state; its key is no secret where noise is reproducible."""
-    seed = settings.seed if settings.reproducible_noise else None
-    key = dp.secret_key(seed=seed, member=member)
-    return _first(settings, model, TrainState.create, key, _PRIVATE_SCALE)
-
-
-def plain_state(settings: Settings, model: Model, create: Callable[..., Any]) -> Any:
-    """Make a state of the run without privacy, whose key is no secret."""
-    key = fold_in(dp.secret_key(seed=settings.seed), "plain")
-    return _first(settings, model, create, key, DynamicLossScale())
-
-
-def _first(
-    settings: Settings,
-    model: Model,
-    create: Callable[..., Any],
-    key: Tensor,
-    scale: LossScale,
-) -> Any:
-    """Make a state before the first step.
-
-    The scale is the one that the step would begin with by default. It is given here so
-    that a state saved before the first step is the same tree as any other.
-    """
-    return create(
-        optim.sgd(settings.lr),
-        model.params,
-        model.buffers,
-        loss_scale=scale if settings.precision == "float16" else None,
-    )._replace(key=key)
-
-
-def forms(params: Params) -> Description:
-    """Name the way of per-sample gradients, since others round differently."""
-    return {"strategy": STRATEGY, "chunk_size": _rows_at_a_time(params)}
-
-
-def _rows_at_a_time(params: Params) -> int:
-    """Choose a chunk size from the model alone.
-
-    `chunk_size="auto"` depends on free memory, which may differ when a run goes on; the
-    sums would then be rounded differently.
-    """
-    gradient = sum(value.numel() * value.element_size() for value in params.values())
-    return max(1, min(_MOST_ROWS, _GRADIENT_BYTES // gradient))
-
-
-def describe(
-    settings: Settings, found: Dataset, plan: dp.Plan | None, forms: Description
-) -> Description:
-    """Collect the entries that must be the same when the run goes on, as JSON."""
-    on_cuda = settings.device.startswith("cuda")
-    low = {}
-    if settings.precision != "float32":
-        low = {"instructions in low precision": models.instructions()}
-    description = {
-        "arguments": dataclasses.asdict(settings),
-        "data": {
-            "sha256": data.digest(found),
-            "held_out_samples": len(found.y_test),
-            "shape": found.shape._asdict(),
-        },
-        "plan": {} if plan is None else dataclasses.asdict(plan),
-        "model": {"source_sha256": models.source_digest(settings.model)},
-        "machine": {
-            "torch": torch.__version__,
-            "threads (OMP_NUM_THREADS)": torch.get_num_threads(),
-            "instructions": torch.backends.cpu.get_cpu_capability(),
-            "device": torch.cuda.get_device_name(settings.device) if on_cuda else "cpu",
-            **low,
-        },
-        "forms": forms,
-    }
-    return json.loads(json.dumps(description))
-
-
-# Ensembles.
-
-
-class PrivateMembers(NamedTuple):
-    """The states of members that take private steps, all equally many."""
-
-    members: tuple[TrainState, ...]
-
-    @property
-    def params(self) -> Params:
-        """Return the parameters, `[E, ...]`."""
-        return _stacked([each.params for each in self.members])
-
-    @property
-    def buffers(self) -> Buffers:
-        """Return the buffers, `[E, ...]`."""
-        return _stacked([each.buffers for each in self.members])
-
-    @property
-    def step(self) -> Tensor:
-        """Return how many steps each member has taken."""
-        return self.members[0].step
-
-    @property
-    def loss_scale(self) -> LossScale:
-        """Return the loss scale, which is constant and the same for all."""
-        return self.members[0].loss_scale
-
-
-def _prepare_members(settings: Settings, extended: Sequence[int] = ()) -> Job:
-    settings, found, ends = read(settings, extended)
-    count, device = settings.members, torch.device(settings.device)
-    modules = [
-        models.build(settings.model, found.shape, seed=member_seed(settings.seed, i))
-        for i in range(count)
-    ]
-    one = tried(settings, found, modules[0])
-    model = Model(*stack(module.train().to(device) for module in modules))
-    strategy = _strategy(settings, model, found)
-    plain = _members_trainer(settings, model, found, strategy)
-    start = plain_state(settings, model, EnsembleState.create)
-    trainers, starts = Pair((), plain), Pair((), start)
-    plan, ways = None, {"strategy of members": strategy}
-    if settings.private:
-        plan = total = planned(settings, found, ends)
-        of_one = dataclasses.replace(plan, steps=ends[-1])
-        trainers = trainers._replace(
-            private=Trainer(
-                _each_in_turn(private_advance(settings, one, of_one)),
-                plain.scores,
-                lambda step: total.epsilon(step * count),
-            )
-        )
-        starts = Pair(_members_start(settings, model), start)
-        ways |= forms(one.params)
-    return Job(
-        settings,
-        found.to(device),
-        plan,
-        extended,
-        ends,
-        trainers,
-        starts,
-        describe(settings, found, plan, ways),
-    )
-
-
-def _members_trainer(
-    settings: Settings, model: Model, found: Dataset, strategy: EnsembleStrategy
-) -> Trainer:
-    step = ensemble_train_step(
-        batch_loss(model.function, F.cross_entropy),
-        optim.sgd(settings.lr),
-        in_dims=0,
-        strategy=strategy,
-        policy=models.POLICIES[settings.precision],
-    )
-    forward = ensemble_forward(
-        models.under(settings.precision, model.function.eval()),
-        chunk_size=ROWS,
-        strategy=strategy,
-    )
-    return Trainer(
-        plain_advance(settings, found, compiled(settings, step)),
-        lambda state, images: forward(state.params, state.buffers, images),
-        lambda step: None,
-    )
-
-
-def _strategy(settings: Settings, model: Model, found: Dataset) -> EnsembleStrategy:
-    """Choose a strategy: the cheapest, or the loop where an op cannot be batched."""
-    images, labels = blank(settings, found, settings.members, 2)
-    function = models.under(settings.precision, model.function)
-    loss = batch_loss(function, F.cross_entropy)
-    compute = ensemble_grad(loss, in_dims=0, strategy="hybrid")
-    with kept_random_state([images]):
-        try:
-            compute(model.params, model.buffers, images, labels)
-        except UnsupportedOp:
-            return "loop"
-    return "auto"
-
-
-def _each_in_turn(advance: Callable) -> Callable:
-
-    def run(state: PrivateMembers, data: Dataset) -> tuple[PrivateMembers, Taken]:
+    def in_turn(state: PrivateMembers, data: Dataset) -> tuple[PrivateMembers, Taken]:
         results = [advance(each, data) for each in state.members]
         states, taken = zip(*results, strict=True)
         losses, samples, skipped = zip(*taken, strict=True)
@@ -539,17 +346,76 @@ def _each_in_turn(advance: Callable) -> Callable:
             sum(skipped, torch.zeros(())),
         )
 
+    return advance if settings.members == 1 else in_turn
+
+
+def _plain_advance(
+    settings: Settings, dataset: Dataset, step: Callable, mesh: "DeviceMesh | None"
+) -> Advance:
+    """Train on batches of fixed size, one for each member of an ensemble."""
+    size, members = len(dataset.y_train), settings.members
+
+    def draw(state: Any) -> Tensor:
+        seed = torch_seed(state.key, "batch", int(state.step))
+        source = torch.Generator().manual_seed(seed)
+        orders = [torch.randperm(size, generator=source) for _ in range(members)]
+        index = torch.stack([order[: settings.batch_size] for order in orders])
+        return index if members > 1 else index[0]
+
+    return _advance(settings, step, draw, mesh)
+
+
+def _advance(
+    settings: Settings,
+    step: Callable,
+    draw: Callable[[Any], Tensor],
+    mesh: "DeviceMesh | None",
+) -> Advance:
+    """Draw the batch that follows on a state, and take a step on this rank's part."""
+    if settings.compile != "eager":
+        backend: Any = settings.compile
+        step = compile(step, backend=backend)
+    if mesh is not None:
+        step = data_parallel(step, mesh)
+    ranks = Ranks.of_all("train", mesh)
+    rank, size = ranks.rank, ranks.size
+
+    def run(state: Any, data: Dataset) -> tuple[Any, Taken]:
+        index = draw(state)
+        rows = index[len(index) * rank // size : len(index) * (rank + 1) // size]
+        state, figures = step(state, data.x_train[rows], data.y_train[rows])
+        samples, loss = index.numel(), torch.zeros(())
+        if samples:  # the mean over no samples is no number
+            loss = figures["loss"].double().mean() * samples
+        skipped = figures.get("skipped", torch.zeros(())).sum()
+        return state, Taken(loss, samples, skipped)
+
     return run
 
 
-def _members_start(settings: Settings, model: Model) -> PrivateMembers:
-    values = [
-        Model(model.function, member(model.params, i), member(model.buffers, i))
-        for i in range(settings.members)
-    ]
-    states = [private_state(settings, one, i) for i, one in enumerate(values)]
-    return PrivateMembers(tuple(states))
-
-
-def _stacked(entries: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.stack([each[name] for each in entries]) for name in entries[0]}
+def _described(
+    settings: Settings, dataset: Dataset, plan: dp.Plan | None, forms: Description
+) -> Description:
+    """Collect the entries that must be the same when the run goes on, as JSON."""
+    on_cuda = settings.device.startswith("cuda")
+    machine = {
+        "torch": torch.__version__,
+        "threads (OMP_NUM_THREADS)": torch.get_num_threads(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "device": torch.cuda.get_device_name(settings.device) if on_cuda else "cpu",
+    }
+    if settings.precision != "float32":
+        machine["instructions in low precision"] = models.instructions()
+    description = {
+        "arguments": dataclasses.asdict(settings),
+        "data": {
+            "sha256": data.digest(dataset),
+            "held_out_samples": len(dataset.y_test),
+            "shape": dataset.shape._asdict(),
+        },
+        "plan": {} if plan is None else dataclasses.asdict(plan),
+        "model": {"source_sha256": models.source_digest(settings.model)},
+        "machine": machine,
+        "forms": forms,
+    }
+    return json.loads(json.dumps(description))

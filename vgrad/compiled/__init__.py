@@ -7,15 +7,13 @@ the ops that it called as a graph, which later calls run again.
 * `compile`: capture a transform or a step as graphs; the result is called as it is
 * `Compiled`: what it returns
 * `choices`: the backends that `"auto"` chose, for another run
-* `Report`: what is known of one capture
-* `CompiledExplanation`: what `explain` finds of a compiled function
 * `CompileWarning`: something runs in eager mode that was to be compiled
 * `Backend`, `Fallback`: the names that `compile` takes
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vgrad.compiled import buckets
 from vgrad.compiled.captures import Backend, CompileWarning, Fallback
@@ -23,25 +21,26 @@ from vgrad.compiled.captures import Captures as Captures
 from vgrad.compiled.functions import CompiledFunction
 from vgrad.compiled.functions import CompiledStep as CompiledStep
 from vgrad.compiled.quantities import CompiledTransform as CompiledTransform
-from vgrad.compiled.reports import CompiledExplanation, Report
-from vgrad.ensemble.forward import EnsembleForward
+from vgrad.compiled.reports import CaptureReport
 from vgrad.ensemble.gradients import EnsembleGradFn
+from vgrad.ensemble.prediction import EnsembleForward
 from vgrad.persample.engine import Transform
-from vgrad.training.ensemble import EnsembleStep
-from vgrad.training.plain import OfSamples, TrainStep
-from vgrad.training.private import PrivateStep
+from vgrad.renamed import raising
+from vgrad.training.steps import EnsembleStep, OfSamples, PrivateStep, TrainStep
 from vgrad.typing import Arguments, Found, Same
 
 __all__ = [
     "Backend",
     "CompileWarning",
     "Compiled",
-    "CompiledExplanation",
     "Fallback",
-    "Report",
     "choices",
     "compile",
 ]
+
+
+if not TYPE_CHECKING:  # which sees no other names
+    __getattr__ = raising(__name__)
 
 
 def __dir__() -> list[str]:
@@ -51,7 +50,7 @@ def __dir__() -> list[str]:
 class Compiled(Same[Arguments, Found], Protocol):
     """What `compile` returns: the same function, its attributes, and `reports()`."""
 
-    def reports(self) -> tuple[Report, ...]:
+    def reports(self) -> tuple[CaptureReport, ...]:
         """Return what is known of every capture."""
         ...
 
@@ -167,11 +166,11 @@ def _compiled(
     )
 
 
-def choices(reports: Sequence[Report]) -> dict[str, str]:
+def choices(reports: Sequence[CaptureReport]) -> dict[str, str]:
     """Return the backends that `"auto"` chose, which `compile(backend=...)` repeats.
 
     Example:
-        >>> choices([Report("clipped_grad", "0a1b", "inductor")])
+        >>> choices([CaptureReport("clipped_grad", "0a1b", "inductor")])
         {'0a1b': 'inductor'}
     """
     return {each.kind: each.backend for each in reports if each.backend != "eager"}

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -20,7 +20,7 @@ from vgrad.compiled import backends, recording, verification
 from vgrad.compiled.graph import Graph, captured
 from vgrad.compiled.guards import description, is_plain
 from vgrad.compiled.replay import replayed
-from vgrad.compiled.reports import Report
+from vgrad.compiled.reports import CaptureReport
 from vgrad.conditions import Unrepeatable
 from vgrad.generators import RNG_LOCK, RandomState, random_state, set_random_state
 from vgrad.persample.engine import constant
@@ -207,7 +207,7 @@ class _Capture:
     function: Callable
     key: tuple
     alike: Callable[..., bool]  # tells whether tensors are like those of the first call
-    report: Report
+    report: CaptureReport
     graph: Graph | None = None
     run: Callable[..., Sequence[Tensor]] | None = None
     differentiable: bool = False  # in eager mode, so that a derivative must raise
@@ -242,11 +242,14 @@ class Captures:
         self._lock = threading.RLock()
         self._told: set[str] = set()
 
-    def reports(self) -> tuple[Report, ...]:
+    def reports(self) -> tuple[CaptureReport, ...]:
         """Return what is known of every capture."""
         return tuple(
-            each.report._replace(
-                build_seconds=each.build_seconds, calls=each.calls, redos=each.redos
+            replace(
+                each.report,
+                build_seconds=each.build_seconds,
+                calls=each.calls,
+                redos=each.redos,
             )
             for each in self._found
         )
@@ -345,7 +348,7 @@ class Captures:
                 return expected
             kind = hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
             key = in_words(given.distinct)
-            report = Report(name_of(function), kind, "eager", key=key)
+            report = CaptureReport(name_of(function), kind, "eager", key=key)
             capture = _Capture(function, given.key, alike, report)
             wanted = (each.requires_grad for each in tree.tensors(expected))
             capture.differentiable = any(wanted)
@@ -424,8 +427,8 @@ class Captures:
         elif self._verify:
             verification.same_bits(result, expected)
         capture.run = run
-        capture.report = capture.report._replace(
-            backend=backend, why=why, nodes=graph.nodes
+        capture.report = replace(
+            capture.report, backend=backend, why=why, nodes=graph.nodes
         )
         if run is replay or result is None:
             return expected
@@ -441,7 +444,7 @@ class Captures:
     ) -> None:
         """Run in eager mode from now on."""
         capture.graph = capture.run = None
-        capture.report = capture.report._replace(backend="eager", why=why)
+        capture.report = replace(capture.report, backend="eager", why=why)
         self.refuse(capture.function, error or why)
 
     def _warn(self, text: str) -> None:

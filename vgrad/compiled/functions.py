@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vgrad.compiled.captures import Captures
-from vgrad.compiled.reports import CompiledExplanation, Report
+from vgrad.compiled.reports import CaptureReport, CompiledExplanation
 
 
 class CompiledFunction:
@@ -22,7 +22,7 @@ class CompiledFunction:
             raise AttributeError(name)
         return getattr(self._function, name)
 
-    def reports(self) -> tuple[Report, ...]:
+    def reports(self) -> tuple[CaptureReport, ...]:
         """Return what is known of every capture."""
         return self._captures.reports()
 
@@ -60,7 +60,7 @@ class CompiledStep:
             raise AttributeError(name)
         return getattr(self._step, name)
 
-    def reports(self) -> tuple[Report, ...]:
+    def reports(self) -> tuple[CaptureReport, ...]:
         """Return what is known of every capture."""
         return self._captures.reports()
 

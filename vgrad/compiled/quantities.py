@@ -10,8 +10,8 @@ from torch import Tensor
 from vgrad import batches, tree
 from vgrad.compiled import buckets
 from vgrad.compiled.captures import Captures
-from vgrad.compiled.reports import CompiledExplanation, Report
-from vgrad.persample.engine import Call, Chunk, Problem, Transform, at_a_time
+from vgrad.compiled.reports import CaptureReport, CompiledExplanation
+from vgrad.persample.engine import Call, Chunk, Evaluation, Transform, at_a_time
 from vgrad.persample.explain import explain
 from vgrad.persample.grad import WeightedGradFn, check_weights
 from vgrad.persample.gram import GramFn
@@ -36,7 +36,7 @@ class CompiledTransform:
         self._captures = captures
         self._buckets = batch_sizes
         self._scale = transform.options.loss_scale if loss_scale is None else loss_scale
-        self._calls: Callable[[Problem], Call] | None = None
+        self._evaluation: Callable[[Call], Evaluation] | None = None
         self._keys: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -44,7 +44,7 @@ class CompiledTransform:
             raise AttributeError(name)
         return getattr(self._transform, name)
 
-    def reports(self) -> tuple[Report, ...]:
+    def reports(self) -> tuple[CaptureReport, ...]:
         """Return what is known of every capture."""
         return self._captures.reports()
 
@@ -65,7 +65,7 @@ class CompiledTransform:
         return same
 
     def over(
-        self, calls: Callable[[Problem], Call], parts: int = 1
+        self, evaluation: Callable[[Call], Evaluation], parts: int = 1
     ) -> "CompiledTransform":
         """Return the same function, in whose calls others take part.
 
@@ -73,7 +73,7 @@ class CompiledTransform:
         are one of so many `parts`.
         """
         same = copy(self)
-        same._calls = calls
+        same._evaluation = evaluation
         if self._buckets is not None:
             same._buckets = tuple(sorted({-(-size // parts) for size in self._buckets}))
         return same
@@ -109,7 +109,7 @@ class CompiledTransform:
         transform = self._transform
         function, options = transform.on_all, transform.options
         whole = options.chunk_size is None and options.strategy != "loop"
-        plain = self._buckets is None and mask is None and self._calls is None
+        plain = self._buckets is None and mask is None and self._evaluation is None
         if plain and whole and len(batch):
             if _first_size(batch):
                 given = (params, buffers, batch, None, more, self._scale)
@@ -120,8 +120,8 @@ class CompiledTransform:
         if not size or options.strategy == "loop":
             if size:
                 self._captures.refuse(function, 'strategy="loop" runs any Python')
-            if self._calls is not None:
-                function = transform.over(self._calls).on_all
+            if self._evaluation is not None:
+                function = transform.over(self._evaluation).on_all
             given = (params, buffers, batch, mask, more, self._scale)
             found = function(*given, self._keys)
             return found if mask is None else transform.selected(found, mask, more)
@@ -155,21 +155,21 @@ class CompiledTransform:
             total = size
         limit = total
         if transform.options.chunk_size is not None:
-            problem = transform.options.on(params, buffers, batch)
-            limit = min(limit, at_a_time(problem) or limit)
+            call = transform.options.on(params, buffers, batch)
+            limit = min(limit, at_a_time(call) or limit)
         if sizes is not None:
             limit = min(limit, sizes[-1])
-        alone = self._calls is None
+        alone = self._evaluation is None
         given = (params, buffers, batch, mask, more, self._scale, keys)
-        if alone and (total <= limit or not transform.joins):
+        if alone and (total <= limit or transform.quantity is None):
             found = self._captures(transform.on_all, *given)
         else:
             options = replace(transform.options, chunk_size=limit)
-            problem = options.on(*given)
-            found = transform.of((self._calls or Call)(problem), self._part)
+            run = (self._evaluation or Evaluation)(options.on(*given))
+            found = transform.of(run, self._part)
         return found if mask is None else transform.selected(found, rows, more)
 
-    def _part(self, part: Problem) -> Chunk:
+    def _part(self, part: Call) -> Chunk:
         """Run one part of a batch."""
         batch = part.batch.sample(tuple(part.batch.tensors))
         return self._captures(

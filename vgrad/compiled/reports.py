@@ -1,13 +1,14 @@
-"""What is known of captures, and what `explain` says of compiled functions."""
+"""Reports of captures, alone and beside the report of the function in eager mode."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
-from vgrad.persample.explain import aligned
+from vgrad.report import Report, table
 
 
-class Report(NamedTuple):
-    """What is known of one capture.
+@dataclasses.dataclass(frozen=True)
+class CaptureReport(Report):
+    """One capture of a compiled function.
 
     Attributes:
         name: the function.
@@ -18,8 +19,7 @@ class Report(NamedTuple):
         build_seconds: what the capture took, compilation included.
         calls: how often the graph ran.
         redos: how often its result was dropped and computed in eager mode.
-        key: what it is of in words: dtypes and shapes in the order of arguments, and
-            torch's switches.
+        key: dtypes and shapes in the order of arguments, and torch's switches.
     """
 
     name: str
@@ -34,30 +34,29 @@ class Report(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class CompiledExplanation:
-    """What `explain` finds of a compiled function; `str` makes tables of it.
+class CompiledExplanation(Report):
+    """The report of `explain` for a compiled function.
 
     Attributes:
-        captures: what is known of every capture so far.
-        eager: what `explain` finds of the function in eager mode; None for a step.
+        captures: every capture so far.
+        eager: the report of the function in eager mode; None for a step.
     """
 
-    captures: tuple[Report, ...]
+    captures: tuple[CaptureReport, ...]
     eager: Any
 
     def __str__(self) -> str:
         head = ("capture", "backend", "nodes", "build", "calls", "redos", "key", "why")
         cells = [
             (
-                *(each.name, each.backend, f"{each.nodes:,}"),
-                *(f"{each.build_seconds:.1f} s", f"{each.calls:,}", f"{each.redos:,}"),
+                *(each.name, each.backend, each.nodes),
+                *(f"{each.build_seconds:.1f} s", each.calls, each.redos),
                 *(_shortened(each.key), each.why),
             )
             for each in self.captures
         ]
-        right = {2, 3, 4, 5}
-        table = aligned([head, *cells], right=right) if cells else "no captures yet"
-        return table if self.eager is None else f"{table}\n\n{self.eager}"
+        text = table([head, *cells], right={2, 3, 4, 5}) if cells else "no captures yet"
+        return text if self.eager is None else f"{text}\n\n{self.eager}"
 
 
 def _shortened(key: str) -> str:

@@ -8,7 +8,6 @@ The result does not depend on how many ranks there are.
 * `member_parallel`: make a function of an ensemble one of ranks with members each
 * `own_members`, `all_members`: this rank's members of a tree, and the way back
 * `member_range`: the numbers of this rank's members
-* `predict`, `predict_values`: those of `vgrad.ensemble`, over ranks
 * `shard`, `gather`: keep this rank's part of each tensor, and the way back
 * `replicated`: a tree as the first rank has it
 * `alone`: a mesh of this process alone
@@ -26,7 +25,6 @@ from vgrad.distributed.member_parallel import (
     member_range,
     own_members,
 )
-from vgrad.distributed.predictions import predict, predict_values
 from vgrad.distributed.sharding import gather, shard
 from vgrad.ranks import RankError
 from vgrad.ranks import Ranks as Ranks
@@ -43,8 +41,6 @@ __all__ = [
     "member_parallel",
     "member_range",
     "own_members",
-    "predict",
-    "predict_values",
     "replicated",
     "shard",
 ]

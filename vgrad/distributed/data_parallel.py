@@ -19,9 +19,8 @@ from vgrad.persample.engine import Transform
 from vgrad.persample.gram import GramFn
 from vgrad.precision import all_finite
 from vgrad.ranks import Ranks, layout
-from vgrad.training.plain import OfBatch, OfSamples, TrainStep
-from vgrad.training.private import PrivateStep
 from vgrad.training.state import TrainState, check_state
+from vgrad.training.steps import OfBatch, OfSamples, PrivateStep, TrainStep
 from vgrad.tree import map_tensors, map_values, tensors, wide
 from vgrad.typing import Arguments, Buffers, Found, Same, T, Tree
 
@@ -76,7 +75,7 @@ class ParallelStep:
 def parallel_step(step: TrainStep | PrivateStep, ranks: Ranks) -> ParallelStep:
     """Return a step of all ranks; sums over single samples are theirs already."""
     if isinstance(step, TrainStep) and isinstance(step.gradients, OfBatch):
-        step = replace(step, over=partial(_averaged, ranks))
+        step = replace(step, reduce=partial(_averaged, ranks))
     return ParallelStep(step, ranks)
 
 
@@ -108,7 +107,7 @@ def replicated(tree: T, mesh: DeviceMesh, *, data: str = "dp") -> T:
 def _options(step: TrainStep | PrivateStep) -> Options:
     """Read the options of a step; a transform within it compares its own."""
     parts = {"tx": step.tx, "donate": step.donate, "has_aux": step.has_aux}
-    parts["loss_scale"] = step.first
+    parts["loss_scale"] = step.scale
     own = step.gradients if isinstance(step, TrainStep) else None
     return Options(own.loss if isinstance(own, OfBatch) else None, **parts)
 

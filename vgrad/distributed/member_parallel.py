@@ -19,10 +19,13 @@ from vgrad import checks, files
 from vgrad.checks import Patterns
 from vgrad.distributed.options import Options
 from vgrad.ensemble import MembersState
-from vgrad.ensemble.axes import members, split
-from vgrad.ensemble.forward import EnsembleForward
-from vgrad.ensemble.gradients import EnsembleGradFn, EnsembleGrads
-from vgrad.ensemble.per_sample import EnsemblePerSampleFn
+from vgrad.ensemble.execution import members, split
+from vgrad.ensemble.gradients import (
+    EnsembleGradFn,
+    EnsembleGrads,
+    EnsemblePerSampleFn,
+)
+from vgrad.ensemble.prediction import EnsembleForward
 from vgrad.generators import (
     kept_random_state,
     sample_keys,
@@ -32,8 +35,8 @@ from vgrad.generators import (
 )
 from vgrad.ranks import Ranks
 from vgrad.training import EarlyStopping
-from vgrad.training.ensemble import EnsembleState, EnsembleStep
-from vgrad.training.others import Found
+from vgrad.training.state import EnsembleState
+from vgrad.training.steps import EnsembleStep, GradsAndAux
 from vgrad.tree import map_tensors, tensors, tree_flatten, tree_unflatten, widened
 from vgrad.typing import Arguments, Buffers, Params, Result, Same, T, Tree
 
@@ -340,7 +343,7 @@ def _options(function: Any) -> Options:
     """Read the options of a step or a function; clipping is that of each member."""
     if isinstance(function, EnsembleStep):
         parts: dict[str, Any] = {"tx": function.tx, "donate": function.donate}
-        parts |= {"in_dims": function.in_dims, "loss_scale": function.first}
+        parts |= {"in_dims": function.in_dims, "loss_scale": function.scale}
         function = function.gradient
     else:
         parts = {"kind": type(function).__name__}
@@ -352,7 +355,7 @@ def _options(function: Any) -> Options:
 def _of_some(function: Any, others: "OtherRanks") -> Any:
     """Return a step or a function of the members of this rank."""
     if isinstance(function, EnsembleStep):
-        return replace(function, others=others)
+        return replace(function, reducer=others)
     if isinstance(function, EnsembleForward):
         return ParallelForward(function, others)
     if isinstance(function, EnsembleGradFn | EnsemblePerSampleFn):
@@ -387,9 +390,12 @@ class OtherRanks:
                 f"{self.ranks.rank}, got {given}. Pass what own_members returns."
             )
 
-    def joined(
-        self, compute: Callable[[], Found], state: EnsembleState, shared: Sequence[str]
-    ) -> tuple[Found, Tensor]:
+    def reduce(
+        self,
+        compute: Callable[[], GradsAndAux],
+        state: EnsembleState,
+        shared: Sequence[str],
+    ) -> tuple[GradsAndAux, Tensor]:
         """Sum gradients of what is shared, and say whether any member is active."""
         with self.ranks.together("ensemble_train_step") as facts:
             self.check(len(state.active))
@@ -451,7 +457,7 @@ class ParallelFunction:
         key = others.key(what) if drawing else None
         meets = function.shared and (sums or method == "with_buffers")
         with others.ranks.together(what) if meets else nullcontext({}) as facts:
-            count = members(params, buffers, function.shared, function=what)
+            count = members(what, params, buffers, function.shared)
             others.check(count)
             found: Any = self._drawn(method, key, params, buffers, batch, options)
             whole = split(what, {**params, **buffers}, function.shared)[1]

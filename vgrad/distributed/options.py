@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from vgrad.functional.model import FunctionalModel
-from vgrad.persample.clipped import Clip
+from vgrad.persample.clipped import ClipRule
 from vgrad.persample.engine import Transform
 
 _DEVICE = re.compile(r"(cpu|cuda|hpu|meta|mps|mtia|xla|xpu)(:\d+)?")
@@ -122,20 +122,15 @@ def of_transform(transform: Transform) -> dict[str, Any]:
         "has_aux": options.has_aux,
         "loss": options.loss,
     }
-    skipped = {"options", "_quantity", "calls", "keys", "sensitivity"}
+    skipped = {"options", "quantity", "evaluation", "keys", "sensitivity"}
     for name, value in vars(transform).items():
-        if isinstance(value, Clip):
+        if isinstance(value, ClipRule):
             facts |= {"clipping": value.kind, "max_norm": value.max_norm}
         elif name not in skipped:
             facts[name] = value
-    maker = (
-        getattr(transform.quantity.collect, "__self__", None)
-        if transform.joins
-        else None
-    )
-    if (
-        maker is not None and maker is not transform
-    ):  # it may remember what it has drawn
+    collect = getattr(transform.quantity, "collect", None)
+    maker = getattr(collect, "__self__", None)
+    if maker is not None and maker is not transform:  # directions of a projection
         facts |= {name: x for name, x in vars(maker).items() if _plain(x) is not None}
     return facts
 

@@ -19,7 +19,7 @@ from vgrad.compiled import CompiledTransform
 from vgrad.distributed.options import Options, of_transform
 from vgrad.distributed.sharded import sharded_call
 from vgrad.generators import RNG_LOCK, kept_random_state, sample_keys
-from vgrad.persample.engine import Call, Problem, Transform, constant
+from vgrad.persample.engine import LOCAL, Call, Evaluation, Reducer, Transform, constant
 from vgrad.persample.grad import WeightedGradFn
 from vgrad.precision.loss_scale import LossScale
 from vgrad.ranks import RankError, Ranks, Summing
@@ -110,7 +110,7 @@ class ParallelTransform:
         """Return sums over all ranks, and lists of this rank's samples."""
         *weights, params, buffers = arguments[: 3 if self._takes_weights else 2]
         if not any(isinstance(each, DTensor) for each in params.values()):
-            run = transform.over(meeting.call, self._ranks.size)
+            run = transform.over(meeting.evaluation, self._ranks.size)
             return run(*arguments, mask=mask)
         batch = arguments[len(weights) + 2 :]
         if not isinstance(transform, Transform):
@@ -199,12 +199,12 @@ class _Meeting:
         self._place += 1
         self._ranks.agree(f"{self.what}, {self._place}", error=error)
 
-    def call(self, problem: Problem) -> Call:
-        """Return a call in which all ranks take part."""
+    def evaluation(self, call: Call) -> Evaluation:
+        """Return the evaluation of a call in which all ranks take part."""
         # Random numbers may have to be drawn again, and then sums are others.
-        if self._ranks.size > 1 and problem.randomness == "error":
-            problem = replace(problem, others=_AsFormed(self.give, problem.params))
-        return Call(problem, reduce=self.summed)
+        if self._ranks.size > 1 and call.randomness == "error":
+            call = replace(call, reducer=_AsFormed(self.give, call.params))
+        return Evaluation(call, reduce=self.summed)
 
     def give(self, like: Params, name: str, value: Tensor) -> None:
         """Send one of some sums off, whose shapes and dtypes are these.
@@ -238,7 +238,7 @@ class _Meeting:
         return self._begun
 
 
-class _AsFormed:
+class _AsFormed(Reducer):
     """Sums of a whole batch, which go to the other ranks as soon as they are formed."""
 
     def __init__(
@@ -250,21 +250,14 @@ class _AsFormed:
             for name, value in params.items()
         }
 
-    def summed(self, name: str, value: Tensor) -> Tensor:
-        """Keep a sum here, which another strategy may form again."""
-        return value
-
     def settled(self, name: str, value: Tensor) -> Tensor:
         """Send a sum off."""
         self._give(self._like, name, value.to(self._like[name].dtype))
         return value
 
-    def anywhere(self, condition: bool) -> bool:
-        """Let each rank decide on its own."""
-        return condition
-
-    def of_part(self) -> None:
+    def of_part(self) -> Reducer:
         """Wait for all parts."""
+        return LOCAL
 
 
 def plain_of(transform: Transform | CompiledTransform) -> Transform:

@@ -16,7 +16,13 @@ from torch.distributed.tensor import DTensor
 from vgrad import batches
 from vgrad.distributed.sharding import is_cut, laid, ranks_of, reduced, whole, wholes
 from vgrad.persample.clipped import ClippedGradFn
-from vgrad.persample.engine import FINAL, Call, Transform, at_a_time
+from vgrad.persample.engine import (
+    NON_RETRYABLE,
+    Evaluation,
+    Reducer,
+    Transform,
+    at_a_time,
+)
 from vgrad.persample.grad import WeightedGradFn
 from vgrad.precision.loss_scale import LossScale
 from vgrad.ranks import RankError, Ranks, layout
@@ -26,7 +32,7 @@ from vgrad.tree import cast, map_tensors, tensors, wide
 from vgrad.typing import Buffers, Params, Tree
 
 
-class Gathering:
+class Gathering(Reducer):
     """One call of all ranks, which either come through together or raise together.
 
     Attributes:
@@ -85,8 +91,8 @@ class Gathering:
         """Let all ranks take part, which have as many chunks."""
         return self
 
-    def anywhere(self, condition: bool) -> bool:
-        """Tell whether a condition holds on any rank."""
+    def any_rank(self, condition: bool) -> bool:
+        """Return whether a condition holds on any rank."""
         notes = self._meet("condition", holds=condition)
         return any(note["holds"] for note in notes)
 
@@ -153,7 +159,7 @@ def sharded_call(
         _check(transform, ranks, params, buffers)
         size = batches.read(options.function, batch).size
     facts = {"strategy": options.strategy, "layout": layout({**params, **buffers})}
-    own = {"size": size, "mapped": options.fallbacks.mapped}
+    own = {"size": size, "mapped": options.fallbacks.failure is not None}
     notes = ranks.check_same(what, own, **facts)
     sizes = [note["size"] for note in notes]
     with torch.inference_mode(False), torch.no_grad():
@@ -203,7 +209,7 @@ def _may_go_on(transform: Transform, ranks: Ranks, error: Exception) -> None:
     options = transform.options
     if options.strategy == "recorded":
         raise error
-    final = isinstance(error, FINAL)
+    final = isinstance(error, NON_RETRYABLE)
     notes = ranks.agree(f"sharded({options.function}), stopped", final=final)
     if any(note["final"] for note in notes):
         raise error
@@ -240,12 +246,12 @@ def _where_used(
             weights = _filled(weights, size, again=False)
         keys = None if keys is None else _filled(keys, size)
     parameters, fixed = gathering.lazy(params), gathering.lazy(buffers)
-    problem = transform.options.on(
+    call = transform.options.on(
         parameters, fixed, batch, mask, weights, loss_scale, keys
     )
-    chunk = gathering.least(at_a_time(problem) or size)
-    problem = replace(problem, chunk_size=chunk, strategy="recorded", others=gathering)
-    found = transform.called(Call(problem), weights)
+    chunk = gathering.least(at_a_time(call) or size)
+    call = replace(call, chunk_size=chunk, strategy="recorded", reducer=gathering)
+    found = transform.called(Evaluation(call), weights)
     return found if mask is None else transform.selected(found, mask)
 
 

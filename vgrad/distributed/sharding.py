@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from vgrad import files, tree
 from vgrad.ranks import Ranks, layout
-from vgrad.training.saved import exchanged
 from vgrad.typing import Params, T
 
 
@@ -164,7 +163,7 @@ def gather(state: T, mesh: DeviceMesh | None) -> T:
     ranks = Ranks.of_all("gather", mesh)
     with ranks.together("gather"):
         tensors = tree.state_dict(state)
-    exchanged("gather", ranks, None, tensors, {})
+    ranks.check_same("gather", tensors=layout(tensors))
     with torch.no_grad():
         return tree.map_tensors(
             lambda each: each.full_tensor() if isinstance(each, DTensor) else each,

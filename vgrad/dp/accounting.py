@@ -59,23 +59,18 @@ def epsilon(
         ValueError: "pld" gets more steps than it can bound.
         ImportError: `dp-accounting` is not installed.
 
-    Reference:
-        Doroshenko et al., arXiv 2207.04380 ("pld"); Mironov et al., arXiv 1908.10530
-        ("rdp").
+    Reference: arXiv 2207.04380 ("pld"), arXiv 1908.10530 ("rdp").
 
     Example:
-        >>> spent = epsilon(
-        ...     sampling_rate=0.01, noise_multiplier=1.0, steps=1000, delta=1e-5
-        ... )
-        >>> round(spent, 2)
+        >>> run = {"sampling_rate": 0.01, "steps": 1000, "delta": 1e-5}
+        >>> round(epsilon(noise_multiplier=1.0, **run), 2)
         1.83
     """
     [steps] = checks.whole("epsilon", least=0, steps=steps)
-    _check("epsilon", sampling_rate, steps, delta, accountant)
+    check("epsilon", sampling_rate, steps, delta, accountant)
     checks.non_negative("epsilon", noise_multiplier=noise_multiplier)
     checks.finite("epsilon", noise_multiplier=noise_multiplier)
-    all_steps = Steps(sampling_rate, noise_multiplier, steps)
-    return composed([all_steps], delta, accountant)
+    return composed([Steps(sampling_rate, noise_multiplier, steps)], delta, accountant)
 
 
 def composed(
@@ -92,7 +87,13 @@ def composed(
         return 0.0
     if any(kind.noise_multiplier < _LEAST_NOISE for kind in kinds):
         return math.inf
-    library = _library()
+    try:
+        import dp_accounting as library
+    except ImportError as error:
+        raise ImportError(
+            "vgrad.dp: expected the package dp-accounting, which is not installed. "
+            'Run pip install "vgrad[dp]".'
+        ) from error
     with _quiet():
         return float(ACCOUNTANTS[accountant](library, kinds, delta))
 
@@ -116,24 +117,22 @@ def noise_multiplier_for(
         ImportError: `dp-accounting` is not installed.
 
     Example:
-        >>> noise = noise_multiplier_for(
-        ...     epsilon=3.0, delta=1e-5, sampling_rate=0.5, steps=200
-        ... )
-        >>> round(noise, 2)
+        >>> run = {"sampling_rate": 0.5, "steps": 200, "delta": 1e-5}
+        >>> round(noise_multiplier_for(epsilon=3.0, **run), 2)
         9.91
     """
-    [steps] = checks.whole("noise_multiplier_for", least=1, steps=steps)
-    _check("noise_multiplier_for", sampling_rate, steps, delta, accountant)
-    checks.positive("noise_multiplier_for", epsilon=epsilon)
-    checks.finite("noise_multiplier_for", epsilon=epsilon)
-    call = f"noise_multiplier_for({epsilon=}, {delta=}, {sampling_rate=}, {steps=}, "
+    function = "noise_multiplier_for"
+    [steps] = checks.whole(function, least=1, steps=steps)
+    check(function, sampling_rate, steps, delta, accountant)
+    checks.positive(function, epsilon=epsilon)
+    checks.finite(function, epsilon=epsilon)
+    call = f"{function}({epsilon=}, {delta=}, {sampling_rate=}, {steps=}, "
     call += f"{accountant=})"
     used = 1 - (1 - sampling_rate) ** steps
     if delta >= used:
         raise ValueError(
             f"{call}: expected delta below {used:.3g}, the probability that a given "
-            f"sample is used at all, got {delta!r}. Such a delta would allow releasing "
-            f"samples as they are."
+            f"sample is used at all. Such a delta allows releasing samples as they are."
         )
 
     @functools.cache
@@ -175,29 +174,14 @@ def noise_multiplier_for(
     return math.exp(root)
 
 
-def _check(
-    function: str,
-    sampling_rate: float,
-    steps: int,
-    delta: float,
-    accountant: Accountant,
+def check(
+    function: str, sampling_rate: float, steps: int, delta: float, accountant: str
 ) -> None:
+    """Refuse numbers of a run that are out of range."""
     check_rate(function, sampling_rate)
     checks.between(function, 0, 1, delta=delta)
     checks.between(function, -1, 2**63, steps=steps)
     checks.choice(function, ACCOUNTANTS, accountant=accountant)
-
-
-def _library() -> Any:
-    """Import `dp-accounting`, an optional dependency."""
-    try:
-        import dp_accounting
-    except ImportError as error:
-        raise ImportError(
-            "vgrad.dp: expected the package dp-accounting, which is not installed. "
-            'Run pip install "vgrad[dp]".'
-        ) from error
-    return dp_accounting
 
 
 @contextmanager
@@ -205,8 +189,7 @@ def _quiet() -> Iterator[None]:
     """Hide warnings that Rényi orders are left out, and restore logging.
 
     dp-accounting warns hundreds of times about orders whose series do not converge,
-    which costs tightness at most. Its other messages get through. Without the handler
-    absl would install one for good.
+    which costs tightness at most. Without the handler absl would install one for good.
     """
     logger, root = logging.getLogger("absl"), logging.getLogger()
     handler = logging.NullHandler()

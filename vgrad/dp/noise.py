@@ -4,71 +4,47 @@ The guarantee of the accountant is about real numbers and a perfect source of
 randomness. This file comes close to them:
 
 * Noise is drawn and added in float64. The sum is then rounded to a grid of 2^-17 to
-  2^-16 of the noise's standard deviation, and to its dtype last of all. Normal numbers
-  come in pairs, from two uniform ones of 53 bits (Box and Muller): 2^53 on every circle
-  of radius r around zero, 2^-50.3 r apart. The number under the logarithm is drawn with
-  43 significant bits or more, however small it is, so circles are at most 2^-43 / r
-  apart. (With steps of 2^-53 alone they would be farther apart than the grid beyond
-  seven deviations, which one pair in 10^11 reaches.) Every square of the grid then
-  holds at least 2^59 pairs: every value that one data set can release is also reachable
-  from each neighbouring one, jointly for both numbers of a pair. The edges of a square
-  cut circles and steps on them, and the last bits of logarithm, root and tangent move a
-  number by about 2^-51 deviations. The probability is right to about one part in 2^32,
-  in the mean over releases, as long as the sum is within sixteen deviations of zero (in
-  general to 2^-36 of the sum in deviations). No number is too large to be drawn. In
-  float32 some values are impossible without a given sample: with a million parameters
-  and a thousand steps one of them shows with a probability of about 2e-4, twenty times
-  a delta of 1e-5.
-* The 2^-32 remain. Over the 10^9 numbers of the example they add about 1e-5 to epsilon
-  if they err independently, and 0.2 if all err in one direction. A discrete Gaussian on
-  the same grid, sampled with integers alone, would replace this estimate by a proof, at
-  a multiple of the cost. The time that a step takes is not hidden either.
+  2^-16 deviations, and to its dtype last of all. Two uniform numbers u and v of 53 bits
+  give two normal ones (Box and Muller, 1958),
+  `sqrt(-2 log u) cos(2 pi v)` and `sqrt(-2 log u) sin(2 pi v)`, and u has 43
+  significant bits or more, however small it is. Every square of the grid then holds at
+  least 2^59 pairs: every value that one data set can release is also reachable from
+  each neighbouring one, jointly for both numbers of a pair. The probability is right to
+  about one part in 2^32, in the mean over releases, as long as the sum is within
+  sixteen deviations of zero (in general to 2^-36 of the sum in deviations). Over 10^9
+  numbers that adds about 1e-5 to epsilon if the errors are independent, and 0.2 if all
+  have one direction; a discrete Gaussian would replace the estimate by a proof, at a
+  multiple of the cost. In float32 some values are impossible without a given sample,
+  and with 10^9 numbers one of them shows with a probability of about 2e-4.
 * The sum adds float32 gradients that are computed for the batch as a whole. An added
-  sample changes how the others are rounded, which the sensitivity does not count. In
-  batches of B samples whose gradients all point one way this moved the sum by up to
-  4 B 2^-24 of the clip norm (1e-2 for 60,000 samples, B 2^-24 in chunks of 64). A
-  gradient that is nothing but rounding errors, of terms that cancel, may change
-  completely if the number of samples decides which kernel runs: one such sample beside
-  the new one moved the sum by twice the sensitivity. With `chunk_size=1` or
-  `strategy="loop"` no sample's gradient depends on another sample.
+  sample changes how the others are rounded, which the sensitivity does not count: by up
+  to 4 B 2^-24 of the clip norm in batches of B samples (B 2^-24 in chunks of 64), and
+  by twice the sensitivity where a gradient is nothing but rounding errors. With
+  `chunk_size=1` or `strategy="loop"` no sample's gradient depends on another sample.
 * Keys of streams have 128 bits and come from a keyed hash (BLAKE2b) of a secret key of
   256 bits. From there on numpy's Philox4x64-10 draws, which passes all statistical
   tests but was not made to resist cryptanalysis. On a CUDA device torch's Philox4x32-10
   draws, whose seed has 64 bits: a hash of the same key for each step.
-* Losses, gradient norms and the fraction of clipped samples are not private, however
-  much noise the sum gets. Do not publish them.
+* Losses, gradient norms, the fraction of clipped samples and the time of a step are not
+  private, however much noise the sum gets. Nor is the memory of the machine.
 
 One draw, one release. The noise of a step is a function of the key, the step, the
 member, the parameter's name and shape, and of the plan's numbers; sharding and the
 number of threads do not change it. A step that is repeated from a checkpoint on the
-same batch is therefore the same release, not a second one. That holds as long as
-threads, processor, device, torch and numpy are the same: if they are not, release the
-results of only one of the two attempts. Two runs that continue from copies of one state
-with other data, another loss or another optimizer would add the same noise to different
-sums, whose difference then reveals everything: `state.fork()` gives one of them a new
-key.
-
-The released parameters are meant for people who do not control the machine that trains
-and do not look into its memory.
-
-Two uniform numbers u and v give two normal ones,
-
-    sqrt(-2 log u) cos(2 pi v)   and   sqrt(-2 log u) sin(2 pi v),
-
-with cosine and sine from `t = tan(pi v)`: `2 / (1 + t^2) - 1` and `2 t / (1 + t^2)`,
-which is faster with numpy. A small u is drawn again as a finer fraction. torch's
-functions are faster still, but MKL's start threads in every thread that calls them,
-however few the numbers: two threads took ten times as long.
+same batch is therefore the same release, as long as processor, device, torch and numpy
+are the same: if they are not, release the results of only one of the two attempts. Two
+runs that continue from copies of one state with other data, another loss or another
+optimizer would add the same noise to different sums, whose difference then reveals
+everything: `state.fork()` gives one of them a new key.
 
 The numbers of a tensor are blocks of one stream, in row-major order. A rank with a part
 of the tensor draws each block that overlaps its part as a whole: every part has exactly
 the numbers of the whole tensor.
-
-Reference: Box and Muller, Annals of Mathematical Statistics 29 (1958).
 """
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -114,10 +90,9 @@ def add_gaussian_noise(
     entry and both numbers: the same call draws the same noise, any other call
     independent noise. Never use a key and a step for two different sums.
 
-    Noise is drawn and added in float64 and rounded to `promote_types(dtype, float32)`:
-    sums of half precision come back as float32. On CPU tensors it costs 10 to 15 ns per
-    number and thread. No argument is changed, and non-finite entries stay as they are.
-    A noise multiplier of zero adds nothing; epsilon is then infinite.
+    Noise is drawn and added in float64 and rounded to `promote_types(dtype, float32)`.
+    On CPU tensors it costs 10 to 15 ns per number and thread. Non-finite entries stay
+    as they are. A noise multiplier of zero adds nothing; epsilon is then infinite.
 
     A sum may be a DTensor with placements `Shard` and `Replicate`. Each rank adds to
     its part the noise that the whole tensor would get there, bit for bit, without
@@ -208,11 +183,7 @@ class Part(NamedTuple):
 
 
 class BlockPart(NamedTuple):
-    """The overlap of a part and a block: `part[entries] = block[places]`.
-
-    `number` is the block's, `count` its size, and `places` are a slice or ascending
-    indices.
-    """
+    """The overlap of a part and a block of a size: `part[entries] = block[places]`."""
 
     number: int
     count: int
@@ -222,17 +193,15 @@ class BlockPart(NamedTuple):
 
 def block_parts(part: Part, size: int) -> Iterator[BlockPart]:
     """Yield the overlaps of a part with the blocks of `size` numbers of its tensor."""
-    total, count = math.prod(part.shape), math.prod(part.sizes)
+    total, count, low = math.prod(part.shape), math.prod(part.sizes), 0
+    if count == total:
+        for start in range(0, total, size):
+            count = min(size, total - start)
+            entries = slice(start, start + count)
+            yield BlockPart(start // size, count, slice(0, count), entries)
+        return
     if count == 0:
         return
-    if count == total:
-        for number, start in enumerate(range(0, total, size)):
-            stop = min(start + size, total)
-            yield BlockPart(
-                number, stop - start, slice(0, stop - start), slice(start, stop)
-            )
-        return
-    low = 0
     first, last = (_places(part, entry) // size for entry in (0, count - 1))
     for number in range(first, last + 1):
         start, stop = number * size, min((number + 1) * size, total)
@@ -269,7 +238,6 @@ def _before(part: Part, place: int) -> int:
 
 
 def _local_part(total: Tensor) -> tuple[Tensor, Part]:
-    """Return this process's tensor of a sum, and its part of the whole."""
     shape = tuple(total.shape)
     if not shards.is_distributed(total):
         return total, Part(shape, (0,) * len(shape), shape)
@@ -277,21 +245,19 @@ def _local_part(total: Tensor) -> tuple[Tensor, Part]:
     return local, Part(shape, shards.offsets(total), tuple(local.shape))
 
 
+@dataclass
 class _Normals:
     """Normal numbers, float64, from a key of one step."""
 
-    def __init__(
-        self, key: Tensor, sums: Params, member: int, deviation: float
-    ) -> None:
-        self._key = key
-        self._member = member
-        self._deviation = deviation
-        self._sums = sums
+    key: Tensor
+    sums: Params
+    member: int
+    deviation: float
 
     def of(self, name: str, like: Tensor, part: Part) -> Tensor:
         """Draw the numbers of a part, in its shape, on its CUDA device or the CPU."""
-        if like.device.type == "cuda":
-            return self._on_cuda(self._starts[name], like, part)
+        if like.is_cuda:
+            return self._on_cuda(self.starts[name], like, part)
         noise = np.empty(like.numel())
 
         def keep(block: BlockPart, normals: np.ndarray) -> None:
@@ -304,26 +270,26 @@ class _Normals:
         self, name: str, part: Part, use: Callable[[BlockPart, np.ndarray], None]
     ) -> Iterator[Callable[[], None]]:
         """Yield tasks, each of which draws a block on the CPU and uses it."""
-        stream = generators.stream(self._key, self._member, name, *part.shape)
+        stream = generators.stream(self.key, self.member, name, *part.shape)
 
         def run(block: BlockPart) -> None:
             with np.errstate(all="ignore"):  # overflow is infinite, as in torch
-                use(block, draw(stream, block.number, block.count, self._deviation))
+                use(block, draw(stream, block.number, block.count, self.deviation))
 
         for block in block_parts(part, generators.BLOCK):
             yield partial(run, block)
 
     @cached_property
     def _seed(self) -> int:
-        layout = [f"{name} {tuple(total.shape)}" for name, total in self._sums.items()]
-        return generators.torch_seed(self._key, *layout)
+        layout = [f"{name} {tuple(total.shape)}" for name, total in self.sums.items()]
+        return generators.torch_seed(self.key, *layout)
 
     @cached_property
-    def _starts(self) -> dict[str, int]:
+    def starts(self) -> dict[str, int]:
         """The number of the first block of each sum, on a CUDA device."""
-        sizes = [math.ceil(x.numel() / _CUDA_BLOCK) for x in self._sums.values()]
-        starts = np.cumsum([self._member * sum(sizes), *sizes]).tolist()
-        return dict(zip(self._sums, starts, strict=False))
+        sizes = [math.ceil(x.numel() / _CUDA_BLOCK) for x in self.sums.values()]
+        starts = np.cumsum([self.member * sum(sizes), *sizes]).tolist()
+        return dict(zip(self.sums, starts, strict=False))
 
     def _on_cuda(self, start: int, like: Tensor, part: Part) -> Tensor:
         """Draw blocks at offsets of one stream that are farther apart than they reach.
@@ -341,7 +307,7 @@ class _Normals:
             if not isinstance(places, slice):
                 places = torch.from_numpy(places).to(like.device)
             noise[block.entries] = normals[places]
-        return noise.mul_(self._deviation).view(like.shape)
+        return noise.mul_(self.deviation).view(like.shape)
 
 
 def draw(stream: int, number: int, count: int, deviation: float) -> np.ndarray:
@@ -357,7 +323,9 @@ def draw(stream: int, number: int, count: int, deviation: float) -> np.ndarray:
         radius[small] = below * source.random(len(small))
         below *= _SMALL
         small = small[radius[small] < below]
-    # All in place: a block stays in a cache.
+    # Cosine and sine of 2 pi v from t = tan(pi v), 2 / (1 + t^2) - 1 and
+    # 2 t / (1 + t^2), are faster. torch's functions are faster still, but MKL's start
+    # threads in every thread that calls them. All in place: a block stays in a cache.
     np.log(radius, out=radius)
     radius *= -2
     np.sqrt(radius, out=radius)

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,17 +15,14 @@ from vgrad import checks, generators
 from vgrad.batches import Sensitivity
 from vgrad.dp import accounting
 from vgrad.dp.noise import add_gaussian_noise, check_sensitivity
-from vgrad.dp.sampling import PoissonBatchSampler, check_rate, poisson_sample
+from vgrad.dp.sampling import PoissonBatchSampler, poisson_sample
 from vgrad.typing import Params
 
 MECHANISM = "Gaussian noise on clipped sums of Poisson batches"
 
 
 class Keyed(Protocol):
-    """A state of a run, whose randomness is a function of its key and step.
-
-    A `plan_digest` (see `Plan.digest`) is checked if it has one.
-    """
+    """A state of a run, whose randomness is a function of its key and step."""
 
     @property
     def key(self) -> Tensor:
@@ -43,15 +40,12 @@ class Plan:
     """The numbers that the sampler, the noise and the accountant of one run share.
 
     A step draws a Poisson batch, clips the gradient of each sample to the L2 norm
-    `max_norm`, divides the sum by `expected_batch_size` and adds noise. The divisor is
-    a constant of the plan and never the size of the batch drawn, which depends on the
-    data.
+    `max_norm`, divides the sum by `expected_batch_size` and adds noise. The size of the
+    batch drawn, which depends on the data, is never the divisor.
 
     Choose `delta` well below `1 / dataset_size`: a `delta` of that size would allow
-    releasing one sample as it is. A larger one warns.
-
-    A state that has spent under one plan can continue under another plan only if that
-    one accounts for both, see `after`.
+    releasing one sample as it is. A larger one warns. A state that has spent under one
+    plan can continue under another only if that one accounts for both, see `after`.
 
     Attributes:
         before: the run's previous plan, with the steps taken under it.
@@ -60,14 +54,8 @@ class Plan:
         ValueError: a field is outside its range.
 
     Example:
-        >>> plan = Plan(
-        ...     dataset_size=60_000,
-        ...     sampling_rate=0.01,
-        ...     noise_multiplier=1.0,
-        ...     max_norm=1.0,
-        ...     steps=1000,
-        ...     delta=1e-6,
-        ... )
+        >>> run = {"sampling_rate": 0.01, "noise_multiplier": 1.0, "steps": 1000}
+        >>> plan = Plan(dataset_size=60_000, max_norm=1.0, delta=1e-6, **run)
         >>> plan.expected_batch_size
         600.0
         >>> round(plan.epsilon(), 2), round(plan.epsilon(steps=10), 2)
@@ -87,14 +75,12 @@ class Plan:
         size, steps = checks.whole(
             "Plan", least=1, dataset_size=self.dataset_size, steps=self.steps
         )
-        check_rate("Plan", self.sampling_rate)
+        accounting.check("Plan", self.sampling_rate, steps, self.delta, self.accountant)
         checks.non_negative("Plan", noise_multiplier=self.noise_multiplier)
         checks.positive("Plan", max_norm=self.max_norm)
         checks.finite(
             "Plan", noise_multiplier=self.noise_multiplier, max_norm=self.max_norm
         )
-        checks.between("Plan", 0, 1, delta=self.delta)
-        checks.choice("Plan", accounting.ACCOUNTANTS, accountant=self.accountant)
         # Plans of equal numbers are equal, whatever the types of the numbers.
         names = ("sampling_rate", "noise_multiplier", "max_norm", "delta")
         floats = {name: float(getattr(self, name)) for name in names}
@@ -108,8 +94,8 @@ class Plan:
         if self.steps <= self.earlier_steps:
             raise ValueError(
                 f"Plan(steps={self.steps}, before=...): expected more than the "
-                f"{self.earlier_steps} steps that were taken before, which count. Make "
-                f"it with plan.after(other, steps)."
+                f"{self.earlier_steps} steps taken before, which count. Make it with "
+                f"plan.after(other, steps)."
             )
         if self.delta > 1 / self.dataset_size:
             warnings.warn(
@@ -141,27 +127,13 @@ class Plan:
 
         Raises:
             ValueError: as `noise_multiplier_for`.
-            ImportError: `dp-accounting` is not installed.
 
         Example:
-            >>> plan = Plan.for_epsilon(
-            ...     3.0,
-            ...     dataset_size=1000,
-            ...     sampling_rate=0.5,
-            ...     max_norm=1.0,
-            ...     steps=200,
-            ...     delta=1e-5,
-            ... )
+            >>> data = {"dataset_size": 1000, "max_norm": 1.0, "delta": 1e-5}
+            >>> plan = Plan.for_epsilon(3.0, batch_size=500, epochs=100, **data)
             >>> round(plan.noise_multiplier, 2), round(plan.epsilon(), 2)
             (9.91, 3.0)
-            >>> plan == Plan.for_epsilon(
-            ...     3.0,
-            ...     dataset_size=1000,
-            ...     batch_size=500,
-            ...     max_norm=1.0,
-            ...     epochs=100,
-            ...     delta=1e-5,
-            ... )
+            >>> plan == Plan.for_epsilon(3.0, sampling_rate=0.5, steps=200, **data)
             True
         """
         by_rate, by_epochs = (sampling_rate, steps), (batch_size, epochs)
@@ -186,31 +158,20 @@ class Plan:
                 f"batch_size={batch_size!r}, epochs={epochs!r}): expected either "
                 f"sampling_rate and steps or batch_size and epochs."
             )
-        noise_multiplier = accounting.noise_multiplier_for(
-            epsilon=epsilon,
-            delta=delta,
-            sampling_rate=sampling_rate,
-            steps=steps,
-            accountant=accountant,
-        )
-        return cls(
-            dataset_size=dataset_size,
-            sampling_rate=sampling_rate,
-            noise_multiplier=noise_multiplier,
-            max_norm=max_norm,
-            steps=steps,
-            delta=delta,
-            accountant=accountant,
-        )
+        run: dict[str, Any] = {"sampling_rate": sampling_rate, "steps": steps}
+        run |= {"delta": delta, "accountant": accountant}
+        noise = accounting.noise_multiplier_for(epsilon=epsilon, **run)
+        data: dict[str, Any] = {"dataset_size": dataset_size, "max_norm": max_norm}
+        return cls(noise_multiplier=noise, **data, **run)
 
     def after(self, other: "Plan", steps: int) -> "Plan":
         """Return this plan for a run that has taken `steps` steps under another one.
 
         Both are one account: `epsilon` includes everything spent under `other`, and
-        steps are counted from the start of the run, like `state.step`, steps of plans
-        before `other` included. The new plan ends `steps` steps later than this one. It
-        continues the state that `other` left, which no other plan does. Data sets may
-        differ: the bound holds for each person in any of them.
+        steps are counted from the start of the run, like `state.step`. The new plan
+        ends `steps` steps later than this one and continues the state that `other`
+        left, which no other plan does. Data sets may differ: the bound holds for each
+        person in any of them.
 
         Raises:
             ValueError: `other` has fewer steps, or this plan follows another already.
@@ -225,8 +186,7 @@ class Plan:
         """
         if not isinstance(other, Plan):
             raise TypeError(
-                f"Plan.after(other): expected the Plan that the run had before, got a "
-                f"{type(other).__name__}."
+                f"Plan.after(other): expected a Plan, got a {type(other).__name__}."
             )
         if self.before is not None:
             raise ValueError(
@@ -257,9 +217,8 @@ class Plan:
     def digest(self) -> Tensor:
         """The identity of the plan, uint8 `[32]`, which a state carries.
 
-        It is a hash of the size of the data set, sampling rate, noise multiplier, bound
-        and mechanism, and of the plans before with their steps. Steps, delta and
-        accountant of the plan itself do not change it.
+        It is a hash of all fields but steps, delta and accountant, of the mechanism,
+        and of the plans before with their steps.
         """
         return as_digest(self._identity)
 
@@ -287,10 +246,10 @@ class Plan:
 
         Raises:
             ValueError: `steps` is above the steps of the plan.
-            ImportError: `dp-accounting` is not installed.
         """
-        steps = self.steps if steps is None else steps
-        [steps] = checks.whole("Plan.epsilon", least=0, steps=steps)
+        [steps] = checks.whole(
+            "Plan.epsilon", least=0, steps=self.steps if steps is None else steps
+        )
         if steps > self.steps:
             raise ValueError(
                 f"Plan.epsilon(steps={steps}): expected at most the {self.steps} steps "
@@ -314,10 +273,10 @@ class Plan:
         """Return the batches from the state's step to the last one, for one pass.
 
         The state is a `TrainState`, a `PrivateGradients` or anything else with a `key`
-        and a `step`. The batches are a function of both: a saved state gives the same
-        batches again. Steps on other batches are outside of the plan, which is not
-        detected. Samples are not checked either: pad them to a fixed length, or use a
-        mask, since padding to the longest of a batch breaks the bound.
+        and a `step`; its `plan_digest` is checked if it has one. A saved state gives
+        the same batches again. Steps on other batches are outside of the plan, which is
+        not detected. Samples are not checked either: pad them to a fixed length, or use
+        a mask, since padding to the longest of a batch breaks the bound.
 
         Raises:
             ValueError: the state has taken more steps than the plan has, or has spent
@@ -329,19 +288,10 @@ class Plan:
                 f"a TrainState, got a {type(state).__name__}. The batch of one step "
                 f"alone is plan.sample(key=key, step=step)."
             )
-        check_spent(
-            "Plan.sampler(state)",
-            self,
-            getattr(state, "plan_digest", None),
-            int(state.step),
-        )
-        return PoissonBatchSampler(
-            self.dataset_size,
-            self.sampling_rate,
-            self.steps,
-            key=self._subkey(state.key),
-            start=int(state.step),
-        )
+        digest, step = getattr(state, "plan_digest", None), int(state.step)
+        check_spent("Plan.sampler(state)", self, digest, step)
+        run = self.dataset_size, self.sampling_rate, self.steps
+        return PoissonBatchSampler(*run, key=self._subkey(state.key), start=step)
 
     def add_noise(
         self,
@@ -355,9 +305,9 @@ class Plan:
         """Add the noise of one step to clipped sums. {name: shape} -> {name: shape}.
 
         The sums must have been clipped to `max_norm` and divided by
-        `expected_batch_size`, so that their sensitivity is the quotient of the two,
-        and that is checked. The noise is a function of the key, the step, the member
-        and the plan; dtypes are as in `add_gaussian_noise`.
+        `expected_batch_size`: their sensitivity must be the quotient of the two. The
+        noise is a function of the key, the step, the member and the plan; dtypes are as
+        in `add_gaussian_noise`.
 
         Raises:
             ValueError: the sensitivity is another one (relative tolerance 1e-9), or as
@@ -384,14 +334,8 @@ class Plan:
     def _subkey(self, key: Tensor) -> Tensor:
         """Fold the plan into a key, so that two plans never share batches or noise."""
         before = () if self.before is None else (self._identity.hex(),)
-        return generators.fold_in(
-            key,
-            self.dataset_size,
-            self.sampling_rate,
-            self.noise_multiplier,
-            self.max_norm,
-            *before,
-        )
+        numbers = self.sampling_rate, self.noise_multiplier, self.max_norm
+        return generators.fold_in(key, self.dataset_size, *numbers, *before)
 
 
 NO_PLAN = bytes(32)
@@ -413,7 +357,7 @@ def spent_under(plan: Plan, steps: int) -> bytes:
 def check_spent(function: str, plan: Plan, digest: Tensor | None, steps: int) -> bytes:
     """Return the identity of a plan that accounts for a run of so many steps.
 
-    `digest` is the identity of the plan of these steps, None if it is not known.
+    `digest` is the identity of the plan of these steps, None if it is unknown.
 
     Raises:
         ValueError: the plan does not account for them.

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from vgrad import batches, checks
 from vgrad.dp.plan import Plan, as_digest, check_spent, spent_under
-from vgrad.dp.sampling import PhysicalBatch, PoissonLoader, RunState
+from vgrad.dp.sampling import PhysicalBatch, PoissonLoader, Run
 from vgrad.functional.live import LiveModel
 from vgrad.functional.losses import Criterion, check_criterion, sample_loss
 from vgrad.functional.model import write_grads_
@@ -71,20 +71,16 @@ class PrivateGradients:
     """DP-SGD for an ordinary loop: a module, an optimizer and a scheduler of torch.
 
     `.loader` replaces the `DataLoader`, and `.backward(*batch)` the forward pass and
-    `loss.backward()`; the rest of a loop stays. The numbers are the same as those
-    of `private_step`: every sample's gradient is clipped to `max_norm`, their sum is
-    divided by the expected batch size, and noise is added once per logical batch.
+    `loss.backward()`; the rest of a loop stays. The numbers are as in `private_step`.
 
-    Pass the budget of the run as `epsilon`, `delta`, `epochs` and `batch_size` (the
-    expected size of a batch), or pass a `plan`. A pass over `.loader` is an epoch of
-    `plan.steps_per_epoch` logical batches. Options of a `DataLoader` (`collate_fn`,
-    `num_workers`, `pin_memory`, ...) are passed on to one.
-
-    `physical_batch_size` splits logical batches into loaded ones of at most so many
-    samples, and `chunk_size` computes so many samples at a time: neither changes the
-    released numbers, except for rounding (and dropout). `criterion` is read as by
-    `sample_loss`: `None` for a module that returns its loss. A sample of the data set
-    holds the data of one person, and must not depend on the others.
+    Pass a `plan` or the budget of the run: `epsilon`, `delta`, `max_norm`, `epochs` and
+    the expected `batch_size`. A pass over `.loader` is an epoch of
+    `plan.steps_per_epoch` logical batches. `physical_batch_size` splits them into
+    loaded ones of at most so many samples, which changes no released number, except for
+    rounding (and dropout). Options of a `DataLoader` (`collate_fn`, `num_workers`,
+    `pin_memory`, ...) are passed on to one, `criterion` is as in `sample_loss`, and
+    other options are as in `vgrad.persample.Options`. A sample of the data set holds
+    the data of one person, and must not depend on the others.
 
     Each `backward` computes on the module itself, with its current values, mode and
     attributes. Its buffers, and attributes that its forward pass writes, are restored;
@@ -95,13 +91,7 @@ class PrivateGradients:
     other code wrote, several processes. With `watch(optimizer)` its steps are checked
     too. Samples that were exchanged for as many others are not detected.
 
-    Reference: Abadi et al., Deep Learning with Differential Privacy, arXiv 1607.00133.
-
     Args:
-        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
-            `"loop"` sample by sample; `"auto"` takes the first of these that can.
-        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
-        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
         check_collate: check once, on some of the first 64 samples, whether a loss
             changes if `collate_fn` pads a sample to the length of another one.
 
@@ -110,26 +100,20 @@ class PrivateGradients:
         loader: the batches, see `PoissonLoader`.
 
     Raises:
-        ValueError: there are both a plan and a budget, or the budget is not complete;
-            the plan is for another number of samples; an option chooses samples.
+        ValueError: the plan or the budget does not fit; an option chooses samples.
         TypeError: the data set has no length, the module cannot be functional, or an
             option is none of a `DataLoader`.
+
+    Reference: Abadi et al., Deep Learning with Differential Privacy, arXiv 1607.00133.
 
     Example:
         >>> from torch.utils.data import TensorDataset
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> data = TensorDataset(torch.randn(100, 4), torch.randint(2, (100,)))
-        >>> private = PrivateGradients(
-        ...     model,
-        ...     torch.nn.functional.cross_entropy,
-        ...     data,
-        ...     epsilon=3.0,
-        ...     delta=1e-3,
-        ...     epochs=2,
-        ...     batch_size=20,
-        ...     max_norm=1.0,
-        ... )
+        >>> criterion = torch.nn.functional.cross_entropy
+        >>> budget = {"epsilon": 3.0, "delta": 1e-3, "epochs": 2, "batch_size": 20}
+        >>> private = PrivateGradients(model, criterion, data, **budget, max_norm=1.0)
         >>> _ = private.watch(optimizer)
         >>> for epoch in range(2):
         ...     for x, y in private.loader:
@@ -160,22 +144,16 @@ class PrivateGradients:
         **loading: Any,
     ) -> None:
         check_criterion("PrivateGradients", criterion)
-        _check_options(PrivateGradients, loading)
+        _check_options(loading)
         budget = {"epsilon": epsilon, "delta": delta, "epochs": epochs}
         budget |= {"batch_size": batch_size, "max_norm": max_norm}
         self.plan = _planned(plan, budget, dataset)
         key = secret_key() if key is None else key
         check_key("PrivateGradients", key)
-        self._state = RunState(key)
-        self.loader = PoissonLoader(
-            self.plan,
-            self._state,
-            dataset,
-            physical_batch_size=physical_batch_size,
-            options=loading,
-        )
+        self._run = Run(self.plan, key, physical_batch_size)
+        self.loader = PoissonLoader(self._run, dataset, loading)
         collate_fn = loading.get("collate_fn")
-        self._padding = find_padding(dataset, collate_fn) if check_collate else None
+        self._padding = _find_padding(dataset, collate_fn) if check_collate else None
         self.loader.keeps_yielded = self._padding is not None
         with RNG_LOCK:
             self._live = LiveModule(model)
@@ -194,12 +172,12 @@ class PrivateGradients:
     @property
     def key(self) -> Tensor:
         """The secret key, uint8 `[32]`."""
-        return self._state.key
+        return self._run.key
 
     @property
     def step(self) -> int:
         """The number of logical batches that were released."""
-        return self._state.step
+        return self._run.step
 
     @property
     def plan_digest(self) -> Tensor:
@@ -213,7 +191,7 @@ class PrivateGradients:
         Until then `.grad` is None, and a step of an optimizer of torch is a no-op. Step
         a scheduler that counts steps only if `ready`.
         """
-        return self._guard.ready
+        return bool(self._guard.released)
 
     def backward(self, *batch: Tree) -> dict[str, Tensor]:
         """Add up clipped gradients of a batch; release the sum of a logical batch.
@@ -227,29 +205,26 @@ class PrivateGradients:
         be published: `loss` (mean over this batch, NaN if it is empty), `samples`,
         `clipped` and `nonfinite`, all computed without noise.
 
-        A call that raises has released nothing and can be repeated.
-
         Raises:
             RuntimeError: the batch is not the loader's or was used before, `.grad`
                 was written by other code, the module is another one, its losses depend
-                on the padding of a batch, or there are several processes.
+                on the padding of a batch, or there are several processes. A call that
+                raises has released nothing and can be repeated.
             ValueError: the batch has another number of samples than the loader yielded.
         """
         pending = self._pending(batch)
-        _check_process(self._state.process)
         tags = (pending.number,) if pending.number else ()  # else as in private_step
         seed = torch_seed(self.key, "loss", self.step, *tags)
         with RNG_LOCK:  # calls on one module from several threads take turns
             function = self._live.follow(within=pending.number > 0)
             if function is not self._function:
                 self._clipped, self._function = self._clip(), function
-            self._guard.check_written()
-            if pending.number == 0:
-                self._guard.check_used()
+            self._guard.check(first=pending.number == 0)
             if self._padding is not None and pending.rows:
-                yielded = self.loader.yielded
-                check_padding(
-                    self.model, self._criterion, self._padding, yielded, batch
+                _check_padding(
+                    self.model,
+                    self._criterion,
+                    *(_arguments(x, self.loader.yielded, batch) for x in self._padding),
                 )
                 self._padding = self.loader.yielded = None
                 self.loader.keeps_yielded = False
@@ -300,11 +275,7 @@ class PrivateGradients:
         return optimizer
 
     def epsilon(self) -> float:
-        """Return the epsilon spent so far, at the plan's `delta`.
-
-        Raises:
-            ImportError: `dp-accounting` is not installed.
-        """
+        """Return the epsilon spent so far, at the plan's `delta`."""
         return self.plan.epsilon(self.step)
 
     def state_dict(self) -> dict[str, Any]:
@@ -321,10 +292,9 @@ class PrivateGradients:
         """Resume from the result of `state_dict`: the same batches and the same noise.
 
         The rest of the epoch is the next pass. Steps that the lost run took after it
-        was saved are repeated bit by bit on machines of one type: they are the same
-        releases. If anything else differs (data, criterion, learning rate, random
-        augmentations), one of the two runs needs a new key:
-        `state["key"] = vgrad.dp.secret_key()`.
+        was saved are the same releases on machines of one type. If anything else
+        differs (data, criterion, learning rate, random augmentations), one of the two
+        runs needs a new key: `state["key"] = vgrad.dp.secret_key()`.
 
         Raises:
             ValueError: the state is not complete, or of a run with another plan. Plans
@@ -332,11 +302,10 @@ class PrivateGradients:
         """
         function = "PrivateGradients.load_state_dict(state)"
         if set(state) != {"key", "step", "plan"}:
-            got = checks.listed(state) or "nothing"
             raise ValueError(
                 f"{function}: expected 'key', 'step' and 'plan', as state_dict() "
-                f"returns them, got {got}. The state of a module is for "
-                f"model.load_state_dict."
+                f"returns them, got {checks.listed(state) or 'nothing'}. The state of "
+                f"a module is for model.load_state_dict."
             )
         check_key(function, state["key"])
         [step] = checks.whole(function, least=0, step=state["step"])
@@ -360,8 +329,8 @@ class PrivateGradients:
                 f"{function}: expected at most the {self.plan.steps} steps of the "
                 f"plan, got {step}."
             )
-        self._state.key = state["key"].cpu().clone()
-        self._state.step, self._state.process = step, os.getpid()
+        self._run.key = state["key"].cpu().clone()
+        self._run.step, self._run.process = step, os.getpid()
         self.loader.restart()
         self._guard.reset()
 
@@ -374,20 +343,37 @@ class PrivateGradients:
         )
 
     def _pending(self, batch: tuple) -> PhysicalBatch:
-        """Return the pending batch of the loader, if `batch` may be it."""
-        pending = self.loader.pending
+        """Return the pending batch of the loader, if `batch` may be it.
+
+        Raises:
+            RuntimeError: it may not, or other processes have the same key or their own.
+            ValueError: it has another size.
+        """
+        function, pending = "PrivateGradients.backward(*batch)", self.loader.pending
         if pending is None:
             raise RuntimeError(
-                "PrivateGradients.backward(*batch): expected the batch that .loader "
-                "has just given, got one that is not from it, or the same one again. "
-                "Call it once for each batch of `for ... in private.loader`."
+                f"{function}: expected the batch that .loader has just given, got one "
+                f"that is not from it, or the same one again. Call it once for each "
+                f"batch of `for ... in private.loader`."
             )
         size = batches.read("PrivateGradients.backward", batch).size
         if size != len(pending.rows):
             raise ValueError(
-                f"PrivateGradients.backward(*batch): expected the {len(pending.rows)} "
-                f"samples that .loader has given, got {size}. The size of a batch is "
-                f"part of the guarantee: neither drop samples nor add any."
+                f"{function}: expected the {len(pending.rows)} samples that .loader "
+                f"has given, got {size}. The size of a batch is part of the "
+                f"guarantee: neither drop samples nor add any."
+            )
+        if self._run.process != os.getpid():
+            raise RuntimeError(
+                f"{function}: expected the process that made it, got a fork of that, "
+                f"with the same key: two runs with the same noise reveal the data. "
+                f"Make PrivateGradients in each process, after the fork."
+            )
+        grouped = distributed.is_available() and distributed.is_initialized()
+        if grouped and (count := distributed.get_world_size()) > 1:
+            raise RuntimeError(
+                f"{function}: expected one process, got {count}, which would draw "
+                f"their own batches and noise. Use vgrad.distributed with private_step."
             )
         return pending
 
@@ -401,12 +387,12 @@ class PrivateGradients:
             if batch.number == 0:
                 self._guard.begin()
             if noisy is not None:
-                self._sums, self._state.step = {}, step + 1
+                self._sums, self._run.step = {}, step + 1
                 write_grads_(self._live.model, noisy)
                 self._guard.release()
         except BaseException:
             self.loader.pending, self._sums = batch, sums_before
-            self._state.step = step
+            self._run.step = step
             for parameter, grad in zip(params, grads, strict=True):
                 parameter.grad = grad
             vars(self._guard).update(guard)
@@ -444,33 +430,16 @@ def _planned(plan: Plan | None, budget: dict[str, Any], dataset: Any) -> Plan:
     return plan
 
 
-def _check_options(function: Callable, options: dict[str, Any]) -> None:
-    """Refuse options that neither the function nor a `DataLoader` has."""
+def _check_options(options: dict[str, Any]) -> None:
+    """Refuse options that neither `PrivateGradients` nor a `DataLoader` has."""
     loading = inspect.signature(DataLoader).parameters
     for name in options.keys() - loading:
-        known = [*inspect.signature(function).parameters, *loading]
+        known = [*inspect.signature(PrivateGradients).parameters, *loading]
         near = [_INSTEAD.get(name), *difflib.get_close_matches(name, known, 1)]
         right = next(filter(None, near), None)
         raise TypeError(
             f"PrivateGradients({name}=...): expected options of its own or of a "
             f"DataLoader, got {name!r}.{f' Pass {right}.' if right else ''}"
-        )
-
-
-def _check_process(process: int) -> None:
-    """Refuse several processes, each with its own key, and forks with one key."""
-    if process != os.getpid():
-        raise RuntimeError(
-            "PrivateGradients.backward(*batch): expected the process that made it, got "
-            "a fork of that, with the same key: two runs with the same noise reveal "
-            "the data. Make PrivateGradients in each process, after the fork."
-        )
-    grouped = distributed.is_available() and distributed.is_initialized()
-    if grouped and distributed.get_world_size() > 1:
-        raise RuntimeError(
-            f"PrivateGradients.backward(*batch): expected one process, got "
-            f"{distributed.get_world_size()}, which would draw their own batches and "
-            f"noise. Use vgrad.distributed with private_step."
         )
 
 
@@ -540,37 +509,20 @@ class LiveModule:
 
 
 def _identity(model: nn.Module) -> list[tuple[str, int]]:
-    """Return names and ids of all modules and parameters."""
-    modules = [(name, id(module)) for name, module in model.named_modules()]
-    named = model.named_parameters(remove_duplicate=False)
-    return modules + [(name, id(parameter)) for name, parameter in named]
+    named = [*model.named_modules(), *model.named_parameters(remove_duplicate=False)]
+    return [(name, id(value)) for name, value in named]
 
 
 def _settings(model: nn.Module) -> list[Any]:
-    """Return modes, dtypes, devices, and which parameters are trained."""
     modes = [module.training for module in model.modules()]
     return modes + [(x.dtype, x.device, x.requires_grad) for x in model.parameters()]
-
-
-class Released(NamedTuple):
-    """A gradient that was written, and a checksum of its bits."""
-
-    grad: Tensor
-    bits: Tensor
-
-    def matches(self, grad: Tensor | None) -> bool:
-        """Return whether this is the same tensor, with the same values.
-
-        Its version counter is no help: trainers that log norms multiply by one, and
-        torch does not count the writes of a loss scaler.
-        """
-        return grad is self.grad and torch.equal(_bits(self.grad), self.bits)
 
 
 class GradGuard:
     """Keeps optimizers from steps on gradients that are not private.
 
-    It records the released gradients, and the optimizers that have used them.
+    It records the released gradients with checksums of their bits, and the optimizers
+    that have used them.
     """
 
     def __init__(self, live: LiveModule) -> None:
@@ -580,32 +532,22 @@ class GradGuard:
 
     def reset(self) -> None:
         """Start as before the first release."""
-        self._released: dict[str, Released] = {}
+        self.released: dict[str, tuple[Any, Any]] = {}
         self._stepped: WeakSet[Optimizer] = WeakSet()
         self._used = False  # by an optimizer that may be gone
         self._partial = False
 
-    @property
-    def ready(self) -> bool:
-        """Whether the gradients of a whole logical batch are there."""
-        return bool(self._released)
-
-    def check_written(self) -> None:
-        """Refuse a gradient that other code wrote."""
+    def check(self, *, first: bool) -> None:
+        """Refuse gradients of other code, and unused ones before a logical batch."""
         for name, parameter in self._live.parameters.items():
-            if parameter.grad is None:
-                continue
-            if name in self._released and self._released[name].grad is parameter.grad:
-                continue
-            raise RuntimeError(
-                f"PrivateGradients.backward(*batch): expected no gradient that it "
-                f"did not write, got one in {name!r}. Remove loss.backward(), and "
-                f"clear its gradients with model.zero_grad()."
-            )
-
-    def check_used(self) -> None:
-        """Refuse another logical batch before an optimizer has used the last one."""
-        if self._released and self._optimizers and not self._used:
+            grad = parameter.grad
+            if grad is not None and grad is not self._of(name)[0]:
+                raise RuntimeError(
+                    f"PrivateGradients.backward(*batch): expected no gradient that it "
+                    f"did not write, got one in {name!r}. Remove loss.backward(), and "
+                    f"clear its gradients with model.zero_grad()."
+                )
+        if first and self.released and self._optimizers and not self._used:
             raise RuntimeError(
                 "PrivateGradients.backward(*batch): expected optimizer.step() after "
                 "the last logical batch, got another batch, whose gradients would "
@@ -625,7 +567,7 @@ class GradGuard:
         self._partial = False
         for name, parameter in self._live.parameters.items():
             if (grad := parameter.grad) is not None:
-                self._released[name] = Released(grad, _bits(grad))
+                self.released[name] = grad, _bits(grad)
 
     def watch(self, optimizer: Optimizer) -> None:
         """Check the gradients before each step of an optimizer."""
@@ -639,9 +581,7 @@ class GradGuard:
             )
         self._optimizers.add(optimizer)
 
-        def before(
-            optimizer: Optimizer, args: tuple, kwargs: dict
-        ) -> tuple[tuple, dict]:
+        def before(optimizer: Optimizer, args: tuple, kwargs: dict) -> Any:
             closure = kwargs.get("closure") or (args[1:] or (None,))[0]
             if closure is None:
                 self._check(optimizer)
@@ -662,9 +602,12 @@ class GradGuard:
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
 
+    def _of(self, name: str) -> tuple[Any, Any]:
+        return self.released.get(name, (None, None))
+
     def _check(self, optimizer: Optimizer) -> None:
         """Refuse a step on any gradients but the released ones, once."""
-        fresh = self._released and optimizer not in self._stepped
+        fresh = self.released and optimizer not in self._stepped
         if not fresh and not self._partial:
             raise RuntimeError(
                 "optimizer.step(): expected PrivateGradients.backward(*batch) before "
@@ -677,8 +620,10 @@ class GradGuard:
         for name, parameter in self._live.parameters.items():
             if id(parameter) not in trained:
                 continue
-            grad, released = parameter.grad, self._released.get(name)
-            same = grad is None if released is None else released.matches(grad)
+            grad, (released, bits) = parameter.grad, self._of(name)
+            # Version counters are no help: trainers that log norms multiply by one,
+            # and torch does not count the writes of a loss scaler.
+            same = grad is released and (grad is None or _bits(grad).equal(bits))
             if scaled or not same:
                 raise RuntimeError(
                     f"optimizer.step(): expected the gradients as PrivateGradients "
@@ -689,7 +634,6 @@ class GradGuard:
 
 
 def _trained(optimizer: Optimizer) -> set[int]:
-    """Return the ids of the parameters of an optimizer."""
     return {id(x) for group in optimizer.param_groups for x in group["params"]}
 
 
@@ -700,18 +644,10 @@ def _bits(grad: Tensor) -> Tensor:
     return raw[:words].view(torch.int64).sum() + raw[words:].sum()
 
 
-class Padding(NamedTuple):
-    """Two samples collated separately, and together, which pads the first one."""
-
-    short: Tree
-    long: Tree
-    pair: Tree
-
-
-def find_padding(
+def _find_padding(
     dataset: Any, collate_fn: Callable[[list[Any]], Tree] | None
-) -> Padding | None:
-    """Collate a short sample with a long one; None if that changes no shape.
+) -> tuple[Tree, Tree, Tree] | None:
+    """Collate a short sample, a long one, and both; None if that changes no shape.
 
     Warns if that draws random numbers, since losses cannot be compared then.
     """
@@ -721,38 +657,35 @@ def find_padding(
     def collated(*samples: Any) -> Tree:
         return collate_fn([copy.deepcopy(sample) for sample in samples])
 
+    def shapes(batch: Tree) -> list[torch.Size]:
+        return [leaf.shape[1:] for leaf in tree_leaves(batch)]
+
     with _restored_generators() as drawn:
         count = min(_PADDING_SAMPLES, len(dataset))
         samples = [dataset[row] for row in range(count)]
         drawn()  # data sets may augment
         singles = [collated(sample) for sample in samples]
-        shapes = [_shapes(single) for single in singles]
-        sizes = [sum(map(torch.Size.numel, shape)) for shape in shapes]
+        sizes = [sum(map(torch.Size.numel, shapes(single))) for single in singles]
         long = sizes.index(max(sizes))
-        others = [row for row, shape in enumerate(shapes) if shape != shapes[long]]
+        others = [
+            n for n in range(count) if shapes(singles[n]) != shapes(singles[long])
+        ]
         if not others:
             return None
         short = min(others, key=sizes.__getitem__)
         pair = collated(samples[short], samples[long])
-        if _shapes(pair) == shapes[short]:
+        if shapes(pair) == shapes(singles[short]):
             return None
         if drawn():
             _warn_of_padding("collate_fn draws random numbers")
             return None
-    return Padding(singles[short], singles[long], pair)
+    return singles[short], singles[long], pair
 
 
-def check_padding(
-    model: nn.Module, criterion: Criterion, padding: Padding, yielded: Tree, batch: Tree
+def _check_padding(
+    model: nn.Module, criterion: Criterion, short: Tree, long: Tree, pair: Tree
 ) -> None:
-    """Refuse a loss of a sample that padding changes.
-
-    `yielded` is the batch of the loader, and `batch` are the arguments made of it.
-
-    Raises:
-        RuntimeError: the loss differs, or the arguments are not tensors of the batch.
-    """
-    short, long, pair = (_arguments(tree, yielded, batch) for tree in padding)
+    """Refuse a loss of a sample that padding changes, on arguments of the model."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         for module, _ in modes:
@@ -821,11 +754,6 @@ def _is_moved(tensor: Tensor, other: Any) -> bool:
         return True
     same = isinstance(other, Tensor) and tensor.shape == other.shape
     return same and torch.equal(tensor, other.to(tensor))
-
-
-def _shapes(batch: Tree) -> list[torch.Size]:
-    """Return the shapes of the samples of a batch."""
-    return [leaf.shape[1:] for leaf in tree_leaves(batch)]
 
 
 @contextmanager

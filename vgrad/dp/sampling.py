@@ -1,10 +1,10 @@
 """Poisson sampling: every sample is in a batch independently, with one probability.
 
 The batches vary in size and may be empty; both are part of the guarantee, and an empty
-batch gets noise and counts as a step like any other. Shuffled batches of a fixed size
-are not offered, because the accounting of Poisson batches does not bound their privacy,
-which may be considerably worse (arXiv 2403.17673): for sampling without replacement
-epsilon was found above 10 where Poisson sampling gives about 1 (arXiv 2405.20769).
+batch gets noise and counts as a step like any other. The accounting of Poisson batches
+does not bound the privacy of shuffled ones of a fixed size: for sampling without
+replacement epsilon was found above 10 where Poisson sampling gives about 1 (arXiv
+2403.17673, 2405.20769).
 """
 
 import math
@@ -12,7 +12,6 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,10 +35,9 @@ def poisson_sample(
     """Draw a batch: each index with probability `sampling_rate`. -> [B], B varies.
 
     B is binomial with mean `sampling_rate * dataset_size` and may be zero. The indices
-    are int64, ascending, on the CPU. They are a function of the arguments: the batch of
-    a step can be drawn again, and the batches of two steps are independent. One float64
-    number is drawn per sample of the data set, because float32 draws are multiples of
-    2^-24, too coarse for small rates.
+    are int64, ascending, on the CPU, and a function of the arguments. The batches of
+    two steps are independent. Cost: one float64 number per sample of the data set
+    (float32 draws are multiples of 2^-24, too coarse for small rates).
 
     Raises:
         ValueError: `sampling_rate` is not in (0, 1].
@@ -63,16 +61,14 @@ class PoissonBatchSampler:
 
     Pass it as `DataLoader(dataset, batch_sampler=..., collate_fn=collate(dataset))`,
     where `collate` makes empty batches. Batches are drawn by `poisson_sample`, as lists
-    of indices, some possibly empty. They depend on the key and the step only: workers
-    may read ahead, and a run resumed at step `start` gets the same batches.
-
-    It can be iterated once. A second pass would repeat batches that have been released.
+    of indices. They depend on the key and the step only: workers may read ahead, and a
+    run resumed at step `start` gets the same batches.
 
     Raises:
         ValueError: `start` is above `steps`, or an argument is out of range.
         TypeError: when a pass begins, if a `DataLoader` has it as `sampler=`, which
             would take each batch for one sample.
-        RuntimeError: when a second pass begins.
+        RuntimeError: when a second pass begins, which would repeat released batches.
 
     Example:
         >>> from vgrad.dp import secret_key
@@ -90,21 +86,19 @@ class PoissonBatchSampler:
         start: int = 0,
     ) -> None:
         function = "PoissonBatchSampler"
-        dataset_size, steps = checks.whole(
+        self.dataset_size, self.steps = checks.whole(
             function, least=1, dataset_size=dataset_size, steps=steps
         )
-        [start] = checks.whole(function, least=0, start=start)
+        [self.start] = checks.whole(function, least=0, start=start)
         check_rate(function, sampling_rate)
         generators.check_key(function, key)
-        if start > steps:
+        if self.start > self.steps:
             raise ValueError(
-                f"PoissonBatchSampler(start={start}, steps={steps}): expected a start "
-                f"of at most the number of steps. All of them have been taken; make a "
-                f"plan with more."
+                f"{function}(start={start}, steps={steps}): expected a start of at "
+                f"most the number of steps. All of them have been taken; make a plan "
+                f"with more."
             )
-        self.dataset_size, self.sampling_rate = dataset_size, sampling_rate
-        self.start, self.steps = start, steps
-        self._key, self._served = key, False
+        self.sampling_rate, self._key, self._served = sampling_rate, key, False
 
     def __len__(self) -> int:
         return self.steps - self.start
@@ -125,16 +119,15 @@ class PoissonBatchSampler:
                 "from the state that the run has reached, plan.sampler(state)."
             )
         self._served = True
-        size, rate = self.dataset_size, self.sampling_rate
+        run = self.dataset_size, self.sampling_rate
         for step in range(self.start, self.steps):
-            yield poisson_sample(size, rate, key=self._key, step=step).tolist()
+            yield poisson_sample(*run, key=self._key, step=step).tolist()
 
 
 def check_drawer(sampler: Any, frame: FrameType) -> None:
-    """Refuse a sampler of batches that is used as a sampler of single indices.
+    """Refuse a sampler of batches if `frame` draws single indices from it.
 
-    `frame` is the frame that draws from it: a `DataLoader` draws single indices from a
-    `BatchSampler`.
+    A `DataLoader` does so in a `BatchSampler`.
     """
     drawer = frame.f_locals.get("self")
     single = getattr(drawer, "sampler", None) is sampler
@@ -168,30 +161,24 @@ def collate(
     one = collate_fn([dataset[0]])
     for leaf in tree_leaves(one):
         if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != 1:
+            # Without its value, which is private.
+            got = f"a {type(leaf).__name__}"
+            if isinstance(leaf, Tensor):
+                got = f"a tensor of {leaf.dtype} {tuple(leaf.shape)}"
             raise TypeError(
                 f"collate(collate_fn): expected tensors with one row for one sample, "
-                f"got {_described(leaf)}. Return a tree of tensors with the batch "
-                f"dimension in front, and nothing else."
+                f"got {got}. Return a tree of tensors with the batch dimension in "
+                f"front, and nothing else."
             )
     empty = map_tensors(lambda leaf: leaf[:0], one)
     # A partial, unlike a closure, can be pickled for the workers of a DataLoader.
     return partial(_collate, collate_fn, empty)
 
 
-def _described(leaf: Any) -> str:
-    """Describe a leaf without its value, which is private."""
-    if isinstance(leaf, Tensor):
-        return f"a tensor of {leaf.dtype} {tuple(leaf.shape)}"
-    return f"a {type(leaf).__name__}"
-
-
 def _collate(
     collate_fn: Callable[[list[Any]], Tree], empty: Tree, samples: list[Any]
 ) -> Tree:
-    """Collate the samples, or copy the empty batch."""
-    if len(samples) > 0:
-        return collate_fn(samples)
-    return map_tensors(torch.clone, empty)
+    return collate_fn(samples) if samples else map_tensors(torch.clone, empty)
 
 
 def check_rate(function: str, sampling_rate: Any) -> None:
@@ -205,33 +192,60 @@ def check_rate(function: str, sampling_rate: Any) -> None:
 
 
 class PhysicalBatch(NamedTuple):
-    """The physical batch `number` of a logical batch; `last` if it ends it.
-
-    Attributes:
-        rows: indices of the samples.
-    """
+    """The samples `rows`, a part of a logical batch, which it ends if it is `last`."""
 
     number: int
     last: bool
     rows: list[int]
 
 
-@dataclass
-class RunState:
-    """The steps that a run has taken, and the key of its batches and noise.
+class Run:
+    """A key and the steps taken with it: the batch sampler of a `DataLoader`.
+
+    A reference to the loader would be a cycle, and a `DataLoader` in one waits seconds
+    for its workers when the cycle is collected.
 
     Attributes:
         process: the process that may use the key. A fork of it has the key, too.
+        drawn: batches that workers of the loader may be ahead.
     """
 
-    key: Tensor = field(repr=False)
-    step: int = 0
-    process: int = field(default_factory=os.getpid)
+    def __init__(self, plan: "Plan", key: Tensor, size: int | None) -> None:
+        if size is not None:
+            [size] = checks.whole("PrivateGradients", least=1, physical_batch_size=size)
+        self.plan, self.key, self._size = plan, key, size
+        self.step, self.process = 0, os.getpid()
+        self.drawn: deque[PhysicalBatch] = deque()
 
+    def __iter__(self) -> Iterator[list[int]]:
+        drawn = self.drawn
+        for step in range(self.step, self._epoch().stop):
+            for batch in self._of_step(step):
+                drawn.append(batch)
+                yield batch.rows
 
-_CHOOSING = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
-_CHOOSING += ("in_order",)
-"""Options of a DataLoader that choose the samples of a batch, or reorder batches."""
+    def count(self) -> int:
+        """Count the physical batches of the current epoch."""
+        if self._size is None:
+            return len(self._epoch())  # no batch is drawn
+        return sum(1 for step in self._epoch() for _ in self._of_step(step))
+
+    def _of_step(self, step: int) -> Iterator[PhysicalBatch]:
+        """Yield the physical batches of a step, at least one."""
+        rows = self.plan.sample(key=self.key, step=step).tolist()
+        size = self._size or max(1, len(rows))
+        count = max(1, math.ceil(len(rows) / size))
+        for number in range(count):
+            some = rows[number * size : (number + 1) * size]
+            yield PhysicalBatch(number, number == count - 1, some)
+
+    def _epoch(self) -> range:
+        """Return the steps of the current epoch."""
+        length, last = self.plan.steps_per_epoch, self.plan.steps - 1
+        first = self.plan.earlier_steps
+        taken = max(0, min(self.step, last) - first)
+        start = first + taken // length * length
+        return range(start, min(start + length, last + 1))
 
 
 class PoissonLoader:
@@ -247,42 +261,40 @@ class PoissonLoader:
     """
 
     def __init__(
-        self,
-        plan: "Plan",
-        state: RunState,
-        dataset: Dataset[Any],
-        *,
-        physical_batch_size: int | None,
-        options: dict[str, Any],
+        self, run: Run, dataset: Dataset[Any], options: dict[str, Any]
     ) -> None:
-        for name in _CHOOSING:
+        for name in "shuffle sampler batch_sampler drop_last in_order".split():
             if name in options:
                 raise ValueError(
                     f"PrivateGradients({name}={checks.shown(options[name])}): expected "
                     f"options of a DataLoader that do not choose samples (the plan "
                     f"does), such as collate_fn, num_workers or pin_memory."
                 )
-        if physical_batch_size is not None:
-            [physical_batch_size] = checks.whole(
-                "PrivateGradients", least=1, physical_batch_size=physical_batch_size
-            )
-        self.dataset = dataset
+        self.dataset, self._run, self._passes = dataset, run, 0
         self.pending: PhysicalBatch | None = None
-        self.keeps_yielded = False
-        self.yielded: Tree = None
-        self._passes = 0
-        self._batches = _PhysicalBatches(plan, state, physical_batch_size)
+        self.keeps_yielded, self.yielded = False, None
         collate_fn = collate(dataset, options.get("collate_fn") or default_collate)
         options = {**options, "collate_fn": collate_fn}
-        self._loader = DataLoader(dataset, batch_sampler=self._batches, **options)
+        self._loader = DataLoader(dataset, batch_sampler=run, **options)
 
     def __len__(self) -> int:
-        return self._batches.count()
+        return self._run.count()
 
     def __iter__(self) -> Iterator[Tree]:
-        self._batches.check_left()
+        plan, step = self._run.plan, self._run.step
+        if step >= plan.steps:
+            raise RuntimeError(
+                f"PrivateGradients.loader: expected steps left, got a run that has "
+                f"taken the {plan.steps} steps of its plan. Plan more epochs."
+            )
+        if step < plan.earlier_steps:
+            raise RuntimeError(
+                f"PrivateGradients.loader: expected a run that has taken the "
+                f"{plan.earlier_steps} steps that plan.after(other, steps) counts, got "
+                f"one that has taken {step}. Call load_state_dict(state)."
+            )
         self.restart()
-        number, drawn = self._passes, self._batches.drawn
+        number, drawn = self._passes, self._run.drawn
         for batch in self._loader:
             self.pending = drawn.popleft()
             self.yielded = batch if self.keeps_yielded else None
@@ -290,8 +302,7 @@ class PoissonLoader:
             if number != self._passes:
                 raise RuntimeError(
                     "PrivateGradients.loader: expected one pass at a time, got a "
-                    "second one that began before this one ended. Finish one loop "
-                    "first."
+                    "second that began before this one ended. Finish one loop first."
                 )
             if self.pending is not None:
                 raise RuntimeError(
@@ -305,62 +316,4 @@ class PoissonLoader:
         """Drop the pending batch, and end a running pass."""
         self._passes += 1
         self.pending = None
-        self._batches.drawn = deque()
-
-
-class _PhysicalBatches:
-    """The batch sampler of the `DataLoader`, whose workers may be some batches ahead.
-
-    It has no reference to the loader: a `DataLoader` in a reference cycle would wait
-    seconds for its workers when the cycle is collected.
-    """
-
-    def __init__(self, plan: "Plan", state: RunState, size: int | None) -> None:
-        self.drawn: deque[PhysicalBatch] = deque()
-        self._plan, self._state, self._size = plan, state, size
-
-    def __iter__(self) -> Iterator[list[int]]:
-        drawn = self.drawn
-        for step in range(self._state.step, self._epoch().stop):
-            for batch in self._of_step(step):
-                drawn.append(batch)
-                yield batch.rows
-
-    def count(self) -> int:
-        """Count the physical batches of the current epoch."""
-        if self._size is None:
-            return len(self._epoch())
-        return sum(1 for step in self._epoch() for _ in self._of_step(step))
-
-    def check_left(self) -> None:
-        """Refuse a pass after the last step of the plan, or before its first one."""
-        if self._state.step >= self._plan.steps:
-            raise RuntimeError(
-                f"PrivateGradients.loader: expected a run with steps left, got one "
-                f"that has taken the {self._plan.steps} steps of its plan. Plan more "
-                f"epochs from the start."
-            )
-        if self._state.step < self._plan.earlier_steps:
-            raise RuntimeError(
-                f"PrivateGradients.loader: expected a run that has taken the "
-                f"{self._plan.earlier_steps} steps that plan.after(other, steps) "
-                f"counts, got one that has taken {self._state.step}. Load its state "
-                f"with load_state_dict."
-            )
-
-    def _of_step(self, step: int) -> Iterator[PhysicalBatch]:
-        """Yield the physical batches of a step, at least one."""
-        rows = self._plan.sample(key=self._state.key, step=step).tolist()
-        size = self._size or max(1, len(rows))
-        count = max(1, math.ceil(len(rows) / size))
-        for number in range(count):
-            some = rows[number * size : (number + 1) * size]
-            yield PhysicalBatch(number, number == count - 1, some)
-
-    def _epoch(self) -> range:
-        """Return the steps of the current epoch."""
-        length, last = self._plan.steps_per_epoch, self._plan.steps - 1
-        first = self._plan.earlier_steps
-        taken = max(0, min(self._state.step, last) - first)
-        start = first + taken // length * length
-        return range(start, min(start + length, last + 1))
+        self._run.drawn = deque()

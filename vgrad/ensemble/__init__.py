@@ -1,7 +1,7 @@
 """Ensembles: many models trained and evaluated as one.
 
-`stack`, `init_ensemble`, `combine_state_for_ensemble`, `ensemble_forward`,
-`ensemble_grad` and `for_members` are names of `vgrad` itself.
+`stack`, `combine_state_for_ensemble`, `ensemble_forward`, `ensemble_grad` and
+`for_members` are names of `vgrad` itself.
 
 Making and taking apart:
 
@@ -10,26 +10,24 @@ Making and taking apart:
 * `member_seed`: the seed of one member
 * `share`: let all members use one tensor for some entries
 * `group`: stack the models that are alike, and put the groups behind one call
-* `ModelGroups`: what `group` makes
+* `ModelGroups`: the result of `group`
 
 Running and training:
 
-* `EnsembleGrads`: what that returns
+* `EnsembleGrads`: the result of `ensemble_grad`
 * `ensemble_per_sample_grad`: the gradient of every sample for every member
 * `ensemble_clipped_grad`: the sum of clipped gradients of every member
-* `MembersState`: its state
+* `MembersState`: the state of `for_members`
 * `bootstrap_indices`: draw samples with replacement for each member
 * `fold_indices`: split samples for cross-validation
-* `EnsembleExplanation`: which strategy runs, and how
 
 Predicting:
 
-* `predict`: probabilities and uncertainty, an `EnsemblePrediction`
-* `predict_values`: mean, variance and quantiles, a `ValuePrediction`
-* `class_prediction`, `value_prediction`: the same of outputs that are there already
+* `predict`: predictions and their uncertainty, on one process or over ranks
+* `EnsemblePrediction`, `ValuePrediction`: the results, of classes and of values
 * `calibration`: calibration error, Brier score and likelihood, a `Calibration`
 * `reliability`: confidence and accuracy in each bin, a `Reliability`
-* `EnsemblePrediction`, `ValuePrediction`, `Calibration`, `Reliability`: the results
+* `Calibration`, `Reliability`: the results
 """
 
 from typing import TYPE_CHECKING
@@ -40,43 +38,33 @@ from vgrad.ensemble.calibration import (
     calibration,
     reliability,
 )
-from vgrad.ensemble.choice import EnsembleExplanation
-from vgrad.ensemble.forward import ensemble_forward as ensemble_forward
-from vgrad.ensemble.gradients import EnsembleGrads
+from vgrad.ensemble.gradients import (
+    EnsembleGrads,
+    ensemble_clipped_grad,
+    ensemble_per_sample_grad,
+)
 from vgrad.ensemble.gradients import ensemble_grad as ensemble_grad
-from vgrad.ensemble.groups import ModelGroups, group
 from vgrad.ensemble.optimizer import MembersState
 from vgrad.ensemble.optimizer import for_members as for_members
-from vgrad.ensemble.per_sample import ensemble_clipped_grad, ensemble_per_sample_grad
-from vgrad.ensemble.prediction import (
-    EnsemblePrediction,
-    ValuePrediction,
-    class_prediction,
-    predict,
-    predict_values,
-    value_prediction,
-)
+from vgrad.ensemble.prediction import EnsemblePrediction, ValuePrediction, predict
+from vgrad.ensemble.prediction import ensemble_forward as ensemble_forward
 from vgrad.ensemble.resampling import bootstrap_indices, fold_indices
 from vgrad.ensemble.stacking import (
-    combine_state_for_ensemble as combine_state_for_ensemble,
-)
-from vgrad.ensemble.stacking import (
-    init_ensemble as init_ensemble,
-)
-from vgrad.ensemble.stacking import (
+    ModelGroups,
+    group,
     member,
     member_seed,
     share,
     unstack,
 )
 from vgrad.ensemble.stacking import (
-    stack as stack,
+    combine_state_for_ensemble as combine_state_for_ensemble,
 )
+from vgrad.ensemble.stacking import stack as stack
 from vgrad.renamed import raising
 
 __all__ = [
     "Calibration",
-    "EnsembleExplanation",
     "EnsembleGrads",
     "EnsemblePrediction",
     "MembersState",
@@ -85,7 +73,6 @@ __all__ = [
     "ValuePrediction",
     "bootstrap_indices",
     "calibration",
-    "class_prediction",
     "ensemble_clipped_grad",
     "ensemble_per_sample_grad",
     "fold_indices",
@@ -93,11 +80,9 @@ __all__ = [
     "member",
     "member_seed",
     "predict",
-    "predict_values",
     "reliability",
     "share",
     "unstack",
-    "value_prediction",
 ]
 
 if not TYPE_CHECKING:  # which sees no other names

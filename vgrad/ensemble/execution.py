@@ -1,43 +1,140 @@
-"""The ways to run a function for every member: same numbers, different cost.
+"""The members of an ensemble in one call: their arguments, and the ways to run them.
 
-The function takes parameters, buffers and a batch of one member. E members.
+All ways give the same numbers at another cost. Small members spend their time between
+kernels, and gain from running at once. Members that keep the device busy gain nothing:
+on a CPU the data of all of them does not fit its caches, and convolutions have no
+batched kernel there.
+
+E members. A stacked entry is a tensor `[E, *shape]`, a shared one `[*shape]`.
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self, TypedDict, get_args
 
 import torch
 from torch import Tensor
 
 from vgrad import checks
 from vgrad.checks import Patterns
-from vgrad.ensemble.axes import InDims, batch_dims, members, split
+from vgrad.conditions import checks_collected
 from vgrad.functional.guards import Protected, protect
-from vgrad.generators import RNG_LOCK, drawn_since, random_state, set_random_state
+from vgrad.generators import (
+    RNG_LOCK,
+    drawn_since,
+    kept_random_state,
+    random_state,
+    set_random_state,
+)
 from vgrad.lowering.answering import tried
 from vgrad.lowering.draws import Draws
 from vgrad.lowering.limits import raise_clearly
 from vgrad.lowering.members import Members, by_itself, mapped_here
 from vgrad.lowering.questions import Parts, Split
 from vgrad.lowering.truthful import Truth, UnsupportedOp
-from vgrad.persample.engine.ladder import FINAL, Stop
+from vgrad.persample.engine.guard import NON_RETRYABLE, Failure, Fallbacks
 from vgrad.precision.autocasting import AutocastMode
+from vgrad.report import Report, table
 from vgrad.torch_private import modes
 from vgrad.tree import map_tensors, tensors, tree_map
-from vgrad.typing import Buffers, Params, Randomness, Tree
+from vgrad.typing import Buffers, EnsembleStrategy, Params, Randomness, Tree
 
-Told = Callable[[str, str], None] | None
+InDims = int | None | Sequence[int | None]
+
+BUSY = 50.0
+"""MFLOP of a forward pass above which one member saturates a CPU."""
+
+CONVOLVED = 5.0
+"""The same for the convolutions among them."""
+
+
+class EnsembleOptions(TypedDict, total=False):
+    """The options of every function of an ensemble; `ensemble_grad` explains them."""
+
+    in_dims: InDims
+    randomness: Randomness
+    strategy: EnsembleStrategy
+    shared: Patterns
+
+
+# The member axis.
+
+
+def split(function: str, values: Params, shared: Patterns) -> tuple[Params, Params]:
+    """Return the entries with a member axis, and those that match a pattern."""
+    checks.patterns(function, shared=shared)
+    kind = "parameter or buffer"
+    common = set(checks.all_matched(function, values, shared, kind=kind))
+    stacked = {name: value for name, value in values.items() if name not in common}
+    return stacked, {name: values[name] for name in values if name in common}
+
+
+def members(
+    function: str, params: Params, buffers: Buffers, shared: Patterns = ()
+) -> int:
+    """Return E, the number of members of the entries that match no pattern."""
+    checks.dictionaries(function, params=params, buffers=buffers)
+    stacked = {**params, **buffers}
+    if shared != ():
+        stacked, _ = split(function, stacked, shared)
+    where = f"{function}(params, buffers)"
+    if not stacked:
+        raise ValueError(f"{where}: expected an entry with a member axis, got none.")
+    first, count = "", 0
+    for name, value in stacked.items():
+        if value.ndim == 0:
+            raise ValueError(
+                f"{where}: expected a member axis in {name!r}, got a scalar. If the "
+                f"members share it, name it in shared=."
+            )
+        if not first:
+            first, count = name, value.shape[0]
+        if value.shape[0] != count:
+            raise ValueError(
+                f"{where}: expected {count} members in {name!r} as in {first!r}, got "
+                f"{len(value)}. If the members share one of them, name it in shared=."
+            )
+    if not count:
+        raise ValueError(
+            f"{where}: expected at least one member, got none in {first!r}."
+        )
+    return count
+
+
+def _batch_dims(
+    function: str, in_dims: InDims, batch: tuple[Tree, ...], count: int
+) -> tuple[int | None, ...]:
+    """Return the member axis of each item of the batch, checked."""
+    if in_dims is None or isinstance(in_dims, int):
+        in_dims = (in_dims,) * len(batch)
+    if len(in_dims) != len(batch):
+        raise ValueError(
+            f"{function}(in_dims={tuple(in_dims)}): expected one axis for each of the "
+            f"{len(batch)} items of the batch. None stands for one that all members "
+            f"share."
+        )
+    for number, (dim, item) in enumerate(zip(in_dims, batch, strict=True)):
+        if dim is None:
+            continue
+        for leaf in tensors(item):
+            if not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] != count:
+                raise ValueError(
+                    f"{function}(in_dims={tuple(in_dims)}): expected {count} members "
+                    f"along axis {dim} of item {number} of the batch, got shape "
+                    f"{tuple(leaf.shape)}. in_dims=None gives all members the same."
+                )
+    return tuple(in_dims)
 
 
 class Call:
-    """One call for all members: what each of them is given.
+    """The arguments of all members in one call.
 
     Attributes:
-        members: how many there are, E.
+        members: E.
         args: parameters, buffers and the items of the batch.
         dims: their member axes, by name and for each item; None if they are shared.
     """
@@ -52,23 +149,22 @@ class Call:
         in_dims: InDims,
         shared: Patterns,
     ) -> None:
-        """Check that all sizes fit."""
-        self.members = members(params, buffers, shared, function=function)
-        whole = split(function, {**params, **buffers}, shared)[1] if shared else ()
+        self.members = members(function, params, buffers, shared)
+        common = split(function, {**params, **buffers}, shared)[1] if shared else ()
         self.args = (dict(params), dict(buffers), *batch)
         self.dims = (
-            {name: None if name in whole else 0 for name in params},
-            {name: None if name in whole else 0 for name in buffers},
-            *batch_dims(function, in_dims, batch, self.members),
+            {name: None if name in common else 0 for name in params},
+            {name: None if name in common else 0 for name in buffers},
+            *_batch_dims(function, in_dims, batch, self.members),
         )
 
     def of(self, member: int) -> tuple:
         """Return the arguments of one member."""
-        return self._each(lambda value, dim: value.select(dim, member))
+        return self._map(lambda value, dim: value.select(dim, member))
 
-    def mapped(self, level: int) -> tuple:
+    def wrapped(self, level: int) -> tuple:
         """Return the arguments as a vmap of that level sees them."""
-        return self._each(lambda x, dim: modes.add_batch_axis(x, dim % x.ndim, level))
+        return self._map(lambda x, dim: modes.add_batch_axis(x, dim % x.ndim, level))
 
     def with_params(self, params: Params) -> "Call":
         """Return the same call with other parameters, of the same shapes."""
@@ -80,62 +176,52 @@ class Call:
         """Return the call of these members, in this order."""
         other = copy.copy(self)
         other.members = len(rows)
-        other.args = self._each(lambda x, dim: x.index_select(dim, rows.to(x.device)))
+        other.args = self._map(lambda x, dim: x.index_select(dim, rows.to(x.device)))
         return other
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors that were given."""
+        """Return all tensors of the caller."""
         params, buffers, *batch = self.args
         return [*params.values(), *buffers.values(), *tensors(batch)]
 
-    def promise(self) -> Protected:
-        """Promise that all of them stay as they are."""
+    def protected(self) -> Protected:
+        """Return these tensors as ones that must not change."""
         params, buffers, *batch = self.args
         items = {f"tensor {n} of the batch": x for n, x in enumerate(tensors(batch))}
         expected = "ensemble: expected a function that changes nothing it is given"
         return Protected({**items, **buffers, **params}, expected, "Copy it first.")
 
-    def stacked_with_buffers(self, pairs: Sequence[tuple[Tree, Buffers]]) -> tuple:
-        """Join what the members returned and the buffers that they left.
-
-        Raises:
-            ValueError: they left different values in a buffer that they share.
-        """
-        values, buffers = zip(*pairs, strict=True)
-        return stacked(values), self._buffers(buffers, lambda *each: torch.stack(each))
-
-    def regrouped(
-        self, found: Sequence[Any], rows: Sequence[Tensor], *, with_buffers: bool
+    def joined(
+        self,
+        results: Sequence[Any],
+        join: Callable[..., Tensor],
+        with_buffers: bool = False,
+        one_value: Callable[[Sequence[Tensor]], bool] | None = None,
     ) -> Any:
-        """Join what groups of members returned, whose `rows` these are.
+        """Join the leaves of results; with buffers, these are pairs with new buffers.
 
-        Raises:
-            ValueError: they left different values in a buffer that they share.
+        Shared buffers need `one_value` and are not joined.
         """
-        places = torch.cat([*rows]).argsort()
-
-        def joined(*leaves: Tensor) -> Tensor:
-            return torch.cat(leaves).index_select(0, places.to(leaves[0].device))
-
         if not with_buffers:
-            return _map_leaves(joined, *found)
-        values, buffers = zip(*found, strict=True)
-        return _map_leaves(joined, *values), self._buffers(buffers, joined)
-
-    def _buffers(self, left: Sequence[Buffers], join: Callable[..., Tensor]) -> Buffers:
-        """Join the buffers of members, but for those that they share."""
-        joined, dims = {}, {**self.dims[0], **self.dims[1]}
-        for name, first in left[0].items():
+            return _map_leaves(join, *results)
+        values, buffers = zip(*results, strict=True)
+        joined, dims = {}, {**self.dims[0], **self.dims[1]}  # any entry may be a buffer
+        for name, first in buffers[0].items():
+            left = [new[name] for new in buffers]
             if dims.get(name, 0) is not None:
-                joined[name] = join(*(each[name] for each in left))
-            elif all(checks.same_values(each[name], first) for each in left):
+                joined[name] = join(*left)
+            elif (one_value or _same)(left):
                 joined[name] = first
             else:
-                raise _changed(name)
-        return joined
+                raise ValueError(
+                    f"ensemble(shared=...): expected members that leave one value in "
+                    f"the buffer {name!r}, which they share, got one of each. Give "
+                    f"each member its own."
+                )
+        return _map_leaves(join, *values), joined
 
-    def _each(self, function: Callable[..., Tensor]) -> tuple:
-        """Apply a function to what each member has its own of, in new containers."""
+    def _map(self, function: Callable[..., Tensor]) -> tuple:
+        """Apply a function to all stacked tensors, in new containers."""
         named = [
             {
                 name: value if dims[name] is None else function(value, dims[name])
@@ -150,116 +236,22 @@ class Call:
         return *named, *items
 
 
-@dataclass(eq=False)
-class Vmapped:
-    """Runs a function once for all members; every result gains the axis 0.
+def _same(values: Sequence[Tensor]) -> bool:
+    return all(checks.same_values(value, values[0]) for value in values)
 
-    Members that answer a question about values differently run in groups.
 
-    Attributes:
-        with_buffers: the function returns a pair of its result and new buffers, in
-            which those that the members share gain no axis.
-        told: a callback, invoked with op and form.
-        parted: a callback, invoked for members that were run in groups.
-        or_loop: members that cannot run at once run one after the other.
-    """
+def _itself(value: Tensor) -> Tensor:
+    return value
 
-    function: Callable
-    randomness: Randomness
-    hybrid: bool
-    with_buffers: bool
-    told: Told
-    parted: Callable[[Parts], None]
-    or_loop: bool
 
-    def __call__(self, call: Call, draws: Draws) -> Any:
-        """Run all members; what they ask is noted in `draws`."""
-        differ, same = self.randomness == "different", self.randomness == "same"
-        with RNG_LOCK if differ or same else nullcontext():
-            state = random_state(call.tensors()) if same else None
-            once = partial(self._or_apart if self.or_loop else self._at_once, call)
-            found, draws = tried(once, draws, call.tensors(), differ=differ)
-            if not isinstance(found, Parts):
-                return found
-            if found.strategy is not None and not self.or_loop:
-                raise UnsupportedOp(
-                    f"ensemble: expected ops that run for all members at once, got "
-                    f'{found.why}, at {found.where}. Use strategy="loop".'
-                )
-            groups = []
-            for rows in found.rows:
-                if state is not None:
-                    set_random_state(state)
-                run = self if found.strategy is None else self._alone
-                groups.append(run(call.rows(rows), draws.of(rows)))
-        joined = call.regrouped(groups, found.rows, with_buffers=self.with_buffers)
-        self.parted(found)
-        return joined
+def _map_leaves(function: Callable, *trees: Tree) -> Tree:
+    """Apply a function to leaves of trees of one structure, mostly single tensors."""
+    if isinstance(trees[0], Tensor):
+        return function(*trees)
+    return tree_map(function, *trees)
 
-    def _alone(self, call: Call, draws: Draws) -> Any:
-        """Run one member, which sees the numbers that it drew before."""
-        found = looped(autocasting(self.function, [draws]), call, self.randomness)
-        return (call.stacked_with_buffers if self.with_buffers else stacked)(found)
 
-    def _or_apart(self, call: Call, draws: Draws) -> Any:
-        """Run members at once; where that is not possible, each must run by itself."""
-        try:
-            return self._at_once(call, draws)
-        except FINAL:
-            raise
-        except Exception as error:
-            stopped = Stop.of(error)
-        rows = torch.arange(call.members).split(1)
-        raise Split(Parts(rows, stopped.where, "loop", stopped.why))
-
-    def _at_once(self, call: Call, draws: Draws) -> Any:
-        """Run members who answer questions alike."""
-        modes.load_decompositions()
-        forms: list[tuple[str, str]] = []
-        tell = None if self.told is None else lambda *form: forms.append(form)
-        try:
-            # What torch.vmap does, but for its general treatment of trees, which costs
-            # as much as a small model.
-            with modes.vmap_level(call.members, self.randomness) as level:
-                params, buffers, *batch = call.mapped(level)
-                truth = Truth(level, "member", 'strategy="loop"')
-                with modes.without_modes():  # modes around it are not asked
-                    for each in tensors((params, buffers, batch)):
-                        truth.tell(each)
-                promise, chosen = call.promise(), self.hybrid
-                mode = Members(tell, promise, truth=truth, draws=draws, chosen=chosen)
-                casts = partial(AutocastMode, [*params.values()])
-                inside = mode.inside(call.members, self.randomness, casts)
-                with inside, modes.unoptimized_scripts():
-                    result = self.function(params, buffers, *batch)
-                truth.end(tensors(result))
-                found = self._unmapped(result, call, level)
-        except RuntimeError as error:
-            raise_clearly(error, "ensemble", one="member")
-        if self.told is not None:
-            for form in forms:
-                self.told(*form)
-        return found
-
-    def _unmapped(self, result: Any, call: Call, level: int) -> Any:
-        """Return what lies below the vmap of a level."""
-
-        def joined(value: Any) -> Tensor:
-            return modes.remove_batch_axis(_tensor(value), level, call.members, 0)
-
-        if not self.with_buffers:
-            return _map_leaves(joined, result)
-        value, buffers = result
-        dims = {**call.dims[0], **call.dims[1]}  # any entry may be a buffer
-        new = {}
-        for name, left in buffers.items():
-            if dims.get(name, 0) is not None:
-                new[name] = joined(left)
-            elif mapped_here(left):
-                raise _changed(name)
-            else:
-                new[name] = left
-        return _map_leaves(joined, value), new
+# Ways to run.
 
 
 def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:
@@ -270,10 +262,10 @@ def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:
     # Each member draws from where the one before it stopped, unless told otherwise.
     given = () if randomness == "different" else call.tensors()
     results = []
-    members = [*map(call.of, range(call.members))]
-    with RNG_LOCK, protect(call.promise()):
+    arguments = [*map(call.of, range(call.members))]
+    with RNG_LOCK, protect(call.protected()):
         before = random_state(given)
-        for member in members:
+        for member in arguments:
             if randomness == "same":
                 set_random_state(before)
             results.append(function(*member))
@@ -286,9 +278,18 @@ def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:
     return results
 
 
-def stacked(results: Sequence[Tree]) -> Tree:
-    """Join trees of tensors `[...]` of the members to one of `[E, ...]`."""
-    return _map_leaves(lambda *leaves: torch.stack([*map(_tensor, leaves)]), *results)
+def stack_results(*leaves: Any) -> Tensor:
+    """Stack a leaf of every member's result."""
+    return torch.stack([*map(_tensor, leaves)])
+
+
+def _tensor(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    raise TypeError(
+        f"ensemble: expected a model that returns tensors, got a "
+        f"{type(value).__name__} among its outputs."
+    )
 
 
 def autocasting(function: Callable, draws: Iterable[Draws] = ()) -> Callable:
@@ -303,29 +304,317 @@ def autocasting(function: Callable, draws: Iterable[Draws] = ()) -> Callable:
     return run
 
 
-def _changed(name: str) -> ValueError:
-    """Return the error for a buffer that would need a value for each member."""
-    return ValueError(
-        f"ensemble(shared=...): expected members that leave one value in the buffer "
-        f"{name!r}, which they share, got one of each. Give each member its own."
-    )
+def check_keys(function: str, keys: Tensor, count: int) -> None:
+    """Refuse keys of other members, or where members cannot be told apart."""
+    if len(keys) != count:
+        raise ValueError(
+            f"{function}(params): expected {len(keys)} members, those of this rank, "
+            f"got {count}."
+        )
+    if modes.inside_transform():
+        raise ValueError(
+            f"{function}(params): expected a call outside of transforms of torch.func, "
+            f"where members have keys, got one inside."
+        )
 
 
-def _tensor(value: Any) -> Tensor:
-    if isinstance(value, Tensor):
-        return value
-    raise TypeError(
-        f"ensemble: expected a model that returns tensors, got a "
-        f"{type(value).__name__} among its outputs."
-    )
+@dataclass(frozen=True)
+class EnsembleExplanation(Report):
+    """The report of `vgrad.explain` for a function of an ensemble.
+
+    Attributes:
+        function: the function's name.
+        strategy: the strategy.
+        why: the reason for it.
+        members: E.
+        forms: op and form, in order of execution, of the ops that have a choice; of one
+            group of members after the other, if they take different branches.
+        groups: how many groups run apart.
+        splits: the lines at which members take different branches, and how often.
+    """
+
+    function: str
+    strategy: str
+    why: str
+    members: int
+    forms: tuple[tuple[str, str], ...]
+    groups: int = 1
+    splits: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        title = (
+            f"{self.function} of {self.members} members, strategy {self.strategy}: "
+            f"{self.why}"
+        )
+        if self.splits:
+            lines = [f"  {where} ({times} x)" for where, times in self.splits]
+            title += (
+                f"\n\n{self.members} members run in {self.groups} groups. They take "
+                f"different branches at\n"
+            ) + "\n".join(lines)
+        if not self.forms:
+            return title
+        return f"{title}\n\n{table([('op', 'form'), *self.forms])}"
 
 
-def _itself(value: Tensor) -> Tensor:
-    return value
+class EnsembleExecutor:
+    """Runs functions for all members, as the options of a transform say.
+
+    It remembers the strategies of the shapes that it has seen.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        *,
+        in_dims: InDims = None,
+        randomness: Randomness = "different",
+        strategy: EnsembleStrategy = "auto",
+        shared: Patterns = (),
+    ) -> None:
+        checks.choice(function, get_args(EnsembleStrategy), strategy=strategy)
+        checks.choice(function, get_args(Randomness), randomness=randomness)
+        checks.patterns(function, shared=shared)
+        self.function = function
+        self.randomness: Randomness = randomness
+        self.shared = tuple(shared)
+        self._in_dims = in_dims
+        self._strategy = strategy
+        self._known: dict[Any, tuple[str, str]] = {}
+        self._fallbacks = Fallbacks()
+
+    def call(self, params: Params, buffers: Buffers, batch: tuple) -> Call:
+        """Check the arguments of a call."""
+        dims, shared = self._in_dims, self.shared
+        return Call(self.function, params, buffers, batch, in_dims=dims, shared=shared)
+
+    def choose(self, function: Callable, call: Call) -> tuple[str, str]:
+        """Return the strategy and the reason for it."""
+        if self._strategy != "auto":
+            return self._strategy, f'as strategy="{self._strategy}" says'
+        if modes.inside_transform():
+            return "hybrid", "inside a transform of torch.func"
+        if call.members == 1:
+            return "loop", "there is one member"
+        key = _signature(call)
+        if key not in self._known:
+            self._known[key] = _by_work(function, call)
+        return self._known[key]
+
+    @property
+    def may_loop(self) -> bool:
+        """Whether members run one after the other where nothing else is possible."""
+        bound = modes.inside_transform() or checks_collected()
+        return self._strategy == "auto" and not bound
+
+    def fall_back(self, call: Call, why: str) -> None:
+        """Remember that these members run one after the other, and warn once."""
+        self._known[_signature(call)] = "loop", why
+        self._fallbacks.warn(
+            f"{self.function}: runs one member after another. The numbers are right, "
+            f"but it may be slow: {why}"
+        )
+
+    def draws(self, call: Call, keys: Tensor | None) -> Draws:
+        """Return the random numbers of members, which follow from keys if there are."""
+        if keys is None or self.randomness != "different":
+            return Draws()
+        check_keys(self.function, keys, call.members)
+        return Draws(keys=keys)
+
+    def loop(self, function: Callable, call: Call) -> list[Any]:
+        """Run a function for one member after the other; return their results."""
+        return looped(function, call, self.randomness)
+
+    def run(
+        self,
+        function: Callable,
+        call: Call,
+        strategy: str,
+        *,
+        with_buffers: bool = False,
+        draws: Draws | None = None,
+        forms: list[tuple[str, str]] | None = None,
+        on_split: Callable[[Parts], None] | None = None,
+    ) -> Any:
+        """Run a function for all members; tensors of the result gain the axis 0.
+
+        Members that take different branches run in groups, for each of which `on_split`
+        is called; by default they are remembered. `forms` is extended by op and form,
+        and `draws` notes questions about values. With buffers the function returns a
+        pair of its result and new buffers.
+        """
+        draws = draws or Draws()
+        if strategy == "loop":
+            turns = [draws] if call.members == 1 else draws.each()
+            results = self.loop(autocasting(function, turns), call)
+            return call.joined(results, stack_results, with_buffers)
+        on_split = on_split or partial(self._note_split, call)
+        may_loop = self.may_loop
+
+        def all_members(draws: Draws) -> Any:
+            try:
+                return self._at_once(
+                    function, call, strategy, draws, with_buffers, forms
+                )
+            except NON_RETRYABLE:
+                raise
+            except Exception as error:
+                if not may_loop:
+                    raise
+                failure = Failure.of(error)
+            rows = torch.arange(call.members).split(1)
+            raise Split(Parts(rows, failure.where, "loop", failure.why))
+
+        differ, same = self.randomness == "different", self.randomness == "same"
+        with RNG_LOCK if differ or same else nullcontext():
+            state = random_state(call.tensors()) if same else None
+            result, draws = tried(all_members, draws, call.tensors(), differ=differ)
+            if not isinstance(result, Parts):
+                return result
+            parts = result
+            if parts.strategy is not None and not may_loop:
+                raise UnsupportedOp(
+                    f"ensemble: expected ops that run for all members at once, got "
+                    f'{parts.why}, at {parts.where}. Use strategy="loop".'
+                )
+            groups = []
+            rest: Any = {"with_buffers": with_buffers, "forms": forms}
+            rest["on_split"] = on_split
+            for rows in parts.rows:
+                if state is not None:
+                    set_random_state(state)
+                way, rest["draws"] = parts.strategy or strategy, draws.of(rows)
+                groups.append(self.run(function, call.rows(rows), way, **rest))
+        order = torch.cat([*parts.rows]).argsort()
+
+        def regrouped(*leaves: Tensor) -> Tensor:
+            return torch.cat(leaves).index_select(0, order.to(leaves[0].device))
+
+        joined = call.joined(groups, regrouped, with_buffers)
+        on_split(parts)
+        return joined
+
+    def _at_once(
+        self,
+        function: Callable,
+        call: Call,
+        strategy: str,
+        draws: Draws,
+        with_buffers: bool,
+        forms: list[tuple[str, str]] | None,
+    ) -> Any:
+        """Run members that take the same branches."""
+        seen: list[tuple[str, str]] = []
+        note = None if forms is None else lambda *form: seen.append(form)
+
+        try:
+            # As torch.vmap, but for its general treatment of trees, which costs as much
+            # as a small model.
+            modes.load_decompositions()
+            with modes.vmap_level(call.members, self.randomness) as level:
+                params, buffers, *batch = call.wrapped(level)
+                truth = Truth(level, "member", 'strategy="loop"')
+                with modes.without_modes():  # modes around it do not see this
+                    for value in tensors((params, buffers, batch)):
+                        truth.tell(value)
+                protected, hybrid = call.protected(), strategy == "hybrid"
+                mode = Members(note, protected, truth=truth, draws=draws, chosen=hybrid)
+                casts = partial(AutocastMode, [*params.values()])
+                inside = mode.inside(call.members, self.randomness, casts)
+                with inside, modes.unoptimized_scripts():
+                    output = function(params, buffers, *batch)
+                truth.end(tensors(output))
+                result = call.joined(
+                    [output],
+                    lambda value: modes.remove_batch_axis(
+                        _tensor(value), level, call.members, 0
+                    ),
+                    with_buffers,
+                    lambda left: not mapped_here(left[0]),
+                )
+        except RuntimeError as error:
+            raise_clearly(error, "ensemble", one="member")
+        if forms is not None:
+            forms += seen
+        return result
+
+    def _note_split(self, call: Call, parts: Parts) -> None:
+        """Remember members that cannot run at once, and warn of slow ones."""
+        if parts.strategy is None:
+            self._fallbacks.tell(parts, self.function, "member")
+        else:
+            self.fall_back(call, _why(parts))
+
+    def explain(self, function: Callable, call: Call) -> EnsembleExplanation:
+        """Run the forward pass once, and restore the generators."""
+        strategy, why = self.choose(function, call)
+        forms: list[tuple[str, str]] = []
+        splits: list[Parts] = []
+        if strategy != "loop":
+            with kept_random_state(call.tensors()), torch.no_grad():
+                self.run(function, call, strategy, forms=forms, on_split=splits.append)
+        places = Counter(parts.where for parts in splits if parts.strategy is None)
+        for parts in splits:
+            if parts.strategy is not None:
+                strategy, why = parts.strategy, _why(parts)
+        return EnsembleExplanation(
+            self.function,
+            strategy,
+            why,
+            call.members,
+            tuple(forms),
+            1 + sum(len(parts.rows) - 1 for parts in splits),
+            tuple(places.items()),
+        )
 
 
-def _map_leaves(function: Callable, *trees: Tree) -> Tree:
-    """Apply a function to leaves of trees of one structure, mostly single tensors."""
-    if isinstance(trees[0], Tensor):
-        return function(*trees)
-    return tree_map(function, *trees)
+class KeyedFn:
+    """A function of an ensemble whose members may draw from keys of their own."""
+
+    _keys: Tensor | None = None
+
+    def keyed(self, keys: Tensor | None) -> Self:
+        """Return the same function, drawing from keys of the members, int64 `[E]`."""
+        other = copy.copy(self)
+        other._keys = keys
+        return other
+
+
+class EnsembleFn(KeyedFn):
+    """A function of an ensemble that an executor runs.
+
+    Attributes:
+        randomness: whether members draw random numbers, and whether each its own.
+        shared: patterns of the entries without a member axis.
+    """
+
+    def __init__(self, executor: EnsembleExecutor) -> None:
+        self._executor = executor
+        self.randomness = executor.randomness
+        self.shared = executor.shared
+
+
+def _signature(call: Call) -> tuple:
+    return tuple((x.shape, x.dtype, x.device) for x in call.tensors())
+
+
+def _why(parts: Parts) -> str:
+    return f"all at once they stopped at {parts.where}: {parts.why}"
+
+
+def _by_work(function: Callable, call: Call) -> tuple[str, str]:
+    """Choose by the work of one member, counted in a forward pass of its own."""
+    if call.tensors()[0].device.type != "cpu":
+        return "hybrid", "an accelerator has room for all members at once"
+    counter = modes.flop_counter()
+    with kept_random_state(call.tensors()), counter, protect(call.protected()):
+        autocasting(function)(*call.of(0))
+    counts = counter.get_flop_counts().get("Global", {})  # absent if there are none
+    total = sum(counts.values()) / 1e6
+    convolved = sum(flops for op, flops in counts.items() if "conv" in str(op)) / 1e6
+    if convolved > CONVOLVED:
+        return "loop", f"{convolved:.1f} MFLOP of a member are convolutions, on a CPU"
+    if total > BUSY:
+        return "loop", f"the {total:.1f} MFLOP of a member keep a CPU busy"
+    return "hybrid", f"the {total:.1f} MFLOP of a member leave a CPU waiting for calls"

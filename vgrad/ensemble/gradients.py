@@ -1,19 +1,32 @@
-"""The gradient of every member's loss, from one backward pass or one for each."""
+"""The gradient of every member's loss, of a batch and of single samples.
 
-from collections.abc import Callable
-from typing import Any, Generic, Literal, NamedTuple, TypedDict, Unpack, overload
+E members, B samples.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Generic, Literal, NamedTuple, Required, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from vgrad import checks
+from vgrad import batches, checks
+from vgrad.batches import Sensitivity
 from vgrad.checks import Patterns
 from vgrad.conditions import checks_collected
-from vgrad.ensemble.axes import InDims
-from vgrad.ensemble.choice import EnsembleExplanation, OfRunner, Runner
+from vgrad.dp.noise import add_gaussian_noise
 from vgrad.ensemble.execution import (
     Call,
+    EnsembleExecutor,
+    EnsembleExplanation,
+    EnsembleFn,
+    EnsembleOptions,
+    InDims,
+    KeyedFn,
     autocasting,
+    check_keys,
+    looped,
+    stack_results,
 )
 from vgrad.functional.losses import check_loss, gradient, returned
 from vgrad.generators import (
@@ -21,14 +34,22 @@ from vgrad.generators import (
     drawn_since,
     kept_random_state,
     random_state,
+    sample_keys,
+    set_seed,
 )
 from vgrad.lowering.draws import Draws
 from vgrad.lowering.keyed import check_drawn
+from vgrad.persample.clipped import ClippedGrad, clipped_grad
+from vgrad.persample.engine.call import Options, check_options
 from vgrad.persample.engine.guard import UnsupportedOp
+from vgrad.persample.engine.transform import Transform
+from vgrad.persample.grad import per_sample_grad
 from vgrad.torch_private import modes
+from vgrad.tree import tree_map
 from vgrad.typing import (
     BatchLossFn,
     Buffers,
+    Clipping,
     EnsembleStrategy,
     LossFn,
     Params,
@@ -39,13 +60,12 @@ from vgrad.typing import (
 
 
 class EnsembleGrads(NamedTuple):
-    """What a gradient of all members returns.
+    """The gradients of all members.
 
     Attributes:
-        grads: the gradients, `[E, ...]`; those of shared parameters, summed over the
-            members, without the member axis.
-        losses: the losses, `[E]`.
-        buffers: the buffers as each member's forward pass left them, `[E, ...]`.
+        grads: `[E, ...]`; of shared parameters sums over the members, `[...]`.
+        losses: `[E]`.
+        buffers: the buffers after each member's forward pass, `[E, ...]`.
     """
 
     grads: Params
@@ -53,24 +73,23 @@ class EnsembleGrads(NamedTuple):
     buffers: Buffers
 
 
-class EnsembleGradFn(OfRunner, Generic[Result]):
-    """What `ensemble_grad` returns.
+class EnsembleGradFn(EnsembleFn, Generic[Result]):
+    """The function that `ensemble_grad` returns.
 
     Attributes:
-        loss: that of a batch for one member.
+        loss: the loss of a batch for one member.
         has_aux: whether it returns aux too.
     """
 
     name = "ensemble_grad"
 
     def __init__(
-        self, loss: BatchLossFn | LossFn, runner: Runner, has_aux: bool
+        self, loss: BatchLossFn | LossFn, executor: EnsembleExecutor, has_aux: bool
     ) -> None:
-        """Keep the options."""
+        super().__init__(executor)
         self.loss = loss
-        self._run = returning_buffers("ensemble_grad", loss, has_aux=has_aux)
-        self._runner = runner
         self.has_aux = has_aux
+        self._run = returning_buffers("ensemble_grad", loss, has_aux=has_aux)
         self._unreached: set[frozenset[str]] = set()
 
     def __call__(
@@ -84,9 +103,9 @@ class EnsembleGradFn(OfRunner, Generic[Result]):
         """Return an `EnsembleGrads`, or with `has_aux` a pair of it and aux.
 
         The gradients are those of `loss_scale * loss`, a number or one for each member,
-        `[E]`. The losses that are returned are without it.
+        `[E]`. The losses are without it.
         """
-        call = self._runner.call(params, buffers, batch)
+        call = self._executor.call(params, buffers, batch)
         sizes = ((), (call.members,))
         if isinstance(loss_scale, Tensor) and loss_scale.shape not in sizes:
             raise ValueError(
@@ -94,41 +113,39 @@ class EnsembleGradFn(OfRunner, Generic[Result]):
                 f"expected a number, or one for each of the {call.members} members."
             )
         with torch.enable_grad():  # a loss may differentiate on its own
-            strategy, _ = self._runner.choose(self.loss, call)
+            strategy, _ = self._executor.choose(self.loss, call)
         if strategy == "loop" and not modes.inside_transform():
             grads, values, new = self._by_members(call, loss_scale)
         else:
             grads, values, new = self._at_once(call, strategy, loss_scale)
-        losses, aux = self._parted(values)
+        losses, aux = values if self.has_aux else (values, ())
         result = EnsembleGrads(grads, losses, new)
-        found: Any = (result, aux) if self.has_aux else result
-        return found
+        pair: Any = (result, aux) if self.has_aux else result
+        return pair
 
     def explain(
         self, params: Params, buffers: Buffers, /, *batch: Tree
     ) -> EnsembleExplanation:
-        """Say which strategy is taken, why, and the form of each op."""
-        call = self._runner.call(params, buffers, batch)
-        return self._runner.explain(self.loss, call)
+        """Return the strategy, the reason for it and the form of each op."""
+        call = self._executor.call(params, buffers, batch)
+        return self._executor.explain(self.loss, call)
 
-    def _parted(self, value: Any) -> tuple[Tensor, Tree]:
-        """Return loss and aux of what the loss returned."""
-        return value if self.has_aux else (value, ())
+    def _loss_of(self, value: Any) -> Tensor:
+        return value[0] if self.has_aux else value
 
     def _at_once(
         self, call: Call, strategy: str, loss_scale: Tensor | float
     ) -> tuple[Params, Any, Buffers]:
         """Differentiate the sum of all losses: no member's depends on another's."""
-        draws = self._runner.draws(call, self._keys)
+        executor, draws = self._executor, self._executor.draws(call, self._keys)
         before = random_state(call.tensors())
 
         def total(params: Params) -> tuple[Tensor, tuple[Any, Buffers]]:
             inner = call.with_params(params)
-            found = self._runner.run(
+            pair = executor.run(
                 self._run, inner, strategy, with_buffers=True, draws=draws
             )
-            losses, _ = self._parted(found[0])
-            return (losses * loss_scale).sum(), found
+            return (self._loss_of(pair[0]) * loss_scale).sum(), pair
 
         grads, (values, new), unreached = gradient(total, call.args[0])
         if draws.keys is not None:
@@ -137,34 +154,33 @@ class EnsembleGradFn(OfRunner, Generic[Result]):
             try:
                 self._check_unreached(call, frozenset(unreached), draws, before)
             except UnsupportedOp as error:
-                if not self._runner.may_loop:
+                if not executor.may_loop:
                     raise
                 why = str(error)
                 grads, values, new = self._by_members(call, loss_scale)
-                self._runner.loops(call, why)
+                executor.fall_back(call, why)
         return grads, values, new
 
     def _check_unreached(
         self, call: Call, names: frozenset[str], draws: Draws, before: RandomState
     ) -> None:
-        """Refuse a missing gradient where one member on its own has one."""
-        asked = (
-            draws.asked and not checks_collected()
-        )  # else eager mode was here before
-        if not names or (names in self._unreached and not asked):
+        """Refuse a missing gradient where a single member has one."""
+        # A graph is captured after a call in eager mode, which has checked.
+        branches = draws.asked and not checks_collected()
+        if not names or (names in self._unreached and not branches):
             return
         given = call.tensors()
-        if asked and drawn_since(before, given):
+        if branches and drawn_since(before, given):
             return  # other numbers may lead to other branches
-        for member in range(call.members if asked else 1):
+        for member in range(call.members if branches else 1):
             params, *rest = call.of(member)
-            own = [draws.of(torch.tensor([member]))]
+            turns = [draws.of(torch.tensor([member]))]
 
             def of_params(
-                params: Params, rest: Any = rest, own: Any = own
+                params: Params, rest: Any = rest, turns: Any = turns
             ) -> tuple[Tensor, tuple]:
-                value, _ = autocasting(self._run, own)(params, *rest)
-                return self._parted(value)[0], ()
+                value, _ = autocasting(self._run, turns)(params, *rest)
+                return self._loss_of(value), ()
 
             with kept_random_state(given):
                 *_, unreached = gradient(of_params, params)
@@ -180,7 +196,7 @@ class EnsembleGradFn(OfRunner, Generic[Result]):
         self, call: Call, loss_scale: Tensor | float
     ) -> tuple[Params, Any, Buffers]:
         """Write each member's gradients into their place: nothing is copied twice."""
-        given, dims = call.args[0], call.dims[0]
+        dims = call.dims[0]
         if not isinstance(loss_scale, Tensor):
             loss_scale = torch.tensor(loss_scale, dtype=torch.float64)
         scales = loss_scale.expand(call.members).unbind(0)
@@ -188,10 +204,10 @@ class EnsembleGradFn(OfRunner, Generic[Result]):
             name: torch.zeros_like(value)
             if dims[name] is None
             else torch.empty_like(value, memory_format=torch.contiguous_format)
-            for name, value in given.items()
+            for name, value in call.args[0].items()
         }
         numbers = iter(range(call.members))
-        draws = self._runner.draws(call, self._keys)
+        draws = self._executor.draws(call, self._keys)
         run = autocasting(self._run, draws.each())
         before = random_state(call.tensors())
 
@@ -199,32 +215,41 @@ class EnsembleGradFn(OfRunner, Generic[Result]):
             member = next(numbers)
 
             def scaled(params: Params) -> tuple[Tensor, tuple[Any, Buffers]]:
-                found = run(params, buffers, *batch)
-                loss, _ = self._parted(found[0])
-                return loss * scales[member].to(loss.device, loss.dtype), found
+                pair = run(params, buffers, *batch)
+                loss = self._loss_of(pair[0])
+                return loss * scales[member].to(loss.device, loss.dtype), pair
 
-            own, found, _ = gradient(scaled, params)
+            member_grads, pair, _ = gradient(scaled, params)
             with modes.without_modes():  # which watch the loss
-                for name, grad in own.items():
+                for name, grad in member_grads.items():
                     if dims[name] is None:
                         grads[name] += grad
                     else:
                         grads[name][member].copy_(grad)
-            return found
+            return pair
 
-        pairs = self._runner.loop(one, call)
+        pairs = self._executor.loop(one, call)
         if draws.keys is not None:
             check_drawn(before, call.tensors())
-        return grads, *call.stacked_with_buffers(pairs)
+        return grads, *call.joined(pairs, stack_results, with_buffers=True)
 
 
-class EnsembleOptions(TypedDict, total=False):
-    """The options of a function of an ensemble, for type checkers."""
+def returning_buffers(function: str, loss: Any, *, has_aux: bool) -> Callable:
+    """Let a loss of a batch return `(scalar or (scalar, aux), new buffers)`.
 
-    in_dims: InDims
-    randomness: Randomness
-    strategy: EnsembleStrategy
-    shared: Patterns
+    A plain function changes no buffers.
+    """
+    with_buffers = getattr(loss, "with_buffers", None)
+
+    def run(params: Params, buffers: Buffers, /, *batch: Tree) -> tuple[Any, Buffers]:
+        if with_buffers is None:
+            value = loss(params, buffers, *batch)
+        else:
+            value, buffers = with_buffers(params, buffers, *batch)
+        returned(function, value, has_aux=has_aux)
+        return value, buffers
+
+    return run
 
 
 @overload
@@ -256,13 +281,16 @@ def ensemble_grad(
     your own; without `.with_buffers` it changes no buffers. The result has `.grads`
     `[E, ...]`, `.losses` `[E]` and `.buffers`. The gradient of one member depends on no
     other; gradients of parameters that match `shared` are sums over the members. Aux is
-    a tree of tensors `[E, ...]`.
+    a tree of tensors `[E, ...]`. Results are constants, as with `torch.autograd.grad`;
+    inside a transform of `torch.func` they can be differentiated.
 
-    Results are constants, as those of `torch.autograd.grad` are; inside a transform of
-    `torch.func` they can be differentiated.
+    `strategy="loop"` runs one member after the other, `"vmap"` all in one pass by
+    torch's rules, `"hybrid"` all in one pass with each op in the form that suits the
+    device, and `"auto"` chooses by the model's work and the device, and takes the loop,
+    with a warning, where nothing else can run. Members that take different branches (an
+    `if` on a tensor, `.item()`) run in groups.
 
-    Except in a loop all members' gradients
-    come from one backward pass, and activations of all members are held at once.
+    Cost: except in a loop one backward pass, with activations of all members at once.
 
     Args:
         in_dims: 0 where each member has a batch of its own, None where all have one, or
@@ -274,9 +302,6 @@ def ensemble_grad(
         has_aux: the loss returns `(scalar, aux)`, and the result is a pair with aux.
 
     Raises:
-        TypeError: the loss is no function, or one of a single sample.
-        ValueError: it returns something else than a scalar, sizes do not fit, or an
-            option is none of those allowed.
         UnsupportedOp: an op cannot run for all members at once, as the strategy says.
 
     Example:
@@ -289,24 +314,254 @@ def ensemble_grad(
         >>> result.grads["weight"].shape, result.losses.shape
         (torch.Size([4, 2, 3]), torch.Size([4]))
     """
-    runner = Runner("ensemble_grad", in_dims, randomness, strategy, shared)
+    executor = EnsembleExecutor(
+        "ensemble_grad",
+        in_dims=in_dims,
+        randomness=randomness,
+        strategy=strategy,
+        shared=shared,
+    )
     check_loss("ensemble_grad", loss, of_batch=True)
-    return EnsembleGradFn(loss, runner, has_aux)
+    return EnsembleGradFn(loss, executor, has_aux)
 
 
-def returning_buffers(function: str, loss: Any, *, has_aux: bool) -> Callable:
-    """Let a loss of a batch return `(scalar or (scalar, aux), new buffers)`.
+# Per-sample quantities. Members run one after the other, each through the recorded
+# engine: the samples of one fill the device, and its gradients need not be stored.
 
-    A plain function changes no buffers.
+
+class EnsemblePerSampleFn(KeyedFn, Generic[Result]):
+    """The function that `ensemble_per_sample_grad` returns.
+
+    Attributes:
+        shared: patterns of the entries without a member axis.
     """
-    with_buffers = getattr(loss, "with_buffers", None)
 
-    def run(params: Params, buffers: Buffers, /, *batch: Tree) -> tuple[Any, Buffers]:
-        if with_buffers is None:
-            value = loss(params, buffers, *batch)
-        else:
-            value, buffers = with_buffers(params, buffers, *batch)
-        returned(function, value, has_aux=has_aux)
-        return value, buffers
+    def __init__(
+        self,
+        function: str,
+        transforms: Sequence[Transform],
+        in_dims: InDims = None,
+        shared: Patterns = (),
+    ) -> None:
+        checks.patterns(function, shared=shared)
+        self.shared = tuple(shared)
+        self._function = function
+        self._transforms: tuple[Any, ...] = tuple(transforms)  # one, or one a member
+        self._in_dims = in_dims
 
-    return run
+    @property
+    def randomness(self) -> Literal["error", "different"]:
+        """Whether members draw random numbers, then each its own."""
+        drawing = any(x.options.randomness != "error" for x in self._transforms)
+        return "different" if drawing else "error"
+
+    def __call__(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Result:
+        """Return the result of every member, stacked along a new first axis."""
+        call = Call(
+            self._function,
+            params,
+            buffers,
+            batch,
+            in_dims=self._in_dims,
+            shared=self.shared,
+        )
+        turns: Any = self._transforms
+        if len(turns) not in (1, call.members):
+            raise ValueError(
+                f"ensemble_clipped_grad(max_norm of {len(turns)} members): expected "
+                f"one number or one for each of the {call.members} members."
+            )
+        turns = turns * call.members if len(turns) == 1 else turns
+        if self._keys is not None:
+            check_keys(self._function, self._keys, call.members)
+            turns = map(partial(self._keyed, call), turns, self._keys.tolist())
+        turns = iter(turns)
+        one = autocasting(lambda *args: next(turns)(*args))
+        return tree_map(stack_results, *looped(one, call, "different"))
+
+    def _keyed(self, call: Call, transform: Any, key: int) -> Callable:
+        """Return the function of one member that draws from its key."""
+
+        def run(params: Params, buffers: Buffers, *batch: Tree) -> Any:
+            size = batches.read(self._function, batch).size
+            set_seed(key, call.tensors())  # where all samples draw the same
+            keys = sample_keys(key, 0, size)
+            return transform.keyed(keys)(params, buffers, *batch)
+
+        return run
+
+
+class EnsembleClippedGradFn(EnsemblePerSampleFn[Result]):
+    """The function that `ensemble_clipped_grad` returns."""
+
+    @property
+    def sensitivities(self) -> tuple[Sensitivity, ...]:
+        """How far one sample can move each member's sum; one for all if alike."""
+        return tuple(transform.sensitivity for transform in self._transforms)
+
+    def add_noise(
+        self,
+        grads: Params,
+        *,
+        noise_multiplier: float | Sequence[float],
+        key: Tensor,
+        step: int,
+        first: int = 0,
+    ) -> Params:
+        """Add Gaussian noise to the sums `[E, ...]`, independent for every member.
+
+        The standard deviation is the member's noise multiplier times its sensitivity.
+        The noise follows from `key`, `step` and the member's number, as in
+        `dp.add_gaussian_noise`: never use a key and a step for two sums. For a group of
+        members among more, as on one of several ranks, `first` is the number of its
+        first one; otherwise two groups would share their noise. Members trained on the
+        same data are composed: E of them cost E times the steps of one.
+
+        Raises:
+            ValueError: sums, noise multipliers and clip norms are not equally many;
+                else as `dp.add_gaussian_noise`.
+        """
+        checks.dictionaries("add_noise", grads=grads)
+        [first] = checks.whole("add_noise", least=0, first=first)
+        sizes = {len(value) for value in grads.values()}
+        count = max(sizes, default=0)
+        single = isinstance(noise_multiplier, int | float)
+        multipliers = [noise_multiplier] * count if single else list(noise_multiplier)
+        sensitivities = self.sensitivities
+        if len(sensitivities) == 1:
+            sensitivities *= count
+        sizes |= {len(multipliers), len(sensitivities)}
+        if sizes != {count}:
+            raise ValueError(
+                f"add_noise(grads of {count} members): expected as many members in "
+                f"every entry, in noise_multiplier and in max_norm, got "
+                f"{sorted(sizes)}."
+            )
+        noisy = [
+            add_gaussian_noise(
+                {name: value[member] for name, value in grads.items()},
+                sensitivities[member],
+                noise_multiplier=multipliers[member],
+                key=key,
+                step=step,
+                member=first + member,
+            )
+            for member in range(count)
+        ]
+        return {name: torch.stack([one[name] for one in noisy]) for name in grads}
+
+
+class _Options(Options, total=False):
+    in_dims: InDims
+    shared: Patterns
+
+
+@overload
+def ensemble_per_sample_grad(
+    loss: LossFn, *, has_aux: Literal[False] = False, **options: Unpack[_Options]
+) -> EnsemblePerSampleFn[Params]: ...
+@overload
+def ensemble_per_sample_grad(
+    loss: LossFn, *, has_aux: Literal[True], **options: Unpack[_Options]
+) -> EnsemblePerSampleFn[tuple[Params, Tree]]: ...
+def ensemble_per_sample_grad(
+    loss: LossFn,
+    *,
+    in_dims: InDims = None,
+    shared: Patterns = (),
+    has_aux: bool = False,
+    **options: Unpack[Options],
+) -> EnsemblePerSampleFn[Any]:
+    """Gradient of every sample for every member: `{name: [E, B, *shape]}`.
+
+    `loss` is the loss of one sample for one member; `in_dims` and `shared` are as in
+    `ensemble_grad`, the other options in `vgrad.persample.Options`. Every member has a
+    gradient of its own for shared entries.
+
+    Example:
+        >>> import vgrad
+        >>> models = [torch.nn.Linear(3, 2) for _ in range(4)]
+        >>> fmodel, params, buffers = vgrad.stack(models)
+        >>> loss = vgrad.sample_loss(fmodel, torch.nn.functional.mse_loss)
+        >>> x, y = torch.ones(5, 3), torch.ones(5, 2)
+        >>> grads = ensemble_per_sample_grad(loss)(params, buffers, x, y)
+        >>> grads["weight"].shape
+        torch.Size([4, 5, 2, 3])
+    """
+    function = "ensemble_per_sample_grad"
+    check_loss(function, loss)
+    check_options(ensemble_per_sample_grad, options)
+    transform = per_sample_grad(loss, has_aux=has_aux, **options)
+    return EnsemblePerSampleFn(function, [transform], in_dims, shared)
+
+
+class _ClippingOptions(_Options, total=False):
+    max_norm: Required[float | Mapping[str, float] | Tensor | Sequence[float]]
+    clipping: Clipping
+    normalize_by: float
+
+
+@overload
+def ensemble_clipped_grad(
+    loss: LossFn,
+    *,
+    has_aux: Literal[False] = False,
+    **options: Unpack[_ClippingOptions],
+) -> EnsembleClippedGradFn[ClippedGrad]: ...
+@overload
+def ensemble_clipped_grad(
+    loss: LossFn, *, has_aux: Literal[True], **options: Unpack[_ClippingOptions]
+) -> EnsembleClippedGradFn[tuple[ClippedGrad, Tree]]: ...
+def ensemble_clipped_grad(
+    loss: LossFn,
+    *,
+    max_norm: float | Mapping[str, float] | Tensor | Sequence[float],
+    clipping: Clipping = "flat",
+    normalize_by: float = 1.0,
+    in_dims: InDims = None,
+    shared: Patterns = (),
+    has_aux: bool = False,
+    **options: Unpack[Options],
+) -> EnsembleClippedGradFn[Any]:
+    """Sum of clipped gradients of every member: a `ClippedGrad` of `[E, ...]`.
+
+    `max_norm` is one bound as `clipped_grad` takes it, or a list or a tensor of one for
+    each member. `clipping` and `normalize_by` are those of `clipped_grad`, `in_dims`
+    and `shared` as in `ensemble_grad`, the other options in `vgrad.persample.Options`.
+    `.add_noise` adds each member's noise.
+
+    Example:
+        >>> import vgrad
+        >>> models = [torch.nn.Linear(3, 2) for _ in range(2)]
+        >>> fmodel, params, buffers = vgrad.stack(models)
+        >>> loss = vgrad.sample_loss(fmodel, torch.nn.functional.mse_loss)
+        >>> x, y = torch.ones(5, 3), torch.ones(5, 2)
+        >>> clipped = ensemble_clipped_grad(loss, max_norm=[0.1, 10.0])
+        >>> result = clipped(params, buffers, x, y)
+        >>> result.grads["weight"].shape, result.norms.shape
+        (torch.Size([2, 2, 3]), torch.Size([2, 5]))
+    """
+    function = "ensemble_clipped_grad"
+    check_loss(function, loss)
+    check_options(ensemble_clipped_grad, options)
+    bounds: Any = max_norm if isinstance(max_norm, Sequence) else [max_norm]
+    if isinstance(max_norm, Tensor):
+        if max_norm.requires_grad:
+            raise ValueError(
+                "ensemble_clipped_grad(max_norm): expected numbers, by which results "
+                "are not differentiated, got a tensor that requires grad. Pass "
+                "max_norm.detach()."
+            )
+        bounds = max_norm.reshape(-1).tolist()
+    transforms = [
+        clipped_grad(
+            loss,
+            max_norm=bound,
+            clipping=clipping,
+            normalize_by=normalize_by,
+            has_aux=has_aux,
+            **options,
+        )
+        for bound in bounds
+    ]
+    return EnsembleClippedGradFn(function, transforms, in_dims, shared)

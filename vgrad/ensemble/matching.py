@@ -1,15 +1,14 @@
 """Whether two models run the same code, so that one can run with the other's values.
 
 An ensemble runs the module of its first member. So everything that a copy of a module
-keeps is compared: classes, modes, plain attributes, functions and what they close over,
-hooks, and all there is to know of registered tensors except their values: attributes
-that users put on them, too.
+keeps is compared: classes, modes, plain attributes, functions and their closures,
+hooks, and of registered tensors all but their values.
 """
 
 import reprlib
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -29,157 +28,78 @@ _VALUES = (bool, int, float, complex, str, bytes, type(None))
 _WHOLE = (*_VALUES, type, types.CodeType, types.BuiltinFunctionType, types.ModuleType)
 _OF_A_FUNCTION = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
 
-_Facts = dict[str, list[tuple[str, Any]]]
-"""What is known of each named part: texts, and what tells equal texts apart."""
-
 
 class Difference(NamedTuple):
-    """Where two models differ, and what is there in the first and in the other."""
+    """A place where two models differ, and both sides in words."""
 
     path: str
     first: str
     other: str
 
 
-def check_alike(function: str, models: Sequence[nn.Module]) -> None:
-    """Refuse models of which one differs from the first in more than its values.
-
-    Raises:
-        ValueError: the message names the member and the first entry, submodule or
-            attribute that differs.
-    """
-    for index, model in enumerate(models):
-        found = difference(models[0], model)
-        if found is not None:
-            where = f"'{found.path}' of " if found.path else ""
-            raise ValueError(
-                f"{function}: expected {found.first} in {where}member {index} as in "
-                f"member 0, got {found.other}. All members run the code of member 0: "
-                f"only the values of parameters and buffers may differ."
-            )
-
-
 def difference(first: nn.Module, other: nn.Module) -> Difference | None:
     """Return the first thing that keeps one model from running with another's values.
-
-    It is None for models that are alike. Submodules and their classes come first, then
-    the tensors, then modes, hooks and attributes.
 
     Example:
         >>> difference(nn.Dropout(0.1), nn.Dropout(0.5))
         Difference(path='p', first='0.1', other='0.5')
     """
-    return next(_differences(first, other), None)
-
-
-def _differences(first: nn.Module, other: nn.Module) -> Iterator[Difference]:
-    """Yield what differs; each step relies on the ones before having found nothing."""
-    yield from _entries(_submodules(first), _submodules(other), "submodules")
-    yield from _entries(_tensors(first), _tensors(other), "entries")
-    comparison = _Comparison(first, other)
-    for name, module in first.named_modules():
-        twin = other.get_submodule(name)
-        yield from comparison.parts(name, _attributes(module), _attributes(twin))
-    twins = dict(slots.named_tensors(other))
-    for name, tensor in slots.named_tensors(first):
-        yield from comparison.parts(name, _labelled(tensor), _labelled(twins[name]))
-
-
-def _labelled(tensor: Tensor) -> dict[str, Any]:
-    return {f".{key}": value for key, value in vars(tensor).items()}
-
-
-def _entries(first: _Facts, other: _Facts, kind: str) -> Iterator[Difference]:
-    """Yield the names that one of two lacks, the facts that differ, another order."""
-    none: list = [("none", None)]
-    for name in {**first, **other}:
-        pairs = zip(first.get(name, none), other.get(name, none), strict=False)
-        for (text, fact), (other_text, other_fact) in pairs:
-            if (text, fact) != (other_text, other_fact):
-                yield Difference(name, text, _another(text, other_text))
-    if list(first) != list(other):
-        orders = (f"{kind} in the order {list(each)}" for each in (first, other))
-        yield Difference("", *orders)
-
-
-def _facts(parts: Iterable, what: str, tell: Callable[[Any], list]) -> _Facts:
-    """Tell of each part what it is and which earlier one it is the same as."""
-    found: _Facts = {}
-    names: dict[int, str] = {}
-    for name, part in parts:
-        at = names.setdefault(id(part), name)
-        tied = f"a {what} of its own" if at == name else f"the {what} tied to {at!r}"
-        kind, *rest = tell(part)
-        found[name] = [kind, (tied, None), *rest]
-    return found
-
-
-def _submodules(model: nn.Module) -> _Facts:
-    def tell(module: nn.Module) -> list:
-        form, kind = "parametrized " if is_parametrized(module) else "", _kind(module)
-        return [(f"a {form}{_shown(kind)}", kind)]
-
-    return _facts(model.named_modules(remove_duplicate=False), "module", tell)
-
-
-def _tensors(model: nn.Module) -> _Facts:
-    buffers, persistent = slots.own_buffers(model), slots.persistent(model)
-
-    def tell(tensor: Tensor) -> list:
-        kind = "a buffer" if id(tensor) in buffers else "a parameter"
-        if id(tensor) in buffers - persistent:
-            kind = "a buffer that is not persistent"
-        return [(text, None) for text in (kind, *_form(tensor))]
-
-    return _facts(slots.named_tensors(model), "tensor", tell)
-
-
-def _form(tensor: Tensor) -> tuple[str, ...]:
-    """Return all there is to know of a tensor except its values."""
-    return (
-        f"shape {tuple(tensor.shape)}",
-        f"dtype {tensor.dtype}",
-        f"device {tensor.device}",
-        f"requires_grad={tensor.requires_grad}",
-    )
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return mode, hooks and plain attributes of a module, by labels such as `.p`."""
-    held = vars(module)
-    computed = {  # anew in each call, from tensors that are registered
-        hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name
-        for hook in held[HOOKS[0]].values()
-        if isinstance(hook, WeightNorm | SpectralNorm | BasePruningMethod)
-    }
-    found: dict[str, Any] = {".training": module.training}
-    for key, value in held.items():
-        is_computed = key in computed and isinstance(value, Tensor)
-        if key not in _OF_EVERY_MODULE and not is_computed:
-            found[f".{key}"] = value
-    # The keys of hooks are numbers counted over all modules.
-    for key in HOOKS:
-        flagged = held.get(f"{key}_with_kwargs", {})
-        found[f".{key}"] = [(hook, at in flagged) for at, hook in held[key].items()]
-    return found | {".full_backward_hook": held["_is_full_backward_hook"]}
+    return next(_Comparison(first, other).values("", first, other, entry=True), None)
 
 
 class _Comparison:
-    """Compares what two models hold; the parts of the models themselves by name."""
+    """Compares the contents of two models; references to their own parts by name."""
 
     def __init__(self, *models: nn.Module) -> None:
         self._names: list[dict[int, str]] = []
+        self._roles: dict[int, str] = {}
         for model in models:
             parts = [*model.named_modules(), *slots.named_tensors(model)]
             # The first name of each is the last one written.
             self._names.append({id(part): name for name, part in reversed(parts)})
+            buffers = slots.own_buffers(model)
+            self._roles |= dict.fromkeys(buffers, "a buffer")
+            temporary = buffers - slots.persistent(model)
+            self._roles |= dict.fromkeys(temporary, "a buffer that is not persistent")
         # The objects are kept, since the id of a lost one is given to another.
         self._seen: dict[tuple[int, int], tuple[Any, Any]] = {}
 
-    def parts(
-        self, path: str, first: dict[str, Any], other: dict[str, Any]
+    def values(
+        self, path: str, first: Any, other: Any, *, entry: bool = False
     ) -> Iterator[Difference]:
-        """Yield what differs between labelled parts."""
+        """Yield differences of two values; an entry is registered under its path."""
+        name, other_name = self._names[0].get(id(first)), self._names[1].get(id(other))
+        if None not in (name, other_name) and name != other_name:
+            parts = f"the part at {name!r}", f"the part at {other_name!r}"
+            yield Difference(path, *parts)
+        elif name != other_name:
+            yield _differ(path, first, other)
+        if name is not None and not (entry and name == path):
+            return  # the part is compared under its first name
+        if first is other or (id(first), id(other)) in self._seen:
+            return
+        self._seen[id(first), id(other)] = first, other
+        if _kind(first) is not _kind(other):
+            yield _differ(path, first, other)
+        elif isinstance(first, Tensor):
+            yield from self._tensors(path, first, other, entry)
+        elif isinstance(first, nn.Module):
+            entries, others = _entries(first), _entries(other)
+            yield from self._parts(f"{path}.", entries, others, entry=entry)
+            yield from self._order(path, entries, others)
+            yield from self._parts(path, _attributes(first), _attributes(other))
+        elif (inside := _parts(first)) is None or (others := _parts(other)) is None:
+            if first != other and not (first != first and other != other):
+                yield _differ(path, first, other)
+        else:
+            yield from self._parts(path, inside, others)
+            if type(first) is dict:
+                yield from self._order(path, first, other)
+
+    def _parts(
+        self, path: str, first: dict, other: dict, *, entry: bool = False
+    ) -> Iterator[Difference]:
+        """Yield the differences of labelled parts."""
         for label in {**first, **other}:
             inner = f"{path}{label}".lstrip(".")
             if label not in other:
@@ -187,44 +107,70 @@ class _Comparison:
             elif label not in first:
                 yield Difference(inner, "nothing", _shown(other[label]))
             else:
-                yield from self._values(inner, first[label], other[label])
+                yield from self.values(inner, first[label], other[label], entry=entry)
 
-    def _values(self, path: str, first: Any, other: Any) -> Iterator[Difference]:
-        """Yield what differs between two values."""
-        name, other_name = self._names[0].get(id(first)), self._names[1].get(id(other))
-        if name != other_name:
-            yield Difference(path, f"what is at {name!r}", f"what is at {other_name!r}")
-        if name is not None or first is other or (id(first), id(other)) in self._seen:
-            return
-        self._seen[id(first), id(other)] = first, other
-        if _kind(first) is not _kind(other):
-            yield _differ(path, first, other)
-        elif isinstance(first, Tensor):
-            for fact, another in zip(_form(first), _form(other), strict=True):
-                if fact != another:
-                    yield Difference(path, fact, another)
-            if not checks.same_values(first.detach(), other.detach()):
-                yield Difference(path, "the values", "others")
-        elif (inside := _parts(first)) is None or (others := _parts(other)) is None:
-            if first != other and not (first != first and other != other):
-                yield _differ(path, first, other)
-        else:
-            yield from self.parts(path, inside, others)
-            if type(first) is dict and list(inside) != list(others):
-                yield Difference(path, f"the order {list(first)}", f"{list(other)}")
+    def _order(self, path: str, first: dict, other: dict) -> Iterator[Difference]:
+        if list(first) != list(other):
+            yield Difference(path, f"the order {list(first)}", f"{list(other)}")
+
+    def _tensors(
+        self, path: str, first: Tensor, other: Tensor, entry: bool
+    ) -> Iterator[Difference]:
+        for fact, another in zip(self._form(first), self._form(other), strict=True):
+            if fact != another:
+                yield Difference(path, fact, another)
+        if not entry and not checks.same_values(first.detach(), other.detach()):
+            yield Difference(path, "the values", "others")
+        if entry:
+            attributes = [
+                {f".{k}": v for k, v in vars(x).items()} for x in (first, other)
+            ]
+            yield from self._parts(path, *attributes)
+
+    def _form(self, tensor: Tensor) -> tuple[str, ...]:
+        """Return all facts of a tensor except its values."""
+        return (
+            self._roles.get(id(tensor), "a parameter"),
+            f"shape {tuple(tensor.shape)}",
+            f"dtype {tensor.dtype}",
+            f"device {tensor.device}",
+            f"requires_grad={tensor.requires_grad}",
+        )
+
+
+def _entries(module: nn.Module) -> dict[str, Any]:
+    """Return parameters, buffers and children by name."""
+    return {k: v for named in registered(module) for k, v in named.items()}
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return mode, hooks and plain attributes of a module, by labels such as `.p`."""
+    variables = vars(module)
+    computed = {  # again in each call, from tensors that are registered
+        hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name
+        for hook in variables[HOOKS[0]].values()
+        if isinstance(hook, WeightNorm | SpectralNorm | BasePruningMethod)
+    }
+    attributes: dict[str, Any] = {".training": module.training}
+    for key, value in variables.items():
+        is_computed = key in computed and isinstance(value, Tensor)
+        if key not in _OF_EVERY_MODULE and not is_computed:
+            attributes[f".{key}"] = value
+    # The keys of hooks are numbers counted over all modules.
+    for key in HOOKS:
+        flagged, hooks = variables.get(f"{key}_with_kwargs", {}), variables[key]
+        attributes[f".{key}"] = [(hook, at in flagged) for at, hook in hooks.items()]
+    return attributes | {".full_backward_hook": variables["_is_full_backward_hook"]}
 
 
 def _parts(value: Any) -> dict[str, Any] | None:
-    """Return what an object is made of, by labels; None for one without parts.
+    """Return the parts of an object, by labels; None for one without parts.
 
     An object is taken apart as `copy` would do it, so that nothing is missed that the
     copy in an ensemble has.
     """
     if isinstance(value, _WHOLE):
         return None
-    if isinstance(value, nn.Module):
-        held = {f".{k}": v for each in registered(value) for k, v in each.items()}
-        return _attributes(value) | held
     if isinstance(value, types.FunctionType):
         # The cell of a name that was never bound is empty.
         cells = [cell for cell in value.__closure__ or () if cell != types.CellType()]
@@ -252,9 +198,9 @@ def _parts(value: Any) -> dict[str, Any] | None:
         return None
     make, args, state, items, pairs, *_ = (*reduced, None, None, None)
     named = state if isinstance(state, dict) else {"__state__": state}
-    found = {".__class__": make, ".__args__": args}
-    found |= {f".{key}": part for key, part in named.items()}
-    return found | {".items": list(items or ()), ".pairs": list(pairs or ())}
+    parts = {".__class__": make, ".__args__": args}
+    parts |= {f".{key}": part for key, part in named.items()}
+    return parts | {".items": list(items or ()), ".pairs": list(pairs or ())}
 
 
 def _kind(value: Any) -> type:
@@ -266,11 +212,9 @@ def _kind(value: Any) -> type:
 
 def _differ(path: str, first: Any, other: Any) -> Difference:
     text, other_text = _shown(first), _shown(other)
-    return Difference(path, text, _another(text, other_text))
-
-
-def _another(text: str, other: str) -> str:
-    return f"another {other.removeprefix('a ')}" if text == other else other
+    if text == other_text:
+        other_text = f"another {text.removeprefix('a ')}"
+    return Difference(path, text, other_text)
 
 
 def _shown(value: Any) -> str:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.checks import Patterns
-from vgrad.ensemble.axes import mapped
 from vgrad.optim.base import (
     Donated,
     GradientTransformation,
@@ -32,9 +31,12 @@ from vgrad.typing import Params, Tree
 
 Make = GradientTransformation | Callable[..., GradientTransformation]
 
+LEAST = 20_000
+"""On a CPU, the size of a member above which a kernel call for each one pays."""
+
 
 class MembersState(NamedTuple):
-    """State of `for_members`: `[E, ...]` of the members, and of what they share."""
+    """State of `for_members`: of the members, `[E, ...]`, and of what they share."""
 
     members: Tree
     shared: Tree
@@ -52,7 +54,7 @@ class _Fields(NamedTuple):
 class MembersTransformation(  # pyright: ignore[reportGeneralTypeIssues]  # it is longer
     _Fields, GradientTransformation
 ):
-    """What `for_members` returns.
+    """The transformation that `for_members` returns.
 
     Attributes:
         shared: patterns of the parameters without a member axis.
@@ -69,20 +71,16 @@ def for_members(
 ) -> MembersTransformation:
     """Run an optimizer for every member by itself, on stacked parameters `[E, ...]`.
 
-    `make` is a transformation, or what makes one: then `hyperparams` are its arguments,
-    where a tensor `[E]` gives each member its own value (inside of tuples, like betas,
-    too) and everything else is the same for all. Norms (clipping, lamb, muon), counters
-    and skipped steps belong to one member. State: that of the transformation, E times.
+    `make` is a transformation, or a function that makes one of `hyperparams`, where a
+    tensor `[E]` gives each member its own value (inside of tuples, like betas, too) and
+    everything else is the same for all. Norms (clipping, lamb, muon), counters and
+    skipped steps belong to one member. State: E times the transformation's.
 
     Parameters that match `shared` have no member axis and are stepped by `shared_tx`,
     by default the same transformation, which then must not differ between members.
 
     Args:
         shared: patterns of the entries without a member axis.
-
-    Raises:
-        ValueError: members and hyperparameters are not equally many, or shared
-            parameters would need several values of one.
 
     Example:
         >>> from vgrad import optim
@@ -103,7 +101,7 @@ def for_members(
             f"that is made."
         )
     run = _Members(make, hyperparams, tuple(shared), shared_tx)
-    # What members share would need a step of its own.
+    # Shared parameters would need a step of their own.
     donated = None if shared else run.in_place
     return MembersTransformation(run.init, run.update, donated, run.patterns)
 
@@ -124,12 +122,12 @@ def of_members(
     return tx
 
 
-LEAST = 20_000
-"""On a CPU, the size of a member above which a kernel call for each one pays."""
-
-
 class _Members:
-    """What `for_members` was given, and the functions of its transformation."""
+    """The arguments of `for_members`, and the functions of its transformation.
+
+    All members step under one vmap. In place they step as one if they are alike, else
+    one by one.
+    """
 
     def __init__(
         self,
@@ -141,106 +139,138 @@ class _Members:
         self.patterns = patterns
         self._make = make
         self._leaves, self._structure = tree_flatten(hyperparams)
-        # The values `[E]` that differ between members, and where they are.
         places = enumerate(self._leaves)
-        self._own = {i: x for i, x in places if isinstance(x, Tensor) and x.ndim}
-        self._values = list(self._own.values())
-        if patterns and self._own and shared_tx is None:
+        varied = {i: x for i, x in places if isinstance(x, Tensor) and x.ndim}
+        self._places, self._values = [*varied], [*varied.values()]  # those are `[E]`
+        if patterns and varied and shared_tx is None:
             raise ValueError(
                 "for_members(shared=..., [E] hyperparameters): expected shared_tx, the "
                 "transformation of the shared parameters, since those of the members "
                 "differ; got none."
             )
-        # The one transformation of all members, if they do not differ.
-        self._alike = None if self._own else self._of([])
+        self._alike = None if varied else self._of([])
         self._shared_tx = shared_tx or (self._alike if patterns else None)
 
     def __deepcopy__(self, memo: dict) -> "_Members":
         return self  # as functions do, which transformations consist of
 
     def init(self, params: Params) -> MembersState:
-        """Start each member, and what they share."""
-        mine, common_params = self._split(params)
-        rest = self._shared_tx.init(common_params) if self._shared_tx else ()
-        if not mine:
+        stacked, common = self._split(params)
+        rest = self._shared_tx.init(common) if self._shared_tx else ()
+        if not stacked:
             return MembersState((), rest)
-        self._check(mine)
-        made = torch.vmap(lambda params, *values: self._of(values).init(params))(
-            mine, *self._on_device(mine)
+        self._check(stacked)
+        state = torch.vmap(lambda params, *values: self._of(values).init(params))(
+            stacked, *self._on_device(stacked)
         )
-        inner = tree_leaves(made, is_leaf=lambda node: isinstance(node, MembersState))
-        if any(isinstance(each, MembersState) for each in inner):
+        inner = tree_leaves(state, is_leaf=lambda node: isinstance(node, MembersState))
+        if any(isinstance(node, MembersState) for node in inner):
             raise ValueError(
                 "for_members(transformation): expected one of a single member, got one "
                 "that has for_members in it. Wrap the whole: for_members(chain(...))."
             )
-        # What does not depend on the member comes as one value that all of them show.
-        return MembersState(tree_map(Tensor.contiguous, made), rest)
+        # A value that does not depend on the member comes expanded.
+        return MembersState(tree_map(Tensor.contiguous, state), rest)
 
     def update(
         self, grads: Grads, state: MembersState, params: Params | None = None
     ) -> tuple[Updates, MembersState]:
-        """Return the updates of each member and of what they share."""
-        mine, common_grads = self._split(grads)
-        given, common_params = (None, None) if params is None else self._split(params)
-        present = {name: grad for name, grad in mine.items() if grad is not None}
-        absent = dict.fromkeys(name for name in mine if name not in present)
+        stacked, common = self._split(grads)
+        own, common_params = (None, None) if params is None else self._split(params)
+        present = {name: grad for name, grad in stacked.items() if grad is not None}
+        absent = dict.fromkeys(name for name in stacked if name not in present)
 
         def one(grads: Grads, state: Tree, params: Any, *values: Tensor) -> tuple:
             tx = self._of(values)
             updates, state = tx.update({**absent, **grads}, state, params or None)
-            some = {name: each for name, each in updates.items() if each is not None}
-            return some, state
+            return {n: x for n, x in updates.items() if x is not None}, state
 
-        found, members, rest = {}, state.members, state.shared
-        if mine:
-            self._check(given or present)
-            values = self._on_device((given, present))
-            found, members = mapped(one, present, members, given or {}, *values)
+        updates, members, rest = {}, state.members, state.shared
+        if stacked:
+            self._check(own or present)
+            values = self._on_device((own, present))
+            updates, members = _mapped(one, present, members, own or {}, *values)
         if self._shared_tx is not None:
-            updates, rest = self._shared_tx.update(common_grads, rest, common_params)
-            found = {**found, **updates}
-        return {name: found.get(name) for name in grads}, MembersState(members, rest)
+            more, rest = self._shared_tx.update(common, rest, common_params)
+            updates = {**updates, **more}
+        return {name: updates.get(name) for name in grads}, MembersState(members, rest)
 
     def in_place(
         self, grads: Grads, state: MembersState, params: Params
     ) -> tuple[Params, MembersState] | None:
-        """Step in place: all members as one if they are alike, else one by one."""
         if modes.inside_transform() or torch.compiler.is_compiling():
             return None
         if not params or any(grad is None for grad in grads.values()):
             return None
         if not next(iter(params.values())).is_cpu:  # where looking at values is free
             return None
-        if torch.is_grad_enabled() and any(each.requires_grad for each in self._values):
+        if torch.is_grad_enabled() and any(x.requires_grad for x in self._values):
             return None
         self._check(params)
-        held = tensors((params, state.members))
-        if not all(map(_apart, held)):
+        written = tensors((params, state.members))
+        if not all(map(_apart, written)):
             return None
-        counts = [each for each in held if _counts(each)]
-        if self._alike and all(bool((each == each[0]).all()) for each in counts):
-            members = _as_one(self._alike, grads, state.members, params)
+        counts = [x for x in written if _counts(x)]
+        if self._alike and all(bool((x == x[0]).all()) for x in counts):
+            joint = map_tensors(lambda x: x[0] if _counts(x) else x, state.members)
+            members = _donated(self._alike, grads, joint, params)
+            if members is not None:
+                count = len(next(iter(params.values())))
+                members = map_tensors(
+                    lambda x: x.expand(count, *x.shape).clone() if _counts(x) else x,
+                    members,
+                )
         elif sum(value[0].numel() for value in params.values()) < LEAST:
             return None
-        elif not disjoint([*held, *tensors(dict(grads))]):
+        elif not disjoint([*written, *tensors(dict(grads))]):
             check_parts(params)
             return None
         else:
             members = self._one_by_one(grads, state.members, params)
-        done = MembersState(members, state.shared)
-        return None if members is None else (dict(params), done)
+        result = dict(params), MembersState(members, state.shared)
+        return None if members is None else result
+
+    def _one_by_one(self, grads: Grads, state: Tree, params: Params) -> Tree | None:
+        """Step each member in its part of the tensors; None if no kernel does.
+
+        A kernel that takes the first may refuse another, for its numbers. That one is
+        stepped by the pure functions, whose results are written over its tensors.
+        """
+        states = []
+        # All are made before the first one writes, since making one may raise.
+        numbers = zip(*(value.tolist() for value in self._values), strict=True)
+        count = len(next(iter(params.values())))
+        made = [self._of(values) for values in numbers] or [self._of([])] * count
+        for member, tx in enumerate(made):
+            own = map_tensors(lambda x, i=member: x[i], (dict(grads), state, params))
+            new = _donated(tx, *own)
+            if new is None and member == 0:
+                return None
+            if new is None:
+                # With tensors a state has the same parts whatever their values.
+                pure = self._of([value[member] for value in self._values])
+                updates, new = pure.update(*own)
+                results = tensors((apply_updates(own[2], updates), new))
+                for old, value in zip(tensors((own[2], own[1])), results, strict=True):
+                    if not _counts(old):
+                        old.copy_(value)
+            states.append(new)
+
+        def counted(old: Tensor, *new: Tensor) -> Tensor:
+            return torch.stack(new) if _counts(old) else old
+
+        return tree_map(counted, state, *states)
 
     def _of(self, values: Any) -> GradientTransformation:
         """Return the transformation of a member that has these values."""
         if isinstance(self._make, GradientTransformation):
             return self._make
-        own = dict(zip(self._own, values, strict=True))
-        filled = [own.get(i, leaf) for i, leaf in enumerate(self._leaves)]
-        return self._make(**tree_unflatten(filled, self._structure))
+        leaves = list(self._leaves)
+        for place, value in zip(self._places, values, strict=True):
+            leaves[place] = value
+        return self._make(**tree_unflatten(leaves, self._structure))
 
     def _check(self, params: Params) -> None:
-        """Refuse parameters and hyperparameters of other numbers of members."""
         for name, value in params.items():
             if value.ndim == 0:
                 raise ValueError(
@@ -256,82 +286,65 @@ class _Members:
             )
 
     def _split(self, tree: Grads) -> tuple[dict, dict]:
-        """Return the entries of the members, and those that they share."""
-        # A pattern may also be there for buffers alone.
-        whole = {name: tree[name] for name in checks.selected(tree, self.patterns)}
-        return {name: tree[name] for name in tree if name not in whole}, whole
+        """Return stacked and shared entries; a pattern may match buffers alone."""
+        common = {name: tree[name] for name in checks.selected(tree, self.patterns)}
+        return {name: tree[name] for name in tree if name not in common}, common
 
     def _on_device(self, tree: Tree) -> list[Tensor]:
-        held = tensors(tree)
-        return [x.to(held[0].device) for x in self._values] if held else self._values
-
-    def _one_by_one(self, grads: Grads, state: Tree, params: Params) -> Tree | None:
-        """Step each member in its part of the tensors; None if no kernel does.
-
-        A kernel that takes the first may refuse another, for its numbers.
-        """
-        states = []
-        # All are made before the first one writes, since making one may raise.
-        numbers = zip(*(value.tolist() for value in self._values), strict=True)
-        count = len(next(iter(params.values())))
-        made = [self._of(own) for own in numbers] or [self._of([])] * count
-        for member, tx in enumerate(made):
-            mine = map_tensors(lambda x, i=member: x[i], (dict(grads), state, params))
-            done = _donated(tx, *mine)
-            if done is None and member == 0:
-                return None
-            if done is None:
-                # With tensors a state has the same parts whatever their values.
-                pure = self._of([value[member] for value in self._values])
-                done = _written(pure, *mine)
-            states.append(done)
-
-        def counted(old: Tensor, *new: Tensor) -> Tensor:
-            return torch.stack(new) if _counts(old) else old
-
-        return tree_map(counted, state, *states)
+        leaves = tensors(tree)
+        if not leaves:
+            return self._values
+        return [value.to(leaves[0].device) for value in self._values]
 
 
-def _as_one(
-    tx: GradientTransformation, grads: Grads, state: Tree, params: Params
-) -> Tree | None:
-    """Step all members as if they were one: they have taken equally many steps."""
-    count = len(next(iter(params.values())))
-    joint = map_tensors(lambda x: x[0] if _counts(x) else x, state)
-    done = _donated(tx, grads, joint, params)
+def _mapped(function: Callable, *arguments: Tree) -> Any:
+    """Run a function under a vmap over the first axis of all tensors.
 
-    def of_each(x: Tensor) -> Tensor:
-        return x.expand(count, *x.shape).clone() if _counts(x) else x
+    `torch.vmap` treats trees in general, which costs as much as a small step.
+    """
+    sizes = {leaf.shape[:1] for leaf in _leaves(arguments)}
+    if len(sizes) != 1 or not all(sizes):
+        raise ValueError(
+            f"for_members(transformation): expected parameters and a state of as many "
+            f"members, got tensors whose first axes are {sorted(map(list, sizes))}. "
+            f"Make the state with init(params)."
+        )
+    ((size,),) = sizes
 
-    return None if done is None else map_tensors(of_each, done)
+    modes.load_decompositions()
+    with modes.vmap_level(size, "error") as level:
+        inputs = map_tensors(lambda x: modes.add_batch_axis(x, 0, level), arguments)
+        result = function(*inputs)
+        _leaves(result)
+        return map_tensors(lambda x: modes.remove_batch_axis(x, level, size, 0), result)
 
 
-def _written(
-    tx: GradientTransformation, grads: Grads, state: Tree, params: Params
-) -> Tree:
-    """Step by the pure functions, and write the result over what was given."""
-    updates, new = tx.update(grads, state, params)
-    results = tensors((apply_updates(params, updates), new))
-    for old, value in zip(tensors((params, state)), results, strict=True):
-        if not _counts(old):
-            old.copy_(value)
-    return new
+def _leaves(tree: Tree) -> list[Tensor]:
+    """Return the leaves of a tree of tensors, and refuse other leaves."""
+    leaves = tree_leaves(tree)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise ValueError(
+                f"for_members(transformation): expected tensors in gradients, updates "
+                f"and state, got a {type(leaf).__name__}. Make it a tensor."
+            )
+    return leaves
 
 
 def _donated(
     tx: GradientTransformation, grads: Grads, state: Tree, params: Params
 ) -> Tree | None:
     """Return the new state, if the step could be made in place."""
-    done = tx.donated(grads, state, params) if tx.donated is not None else None
-    return None if done is None else done[1]
+    result = tx.donated(grads, state, params) if tx.donated is not None else None
+    return None if result is None else result[1]
 
 
 def _counts(leaf: Tensor) -> bool:
-    """Tell a count of steps, which is new after a step, from what is written to."""
+    """Return whether a leaf counts steps: it is new after a step, not written to."""
     return not leaf.is_floating_point()
 
 
 def _apart(stacked: Tensor) -> bool:
-    """Tell whether each member has memory of its own; those of an expansion share."""
+    """Return whether each member has memory of its own, unlike in an expansion."""
     members = stacked.shape[0]
     return members < 2 or stacked.stride(0) >= stacked.numel() // members

@@ -1,28 +1,182 @@
-"""What an ensemble predicts, and how far its members disagree.
+"""The outputs of all members, their predictions, and how far they disagree.
 
 E members, N samples, C classes, Q quantiles.
 """
 
+import hashlib
+import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from vgrad import batches, checks
 from vgrad.checks import Patterns
-from vgrad.ensemble.axes import Here, means
-from vgrad.ensemble.forward import EnsembleForward, ensemble_forward
+from vgrad.ensemble.execution import (
+    Call,
+    EnsembleExecutor,
+    EnsembleExplanation,
+    EnsembleFn,
+    EnsembleOptions,
+)
 from vgrad.functional.model import FunctionalModel
+from vgrad.generators import fold_in
 from vgrad.persample.engine.guard import LossGuard
-from vgrad.tree import wide
+from vgrad.ranks import RankError, Ranks
+from vgrad.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten, wide
 from vgrad.typing import Buffers, EnsembleStrategy, Params, Tree
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class EnsembleForward(EnsembleFn):
+    """The function that `ensemble_forward` returns.
+
+    Attributes:
+        fmodel: the model of one member.
+    """
+
+    name = "ensemble_forward"
+
+    def __init__(
+        self,
+        fmodel: FunctionalModel,
+        executor: EnsembleExecutor,
+        chunk_size: int | None,
+    ) -> None:
+        super().__init__(executor)
+        self.fmodel = fmodel
+        self._chunk_size = chunk_size
+
+    def __call__(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Tree:
+        """Return the outputs, each tensor with the member axis in front."""
+        call = self._executor.call(params, buffers, batch)
+        if self._chunk_size is None:
+            return self._run(self.fmodel, call, self._keys)
+        parts = []
+        with LossGuard(given={}):  # statistics of a chunk are not the batch's
+            for number, rows in enumerate(self._chunks(call, batch)):
+                part = self._executor.call(params, buffers, rows)
+                keys = None if self._keys is None else fold_in(self._keys, number)
+                parts.append(self._run(self.fmodel, part, keys))
+        return tree_map(lambda *leaves: torch.cat(leaves, 1), *parts)
+
+    def with_buffers(
+        self, params: Params, buffers: Buffers, /, *batch: Tree
+    ) -> tuple[Tree, Buffers]:
+        """Return the outputs and the buffers after each member's forward pass.
+
+        Raises:
+            ValueError: the batch is run in chunks, or members leave different values in
+                a buffer that they share.
+        """
+        if self._chunk_size is not None:
+            raise ValueError(
+                f"ensemble_forward(chunk_size={self._chunk_size}).with_buffers: "
+                f"expected chunk_size=None, since buffers depend on the whole batch."
+            )
+        call = self._executor.call(params, buffers, batch)
+        run = self.fmodel.call_and_update
+        return self._run(run, call, self._keys, with_buffers=True)
+
+    def explain(
+        self, params: Params, buffers: Buffers, /, *batch: Tree
+    ) -> EnsembleExplanation:
+        """Return the strategy, the reason for it and the form of each op."""
+        call = self._executor.call(params, buffers, batch)
+        if self._chunk_size is not None:
+            rows, *_ = self._chunks(call, batch)
+            call = self._executor.call(params, buffers, rows)
+        return self._executor.explain(self.fmodel, call)
+
+    def _run(
+        self,
+        function: Callable,
+        call: Call,
+        keys: Tensor | None,
+        *,
+        with_buffers: bool = False,
+    ) -> Any:
+        executor = self._executor
+        strategy, _ = executor.choose(function, call)
+        draws = executor.draws(call, keys)
+        return executor.run(
+            function, call, strategy, with_buffers=with_buffers, draws=draws
+        )
+
+    def _chunks(self, call: Call, batch: tuple) -> list[tuple]:
+        """Split the batch along the axis of samples, beside that of members."""
+        leaves, structure = tree_flatten(batch)
+        items = zip(batch, call.dims[2:], strict=True)
+        dims = [dim for item, dim in items for _ in tree_leaves(item)]
+        axes = [
+            int(dim is not None and dim % leaf.ndim == 0)
+            if isinstance(leaf, Tensor) and leaf.ndim > (dim is not None)
+            else None
+            for leaf, dim in zip(leaves, dims, strict=True)
+        ]
+        pairs = list(zip(leaves, axes, strict=True))
+        sizes = {leaf.shape[axis] for leaf, axis in pairs if axis is not None}
+        if len(sizes) != 1:
+            raise ValueError(
+                f"ensemble_forward(chunk_size={self._chunk_size}): expected batches of "
+                f"one size, got {sorted(sizes)}."
+            )
+        pieces = [
+            repeat(leaf) if axis is None else leaf.split(self._chunk_size, axis)
+            for leaf, axis in pairs
+        ]
+        rows = zip(*pieces, strict=False)  # what is not split repeats without end
+        return [tree_unflatten(row, structure) for row in rows]
+
+
+def ensemble_forward(
+    fmodel: FunctionalModel,
+    *,
+    chunk_size: int | None = None,
+    **options: Unpack[EnsembleOptions],
+) -> EnsembleForward:
+    """Run all members: `(params, buffers, *batch) -> [E, B, ...]`.
+
+    `params` and `buffers` have a member axis in front, as `stack` makes them, except
+    for entries that match the patterns in `shared`. With `in_dims=None` all members get
+    the same batch, with `0` each its own (`x[indices]` with indices `[E, B]` for a
+    bootstrap); a sequence has an entry for each item. `.with_buffers(...)` returns
+    `(output, new_buffers)`, for batch statistics. The arguments stay as they are.
+
+    `randomness="different"` draws dropout masks for every member, `"same"` one for all;
+    masks depend on the strategy.
+
+    Args:
+        chunk_size: samples at a time; None for all. Others as in `ensemble_grad`.
+
+    Raises:
+        TypeError: the model returns something else than tensors.
+        UnsupportedOp: an op cannot run for all members at once, as the strategy says.
+
+    Example:
+        >>> import vgrad
+        >>> models = [torch.nn.Linear(3, 2) for _ in range(4)]
+        >>> fmodel, params, buffers = vgrad.stack(models)
+        >>> ensemble_forward(fmodel)(params, buffers, torch.ones(5, 3)).shape
+        torch.Size([4, 5, 2])
+    """
+    executor = EnsembleExecutor("ensemble_forward", **options)
+    if chunk_size is not None:
+        [chunk_size] = checks.whole("ensemble_forward", least=1, chunk_size=chunk_size)
+    return EnsembleForward(fmodel, executor, chunk_size)
+
+
+# Predictions.
 
 
 class EnsemblePrediction(NamedTuple):
-    """What an ensemble of classifiers says, with `p_e` the probabilities of member e.
+    """The prediction of classifiers, with `p_e` the probabilities of member e.
 
     Entropies are in nats, `H(p) = -sum_c p_c log p_c` with `0 log 0 = 0`.
 
@@ -30,12 +184,12 @@ class EnsemblePrediction(NamedTuple):
         mean: `m = sum_e p_e / E`, the ensemble's probabilities; `[N, C]`.
         variance: `sum_e (p_e - m)^2 / E`; `[N, C]`.
         predictive_entropy: `H(m)`, the whole uncertainty; `[N]`.
-        expected_entropy: `sum_e H(p_e) / E`, the part on which the members agree, as
-            noise in the data has it; `[N]`.
+        expected_entropy: `sum_e H(p_e) / E`, the part on which the members agree, such
+            as noise in the data; `[N]`.
         mutual_information: the difference of the two, never negative: the part on
             which the members do not agree, and which more data could settle; `[N]`.
-        disagreement: share of the members whose most probable class is not that of
-            the ensemble; `[N]`.
+        disagreement: share of the members whose most probable class is not the
+            ensemble's; `[N]`.
     """
 
     mean: Tensor
@@ -45,14 +199,25 @@ class EnsemblePrediction(NamedTuple):
     mutual_information: Tensor
     disagreement: Tensor
 
+    @classmethod
+    def from_logits(cls, logits: Tensor) -> "EnsemblePrediction":
+        """Summarise logits `[E, N, C]` of any origin, such as passes with dropout.
+
+        Example:
+            >>> logits = torch.tensor([[[0.0, 9.0]], [[9.0, 0.0]], [[0.0, 9.0]]])
+            >>> EnsemblePrediction.from_logits(logits).disagreement
+            tensor([0.3333])
+        """
+        return _of_logits("EnsemblePrediction.from_logits", logits, _LocalMembers())
+
 
 class ValuePrediction(NamedTuple):
-    """What an ensemble of regressors says, with `f_e` the output of member e.
+    """The prediction of regressors, with `f_e` the output of member e.
 
     Attributes:
         mean: `m = sum_e f_e / E`; `[N, ...]`.
         variance: `sum_e (f_e - m)^2 / E`; `[N, ...]`.
-        quantiles: those asked for, in that order, linear between two members;
+        quantiles: in the order of the levels, linear between two members;
             `[Q, N, ...]`.
     """
 
@@ -60,155 +225,276 @@ class ValuePrediction(NamedTuple):
     variance: Tensor
     quantiles: Tensor
 
+    @classmethod
+    def from_outputs(
+        cls, outputs: Tensor, *, quantiles: Sequence[float] = ()
+    ) -> "ValuePrediction":
+        """Summarise outputs `[E, N, ...]` of any origin.
 
+        Example:
+            >>> outputs = torch.tensor([[1.0], [3.0]])
+            >>> ValuePrediction.from_outputs(outputs, quantiles=[0.25])[1:]
+            (tensor([1.]), tensor([[1.5000]]))
+        """
+        function = "ValuePrediction.from_outputs"
+        return _of_values(function, outputs, quantiles, _LocalMembers())
+
+
+class _Options(TypedDict, total=False):
+    mesh: "DeviceMesh | None"
+    axis: str
+    chunk_size: int | None
+    strategy: EnsembleStrategy
+    shared: Patterns
+
+
+@overload
 def predict(
     fmodel: FunctionalModel,
     params: Params,
     buffers: Buffers,
     /,
     *inputs: Tree,
+    kind: Literal["class"] = "class",
+    **options: Unpack[_Options],
+) -> EnsemblePrediction: ...
+@overload
+def predict(
+    fmodel: FunctionalModel,
+    params: Params,
+    buffers: Buffers,
+    /,
+    *inputs: Tree,
+    kind: Literal["value"],
+    quantiles: Sequence[float] = (),
+    **options: Unpack[_Options],
+) -> ValuePrediction: ...
+def predict(
+    fmodel: FunctionalModel,
+    params: Params,
+    buffers: Buffers,
+    /,
+    *inputs: Tree,
+    kind: Literal["class", "value"] = "class",
+    quantiles: Sequence[float] = (),
+    mesh: "DeviceMesh | None" = None,
+    axis: str = "members",
     chunk_size: int | None = None,
     strategy: EnsembleStrategy = "auto",
     shared: Patterns = (),
-) -> EnsemblePrediction:
-    """Probabilities and uncertainty of an ensemble: `inputs [N, ...] -> [N, C]`, `[N]`.
+) -> EnsemblePrediction | ValuePrediction:
+    """Predict, and say how far members disagree: `inputs [N, ...] -> [N, ...]`.
 
-    The model takes inputs by position and returns logits `[N, C]` alone; wrap it in a
-    module of your own if it does not. `params` and `buffers` have a member axis in
-    front, except for entries that match the patterns in `shared`; all members see the
-    same inputs. The ensemble counts as a mixture of its members in equal parts, so
-    variances are over E and those of one member are zero. A sample for which a member's
-    logits hold NaN or are infinite above gets NaN.
+    With `kind="class"` the model returns logits `[N, C]`, and the result is an
+    `EnsemblePrediction`; with `kind="value"` it returns numbers `[N, ...]`, and the
+    result is a `ValuePrediction` with these `quantiles`, levels from 0 to 1. The model
+    takes inputs by position and returns one tensor. All members see the same inputs.
+    The ensemble counts as a mixture of its members in equal parts, so variances are
+    over E and those of one member are zero. A sample with a logit that is NaN or
+    infinite above has NaN, and a value that is not finite a variance of NaN.
 
     The model runs in evaluation mode, whatever mode `fmodel` is in: no dropout, batch
     norm by its running statistics. For Monte-Carlo dropout stack the logits of several
-    passes in training mode to `[E, N, C]` and pass them to `class_prediction`. A model
-    that also draws random numbers in evaluation mode draws them for each member.
+    passes in training mode and pass them to `EnsemblePrediction.from_logits`.
+
+    With a `mesh` the members are cut among its ranks along `axis`: `params` and
+    `buffers` are this rank's members, as `distributed.own_members` cuts them, inputs
+    are the same on all ranks, and so is the result.
 
     No graph is kept. Arithmetic after the model is float64; results are float32, or
-    float64 where the logits are.
+    float64 where the outputs are.
 
-    Cost: one forward pass of each member. `chunk_size` samples are run at a time, so
-    the outputs of all members take `[E, chunk_size, C]`. With `strategy="auto"`, as in
-    `ensemble_forward`, one member runs once more on a CPU, to count its work.
+    Cost: one forward pass of each member, with outputs `[E, chunk_size, ...]`. Ranks
+    sum about `5 N C` numbers; for quantiles each holds the outputs of all members.
 
     Reference: Lakshminarayanan et al., Simple and Scalable Predictive Uncertainty
     Estimation using Deep Ensembles, arXiv 1612.01474; Houlsby et al., Bayesian Active
     Learning for Classification and Preference Learning, arXiv 1112.5745.
 
     Args:
-        chunk_size: samples at a time; None for all.
-        strategy: how members run: `"vmap"` at once, `"hybrid"` at once in the best form
-            of each op, `"loop"` one by one; `"auto"` takes what suits the device.
-        shared: patterns of the entries without a member axis.
+        chunk_size: samples at a time; None for all. Others as in `ensemble_grad`.
 
     Raises:
-        ValueError: the outputs are not `[N, C]` with two classes or more, or sizes do
-            not fit.
-        TypeError: the model returns something else than a tensor of floating point
-            numbers.
+        ValueError: the outputs are not those of this kind, or sizes do not fit.
         UnsupportedOp: as `ensemble_forward`.
+        RankError: another rank failed, or has other options, samples or outputs.
 
     Example:
         >>> from vgrad import make_functional_with_buffers
         >>> fmodel, _, _ = make_functional_with_buffers(torch.nn.Linear(1, 2))
         >>> weight = torch.tensor([[[9.0], [0.0]], [[0.0], [9.0]]])  # two members
         >>> params = {"weight": weight, "bias": torch.zeros(2, 2)}
-        >>> found = predict(fmodel, params, {}, torch.tensor([[0.0], [1.0]]))
-        >>> found.mean
-        tensor([[0.5000, 0.5000],
-                [0.5000, 0.5000]])
-        >>> found.expected_entropy, found.mutual_information
+        >>> classes = predict(fmodel, params, {}, torch.tensor([[0.0], [1.0]]))
+        >>> classes.expected_entropy, classes.mutual_information
         (tensor([0.6931, 0.0012]), tensor([0.0000, 0.6919]))
     """
-    forward = ensemble_forward(fmodel.eval(), strategy=strategy, shared=shared)
-    chunks = outputs_of("predict", forward, params, buffers, inputs, chunk_size)
-    parts = [class_prediction(logits) for logits in chunks]
-    return EnsemblePrediction(*(torch.cat(each) for each in zip(*parts, strict=True)))
+    ranks = None if mesh is None else Ranks.of("predict", mesh, axis)
 
+    def chunks() -> Iterator[Tensor]:  # nothing runs, or fails, before the first one
+        checks.choice("predict", ("class", "value"), kind=kind)
+        if kind == "class" and quantiles:
+            raise ValueError(
+                'predict(kind="class", quantiles): expected quantiles of values, got '
+                'some of classes. Pass kind="value".'
+            )
+        _check_quantiles("predict", quantiles)
+        forward = ensemble_forward(fmodel.eval(), strategy=strategy, shared=shared)
+        yield from _outputs(forward, params, buffers, inputs, chunk_size)
 
-def predict_values(
-    fmodel: FunctionalModel,
-    params: Params,
-    buffers: Buffers,
-    /,
-    *inputs: Tree,
-    quantiles: Sequence[float] = (),
-    chunk_size: int | None = None,
-    strategy: EnsembleStrategy = "auto",
-    shared: Patterns = (),
-) -> ValuePrediction:
-    """Mean, variance and quantiles of an ensemble: `inputs [N, ...] -> [N, ...]`.
+    def summary(outputs: Tensor, members: _LocalMembers) -> tuple[Tensor, ...]:
+        if kind == "class":
+            return _of_logits("predict", outputs, members)
+        return _of_values("predict", outputs, quantiles, members)
 
-    The model returns numbers `[N, ...]`; all else is as for `predict`. `quantiles` are
-    numbers from 0 to 1; those of one member are its output. Where an output is not
-    finite, the variance is NaN.
-
-    Args:
-        chunk_size: samples at a time; None for all.
-        strategy: how members run: `"vmap"` at once, `"hybrid"` at once in the best form
-            of each op, `"loop"` one by one; `"auto"` takes what suits the device.
-        shared: patterns of the entries without a member axis.
-
-    Raises:
-        ValueError: a quantile is outside 0 to 1, the outputs are not `[N, ...]`, or
-            sizes do not fit.
-        TypeError: as `predict`.
-        UnsupportedOp: as `ensemble_forward`.
-
-    Example:
-        >>> from vgrad import make_functional_with_buffers
-        >>> fmodel, _, _ = make_functional_with_buffers(torch.nn.Linear(1, 1))
-        >>> weight = torch.tensor([1.0, 2.0, 6.0]).reshape(3, 1, 1)  # three members
-        >>> params = {"weight": weight, "bias": torch.zeros(3, 1)}
-        >>> x = torch.tensor([[1.0], [2.0]])
-        >>> found = predict_values(fmodel, params, {}, x, quantiles=[0.5, 0.75])
-        >>> found.mean.T, found.variance.T
-        (tensor([[3., 6.]]), tensor([[ 4.6667, 18.6667]]))
-        >>> found.quantiles.squeeze(2)
-        tensor([[2., 4.],
-                [4., 8.]])
-    """
-    function = "predict_values"
-    _check_quantiles(function, quantiles)
-    forward = ensemble_forward(fmodel.eval(), strategy=strategy, shared=shared)
-    chunks = outputs_of(function, forward, params, buffers, inputs, chunk_size)
-    parts = [value_prediction(outputs, quantiles=quantiles) for outputs in chunks]
-    each, variances, found = zip(*parts, strict=True)
+    if ranks is None:
+        parts = [summary(outputs, _LocalMembers()) for outputs in chunks()]
+    else:
+        facts = _facts(fmodel, kind=kind, quantiles=[*quantiles], shared=[*shared])
+        parts = _over_ranks(ranks, facts, chunks(), summary)
+    if kind == "class":
+        return EnsemblePrediction(*map(torch.cat, zip(*parts, strict=True)))
+    means, variances, levels = zip(*parts, strict=True)
     return ValuePrediction(
-        torch.cat(each), torch.cat(variances), torch.cat(found, dim=1)
+        torch.cat(means), torch.cat(variances), torch.cat(levels, dim=1)
     )
 
 
-def class_prediction(logits: Tensor) -> EnsemblePrediction:
-    """Summarise logits `[E, N, C]` that were computed in any way.
+def _outputs(
+    forward: EnsembleForward,
+    params: Params,
+    buffers: Buffers,
+    inputs: tuple[Tree, ...],
+    chunk_size: int | None,
+) -> Iterator[Tensor]:
+    """Yield the outputs of all members for each chunk of samples, `[E, chunk, ...]`."""
+    if chunk_size is not None:
+        [chunk_size] = checks.whole("predict", least=1, chunk_size=chunk_size)
+    batch = batches.read("predict", inputs)
+    # An empty batch is run too, for the shape of its outputs.
+    for start, stop in list(batches.chunks(batch.size, chunk_size)) or [(0, 0)]:
+        # Statistics of a chunk would not be those of the batch.
+        guard = nullcontext() if chunk_size is None else LossGuard(given={})
+        with torch.no_grad(), guard:
+            rows = batch.sample(batch.part(start, stop).inputs)
+            outputs = forward(params, buffers, *rows)
+        _check_outputs("predict", outputs)
+        if outputs.ndim < 2 or outputs.shape[1] != stop - start:
+            raise ValueError(
+                f"predict(fmodel): expected an output for each of the {stop - start} "
+                f"samples, [members, samples, ...], got shape {tuple(outputs.shape)}."
+            )
+        yield outputs
 
-    Raises:
-        TypeError: they are not a tensor of floating point numbers.
-        ValueError: there are fewer than two classes, or no members.
 
-    Example:
-        >>> logits = torch.tensor([[[0.0, 9.0]], [[9.0, 0.0]], [[0.0, 9.0]]])
-        >>> class_prediction(logits).disagreement
-        tensor([0.3333])
-    """
-    return summarised(logits, Here())
+class _LocalMembers:
+    """Members in one process; the methods take tensors `[E, ...]`."""
+
+    def first(self, *values: Tensor) -> list[Tensor]:
+        return [value[0] for value in values]
+
+    def mean(self, *values: Tensor) -> list[Tensor]:
+        return [value.mean(0) for value in values]
+
+    def gather(self, value: Tensor) -> Tensor:
+        return value
 
 
-def summarised(logits: Tensor, members: "Here") -> EnsemblePrediction:
-    """Summarise logits of the members here, `[E, N, C]`, with those elsewhere."""
-    _check("class_prediction", logits)
+class _RankMembers(_LocalMembers):
+    """Members on several ranks, of which this one has some."""
+
+    def __init__(self, ranks: Ranks, counts: Sequence[int]) -> None:
+        self._ranks = ranks
+        self._counts = counts
+
+    def first(self, *values: Tensor) -> list[Tensor]:
+        first = [value[0] for value in values]
+        if self._ranks.rank:
+            first = [torch.zeros_like(value) for value in first]
+        return self._sum(first)
+
+    def mean(self, *values: Tensor) -> list[Tensor]:
+        sums = self._sum([value.sum(0) for value in values])
+        return [value / sum(self._counts) for value in sums]
+
+    def gather(self, value: Tensor) -> Tensor:
+        return self._ranks.joined(value.contiguous(), self._counts)
+
+    def _sum(self, values: Sequence[Tensor]) -> list[Tensor]:
+        named = {str(number): value for number, value in enumerate(values)}
+        return [*self._ranks.summed("predict", named).values()]
+
+
+class _Facts(dict[str, str]):
+    """Options and a model's plain attributes, which ranks have in common."""
+
+    def digest(self) -> str:
+        text = json.dumps(self, sort_keys=True).encode()
+        return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+    def facts(self) -> dict[str, str]:
+        return self
+
+
+def _facts(fmodel: Any, **options: Any) -> _Facts:
+    facts = _Facts({name: repr(value) for name, value in options.items()})
+    if isinstance(fmodel, FunctionalModel):  # else it is refused later
+        for path, module in fmodel.eval().named_modules():
+            place = f"fmodel.{path}" if path else "fmodel"
+            facts[place] = type(module).__qualname__
+            for name, value in vars(module).items():
+                numbers = value if isinstance(value, tuple | list) else [value]
+                if all(isinstance(each, bool | int | float) for each in numbers):
+                    facts[f"{place}.{name}"] = repr(value)
+    return facts
+
+
+def _over_ranks(
+    ranks: Ranks, facts: _Facts, chunks: Iterator[Tensor], summary: Callable
+) -> list[Any]:
+    """Summarise chunks of outputs `[E of the rank, chunk, ...]` one by one."""
+    parts = []
+    while True:
+        try:
+            outputs = next(chunks, None)
+            if outputs is not None:
+                summary(outputs[:, :0], _LocalMembers())  # raises before the exchange
+        except BaseException as error:
+            ranks.agree("predict", error=error)
+            raise
+        kind = None if outputs is None else [str(outputs.dtype), *outputs.shape[1:]]
+        count = 0 if outputs is None else len(outputs)
+        note = {"outputs": kind, "members": count}
+        notes = ranks.check_same("predict", note, options=facts)
+        kinds = [note["outputs"] for note in notes]
+        if any(other != kind for other in kinds):
+            raise RankError(
+                f"predict: expected the same samples on all ranks, and outputs of one "
+                f"dtype and shape, got {kinds} on ranks 0 to {ranks.size - 1}."
+            )
+        if outputs is None:
+            return parts
+        counts = [note["members"] for note in notes]
+        parts.append(summary(outputs, _RankMembers(ranks, counts)))
+
+
+def _of_logits(
+    function: str, logits: Tensor, members: _LocalMembers
+) -> EnsemblePrediction:
+    _check_outputs(function, logits)
     if logits.ndim != 3 or logits.shape[2] < 2:
         raise ValueError(
-            f"class_prediction(logits): expected logits [members, samples, classes] of "
-            f"two classes or more, got shape {tuple(logits.shape)}. A model of one "
-            f"logit needs a second one of zero beside it."
+            f"{function}(logits): expected logits [members, samples, classes] of two "
+            f"classes or more, got shape {tuple(logits.shape)}. A model of one logit "
+            f"needs a second one of zero beside it."
         )
-    each = logits.detach().double().softmax(2)
-    (mean, expected), (apart, _) = means(members, each, _entropy(each))
-    predictive, differs = _entropy(mean), (each.argmax(2) != mean.argmax(1)).double()
-    variance, differs = members.means(apart.square(), differs)
-    found = EnsemblePrediction(
+    probabilities = logits.detach().double().softmax(2)
+    (mean, expected), (deviations, _) = _means(
+        members, probabilities, _entropy(probabilities)
+    )
+    predictive = _entropy(mean)
+    differs = (probabilities.argmax(2) != mean.argmax(1)).double()
+    variance, differs = members.mean(deviations.square(), differs)
+    prediction = EnsemblePrediction(
         mean=mean,
         variance=variance,
         predictive_entropy=predictive,
@@ -218,73 +504,41 @@ def summarised(logits: Tensor, members: "Here") -> EnsemblePrediction:
         disagreement=differs.masked_fill(predictive.isnan(), torch.nan),
     )
     dtype = wide(logits.dtype)
-    return EnsemblePrediction(*(value.to(dtype) for value in found))
+    return EnsemblePrediction(*(value.to(dtype) for value in prediction))
 
 
-def value_prediction(
-    outputs: Tensor, *, quantiles: Sequence[float] = ()
+def _of_values(
+    function: str, outputs: Tensor, levels: Sequence[float], members: _LocalMembers
 ) -> ValuePrediction:
-    """Summarise outputs `[E, N, ...]` that were computed in any way.
-
-    Raises:
-        TypeError: they are not a tensor of floating point numbers.
-        ValueError: a quantile is outside 0 to 1, or there are no members.
-
-    Example:
-        >>> outputs = torch.tensor([[1.0], [3.0]])
-        >>> mean, variance, found = value_prediction(outputs, quantiles=[0.25])
-        >>> mean, variance, found
-        (tensor([2.]), tensor([1.]), tensor([[1.5000]]))
-    """
-    return summarised_values(outputs, quantiles, Here())
-
-
-def summarised_values(
-    outputs: Tensor, quantiles: Sequence[float], members: "Here"
-) -> ValuePrediction:
-    """Summarise outputs of the members here, `[E, N, ...]`, with those elsewhere."""
-    _check("value_prediction", outputs)
-    _check_quantiles("value_prediction", quantiles)
-    each = outputs.detach().double()
-    (mean,), (apart,) = means(members, each)
-    (variance,) = members.means(apart.square())
-    everyone = members.gathered(each) if quantiles else each
-    found = ValuePrediction(mean, variance, _quantiles(everyone, quantiles))
+    _check_outputs(function, outputs)
+    _check_quantiles(function, levels)
+    values = outputs.detach().double()
+    (mean,), (deviations,) = _means(members, values)
+    (variance,) = members.mean(deviations.square())
+    everyone = members.gather(values) if levels else values
     dtype = wide(outputs.dtype)
-    return ValuePrediction(*(value.to(dtype) for value in found))
+    quantiles = _quantiles(everyone, levels)
+    return ValuePrediction(*(x.to(dtype) for x in (mean, variance, quantiles)))
 
 
-def outputs_of(
-    function: str,
-    forward: EnsembleForward,
-    params: Params,
-    buffers: Buffers,
-    inputs: tuple[Tree, ...],
-    chunk_size: int | None,
-) -> Iterator[Tensor]:
-    """Yield what all members say about each chunk of samples, `[E, chunk, ...]`."""
-    if chunk_size is not None:
-        [chunk_size] = checks.whole(function, least=1, chunk_size=chunk_size)
-    batch = batches.read(function, inputs)
-    # An empty batch is run too: it knows the shape of its outputs.
-    for start, stop in list(batches.chunks(batch.size, chunk_size)) or [(0, 0)]:
-        # Statistics of a chunk would not be those of the batch.
-        guard = nullcontext() if chunk_size is None else LossGuard(given={})
-        with torch.no_grad(), guard:
-            rows = batch.sample(batch.part(start, stop).inputs)
-            outputs = forward(params, buffers, *rows)
-        _check(function, outputs)
-        if outputs.ndim < 2 or outputs.shape[1] != stop - start:
-            raise ValueError(
-                f"{function}(fmodel): expected an output for each of the "
-                f"{stop - start} samples, [members, samples, ...], got shape "
-                f"{tuple(outputs.shape)}."
-            )
-        yield outputs
+def _means(
+    members: _LocalMembers, *values: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return means over members `[E, ...]`, and the deviations from them.
+
+    Differences from the first member are exactly zero where all members agree, so that
+    no rounding of a sum makes members disagree with their own mean.
+    """
+    firsts = members.first(*values)
+    apart = [value - first for value, first in zip(values, firsts, strict=True)]
+    means = members.mean(*apart, *values)
+    shifts, plain = means[: len(values)], means[len(values) :]
+    triples = zip(shifts, firsts, plain, strict=True)
+    centres = [torch.where(s.isfinite(), first + s, mean) for s, first, mean in triples]
+    return centres, [x - shift for x, shift in zip(apart, shifts, strict=True)]
 
 
-def _check(function: str, outputs: Tensor) -> None:
-    """Accept floating point outputs of one member or more."""
+def _check_outputs(function: str, outputs: Tensor) -> None:
     if not isinstance(outputs, Tensor) or not outputs.is_floating_point():
         is_tensor = isinstance(outputs, Tensor)
         kind = outputs.dtype if is_tensor else f"a {type(outputs).__name__}"
@@ -300,7 +554,6 @@ def _check(function: str, outputs: Tensor) -> None:
 
 
 def _check_quantiles(function: str, quantiles: Sequence[float]) -> None:
-    """Accept numbers from 0 to 1."""
     for quantile in quantiles:
         checks.finite(function, quantiles=quantile)
         if not 0 <= quantile <= 1:
@@ -315,19 +568,19 @@ def _entropy(probabilities: Tensor) -> Tensor:
     return torch.special.entr(probabilities).sum(-1)
 
 
-def _quantiles(each: Tensor, quantiles: Sequence[float]) -> Tensor:
+def _quantiles(values: Tensor, levels: Sequence[float]) -> Tensor:
     """Quantiles over members `[E, ...]`.
 
     `torch.quantile` refuses empty tensors, and in some versions those of 2^24 numbers.
     """
-    ordered = each.sort(0).values
+    ordered = values.sort(0).values
     missing = ordered[-1].isnan()  # NaN is sorted to the end
-    found = each.new_empty((len(quantiles), *each.shape[1:]))
-    for row, quantile in zip(found, quantiles, strict=True):
-        place = quantile * (len(each) - 1)
+    quantiles = values.new_empty((len(levels), *values.shape[1:]))
+    for row, level in zip(quantiles, levels, strict=True):
+        place = level * (len(values) - 1)
         low, high = math.floor(place), math.ceil(place)
         below, above = ordered[low], ordered[high]
         between = torch.lerp(below, above, place - low)
         row.copy_(torch.where(below == above, below, between))  # infinite ones too
         row.masked_fill_(missing, torch.nan)
-    return found
+    return quantiles

@@ -1,26 +1,45 @@
-"""Many models as one: made from modules or from a factory, and taken apart again.
+"""Many models as one: stacked, shared in part, grouped, and taken apart again.
 
 E members. A stacked entry is a tensor `[E, *shape]`, a shared one `[*shape]`.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
 from vgrad import checks
 from vgrad.checks import Patterns
-from vgrad.ensemble.axes import members, split
-from vgrad.ensemble.matching import check_alike
+from vgrad.ensemble.execution import members, split
+from vgrad.ensemble.matching import difference
 from vgrad.functional import guards, slots
 from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
 from vgrad.generators import RNG_LOCK
-from vgrad.typing import Buffers, Params
+from vgrad.tree import tree_flatten, tree_unflatten
+from vgrad.typing import Buffers, Params, Tree
 
 
+@overload
 def stack(
-    models: Iterable[nn.Module], *, disable_autograd_tracking: bool = False
+    models: Iterable[nn.Module], /, *, disable_autograd_tracking: bool = False
+) -> tuple[FunctionalModel, Params, Buffers]: ...
+@overload
+def stack(
+    make: Callable[[], nn.Module],
+    /,
+    *,
+    seeds: Iterable[int],
+    disable_autograd_tracking: bool = False,
+) -> tuple[FunctionalModel, Params, Buffers]: ...
+def stack(
+    models: Any,
+    /,
+    *,
+    seeds: Iterable[int] | None = None,
+    disable_autograd_tracking: bool = False,
 ) -> tuple[FunctionalModel, Params, Buffers]:
     """Stack E models: `models -> (fmodel, params, buffers)`, entries `[E, *shape]`.
 
@@ -29,36 +48,49 @@ def stack(
     appear once, parameters require grad unless `disable_autograd_tracking`, frozen ones
     are among the buffers. Nothing is shared with the modules. The cost is one copy.
 
+    `stack(make, seeds=...)` makes the models: member i is `make()` after
+    `torch.manual_seed(seeds[i])`; `member_seed` has seeds that differ from ensemble to
+    ensemble. Torch's generators are restored; a `make` that uses others seeds them.
+
     Since all members run the code of the first, the models may differ in the values of
     their parameters and buffers only. Their classes, modes, hooks, functions and plain
     attributes are compared. Models that differ on purpose go through `group`.
 
     Raises:
         ValueError: there is no model, or one is not like the first; the message names
-            the entry, or the submodule and its attribute, and the member.
-        TypeError: a model is not a module, or cannot be copied; else as
-            `make_functional_with_buffers`.
+            the place and the member.
 
     Example:
-        >>> fmodel, params, buffers = stack([nn.Linear(3, 2) for _ in range(5)])
+        >>> fmodel, params, buffers = stack(lambda: nn.Linear(3, 2), seeds=range(5))
         >>> params["weight"].shape, params["bias"].shape
         (torch.Size([5, 2, 3]), torch.Size([5, 2]))
         >>> in_dims = (0, 0, None)
         >>> torch.vmap(fmodel, in_dims)(params, buffers, torch.ones(4, 3)).shape
         torch.Size([5, 4, 2])
     """
-    models = listed_models("stack", models)
-    check_alike("stack(models)", models)
+    if seeds is not None:
+        seeds = [
+            seed for x in seeds for seed in checks.whole("stack", least=0, seeds=x)
+        ]
+        models = made("stack(make)", [models] * len(seeds), seeds)
+    models = _listed("stack", models)
+    for index, model in enumerate(models):
+        unlike = difference(models[0], model)
+        if unlike is not None:
+            where = f"'{unlike.path}' of " if unlike.path else ""
+            raise ValueError(
+                f"stack(models): expected {unlike.first} in {where}member {index} as "
+                f"in member 0, got {unlike.other}. All members run the code of member "
+                f"0: only the values of parameters and buffers may differ."
+            )
     fmodel, params, buffers = make_functional_with_buffers(
         models[0], disable_autograd_tracking=disable_autograd_tracking
     )
     tensors = [dict(slots.named_tensors(model)) for model in models]
 
     def stacked(names: Iterable[str], grad: bool) -> dict[str, Tensor]:
-        each = {name: [own[name].detach() for own in tensors] for name in names}
-        return {
-            n: torch.stack(values).requires_grad_(grad) for n, values in each.items()
-        }
+        columns = {name: [own[name].detach() for own in tensors] for name in names}
+        return {n: torch.stack(x).requires_grad_(grad) for n, x in columns.items()}
 
     trained = stacked(params, not disable_autograd_tracking)
     return fmodel, trained, stacked(buffers, False)
@@ -67,12 +99,17 @@ def stack(
 combine_state_for_ensemble = stack
 
 
-def listed_models(function: str, models: Iterable[nn.Module]) -> list[nn.Module]:
+def _listed(function: str, models: Any) -> list[nn.Module]:
     """Return models as a list of at least one module, each of which can be copied."""
     if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
         raise TypeError(
             f"{function}(models): expected several models, got a single "
             f"{type(models).__name__}. Put the models into a list."
+        )
+    if not isinstance(models, Iterable):
+        raise TypeError(
+            f"{function}(models): expected several models, got {checks.shown(models)}. "
+            f"vgrad.stack(make, seeds=range(5)) makes five."
         )
     models = list(models)
     if not models:
@@ -82,49 +119,20 @@ def listed_models(function: str, models: Iterable[nn.Module]) -> list[nn.Module]
     return models
 
 
-def init_ensemble(
-    factory: Callable[[], nn.Module], n: int, *, seed: int
-) -> tuple[FunctionalModel, Params, Buffers]:
-    """Stack n models made by a factory, each from random numbers of its own.
-
-    Member i is exactly what `factory()` gives after
-    `torch.manual_seed(member_seed(seed, i))`, whatever n is. The generators of torch,
-    on the CPU and on CUDA devices, are afterwards what they were before. Those of
-    `random` and NumPy are not touched: a factory that uses them seeds them itself.
-
-    Raises:
-        ValueError: the factory returns one model twice, or models that are not alike.
-        TypeError: it returns something else than a module.
-
-    Example:
-        >>> factory = lambda: nn.Linear(3, 2)
-        >>> fmodel, params, buffers = init_ensemble(factory, 5, seed=0)
-        >>> _ = torch.manual_seed(member_seed(0, 3))
-        >>> torch.equal(params["weight"][3], factory().weight)
-        True
-    """
-    [n] = checks.whole("init_ensemble", least=1, n=n)
-    return stack(made("init_ensemble", lambda i: factory(), range(n), seed=seed))
-
-
 def made(
-    function: str, factory: Callable[[int], nn.Module], which: range, *, seed: int
+    where: str, makes: Sequence[Callable[[], nn.Module]], seeds: Sequence[int]
 ) -> list[nn.Module]:
-    """Make models by `factory(i)`, each from the random numbers of member i.
-
-    Torch's generators are put back.
-    """
-    [seed] = checks.whole(function, least=0, seed=seed)
+    """Make a model by each function, after seeding torch; generators are restored."""
     devices = range(torch.cuda.device_count())
     models = []
     with RNG_LOCK, torch.random.fork_rng(devices, device_type="cuda"):
-        for i in which:
-            torch.manual_seed(member_seed(seed, i))
-            models.append(factory(i))
-    if len({id(model) for model in models}) < len(which):
+        for make, seed in zip(makes, seeds, strict=True):
+            torch.manual_seed(seed)
+            models.append(make())
+    if len({id(model) for model in models}) < len(models):
         raise ValueError(
-            f"{function}(factory): expected a new model from each call, got one of "
-            f"them again. Build the model inside of the factory."
+            f"{where}: expected a new model from each call, got one of them again. "
+            f"Build the model inside of the function."
         )
     return models
 
@@ -159,13 +167,10 @@ def share(
 ) -> tuple[Params, Buffers]:
     """Let all members use one tensor for each entry that matches a shell-style pattern.
 
-    These entries lose the member axis, `[E, *shape] -> [*shape]`. They take the values
-    of member 0; those of the others are dropped. They are copies, leaves that require
-    grad as before; everything else is passed on as it is. Name all patterns in one
-    call, and give the same ones as `shared=` to the functions that take the result.
-
-    Raises:
-        ValueError: a pattern matches nothing, or an entry has no member axis.
+    These entries lose the member axis, `[E, *shape] -> [*shape]`, and take copies of
+    the values of member 0, leaves that require grad as before; all others are passed
+    on. Name all patterns in one call, and give the same ones as `shared=` to the
+    functions that take the result.
 
     Example:
         >>> _, params, buffers = stack([nn.Linear(3, 2) for _ in range(5)])
@@ -173,13 +178,13 @@ def share(
         >>> params["weight"].shape, params["bias"].shape
         (torch.Size([2, 3]), torch.Size([5, 2]))
     """
-    members(params, buffers)
-    _, whole = split("share", {**params, **buffers}, patterns)
+    members("share", params, buffers)
+    _, common = split("share", {**params, **buffers}, patterns)
 
     def shared(values: dict[str, Tensor]) -> dict[str, Tensor]:
         return {
             name: value.detach()[0].clone().requires_grad_(value.requires_grad)
-            if name in whole
+            if name in common
             else value
             for name, value in values.items()
         }
@@ -193,23 +198,18 @@ def member(params: Params, i: int, *, shared: Patterns = ()) -> dict[str, Tensor
     Works for parameters and for buffers. `shared` holds patterns of the entries without
     a member axis, which are returned as they are.
 
-    Raises:
-        ValueError: there is no such member, or a pattern matches nothing.
-
     Example:
         >>> member({"weight": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, 1)
         {'weight': tensor([3., 4.])}
     """
     checks.dictionaries("member", params=params)
     [i] = checks.whole("member", least=0, i=i)
-    stacked, whole = split("member", params, shared)
-    if stacked and i >= members(stacked, {}):
-        raise ValueError(
-            f"member(i={i}): expected i < {members(stacked, {})}, the number of "
-            f"members."
-        )
+    stacked, common = split("member", params, shared)
+    count = members("member", stacked, {}) if stacked else i + 1
+    if i >= count:
+        raise ValueError(f"member(i={i}): expected i < {count}, the number of members.")
     return {
-        name: value if name in whole else value[i] for name, value in params.items()
+        name: value if name in common else value[i] for name, value in params.items()
     }
 
 
@@ -225,20 +225,116 @@ def unstack(
     `shared` holds patterns of the entries without a member axis; each module gets a
     copy of them. Undoes `stack`.
 
-    Raises:
-        ValueError: the entries are not those of `fmodel`, have other shapes, or other
-            numbers of members.
-
     Example:
         >>> models = [nn.Linear(3, 2) for _ in range(5)]
         >>> again = unstack(*stack(models))
         >>> all(torch.equal(a.bias, b.bias) for a, b in zip(models, again))
         True
     """
-    stacked, whole = split("unstack", {**params, **buffers}, shared)
+    stacked, common = split("unstack", {**params, **buffers}, shared)
 
     def of(values: dict[str, Tensor], i: int) -> dict[str, Tensor]:
-        return {n: value if n in whole else value[i] for n, value in values.items()}
+        return {n: value if n in common else value[i] for n, value in values.items()}
 
-    count = members(stacked, {})
+    count = members("unstack", stacked, {})
     return [fmodel.to_module(of(params, i), of(buffers, i)) for i in range(count)]
+
+
+# Models of different architectures: E_g of the E models are in group g.
+
+
+@dataclass(frozen=True)
+class ModelGroups:
+    """Groups of stacked models, as `group` makes them.
+
+    Attributes:
+        fmodels: the function of one member, for each group.
+        params: the stacked parameters of each group, `[E_g, *shape]`.
+        buffers: the stacked buffers of each group.
+        positions: the places of each group's members among the models.
+    """
+
+    fmodels: tuple[FunctionalModel, ...]
+    params: tuple[Params, ...]
+    buffers: tuple[Buffers, ...]
+    positions: tuple[tuple[int, ...], ...]
+
+    def map(self, function: Callable[[FunctionalModel, Params, Buffers], Tree]) -> Tree:
+        """Call `function(fmodel, params, buffers)` for each group and join the results.
+
+        The function returns a tree of tensors `[E_g, ...]`, which differ between groups
+        in that axis only. Returned is the same tree of tensors `[E, ...]`, in the order
+        of the models. The groups run one after the other; gradients flow through.
+        """
+        groups = zip(self.fmodels, self.params, self.buffers, strict=True)
+        results = [tree_flatten(function(*arguments)) for arguments in groups]
+        first, structure = results[0]
+        for number, (leaves, other) in enumerate(results):
+            if other != structure:
+                raise ValueError(
+                    f"ModelGroups.map(function): expected results of one structure, "
+                    f"got {structure} from group 0 and {other} from group {number}."
+                )
+            for leaf, expected in zip(leaves, first, strict=True):
+                _check_leaf(leaf, expected, number, len(self.positions[number]))
+        # The places of the models in the joined tensors.
+        order = torch.tensor([i for group in self.positions for i in group]).argsort()
+        joined = [
+            torch.cat(leaves).index_select(0, order.to(leaves[0].device))
+            for leaves in zip(*(leaves for leaves, _ in results), strict=True)
+        ]
+        return tree_unflatten(joined, structure)
+
+
+def group(models: Iterable[nn.Module]) -> ModelGroups:
+    """Stack the models that are alike, and put the groups behind one call.
+
+    Two models are in one group if `stack` takes them. The groups come in the order of
+    their first models, the members of each in the order of the models. Only groups of
+    more than one model save time.
+
+    Example:
+        >>> models = [nn.Linear(3, 2), nn.Linear(3, 2, bias=False), nn.Linear(3, 2)]
+        >>> groups, x = group(models), torch.ones(4, 3)
+        >>> groups.positions
+        ((0, 2), (1,))
+        >>> def outputs(fmodel, params, buffers):
+        ...     return torch.vmap(fmodel, (0, 0, None))(params, buffers, x)
+        >>> groups.map(outputs).shape
+        torch.Size([3, 4, 2])
+    """
+    models = _listed("group", models)
+    groups: list[list[int]] = []
+    for index, model in enumerate(models):
+        for positions in groups:
+            if difference(models[positions[0]], model) is None:
+                positions.append(index)
+                break
+        else:
+            groups.append([index])
+    stacked = [stack(models[index] for index in positions) for positions in groups]
+    fmodels, params, buffers = zip(*stacked, strict=True)
+    return ModelGroups(fmodels, params, buffers, tuple(map(tuple, groups)))
+
+
+def _check_leaf(leaf: Tensor, first: Tensor, number: int, count: int) -> None:
+    """Refuse a result of one group that cannot be joined with that of the first."""
+    where = "ModelGroups.map(function)"
+    if not isinstance(leaf, Tensor):
+        raise TypeError(
+            f"{where}: expected tensors, got a {type(leaf).__name__} from group "
+            f"{number}."
+        )
+    if leaf.ndim == 0 or len(leaf) != count:
+        raise ValueError(
+            f"{where}: expected a first axis of {count} members from group {number}, "
+            f"got shape {tuple(leaf.shape)}."
+        )
+    kinds = [(tuple(x.shape[1:]), x.dtype, x.device) for x in (first, leaf)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(
+            f"{where}: expected results that differ between groups in the first axis "
+            f"only, got {(count, *kinds[1][0])}, {kinds[1][1]}, {kinds[1][2]} from "
+            f"group {number} and {tuple(first.shape)}, {first.dtype}, {first.device} "
+            f"from group 0."
+        )

@@ -41,8 +41,7 @@ def sample_loss(fmodel: FunctionalModel, criterion: Criterion) -> LossFn:
         >>> loss(params, buffers, torch.ones(3), torch.tensor(1)).shape
         torch.Size([])
     """
-    _check_model("sample_loss", fmodel)
-    check_criterion("sample_loss", criterion)
+    _check("sample_loss", fmodel, criterion)
     return SampleLoss(fmodel, criterion)
 
 
@@ -84,8 +83,7 @@ def batch_loss(fmodel: FunctionalModel, criterion: Criterion) -> "BatchLoss":
         >>> new_buffers["num_batches_tracked"]
         tensor(1)
     """
-    _check_model("batch_loss", fmodel)
-    check_criterion("batch_loss", criterion)
+    _check("batch_loss", fmodel, criterion)
     return BatchLoss(fmodel, criterion)
 
 
@@ -161,14 +159,15 @@ def returned(function: str, result: Any, *, has_aux: bool) -> tuple[Tensor, Any]
     return value, aux
 
 
-def _check_model(function: str, fmodel: Any) -> None:
-    """Refuse a model that has not been split yet."""
+def _check(function: str, fmodel: Any, criterion: Any) -> None:
+    """Refuse a model that has not been split yet, and a wrong criterion."""
     if isinstance(fmodel, nn.Module):
         raise TypeError(
-            f"{function}(fmodel): expected what make_functional_with_buffers returns, "
-            f"got a module, {type(fmodel).__name__}. Split it: fmodel, params, buffers "
-            f"= make_functional_with_buffers(model)."
+            f"{function}(fmodel): expected a functional model, got a module, "
+            f"{type(fmodel).__name__}. Split it: fmodel, params, buffers = "
+            f"make_functional_with_buffers(model)."
         )
+    check_criterion(function, criterion)
 
 
 def check_criterion(function: str, criterion: Any) -> None:

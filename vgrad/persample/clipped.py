@@ -1,4 +1,7 @@
-"""Sums of clipped per-sample gradients: factors of the samples, and sensitivity."""
+"""Sums of clipped per-sample gradients, and their sensitivity.
+
+B samples.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -14,34 +17,23 @@ from vgrad.batches import Sensitivity
 from vgrad.conditions import rare
 from vgrad.persample.engine import (
     Call,
+    ClipCollector,
+    Evaluation,
     Options,
-    Problem,
     Quantity,
-    Settled,
     Transform,
-    Twice,
+    TwoPassCollector,
     joined,
+    members,
 )
-from vgrad.persample.engine.grouping import members
 from vgrad.persample.factors import Norm, Sums, reductions
-from vgrad.persample.factors.sums import ordinary, rounded_down
-from vgrad.precision.loss_scale import LossScale
+from vgrad.persample.factors.reductions import ordinary, rounded_down
 from vgrad.torch_private import modes
 from vgrad.tree import no_autocast
-from vgrad.typing import (
-    ChunkSize,
-    Clipping,
-    LossFn,
-    Params,
-    Passes,
-    Randomness,
-    Result,
-    Strategy,
-    Tree,
-)
+from vgrad.typing import Clipping, LossFn, Params, Passes, Result, Tree
 
 _GAMMA = 0.01
-"""What automatic clipping adds to a norm, as its authors do."""
+"""The number that automatic clipping adds to a norm, as its authors do."""
 
 LEAST, MOST = 1e-30, 1e30
 """Between these a sum in float32 keeps a bound."""
@@ -49,18 +41,27 @@ LEAST, MOST = 1e-30, 1e30
 _FAR = 1e25
 """This many bounds times the smallest float32 are nothing next to the bound."""
 
+_ROUNDING = 1e-6
+"""How much more than its bound a sample may add, relative to the bound."""
+
+_OTHER = 1e-3
+"""Relative to the weight of a sample, a difference that rounding does not make.
+
+Two backward passes of one graph differ by the order in which a device adds up.
+"""
+
 Parts = list[tuple[list[str], float]]
 """Names of parameters that are clipped together, and their bound."""
 
 
 def check_bounds(
-    named: Mapping[str, float], normalize_by: float, clipping: Clipping
+    bounds: Mapping[str, float], normalize_by: float, clipping: Clipping
 ) -> None:
     """Refuse bounds that a sum in float32 cannot keep, for want of digits or range.
 
     An infinite one is no bound.
     """
-    for name, bound in named.items():
+    for name, bound in bounds.items():
         checks.positive("clipped_grad", **{name: bound})
         if clipping != "automatic" and math.isinf(bound):
             continue
@@ -68,8 +69,23 @@ def check_bounds(
         checks.between("clipped_grad", LEAST, MOST, **sizes)
 
 
+class ClipWeights(NamedTuple):
+    """The weights of B samples, and which samples they are right for."""
+
+    norms: Tensor
+    weights: dict[str, Tensor]  # by which each parameter's gradients are multiplied
+    finite: Tensor  # which samples count
+    clipped: Tensor  # which of these have a norm above a bound
+    safe: Tensor  # which can be summed from factors, far from the ends of float32
+
+    @property
+    def direct(self) -> Tensor:
+        """Which samples need nothing but their weights."""
+        return self.finite & self.safe
+
+
 @dataclass(frozen=True)
-class Clip:
+class ClipRule:
     """How gradients are clipped."""
 
     kind: Clipping
@@ -86,14 +102,14 @@ class Clip:
         """Return the names of parameters that are clipped together, and the bound."""
         if isinstance(self.max_norm, Mapping):
             groups = {pattern: [pattern] for pattern in self.max_norm}
-            found = members("clipped_grad", groups, params)
-            covered = {name for names in found.values() for name in names}
+            matched = members("clipped_grad", groups, params)
+            covered = {name for names in matched.values() for name in names}
             if missing := sorted(params.keys() - covered):
                 raise ValueError(
                     f"clipped_grad(max_norm={dict(self.max_norm)!r}): expected every "
                     f"parameter to match a pattern, but {missing} match none."
                 )
-            return [(found[each], self.max_norm[each]) for each in found]
+            return [(matched[each], self.max_norm[each]) for each in matched]
         if self.kind != "per_layer":
             return [(list(params), self.max_norm)]
         layers = members("clipped_grad", "layer", params)
@@ -108,60 +124,35 @@ class Clip:
             exact = (bound / norms).clamp(max=1)
         return torch.where(exact < torch.finfo(exact.dtype).tiny, 0.0, exact)
 
-    def decide(
+    def weigh(
         self,
         norms: Mapping[str, Norm],
         parts: Parts,
         dtype: torch.dtype,
         mask: Tensor | None = None,
-    ) -> "Decision":
-        """Say from the norms what becomes of each sample; weights are of `dtype`."""
+    ) -> ClipWeights:
+        """Compute the weights of each sample from its norms, in `dtype`."""
         joint = [Norm.joint([norms[name] for name in names]) for names, _ in parts]
-        keep = torch.stack([each.upper for each in joint]).isfinite().all(0)
-        above, simple = torch.zeros_like(keep), torch.ones_like(keep)
+        finite = torch.stack([norm.upper for norm in joint]).isfinite().all(0)
+        clipped, safe = torch.zeros_like(finite), torch.ones_like(finite)
         weights: dict[str, Tensor] = {}
         for (names, bound), norm in zip(parts, joint, strict=True):
-            factors = self.factors(torch.where(keep, norm.upper, 1), bound)
+            factors = self.factors(torch.where(finite, norm.upper, 1), bound)
             if mask is not None:
                 factors = torch.where(mask, factors, 0.0)
             # Rounded down, so that no product is above the bound.
             rounded = rounded_down(factors, dtype)
             weights.update(dict.fromkeys(names, rounded))
-            above |= keep & (norm.value > bound)
+            clipped |= finite & (norm.value > bound)
             # A product with a number on the edge of zero must not count either.
-            simple &= ordinary(norm.reach, factors) & (norm.reach <= bound * _FAR)
+            safe &= ordinary(norm.reach, factors) & (norm.reach <= bound * _FAR)
         if mask is not None:
-            above &= mask
-        return Decision(Norm.joint(joint).value, weights, keep, above, simple)
-
-
-class Decision(NamedTuple):
-    """What becomes of B samples."""
-
-    norms: Tensor
-    weights: dict[str, Tensor]  # by which each parameter's gradients are multiplied
-    keep: Tensor  # which are finite, so that they count
-    above: Tensor  # which of these have a norm above a bound
-    simple: Tensor  # which can be summed from factors, far from the ends of float32
-
-    @property
-    def plain(self) -> Tensor:
-        """Which need nothing but their weights."""
-        return self.keep & self.simple
-
-
-_ROUNDING = 1e-6
-"""By how much more than its bound a sample may add."""
-
-_OTHER = 1e-3
-"""Relative to the weight of a sample, a difference that rounding does not make.
-
-Two backward passes of one graph differ by the order in which a device adds up.
-"""
+            clipped &= mask
+        return ClipWeights(Norm.joint(joint).value, weights, finite, clipped, safe)
 
 
 class ClippedGrad(NamedTuple):
-    """What `clipped_grad` computes. Only `grads`, with noise, is private.
+    """The result of `clipped_grad`. Only `grads`, with noise, is private.
 
     Attributes:
         grads: sum over samples of the clipped gradients, divided by `normalize_by`;
@@ -170,7 +161,7 @@ class ClippedGrad(NamedTuple):
         losses: loss of each sample, `[B]`.
         clipped: how many finite samples had a norm, with `"per_layer"` one of any
             layer, above the bound. Automatic clipping scales every sample, and counts
-            those above `max_norm`.
+            norms above `max_norm`.
         nonfinite: how many samples had an infinite or NaN gradient; they add zero.
     """
 
@@ -182,7 +173,7 @@ class ClippedGrad(NamedTuple):
 
 
 class ClippingOptions(Options, total=False):
-    """Those of `clipped_grad`."""
+    """The options of `clipped_grad`."""
 
     max_norm: Required[float | Mapping[str, float]]
     clipping: Clipping
@@ -207,23 +198,21 @@ def clipped_grad(
     normalize_by: float = 1.0,
     rescale: bool = False,
     passes: Passes = 1,
-    strategy: Strategy = "auto",
-    chunk_size: ChunkSize = None,
-    randomness: Randomness = "error",
     has_aux: bool = False,
-    loss_scale: LossScale | None = None,
+    **options: Unpack[Options],
 ) -> "ClippedGradFn[Any]":
     """Sum of clipped gradients: `(params, buffers, *batch) -> ClippedGrad`.
 
     Each sample's gradient g is scaled by a factor, and the sum is divided by
     `normalize_by`, for which private training takes the expected batch size, a public
-    constant. The function's `.sensitivity` says what noise has to hide. `clipping` is
+    constant. `.sensitivity` of the function is the number that noise has to hide.
+    `clipping` is
 
     * `"flat"`: the factor is `min(1, max_norm / |g|)`;
     * `"per_layer"`: each of K layers (the parameters of one module) has a factor of its
       own with the bound `max_norm / sqrt(K)`. A dictionary from shell-style patterns of
-      parameters' names to numbers makes one part of what each pattern matches, with its
-      own bound; the sensitivity is the root of the sum of their squares;
+      parameters' names to numbers clips the parameters of each pattern together, with
+      its own bound; the sensitivity is the root of the sum of their squares;
     * `"automatic"`: the factor is `max_norm / (|g| + 0.01)`, so that all samples count
       alike.
 
@@ -231,13 +220,14 @@ def clipped_grad(
     where there are several bounds): clipped gradients have a norm of one at most, and
     the learning rate need not follow the bound.
 
-    With `passes=2` a recorded backward pass keeps nothing but the norms, and a second
-    one sums with the weights that follow from them: more time, and no factors in
-    memory. That pays where the loss checkpoints its activations, which otherwise take
-    more. The second pass measures the norms of what it sums: where they are others, as
-    of checkpoints that draw new random numbers, the samples run once more and factors
-    are kept, as they are for samples near the ends of the dtype. A loss with nodes that
-    are not torch's own runs forward before each pass.
+    With `passes=2` a recorded backward pass keeps norms alone, and a second one sums
+    with the weights that follow from them: more time, and no factors in memory. That
+    pays where the loss checkpoints its activations, which otherwise take more. The
+    second pass measures the norms again. Where they differ, as for checkpoints that
+    draw new random numbers, the samples run once more and factors are kept. Factors of
+    samples close to overflow or underflow are kept anyway. A loss with nodes that are
+    not torch's own runs forward before each pass. The other options are in
+    `vgrad.persample.Options`.
 
     Guarantee: no sample adds more than `max_norm (1 + 1e-6) / normalize_by` in L2 norm,
     or with `rescale` `(1 + 1e-6) / normalize_by`, in the arithmetic that ran, with
@@ -245,27 +235,18 @@ def clipped_grad(
     holds. A sample whose gradient is not finite adds exactly zero. An empty batch gives
     zeros without running the loss. Chunks are added up in float64.
 
-    Cost: about that of plain SGD's backward pass when recorded. A sample with inputs or
-    gradients beyond 1e15 has its gradient formed in float64, by itself.
+    Cost: about that of plain SGD's backward pass when recorded. The gradient of a
+    sample with inputs or gradients beyond 1e15 is formed in float64, by itself.
 
     Reference: Abadi et al., Deep Learning with Differential Privacy, arXiv 1607.00133;
     Bu et al., Automatic Clipping, arXiv 2206.07136.
-
-    Args:
-        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
-            `"loop"` sample by sample; `"auto"` takes the first of these that can.
-        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
-        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
-        has_aux: the loss returns `(scalar, aux)`, and the result is a pair with aux.
-        loss_scale: multiplies losses before the backward pass; results are without it.
 
     Raises:
         ValueError: `max_norm` or `normalize_by` is not positive; a bound, or a bound
             divided by `normalize_by`, is not between 1e-30 and 1e30 (infinity, which
             clips nothing, passes unless clipping is automatic or the sum rescaled);
-            when called, a pattern
-            of `max_norm` matches no parameter, or a parameter not exactly one; else as
-            `per_sample_grad`.
+            when called, a pattern of `max_norm` matches no parameter, or a parameter
+            not exactly one.
 
     Example:
         >>> loss = lambda params, buffers, x: (params["w"] * x).sum()
@@ -292,33 +273,30 @@ def clipped_grad(
     else:
         check_bounds({"max_norm": max_norm}, normalize_by, clipping)
         max_norm = float(max_norm)
-    options = Problem(
-        "clipped_grad", loss, strategy, chunk_size, randomness, has_aux, loss_scale
-    )
-    clip = Clip(clipping, max_norm)
+    call = Call.of(clipped_grad, loss, options, has_aux)
+    rule = ClipRule(clipping, max_norm)
     if rescale:
-        checks.between("clipped_grad", LEAST, MOST, max_norm=clip.total)
-        normalize_by = normalize_by * clip.total
+        checks.between("clipped_grad", LEAST, MOST, max_norm=rule.total)
+        normalize_by = normalize_by * rule.total
     checks.choice("clipped_grad", get_args(Passes), passes=passes)
-    return ClippedGradFn(options, clip, float(normalize_by), passes)
+    return ClippedGradFn(call, rule, float(normalize_by), passes)
 
 
 class ClippedGradFn(Transform[Result]):
-    """What `clipped_grad` returns: a function that knows its sensitivity.
+    """The function of `clipped_grad`, with its sensitivity.
 
     Attributes:
         sensitivity: how far adding or removing one sample can move the sum.
     """
 
     def __init__(
-        self, options: Problem, clip: Clip, normalize_by: float, passes: int = 1
+        self, options: Call, rule: ClipRule, normalize_by: float, passes: int = 1
     ) -> None:
-        """Keep what `clipped_grad` was given."""
         super().__init__(options, Quantity(self._collect, self._measure, self._joined))
-        self._clip = clip
+        self._rule = rule
         self._normalize_by = normalize_by
         self._passes = passes
-        self.sensitivity = Sensitivity(clip.total / normalize_by)
+        self.sensitivity = Sensitivity(rule.total / normalize_by)
 
     def of_samples(
         self, function: Callable[[Tensor], Tensor], value: ClippedGrad
@@ -327,93 +305,96 @@ class ClippedGradFn(Transform[Result]):
         norms, losses = function(value.norms), function(value.losses)
         return value._replace(norms=norms, losses=losses)
 
-    def _collect(self, part: Problem) -> Settled:
+    def _collect(self, part: Call) -> ClipCollector:
         if self._passes == 1:
-            return Settled(part.mask)
+            return ClipCollector(part.mask)
+        reducer, weigh = part.reducer, self._weigh(part)
 
-        def weights(found: Twice) -> Mapping[str, Tensor] | None:
-            decision = self._decide(part)(found.norms)
-            doubtful = rare(torch.cat([~decision.plain, *found.doubts]))
-            return None if part.anywhere(doubtful) else decision.weights
+        def decide(collector: TwoPassCollector) -> Mapping[str, Tensor] | None:
+            clip = weigh(collector.norms)
+            careful = rare(torch.cat([~clip.direct, *collector.uncertain]))
+            return None if reducer.any_rank(careful) else clip.weights
 
-        def fit(found: Twice, weights: Mapping[str, Tensor]) -> bool:
-            parts = self._clip.parts(part.params)
+        def fit(collector: TwoPassCollector, weights: Mapping[str, Tensor]) -> bool:
             with no_autocast(part.device):
-                right = self._decide(part)(found.norms)
-                fine = [right.plain]
-                for names, bound in parts:
+                clip = weigh(collector.norms)
+                fits = [clip.direct]
+                for names, bound in self._rule.parts(part.params):
                     weight = weights[names[0]].double()
-                    norm = Norm.joint([found.norms[name] for name in names]).upper
-                    fine.append(weight * norm <= bound * (1 + _ROUNDING))
-                    fine.append(weight >= right.weights[names[0]] * (1 - _OTHER))
-                other = rare(torch.cat([~torch.stack(fine).all(0), *found.doubts]))
-            return not part.anywhere(other)
+                    norm = Norm.joint([collector.norms[name] for name in names]).upper
+                    fits.append(weight * norm <= bound * (1 + _ROUNDING))
+                    fits.append(weight >= clip.weights[names[0]] * (1 - _OTHER))
+                other = [~torch.stack(fits).all(0), *collector.uncertain]
+                differs = rare(torch.cat(other))
+            return not reducer.any_rank(differs)
 
-        return Twice(part.mask, decide=weights, fit=fit, summed=part.summed)
+        summed = reducer.summed
+        return TwoPassCollector(part.mask, decide=decide, fit=fit, summed=summed)
 
-    def _decide(self, part: Problem) -> Callable[[Mapping[str, Norm]], Decision]:
-        """Return what says from the norms what becomes of the samples of a chunk."""
+    def _weigh(self, part: Call) -> Callable[[Mapping[str, Norm]], ClipWeights]:
+        """Return the function from norms to the weights of a chunk's samples."""
         dtype = reductions.norm_dtype(part.params)
-        parts = self._clip.parts(part.params)
-        return partial(self._clip.decide, parts=parts, dtype=dtype, mask=part.mask)
+        parts = self._rule.parts(part.params)
+        return partial(self._rule.weigh, parts=parts, dtype=dtype, mask=part.mask)
 
-    def _measure(self, found: Settled, part: Problem) -> tuple:
+    def _measure(self, collector: ClipCollector, part: Call) -> tuple:
         """Return the sums of a chunk, its norms, and which are above a bound."""
-        parts, decide = self._clip.parts(part.params), self._decide(part)
-        sums = Sums()
+        weigh, sums = self._weigh(part), Sums()
         with no_autocast(part.device):
-            decision = decide(found.norms)
-            if isinstance(found, Twice) and found.sums:
-                sums.add(found.sums)
+            clip = weigh(collector.norms)
+            if isinstance(collector, TwoPassCollector) and collector.sums:
+                sums.add(collector.sums)
             elif modes.inside_transform():
-                sums.add(found.weighted(decision.weights, decision.keep))
-            elif not rare(torch.cat([~decision.plain, *found.doubts])):
-                sums.add(found.weighted(decision.weights, None, part.settled))
+                sums.add(collector.weighted(clip.weights, clip.finite))
+            elif not rare(torch.cat([~clip.direct, *collector.uncertain])):
+                settled = part.reducer.settled
+                sums.add(collector.weighted(clip.weights, None, settled))
             else:
-                found.mend()
-                decision = decide(found.norms)
-                for some in self._careful(found, decision, parts):
+                collector.recompute()
+                clip = weigh(collector.norms)
+                for some in self._careful(collector, clip, part):
                     sums.add(some)
                 for name, value in sums.totals.items():
-                    sums.totals[name] = part.settled(name, value)
-        return sums.totals, decision.norms, decision.above
+                    sums.totals[name] = part.reducer.settled(name, value)
+        return sums.totals, clip.norms, clip.clipped
 
-    def _joined(self, parts: Iterator[tuple], call: Call) -> ClippedGrad:
+    def _careful(
+        self, collector: ClipCollector, clip: ClipWeights, part: Call
+    ) -> Iterator[Params]:
+        """Yield the sums of clipped gradients, in parts that are to be added."""
+        keep: Tensor | None = None
+        if rare(~clip.direct):
+            keep, hard = clip.direct, clip.finite & ~clip.safe
+            if collector.mask is not None:
+                keep, hard = keep & collector.mask, hard & collector.mask
+            # The norms of the very numbers that are summed, in float64.
+            parts = self._rule.parts(part.params)
+            for some in collector.gradients(hard):
+                again = self._rule.weigh(some.norms, parts, torch.float64)
+                yield some.weighted(again.weights, again.finite)
+        yield collector.weighted(clip.weights, keep)
+
+    def _joined(self, parts: Iterator[tuple], run: Evaluation) -> ClippedGrad:
         """Add up the sums of all chunks."""
-        sums, found, above = Sums(), [], []
+        sums, chunk_norms, above = Sums(), [], []
         for some, norms, clipped in parts:
             sums.add(some)
-            found.append(norms)
+            chunk_norms.append(norms)
             above.append(clipped)
-        if not found:
-            self._clip.parts(call.params)  # which may not be as the bounds say
-        norms = joined(reductions.no_norms(call.params, torch.float64), found)
-        nonfinite, mask, places = ~norms.isfinite(), call.problem.mask, call.places
+        if not chunk_norms:
+            self._rule.parts(run.params)  # which may not be as the bounds say
+        norms = joined(reductions.no_norms(run.params, torch.float64), chunk_norms)
+        nonfinite, mask, places = ~norms.isfinite(), run.call.mask, run.places
         if mask is not None:  # in the order of the batch
             nonfinite = (nonfinite if places is None else nonfinite[places]) & mask
-        clipped, nonfinite = call.summed(
+        clipped, nonfinite = run.summed(
             sums, joined(norms > 0, above).sum(), nonfinite.sum()
         )
         sums.divide(self._normalize_by)
         return ClippedGrad(
-            grads=sums.rounded(call.params),
-            norms=norms.to(call.dtype),
-            losses=call.losses,
+            grads=sums.rounded(run.params),
+            norms=norms.to(run.dtype),
+            losses=run.losses,
             clipped=clipped,
             nonfinite=nonfinite,
         )
-
-    def _careful(
-        self, settled: Settled, decision: Decision, parts: Parts
-    ) -> Iterator[Params]:
-        """Yield the sums of clipped gradients, in parts that are to be added."""
-        keep: Tensor | None = None
-        if rare(~decision.plain):
-            keep, hard = decision.plain, decision.keep & ~decision.simple
-            if settled.mask is not None:
-                keep, hard = keep & settled.mask, hard & settled.mask
-            # The norms of the very numbers that are summed, whatever they are.
-            for some in settled.gradients(hard):
-                again = self._clip.decide(some.norms, parts, torch.float64)
-                yield some.weighted(again.weights, again.keep)
-        yield settled.weighted(decision.weights, keep)

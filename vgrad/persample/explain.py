@@ -1,25 +1,25 @@
-"""The way of a per-sample transform through a model and a batch, as a table."""
+"""A report of how a per-sample transform runs a model and a batch."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, overload
 
 from torch.overrides import TorchFunctionMode
 
 from vgrad import checks
 from vgrad.generators import kept_random_state
-from vgrad.persample.engine import Call, Fallbacks, Problem, Transform, at_a_time
+from vgrad.persample.engine import Call, Evaluation, Fallbacks, Transform, at_a_time
 from vgrad.persample.engine.collectors import Collector
-from vgrad.persample.engine.ladder import FINAL, Stop
-from vgrad.persample.engine.sites import Use
-from vgrad.persample.engine.views import only_reads
+from vgrad.persample.engine.proxies import Use, only_reads
 from vgrad.persample.factors import Conv, Dense, Factor, Outer, Rows, Tied, Zero
 from vgrad.persample.factors.combined import Moved
+from vgrad.report import Report, table
 from vgrad.torch_private import modes
 from vgrad.torch_private.modes import op_name
 from vgrad.tree import tree_leaves
-from vgrad.typing import Buffers, Found, Params, Tree
+from vgrad.typing import Buffers, Found, Params, Strategy, Tree
 
 
 class Row(NamedTuple):
@@ -27,9 +27,9 @@ class Row(NamedTuple):
 
     Attributes:
         names: the parameters.
-        op: the op, or those that asked for copies of the parameter, one a sample.
+        op: the op, or all ops that took copies of the parameter, one a sample.
         factor: the kind of factor that holds the gradients.
-        form: how norms are computed: from those of `"both sides"` of one outer
+        form: how norms are computed: from norms of `"both sides"` of one outer
             product, from inner products of positions (`"gram"`), from the `"rows"` of a
             table or from the `"gradients"` themselves. Transforms that need no norms
             have `"gradients"`, or a `"weighted sum"` without them.
@@ -46,26 +46,26 @@ class Row(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Explanation:
-    """What `explain` finds; `str` makes a table of it.
+class Explanation(Report):
+    """The report of `explain` for a per-sample transform.
 
     Attributes:
         function: the transform's name.
         strategy: the strategy that ran.
-        why: why it was that one.
-        samples: how many samples the rows are of, those of the first chunk or, if it
-            falls into parts, of the largest.
-        rows: what happens to each parameter.
+        why: the reason for it.
+        samples: how many samples the rows are for: the first chunk or, if it splits,
+            its largest part.
+        rows: the uses of each parameter.
         parts: the sizes of the parts of the first chunk; one, if it does not split.
-        splits: the lines that ask what its samples answer differently, and how often it
-            or one of its parts splits there.
+        splits: the lines at which samples take different branches, and how often the
+            chunk or one of its parts splits there.
         foreign: the nodes of the graph and the ops that are not torch's own, which may
             write into any tensor that they reach.
         copied: bytes that factors hold as copies for that reason.
     """
 
     function: str
-    strategy: str
+    strategy: Strategy
     why: str
     samples: int
     rows: tuple[Row, ...]
@@ -75,12 +75,6 @@ class Explanation:
     copied: int = 0
 
     def __str__(self) -> str:
-        """Return an aligned table in plain text."""
-        head = ("parameter", *Row._fields[1:])
-        cells = [
-            (", ".join(row.names), *row[1:4], f"{row.bytes:,}", row.why)
-            for row in self.rows
-        ]
         samples = f"{self.samples} sample{'s' * (self.samples != 1)}"
         title = f"{self.function} of {samples}, strategy {self.strategy}: {self.why}"
         if self.splits:
@@ -94,39 +88,20 @@ class Explanation:
                 f"\n\nFactors hold copies, {self.copied:,} bytes, since these are not "
                 f"torch's own and may write in place: {', '.join(self.foreign)}"
             )
-        return f"{title}\n\n{aligned([head, *cells], right={4})}"
-
-
-def aligned(lines: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
-    """Lay cells out in columns, those numbered in `right` at their right edge.
-
-    Example:
-        >>> print(aligned([("op", "bytes"), ("linear", "8")], right={1}))
-        op      bytes
-        linear      8
-    """
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if number in right else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+        head = ("parameter", *Row._fields[1:])
+        cells = [(", ".join(row.names), *row[1:]) for row in self.rows]
+        return f"{title}\n\n{table([head, *cells], right={4})}"
 
 
 EXPANDED = "no rule fits: expanded over the samples"
-"""How the reason of a row begins whose op made autograd form every gradient."""
-
-_BACK = "through the computation"
-_UNUSED = "not used: no gradient reaches it"
+"""The beginning of a row's reason if autograd forms every gradient of the op."""
 
 
 class Explains(Protocol[Found]):
-    """A function that says itself what it does, as those of ensembles do."""
+    """A function with a report of its own, as those of ensembles have."""
 
     def explain(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Found:
-        """Say it."""
+        """Return the report."""
         ...
 
 
@@ -135,26 +110,24 @@ def explain(transform: Transform) -> Transform[Explanation]: ...
 @overload
 def explain(transform: Explains[Found]) -> Callable[..., Found]: ...
 def explain(transform: Any) -> Any:
-    """Say what a transform does: `(params, buffers, *batch) -> Explanation`.
+    """Report how a transform runs: `(params, buffers, *batch) -> Report`.
 
-    `transform` is what `per_sample_norm`, `clipped_grad` or another per-sample
-    transform returns. Its loss runs once, forward and backward, on the first chunk of
-    the batch and with the transform's options (and on one sample, if a parameter gets
-    no gradient); random generators are put back. Print the result, or read `.strategy`,
-    `.rows` and `.splits`. For what `ensemble_forward` and `ensemble_grad` return it
-    says which strategy runs and the form of each op.
+    `transform` is the result of `per_sample_norm`, `clipped_grad` or another per-sample
+    transform. Its loss runs once, forward and backward, on the first chunk of the batch
+    and with the transform's options (and on one sample, if a parameter gets no
+    gradient); random generators are restored. Print the report, or read `.strategy`,
+    `.why`, `.rows` and `.splits`. For `ensemble_forward(...)` and `ensemble_grad(...)`
+    it has the strategy and the form of each op, for a compiled function its captures.
 
     Each use of a parameter leaves a factor. Where the op has no rule that fits, the
-    parameter is expanded over the samples: exact, but all gradients are stored. What is
-    used several times, or computed from parameters, has one more row for each
-    parameter's sum; only that one then takes memory. `.foreign` names nodes that may
-    write in place into any tensor, for which factors hold `.copied` bytes as copies.
+    parameter is expanded over the samples: exact, but all gradients are stored. A
+    parameter that is used several times, or through a computation, has one more row for
+    its sum; only that one then takes memory. `.foreign` names nodes that may write in
+    place into any tensor, for which factors hold `.copied` bytes as copies.
 
     Raises:
         TypeError: `transform` is something else.
-        ValueError: it is a transform that has no forms here; when called, the batch is
-            empty; else as the transform.
-        UnsupportedOp: as the transform.
+        ValueError: the transform has no forms here; when called, the batch is empty.
 
     Example:
         >>> import torch
@@ -162,10 +135,10 @@ def explain(transform: Any) -> Any:
         >>> loss = lambda params, buffers, x: (x @ params["w"] + params["b"]).sum()
         >>> params = {"w": torch.ones(9, 8), "b": torch.ones(8), "c": torch.ones(1)}
         >>> compute = vgrad.clipped_grad(loss, max_norm=1.0)
-        >>> explanation = explain(compute)(params, {}, torch.ones(4, 2, 9))
-        >>> explanation.strategy
+        >>> report = explain(compute)(params, {}, torch.ones(4, 2, 9))
+        >>> report.strategy
         'recorded'
-        >>> for row in explanation.rows:
+        >>> for row in report.rows:
         ...     print(row.names, row.op, row.factor, row.form, row.bytes)
         ('w',) matmul Outer gram 544
         ('b',) add Dense gradients 128
@@ -175,152 +148,81 @@ def explain(transform: Any) -> Any:
         return transform.explain
     if not isinstance(transform, Transform):
         raise TypeError(
-            f"explain(transform): expected what a per-sample or ensemble transform "
-            f"returns, got a {type(transform).__name__}. Pass, for example, "
+            f"explain(transform): expected a per-sample or ensemble transform of a "
+            f"loss, got a {type(transform).__name__}. Pass, for example, "
             f"per_sample_norm(loss)."
         )
     checks.choice("explain", _FORMS, transform=transform.options.function)
-
-    # A memory of its own, so that the transform still warns of what was seen here.
-    fresh = {"loss_scale": None, "fallbacks": Fallbacks()}
-    return _Explaining(dataclasses.replace(transform.options, **fresh))
+    return _Explaining(replace(transform.options, loss_scale=None))
 
 
 class _Explaining(Transform):
-    """What `explain` returns for a per-sample transform."""
-
-    def called(self, call: Call, more: Any) -> Explanation:
-        """Say which strategy is taken, and why."""
-        with kept_random_state(call.problem.tensors):
-            return _explained(call.problem)
-
-
-def _explained(problem: Problem) -> Explanation:
-    """Take the strategy that the transform would take."""
-    chosen, why = problem.strategy, f'as strategy="{problem.strategy}" says'
-    if chosen == "auto" and modes.inside_transform():
-        chosen, why = "vmap", "inside a transform of torch.func"
-    elif chosen == "auto":
-        try:
-            return _recorded(problem, "the loss can be recorded")
-        except FINAL:
-            raise
-        except Exception as error:
-            stopped = Stop.of(error)
-            chosen, why = "vmap", f"{stopped.why} ({stopped.where})"
-        try:
-            return _stored(problem, chosen, why)
-        except FINAL:
-            raise
-        except Exception:
-            chosen = "loop"
-    if chosen == "recorded":
-        return _recorded(problem, why)
-    return _stored(problem, chosen, why)
+    def called(self, run: Evaluation, more: Any) -> Explanation:
+        # A memory of its own, so that the transform still warns.
+        call = replace(run.call, fallbacks=_Silent())
+        with kept_random_state(call.tensors):
+            return _explained(call)
 
 
-def _recorded(problem: Problem, why: str) -> Explanation:
-    """Record the loss, and list the uses of every parameter."""
-    found, told = _run(problem, "recorded", why)
-    return dataclasses.replace(told, rows=tuple(found.rows()))
+class _Silent(Fallbacks):
+    """Reasons that are in the report raise no warnings."""
+
+    def warn(self, text: str) -> None:
+        pass
 
 
-def _stored(problem: Problem, strategy: str, why: str) -> Explanation:
-    """Store all gradients, and see which ops take each parameter."""
-    watch = _Watch()
+def _explained(call: Call) -> Explanation:
+    """Run the first chunk, and describe its largest part."""
+    size, fallbacks, watch = call.batch.size, call.fallbacks, _Watch()
+    if not size:
+        raise ValueError(
+            f"explain({call.function})(params, buffers, *batch): expected at least one "
+            f"sample, got an empty batch."
+        )
 
     def watched(params: Params, buffers: Buffers, /, *sample: Tree) -> Any:
         watch.names = {id(value): name for name, value in params.items()}
         with watch:
-            return problem.loss(params, buffers, *sample)
+            return call.loss(params, buffers, *sample)
 
-    found, told = _run(dataclasses.replace(problem, loss=watched), strategy, why)
-    because = f"{strategy} stores all gradients"
-    rows = tuple(
-        whole._replace(op=", ".join(watch.ops[name]), why=because)
-        if name in watch.ops
-        else whole
-        for name, whole in found.wholes.items()
+    part = replace(call, loss=watched).part(0, min(size, at_a_time(call) or size))
+    run = Evaluation(replace(part, chunk_size=None))
+    uses: list[_Uses] = []
+    for collector in run.chunks(lambda: _Uses(call)):
+        uses.append(collector)
+        if run.chunks_run[-1].strategy == "loop":
+            break  # the other samples run in the same way
+    sizes = tuple(len(chunk.losses) for chunk in run.chunks_run)
+    largest = sizes.index(max(sizes))
+    strategy = run.chunks_run[largest].strategy
+    failure = fallbacks.failure
+    if strategy == "loop":
+        failure = fallbacks.split or failure
+    if failure is not None:
+        why = f"{failure.why} ({failure.where})"
+    elif call.strategy != "auto":
+        why = f'as strategy="{call.strategy}" says'
+    elif modes.inside_transform():
+        why = "inside a transform of torch.func"
+    else:
+        why = "the loss can be recorded"
+    return Explanation(
+        call.function,
+        strategy,
+        why,
+        sizes[largest],
+        tuple(uses[largest].rows(strategy, watch)),
+        sizes,
+        tuple(fallbacks.splits.items()),
+        tuple(sorted(fallbacks.foreign)),
+        uses[largest].copied,
     )
-    return dataclasses.replace(told, rows=rows)
-
-
-def _run(problem: Problem, strategy: str, why: str) -> tuple["_Found", Explanation]:
-    """Run the first chunk; return what its largest part left, and all but the rows."""
-    size = problem.batch.size
-    if not size:
-        raise ValueError(
-            f"explain({problem.function})(params, buffers, *batch): expected at least "
-            f"one sample, got an empty batch."
-        )
-    chosen = dataclasses.replace(problem, strategy=strategy)
-    part = chosen.part(0, min(size, at_a_time(chosen) or size))
-    call = Call(dataclasses.replace(part, chunk_size=None))
-    before = problem.fallbacks.splits.copy()
-    parts: list[tuple[int, _Found]] = []
-    for found in call.chunks(lambda: _Found(problem)):
-        parts.append((call.done - sum(size for size, _ in parts), found))
-    largest, found = max(parts, key=lambda part: part[0])
-    sizes = tuple(size for size, _ in parts)
-    splits = tuple((problem.fallbacks.splits - before).items())
-    foreign = tuple(sorted(problem.fallbacks.foreign))
-    of_parts = sizes, splits, foreign, found.copied
-    told = Explanation(problem.function, strategy, why, largest, (), *of_parts)
-    return found, told
-
-
-class _Found(Collector):
-    """Notes uses and what is collected of them; it keeps no tensors."""
-
-    def __init__(self, problem: Problem) -> None:
-        """Start with nothing."""
-        self._form = _FORMS[problem.function]
-        self._params = problem.params
-        self._uses: list[Row] = []
-        self._computed: set[str] = set()
-        self.wholes: dict[str, Row] = {}
-        self.copied = 0
-
-    def tell(self, use: Use) -> None:
-        """Note a use."""
-        self.copied += use.copied
-        why = "has a rule" if use.ruled else EXPANDED
-        if use.computed:
-            self._computed.update(use.names)
-            why += ", for what is computed from parameters"
-        kind = type(use.factor).__name__
-        self._uses.append(Row(use.names, ", ".join(use.ops), kind, "", 0, why))
-
-    def take(self, name: str, factor: Factor) -> None:
-        """Note what is handed on for a parameter."""
-        form, size = self._form(factor, self._params[name].element_size())
-        kind = type(factor).__name__
-        self.wholes[name] = Row((name,), "", kind, form, size, _UNUSED)
-
-    def rows(self) -> Iterator[Row]:
-        """Yield the uses of each parameter, and their sum where it is another."""
-        told = self._uses[::-1]  # the backward pass came to the last use first
-        shown: list[Row] = []
-        for name in self._params:
-            uses = [row for row in told if name in row.names]
-            whole = self.wholes[name]
-            if not uses:
-                yield whole
-            elif len(uses) == 1 and name not in self._computed:
-                yield uses[0]._replace(form=whole.form, bytes=whole.bytes)
-            else:
-                others = [row for row in uses if row not in shown]
-                shown += [row for row in others if len(row.names) > 1]
-                yield from others
-                sums = f"sum of {len(uses)} uses" if len(uses) > 1 else _BACK
-                yield whole._replace(why=sums)
 
 
 class _Watch(TorchFunctionMode):
-    """Sees which ops take a parameter, whatever runs them."""
+    """Notes which ops take a parameter, under any strategy."""
 
     def __init__(self) -> None:
-        """Start with nothing."""
         super().__init__()
         self.names: dict[int, str] = {}
         self.ops: dict[str, dict[str, None]] = {}
@@ -328,18 +230,64 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Note the parameters among the arguments, and run the call."""
         kwargs = kwargs or {}
-        op = op_name(func)
         if not only_reads(func):
             for leaf in tree_leaves((args, kwargs)):
                 if (name := self.names.get(id(leaf))) is not None:
-                    self.ops.setdefault(name, {})[op] = None
+                    self.ops.setdefault(name, {})[op_name(func)] = None
         return func(*args, **kwargs)
 
 
+class _Uses(Collector):
+    """Describes uses, and the factors that are collected; it keeps no tensors."""
+
+    def __init__(self, call: Call) -> None:
+        self._form = _FORMS[call.function]
+        self._params = call.params
+        self._uses: list[Row] = []
+        self._computed: set[str] = set()
+        self._wholes: dict[str, Row] = {}
+        self.copied = 0
+
+    def callback(self, use: Use) -> None:
+        self.copied += use.copied
+        why = "has a rule" if use.ruled else EXPANDED
+        if use.computed:
+            self._computed.update(use.names)
+            why += ", for a value computed from parameters"
+        kind = type(use.factor).__name__
+        self._uses.append(Row(use.names, ", ".join(use.ops), kind, "", 0, why))
+
+    def take(self, name: str, factor: Factor) -> None:
+        form, size = self._form(factor, self._params[name].element_size())
+        kind, why = type(factor).__name__, "not used: no gradient reaches it"
+        self._wholes[name] = Row((name,), "", kind, form, size, why)
+
+    def rows(self, strategy: Strategy, watch: _Watch) -> Iterator[Row]:
+        """Yield the uses of each parameter, and their sum where it is another."""
+        recorded = self._uses[::-1]  # the backward pass came to the last use first
+        shown: list[Row] = []
+        for name in self._params:
+            uses = [row for row in recorded if name in row.names]
+            whole = self._wholes[name]
+            if strategy != "recorded" and name in watch.ops:
+                why = f"{strategy} stores all gradients"
+                yield whole._replace(op=", ".join(watch.ops[name]), why=why)
+            elif not uses:
+                yield whole
+            elif len(uses) == 1 and name not in self._computed:
+                yield uses[0]._replace(form=whole.form, bytes=whole.bytes)
+            else:
+                others = [row for row in uses if row not in shown]
+                shown += [row for row in others if len(row.names) > 1]
+                yield from others
+                sums = f"sum of {len(uses)} uses"
+                why = sums if len(uses) > 1 else "through the computation"
+                yield whole._replace(why=why)
+
+
 def _for_norms(factor: Factor, number: int) -> tuple[str, int]:
-    """Say how norms are computed, and what is kept until the sum can be weighted."""
+    """Return the form of norms, and the bytes that are kept until weights are known."""
     match factor:
         case Zero():
             return "none", 0
@@ -380,4 +328,5 @@ _FORMS = {
     "per_sample_gram": _as("inner products"),
     "per_sample_projection": _as("projected"),
 }
-"""What each transform does with a factor; `number` is the bytes of one."""
+"""The form and bytes of a factor in each transform; `number` is the bytes of a number.
+"""

@@ -9,29 +9,22 @@ from torch import Tensor
 
 from vgrad.persample.engine import (
     Call,
+    Evaluation,
     Gradients,
+    Grouping,
+    Groups,
     Norms,
     Options,
-    Problem,
     Quantity,
     Transform,
     Weighted,
+    check_groups,
     joined,
+    members,
 )
-from vgrad.persample.engine.grouping import Grouping, Groups, check_groups, members
 from vgrad.persample.factors import Norm, Sums, reductions
-from vgrad.precision.loss_scale import LossScale
 from vgrad.tree import wide
-from vgrad.typing import (
-    Buffers,
-    ChunkSize,
-    LossFn,
-    Params,
-    Randomness,
-    Result,
-    Strategy,
-    Tree,
-)
+from vgrad.typing import Buffers, LossFn, Params, Result, Tree
 
 
 @overload
@@ -43,31 +36,16 @@ def per_sample_grad(
     loss: LossFn, *, has_aux: Literal[True], **options: Unpack[Options]
 ) -> Transform[tuple[Params, Tree]]: ...
 def per_sample_grad(
-    loss: LossFn,
-    *,
-    strategy: Strategy = "auto",
-    chunk_size: ChunkSize = None,
-    randomness: Randomness = "error",
-    has_aux: bool = False,
-    loss_scale: LossScale | None = None,
+    loss: LossFn, *, has_aux: bool = False, **options: Unpack[Options]
 ) -> Transform[Any]:
     """Gradient of every sample: `(params, buffers, *batch) -> {name: [B, *shape]}`.
 
-    The dtype is that of the parameters. It stores B gradients, so where a norm or a sum
-    is wanted, use the transform that computes it. `vgrad.persample` says
-    more of the options, which all transforms share.
-
-    Args:
-        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
-            `"loop"` sample by sample; `"auto"` takes the first of these that can.
-        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
-        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
-        has_aux: the loss returns `(scalar, aux)`, and the result is a pair with aux.
-        loss_scale: multiplies losses before the backward pass; results are without it.
+    The dtype is that of the parameters. It stores B gradients: for a norm or a sum use
+    the transform that computes it. The options are in `vgrad.persample.Options`.
 
     Raises:
         TypeError: the loss is no function, a model, or one of a whole batch.
-        ValueError: an option or the batch is not what `vgrad.persample` says.
+        ValueError: an option or the batch is not as `vgrad.persample` says.
         UnsupportedOp: the strategy cannot run an op of the loss.
 
     Example:
@@ -77,45 +55,27 @@ def per_sample_grad(
         {'w': tensor([[ 2.,  0.],
                 [ 6., 12.]])}
     """
-
-    options = Problem(
-        "per_sample_grad", loss, strategy, chunk_size, randomness, has_aux, loss_scale
+    call = Call.of(per_sample_grad, loss, options, has_aux)
+    quantity = Quantity(
+        lambda part: Gradients(), lambda collector, part: collector.grads, _joined_grads
     )
-    return Transform(options, Quantity(_collect_grads, _measure_grads, _joined_grads))
+    return Transform(call, quantity)
 
 
-def _collect_grads(part: Problem) -> Gradients:
-    return Gradients()
-
-
-def _measure_grads(found: Gradients, part: Problem) -> Params:
-    return found.grads
-
-
-def _joined_grads(parts: Iterator[Params], call: Call) -> Params:
+def _joined_grads(parts: Iterator[Params], run: Evaluation) -> Params:
     """Join the gradients of all chunks."""
-    found = list(parts)
-    scale = call.problem.loss_scale
-    return {
-        name: _own_memory(
-            joined(
-                value.new_zeros((0, *value.shape)), [each[name] for each in found]
-            ).to(_grad_dtype(value.dtype, scale))
-        )
-        for name, value in call.params.items()
-    }
-
-
-def _grad_dtype(dtype: torch.dtype, loss_scale: LossScale | None) -> torch.dtype:
-    """Return the parameter's dtype, in which an unscaled gradient might be zero."""
-    return dtype if loss_scale is None else wide(dtype)
-
-
-def _own_memory(grad: Tensor) -> Tensor:
-    """Give every entry memory of its own where vmap lets several share it."""
-    sizes = zip(grad.stride(), grad.shape, strict=True)
-    shared = any(step == 0 and size > 1 for step, size in sizes)
-    return grad.clone(memory_format=torch.contiguous_format) if shared else grad
+    chunks, scaled = list(parts), run.call.loss_scale is not None
+    grads = {}
+    for name, value in run.params.items():
+        empty = value.new_zeros((0, *value.shape))
+        grad = joined(empty, [chunk[name] for chunk in chunks])
+        # An unscaled gradient might underflow in the parameter's dtype.
+        grad = grad.to(wide(value.dtype) if scaled else value.dtype)
+        sizes = zip(grad.stride(), grad.shape, strict=True)
+        if any(step == 0 and size > 1 for step, size in sizes):  # vmap shares memory
+            grad = grad.clone(memory_format=torch.contiguous_format)
+        grads[name] = grad
+    return grads
 
 
 @overload
@@ -154,33 +114,21 @@ def per_sample_norm(
     loss: LossFn,
     *,
     groups: Groups = None,
-    strategy: Strategy = "auto",
-    chunk_size: ChunkSize = None,
-    randomness: Randomness = "error",
     has_aux: bool = False,
-    loss_scale: LossScale | None = None,
+    **options: Unpack[Options],
 ) -> Transform[Any]:
     """L2 norm of every sample's gradient: `(params, buffers, *batch) -> [B]`.
 
     The norm is over all parameters, `sqrt(sum_p |dL_b/dp|^2)`, in float32 or wider. It
-    neither overflows nor underflows on the way; only what the dtype of the result
-    cannot hold is infinite. With `groups` the result is `{group: [B]}`: `"parameter"`
-    for the norm of each, `"layer"` for those of one module together, or a dictionary
-    from a group's name to a list of patterns of its parameters' names (`vgrad.checks`).
-
-    Args:
-        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
-            `"loop"` sample by sample; `"auto"` takes the first of these that can.
-        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
-        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
-        has_aux: the loss returns `(scalar, aux)`, and the result is a pair with aux.
-        loss_scale: multiplies losses before the backward pass; results are without it.
+    neither overflows nor underflows on the way; it is infinite only if the dtype of the
+    result cannot hold it. With `groups` the result is `{group: [B]}`: `"parameter"` for
+    one group a parameter, `"layer"` for one a module, or a dictionary from a group's
+    name to a list of patterns of its parameters' names (`vgrad.checks`). The other
+    options are in `vgrad.persample.Options`.
 
     Raises:
         TypeError: the patterns of a group are no list or tuple.
-        ValueError: a pattern of `groups` matches nothing, or two match one parameter;
-            else as `per_sample_grad`.
-        UnsupportedOp: as `per_sample_grad`.
+        ValueError: a pattern of `groups` matches nothing, or two match one parameter.
 
     Example:
         >>> import torch
@@ -189,45 +137,39 @@ def per_sample_norm(
         >>> per_sample_norm(loss)({"w": torch.ones(2)}, {}, x)
         tensor([5., 0.])
     """
-    function = "per_sample_norm"
-    check_groups(function, groups)
-
-    options = Problem(
-        function, loss, strategy, chunk_size, randomness, has_aux, loss_scale
-    )
+    check_groups("per_sample_norm", groups)
+    call = Call.of(per_sample_norm, loss, options, has_aux)
     quantity = Quantity(
-        _collect_norms, partial(_measure_norms, groups), partial(_joined_norms, groups)
+        lambda part: Norms(),
+        partial(_measure_norms, groups),
+        partial(_joined_norms, groups),
     )
-    return Transform(options, quantity)
+    return Transform(call, quantity)
 
 
-def _collect_norms(part: Problem) -> Norms:
-    return Norms()
-
-
-def _measure_norms(groups: Groups, found: Norms, part: Problem) -> dict[str, Tensor]:
+def _measure_norms(groups: Groups, collector: Norms, part: Call) -> dict[str, Tensor]:
     """Join the norms of the parameters in each group."""
     dtype = reductions.norm_dtype(part.params)
     return {
-        group: Norm.joint([found.norms[name] for name in names]).value.to(dtype)
+        group: Norm.joint([collector.norms[name] for name in names]).value.to(dtype)
         for group, names in members(part.function, groups, part.params).items()
     }
 
 
 def _joined_norms(
-    groups: Groups, parts: Iterator[dict[str, Tensor]], call: Call
+    groups: Groups, parts: Iterator[dict[str, Tensor]], run: Evaluation
 ) -> Any:
     """Join the norms of all chunks."""
-    norms, empty = list(parts), reductions.no_norms(call.params, call.dtype)
+    norms, empty = list(parts), reductions.no_norms(run.params, run.dtype)
     result = {
-        group: joined(empty, [each[group] for each in norms])
-        for group in members(call.problem.function, groups, call.params)
+        group: joined(empty, [chunk[group] for chunk in norms])
+        for group in members(run.call.function, groups, run.params)
     }
     return result[""] if groups is None else result
 
 
 class WeightedGradFn(Transform[Result]):
-    """What `weighted_grad` returns: `(weights, params, buffers, *batch)`."""
+    """The function of `weighted_grad`: `(weights, params, buffers, *batch)`."""
 
     def __call__(
         self,
@@ -243,8 +185,8 @@ class WeightedGradFn(Transform[Result]):
         Args:
             mask: which samples count, bool `[B]`; the others add nothing.
         """
-        found = self.on_all(params, buffers, batch, mask, weights)
-        return found if mask is None else self.selected(found, mask)
+        value = self.on_all(params, buffers, batch, mask, weights)
+        return value if mask is None else self.selected(value, mask)
 
     def of_samples(self, function: Any, value: Params) -> Params:
         """Return the sums, which have no entry for a sample."""
@@ -260,30 +202,16 @@ def weighted_grad(
     loss: LossFn, *, has_aux: Literal[True], **options: Unpack[Options]
 ) -> WeightedGradFn[tuple[Params, Tree]]: ...
 def weighted_grad(
-    loss: LossFn,
-    *,
-    strategy: Strategy = "auto",
-    chunk_size: ChunkSize = None,
-    randomness: Randomness = "error",
-    has_aux: bool = False,
-    loss_scale: LossScale | None = None,
+    loss: LossFn, *, has_aux: bool = False, **options: Unpack[Options]
 ) -> WeightedGradFn[Any]:
     """Weighted sum: `(weights [B], params, buffers, *batch) -> {name: shape}`.
 
-    The sum of gradients, `sum_b weights_b dL_b/dp`, in float32 or wider, as plain
-    arithmetic has it: a sample whose gradient is not finite spoils the sum even with
-    weight zero.
-
-    Args:
-        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
-            `"loop"` sample by sample; `"auto"` takes the first of these that can.
-        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
-        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
-        has_aux: the loss returns `(scalar, aux)`, and the result is a pair with aux.
-        loss_scale: multiplies losses before the backward pass; results are without it.
+    The sum of gradients, `sum_b weights_b dL_b/dp`, in float32 or wider. As in plain
+    arithmetic, a sample whose gradient is not finite spoils the sum even with weight
+    zero. The options are in `vgrad.persample.Options`.
 
     Raises:
-        ValueError: `weights` is not `[B]`; else as `per_sample_grad`.
+        ValueError: `weights` is not `[B]`.
 
     Example:
         >>> import torch
@@ -293,37 +221,30 @@ def weighted_grad(
         >>> weighted_grad(loss)(weights, {"w": torch.ones(2)}, {}, x)
         {'w': tensor([1.5000, 1.0000])}
     """
-
-    options = Problem(
-        "weighted_grad", loss, strategy, chunk_size, randomness, has_aux, loss_scale
+    call = Call.of(weighted_grad, loss, options, has_aux)
+    quantity = Quantity(
+        _collect_sums, lambda collector, part: collector.sums, _joined_sums
     )
-    return WeightedGradFn(options, Quantity(_collect_sums, _measure_sums, _joined_sums))
+    return WeightedGradFn(call, quantity)
 
 
-def _collect_sums(part: Problem) -> Weighted:
-    """Sum with the weights of a chunk."""
+def _collect_sums(part: Call) -> Weighted:
     check_weights(part.weights, part.batch.size)
     assert part.weights is not None
-    return Weighted(part.weights, part.mask, summed=part.summed)
+    return Weighted(part.weights, part.mask, summed=part.reducer.summed)
 
 
-def _measure_sums(found: Weighted, part: Problem) -> Params:
-    """Take the sums of a chunk."""
-    return found.sums
-
-
-def _joined_sums(parts: Iterator[Params], call: Call) -> Params:
-    """Add up the sums of all chunks."""
-    check_weights(call.problem.weights, call.problem.batch.size)
+def _joined_sums(parts: Iterator[Params], run: Evaluation) -> Params:
+    check_weights(run.call.weights, run.call.batch.size)
     sums = Sums()
     for part in parts:
         sums.add(part)
-    call.summed(sums)
-    return sums.rounded(call.params)
+    run.summed(sums)
+    return sums.rounded(run.params)
 
 
 def check_weights(weights: Any, size: int) -> None:
-    """Refuse what is not one real number for each sample."""
+    """Refuse anything but one real number for each sample."""
     real = isinstance(weights, Tensor) and not weights.is_complex()
     if not real or weights.shape != (size,):
         got = tuple(weights.shape) if real else type(weights).__name__

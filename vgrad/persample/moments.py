@@ -1,29 +1,29 @@
-"""Mean and spread of gradients over samples, and what these say about a batch size.
+"""Mean and spread of gradients over samples, and the gradient noise scale.
 
 N samples.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from vgrad.persample.engine import (
     Call,
+    Evaluation,
     Moments,
-    Problem,
+    Options,
     Quantity,
     Reduce,
     Transform,
 )
-from vgrad.precision.loss_scale import LossScale
 from vgrad.tree import map_values, wide
-from vgrad.typing import ChunkSize, LossFn, Params, Randomness, Strategy
+from vgrad.typing import LossFn, Params
 
 
 class GradientMoments(NamedTuple):
-    """What `gradient_moments` computes over N samples, with g the gradient of one.
+    """The result of `gradient_moments` over N samples, with g the gradient of one.
 
     Attributes:
         mean: `E[g]`, the gradient of the mean loss; `{name: shape}`.
@@ -79,7 +79,7 @@ class NoiseScale(NamedTuple):
     squared_norm: Tensor = torch.zeros((), dtype=torch.float64)
 
     def add(self, moments: GradientMoments) -> "NoiseScale":
-        """Return the sums with those of one more batch, constants for autograd."""
+        """Return the sums with one more batch, constants for autograd."""
         return NoiseScale(
             self.trace + moments.trace.detach(),
             self.squared_norm + moments.squared_norm.detach(),
@@ -92,24 +92,19 @@ class NoiseScale(NamedTuple):
 
 
 def gradient_moments(
-    loss: LossFn,
-    *,
-    strategy: Strategy = "auto",
-    chunk_size: ChunkSize = None,
-    randomness: Randomness = "error",
-    loss_scale: LossScale | None = None,
+    loss: LossFn, **options: Unpack[Options]
 ) -> Transform[GradientMoments]:
     """Moments of gradients: `(params, buffers, *batch) -> GradientMoments`.
 
     Results are float32 or wider. Deviations are taken from the mean and summed in
     float64, chunk by chunk, so that variances are right, and never negative, where the
-    mean is much larger.
+    mean is much larger. The options are in `vgrad.persample.Options`.
 
-    What is undefined is NaN: the variance and what follows from it for a single sample,
-    all moments for none, the signal-to-noise ratio of a parameter that has no gradient
-    in any sample. The estimate of `|G|^2` may come out negative for small batches, and
-    the noise scale with it; `NoiseScale` averages over batches. A sample whose gradient
-    is not finite spoils its parameters.
+    Undefined moments are NaN: the variance of a single sample and all that follows from
+    it, all moments of no samples, the signal-to-noise ratio of a parameter that has no
+    gradient in any sample. The estimate of `|G|^2` may come out negative for small
+    batches, and the noise scale with it; `NoiseScale` averages over batches. A sample
+    whose gradient is not finite spoils its parameters.
 
     Cost: a gradient for every sample, formed for one parameter at a time and dropped,
     so that recorded memory is that of one layer's gradients, and 32 bytes for each
@@ -120,75 +115,44 @@ def gradient_moments(
     Through GSNR of Parameters, arXiv 2001.07384; for the sums Chan, Golub and LeVeque,
     Algorithms for Computing the Sample Variance, 1983.
 
-    Args:
-        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
-            `"loop"` sample by sample; `"auto"` takes the first of these that can.
-        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
-        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
-        loss_scale: multiplies losses before the backward pass; results are without it.
-
-    Raises:
-        ValueError: as `per_sample_grad`.
-        UnsupportedOp: as `per_sample_grad`.
-
     Example:
         >>> loss = lambda params, buffers, x: (params["w"] * x).sum()
         >>> x = torch.tensor([[1.0, 5.0], [3.0, 5.0]])
         >>> moments = gradient_moments(loss)({"w": torch.ones(2)}, {}, x)
         >>> moments.mean, moments.variance
         ({'w': tensor([2., 5.])}, {'w': tensor([2., 0.])})
-        >>> moments.second_moment, moments.signal_to_noise
-        ({'w': tensor([ 5., 25.])}, {'w': tensor([2., inf])})
         >>> moments.trace.item(), moments.squared_norm.item()  # 29 - 2 / 2
         (2.0, 28.0)
         >>> moments.noise_scale
         tensor(0.0714)
     """
-
-    options = Problem(
-        "gradient_moments",
-        loss,
-        strategy,
-        chunk_size,
-        randomness,
-        loss_scale=loss_scale,
+    quantity = Quantity(
+        lambda part: Moments(part.batch.size, part.mask),
+        lambda collector, part: (collector.count, collector.means, collector.squares),
+        _joined,
     )
-    return _MomentsFn(options, Quantity(_collect, _measure, _joined))
+    return _MomentsFn(Call.of(gradient_moments, loss, options), quantity)
 
 
-def _collect(part: Problem) -> Moments:
-    """Collect the moments of a chunk."""
-    return Moments(part.batch.size, part.mask)
+class _MomentsFn(Transform):
+    def of_samples(self, function: Any, value: GradientMoments) -> GradientMoments:
+        return value._replace(losses=function(value.losses))
 
 
-def _measure(found: Moments, part: Problem) -> tuple:
-    """Take what is merged of a chunk: how many samples, their means and squares."""
-    return found.count, found.means, found.squares
-
-
-def _joined(parts: Iterator[tuple], call: Call) -> GradientMoments:
+def _joined(parts: Iterator[tuple], run: Evaluation) -> GradientMoments:
     """Merge the moments of all chunks."""
     running = _Running()
     for part in parts:
         running.add(*part)
-    if call.reduce is not None:
-        running.merge(call.params, call.reduce)
-    return running.result(call)
-
-
-class _MomentsFn(Transform):
-    """What `gradient_moments` returns."""
-
-    def of_samples(self, function: Any, value: GradientMoments) -> GradientMoments:
-        """Apply a function to the losses."""
-        return value._replace(losses=function(value.losses))
+    if run.reduce is not None:
+        running.merge(run.params, run.reduce)
+    return running.result(run)
 
 
 class _Running:
     """Means and sums of squared deviations over the chunks so far, in float64."""
 
     def __init__(self) -> None:
-        """Start with no samples."""
         self._size: Tensor | int = 0
         self._means: Params = {}
         self._squares: Params = {}
@@ -208,27 +172,26 @@ class _Running:
         self._size = total
 
     def merge(self, params: Params, reduce: Reduce) -> None:
-        """Merge with those of others, by sums over all of them."""
+        """Merge with the moments of other ranks, by sums over all of them."""
         device = next(iter(params.values())).device
-        own = torch.as_tensor(self._size, dtype=torch.float64, device=device)
-        means = self._means or map_values(torch.zeros_like, _nothing(params))
+        size = torch.as_tensor(self._size, dtype=torch.float64, device=device)
+        means = self._means or map_values(torch.zeros_like, _undefined(params))
         squares = self._squares or map_values(_squared, means)
-        size = reduce({"": own})[""]
-        self._size = size
-        self._means = reduce(map_values(lambda mean: mean * (own / size), means))
+        self._size = total = reduce({"": size})[""]
+        self._means = reduce(map_values(lambda mean: mean * (size / total), means))
         shifts = map_values(torch.sub, means, self._means)
-        between = map_values(lambda shift: own * _squared(shift), shifts)
+        between = map_values(lambda shift: size * _squared(shift), shifts)
         self._squares = reduce(map_values(torch.add, squares, between))
 
-    def result(self, call: Call) -> GradientMoments:
-        """Return the moments; 0 / 0 makes NaN of what too few samples leave open."""
-        size, params, losses = self._size, call.params, call.losses
+    def result(self, run: Evaluation) -> GradientMoments:
+        """Return the moments; 0 / 0 is NaN where there are too few samples."""
+        size, params, losses = self._size, run.params, run.losses
         if not self._means:
-            self._means = _nothing(params)
+            self._means = _undefined(params)
             self._squares = map_values(_squared, self._means)
         rest = torch.as_tensor(size - 1, dtype=torch.float64).clamp(min=0)
         trace = square = losses.new_zeros((), dtype=torch.float64)
-        found = GradientMoments({}, {}, {}, trace, {}, losses, trace, square)
+        moments = GradientMoments({}, {}, {}, trace, {}, losses, trace, square)
         for name, value in params.items():
             mean, squares = self._means.pop(name), self._squares.pop(name)
             if isinstance(size, Tensor):  # of a mask, which may leave none
@@ -236,13 +199,14 @@ class _Running:
             signal, variance = _squared(mean), squares / rest
             trace, square = trace + variance.sum(), square + signal.sum()
             dtype = wide(value.dtype)
-            found.mean[name] = mean.to(dtype)
-            found.variance[name] = variance.to(dtype.to_real())
-            found.second_moment[name] = (signal + squares / size).to(dtype.to_real())
-            found.signal_to_noise[name] = (signal / variance).to(dtype.to_real())
+            real = dtype.to_real()
+            moments.mean[name] = mean.to(dtype)
+            moments.variance[name] = variance.to(real)
+            moments.second_moment[name] = (signal + squares / size).to(real)
+            moments.signal_to_noise[name] = (signal / variance).to(real)
         square = square - trace / size
-        scale = (trace / square).to(call.dtype)
-        return found._replace(noise_scale=scale, trace=trace, squared_norm=square)
+        scale = (trace / square).to(run.dtype)
+        return moments._replace(noise_scale=scale, trace=trace, squared_norm=square)
 
 
 def _squared(tensor: Tensor) -> Tensor:
@@ -250,7 +214,7 @@ def _squared(tensor: Tensor) -> Tensor:
     return (tensor * tensor.conj()).real
 
 
-def _nothing(params: Params) -> Params:
+def _undefined(params: Params) -> Params:
     """NaN in float64 for every number of the parameters."""
 
     def undefined(value: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ B samples, P numbers in a parameter, of which O are in its first dimension.
 import hashlib
 import math
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, Literal, Unpack, get_args, overload
 
 import numpy as np
@@ -16,16 +15,15 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.persample.engine import (
     Call,
+    Evaluation,
     Options,
-    Problem,
+    Projections,
     Quantity,
     Transform,
     joined,
 )
-from vgrad.persample.engine.collectors import Projections
 from vgrad.persample.factors import Probes, reductions
-from vgrad.precision.loss_scale import LossScale
-from vgrad.typing import ChunkSize, LossFn, Randomness, Strategy, Tree
+from vgrad.typing import LossFn, Tree
 
 Kind = Literal["rademacher", "gaussian"]
 
@@ -56,11 +54,8 @@ def per_sample_projection(
     *,
     seed: int,
     kind: Kind = "rademacher",
-    strategy: Strategy = "auto",
-    chunk_size: ChunkSize = None,
-    randomness: Randomness = "error",
     has_aux: bool = False,
-    loss_scale: LossScale | None = None,
+    **options: Unpack[Options],
 ) -> Transform[Any]:
     """Random projection of every gradient: `(params, buffers, *batch) -> [B, dim]`.
 
@@ -78,82 +73,67 @@ def per_sample_projection(
     to be as good as directions without structure they take four times `dim` at worst,
     where gradients are of rank one and parallel, and little more where these have many
     comparable singular values. Over several parameters, |G|^2, |H|^2 and <G, H> are
-    those of the whole gradients and what is added is summed. Signs never have more
+    taken of the whole gradients, and the added terms are summed. Signs never have more
     variance than normal numbers.
 
     The directions follow from `seed`, the parameter's name and its shape alone (and
     numpy's version, which draws them): the same for every batch, chunk size, strategy,
-    dtype and device, and whichever other parameters there are. Generators of torch stay
-    as they are. Directions are float32, `dim * (O + P / O)` numbers for each parameter
-    (`dim * P` below two dimensions); the function that is returned draws them at its
-    first call and keeps them.
+    dtype and device, and with any other parameters. Generators of torch stay as they
+    are. Directions are float32, `dim * (O + P / O)` numbers for each parameter
+    (`dim * P` below two dimensions); the returned function draws them at its first call
+    and keeps them. The other options are in `vgrad.persample.Options`.
 
-    Cost: recorded, what a layer saw and the gradients at its outputs are projected, for
-    each position, or gradients, one layer's at a time, where that is cheaper.
+    Cost: recorded, the inputs of a layer and the gradients at its outputs are
+    projected, for each position, or gradients, one layer's at a time, where that is
+    cheaper.
 
     Reference: Park et al., TRAK, arXiv 2303.14186; Sun et al., Tensor Random Projection
     for Low Memory Dimension Reduction, arXiv 2105.00105.
 
-    Args:
-        strategy: how gradients come about: `"recorded"` in one backward pass, `"vmap"`,
-            `"loop"` sample by sample; `"auto"` takes the first of these that can.
-        chunk_size: samples at a time; None for all, `"auto"` for what fits into memory.
-        randomness: of random ops: `"error"`, `"different"` for each sample, `"same"`.
-        has_aux: the loss returns `(scalar, aux)`, and the result is a pair with aux.
-        loss_scale: multiplies losses before the backward pass; results are without it.
-
     Raises:
         ValueError: `dim` is no positive whole number, `seed` is negative or no whole
-            number, `kind` is unknown; else as `per_sample_grad`.
-        UnsupportedOp: as `per_sample_grad`.
+            number, `kind` is unknown.
 
     Example:
         >>> import torch
         >>> loss = lambda params, buffers, x: (params["w"] * x).sum()
         >>> project = per_sample_projection(loss, 1000, seed=0)
         >>> x = torch.tensor([[3.0, 0.0], [0.0, 2.0]])
-        >>> found = project({"w": torch.ones(2)}, {}, x)
-        >>> found.shape
+        >>> projections = project({"w": torch.ones(2)}, {}, x)
+        >>> projections.shape
         torch.Size([2, 1000])
-        >>> (found @ found.T).diagonal()  # signs keep the norm of a single number
+        >>> (projections @ projections.T).diagonal()  # signs keep norms of one number
         tensor([9.0000, 4.0000])
     """
     function = "per_sample_projection"
     [dim] = checks.whole(function, least=1, dim=dim)
     [seed] = checks.whole(function, least=0, seed=seed)
     checks.choice(function, get_args(Kind), kind=kind)
+    call = Call.of(per_sample_projection, loss, options, has_aux)
     directions = _Directions(dim, seed, kind)
-    options = Problem(
-        function, loss, strategy, chunk_size, randomness, has_aux, loss_scale
-    )
-    quantity = Quantity(
-        directions.collect, partial(_measure, dim), partial(_joined, dim)
-    )
-    return Transform(options, quantity)
 
+    def measure(collector: Projections, part: Call) -> Tensor:
+        dtype = reductions.norm_dtype(part.params)
+        return (collector.sums / math.sqrt(dim)).to(dtype)
 
-def _measure(dim: int, found: Projections, part: Problem) -> Tensor:
-    return (found.sums / math.sqrt(dim)).to(reductions.norm_dtype(part.params))
+    def join(parts: Iterator[Tensor], run: Evaluation) -> Tensor:
+        empty = reductions.no_norms(run.params, run.dtype).new_zeros(0, dim)
+        return joined(empty, list(parts))
 
-
-def _joined(dim: int, parts: Iterator[Tensor], call: Call) -> Tensor:
-    empty = reductions.no_norms(call.params, call.dtype).new_zeros(0, dim)
-    return joined(empty, list(parts))
+    return Transform(call, Quantity(directions.collect, measure, join))
 
 
 class _Directions:
     """Random directions for every parameter, each drawn once."""
 
     def __init__(self, dim: int, seed: int, kind: Kind) -> None:
-        """Draw nothing yet, since nothing is known about the parameters."""
         self._dim, self._seed, self._kind = dim, seed, kind
         self._drawn: dict[tuple, Probes] = {}
 
-    def collect(self, part: Problem) -> Projections:
-        """Project the gradients of a chunk."""
-        return Projections({name: self.of(name, p) for name, p in part.params.items()})
+    def collect(self, part: Call) -> Projections:
+        return Projections({name: self._of(name, p) for name, p in part.params.items()})
 
-    def of(self, name: str, like: Tensor) -> Probes:
+    def _of(self, name: str, like: Tensor) -> Probes:
         """Return the directions of one parameter, on its device."""
         shape = (*like.shape, 2) if like.is_complex() else tuple(like.shape)
         key = (name, shape, like.device)

@@ -14,12 +14,11 @@
 * `all_finite`: return whether the tensors of a tree are finite
 * `select_tree`: choose between two trees by a tensor
 * `alignment_report`: list matrix products whose sizes tensor cores cannot use
-* `AlignmentReport`: the result of `alignment_report`
 """
 
 from typing import TYPE_CHECKING
 
-from vgrad.precision.alignment import AlignmentReport, alignment_report
+from vgrad.precision.alignment import alignment_report
 from vgrad.precision.autocasting import KINDS, AutocastMode, Kind, autocast
 from vgrad.precision.loss_scale import (
     DynamicLossScale,
@@ -35,7 +34,6 @@ from vgrad.renamed import raising
 
 __all__ = [
     "KINDS",
-    "AlignmentReport",
     "AutocastMode",
     "DynamicLossScale",
     "Kind",

@@ -6,7 +6,7 @@ of 16 for 8-bit types. Every product is described as a GEMM, `[M, K] @ [K, N]`.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from vgrad import checks
 from vgrad.functional.model import BufferlessModel
 from vgrad.generators import RNG_LOCK
+from vgrad.report import Report, table
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import memory
 from vgrad.tree import tree_leaves
@@ -31,7 +32,6 @@ class Row(NamedTuple):
     Attributes:
         names: the parameters and buffers that are operands.
         op: the function that the model calls.
-        m, n, k: the sizes; K is summed over.
         count: calls, times the matrices of a batch, the groups or the time steps.
         flops: floating-point operations of all of them, `2 * m * n * k * count`.
         share: `flops` over the sum of all rows.
@@ -55,8 +55,8 @@ _HEAD = ["parameter", "op", "M", "N", "K", "count", "flops", "share", "pad to"]
 
 
 @dataclass(frozen=True)
-class AlignmentReport:
-    """The result of `alignment_report`; `str` makes a table of it.
+class AlignmentReport(Report):
+    """The result of `alignment_report`.
 
     Attributes:
         multiple: sizes should be multiples of it.
@@ -72,23 +72,17 @@ class AlignmentReport:
         return sum(row.share for row in self.rows if row.pad)
 
     def __str__(self) -> str:
-        lines = [_HEAD]
+        lines: list[list[str | int]] = [[*_HEAD]]
         for row in self.rows:
             pad = ", ".join(f"{side}={to}" for side, to in row.pad.items())
-            numbers = [f"{number:,}" for number in row[2:7]]
             names = ", ".join(row.names)
-            lines.append([names, row.op, *numbers, f"{row.share:.1%}", pad])
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        cell = "{:{}{}}".format
-        rows = ("  ".join(map(cell, line, "<<>>>>>><", widths)) for line in lines)
-        table = [row.rstrip() for row in rows]
-        total = sum(row.flops for row in self.rows)
-        summary = (
-            f"{self.misaligned:.1%} of {total:,} floating-point operations are in "
-        )
-        summary += f"products with a size that is no multiple of {self.multiple}"
+            lines.append([names, row.op, *row[2:7], f"{row.share:.1%}", pad])
+        text = table(lines, right={*range(2, 8)})
+        total = f"{sum(row.flops for row in self.rows):,} floating-point operations"
+        summary = f"{self.misaligned:.1%} of {total} are in products with a size that "
+        summary += f"is no multiple of {self.multiple}"
         advice = dict.fromkeys(text for row in self.rows for text in row.advice)
-        return "\n".join([summary, "", *table, "", *(advice or ["nothing to pad"])])
+        return "\n".join([summary, "", text, "", *(advice or ["nothing to pad"])])
 
 
 def alignment_report(
@@ -103,13 +97,12 @@ def alignment_report(
     """List the matrix products of `fmodel(params, buffers, *args, **kwargs)`.
 
     `fmodel` comes from `make_functional_with_buffers` or `policy_for`, or is a batch
-    loss. It runs once without autograd; random generators are restored. On the device
-    `meta` that costs nothing.
+    loss. It runs once without autograd; on the device `meta` that costs nothing.
 
     A layer has M = batch times positions, N = outputs and K = inputs. A convolution has
-    one product per group, with K (N, if it is transposed) times the size of the kernel.
-    Attention has two products per head. A recurrent net multiplies its inputs for all
-    steps at once and its states step by step.
+    one product per group, with K (N, if it is transposed) times the size of the kernel;
+    attention has two per head. A recurrent net multiplies its inputs for all steps at
+    once and its states step by step.
 
     N and K should be multiples of `multiple`: 8 for 16-bit floats, 16 for 8-bit types.
     So should M unless it is the batch dimension (it is not in attention). If a
@@ -120,8 +113,7 @@ def alignment_report(
 
     Raises:
         TypeError: `fmodel` is a module or takes no buffers.
-        ValueError: a product is inside a transform of `torch.func`, where sizes may be
-            the sizes of one sample.
+        ValueError: a product is inside a transform of `torch.func`.
 
     Reference: PyTorch, Performance Tuning Guide, "set sizes to multiples of 8".
 
@@ -187,8 +179,10 @@ class _Recorder(TorchFunctionMode):
                     f"transforms of torch.func, got {op} inside, where sizes may be "
                     f"per sample. Report on the model itself, with a batch."
                 )
-            for gemm in GEMMS[op](output, args, kwargs):
-                self._note(op, gemm)
+            describe, names = GEMMS[op]
+            bound = {**dict(zip(names.split(), args, strict=False)), **kwargs}
+            for gemm in describe(output, *map(bound.get, names.split())):
+                self._count(op, gemm)
         elif op in _COPIES and args and isinstance(output, Tensor):
             # Copies live until the end, so that no other tensor gets their memory.
             copies = [x._replace(tensor=output) for x in self._operands_of(args[0])]
@@ -216,8 +210,7 @@ class _Recorder(TorchFunctionMode):
             if 0 <= at - operand.tensor.storage_offset() < operand.tensor.numel()
         ]
 
-    def _note(self, op: str, gemm: "Gemm") -> None:
-        """Count a product."""
+    def _count(self, op: str, gemm: "Gemm") -> None:
         left, right = self._operands_of(gemm.left), self._operands_of(gemm.right)
         batch = gemm.batch
         if left or right:  # the batch is on the other side
@@ -265,16 +258,10 @@ def _sides(shape: torch.Size, size: int) -> Iterator[str]:
         yield from (name for name, length in names if length == size)
 
 
-Describe = Callable[[Any, tuple, Mapping[str, Any]], Iterator["Gemm"]]
-"""From a call's output, arguments and keyword arguments to the products in it."""
-
-
 class Gemm(NamedTuple):
-    """Products `[M, K] @ [K, N]` of the same sizes.
+    """As many products `[M, K] @ [K, N]` of the same sizes as `count`.
 
     Attributes:
-        m, n, k: the sizes.
-        count: how many there are.
         left, right: the operands that may be parameters.
         batch: the size that is a batch dimension if neither is one, or `""`.
         units: for N and K, the number and the name of the units in them (such as
@@ -346,13 +333,13 @@ def _tensordot(output: Tensor, a: Tensor, b: Tensor, dims: Any) -> Iterator[Gemm
     return _contracted(a, "".join(rows), b, "".join(columns), kept)
 
 
-def _linear(output: Tensor, input: Tensor, weight: Tensor, _: Any) -> Iterator[Gemm]:
+def _linear(output: Tensor, input: Tensor, weight: Tensor) -> Iterator[Gemm]:
     *n, k = weight.shape
     yield Gemm(input.shape[:-1].numel(), math.prod(n), k, 1, None, weight)
 
 
 def _bilinear(
-    output: Tensor, input1: Tensor, input2: Tensor, weight: Tensor, _: Any
+    output: Tensor, input1: Tensor, input2: Tensor, weight: Tensor
 ) -> Iterator[Gemm]:
     n, i, j = weight.shape
     units = {"N": (n, "outputs"), "K": (j, "features of the second input")}
@@ -365,17 +352,11 @@ def _conv(
     groups = options[-2 if transposed else -1] or 1
     channels, k, *kernel = weight.shape
     n, area = channels // groups, math.prod(kernel)
-    if transposed:
-        n, k = k, n
-    per_group = f" in each of {groups} groups" if groups > 1 else ""
-    units = {
-        "N": (n, f"output channels{per_group}"),
-        "K": (k, f"input channels{per_group}"),
-    }
-    if transposed:
-        m, n = input.numel() // channels, n * area
-    else:
-        m, k = output.numel() // channels, k * area
+    n, k = (k, n) if transposed else (n, k)
+    each = f" in each of {groups} groups" if groups > 1 else ""
+    units = {"N": (n, f"output channels{each}"), "K": (k, f"input channels{each}")}
+    m = (input if transposed else output).numel() // channels
+    n, k = (n * area, k) if transposed else (n, k * area)
     yield Gemm(m, n, k, groups, None, weight, units=units)
 
 
@@ -391,25 +372,19 @@ def _attention(
 def _recurrent(
     gates: int, output: Any, input: Tensor, hx: Any, *rest: Any
 ) -> Iterator[Gemm]:
-    """Describe a padded batch, or a packed one, whose batch sizes come before hx."""
-    if isinstance(rest[1], bool):
+    """Describe the steps of a net or a cell, layer by layer.
+
+    A packed batch has its batch sizes before hx; the weights of a cell come one by one.
+    """
+    if len(rest) == 2:
+        sizes, weights = [input.shape[:-1].numel()], rest
+    elif isinstance(rest[1], bool):
         weights, batch_first = rest[0], rest[-1]
         n, t = input.shape[:2] if batch_first else input.shape[1::-1]
-        return _steps(gates, [n] * t, weights)
-    return _steps(gates, hx.tolist(), rest[1])
-
-
-def _cell(
-    gates: int, output: Any, input: Tensor, hx: Any, *weights: Tensor | None
-) -> Iterator[Gemm]:
-    return _steps(gates, [input.shape[:-1].numel()], weights)
-
-
-def _steps(
-    gates: int, sizes: Sequence[int], weights: Sequence[Tensor | None]
-) -> Iterator[Gemm]:
-    """Describe the steps with these batches, layer by layer."""
-    matrices = [x for x in weights if x is not None and x.dim() == 2]
+        sizes = [n] * t
+    else:
+        sizes, weights = hx.tolist(), rest[1]
+    matrices = [x for x in weights if x.dim() == 2]
     of_inputs = False
     for weight in matrices:
         n, k = weight.shape
@@ -421,39 +396,33 @@ def _steps(
             yield Gemm(m, n, k, count, None, weight, units=options)
 
 
-def _op(names: str, describe: Callable[..., Iterator[Gemm]]) -> Describe:
-    """Bind the arguments of an op by the names that torch gives them."""
-
-    def bound(output: Any, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[Gemm]:
-        bound_args = {**dict(zip(names.split(), args, strict=False)), **kwargs}
-        return describe(output, *map(bound_args.get, names.split()))
-
-    return bound
-
-
 _NET = "input hx params has_biases num_layers dropout train bidirectional batch_first"
 _CELL = "input hx w_ih w_hh"
 _CONV = "input weight bias stride padding dilation groups"
 _TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
-_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
-GEMMS: dict[str, Describe] = {
-    "linear": _op("input weight bias", _linear),
-    "bilinear": _op("input1 input2 weight bias", _bilinear),
-    **dict.fromkeys(("matmul", "linalg_matmul"), _op("input other", _pair)),
-    **dict.fromkeys(("mm", "_int_mm", "bmm"), _op("input mat2", _pair)),
-    "mv": _op("input vec", _pair),
-    "addmm": _op("input mat1 mat2", _pair),
-    "addmv": _op("input mat vec", _pair),
-    "baddbmm": _op("input batch1 batch2", _pair),
-    "einsum": _op("equation left right", _einsum),
-    "tensordot": _op("a b dims", _tensordot),
-    "scaled_dot_product_attention": _op("query key value", _attention),
-    **{f"conv{d}d": _op(_CONV, partial(_conv, False)) for d in (1, 2, 3)},
-    **{
-        f"conv_transpose{d}d": _op(_TRANSPOSED, partial(_conv, True)) for d in (1, 2, 3)
-    },
-    **{name: _op(_NET, partial(_recurrent, g)) for name, g in _GATES.items()},
-    **{f"{name}_cell": _op(_CELL, partial(_cell, g)) for name, g in _GATES.items()},
-}
-"""By the name of the function that a model calls."""
+_PRODUCTS = {
+    "linear": (_linear, "input weight"),
+    "bilinear": (_bilinear, "input1 input2 weight"),
+    "matmul linalg_matmul": (_pair, "input other"),
+    "mm _int_mm bmm": (_pair, "input mat2"),
+    "mv": (_pair, "input vec"),
+    "addmm": (_pair, "input mat1 mat2"),
+    "addmv": (_pair, "input mat vec"),
+    "baddbmm": (_pair, "input batch1 batch2"),
+    "einsum": (_einsum, "equation left right"),
+    "tensordot": (_tensordot, "a b dims"),
+    "scaled_dot_product_attention": (_attention, "query key value"),
+    "conv1d conv2d conv3d": (partial(_conv, False), _CONV),
+    "conv_transpose1d conv_transpose2d conv_transpose3d":
+        (partial(_conv, True), _TRANSPOSED),
+    "lstm": (partial(_recurrent, 4), _NET),
+    "gru": (partial(_recurrent, 3), _NET),
+    "rnn_tanh rnn_relu": (partial(_recurrent, 1), _NET),
+    "lstm_cell": (partial(_recurrent, 4), _CELL),
+    "gru_cell": (partial(_recurrent, 3), _CELL),
+    "rnn_tanh_cell rnn_relu_cell": (partial(_recurrent, 1), _CELL),
+}  # fmt: skip
+
+GEMMS = {op: row for ops, row in _PRODUCTS.items() for op in ops.split()}
+"""By the function that a model calls, a description and its arguments by name."""

@@ -8,7 +8,7 @@ under `torch.vmap`, with one scale per member of an ensemble, and never syncs a 
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -47,8 +47,16 @@ class LossScale(Protocol):
         ...
 
 
+class _Constant:
+    """A scale that stays as it is."""
+
+    def adjust(self, finite: Tensor) -> Self:
+        """Return the same scale."""
+        return self
+
+
 @dataclass(frozen=True, eq=False)
-class NoOpLossScale:
+class NoOpLossScale(_Constant):
     """No scaling: trees come back as they are.
 
     Example:
@@ -65,13 +73,7 @@ class NoOpLossScale:
         """Return the tree."""
         return tree
 
-    def unscale(self, tree: Tree) -> Tree:
-        """Return the tree."""
-        return tree
-
-    def adjust(self, finite: Tensor) -> "NoOpLossScale":
-        """Return the same scale."""
-        return self
+    unscale = scale
 
 
 class _Scaling:
@@ -99,11 +101,11 @@ class _Scaling:
 
 
 @dataclass(frozen=True, eq=False)
-class StaticLossScale(_Scaling):
-    """A constant scale.
+class StaticLossScale(_Constant, _Scaling):
+    """A constant scale, kept as a float32 tensor.
 
-    `loss_scale` is kept as a float32 tensor. `scale` and `unscale` compute in and
-    return `promote_types(dtype, float32)`, and change floating tensors only.
+    `scale` and `unscale` compute in and return `promote_types(dtype, float32)`, and
+    change floating tensors only.
 
     Raises:
         ValueError: not a positive number within float32; tensors are not checked. Or a
@@ -119,13 +121,8 @@ class StaticLossScale(_Scaling):
     loss_scale: Any
 
     def __post_init__(self) -> None:
-        if not isinstance(self.loss_scale, Tensor):
-            _check("StaticLossScale", loss_scale=self.loss_scale)
+        _check("StaticLossScale", loss_scale=self.loss_scale)
         object.__setattr__(self, "loss_scale", _float32(self.loss_scale))
-
-    def adjust(self, finite: Tensor) -> "StaticLossScale":
-        """Return the same scale."""
-        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,21 +133,16 @@ class DynamicLossScale(_Scaling):
     `loss_scale * factor`, at most `max`; after any other finite step the same; after
     one that was not finite `loss_scale / factor`, at least `min`. Both changes reset
     the count. Scale and count are tensors, float32 and int64, on the device of
-    `finite`; the other fields are constants.
+    `finite`; the other fields are constants. `scale` is as in `StaticLossScale`.
 
     Under `torch.vmap` scales and `finite` have shape `[E]`, and members back off
     independently. The history of a scale depends on the data; in private training it is
     released with the model unless the scale is static.
 
-    Args:
-        init: the first scale, within `min` and `max`; tensors are not checked.
-        period: finite steps after which the scale grows.
-        factor: ratio of one scale to the next.
-
     Raises:
         ValueError: a number that is not positive or outside of float32, a factor of
-            one or less, a period below one, or `init` outside of `min` and `max`. Or a
-            scale per member of an ensemble, used outside of `torch.vmap`.
+            one or less, a period below one, or `init` outside of `min` and `max`
+            (tensors are not checked). Or as `StaticLossScale`.
         TypeError: `finite` is no bool tensor without dimensions.
 
     Reference: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740.
@@ -175,14 +167,14 @@ class DynamicLossScale(_Scaling):
 
     def __post_init__(self, init: Tensor | float) -> None:
         numbers = {"factor": self.factor, "min": self.min, "max": self.max}
-        is_tensor = isinstance(init, Tensor)
-        _check("DynamicLossScale", **numbers, **({} if is_tensor else {"init": init}))
+        _check("DynamicLossScale", **numbers, init=init)
         [period] = checks.whole("DynamicLossScale", least=1, period=self.period)
         if self.factor <= 1:
             raise ValueError(
                 f"DynamicLossScale(factor={self.factor!r}): expected factor > 1."
             )
-        if self.min > self.max or not (is_tensor or self.min <= init <= self.max):
+        within = isinstance(init, Tensor) or self.min <= init <= self.max
+        if self.min > self.max or not within:
             raise ValueError(
                 f"DynamicLossScale(init={init!r}, min={self.min!r}, "
                 f"max={self.max!r}): expected min <= init <= max."
@@ -220,6 +212,8 @@ def _single(scale: Tensor) -> Tensor:
 
 
 def _check(function: str, **values: Any) -> None:
+    """Refuse anything but tensors and positive numbers within float32."""
+    values = {n: value for n, value in values.items() if not isinstance(value, Tensor)}
     checks.positive(function, **values)
     limits = torch.finfo(torch.float32)
     for name, value in values.items():
@@ -240,13 +234,13 @@ def _from_fields(kind: Any, fields: Mapping[str, Any]) -> Any:
 def _register(kind: type, *names: str) -> None:
     """Register a class: the fields `names` are leaves, the others its structure."""
 
-    def flatten_with_keys(scale: Any) -> tuple[list[Any], dict[str, Any]]:
-        fixed = {k: v for k, v in scale.__dict__.items() if k not in names}
-        return [(GetAttrKey(name), getattr(scale, name)) for name in names], fixed
-
     def flatten(scale: Any) -> tuple[list[Any], dict[str, Any]]:
-        keyed, fixed = flatten_with_keys(scale)
-        return [leaf for _, leaf in keyed], fixed
+        fixed = {k: v for k, v in vars(scale).items() if k not in names}
+        return [getattr(scale, name) for name in names], fixed
+
+    def flatten_with_keys(scale: Any) -> tuple[list[Any], dict[str, Any]]:
+        leaves, fixed = flatten(scale)
+        return [*zip(map(GetAttrKey, names), leaves, strict=True)], fixed
 
     def unflatten(leaves: Iterable[Any], fixed: dict[str, Any]) -> Any:
         return _from_fields(kind, {**fixed, **dict(zip(names, leaves, strict=True))})
@@ -265,7 +259,6 @@ def all_finite(tree: Tree) -> Tensor:
     """Return whether all tensors of a tree are finite, a bool without dimensions.
 
     The result is on the device of the first floating tensor; True if there is none.
-    Cost: one pass over the tree.
 
     Example:
         >>> all_finite({"w": torch.tensor([1.0, float("nan")])})
@@ -281,13 +274,11 @@ def all_finite(tree: Tree) -> Tensor:
 def select_tree(pred: Tensor, a: Tree, b: Tree) -> Tree:
     """Return the tensors of `a` where `pred` is true, else the tensors of `b`.
 
-    `pred` is a bool tensor without dimensions. Its value is never read, so a step is
-    skipped without a device sync. For members of an ensemble call this under
-    `torch.vmap`.
+    `pred` is a bool tensor without dimensions, whose value is never read: a step is
+    skipped without a device sync. For members of an ensemble use `torch.vmap`.
 
     Raises:
-        ValueError: the trees differ in structure, in a shape or dtype, or in a leaf
-            that is no tensor.
+        ValueError: the trees differ in structure, a shape or dtype, or another leaf.
         TypeError: `pred` is no bool tensor without dimensions.
 
     Example:

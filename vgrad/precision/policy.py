@@ -34,9 +34,7 @@ _KEYS = {"p": "params", "c": "compute", "o": "output"}
 
 @dataclass(frozen=True)
 class Policy:
-    """The dtypes of parameters, computation and outputs.
-
-    `Policy.parse` reads `str(policy)`.
+    """The dtypes of parameters, computation and outputs; `Policy.parse` reads its text.
 
     Raises:
         ValueError: a dtype other than float16, bfloat16, float32 and float64.
@@ -70,11 +68,9 @@ class Policy:
         Either `params=DTYPE,compute=DTYPE,output=DTYPE` (short `p=`, `c=`, `o=`) in any
         order; by default parameters are float32, the computation is like the parameters
         and the output like the computation. Or one dtype for all three, or
-        `mixed_float16` or `mixed_bfloat16`. Dtypes are `float16`, `bfloat16`,
-        `float32`, `float64` or `f16`, `bf16`, `f32`, `f64`.
+        `mixed_float16` or `mixed_bfloat16`. Dtypes may be `f16`, `bf16`, `f32`, `f64`.
 
         Raises:
-            TypeError: not a string.
             ValueError: an unknown key or dtype, or a repeated key.
 
         Example:
@@ -108,17 +104,7 @@ class Policy:
         return ",".join(f"{key}={names[dtype]}" for key, dtype in values)
 
     def cast(self, tree: T, *, to: Role) -> T:
-        """Cast real floating tensors anywhere in a tree; other leaves stay.
-
-        `to` is the dtype of the computation, of parameters or of outputs.
-
-        Raises:
-            ValueError: `to` is none of these.
-
-        Example:
-            >>> Policy.parse("mixed_float16").cast([torch.ones(1), 3], to="compute")
-            [tensor([1.], dtype=torch.float16), 3]
-        """
+        """Cast real floating tensors of a tree to the dtype of `to`; others stay."""
         checks.choice("Policy.cast", get_args(Role), to=to)
         dtype = getattr(self, f"{to}_dtype")
 

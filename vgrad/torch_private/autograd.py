@@ -125,10 +125,7 @@ _FIRST, *_OTHERS = "_checkpoint_hook.", "_recomputation_hook.", "save_on_cpu."
 
 
 def repeats(pack: Callable, around: Callable[[], AbstractContextManager]) -> None:
-    """Enter a block around the re-run of the checkpoint with this hook.
-
-    Other hooks are left alone.
-    """
+    """Enter a block around the re-run of the checkpoint of a hook."""
     if not getattr(pack, "__qualname__", "").startswith(_FIRST):
         return
     cells = zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True)
@@ -159,10 +156,7 @@ def _inputs(frame: Any) -> Sequence[Any]:
 
 
 def close(error: BaseException) -> None:
-    """End the hooks of the checkpoints that an exception has passed, innermost first.
-
-    From torch 2.13 on `checkpoint` does it.
-    """
+    """End the hooks of checkpoints that an exception has passed, innermost first."""
     if _CLOSED_BY_TORCH:
         return
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
@@ -171,7 +165,7 @@ def close(error: BaseException) -> None:
             frame.f_locals["gen"].close()
 
 
-_CLOSED_BY_TORCH = torch.__version__ >= "2.13"
+_CLOSED_BY_TORCH = torch.__version__ >= "2.13"  # by `checkpoint`
 _CHECKPOINT = inspect.unwrap(checkpoint).__code__
 
 
@@ -186,10 +180,7 @@ SAVES_ARGUMENTS = getattr(checkpoints, "_NoopSaveInputs", None)
 
 
 class SavedArguments:
-    """The arguments of a checkpoint, kept like tensors that autograd saves.
-
-    Stands for the result of `SAVES_ARGUMENTS`, and for the node of that in the graph.
-    """
+    """The arguments of a checkpoint: the result of `SAVES_ARGUMENTS`, and its node."""
 
     saved_tensors = ()
 

@@ -139,19 +139,15 @@ def unwrap_all(tensor: Tensor) -> Tensor:
     return tensor
 
 
-_HANDED_ON = (
-    "has_torch_function",
-    "has_torch_function_unary",
-    "has_torch_function_variadic",
-)
-"""The questions by which torch's Python functions learn whether a mode wants a call."""
+_HANDED_ON = [f"has_torch_function{kind}" for kind in ("", "_unary", "_variadic")]
+"""The tests by which torch's Python functions hand a call to modes."""
 
 ASKING = frozenset(
     func
     for func in vars(F).values()
     if isinstance(func, FunctionType) and "requires_grad" in func.__code__.co_names
 )
-"""Functions that ask whether tensors require grad, some of them their own."""
+"""Functions that read `requires_grad` of tensors, some of them their own."""
 
 
 def is_python(func: Callable) -> bool:
@@ -160,12 +156,7 @@ def is_python(func: Callable) -> bool:
 
 
 def op_name(func: Any) -> str:
-    """Return the name under which users know an op or an attribute, as messages do.
-
-    Example:
-        >>> op_name(Tensor.mm), op_name(Tensor.grad_fn.__get__)
-        ('mm', 'grad_fn')
-    """
+    """Return the name of an op or an attribute in messages: `mm`, `grad_fn`."""
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
         name = getattr(getattr(func, "__self__", None), "__name__", name)
@@ -178,25 +169,9 @@ def opened(func: FunctionType, **others: Callable) -> Callable:
 
     Functions that it calls still do, so run it where the mode is on. `others` replace
     functions that it calls by these names.
-
-    Example:
-        >>> import torch
-        >>> from torch.nn import functional as F
-        >>> from torch.overrides import TorchFunctionMode
-        >>> class Listing(TorchFunctionMode):
-        ...     def __torch_function__(self, func, types, args=(), kwargs=None):
-        ...         print(func.__name__)
-        ...         return func(*args, **(kwargs or {}))
-        >>> logits, target = torch.zeros(2), torch.tensor(0)
-        >>> with Listing():
-        ...     _ = opened(F.cross_entropy)(logits, target)
-        cross_entropy_loss
     """
-
-    def handed_on(*_: Any) -> bool:
-        return False
-
-    names = {**func.__globals__, **dict.fromkeys(_HANDED_ON, handed_on), **others}
+    off = dict.fromkeys(_HANDED_ON, lambda *_: False)
+    names = {**func.__globals__, **off, **others}
     copy = FunctionType(
         func.__code__, names, func.__name__, func.__defaults__, func.__closure__
     )
@@ -205,7 +180,7 @@ def opened(func: FunctionType, **others: Callable) -> Callable:
 
 
 def opened_attention(projections: Callable) -> Callable:
-    """Return `F.multi_head_attention_forward`, opened, which projects in this way.
+    """Return `F.multi_head_attention_forward`, opened, with other projections.
 
     `projections(query, key, value, weight, bias)` replaces torch's own function, which
     copies the three to be contiguous, forward and backward:

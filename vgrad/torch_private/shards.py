@@ -25,9 +25,9 @@ def is_distributed(tensor: Tensor) -> bool:
 
 
 def unsupported_placements(tensor: Any) -> list[Any]:
-    """Return the placements of a DTensor whose ranks do not hold a part of its entries.
+    """Return the placements of a DTensor by which ranks hold terms of its entries.
 
-    That is, Partial: its ranks hold terms of them. What torch does not document counts.
+    These are Partial, and any that torch does not document.
     """
     module: Any = sys.modules[_MODULE]
     known = (module.Shard, module.Replicate)
@@ -64,14 +64,7 @@ def cut(whole: Tensor, like: Any) -> Tensor:
     part = whole
     for dim, (start, size) in enumerate(zip(starts, shape, strict=True)):
         part = part.narrow(dim, min(start, whole.shape[dim]), size)
-    return type(like).from_local(
-        part.contiguous(),
-        mesh,
-        placements,
-        run_check=False,
-        shape=like.shape,
-        stride=torch.empty(like.shape, device="meta").stride(),
-    )
+    return _made(like, part.contiguous(), placements)
 
 
 def reduced(tensor: Any, like: Any, dim: int) -> Tensor:
@@ -91,11 +84,17 @@ def placed(tensor: Any, like: Any) -> Tensor:
 
 def like(tensor: Any, part: Tensor) -> Tensor:
     """Make a DTensor of the parts of all ranks, placed like another one."""
-    return type(tensor).from_local(
+    return _made(tensor, part, tensor.placements)
+
+
+def _made(like: Any, part: Tensor, placements: Any) -> Tensor:
+    """Make a DTensor of the shape of another one; its strides are contiguous."""
+    stride = torch.empty(like.shape, device="meta").stride()
+    return type(like).from_local(
         part,
-        tensor.device_mesh,
-        tensor.placements,
+        like.device_mesh,
+        placements,
         run_check=False,
-        shape=tensor.shape,
-        stride=torch.empty(tensor.shape, device="meta").stride(),
+        shape=like.shape,
+        stride=stride,
     )

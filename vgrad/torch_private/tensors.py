@@ -42,11 +42,7 @@ _SIZES |= {torch.ops.aten.new_ones.default, torch.ops.aten.new_full.default}
 
 
 class Lazy(Tensor):
-    """A contiguous tensor of this shape, whose values `compute` returns when asked.
-
-    Reading anything else than values of `compute` is impossible: there is no memory.
-    Writing raises.
-    """
+    """A contiguous tensor without memory, whose values `compute` returns; read-only."""
 
     _compute: Callable[[], Tensor]
     _of: "Lazy | None" = None  # the base of a view
@@ -74,15 +70,14 @@ class Lazy(Tensor):
         """Return the values, an ordinary tensor."""
         return self._compute()
 
-    def data_ptr(self) -> int:
+    def data_ptr(self, *_: Any, **__: Any) -> Any:
         """Refuse: there is no memory."""
         raise RuntimeError(
             "data_ptr: expected a tensor with memory, got a parameter of which this "
             "process has a part. Use a copy of it."
         )
 
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        self.data_ptr()
+    __dlpack__ = data_ptr
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Lazy(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -102,8 +97,8 @@ class Lazy(Tensor):
         if _moves(func, args, kwargs):
             return _put_off(func, args, kwargs)
         _check_read_only(func, args, kwargs)
-        args = pytree.tree_map_only(Lazy, Lazy.value, args)
-        return func(*args, **pytree.tree_map_only(Lazy, Lazy.value, kwargs))
+        args, kwargs = pytree.tree_map_only(Lazy, Lazy.value, (args, kwargs))
+        return func(*args, **kwargs)
 
 
 def _made(compute: Callable[[], Tensor], like: Tensor, device: torch.device) -> Lazy:
@@ -157,13 +152,8 @@ def _put_off(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _check_read_only(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> None:
-    """Refuse to write."""
-    for place, argument in enumerate(func._schema.arguments):
-        info = argument.alias_info
-        if info is None or not info.is_write:
-            continue
-        given = args[place] if place < len(args) else kwargs.get(argument.name)
-        if any(isinstance(leaf, Lazy) for leaf in pytree.tree_leaves(given)):
+    for argument in _written(func, args, kwargs):
+        if any(isinstance(leaf, Lazy) for leaf in pytree.tree_leaves(argument)):
             raise RuntimeError(
                 f"{func}: expected a parameter that is only read, got one that is "
                 f"written to, of which this process has a part. Copy it first."
@@ -182,13 +172,10 @@ IS_VIEW = Tensor._is_view
 OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 """The classes of ops in `torch.ops`."""
 
-HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
-"""Where a module keeps the hooks on its calls."""
+_KINDS = ("pre_hooks", "hooks")
+
+HOOKS = [f"_{pass_}_{kind}" for pass_ in ("forward", "backward") for kind in _KINDS]
+"""The attributes of a module that hold the hooks on its calls."""
 
 GLOBAL_HOOKS = tuple(getattr(modules, f"_global{name}") for name in HOOKS)
 """Hooks on the calls of all modules, by number."""
@@ -211,14 +198,7 @@ def like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 def with_attributes(stand_in: Tensor, tensor: Tensor) -> Tensor:
-    """Return a tensor with the attributes that users put on the one it stands for.
-
-    Example:
-        >>> weight = torch.ones(2)
-        >>> weight.tau = 3.0
-        >>> with_attributes(weight.clone(), weight).tau
-        3.0
-    """
+    """Return `stand_in` with the attributes that users put on `tensor`."""
     if attributes := vars(tensor):
         vars(stand_in).update({**attributes, **vars(stand_in)})
     return stand_in
@@ -323,12 +303,7 @@ def written(op: Any) -> Iterator[tuple[int, str, bool]]:
 
 
 def op_name(op: Any) -> str:
-    """Return the name of an op, the same for its form in place.
-
-    Example:
-        >>> op_name(torch.ops.aten.bernoulli_.float)
-        'bernoulli'
-    """
+    """Return the name of an op of aten, the same for its form in place."""
     return getattr(op, "overloadpacket", op).__name__.rstrip("_")
 
 
@@ -358,7 +333,7 @@ def shown_results(op: Any, args: tuple, kwargs: dict, result: Any) -> list[Tenso
     return [*tensors.values()]
 
 
-def _written(op: Any, args: tuple, kwargs: dict) -> Iterator[Any]:
+def _written(op: Any, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the arguments that an op writes into."""
     for place, name, by_keyword in written(op):
         yield args[place] if not by_keyword and place < len(args) else kwargs.get(name)

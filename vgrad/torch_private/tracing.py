@@ -62,10 +62,7 @@ def compiled(
     """
     import torch._inductor as inductor
 
-    patches = {
-        "fallback_random": True,
-        "emulate_precision_casts": True,
-    }
+    patches = {"fallback_random": True, "emulate_precision_casts": True}
     if small:
         patches |= {"cpp_wrapper": True, "cpp.min_chunk_size": sys.maxsize}
     if all(each.device.type == "cpu" for each in inputs):

@@ -6,8 +6,8 @@
 * `TrainState`, `EnsembleState`: all that a step changes
 * `save`, `load`: a state, or another tree of tensors, in a folder
 * `release`: parameters and buffers in files for others, with the claim of privacy
-* `cross_validate`: train each model on all but its fold, and judge it on the fold
-* `CrossValidation`, `FoldEpoch`: what that finds, in the end and after each epoch
+* `cross_validate`: train each model on all but its fold, and evaluate it on the fold
+* `CrossValidation`, `FoldEpoch`: its figures, in the end and after each epoch
 * `EarlyStopping`: which members no longer improve
 * `Step`: the type of a step
 """
@@ -15,14 +15,16 @@
 from typing import TYPE_CHECKING
 
 from vgrad.renamed import raising
-from vgrad.training.cross_validation import CrossValidation, FoldEpoch, cross_validate
-from vgrad.training.early_stopping import EarlyStopping
-from vgrad.training.ensemble import EnsembleState, ensemble_train_step
-from vgrad.training.plain import train_step
-from vgrad.training.private import private_step
 from vgrad.training.released import release
 from vgrad.training.saved import load, save
-from vgrad.training.state import Step, TrainState
+from vgrad.training.state import EnsembleState, Step, TrainState
+from vgrad.training.steps import ensemble_train_step, private_step, train_step
+from vgrad.training.validation import (
+    CrossValidation,
+    EarlyStopping,
+    FoldEpoch,
+    cross_validate,
+)
 
 __all__ = [
     "CrossValidation",

@@ -1,4 +1,4 @@
-"""What of a private run may be published: parameters, buffers and the plan's claim."""
+"""The publishable part of a private run: parameters, buffers and the plan's claim."""
 
 import json
 import math
@@ -28,26 +28,24 @@ def release(
     `model.safetensors` holds the tensors by name, for `safetensors.torch.load_file` and
     any other reader of the format, and the claim in its metadata. `privacy.json` is the
     claim for people: epsilon, delta, neighbours, mechanism, and how many steps of which
-    sampling rate and noise multiplier, those of plans before included. There is no key,
+    sampling rate and noise multiplier, earlier plans included. There is no key,
     no loss, norm or count of clipped samples, no optimizer state and no order of data;
     nor the size of the data set, in which neighbours differ. `save` writes the secret
     key: never publish its files.
 
     The folder is new or empty, and is there with both files or not at all. The same
     state gives the same bytes. `PrivateGradients` has its plan; a `TrainState` needs
-    the one that its steps were taken under, whose digest it carries. Sharded states go
-    through `distributed.gather`, for one rank to write.
+    the plan of its steps, whose digest it carries. Sharded states go through
+    `distributed.gather`, for one rank to write.
 
-    The claim is that of one release of one run. Releases of several runs on one data
-    set, such as the members of an ensemble, add up. It covers private steps alone:
-    whatever `train_step` and a buffer have learned from private data is released as it
-    is, and a key from a seed that can be guessed hides nothing.
+    The claim covers one release of one run. Releases of several runs on one data set,
+    such as the members of an ensemble, add up. It covers private steps alone: anything
+    that `train_step` and a buffer have learned from private data is released as it is,
+    and a key from a seed that can be guessed hides nothing.
 
     Raises:
-        TypeError: the state is none of one private run, or is sharded, or there is no
-            plan.
-        ValueError: it was not taken under this plan, has taken no private step, or
-            epsilon is infinite.
+        ValueError: the steps were not taken under this plan, there are none, or epsilon
+            is infinite.
         FileExistsError: there is something in the folder, or a file by its name.
         ImportError: `dp-accounting` is not installed.
 
@@ -72,9 +70,13 @@ def release(
                 "release(folder, state, plan): expected no plan beside a "
                 "PrivateGradients, which has its own, got one. Leave it out."
             )
-        plan, held = state.plan, _of_module(state)
+        plan = state.plan
+        # Parameters and buffers by their first names, as a module loads them.
+        saved = state.model.state_dict()
+        buffers = {n: x for n, x in state.model.named_buffers() if n in saved}
+        tensors = {**dict(state.model.named_parameters()), **buffers}
     elif isinstance(state, TrainState):
-        held = {**state.params, **state.buffers}
+        tensors = {**state.params, **state.buffers}
     else:
         raise TypeError(
             f"release(folder, state): expected the TrainState of a private run, or its "
@@ -85,28 +87,21 @@ def release(
             f"release(folder, state, plan): expected the dp.Plan under which the steps "
             f"of the state were taken, got a {type(plan).__name__}."
         )
-    if sharded := [name for name in held if shards.is_distributed(held[name])]:
+    if sharded := [n for n, x in tensors.items() if shards.is_distributed(x)]:
         raise TypeError(
             f"release(folder, state): expected plain tensors, got a DTensor in "
             f"{sharded[0]!r}. Pass distributed.gather(state, mesh), on one rank."
         )
     text = json.dumps(_claim(state, plan), indent=2)
     metadata = {"format": "pt", "privacy": text}
-    tensors = {name: files.plain(value) for name, value in held.items()}
+    tensors = {name: files.plain(value) for name, value in tensors.items()}
     model = files.serialized(MODEL, tensors, metadata)
     contents = {MODEL: model, CLAIM: [f"{text}\n".encode()]}
     files.new_folder(Path(folder), contents)
 
 
-def _of_module(private: PrivateGradients) -> dict[str, Tensor]:
-    """Return parameters and buffers by their first names, as a module loads them."""
-    model, saved = private.model, private.model.state_dict()
-    buffers = {n: each for n, each in model.named_buffers() if n in saved}
-    return {**dict(model.named_parameters()), **buffers}
-
-
 def _claim(state: TrainState | PrivateGradients, plan: Plan) -> dict[str, Any]:
-    """Return what a plan says of a state, as JSON has it."""
+    """Return the claim of a plan for a state, as JSON."""
     function = "release(folder, state, plan)"
     if isinstance(state.step, Tensor) and state.step.ndim:
         raise TypeError(
@@ -133,6 +128,6 @@ def _claim(state: TrainState | PrivateGradients, plan: Plan) -> dict[str, Any]:
         "neighbours": _NEIGHBOURS,
         "mechanism": MECHANISM,
         "steps": steps,
-        "account": [each._asdict() for each in plan.account(steps) if each.steps],
+        "account": [term._asdict() for term in plan.account(steps) if term.steps],
         "accountant": plan.accountant,
     }

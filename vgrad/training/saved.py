@@ -6,8 +6,8 @@ and `meta.json` lists the pieces: until the new one is there, the checkpoint bef
 complete.
 
 `torch.distributed.checkpoint` is not used, since its storage of safetensors reads
-whatever files are in the folder, leaves memory as it was where one is missing, seals
-nothing, lets everybody read, and its ranks send each other pickles.
+every file in the folder, leaves memory as it was where one is missing, seals nothing,
+lets everybody read, and its ranks send each other pickles.
 """
 
 import hashlib
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 META = "meta.json"
 PIECES = "file of pieces of a checkpoint"
 CALLED = "a checkpoint as vgrad.training.save writes it"
-
 DTYPES = {str(each): each for each in vars(torch).values() if type(each) is torch.dtype}
-"""The dtypes by name."""
 
-_OWN = re.compile(r"\.?(pieces-[0-9a-f]{16}-\d+\.safetensors|meta\.json)(\.partial)?")
+_OWN_FILE = re.compile(
+    r"\.?(pieces-[0-9a-f]{16}-\d+\.safetensors|meta\.json)(\.partial)?"
+)
 
 
 class Box(NamedTuple):
-    """A part of a tensor: where it begins in each dimension, and its shape."""
+    """A part of a tensor: its offset in each dimension, and its shape."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -67,7 +67,7 @@ class Box(NamedTuple):
         return tuple(slice(a, a + n) for a, n in zip(lows, part.sizes, strict=True))
 
 
-Local = Mapping[str, tuple[Box, Tensor]]
+Pieces = Mapping[str, tuple[Box, Tensor]]
 """The pieces on this rank, by the names of their tensors."""
 
 
@@ -76,7 +76,7 @@ class Meta(NamedTuple):
 
     Attributes:
         checkpoint: its name, which the names of its files contain.
-        settings: those of the run.
+        settings: settings of the run.
         tensors: their shapes and dtypes; they have no memory.
         pieces: the number of the file that each piece is in.
     """
@@ -104,19 +104,17 @@ def save(
 ) -> None:
     """Write a state, an ensemble or any other tree of tensors to a folder.
 
-    Called on every rank of the mesh, with a folder that all ranks share; `None` is a
-    process alone. Each rank writes its shards of DTensors. Plain tensors are the same
-    on all ranks, which is checked, and are written once, each by one of them.
+    Called on every rank of the mesh, with a folder that all ranks share; without a
+    mesh by a single process. Each rank writes its shards of DTensors. Plain tensors are
+    the same on all ranks, which is checked, and are written once, each by one of them.
 
-    At any moment the old checkpoint is there or the new one, and the rest of a kill is
+    At any moment the old checkpoint is there or the new one; files left by a kill are
     removed by the next call. The folder belongs to one run at a time. Only the owner
     can read the files, since a state holds a secret key. Nothing is pickled. While
     writing, a rank holds two more copies of its tensors.
 
     Args:
         folder: its parent has to be there.
-        state: the leaves are tensors.
-        mesh: of `torch.distributed`.
         settings: values of JSON that have to be the same when the run goes on.
 
     Raises:
@@ -129,15 +127,18 @@ def save(
     Example:
         >>> import tempfile
         >>> state = {"w": torch.ones(2), "step": torch.tensor(7)}
+        >>> start = {"w": torch.zeros(2), "step": torch.tensor(0)}
         >>> with tempfile.TemporaryDirectory() as parent:
         ...     save(f"{parent}/run", state, settings={"lr": 0.1})
+        ...     load(f"{parent}/run", start, settings={"lr": 0.1})
+        {'w': tensor([1., 1.]), 'step': tensor(7)}
     """
     function, folder = "save", Path(folder)
     ranks = Ranks.of_all(function, mesh)
     with ranks.together(function):
         tensors = tree.state_dict(state)
-        local = _local(function, tensors)
-    plans = exchanged(function, ranks, settings, tensors, local, sealed=True)
+        pieces = _local_pieces(function, tensors)
+    plans = _exchange_plans(function, ranks, settings, tensors, pieces, sealed=True)
     description = {
         "checkpoint": ranks.agree(function, name=secrets.token_hex(8))[0]["name"],
         "settings": plans[0]["setting"],
@@ -148,20 +149,29 @@ def save(
         if ranks.rank == 0:
             folder.mkdir(mode=0o700, exist_ok=True)
             files.sync_folder(folder.parent)
-            _remove_left_overs(folder)
+            _remove_other_files(folder)
     with ranks.together(function):
-        mine = {
+        own = {
             name: piece
-            for name, (box, piece) in local.items()
+            for name, (box, piece) in pieces.items()
             if meta.pieces[name][box] == ranks.rank
         }
-        if mine:
+        if own:
             path = folder / meta.file(ranks.rank)
-            what = {"kind": PIECES, "name": path.name}
-            files.write_tensors(path, mine, what, private=True)
+            about = {"kind": PIECES, "name": path.name}
+            files.write_tensors(path, own, about, private=True)
     with ranks.together(function):
         if ranks.rank == 0:
-            _complete(folder, meta, description)
+            lost = meta.files() - {path.name for path in folder.iterdir()}
+            if lost:
+                raise FileNotFoundError(
+                    f"{folder}: expected a folder that all ranks share, got none of "
+                    f"{checks.listed(lost)} on rank 0. Pass a folder on a shared file "
+                    f"system."
+                )
+            content = {"checkpoint": description, "sha256": _digest(description)}
+            files.replace(folder / META, json.dumps(content).encode(), private=True)
+            _remove_other_files(folder)
 
 
 def load(
@@ -174,34 +184,25 @@ def load(
     """Read a checkpoint of `save`: the tree of `like`, with the tensors saved.
 
     Called on every rank of the mesh, of which there may be more or fewer than at
-    saving; `None` is a process alone. `like` is a state as the run starts with, which
-    stays as it is. Devices, layouts in memory, `requires_grad` and how DTensors are
-    sharded are its own, so that a run goes on with the same kernels and bits. A rank
-    reads the files that hold parts of its shards, one at a time. Only the settings of
-    this call are compared.
+    saving; without a mesh by a single process. `like` is the state of the run before
+    its first step, and is left unchanged. Devices, layouts in memory, `requires_grad`
+    and shards of DTensors are those in `like`, so that a run goes on with the same
+    kernels and bits. A rank reads the files that hold parts of its shards, one at a
+    time. Only the settings of this call are compared. `save` has an example.
 
     Raises:
         FileNotFoundError: there is no checkpoint in the folder.
-        ValueError: a file is damaged or missing, names, shapes or dtypes are not those
-            of `like`, a setting was another one, or an older version of vgrad wrote the
+        ValueError: a file is damaged or missing, names, shapes or dtypes are not as in
+            `like`, a setting was another one, or an older version of vgrad wrote the
             file. A rank that fails makes all fail.
         RankError: settings differ between ranks, or ranks are at different places.
-
-    Example:
-        >>> import tempfile
-        >>> state = {"w": torch.ones(2), "step": torch.tensor(7)}
-        >>> start = {"w": torch.zeros(2), "step": torch.tensor(0)}
-        >>> with tempfile.TemporaryDirectory() as parent:
-        ...     save(f"{parent}/run", state, settings={"lr": 0.1})
-        ...     load(f"{parent}/run", start, settings={"lr": 0.1})
-        {'w': tensor([1., 1.]), 'step': tensor(7)}
     """
     function, folder = "load", Path(folder)
     ranks = Ranks.of_all(function, mesh)
     with ranks.together(function):
         tensors = tree.state_dict(like)
-        local = _local(function, tensors)
-    _holders(function, exchanged(function, ranks, settings, tensors, local))
+        pieces = _local_pieces(function, tensors)
+    _holders(function, _exchange_plans(function, ranks, settings, tensors, pieces))
     with _all_refuse(function, ranks):
         meta = _read_meta(folder)
         _check_settings(folder, meta.settings, settings)
@@ -209,61 +210,10 @@ def load(
     ranks.check_same(function, checkpoint=meta.checkpoint)
     with _all_refuse(function, ranks), torch.no_grad():
         loaded = tree.tree_map(
-            lambda each: torch.empty_like(each).requires_grad_(each.requires_grad), like
+            lambda x: torch.empty_like(x).requires_grad_(x.requires_grad), like
         )
-        _fill(folder, meta, _local(function, tree.state_dict(loaded)))
+        _fill(folder, meta, _local_pieces(function, tree.state_dict(loaded)))
     return loaded
-
-
-def exchanged(
-    function: str,
-    ranks: Ranks,
-    settings: Mapping[str, Any] | None,
-    tensors: Mapping[str, Tensor],
-    local: Local,
-    *,
-    sealed: bool = False,
-) -> list[dict[str, Any]]:
-    """Return settings, names, shapes, dtypes and pieces of all ranks.
-
-    Pieces that several ranks have are `sealed` by a hash.
-
-    Raises:
-        RankError: settings, names, shapes or dtypes differ between ranks.
-    """
-    with ranks.together(function):
-        plan = {
-            "setting": dict(settings or {}),
-            "tensor": {n: [str(t.dtype), list(t.shape)] for n, t in tensors.items()},
-            "pieces": {
-                name: [box, _seal(name, tensors[name], piece, ranks) if sealed else ""]
-                for name, (box, piece) in local.items()
-            },
-        }
-        try:
-            text = bytearray(json.dumps(plan, allow_nan=False).encode())
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{function}(settings): expected values of JSON, got another one "
-                f"({error}). Give a number that is not finite as text."
-            ) from error
-    sent = torch.frombuffer(text, dtype=torch.uint8).to(ranks.device)
-    sizes = [note["size"] for note in ranks.agree(function, size=len(sent))]
-    texts = ranks.joined(sent, sizes).cpu().split(sizes)
-    plans = [json.loads(bytes(each.numpy())) for each in texts]
-    for rank, plan in enumerate(plans):
-        for kind in ("setting", "tensor"):
-            for name in plans[0][kind] | plan[kind]:
-                first, other = (
-                    repr(each[kind][name]) if name in each[kind] else "none"
-                    for each in (plans[0], plan)
-                )
-                if first != other:
-                    raise RankError(
-                        f"{function}: expected the same {kind} {name!r} on all ranks, "
-                        f"got {first} on rank 0 and {other} on rank {rank}."
-                    )
-    return plans
 
 
 @contextmanager
@@ -276,9 +226,9 @@ def _all_refuse(function: str, ranks: Ranks) -> Iterator[None]:
         raise ValueError(str(error)) from error
 
 
-def _local(function: str, tensors: Mapping[str, Tensor]) -> Local:
-    """Return the pieces of tensors that are on this rank, without empty ones."""
-    local = {}
+def _local_pieces(function: str, tensors: Mapping[str, Tensor]) -> Pieces:
+    """Return the pieces on this rank, without empty ones."""
+    pieces = {}
     for name, tensor in tensors.items():
         piece, box = tensor, Box.of([0] * tensor.dim(), tensor.shape)
         if shards.is_distributed(tensor):
@@ -298,8 +248,59 @@ def _local(function: str, tensors: Mapping[str, Tensor]) -> Local:
                     f"cuts the whole."
                 )
         if piece.numel():
-            local[name] = box, piece
-    return local
+            pieces[name] = box, piece
+    return pieces
+
+
+def _exchange_plans(
+    function: str,
+    ranks: Ranks,
+    settings: Mapping[str, Any] | None,
+    tensors: Mapping[str, Tensor],
+    pieces: Pieces,
+    *,
+    sealed: bool = False,
+) -> list[dict[str, Any]]:
+    """Return settings, names, shapes, dtypes and pieces of all ranks.
+
+    Pieces that several ranks have are `sealed` by a hash.
+
+    Raises:
+        RankError: settings, names, shapes or dtypes differ between ranks.
+    """
+    with ranks.together(function):
+        plan = {
+            "setting": dict(settings or {}),
+            "tensor": {n: [str(t.dtype), list(t.shape)] for n, t in tensors.items()},
+            "pieces": {
+                name: [box, _seal(name, tensors[name], piece, ranks) if sealed else ""]
+                for name, (box, piece) in pieces.items()
+            },
+        }
+        try:
+            text = bytearray(json.dumps(plan, allow_nan=False).encode())
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{function}(settings): expected values of JSON, got another one "
+                f"({error}). Give a number that is not finite as text."
+            ) from error
+    sent = torch.frombuffer(text, dtype=torch.uint8).to(ranks.device)
+    sizes = [note["size"] for note in ranks.agree(function, size=len(sent))]
+    texts = ranks.joined(sent, sizes).cpu().split(sizes)
+    plans = [json.loads(bytes(text.numpy())) for text in texts]
+    for rank, plan in enumerate(plans):
+        for kind in ("setting", "tensor"):
+            for name in plans[0][kind] | plan[kind]:
+                first, other = (
+                    repr(each[kind][name]) if name in each[kind] else "none"
+                    for each in (plans[0], plan)
+                )
+                if first != other:
+                    raise RankError(
+                        f"{function}: expected the same {kind} {name!r} on all ranks, "
+                        f"got {first} on rank 0 and {other} on rank {rank}."
+                    )
+    return plans
 
 
 def _seal(name: str, tensor: Tensor, piece: Tensor, ranks: Ranks) -> str:
@@ -383,26 +384,25 @@ def _is_whole(shape: Collection[int], boxes: Collection[Box]) -> bool:
     return len(boxes) == cells
 
 
+def _digest(description: Any) -> str:
+    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
+
+
 def _parsed(folder: Path, description: Mapping[str, Any]) -> Meta:
     """Check a description, which may hold anything."""
     tensors, pieces = {}, {}
     try:
         checkpoint, settings = description["checkpoint"], description["settings"]
-        fine = re.fullmatch("[0-9a-f]{16}", checkpoint) and isinstance(settings, dict)
+        valid = re.fullmatch("[0-9a-f]{16}", checkpoint) and isinstance(settings, dict)
         for name, (dtype, shape, boxes) in description["tensors"].items():
             tensors[name] = torch.empty(shape, dtype=DTYPES[dtype], device="meta")
             pieces[name] = {Box.of(*box): int(number) for number, box in boxes}
-            fine = fine and _is_whole(shape, pieces[name])
+            valid = valid and _is_whole(shape, pieces[name])
     except (AttributeError, LookupError, TypeError, ValueError, RuntimeError):
-        fine = False
-    if not fine:
+        valid = False
+    if not valid:
         raise ValueError(f"{folder / META}: expected {CALLED}, got a damaged file.")
     return Meta(checkpoint, settings, tensors, pieces)
-
-
-def _digest(description: Any) -> str:
-    """Hash a description, SHA-256 in hexadecimal."""
-    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
 
 
 def _read_meta(folder: Path) -> Meta:
@@ -413,66 +413,48 @@ def _read_meta(folder: Path) -> Meta:
         ValueError: it is damaged, or something else.
     """
     path = folder / META
-    old = folder.is_file() or (folder / "index.safetensors").is_file()
-    if old and not path.is_file():
-        raise ValueError(
-            f"{folder}: expected {CALLED}, got a file of an older version, or of "
-            f"another program. Finish a run with the version that began it."
-        )
     if not path.is_file():
+        if folder.is_file() or (folder / "index.safetensors").is_file():
+            raise ValueError(
+                f"{folder}: expected {CALLED}, got a file of an older version, or of "
+                f"another program. Finish a run with the version that began it."
+            )
         raise FileNotFoundError(f"{path}: expected {CALLED}, got no file.")
     try:
         content = files.from_json(path.read_bytes())
         description = content["checkpoint"]
-        fine = content["sha256"] == _digest(description)
+        if content["sha256"] != _digest(description):
+            raise ValueError("its checksum does not match")
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(
             f"{path}: expected {CALLED}, got a damaged file ({error})."
         ) from error
-    if not fine:
-        raise ValueError(
-            f"{path}: expected {CALLED}, got a damaged file (its checksum does not "
-            f"match)."
-        )
     return _parsed(folder, description)
 
 
-def _complete(folder: Path, meta: Meta, description: Mapping[str, Any]) -> None:
-    """Write `meta.json`, and remove the files of the checkpoint before."""
-    lost = meta.files() - {path.name for path in folder.iterdir()}
-    if lost:
-        raise FileNotFoundError(
-            f"{folder}: expected a folder that all ranks share, got none of "
-            f"{checks.listed(lost)} on rank 0. Pass a folder on a shared file system."
-        )
-    content = {"checkpoint": description, "sha256": _digest(description)}
-    files.replace(folder / META, json.dumps(content).encode(), private=True)
-    _remove_left_overs(folder)
-
-
-def _fill(folder: Path, meta: Meta, targets: Local) -> None:
+def _fill(folder: Path, meta: Meta, targets: Pieces) -> None:
     """Copy pieces of files to pieces in memory, one file after the other.
 
     Raises:
         ValueError: a file is missing, damaged, or belongs to another checkpoint.
     """
-    wanted: dict[int, list[tuple[str, Box, Box]]] = defaultdict(list)
+    boxes_of: dict[int, list[tuple[str, Box, Box]]] = defaultdict(list)
     for name, (target, _) in targets.items():
         for box, number in meta.pieces[name].items():
             common = target.common(box)
             if common is not None:
-                wanted[number].append((name, box, common))
-    for number, boxes in wanted.items():
+                boxes_of[number].append((name, box, common))
+    for number, boxes in boxes_of.items():
         path = folder / meta.file(number)
         try:
-            read, said = files.read_tensors(path, PIECES, called=CALLED)
+            pieces, about = files.read_tensors(path, PIECES, called=CALLED)
         except FileNotFoundError as error:
             raise ValueError(str(error)) from error
         for name, box, common in boxes:
             target, local = targets[name]
-            piece = read.get(name)
+            piece = pieces.get(name)
             if (
-                said.get("name") != path.name
+                about.get("name") != path.name
                 or piece is None
                 or (tuple(piece.shape), piece.dtype) != (box.sizes, local.dtype)
             ):
@@ -483,7 +465,7 @@ def _fill(folder: Path, meta: Meta, targets: Local) -> None:
             local[target.slices(common)].copy_(piece[box.slices(common)])
 
 
-def _remove_left_overs(folder: Path) -> None:
+def _remove_other_files(folder: Path) -> None:
     """Remove files of checkpoints that were replaced, or never completed."""
     try:
         kept = _read_meta(folder).files()
@@ -492,14 +474,13 @@ def _remove_left_overs(folder: Path) -> None:
     except ValueError:
         return  # the files of a damaged one are not known
     for path in folder.iterdir():
-        if _OWN.fullmatch(path.name) and path.name not in kept | {META}:
+        if _OWN_FILE.fullmatch(path.name) and path.name not in kept | {META}:
             path.unlink(missing_ok=True)
 
 
 def _check_settings(
     path: Path, saved: Mapping[str, Any], settings: Mapping[str, Any] | None
 ) -> None:
-    """Refuse settings that are not those saved; only those of the call are compared."""
     for name, value in json.loads(json.dumps(dict(settings or {}))).items():
         if name not in saved or saved[name] != value:
             before = repr(saved[name]) if name in saved else "no such setting"

@@ -1,4 +1,4 @@
-"""The state that steps take and return, and what all steps have in common."""
+"""States of training, and the parts that all steps share. E members."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 
 from vgrad import checks, optim
+from vgrad.checks import Patterns
+from vgrad.ensemble.execution import members
+from vgrad.ensemble.optimizer import of_members
 from vgrad.generators import RNG_LOCK, Tag, secret_key, set_seed, torch_seed
 from vgrad.optim.base import GradientTransformation, check_transformation
 from vgrad.optim.fused import disjoint
 from vgrad.precision import LossScale, NoOpLossScale, Policy
 from vgrad.precision.modules import loss_under
 from vgrad.torch_private import modes
-from vgrad.tree import map_values, to_device
+from vgrad.tree import map_tensors, map_values, to_device
 from vgrad.typing import Buffers, Params, Tree
 
 State = TypeVar("State")
@@ -23,46 +26,11 @@ Metrics = dict[str, Any]
 
 
 class Step(Protocol[State]):
-    """What `train_step` and the others return."""
+    """The type of a training step."""
 
     def __call__(self, state: State, /, *batch: Tree) -> tuple[State, Metrics]:
-        """Return the state after the step, and what the step found."""
+        """Return the state after the step, and its metrics."""
         ...
-
-
-Run = Callable[..., Any]
-"""How a step runs a function of tensors: `run(function, *arguments)`."""
-
-
-def at_once(function: Callable, *arguments: Any) -> Any:
-    """Run a function in eager mode."""
-    return function(*arguments)
-
-
-def updated(
-    run: Run,
-    tx: GradientTransformation,
-    grads: Params,
-    state: Any,
-    buffers: Buffers,
-    *,
-    donate: bool,
-) -> tuple[Params, Tree]:
-    """Run the optimizer, by the kernel that writes in place where that is allowed.
-
-    The buffers are those of the next state.
-    """
-    given = (tx, grads, state.optimizer, state.params)
-    if donate and tx.donated is not None and may_write(state.params, buffers):
-        return optim.step(*given, donate=True)
-    return run(optim.step, *given)
-
-
-def may_write(params: Params, buffers: Buffers) -> bool:
-    """Return whether no buffer, which stays, has the memory of a parameter."""
-    if not buffers or modes.inside_transform() or torch.compiler.is_compiling():
-        return True
-    return disjoint([*params.values(), *buffers.values()])
 
 
 class TrainState(NamedTuple):
@@ -72,11 +40,11 @@ class TrainState(NamedTuple):
         params: the parameters.
         buffers: the buffers.
         optimizer: the optimizer's state.
-        step: how many steps were taken, int64 without dimensions.
+        step: the number of steps taken, int64 without dimensions.
         key: the secret key, uint8 `[32]`. With the step it fixes all that a step draws:
-            the batch of `plan.sampler(state)`, noise, dropout. Whoever has it can
-            remove the noise: keep it as private as the data.
-        plan_digest: that of the plan under which private steps were taken, uint8
+            the batch of `plan.sampler(state)`, noise, dropout. With it the noise can be
+            removed: keep it as private as the data.
+        plan_digest: a hash of the plan under which private steps were taken, uint8
             `[32]`, zeros before the first one; see `dp.Plan.after`.
         loss_scale: the loss scale of the next step, a tree of tensors too.
     """
@@ -90,7 +58,7 @@ class TrainState(NamedTuple):
     loss_scale: LossScale = NoOpLossScale()
 
     def __repr__(self) -> str:
-        return without_key(self)
+        return redacted(self)
 
     @classmethod
     def create(
@@ -105,22 +73,18 @@ class TrainState(NamedTuple):
         """Start a run with a new secret key from the operating system.
 
         The state holds detached tensors, not copies, which only donated steps change.
-        With a `seed` the key is a hash of it: whoever guesses the seed knows the noise,
+        With a `seed` the key is a hash of it: a guess of the seed gives the noise,
         which voids every claim of privacy.
 
-        Args:
-            loss_scale: multiplies losses before the backward pass; results are without
-                it. None takes that of the first step.
+        `loss_scale` is as in `train_step`, without one the state takes the step's own.
 
         Example:
             >>> from vgrad import optim
-            >>> params = {"w": torch.zeros(2)}
-            >>> state = TrainState.create(optim.sgd(0.1), params, {})
-            >>> state.step
+            >>> TrainState.create(optim.sgd(0.1), {"w": torch.zeros(2)}, {}).step
             tensor(0)
         """
         check_transformation("TrainState.create", tx)
-        check_scale("TrainState.create", loss_scale)
+        _check_scale("TrainState.create", loss_scale)
         params, buffers = (map_values(Tensor.detach, x) for x in (params, buffers))
         device = device_of(params)
         scale = NoOpLossScale() if loss_scale is None else to_device(loss_scale, device)
@@ -134,8 +98,8 @@ class TrainState(NamedTuple):
         A state that was copied or saved repeats its steps: that is how a run resumes.
         If two runs resume from it and differ in anything (data, loss, optimizer), all
         but one need a fork. Otherwise both add the same noise to different sums, and
-        the difference of what they release shows the private data. What was spent, and
-        the plan of it, stays in the account of each of them.
+        the difference of their releases shows the private data. The steps taken and
+        their plan stay in the account of each of them.
 
         Example:
             >>> from vgrad import optim
@@ -146,8 +110,72 @@ class TrainState(NamedTuple):
         return self._replace(key=secret_key())
 
 
+class EnsembleState(NamedTuple):
+    """All that a step changes, a tree of tensors: save it and nothing is lost.
+
+    Attributes:
+        params: the parameters, `[E, ...]`, shared ones without member axis.
+        buffers: the buffers, likewise.
+        optimizer: the optimizer's state, of each member and of their shared entries.
+        step: the number of steps taken, int64 without dimensions.
+        key: the secret key, as in `TrainState`: all that a step draws follows from it.
+        loss_scale: each member's loss scale of the next step.
+        active: which members are trained, bool `[E]`. The others stay as they are; set
+            it with `state._replace(active=...)`.
+    """
+
+    params: Params
+    buffers: Buffers
+    optimizer: Tree
+    step: Tensor
+    key: Tensor
+    loss_scale: LossScale
+    active: Tensor
+
+    def __repr__(self) -> str:
+        return redacted(self)
+
+    @classmethod
+    def create(
+        cls,
+        tx: GradientTransformation,
+        params: Params,
+        buffers: Buffers,
+        *,
+        shared: Patterns = (),
+        seed: int | None = None,
+        loss_scale: LossScale | None = None,
+    ) -> "EnsembleState":
+        """Start a run of all members, every one of them active.
+
+        `tx` is a transformation of one member, or the result of `for_members`. The
+        state holds detached tensors, not copies, which only donated steps change.
+        `shared` is as in `ensemble_grad`, `loss_scale` as in `train_step`.
+
+        Example:
+            >>> from vgrad import optim
+            >>> params = {"w": torch.zeros(3, 2)}
+            >>> state = EnsembleState.create(optim.sgd(0.1), params, {})
+            >>> state.active
+            tensor([True, True, True])
+        """
+        function = "EnsembleState.create"
+        count = members(function, params, buffers, shared)
+        tx = of_members(function, tx, shared)
+        start = TrainState.create(tx, params, buffers, seed=seed, loss_scale=loss_scale)
+        return cls(
+            *start[:5],  # all but the digest of a plan
+            loss_scale=for_each(start.loss_scale, count),
+            active=torch.ones(count, dtype=torch.bool, device=device_of(params)),
+        )
+
+    def fork(self) -> "EnsembleState":
+        """Return the same state with a new secret key, as `TrainState.fork` does."""
+        return self._replace(key=secret_key())
+
+
 def check_state(function: str, state: Any, kind: type) -> None:
-    """Refuse a batch without a state, among others."""
+    """Refuse another object than a state, such as a batch without one."""
     if not isinstance(state, kind):
         raise TypeError(
             f"{function}(state, *batch): expected a {kind.__name__}, as "
@@ -156,17 +184,75 @@ def check_state(function: str, state: Any, kind: type) -> None:
         )
 
 
-def without_key(state: Any) -> str:
-    """Print a state without its secret, so that no log or traceback holds it."""
-    shown = {**state._asdict(), "key": "<secret>"}
-    if "plan_digest" in shown:
-        shown["plan_digest"] = "<digest>"
-    fields = ", ".join(f"{name}={value}" for name, value in shown.items())
-    return f"{type(state).__name__}({fields})"
+def redacted(state: Any) -> str:
+    """Print a state without its secrets, so that no log or traceback holds them."""
+    secret = {"key": "<secret>", "plan_digest": "<digest>"}
+    fields = (f"{n}={secret.get(n, value)}" for n, value in state._asdict().items())
+    return f"{type(state).__name__}({', '.join(fields)})"
 
 
-def check_scale(function: str, loss_scale: LossScale | None) -> None:
-    """Refuse a plain number, among others."""
+def device_of(params: Params) -> torch.device:
+    """Return the device of the parameters."""
+    if not params:
+        raise ValueError(
+            "TrainState(params={}): expected at least one parameter, got none. Are all "
+            "of them frozen?"
+        )
+    return next(iter(params.values())).device
+
+
+# Parts of a step.
+
+Run = Callable[..., Any]
+"""How a step runs a function of tensors: `run(function, *arguments)`."""
+
+
+def run_eager(function: Callable, *arguments: Any) -> Any:
+    """Call a function."""
+    return function(*arguments)
+
+
+def apply_optimizer(
+    run: Run,
+    tx: GradientTransformation,
+    grads: Params,
+    state: Any,
+    buffers: Buffers,
+    *,
+    donate: bool,
+) -> tuple[Params, Tree]:
+    """Return new parameters and optimizer state, in place where that is allowed.
+
+    `buffers` belong to the next state.
+    """
+    arguments = (tx, grads, state.optimizer, state.params)
+    if donate and tx.donated is not None and may_write(state.params, buffers):
+        return optim.step(*arguments, donate=True)
+    return run(optim.step, *arguments)
+
+
+def may_write(params: Params, buffers: Buffers) -> bool:
+    """Return whether no buffer, which stays, has the memory of a parameter."""
+    if not buffers or modes.inside_transform() or torch.compiler.is_compiling():
+        return True
+    return disjoint([*params.values(), *buffers.values()])
+
+
+def initial_loss_scale(
+    function: str,
+    loss_scale: LossScale | None,
+    policy: Policy | str | None,
+    for_float16: LossScale,
+) -> LossScale | None:
+    """Return the scale of the caller, or the default of a policy that needs one."""
+    _check_scale(function, loss_scale)
+    if loss_scale is not None or policy is None:
+        return loss_scale
+    policy = policy if isinstance(policy, Policy) else Policy.parse(policy)
+    return for_float16 if policy.compute_dtype == torch.float16 else None
+
+
+def _check_scale(function: str, loss_scale: LossScale | None) -> None:
     if loss_scale is not None and not hasattr(loss_scale, "adjust"):
         raise TypeError(
             f"{function}(loss_scale={checks.shown(loss_scale)}): expected a loss "
@@ -175,28 +261,24 @@ def check_scale(function: str, loss_scale: LossScale | None) -> None:
         )
 
 
-def first_scale(
-    function: str,
-    loss_scale: LossScale | None,
-    policy: Policy | str | None,
-    for_float16: LossScale,
-) -> LossScale | None:
-    """Return the scale asked for, or the default of a policy that needs one."""
-    check_scale(function, loss_scale)
-    if loss_scale is not None or policy is None:
-        return loss_scale
-    own = policy if isinstance(policy, Policy) else Policy.parse(policy)
-    return for_float16 if own.compute_dtype == torch.float16 else None
-
-
-def scale_of(state: Any, first: LossScale | None) -> LossScale:
-    """Return the scale that a state carries, or that of the first step."""
-    if first is None or not isinstance(state.loss_scale, NoOpLossScale):
+def scale_of(state: Any, initial: LossScale | None) -> LossScale:
+    """Return the scale that a state carries, or the one of the first step."""
+    if initial is None or is_scaled(state.loss_scale):
         return state.loss_scale
-    return to_device(first, device_of(state.params))
+    return to_device(initial, device_of(state.params))
 
 
-def under(policy: Policy | str | None, loss: Any) -> Any:
+def for_each(scale: LossScale, count: int) -> LossScale:
+    """Return a scale with a number for every member."""
+    return map_tensors(lambda x: x if x.ndim else x.expand(count).contiguous(), scale)
+
+
+def is_scaled(scale: LossScale) -> bool:
+    """Return whether a loss is multiplied by this scale at all."""
+    return not isinstance(scale, NoOpLossScale)
+
+
+def with_policy(policy: Policy | str | None, loss: Any) -> Any:
     """Return a loss that runs under a policy, as does its `.with_buffers`."""
     if policy is None:
         return loss
@@ -208,36 +290,24 @@ def under(policy: Policy | str | None, loss: Any) -> Any:
 
 def kept_dtypes(buffers: Buffers, old: Buffers) -> Buffers:
     """Bring buffers back from the dtype that a policy computed in, without a graph."""
-
-    def like(new: Tensor, old: Tensor) -> Tensor:
-        return (new.to(old.dtype) if new.is_floating_point() else new).detach()
-
-    return map_values(like, buffers, old)
+    return map_values(
+        lambda x, y: (x.to(y.dtype) if x.is_floating_point() else x).detach(),
+        buffers,
+        old,
+    )
 
 
 @contextmanager
-def own_randomness(state: Any, *place: Tag) -> Iterator[None]:
-    """Let torch's own generators draw what follows from the state's key and step.
+def seeded_from(state: Any, *tags: Tag) -> Iterator[None]:
+    """Seed torch's generators from the state's key and step, and restore them.
 
-    `place` tells apart what several processes draw at one step of one key.
-
-    They are left as they were. All threads share them, so steps in several threads
-    wait for each other, and a thread that draws from them meanwhile changes the numbers
-    of the step.
+    `tags` separate processes that draw at one step of one key. All threads share the
+    generators: steps in several threads wait for each other, and a thread that draws
+    meanwhile changes the numbers of the step.
     """
     device = device_of(state.params)
     on_cuda = device.type == "cuda"
-    seed = torch_seed(state.key, "loss", int(state.step), *place)
+    seed = torch_seed(state.key, "loss", int(state.step), *tags)
     with RNG_LOCK, torch.random.fork_rng([device] if on_cuda else []):
         set_seed(seed, state.params.values())
         yield
-
-
-def device_of(params: Params) -> torch.device:
-    """Return where the parameters are."""
-    if not params:
-        raise ValueError(
-            "TrainState(params={}): expected at least one parameter, got none. Are all "
-            "of them frozen?"
-        )
-    return next(iter(params.values())).device

@@ -1,89 +1,367 @@
-"""Losses and scores of all members on samples that they were not trained on.
+"""K-fold cross-validation, resumed after a kill, and early stopping of members.
 
-E members.
+K folds, E of them at once, n samples.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from vgrad.ensemble.choice import Runner
+from vgrad import batches, checks, files, tree
+from vgrad.ensemble.execution import EnsembleExecutor
+from vgrad.ensemble.resampling import fold_indices
+from vgrad.ensemble.stacking import made, member_seed, stack
 from vgrad.functional.losses import Criterion, batch_loss
 from vgrad.functional.model import FunctionalModel
-from vgrad.precision import Policy
-from vgrad.training.ensemble import EnsembleState
-from vgrad.training.state import own_randomness, under
-from vgrad.tree import map_tensors, tensors, tree_map
-from vgrad.typing import Buffers, Params, Tree
-
-Figures = dict[str, Tensor]
-"""Numbers of each member by name."""
+from vgrad.generators import secret_key, torch_seed
+from vgrad.optim.base import GradientTransformation, check_transformation
+from vgrad.precision import DynamicLossScale, LossScale, Policy
+from vgrad.training.saved import load, save
+from vgrad.training.state import (
+    EnsembleState,
+    device_of,
+    initial_loss_scale,
+    seeded_from,
+    with_policy,
+)
+from vgrad.training.steps import ensemble_train_step
+from vgrad.typing import Buffers, EnsembleStrategy, Params, Randomness, Tree
 
 Metric = Callable[[Any, Any], Tensor | float]
 """A number of all outputs of a member, and of their targets."""
 
+Figures = dict[str, Tensor]
+"""Numbers of each member by name, `[E]` or `[E, epochs]`."""
 
-class Validation:
-    """Judges the members of an ensemble in evaluation mode, each on its own samples."""
 
-    def __init__(
-        self,
-        fmodel: FunctionalModel,
-        criterion: Criterion,
-        metric: Metric | None,
-        policy: Policy | None,
-        options: dict[str, Any],
-    ) -> None:
+class FoldEpoch(NamedTuple):
+    """The figures of some folds after an epoch, `[E]`, as in `CrossValidation`.
+
+    Attributes:
+        folds: the numbers of the folds, which are trained at once.
+        epoch: its number, from 0 on.
+    """
+
+    folds: range
+    epoch: int
+    train_losses: Tensor
+    losses: Tensor
+    skipped: Tensor
+    scores: Tensor | None = None
+
+
+class CrossValidation(NamedTuple):
+    """The result of `cross_validate`, on the CPU; figures are float64.
+
+    Attributes:
+        params: the parameters after the last epoch, `[K, ...]`.
+        buffers: the buffers, likewise.
+        train_losses: means over the batches of an epoch, each before its step,
+            `[K, epochs]`.
+        losses: losses on the fold that was left out, after each epoch, `[K, epochs]`.
+        skipped: numbers of steps of an epoch that were skipped, as their gradients were
+            not finite, `[K, epochs]`.
+        scores: the metric on the fold that was left out, `[K, epochs]`; None without a
+            metric.
+    """
+
+    params: Params
+    buffers: Buffers
+    train_losses: Tensor
+    losses: Tensor
+    skipped: Tensor
+    scores: Tensor | None = None
+
+
+def cross_validate(
+    factory: Callable[[int], nn.Module],
+    criterion: Criterion,
+    tx: GradientTransformation,
+    *data: Tree,
+    folds: int,
+    epochs: int,
+    batch_size: int,
+    seed: int,
+    at_once: int | None = None,
+    metric: Metric | None = None,
+    randomness: Randomness = "different",
+    strategy: EnsembleStrategy = "auto",
+    policy: Policy | str | None = None,
+    loss_scale: LossScale | None = None,
+    folder: Path | str | None = None,
+    callback: Callable[[FoldEpoch], None] | None = None,
+) -> CrossValidation:
+    """Train K models, each on all but its fold of n samples, and evaluate it on that.
+
+    Fold k is `validation[k]` of `vgrad.ensemble.fold_indices(folds, n, seed=seed)`.
+    With `l` the criterion, `v` its samples and `f_k` the model trained on the others,
+
+        losses[k, epoch] = l(f_k(x[v]), y[v])
+
+    computed `batch_size` samples at a time, weighted by their number: the criterion has
+    to be a mean over samples. `factory(k)` makes the model of fold k, in training mode,
+    after `torch.manual_seed(member_seed(seed, k))`; it is evaluated in evaluation mode.
+    `data` are tensors `[n, ...]`, inputs and then targets, as `batch_loss` takes them.
+    Each batch is moved to the device of the parameters: the data may stay on the CPU.
+
+    In each epoch fold k sees all of its samples once, in an order that follows from
+    seed, k and epoch alone; the last batch may be smaller. `tx` is a transformation of
+    one model. The folds are members of an ensemble, `at_once` of them at a time, by
+    default all: right for small models. Large ones run one after the other
+    (`at_once=1`), each as fast as `train_step` runs it. Without random numbers in the
+    model, the result is the same up to rounding. `metric(output, target)` gets all
+    samples of a fold, the output in the output dtype of the policy, and returns a
+    number.
+
+    A `folder` holds the state of the folds, written after each epoch, before `callback`
+    is called with its figures. If this process ends, the same call goes on from there;
+    on a CPU with the bits of a run that was never interrupted. Functions cannot be
+    compared: pass the same model, criterion, optimizer and metric.
+
+    `randomness` and `strategy` are as in `ensemble_grad`, `policy` and `loss_scale` as
+    in `train_step`.
+
+    Cost: K runs of `epochs * n * (K - 1) / K` samples. Memory: `at_once` runs, and
+    parameters and buffers of all K on the CPU at the end; with a metric the outputs of
+    a whole fold. With a `folder` the data are hashed once.
+
+    Reference: Stone, Cross-validatory choice and assessment of statistical predictions,
+    Journal of the Royal Statistical Society B 36(2), 1974.
+
+    Raises:
+        ValueError: a number is too small, sizes do not fit, the models of two folds are
+            not alike, or the folder holds a damaged file or one of another call; the
+            message names the difference, and nothing is overwritten.
+
+    Example:
+        >>> from vgrad import optim
+        >>> x = torch.linspace(-1, 1, 30).reshape(30, 1)
+        >>> result = cross_validate(
+        ...     lambda fold: nn.Linear(1, 1), nn.functional.mse_loss, optim.sgd(0.3),
+        ...     x, 2 * x + 1, folds=3, epochs=20, batch_size=5, seed=0,
+        ... )
+        >>> result.losses.shape, bool(result.losses[:, -1].max() < 1e-3)
+        (torch.Size([3, 20]), True)
+    """
+    function = "cross_validate"
+    check_transformation(function, tx)
+    size = batches.read(function, data).size
+    rows = fold_indices(folds, size, seed=seed)
+    at_once = folds if at_once is None else at_once
+    epochs, batch_size, at_once = checks.whole(
+        function, least=1, epochs=epochs, batch_size=batch_size, at_once=at_once
+    )
+    if metric is not None and criterion is None:
+        raise ValueError(
+            f"{function}(criterion=None, metric): expected a criterion, which takes an "
+            f"output and a target as the metric does, got a model that returns its "
+            f"loss. Leave out the metric."
+        )
+    policy = Policy.parse(policy) if isinstance(policy, str) else policy
+    job = _Job(
+        factory,
+        criterion,
+        tx,
+        data,
+        *rows,
+        epochs=epochs,
+        batch_size=batch_size,
+        seed=seed,
+        at_once=at_once,
+        metric=metric,
+        options={"in_dims": 0, "randomness": randomness, "strategy": strategy},
+        policy=policy,
+        scale=initial_loss_scale(function, loss_scale, policy, DynamicLossScale()),
+        folder=None if folder is None else Path(folder),
+        callback=callback,
+    )
+    results: list[_Trained] = []
+    for start in range(0, folds, at_once):
+        which = range(folds)[start : start + at_once]
+        results.append(_train(job, which, results))
+    params, buffers, figures = tree.tree_map(lambda *x: torch.cat(x), *results)
+    return CrossValidation(params, buffers, **figures)
+
+
+_Trained = tuple[Params, Buffers, Figures]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The arguments, the same for all folds, with the indices `[K, ...]` of samples."""
+
+    factory: Callable[[int], nn.Module]
+    criterion: Criterion
+    tx: GradientTransformation
+    data: tuple[Tree, ...]
+    train: Tensor
+    validation: Tensor
+    epochs: int
+    batch_size: int
+    seed: int
+    at_once: int
+    metric: Metric | None
+    options: dict[str, Any]
+    policy: Policy | None
+    scale: LossScale | None
+    folder: Path | None
+    callback: Callable[[FoldEpoch], None] | None
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Settings that have to be the same when the run goes on; hashes the data."""
+        data = {str(i): x for i, x in enumerate(tree.tensors(self.data))}
+        return {
+            "folds": len(self.train),
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "data": [f"{x.dtype} {tuple(x.shape)}" for x in data.values()],
+            "sha256 of data": files.digest(data),
+            "epochs": self.epochs,
+            "at_once": self.at_once,
+            "metric": self.metric is not None,
+            "policy": str(self.policy),
+            **self.options,
+        }
+
+    def start(self, which: range) -> tuple[FunctionalModel, EnsembleState]:
+        """Make the models of some folds, and their state before the first step."""
+        makes = [partial(self.factory, fold) for fold in which]
+        seeds = [member_seed(self.seed, fold) for fold in which]
+        models = made("cross_validate(factory)", makes, seeds)
+        fmodel, *entries = stack(models)
+        state = EnsembleState.create(self.tx, *entries, loss_scale=self.scale)
+        key = secret_key(seed=self.seed, member=which.start)
+        return fmodel, state._replace(key=key)
+
+    def training(self, which: range, epoch: int) -> Tensor:
+        """Return the samples of an epoch, `[E, samples]`, shuffled for each fold."""
+        orders = []
+        for fold in which:
+            seed = torch_seed(secret_key(seed=self.seed, member=fold), "epoch", epoch)
+            source = torch.Generator().manual_seed(seed)
+            orders.append(torch.randperm(self.train.shape[1], generator=source))
+        return self.train[which.start : which.stop].gather(1, torch.stack(orders))
+
+    def batches(
+        self, rows: Tensor, device: torch.device
+    ) -> Iterator[tuple[int, tuple]]:
+        """Yield B and the batches `[E, B, ...]` of these samples."""
+        for part in rows.split(self.batch_size, 1):
+            batch = tree.map_tensors(
+                lambda x, part=part: x[part.to(x.device)].to(device), self.data
+            )
+            yield part.shape[1], batch
+
+
+def _train(job: _Job, which: range, before: Sequence[_Trained]) -> _Trained:
+    """Train some folds, from their checkpoint if there is one."""
+    fmodel, state = job.start(which)
+    if before:
+        shapes, first = (
+            {name: value[0] for name, value in params.items()}
+            for params in (before[0][0], state.params)
+        )
+        tree.check_fit("cross_validate(factory)", shapes, first)
+    device = device_of(state.params)
+    step = ensemble_train_step(
+        batch_loss(fmodel, job.criterion),
+        job.tx,
+        policy=job.policy,
+        loss_scale=job.scale,
+        donate=True,
+        **job.options,
+    )
+    evaluate = _Evaluation(fmodel, job)
+    names = ["train_losses", "skipped", "losses"]
+    names += [] if job.metric is None else ["scores"]
+    blank = torch.full((len(which), job.epochs), torch.nan, dtype=torch.float64)
+    history, done = {name: blank.clone() for name in names}, torch.tensor(0)
+    path = job.folder and job.folder / f"folds-{which.start}"
+    if path is not None:
+        start, old = (state, history, done), path.with_suffix(".safetensors")
+        with suppress(FileNotFoundError):  # one of an older version is refused
+            state, history, done = load(
+                old if old.exists() else path, start, settings=job.settings
+            )
+    for epoch in range(int(done), job.epochs):
+        total, skipped = torch.zeros(()), torch.zeros(())
+        rows = job.training(which, epoch)
+        for size, batch in job.batches(rows, device):
+            state, metrics = step(state, *batch)
+            total = total + metrics["loss"].double() * size
+            skipped = skipped + metrics["skipped"].double()
+        losses = (total / rows.shape[1]).cpu()
+        figures = {"train_losses": losses, "skipped": skipped.cpu()}
+        figures |= evaluate(state, job.validation[which.start : which.stop])
+        for name, values in figures.items():
+            history[name][:, epoch] = values
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            reached = state, history, torch.tensor(epoch + 1)
+            save(path, reached, settings=job.settings)
+        if job.callback is not None:
+            job.callback(FoldEpoch(which, epoch, **figures))
+    return tree.to_device((state.params, state.buffers, history), "cpu")
+
+
+class _Evaluation:
+    """Evaluates the members of an ensemble, each on its own samples."""
+
+    def __init__(self, fmodel: FunctionalModel, job: _Job) -> None:
         self._fmodel = fmodel.eval()
-        self._criterion = criterion
-        self._metric = metric
-        self._policy = policy
-        self._judged = under(policy, self._loss_and_output)
-        self._runner = Runner("cross_validate", shared=(), **options)
+        self._job = job
+        self._function = with_policy(job.policy, self._loss_and_output)
+        self._executor = EnsembleExecutor("cross_validate", **job.options)
 
-    def __call__(self, state: EnsembleState, batches: Iterable[tuple]) -> Figures:
-        """Return the mean `losses` over batches `[E, B, ...]`, and `scores`; `[E]`.
+    def __call__(self, state: EnsembleState, rows: Tensor) -> Figures:
+        """Return mean `losses` and `scores` on samples, `[E]`, float64 on the CPU.
 
-        They are float64 and on the CPU. What the model draws follows from the state.
+        Random numbers of the model follow from the state.
         """
-        total, count, kept = torch.zeros(()), 0, []
-        with torch.no_grad(), own_randomness(state):
-            for batch in batches:
-                call = self._runner.call(state.params, state.buffers, batch)
-                strategy, _ = self._runner.choose(self._judged, call)
-                losses, output = self._runner.run(self._judged, call, strategy)
-                size = tensors(batch)[0].shape[1]
-                total, count = total + losses.double() * size, count + size
-                kept.append((output, batch[-1]) if output else ())
-            figures = {"losses": (total / count).cpu()}
-            if self._metric is not None:
-                whole = tree_map(lambda *parts: torch.cat(parts, 1), *kept)
-                figures["scores"] = self._scores(self._metric, whole)
+        total, outputs = torch.zeros(()), []
+        with torch.no_grad(), seeded_from(state):
+            for size, batch in self._job.batches(rows, device_of(state.params)):
+                call = self._executor.call(state.params, state.buffers, batch)
+                strategy, _ = self._executor.choose(self._function, call)
+                losses, output = self._executor.run(self._function, call, strategy)
+                total = total + losses.double() * size
+                outputs.append((output, batch[-1]) if output else ())
+            figures = {"losses": (total / rows.shape[1]).cpu()}
+            if self._job.metric is not None:
+                whole = tree.tree_map(lambda *parts: torch.cat(parts, 1), *outputs)
+                figures["scores"] = self._scores(self._job.metric, whole)
         return figures
 
     def _loss_and_output(
         self, params: Params, buffers: Buffers, /, *batch: Tree
     ) -> tuple[Tensor, list[Tree]]:
-        """Return the loss of a batch, and what the criterion was given if needed."""
-        given: list[Tree] = []
+        """Return the loss of a batch, with a metric also the output, in a list."""
+        criterion, outputs = self._job.criterion, []
 
         def noted(output: Any, target: Any) -> Tensor:
-            given.append(output)
-            return self._criterion(output, target)  # pyright: ignore[reportOptionalCall]
+            outputs.append(output)
+            return criterion(output, target)  # pyright: ignore[reportOptionalCall]
 
-        criterion = self._criterion if self._metric is None else noted
-        return batch_loss(self._fmodel, criterion)(params, buffers, *batch), given
+        loss = batch_loss(
+            self._fmodel, criterion if self._job.metric is None else noted
+        )
+        return loss(params, buffers, *batch), outputs
 
     def _scores(self, metric: Metric, whole: tuple[list[Tree], Tree]) -> Tensor:
         """Apply the metric to each member's output and target, `[E]`."""
         (output,), target = whole
-        if self._policy is not None:
-            output = self._policy.cast(output, to="output")
+        if self._job.policy is not None:
+            output = self._job.policy.cast(output, to="output")
         scores = []
-        for member in range(len(tensors(target)[0])):
-            one = map_tensors(lambda x, i=member: x[i], (output, target))
+        for member in range(len(tree.tensors(target)[0])):
+            one = tree.map_tensors(lambda x, i=member: x[i], (output, target))
             score = torch.as_tensor(metric(*one), dtype=torch.float64).detach().cpu()
             if score.numel() != 1:
                 raise ValueError(
@@ -92,3 +370,65 @@ class Validation:
                 )
             scores.append(score.reshape(()))
         return torch.stack(scores)
+
+
+class EarlyStopping(NamedTuple):
+    """The members that still improve; a tree of tensors, one entry for each member.
+
+    Attributes:
+        best: each member's best value so far, `[E]`.
+        waited: the number of values in a row that were no better, `[E]`.
+        patience: the number of such values after which a member stops.
+        min_delta: how much lower a value has to be to count as better.
+
+    Example:
+        >>> stopping = EarlyStopping.create(2, patience=1)
+        >>> for values in ([1.0, 1.0], [0.5, 1.0]):
+        ...     stopping = stopping.update(torch.tensor(values))
+        >>> stopping.active
+        tensor([ True, False])
+    """
+
+    best: Tensor
+    waited: Tensor
+    patience: Tensor
+    min_delta: Tensor
+
+    @classmethod
+    def create(
+        cls, members: int, *, patience: int, min_delta: float = 0.0
+    ) -> "EarlyStopping":
+        """Start without values; a lower value is a better one."""
+        function = "EarlyStopping.create"
+        members, patience = checks.whole(
+            function, least=1, members=members, patience=patience
+        )
+        checks.non_negative(function, min_delta=min_delta)
+        return cls(
+            torch.full((members,), torch.inf, dtype=torch.float64),
+            torch.zeros(members, dtype=torch.int64),
+            torch.tensor(patience),
+            torch.tensor(min_delta, dtype=torch.float64),
+        )
+
+    def update(self, values: Tensor) -> "EarlyStopping":
+        """Take each member's value, `[E]`; NaN is never better, and no member restarts.
+
+        The best parameters are not kept: save them where `waited` is zero.
+        """
+        if values.shape != self.best.shape:
+            raise ValueError(
+                f"EarlyStopping.update(values of shape {tuple(values.shape)}): "
+                f"expected one value a member, {tuple(self.best.shape)}."
+            )
+        values = values.to(self.best)
+        better = self.active & (values < self.best - self.min_delta)
+        return self._replace(
+            best=torch.where(better, values, self.best),
+            waited=torch.where(better, 0, self.waited + 1),
+        )
+
+    @property
+    def active(self) -> Tensor:
+        """Whether each member goes on, bool `[E]`, for `EnsembleState.active`."""
+        return self.waited < self.patience

@@ -90,7 +90,7 @@ def table(results: Results) -> str:
 
 
 def draw(results: Results, figure: Figure) -> None:
-    """Draw accuracy against epsilon, and what a step costs."""
+    """Draw accuracy against epsilon, and the cost of a step."""
     trained, timed = (_by_net(results, key) for key in ("accuracies", "times"))
     left, middle, right = figure.subplots(1, 3, width_ratios=(1.3, 1, 1))
     budgets: set[float] = set()
@@ -185,7 +185,7 @@ def _spread(run: Result) -> float:
 
 
 def _ratios(found: Result) -> dict[str, float]:
-    """Return seconds over those of torch's step."""
+    """Return seconds over the seconds of torch's step."""
     times = found["times"]
     base = times[TORCH]["seconds"]
     return {name: each["seconds"] / base for name, each in times.items()}

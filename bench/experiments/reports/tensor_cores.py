@@ -117,7 +117,7 @@ def table(results: Results) -> str:
 
 
 def _padding(results: Results) -> list[str]:
-    """Return what the report says of two widths of a net, and their times."""
+    """Return the report's lines on two widths of a net, and their times."""
     found = results.get("padding")
     if found is None:
         return []

@@ -1,34 +1,36 @@
-"""What is done with the factor of a parameter as soon as it is known.
+"""Collectors: the use that a quantity makes of the factor of each parameter.
 
 A collector is made for every chunk of samples; its `take` is called once for every
-parameter, as early as the backward pass allows.
+parameter, as early as the backward pass allows. Parameters may be grouped by name.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
+from vgrad import checks
+from vgrad.checks import Patterns
 from vgrad.conditions import defer_checks, rare
-from vgrad.persample.engine.sites import Use
+from vgrad.persample.engine.proxies import Use
 from vgrad.persample.factors.base import Dense, Factor, Probes, Zero
-from vgrad.persample.factors.reductions import Norm
-from vgrad.persample.factors.sums import ordinary, reach, total
+from vgrad.persample.factors.reductions import Norm, ordinary, reach, total
 from vgrad.torch_private import modes
 from vgrad.tree import double
 from vgrad.typing import Params
 
-_AT_ONCE = 2**18
+_WIDENED = 2**18
 """Numbers that are widened at once."""
 
 _FORMED = 2**24
 """Numbers of gradients formed at once where a sum of products cannot be trusted."""
 
 Summed = Callable[[str, Tensor], Tensor]
-"""Takes the sum of a parameter as soon as it is formed, and returns what is kept."""
+"""Takes the sum of a parameter as soon as it is formed, and returns the value to keep.
+"""
 
 
 def whole(name: str, value: Tensor) -> Tensor:
@@ -37,26 +39,26 @@ def whole(name: str, value: Tensor) -> Tensor:
 
 
 class Collector(Protocol):
-    """What a strategy hands the factors to.
+    """Takes the factors of all parameters.
 
     Attributes:
-        tell: optional callback, invoked once per use while a loss is recorded.
-        look: optional, takes the factors of a recorded backward pass after which a
-            second one hands all of them to `take`. `again` is called in between, and
-            `once` at the end.
+        callback: optional, called once per use while a loss is recorded.
+        first_pass: optional, takes the factors of a recorded backward pass after which
+            a second one passes all of them to `take`. `between_passes` is called in
+            between, and `single_pass` at the end.
     """
 
-    tell: Callable[[Use], None] | None = None
-    look: Callable[[str, Factor], None] | None = None
+    callback: Callable[[Use], None] | None = None
+    first_pass: Callable[[str, Factor], None] | None = None
 
     def take(self, name: str, factor: Factor) -> None:
         """Accept the factor of one parameter."""
         ...
 
-    def again(self) -> None:
-        """Learn that a second backward pass begins."""
+    def between_passes(self) -> None:
+        """Prepare for a second backward pass."""
 
-    def once(self) -> "Collector | None":
+    def single_pass(self) -> "Collector | None":
         """Return a collector for one pass, if the two did not fit together."""
 
 
@@ -84,7 +86,7 @@ class Norms(Collector):
 
 @dataclass
 class Weighted(Collector):
-    """Sums with weights that are known beforehand, one for each sample or more."""
+    """Sums with weights `[B]` that are known beforehand."""
 
     weights: Tensor
     mask: Tensor | None = None
@@ -102,13 +104,13 @@ class Weighted(Collector):
         if not factor.sides:
             counted = factor if counts is None else masked(factor, counts)
             return counted.weighted(weights)
-        fine = ordinary(reach(factor.sides), weights)
-        if not rare(~fine):
+        safe = ordinary(reach(factor.sides), weights)
+        if not rare(~safe):
             return factor.weighted(weights)
-        counts = torch.ones_like(fine) if counts is None else counts
-        rows = (fine & counts).nonzero().flatten()
+        counts = torch.ones_like(safe) if counts is None else counts
+        rows = (safe & counts).nonzero().flatten()
         parts = [factor.take(rows).weighted(weights[rows])]
-        for rows in _slices(~fine & counts, factor.shape):
+        for rows in _slices(~safe & counts, factor.shape):
             parts.append(_gradients(factor, rows).weighted(weights[rows]))
         return total(parts)
 
@@ -158,7 +160,7 @@ class Moments(Collector):
         if self.mask is not None:
             self.count = self.mask.sum(dtype=torch.float64)
             size = self.count.clamp(min=1)  # a chunk without samples adds zero
-        for columns in flat.split(max(1, _AT_ONCE // factor.size), dim=1):
+        for columns in flat.split(max(1, _WIDENED // factor.size), dim=1):
             wide = self._counted(double(columns))
             means.append(wide.sum(0) / size)
             rest = self._counted(wide - means[-1])
@@ -167,48 +169,47 @@ class Moments(Collector):
         self.squares[name] = torch.cat(squares).view(factor.shape)
 
     def _counted(self, rows: Tensor) -> Tensor:
-        """Put zeros in the place of samples that do not count."""
         return rows if self.mask is None else torch.where(self.mask[:, None], rows, 0)
 
 
 @dataclass
-class Settled(Collector):
-    """Computes norms and keeps what a sum weighted by them will need.
+class ClipCollector(Collector):
+    """Computes norms, and keeps the factors of a sum that is weighted by them.
 
-    Norms of which some are in doubt are wrong there until `mend` is called: the doubts
-    of all parameters are looked at together.
+    Norms of which some are uncertain are wrong there until `recompute` is called: the
+    checks of all parameters are read together.
     """
 
     mask: Tensor | None = None
     factors: dict[str, Factor] = field(default_factory=dict)
     norms: dict[str, Norm] = field(default_factory=dict)
-    _doubts: dict[str, list[Tensor]] = field(default_factory=dict)
+    _checks: dict[str, list[Tensor]] = field(default_factory=dict)
 
     @property
-    def doubts(self) -> list[Tensor]:
-        """What must be false if all norms are right, [N] each."""
-        return [each.flatten() for found in self._doubts.values() for each in found]
+    def uncertain(self) -> list[Tensor]:
+        """Masks [N] that are False if all norms are right."""
+        return [mask.flatten() for masks in self._checks.values() for mask in masks]
 
     def take(self, name: str, factor: Factor) -> None:
         """Settle on the form of one parameter."""
-        with defer_checks() as self._doubts[name]:
+        with defer_checks() as self._checks[name]:
             self.factors[name], self.norms[name] = factor.settled()
 
-    def mend(self) -> None:
-        """Compute the norms that are in doubt again, with care."""
-        for name, doubts in self._doubts.items():
+    def recompute(self) -> None:
+        """Compute uncertain norms again, with care."""
+        for name, masks in self._checks.items():
             factor, norm = self.factors[name], self.norms[name]
-            found = [each.view(factor.size, -1).any(1) for each in doubts]
-            if found and len(rows := torch.stack(found).any(0).nonzero().flatten()):
+            masks = [mask.view(factor.size, -1).any(1) for mask in masks]
+            if masks and len(rows := torch.stack(masks).any(0).nonzero().flatten()):
                 again = factor.take(rows).norm()
                 pairs = zip(norm, again, strict=True)
                 self.norms[name] = Norm(*(a.index_copy(0, rows, b) for a, b in pairs))
 
-    def gradients(self, keep: Tensor) -> Iterator["Settled"]:
+    def gradients(self, keep: Tensor) -> Iterator["ClipCollector"]:
         """Form the gradients of some samples in float64, a few samples at a time."""
         shapes = [factor.shape for factor in self.factors.values()]
         for rows in _slices(keep, *shapes):
-            some = Settled()
+            some = ClipCollector()
             for name, factor in self.factors.items():
                 some.take(name, _gradients(factor, rows))
             yield some
@@ -221,7 +222,7 @@ class Settled(Collector):
     ) -> Params:
         """Sum over the samples to keep, with weights [B] for every parameter.
 
-        The others add exactly zero, whatever their gradients hold.
+        The others add exactly zero, even if their gradients are not finite.
         """
         if keep is not None and modes.inside_transform():
             return {
@@ -239,17 +240,17 @@ class Settled(Collector):
 
 
 @dataclass
-class Twice(Settled):
-    """Does what `Settled` does in two backward passes, between which it keeps nothing.
+class TwoPassCollector(ClipCollector):
+    """A `ClipCollector` of two backward passes, which keeps nothing in between.
 
-    The first is for the norms, of which `decide` makes the weights of each parameter.
+    The first is for the norms, from which `decide` makes the weights of each parameter.
     The second sums, unless `decide` returns None: then factors are kept after all. It
     measures the norms of the very factors that it sums, with which the weights must
-    `fit`: what runs again in a backward pass may have other values.
+    `fit`: a loss that runs again in a backward pass may have other values.
     """
 
-    decide: Callable[["Twice"], Mapping[str, Tensor] | None] | None = None
-    fit: Callable[["Twice", Mapping[str, Tensor]], bool] | None = None
+    decide: Callable[["TwoPassCollector"], Mapping[str, Tensor] | None] | None = None
+    fit: Callable[["TwoPassCollector", Mapping[str, Tensor]], bool] | None = None
     summed: Summed = whole
     sums: Params = field(default_factory=dict)
     _weights: Mapping[str, Tensor] | None = None
@@ -261,22 +262,22 @@ class Twice(Settled):
             form = self.factors.pop(name)
             self.sums[name] = self.summed(name, form.weighted(self._weights[name]))
 
-    def look(self, name: str, factor: Factor) -> None:
+    def first_pass(self, name: str, factor: Factor) -> None:
         """Compute the norms of one parameter alone."""
         self.take(name, factor)
         del self.factors[name]
 
-    def again(self) -> None:
-        """Decide between the passes."""
+    def between_passes(self) -> None:
+        """Decide on the weights."""
         assert self.decide is not None
         self._weights = self.decide(self)
 
-    def once(self) -> Settled | None:
+    def single_pass(self) -> ClipCollector | None:
         """Return a collector for one pass, if the sums are not to be used."""
         assert self.fit is not None
         if self._weights is None or self.fit(self, self._weights):
             return None
-        return Settled(self.mask)
+        return ClipCollector(self.mask)
 
 
 def _slices(keep: Tensor, *shapes: torch.Size) -> Sequence[Tensor]:
@@ -292,8 +293,71 @@ def _gradients(factor: Factor, rows: Tensor) -> Dense:
 
 
 def masked(factor: Factor, keep: Tensor) -> Factor:
-    """Put zeros in the place of gradients that are not kept."""
+    """Replace gradients that are not kept by zeros."""
     if isinstance(factor, Zero):
         return factor
     g = factor.grad()
     return Dense(torch.where(keep.view(-1, *(1,) * (g.ndim - 1)), g, 0))
+
+
+Partition = Literal["parameter", "layer"]
+"""One group for each parameter, or for the parameters of each module."""
+
+Grouping = Partition | Mapping[str, Patterns]
+"""The same, or patterns by a group's name."""
+
+Groups = Grouping | None
+"""The same; None for one group of all parameters."""
+
+
+def check_groups(function: str, groups: Groups) -> None:
+    """Refuse other kinds of grouping.
+
+    Raises:
+        TypeError: the patterns of a group are no list or tuple of strings.
+        ValueError: a string is neither `"parameter"` nor `"layer"`.
+    """
+    if isinstance(groups, Mapping):
+        for group, patterns in groups.items():
+            checks.patterns(function, **{f"groups[{group!r}]": patterns})
+    elif groups is not None:
+        checks.choice(function, get_args(Partition), groups=groups)
+
+
+def members(function: str, groups: Groups, params: Params) -> dict[str, list[str]]:
+    """Return the names in each group, each in one; all are in "" for None.
+
+    Raises:
+        ValueError: a pattern matches nothing, or two groups match one parameter.
+
+    Example:
+        >>> import torch
+        >>> params = {"0.weight": torch.ones(1), "0.bias": torch.ones(1)}
+        >>> members("per_sample_norm", "layer", params)
+        {'0': ['0.weight', '0.bias']}
+    """
+    names: dict[str, list[str]] = {}
+    if not isinstance(groups, Mapping):
+        for name in params:
+            layer = name.rpartition(".")[0]
+            group = {None: "", "parameter": name, "layer": layer}[groups]
+            names.setdefault(group, []).append(name)
+        return names
+    owner: dict[str, str] = {}
+    for group, patterns in groups.items():
+        names[group] = []
+        for pattern in patterns:
+            matched = checks.selected(params, [pattern])
+            if not matched:
+                raise ValueError(
+                    f"{function}(groups): expected patterns of names of parameters, "
+                    f"but {pattern!r} matches none of {list(params)}."
+                )
+            names[group] += [name for name in matched if name not in names[group]]
+        for name in names[group]:
+            if owner.setdefault(name, group) != group:
+                raise ValueError(
+                    f"{function}(groups): expected groups without common parameters, "
+                    f"but {name!r} is in {owner[name]!r} and {group!r}."
+                )
+    return names

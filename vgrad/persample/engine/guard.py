@@ -1,4 +1,4 @@
-"""What watches a loss while it runs: refused ops, clear errors, one warning."""
+"""The mode under which a loss runs, and its failures and warnings."""
 
 import contextlib
 import os
@@ -9,11 +9,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from vgrad.conditions import Unrepeatable
 from vgrad.functional.batch_norm import mended, refuse_batch_statistics
 from vgrad.functional.guards import Protected
 from vgrad.generators import RNG_LOCK
@@ -26,6 +28,7 @@ from vgrad.lowering.questions import (
     Parts,
     Split,
     physical,
+    stopped_at,
     where,
     with_numbers,
 )
@@ -43,12 +46,11 @@ from vgrad.torch_private.tensors import version_of
 
 
 class LossGuard(Answering):
-    """Refuses batch statistics at the op; with `truth`, what vmap lacks or misreports.
+    """The function mode that refuses ops, and corrects vmap where there is a `truth`.
 
-    A function mode sees every torch function that a loss calls, in a module or not.
-    `given` is what the loss must not write into; what it asks and draws is noted in
-    `draws`. `again` is a loss that was watched before, under vmap, where one can tell
-    which statistics are those of a weight.
+    The loss must not write into tensors of `given`. Its value reads and random numbers
+    are noted in `draws`. `again` says that the loss has run under vmap before, where
+    batch statistics were checked.
     """
 
     def __init__(
@@ -60,7 +62,6 @@ class LossGuard(Answering):
         looped: dict[str, str] | None = None,
         again: bool = False,
     ) -> None:
-        """Take the answers of the vmap over samples, if the loss runs in one."""
         expected = "loss: expected one that changes nothing it is given"
         promise = Protected(given, expected, "Copy it first.")
         super().__init__(promise, truth=truth, draws=draws)
@@ -70,7 +71,6 @@ class LossGuard(Answering):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Run one call."""
         kwargs = kwargs or {}
         self.look_at_hooks()
         if getattr(func, "__name__", "") != "__get__":
@@ -94,26 +94,26 @@ class LossGuard(Answering):
             self.stop(error, func, kwargs)
 
     def _run_with_numbers(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run one call; where it needs a number for a tensor, that is a question."""
+        """Run one call; a tensor in the place of a number is a value read."""
         assert self._truth is not None
         try:
             return self.run(func, args, kwargs)
         except RuntimeError as error:
             if modes.ITEM_ERROR not in str(error):
                 raise
-            given = with_numbers(func, args, kwargs, self._truth.level)
-            if given is None:
+            arguments = with_numbers(func, args, kwargs, self._truth.level)
+            if arguments is None:
                 raise
         self._draws.asked = True
-        return self._run_with_numbers(func, *given)
+        return self._run_with_numbers(func, *arguments)
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one call for all samples at once."""
         assert self._truth is not None  # else there is one sample
-        if func in ASKING and (found := self.asked(func, args, kwargs)) is not NONE:
-            return found
+        if func in ASKING and (value := self.asked(func, args, kwargs)) is not NONE:
+            return value
         tensors = among(args, kwargs)
-        # A loss around this one, which has modes of its own, is not asked.
+        # A loss around this one has modes of its own.
         with modes.without_modes():
             self._truth.before(func, tensors)
         output = self.op(func, args, kwargs)
@@ -130,14 +130,14 @@ class LossGuard(Answering):
         return output
 
     def _is_shared(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor is the same for all samples; a loop cannot know."""
+        """Return whether a tensor is the same for all samples."""
         if self._truth is None:
             return self._again
         with modes.without_modes():
             return physical(tensor, self._truth.level) is None
 
     def asked(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run a call that has to know values, if they say the same of all samples."""
+        """Run a call that reads values, if they agree for all samples."""
         if (form_of := _FORMS.get(func)) is None:
             return super().asked(func, args, kwargs)
         if self._truth is None:
@@ -145,7 +145,7 @@ class LossGuard(Answering):
         if (form := form_of(self._truth.level, *args, **kwargs)) is None:
             return NONE
         self._draws.asked = True
-        # What is packed draws in another order than for one sample.
+        # Packed sequences draw in another order than one sample.
         axis = None if func in PACKED else self._draws.axis
         with self, self._draws.samples_at(axis):
             return form()
@@ -154,14 +154,14 @@ class LossGuard(Answering):
         """Run one op in the form that it has under vmap."""
         if func is not modes.custom_function_call:
             return VMAPPED.get(func, func)(*args, **kwargs)
-        with self._draws.samples_at(None):  # what it draws in is its own affair
+        with self._draws.samples_at(None):  # its random numbers have any layout
             output, looped = for_samples(args[0], args[1:], kwargs, self.knows)
         if looped:
             self._looped.setdefault(args[0].__name__, where(sys._getframe()))
         return output
 
     def knows(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor stands for a parameter."""
+        """Return whether a tensor is the proxy of a parameter."""
         return False
 
 
@@ -169,14 +169,14 @@ _FORMS = SELECTING | PACKED
 """Calls whose results may have shapes that depend on values."""
 
 ASKING = QUESTIONS | _FORMS.keys()
-"""Calls that have to know values."""
+"""Calls that read values."""
 
 
 @contextmanager
 def own_backward_passes(params: Collection[Tensor]) -> Iterator[None]:
-    """Say what an autograd.Function may lack in its backward pass, or may not do.
+    """Explain errors of an autograd.Function, and refuse backward passes inside it.
 
-    `params` are those of a caller who can differentiate.
+    `params` may be differentiated by the caller.
     """
     before = _accumulated(params)
     try:
@@ -202,7 +202,6 @@ def own_backward_passes(params: Collection[Tensor]) -> Iterator[None]:
 
 
 def _accumulated(params: Collection[Tensor]) -> list[tuple[int, int]]:
-    """Tell apart what parameters have in `.grad`."""
     grads = [each.grad for each in params if each.is_leaf]
     return [(id(each), version_of(each)) for each in grads if each is not None]
 
@@ -215,19 +214,39 @@ _MANY = 16
 """Samples of a chunk whose parts are worth a warning."""
 
 
-class Fallbacks:
-    """Turns torch's warnings about missing batching rules into one that names the ops.
+NON_RETRYABLE = (torch.OutOfMemoryError, Unrepeatable, Warning)
+"""Errors that no other strategy could avoid, or should."""
 
-    It remembers, for one transform, which ops were reported, and looks on only while
-    there is something to report: catching warnings makes Python forget which ones it
-    has already shown.
+
+class Failure(NamedTuple):
+    """The text of an error; the error itself would keep all tensors alive."""
+
+    where: str  # the line of the loss
+    why: str  # the first line of the message
+    refused: bool  # by vgrad, and for a reason
+
+    @classmethod
+    def of(cls, error: Exception) -> "Failure":
+        """Describe an error."""
+        refused = isinstance(error, UnsupportedOp)
+        why = str(error).partition("\n")[0]
+        why = why if refused else f"{type(error).__name__}: {why}"
+        return cls(stopped_at(error), why, refused)
+
+
+class Fallbacks:
+    """The memory of one transform: each warning is shown once.
+
+    torch's warnings about missing batching rules become one that names the ops. They
+    are caught only while there is something new: catching warnings makes Python forget
+    which ones it has shown.
     """
 
     def __init__(self) -> None:
-        """Nothing is known yet."""
         self._known: set[str] | None = None
         self._told: set[str] = set()
-        self.mapped = False  # whether the last loss could not be recorded
+        self.failure: Failure | None = None  # why the last loss was not recorded
+        self.split: Failure | None = None  # why samples ran one after another
         self.draws: bool | None = None  # whether a loss with keys has drawn so far
         self.splits: Counter[str] = Counter()  # chunks that fell into parts, by line
         self.looped: dict[str, str] = {}  # functions that no vmap ran, and their lines
@@ -251,7 +270,7 @@ class Fallbacks:
 
     @contextmanager
     def reported(self, function: str) -> Iterator[None]:
-        """Run a block, then warn about what ran sample by sample."""
+        """Run a block, then warn about functions that ran sample by sample."""
         self.looped.clear()
         with self._ops_reported(function):
             yield
@@ -264,7 +283,7 @@ class Fallbacks:
 
     @contextmanager
     def _ops_reported(self, function: str) -> Iterator[None]:
-        """Do the same for the ops of torch that were not known before."""
+        """Do the same for ops of torch."""
         if self._known == set():
             yield
             return
@@ -274,16 +293,16 @@ class Fallbacks:
                 warnings.simplefilter("always")
                 yield
         finally:
-            found: set[str] = set()
+            ops: set[str] = set()
             for each in caught:
                 if op := modes.op_without_rule(str(each.message)):
-                    found.add(op)
+                    ops.add(op)
                 else:
                     warnings.warn_explicit(
                         each.message, each.category, each.filename, each.lineno
                     )
-        new = found - (self._known or set())
-        self._known = (self._known or set()) | found
+        new = ops - (self._known or set())
+        self._known = (self._known or set()) | ops
         if new:
             warnings.warn(
                 f"{function}: torch has no batching rule for {', '.join(sorted(new))} "

@@ -7,64 +7,82 @@ expanded over the samples there, so that autograd's gradient of the expansion is
 per-sample gradient.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.nn import functional as F
 
-from vgrad import tree
+from vgrad import checks, tree
 from vgrad.lowering.one_by_one import once
 from vgrad.lowering.questions import NONE
 from vgrad.lowering.truthful import ASKED, Truth, among, own_backward_pass
-from vgrad.persample.engine import views
-from vgrad.persample.engine.captured import packed
+from vgrad.persample.engine.call import Call
 from vgrad.persample.engine.guard import ASKING, LossGuard, UnsupportedOp
-from vgrad.persample.engine.plans import FUSED, Plan, planned
-from vgrad.persample.engine.problem import Problem
-from vgrad.persample.engine.sites import Site, Sites, Take, Use, replaced
-from vgrad.persample.engine.taps import Taps
+from vgrad.persample.engine.proxies import (
+    ParamProxies,
+    ParamProxy,
+    Take,
+    Taps,
+    Use,
+    only_reads,
+    replaced,
+)
 from vgrad.persample.factors.base import Factor
-from vgrad.persample.rules.table import Lowering, Rule
+from vgrad.persample.rules.table import Lowering, Maker, Rule
 from vgrad.torch_private import autograd, modes
-from vgrad.torch_private.autograd import foreign_nodes, is_foreign_op
+from vgrad.torch_private.autograd import Hooks, foreign_nodes, is_foreign_op
 from vgrad.torch_private.tensors import leaf
 from vgrad.tree import tree_map_only
 from vgrad.typing import Tree
 
+FUSED = {F.linear}
+"""Ops that run by their rule though no weight is a parameter.
+
+vmap adds a bias in a pass of its own.
+"""
+
+
+class Plan(NamedTuple):
+    """How one call of an op runs by its rule."""
+
+    arguments: dict[str, Any]  # of the op, physical where it is batched
+    weights: dict[str, ParamProxy]  # the parameters among them
+    makers: dict[str, Maker]  # from the gradient at the output to their factors
+    kept: dict[str, Any]  # the tensors that the makers refer to
+    batched: bool  # the output differs from sample to sample
+    follows: bool  # an input leads on to other parameters
+
 
 class Recorder(LossGuard):
-    """The function mode under which the loss runs, for B samples.
+    """The function mode under which the loss runs, for all samples of a call.
 
     `take(name, factor)` is called once for each parameter, during the backward pass
-    where possible, so that what it drops is freed before the next factor comes. `tell`
-    is an optional callback, invoked once per use.
+    where possible, so that factors are freed before the next one comes. `callback` is
+    optional, called once per use.
     """
 
     def __init__(
         self,
         rules: Mapping[Callable, Rule | Lowering],
-        problem: Problem,
-        size: int,
+        call: Call,
         take: Take,
-        tell: Callable[[Use], None] | None = None,
+        callback: Callable[[Use], None] | None = None,
     ) -> None:
-        """Make the stand-ins for the parameters."""
-        given = {**problem.params, **problem.buffers}
-        super().__init__(
-            given=given, draws=problem.draws, looped=problem.fallbacks.looped
-        )
+        looped = call.fallbacks.looped
+        super().__init__(given=call.fixed, draws=call.draws, looped=looped)
         self._rules = rules
-        self._sites = Sites(problem.params, size, take, tell)
+        self._proxies = ParamProxies(call.params, call.batch.size, take, callback)
         self._lowering: Callable | None = None
         self._level = 0
         self._repeats = False  # whether a checkpoint runs again
         self._later: list[list[Callable[[], AbstractContextManager]]] = []
-        self._taps = Taps(self._sites)
+        self._taps = Taps(self._proxies)
         self._foreign: dict[str, None] = {}  # ops of libraries
         self._ends: dict[int, Tensor] = {}
-        self.params = self._sites.params
-        self.unreached = self._sites.unreached
+        self.params = self._proxies.params
+        self.unreached = self._proxies.unreached
 
     @contextmanager
     def inside(self, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -82,13 +100,13 @@ class Recorder(LossGuard):
                 "are, by an activation checkpoint or by save_on_cpu, got other hooks "
                 'on saved tensors, which would see all samples. Use strategy="loop".'
             )
-        self._sites.repeats = True
+        self._proxies.repeats = True
         super().saves(pack)
 
     def until_later(
         self, around: Callable[[], AbstractContextManager]
     ) -> Callable[[], AbstractContextManager]:
-        """Return what a checkpoint keeps, which refers to nothing once this closes."""
+        """Return a function for a checkpoint; it refers to nothing after `close`."""
         later = [around]
         self._later.append(later)
 
@@ -107,10 +125,10 @@ class Recorder(LossGuard):
 
     @contextmanager
     def repeating(self, *args: Any) -> Iterator[None]:
-        """Be what the mode was when a checkpoint began.
+        """Restore the mode as it was when a checkpoint began.
 
-        What runs again is what the backward pass needs the values of. It is not
-        differentiated, so no use of a parameter counts twice.
+        A checkpoint re-runs for its values alone. They are not differentiated, so no
+        use of a parameter counts twice.
         """
         self._repeats = True
         try:
@@ -120,7 +138,7 @@ class Recorder(LossGuard):
             self._repeats = False
 
     def check_result(self, result: Tree) -> None:
-        """Refuse results that are not those of one sample."""
+        """Refuse results of other samples."""
         self._truth.end(tree.tensors(result))
         self._truth = self._truth.afresh()  # nor does it keep their memory
 
@@ -130,69 +148,69 @@ class Recorder(LossGuard):
         They may write into all tensors that they reach, also in ways that move no
         version. So factors hold copies from here on.
         """
-        found = foreign_nodes([losses, *self._sites.sources])
-        found = list(dict.fromkeys([*found, *self._foreign]))
-        self._sites.owns = bool(found)
-        return found
+        nodes = foreign_nodes([losses, *self._proxies.origins])
+        names = list(dict.fromkeys([*nodes, *self._foreign]))
+        self._proxies.owns = bool(names)
+        return names
 
     def backward(self, losses: Tensor, scales: Tensor, *, last: bool = True) -> None:
-        """Run a backward pass, and hand on the factors of every parameter.
+        """Run a backward pass, and pass on the factors of every parameter.
 
-        `scales` are what the losses are multiplied by, ones as a rule. Nothing is freed
-        before the `last` pass; as a rule there is one.
+        Losses are multiplied by `scales`. Nothing is freed before the `last` pass; as a
+        rule there is one.
         """
         ends = list(self._ends.values())
         with self._taps.open(last=last):
-            self._sites.differentiate(losses, scales, ends, last=last)
+            self._proxies.differentiate(losses, scales, ends, last=last)
         if last:
             self._taps.check_reached(losses)
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one call of a torch function."""
-        if func in ASKING and (found := self.asked(func, args, kwargs)) is not NONE:
-            return found
+        if func in ASKING and (value := self.asked(func, args, kwargs)) is not NONE:
+            return value
         if self._repeats:
-            args, kwargs = tree_map_only(Tensor, self._sites.original, (args, kwargs))
-        reads = views.only_reads(func)
+            args, kwargs = tree_map_only(Tensor, self._proxies.original, (args, kwargs))
+        reads = only_reads(func)
         if reads and func not in ASKED:
             return func(*args, **kwargs)
         tensors = among(args, kwargs)
-        sites, batched = self._seen(tensors)
+        proxies, batched = self._seen(tensors)
         if func is Tensor.requires_grad_ and all((*args[1:], *kwargs.values())):
             if modes.current_level() == self._level:  # not a transform inside
                 return self._requiring_grad(args[0])
         self._truth.refuse(func, tensors)
         if reads:
-            self._sites.check_read(func, sites)
+            self._proxies.check_read(func, proxies)
             return func(*args, **kwargs)
-        output = self._run(func, args, kwargs, sites, batched)
+        output = self._run(func, args, kwargs, proxies, batched)
         self._truth.after(func, tensors, output)
         return output
 
-    def _seen(self, tensors: Sequence[Tensor]) -> tuple[list[Site], bool]:
-        """Return stand-ins among arguments, and whether some differ between samples.
+    def _seen(self, tensors: Sequence[Tensor]) -> tuple[list[ParamProxy], bool]:
+        """Return proxies among arguments, and whether some differ between samples.
 
-        What the loss closes over may require grad for the caller. The backward pass
-        must visit the ops between that and the loss, since they may use parameters.
+        Tensors that the loss closes over may require grad for the caller. The backward
+        pass must visit the ops between them and the loss, which may use parameters.
         """
-        sites, batched = [], False
+        proxies, batched = [], False
         for tensor in tensors:
             if self._truth.tell(tensor):
                 batched = True
-            elif (site := self._sites.find(tensor)) is not None:
-                if site not in sites:
-                    sites.append(site)
+            elif (known := self._proxies.find(tensor)) is not None:
+                if known not in proxies:
+                    proxies.append(known)
             elif tensor.requires_grad:
                 if not modes.is_wrapped(tensor) and not self._repeats:
                     self._ends[id(tensor)] = tensor
-        return sites, batched
+        return proxies, batched
 
     def _run(
         self,
         func: Callable,
         args: tuple,
         kwargs: dict,
-        sites: list[Site],
+        proxies: list[ParamProxy],
         batched: bool,
     ) -> Any:
         """Run one call that computes something."""
@@ -205,27 +223,27 @@ class Recorder(LossGuard):
             if isinstance(entry, Lowering):
                 if batched:
                     output = self._lowered(entry, func, args, kwargs)
-            elif sites or (batched and func in FUSED):
+            elif proxies or (batched and func in FUSED):
                 output = self._by_rule(entry, func, args, kwargs)
             if output is not None:
                 return output
         if func in modes.ASKING:
             with self:
                 return modes.opened(func)(*args, **kwargs)
-        if not sites:
+        if not proxies:
             return self.op(func, args, kwargs)
         if here and not batched:
             if func is modes.custom_function_call:
                 func = self._function
-            # What is derived is kept: factors are taken back through it in the end.
+            # The graph is kept: factors are taken back through it in the end.
             with autograd.plain():
-                return self._sites.derive(func, args, kwargs, sites)
+                return self._proxies.derive(func, args, kwargs, proxies)
         op = args[0] if func is modes.custom_function_call else func
-        copies = {id(site.handed): self.expanded(site, op) for site in sites}
+        copies = {id(known.proxy): self._expanded(known, op) for known in proxies}
         return self.op(func, *replaced((args, kwargs), copies))
 
     def _requiring_grad(self, tensor: Tensor) -> Tensor:
-        """Do as a loss asks that has its inputs require grad, as for checkpoints."""
+        """Run `requires_grad_` of the loss on its inputs, as for checkpoints."""
         if not tensor.requires_grad:
             with modes.exit_all():
                 stored = modes.unwrap_all(tensor).requires_grad_()
@@ -254,36 +272,32 @@ class Recorder(LossGuard):
         return modes.without_innermost()
 
     def drawing(self, axis: int) -> AbstractContextManager:
-        """Say which axis of what is drawn below has the samples."""
+        """Set the axis of the samples in random numbers that are drawn below."""
         return self._draws.samples_at(axis)
 
     def watching(self) -> AbstractContextManager:
         """Run ops as if the loss had called them, each by its own rule."""
         return self
 
-    def site(self, tensor: Tensor) -> Site | None:
-        """Return the site of a tensor that stands for a parameter."""
-        return self._sites.find(tensor)
-
     def knows(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor stands for a parameter."""
-        return self.site(tensor) is not None
+        """Return whether a tensor is the proxy of a parameter."""
+        return self._proxies.find(tensor) is not None
 
     def is_batched(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor differs from sample to sample."""
+        """Return whether a tensor differs from sample to sample."""
         return modes.is_batched(tensor)
 
     def copies(self, tensor: Tensor) -> Tensor:
-        """Return what is `physical` of a tensor, or a parameter's expansion."""
-        site = self._sites.find(tensor)
-        if site is None:
+        """Return `physical` of a tensor, or the copies of a parameter."""
+        known = self._proxies.find(tensor)
+        if known is None:
             return self.physical(tensor)
-        return self._sites.expand(site, self._lowering, ruled=True)
+        return self._proxies.expand(known, self._lowering, ruled=True)
 
     def plain(self, tensor: Tensor) -> Tensor:
         """Return the values of a parameter, for an op that needs no gradient of it."""
-        site = self._sites.find(tensor)
-        return tensor if site is None else site.plain
+        known = self._proxies.find(tensor)
+        return tensor if known is None else known.value
 
     def anchor(self, value: Tensor) -> Tensor:
         """Return a leaf of these values at which the backward pass ends."""
@@ -293,18 +307,18 @@ class Recorder(LossGuard):
         return anchor
 
     def use(self, tensor: Tensor) -> Callable[[Factor], None] | None:
-        """Return what the factor of a use of a parameter has to be given to."""
-        site = self._sites.find(tensor)
-        if site is None:
+        """Return the function that takes the factor of this use of a parameter."""
+        known = self._proxies.find(tensor)
+        if known is None:
             return None
         if self._repeats:
             return lambda _: None
         name = modes.op_name(self._lowering)
-        self._sites.expect(site)
+        self._proxies.expect(known)
 
         def arrived(factor: Factor) -> None:
             self._taps.check_open()
-            self._sites.arrived(site, factor, name)
+            self._proxies.arrived(known, factor, name)
 
         return arrived
 
@@ -319,7 +333,7 @@ class Recorder(LossGuard):
     def _by_rule(self, rule: Rule, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run an op of the table; None where its rule does not fit this call."""
         bound = rule.bind(args, kwargs)
-        plan = None if bound is None else planned(self, rule, func, bound)
+        plan = None if bound is None else self._planned(rule, func, bound)
         if plan is None:
             return None
         with self.below():
@@ -330,21 +344,102 @@ class Recorder(LossGuard):
                 output = self._tapped(rule, func, plan, output)
             return self.logical(output)
 
+    def _planned(
+        self, rule: Rule, func: Callable, bound: dict[str, Any]
+    ) -> Plan | None:
+        """Plan an op with these arguments; None where its rule does not fit."""
+        weights: dict[str, ParamProxy] = {}
+        batched = follows = False
+        physical = dict(bound)
+        for name, value in bound.items():
+            if not isinstance(value, Tensor):
+                continue
+            known = self._proxies.find(value)
+            if name in rule.weights:
+                if modes.is_batched(value) or value.is_complex():
+                    return None
+                if known is not None:
+                    weights[name] = known
+                follows |= known is None and value.requires_grad
+                continue
+            if known is not None:
+                value = self._expanded(known, func)
+            batched |= modes.is_batched(value)
+            physical[name] = self.physical(value)
+            follows |= physical[name].requires_grad
+        if not batched and follows:
+            return None
+        if not weights and not (batched and func in FUSED):
+            return None
+        for name, known in weights.items():
+            # Only where no input leads on to other parameters does a weight have to
+            # require grad, for the pass to come here at all.
+            physical[name] = known.value if follows else self.anchor(known.value)
+        # The kept tensors must not keep the graph alive.
+        kept = {
+            name: value.detach() if isinstance(value, Tensor) else value
+            for name, value in physical.items()
+        }
+        makers = rule.factors(**kept)
+        if makers is None:
+            return None
+        if missing := weights.keys() - makers.keys():
+            raise TypeError(
+                f"rule({modes.op_name(func)}): expected a function for each weight "
+                f"that got a parameter, got none for {checks.listed(missing)}."
+            )
+        if not batched:
+            physical = {**bound, **{name: physical[name] for name in weights}}
+        return Plan(physical, weights, makers, kept, batched, follows)
+
     def _tapped(self, rule: Rule, func: Callable, plan: Plan, output: Tensor) -> Tensor:
-        """Hook the output of an op; what its factors need is saved as autograd does."""
+        """Hook the output of an op; its kept tensors are saved as autograd does."""
         makers, hooks = plan.makers, autograd.hooks()
         if hooks is not None:
-            makers = packed(rule.factors, plan.kept, plan.weights, hooks)
+            makers = _packed(rule.factors, plan.kept, plan.weights, hooks)
         if self._repeats:
             return output
-        uses = [(site, makers[name]) for name, site in plan.weights.items()]
+        uses = [(known, makers[name]) for name, known in plan.weights.items()]
         name = modes.op_name(self._lowering or func)
         kept = hooks is None
         return self._taps.tap(name, output, uses, ends=not plan.follows, kept=kept)
 
-    def expanded(self, site: Site, op: Callable) -> Tensor:
-        """Return a parameter's copies for the samples, which an op asks for."""
-        copies = self._sites.expand(site, op, ruled=op is self._lowering)
+    def _expanded(self, known: ParamProxy, op: Callable) -> Tensor:
+        """Return a parameter's copies for the samples, for an op."""
+        copies = self._proxies.expand(known, op, ruled=op is self._lowering)
         tensor = self.logical(copies)
         self._truth.tell(tensor)
         return tensor
+
+
+def _packed(
+    factors: Callable[..., Mapping[str, Maker] | None],
+    kept: Mapping[str, Any],
+    weights: Collection[str],
+    hooks: Hooks,
+) -> dict[str, Maker]:
+    """Pack the kept tensors as autograd packs saved tensors; return their makers.
+
+    Only when the first of them runs are the tensors unpacked, all of them, once in a
+    backward pass.
+    """
+    pack, unpack = hooks
+    handles = {
+        name: pack(value)
+        for name, value in kept.items()
+        if isinstance(value, Tensor) and name not in weights
+    }
+    rest = {name: value for name, value in kept.items() if name not in handles}
+    left: dict[str, Maker] = {}
+
+    def maker(name: str) -> Maker:
+        def make(g: Tensor) -> Any:
+            if not left:
+                unpacked = {name: unpack(each) for name, each in handles.items()}
+                makers = factors(**rest, **unpacked) or {}
+                left.update((name, makers[name]) for name in weights)
+            return left.pop(name)(g)
+
+        return make
+
+    return {name: maker(name) for name in weights}

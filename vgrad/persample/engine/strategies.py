@@ -1,10 +1,12 @@
 """The ways to compute per-sample gradients: same numbers, different cost.
 
-A strategy runs the loss on the samples of one chunk and hands one factor for each
-parameter to a collector, so that what is a sum can be reduced inside the chunk and
-memory does not grow with the batch.
+A strategy runs the loss on the samples of one chunk and passes one factor for each
+parameter to a collector, so that sums are reduced inside the chunk and memory does not
+grow with the batch. Recording is the cheapest; a loop runs everything that plain
+autograd runs.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import (
     AbstractContextManager,
@@ -30,178 +32,258 @@ from vgrad.generators import (
 )
 from vgrad.lowering.limits import raise_clearly
 from vgrad.lowering.one_by_one import refused, undrawn
+from vgrad.lowering.questions import Parts, Split
 from vgrad.lowering.truthful import Truth
+from vgrad.persample.engine.call import Call
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.guard import (
+    NON_RETRYABLE,
+    Failure,
     LossGuard,
     UnsupportedOp,
     own_backward_passes,
 )
-from vgrad.persample.engine.problem import Problem
+from vgrad.persample.engine.proxies import copy_on_arrival
 from vgrad.persample.engine.record import Recorder
-from vgrad.persample.engine.sites import copy_at_once
 from vgrad.persample.factors.base import Dense, Factor
 from vgrad.persample.rules.table import RULES
 from vgrad.torch_private import autograd, modes
 from vgrad.torch_private.autograd import foreign_nodes
 from vgrad.torch_private.tensors import Lazy
 from vgrad.tree import no_autocast, tree_map_only
-from vgrad.typing import Params, Tree
+from vgrad.typing import Params, Strategy, Tree
 
 
 class Chunk(NamedTuple):
-    """What a strategy knows about b samples: their losses [b], and stacked aux."""
+    """The result of a strategy for b samples."""
 
-    collected: Any  # the collector, which has taken the factors of all parameters
-    losses: Tensor
-    aux: Tree
-    recorded: bool = False  # all of it is a constant for the caller's autograd
+    collected: Any  # the collector, with the factors of all parameters
+    losses: Tensor  # [b]
+    aux: Tree  # stacked
+    strategy: Strategy  # recorded results are constants for the caller's autograd
 
 
 Collect = Callable[[], Collector]
-"""Makes what the factors of a chunk are handed to."""
 
 
-def recorded(problem: Problem, collect: Collect) -> Chunk:
+def recorded(call: Call, collect: Collect) -> Chunk:
     """Run one backward pass and keep the factors of every use of a parameter."""
     if modes.inside_transform():
         raise UnsupportedOp(
-            f'{problem.function}(strategy="recorded"): expected a call outside of '
+            f'{call.function}(strategy="recorded"): expected a call outside of '
             f'transforms of torch.func. Use strategy="vmap" inside them.'
         )
-    collected = collect()
-    twice = collected.look is not None
-    draws = twice and problem.randomness != "error"
-    state = random_state(problem.tensors) if draws else None
-    found = _recorded(problem, collected, state)
-    if not twice or (kept := collected.once()) is None:
-        return found
-    problem.fallbacks.warn(
-        f"{problem.function}(passes=2): expected a loss of which two backward passes "
+    collector = collect()
+    twice = collector.first_pass is not None
+    draws = twice and call.randomness != "error"
+    state = random_state(call.tensors) if draws else None
+    chunk = _recorded(call, collector, state)
+    if not twice or (single := collector.single_pass()) is None:
+        return chunk
+    call.fallbacks.warn(
+        f"{call.function}(passes=2): expected a loss of which two backward passes "
         f"compute the same gradients, got others in the second one, as checkpoints "
         f"have that draw new random numbers. Samples run once more, and factors are "
         f"kept; pass preserve_rng_state=True to checkpoints, or passes=1."
     )
     if state is not None:
         set_random_state(state)
-    return _recorded(problem, kept)
+    return _recorded(call, single)
 
 
 def _recorded(
-    problem: Problem, collected: Collector, state: RandomState | None = None
+    call: Call, collector: Collector, state: RandomState | None = None
 ) -> Chunk:
-    """Record the loss, and hand the factors of one backward pass or two on.
+    """Record the loss, and pass on the factors of one backward pass or two.
 
     `state` is that of the generators now, where random numbers may be drawn.
     """
-    accept = collected.look or collected.take
-    # Of the caller's grad mode. A sample that requires grad says so to the loss, but
-    # leads to the caller no more.
-    again, inputs = problem.differentiable, problem.batch.inputs
+    accept = collector.first_pass or collector.take
+    # Of the caller's grad mode. Inside the loss a sample keeps `requires_grad=True`,
+    # but it is detached from the caller's graph.
+    differentiable, inputs = call.differentiable, call.batch.inputs
 
     def take(name: str, factor: Factor) -> None:
         with torch.no_grad():
-            accept(name, problem.unscaled(factor))
+            accept(name, call.unscaled(factor))
 
     def run() -> tuple[Recorder, Tensor, Tree]:
-        recorder = Recorder(RULES, problem, problem.batch.size, take, collected.tell)
-        around.enter_context(closing(recorder))
+        recorder = Recorder(RULES, call, take, collector.callback)
+        stack.enter_context(closing(recorder))
 
         def one(tensors: tuple[Tensor, ...]) -> tuple:
-            result = problem.run_loss(recorder.params, tensors, recorder)
+            result = call.run_loss(recorder.params, tensors, recorder)
             recorder.check_result(result)
             return result
 
         tensors = tuple(
-            recorder.anchor(each) if again and each.requires_grad else each.detach()
+            recorder.anchor(each)
+            if differentiable and each.requires_grad
+            else each.detach()
             for each in inputs
         )
-        losses, aux = torch.vmap(one, randomness=problem.randomness)(tensors)
+        losses, aux = torch.vmap(one, randomness=call.randomness)(tensors)
         return recorder, losses, aux
 
-    with ExitStack() as around:
-        around.enter_context(_clear_errors(problem))
-        around.enter_context(torch.enable_grad())
-        around.enter_context(autograd.plain())  # a checkpoint around runs all again
+    with ExitStack() as stack:
+        stack.enter_context(_clear_errors(call))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(autograd.plain())  # a checkpoint around runs all again
         recorder, losses, aux = run()
-        others = recorder.foreign(losses)
-        problem.fallbacks.foreign.update(others)
-        if collected.look is not None:
-            with no_autocast(losses.device), _same_numbers(problem):
-                scales = problem.cotangent(losses)
-                recorder.backward(losses, scales, last=bool(others))
-                accept = collected.take
-                collected.again()
-            if others:  # nodes that may have written into what they saved
+        foreign = recorder.foreign(losses)
+        call.fallbacks.foreign.update(foreign)
+        if collector.first_pass is not None:
+            with no_autocast(losses.device), _same_numbers(call):
+                recorder.backward(losses, call.cotangent(losses), last=bool(foreign))
+                accept = collector.take
+                collector.between_passes()
+            if foreign:  # nodes that may have written into their saved tensors
                 if state is not None:
                     if checks_collected():
                         raise Unrepeatable("it draws the same random numbers twice")
                     set_random_state(state)
                 recorder, losses, aux = run()
                 recorder.foreign(losses)
-        with no_autocast(losses.device), _same_numbers(problem):
-            recorder.backward(losses, problem.cotangent(losses))
-    _check_unreached(problem, frozenset(recorder.unreached))
+        with no_autocast(losses.device), _same_numbers(call):
+            recorder.backward(losses, call.cotangent(losses))
+    _check_unreached(call, frozenset(recorder.unreached))
     losses, aux = tree_map_only(Tensor, torch.Tensor.detach, (losses, aux))
-    return Chunk(collected, losses, aux, recorded=True)
+    return Chunk(collector, losses, aux, "recorded")
 
 
-def _same_numbers(problem: Problem) -> AbstractContextManager:
+def _same_numbers(call: Call) -> AbstractContextManager:
     """Refuse random numbers in the backward passes of functions that no vmap runs."""
-    looped = problem.fallbacks.looped
+    looped = call.fallbacks.looped
     if not looped:
         return nullcontext()
-    return undrawn(problem.tensors, partial(refused, next(iter(looped))))
+    return undrawn(call.tensors, partial(refused, next(iter(looped))))
 
 
-def vmap(problem: Problem, collect: Collect) -> Chunk:
+def vmap(call: Call, collect: Collect) -> Chunk:
     """Differentiate under `torch.vmap`: all gradients are stored, several times."""
 
     def one(tensors: tuple[Tensor, ...]) -> tuple:
         truth = Truth(modes.current_level(), "sample", 'strategy="loop"')
 
         def of_params(params: Params) -> tuple[Tensor, Tree]:
-            result = problem.run_loss(params, tensors, _guard(problem, truth))
+            result = call.run_loss(params, tensors, _guard(call, truth))
             truth.end(tree.tensors(result))
             return result
 
-        return _functional_gradient(of_params, problem)
+        return _functional_gradient(of_params, call)
 
-    mapped = torch.vmap(one, randomness=problem.randomness)
-    with _clear_errors(problem):
-        grads, losses, aux = mapped(problem.batch.inputs)
-    return _collected(problem, collect, grads, losses, aux)
-
-
-def loop(problem: Problem, collect: Collect) -> Chunk:
-    """Differentiate one sample: runs whatever plain autograd runs."""
-    found = tree_map_only(Tensor, lambda leaf: leaf.unsqueeze(0), alone(problem))
-    return _collected(problem, collect, *found)
+    mapped = torch.vmap(one, randomness=call.randomness)
+    with _clear_errors(call):
+        grads, losses, aux = mapped(call.batch.inputs)
+    return _collected(call, collect, grads, losses, aux, "vmap")
 
 
-def alone(problem: Problem) -> tuple[Params, Tensor, Tree]:
+def loop(call: Call, collect: Collect) -> Chunk:
+    """Differentiate one sample by plain autograd."""
+    result = tree_map_only(Tensor, lambda leaf: leaf.unsqueeze(0), _alone(call))
+    grads, losses, aux = result
+    return _collected(call, collect, grads, losses, aux, "loop")
+
+
+def auto(call: Call, collect: Collect) -> Chunk:
+    """Record; else differentiate under `torch.vmap`; else one sample after another.
+
+    If the loss cannot be recorded, the reason is left in `call.fallbacks.failure`.
+    """
+    fallbacks = call.fallbacks
+    if modes.inside_transform():
+        return vmap(call, collect)
+    if checks_collected():  # eager mode has run the loss before
+        return (recorded if fallbacks.failure is None else vmap)(call, collect)
+    state = random_state(call.tensors) if call.randomness != "error" else None
+    fallbacks.failure = None
+    try:
+        return recorded(call, collect)
+    except NON_RETRYABLE:
+        raise
+    except Exception as error:
+        _restore_rng(call, state)
+        failure = fallbacks.failure = Failure.of(error)
+    try:
+        chunk = vmap(call, collect)
+    except NON_RETRYABLE:
+        raise
+    except Exception:
+        _restore_rng(call, state)
+    else:
+        if not failure.refused:
+            fallbacks.warn(
+                f"{call.function}: the recorder stopped at {failure.where}, so all "
+                f"gradients are stored, which is slow. {failure.why}"
+            )
+        return chunk
+    try:  # raises the error of plain autograd for the first sample
+        with kept_random_state(call.tensors):
+            _alone(call.rows(torch.zeros(1, dtype=torch.int64)))
+    except Exception as error:
+        if failure.refused:
+            why = _ADVICE.sub("", failure.why)
+            error.add_note(f"A loop was tried, since a recorded pass ended in: {why}.")
+        raise
+    fallbacks.warn(
+        f"{call.function}: runs one sample after another, since neither a recorded "
+        f"pass nor vmap can run the loss. The numbers are right, but slow. It stopped "
+        f"at {failure.where}: {failure.why}"
+    )
+    raise Split(Parts(torch.arange(call.batch.size).split(1), failure.where, "loop"))
+
+
+STRATEGIES: dict[Strategy, Callable[[Call, Collect], Chunk]] = {
+    "auto": auto,
+    "recorded": recorded,
+    "vmap": vmap,
+    "loop": loop,
+}
+
+_ADVICE = re.compile(r'[,.]? (or )?(use )?strategy="loop".*', re.IGNORECASE)
+"""Advice of errors to use a loop, which was tried."""
+
+
+def _restore_rng(call: Call, state: RandomState | None) -> None:
+    """Restore the generators as they were at the start of a chunk that failed.
+
+    Raises:
+        Split: the loss has read values, perhaps of random numbers. So the next strategy
+            has to draw the same ones.
+    """
+    draws = call.draws
+    if state is None or draws.known is not None:
+        return  # the numbers are known, and drawn again
+    if not drawn_since(state, call.tensors):
+        return
+    if draws.asked and call.randomness == "different":
+        raise Split(Parts([torch.arange(call.batch.size)], ""))
+    set_random_state(state)
+
+
+def _alone(call: Call) -> tuple[Params, Tensor, Tree]:
     """Return gradient, loss and aux of the first sample."""
     inside = modes.inside_transform()
     gradient = _functional_gradient if inside else _plain_gradient
-    before = random_state(problem.tensors)
-    tensors = problem.batch.one(0)
+    before = random_state(call.tensors)
+    tensors = call.batch.one(0)
 
     def of_params(params: Params) -> tuple[Tensor, Tree]:
-        return problem.run_loss(params, tensors, _guard(problem), alone=True)
+        return call.run_loss(params, tensors, _guard(call), alone=True)
 
     with _no_weight_cache():
-        found = gradient(of_params, problem)
-    if problem.randomness == "error" and drawn_since(before, problem.tensors):
+        result = gradient(of_params, call)
+    if call.randomness == "error" and drawn_since(before, call.tensors):
         set_random_state(before)
         raise RuntimeError(
-            f"{problem.function}: expected a loss without random numbers, since "
+            f"{call.function}: expected a loss without random numbers, since "
             f'randomness="error". Pass randomness="different" (each sample draws its '
             f'own) or "same".'
         )
-    return found
+    return result
 
 
-def saved_bytes(problem: Problem) -> int:
+def saved_bytes(call: Call) -> int:
     """Return how many bytes autograd keeps for the backward pass of one sample.
 
     Factors hold as much again where a node is not torch's own: see `Recorder.foreign`.
@@ -215,37 +297,35 @@ def saved_bytes(problem: Problem) -> int:
         return tensor.detach()  # the tensor itself would make a cycle
 
     hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
-    with hooks, _trial(problem):
-        loss = _first(problem, _leaves(problem))
+    with hooks, _trial(call):
+        loss = _first(call, _leaves(call))
     return sum(seen.values()) * (2 if foreign_nodes([loss]) else 1)
 
 
-def _first(problem: Problem, params: Params, *, again: bool = False) -> Tensor:
+def _first(call: Call, params: Params, *, again: bool = False) -> Tensor:
     """Return the loss of the first sample."""
-    tensors, watch = problem.batch.one(0), _guard(problem, again=again)
-    return problem.run_loss(params, tensors, watch, alone=True)[0]
+    guard = _guard(call, again=again)
+    return call.run_loss(params, call.batch.one(0), guard, alone=True)[0]
 
 
-def _guard(problem: Problem, truth: Truth | None = None, **options: bool) -> LossGuard:
-    """Watch a loss that is handed the memory of the caller's tensors."""
-    given = {**problem.params, **problem.buffers}
-    draws, looped = problem.draws, problem.fallbacks.looped
-    return LossGuard(truth, given=given, draws=draws, looped=looped, **options)
+def _guard(call: Call, truth: Truth | None = None, *, again: bool = False) -> LossGuard:
+    draws, looped = call.draws, call.fallbacks.looped
+    return LossGuard(truth, given=call.fixed, draws=draws, looped=looped, again=again)
 
 
-def _check_unreached(problem: Problem, names: frozenset[str]) -> None:
-    """Refuse to take for zero what is not zero to plain autograd."""
-    asked = problem.draws.asked  # what is reached follows from the answers
-    if not names or (names in problem.unreached and not asked):
+def _check_unreached(call: Call, names: frozenset[str]) -> None:
+    """Confirm with plain autograd that gradients that did not arrive are zero."""
+    asked = call.draws.asked  # the graph may depend on values
+    if not names or (names in call.unreached and not asked):
         return
-    leaves = {n: each.detach().requires_grad_() for n, each in problem.params.items()}
-    found: Sequence[Tensor | None] = [None] * len(names)
-    with _trial(problem):
-        value = _first(problem, leaves, again=True)
+    leaves = {n: each.detach().requires_grad_() for n, each in call.params.items()}
+    grads: Sequence[Tensor | None] = [None] * len(names)
+    with _trial(call):
+        value = _first(call, leaves, again=True)
         if value.requires_grad:
             wanted = [leaves[name] for name in sorted(names)]
-            found = torch.autograd.grad(value, wanted, allow_unused=True)
-    pairs = zip(sorted(names), found, strict=True)
+            grads = torch.autograd.grad(value, wanted, allow_unused=True)
+    pairs = zip(sorted(names), grads, strict=True)
     if reached := [name for name, grad in pairs if grad is not None]:
         raise UnsupportedOp(
             f"loss: expected gradients of all samples wherever one sample has some, "
@@ -253,42 +333,47 @@ def _check_unreached(problem: Problem, names: frozenset[str]) -> None:
             f'recorder. Use strategy="vmap" or "loop".'
         )
     if not asked:
-        problem.unreached.add(names)
+        call.unreached.add(names)
 
 
 def _collected(
-    problem: Problem, collect: Collect, grads: Params, losses: Tensor, aux: Tree
+    call: Call,
+    collect: Collect,
+    grads: Params,
+    losses: Tensor,
+    aux: Tree,
+    strategy: Strategy,
 ) -> Chunk:
-    """Hand stored gradients on, so that no more than one is held twice."""
-    collected = collect()
+    """Pass stored gradients on, so that no more than one is held twice."""
+    collector = collect()
     with no_autocast(losses.device):
         for name in list(grads):
-            collected.take(name, problem.unscaled(Dense(grads.pop(name))))
-    return Chunk(collected, losses, aux)
+            collector.take(name, call.unscaled(Dense(grads.pop(name))))
+    return Chunk(collector, losses, aux, strategy)
 
 
-def _leaves(problem: Problem) -> Params:
-    """Return what autograd differentiates: the parameters, or leaves of their values.
+def _leaves(call: Call) -> Params:
+    """Return the tensors to differentiate: views of the parameters, or new leaves.
 
-    Where a caller can differentiate the result they are views of the parameters and not
-    these themselves, which the loss may also reach by another route.
+    Where a caller can differentiate the result they are views, and not the parameters
+    themselves, which the loss may also reach by another route.
     """
     return {
         name: value.view_as(value)
-        if problem.differentiable and value.requires_grad
+        if call.differentiable and value.requires_grad
         else value.detach().requires_grad_()
-        for name, value in problem.params.items()
+        for name, value in call.params.items()
     }
 
 
-def _plain_gradient(of_params: Callable, problem: Problem) -> tuple:
+def _plain_gradient(of_params: Callable, call: Call) -> tuple:
     """Differentiate by autograd."""
-    leaves, create_graph = _leaves(problem), problem.differentiable
-    params = problem.params.values() if create_graph else ()
+    leaves, create_graph = _leaves(call), call.differentiable
+    params = call.params.values() if create_graph else ()
     with torch.enable_grad():
         value, aux = of_params(leaves)
-        _copied_at_once(value, leaves)
-        if not value.requires_grad:  # nothing that is differentiated has a part in it
+        _copied_on_arrival(value, leaves)
+        if not value.requires_grad:  # it depends on no parameter
             zeros = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
             return zeros, value, aux
         if autograd.reenters(value):
@@ -300,12 +385,12 @@ def _plain_gradient(of_params: Callable, problem: Problem) -> tuple:
             grads = torch.autograd.grad(
                 value,
                 list(leaves.values()),
-                grad_outputs=problem.cotangent(value),
+                grad_outputs=call.cotangent(value),
                 create_graph=create_graph,
                 allow_unused=True,
                 materialize_grads=True,
             )
-    # What a backward pass inside of that one, as of reversible layers, has found.
+    # Gradients of a backward pass inside of that one, as of reversible layers.
     inner = [leaf.grad if leaf.is_leaf else None for leaf in leaves.values()]
     grads = [
         (grad if more is None else grad + more).to_dense()
@@ -316,41 +401,41 @@ def _plain_gradient(of_params: Callable, problem: Problem) -> tuple:
     return dict(zip(leaves, grads, strict=True)), value, aux
 
 
-def _copied_at_once(value: Tensor, params: Params) -> None:
-    """Copy gradients as they come to parameters, before another node writes there."""
-    if foreign_nodes([value]):
-        for each in params.values():
-            copy_at_once(each)
-
-
-def _functional_gradient(of_params: Callable, problem: Problem) -> tuple:
+def _functional_gradient(of_params: Callable, call: Call) -> tuple:
     """Differentiate by torch.func, which works inside its other transforms."""
 
     def watched(params: Params) -> tuple[Tensor, Tree]:
         value, aux = of_params(params)
-        _copied_at_once(value, params)
+        _copied_on_arrival(value, params)
         return value, aux
 
-    forward = torch.func.vjp(watched, dict(problem.params), has_aux=True)
+    forward = torch.func.vjp(watched, dict(call.params), has_aux=True)
     value, pullback, aux = cast(tuple[Tensor, Callable, Tree], forward)
     # As in eager training, autocast covers the forward pass alone.
     with no_autocast(value.device):
-        (grads,) = pullback(problem.cotangent(value))
+        (grads,) = pullback(call.cotangent(value))
     return grads, value, aux
 
 
+def _copied_on_arrival(value: Tensor, params: Params) -> None:
+    """Copy gradients as they come to parameters, before another node writes there."""
+    if foreign_nodes([value]):
+        for param in params.values():
+            copy_on_arrival(param)
+
+
 @contextmanager
-def _trial(problem: Problem) -> Iterator[None]:
-    """Run the loss on one sample, and put the generators back."""
-    with kept_random_state(problem.tensors), torch.enable_grad(), _no_weight_cache():
+def _trial(call: Call) -> Iterator[None]:
+    """Run the loss on one sample, and restore the generators."""
+    with kept_random_state(call.tensors), torch.enable_grad(), _no_weight_cache():
         yield
 
 
 @contextmanager
-def _clear_errors(problem: Problem) -> Iterator[None]:
-    """Say in errors and warnings of vmap what can be done."""
+def _clear_errors(call: Call) -> Iterator[None]:
+    """Add advice to errors and warnings of vmap."""
     with (
-        problem.fallbacks.reported(problem.function),
+        call.fallbacks.reported(call.function),
         _no_weight_cache(),
         modes.unoptimized_scripts(),
         autograd.old_style_shown(),
@@ -360,7 +445,7 @@ def _clear_errors(problem: Problem) -> Iterator[None]:
         except UnsupportedOp:
             raise
         except RuntimeError as error:
-            raise_clearly(error, problem.function)
+            raise_clearly(error, call.function)
 
 
 @contextmanager

@@ -1,93 +1,320 @@
-"""What a per-sample transform returns."""
+"""Per-sample transforms: functions that run a call in chunks and join the results."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, NamedTuple, Self, get_args
+from typing import Any, Generic, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from vgrad import batches, checks
-from vgrad.functional.losses import check_loss
-from vgrad.persample.engine.calls import Call
+from vgrad import batches
+from vgrad.conditions import checks_collected
+from vgrad.generators import RNG_LOCK, drawn_since, random_state, set_random_state
+from vgrad.lowering.answering import tried
+from vgrad.lowering.draws import Draws
+from vgrad.lowering.keyed import check_drawn
+from vgrad.lowering.questions import Parts
+from vgrad.persample.engine.call import Call, check_loss_scale
 from vgrad.persample.engine.collectors import Collector
-from vgrad.persample.engine.ladder import STRATEGIES
-from vgrad.persample.engine.problem import Problem
-from vgrad.persample.engine.strategies import Chunk
+from vgrad.persample.engine.guard import Failure, Fallbacks
+from vgrad.persample.engine.strategies import STRATEGIES, Chunk, saved_bytes
+from vgrad.persample.factors import Sums, reductions
 from vgrad.precision.loss_scale import LossScale
-from vgrad.tree import tree_map
-from vgrad.typing import Buffers, Params, Randomness, Result, Strategy, Tree
+from vgrad.torch_private import modes
+from vgrad.torch_private.tensors import version_of
+from vgrad.tree import tree_map, tree_map_only
+from vgrad.typing import Buffers, Params, Result, Tree
+
+Reduce = Callable[[Params], Params]
+
+
+class Evaluation:
+    """One run of a call, chunk after chunk.
+
+    With `reduce`, which sums tensors over ranks, other ranks run samples of their own.
+
+    Attributes:
+        dtype: that of norms over all parameters.
+        done: how many samples have run.
+        chunks_run: the chunks so far, without the values that were collected.
+    """
+
+    def __init__(self, call: Call, reduce: Reduce | None = None) -> None:
+        self.reduce = reduce
+        self.call = call
+        self.params = call.params
+        self.dtype = reductions.norm_dtype(call.params)
+        self.done = 0
+        self.chunks_run: list[Chunk] = []
+        self._rows: list[Sequence[int]] = []
+        self._split = False
+
+    def parts(
+        self,
+        execute: Callable[[Call], Chunk],
+        whole: Callable[[Call], Chunk] | None = None,
+    ) -> Iterator[Any]:
+        """Run chunk after chunk, and yield the value that was collected of each.
+
+        After the last one, check that the loss left its inputs as they were. `whole`
+        runs a chunk that has not been split.
+        """
+        call = self.call
+        if call.batch.size == 0:
+            return
+        versions = {name: version_of(value) for name, value in call.fixed.items()}
+        # Only a loop checks the generators for a loss that must not draw.
+        draws = call.randomness != "error" or call.strategy == "loop"
+        lock = RNG_LOCK if draws else nullcontext()
+        with lock:
+            same = call.randomness == "same"
+            state = random_state(call.tensors) if same else None
+        first = True
+        for start, stop in batches.chunks(call.batch.size, at_a_time(call)):
+            left: list[tuple[Call, Sequence[int]]]
+            left = [(call.part(start, stop), range(start, stop))]
+            run = whole or execute
+            while left:
+                part, rows = left.pop(0)
+                with lock:
+                    if state is not None and not first:
+                        set_random_state(state)
+                    first = False
+                    chunk = _run(part, run, execute)
+                if not isinstance(chunk, Chunk):
+                    left[:0] = [
+                        (some, [rows[place] for place in places.tolist()])
+                        for some, places in chunk
+                    ]
+                    self._split, run = True, execute
+                    continue
+                self.done += len(rows)
+                self._rows.append(rows)
+                self.chunks_run.append(chunk._replace(collected=None))
+                yield chunk.collected
+        for name, version in versions.items():
+            if version_of(call.fixed[name]) != version:
+                raise RuntimeError(
+                    f"{call.function}(loss): expected a loss that changes nothing it "
+                    f"is given, but it wrote into {name!r} in place. Copy it first."
+                )
+
+    def chunks(self, collect: Callable[[], Collector]) -> Iterator[Any]:
+        """Run chunk after chunk, and yield the collector of each."""
+        return self.parts(lambda part: STRATEGIES[part.strategy](part, collect))
+
+    def summed(self, sums: Sums, *counts: Tensor) -> list[Tensor]:
+        """Reduce sums in place, and return reduced `counts`."""
+        if self.reduce is None:
+            return list(counts)
+        sums.totals = self.reduce(sums.rounded(self.params))  # one dtype for all
+        numbered = {str(number): count for number, count in enumerate(counts)}
+        return [*self.reduce(numbered).values()] if counts else []
+
+    @property
+    def places(self) -> Tensor | None:
+        """Where each sample is among those that were run; None if they ran in order."""
+        if not self._split:
+            return None
+        rows = [row for part in self._rows for row in part]
+        if rows == sorted(rows):
+            return None
+        return torch.tensor(rows).argsort()
+
+    @property
+    def losses(self) -> Tensor:
+        """The losses of all samples that were run."""
+        empty = reductions.no_norms(self.params, self.dtype)
+        return joined(empty, [chunk.losses for chunk in self.chunks_run])
+
+    def result(self, value: Any, *others: Tensor) -> Any:
+        """Add the stacked aux, and mark recorded results as constants.
+
+        `others` are tensors from which the value was computed as well.
+        """
+        if self.call.has_aux:
+            trees = [chunk.aux for chunk in self.chunks_run]
+            joint = trees and tree_map(lambda *leaves: torch.cat(leaves), *trees)
+            value = value, joint if trees else None
+        recorded = any(chunk.strategy == "recorded" for chunk in self.chunks_run)
+        if not recorded or not torch.is_grad_enabled():
+            return value
+        return constant(self.call.function, value, [*self.call.tensors, *others])
+
+
+def constant(function: str, value: Any, inputs: Iterable[Tensor]) -> Any:
+    """Mark a result as a constant for those of its inputs that require grad."""
+    wanted = {id(each): each for each in inputs if each.requires_grad}.values()
+
+    def guard(leaf: Tensor) -> Tensor:
+        real = leaf.is_floating_point() or leaf.is_complex()
+        return _Constant.apply(function, leaf, *wanted) if real else leaf
+
+    return tree_map_only(Tensor, guard, value) if wanted else value
+
+
+class _Constant(torch.autograd.Function):
+    """A recorded result: its derivative is an error, not zero."""
+
+    @staticmethod
+    def forward(ctx: Any, function: str, value: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.function = function
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(
+            f"{ctx.function}: expected a result that is not differentiated again, "
+            f"since it was recorded in one backward pass. If a derivative is wanted, "
+            f'use strategy="vmap"; if not, .detach() the result, or let no parameter '
+            f"require grad: make_functional_with_buffers(model, "
+            f"disable_autograd_tracking=True)."
+        )
+
+
+def joined(empty: Tensor, parts: list[Tensor]) -> Tensor:
+    """Concatenate over samples; one part is not copied, `empty` is for none."""
+    if not parts:
+        return empty
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def at_a_time(call: Call) -> int | None:
+    """Return how many samples a chunk has; None for all."""
+    if call.strategy == "loop":
+        return 1
+    if call.chunk_size != "auto":
+        return call.chunk_size
+    if checks_collected():  # a capture has split the batch
+        return None
+    if modes.inside_transform():
+        raise ValueError(
+            f'{call.function}(chunk_size="auto"): expected a number inside a '
+            f"transform of torch.func, where memory cannot be measured."
+        )
+    return batches.fitting(call.params, saved_bytes(call), call.device)
+
+
+def _run(
+    part: Call, run: Callable[[Call], Chunk], again: Callable[[Call], Chunk]
+) -> Chunk | list[tuple[Call, Tensor]]:
+    """Run a chunk, or return the calls and rows of the parts that it splits into."""
+
+    def with_draws(run: Callable[[Call], Chunk]) -> Callable[[Draws], Chunk]:
+        return lambda draws: run(
+            part if draws is part.draws else replace(part, draws=draws)
+        )
+
+    attempt = tried if part.draws.keys is None else partial(_keyed, part.fallbacks)
+    chunk, draws = attempt(
+        with_draws(run),
+        part.draws,
+        part.tensors,
+        differ=part.randomness == "different",
+        again=with_draws(again),
+    )
+    if not isinstance(chunk, Parts):
+        return chunk
+    fallbacks = part.fallbacks
+    if chunk.strategy is None:
+        fallbacks.tell(chunk, part.function)
+    elif chunk.why:
+        fallbacks.split = Failure(chunk.where, chunk.why, refused=True)
+        fallbacks.warn(
+            f"{part.function}: runs samples one after another because of {chunk.why}, "
+            f"at {chunk.where}. The numbers are right, but slow."
+        )
+    part = replace(part, draws=draws)
+    return [(part.rows(rows, chunk.strategy), rows) for rows in chunk.rows]
+
+
+def _keyed(
+    fallbacks: Fallbacks,
+    run: Callable[[Draws], Any],
+    draws: Draws,
+    tensors: Sequence[Tensor],
+    *,
+    differ: bool,
+    again: Callable[[Draws], Any],
+) -> tuple[Any, Draws]:
+    """Run samples that have keys.
+
+    Random ops are not looked for in a loss that had none so far, unless it draws now.
+
+    Raises:
+        Unkeyed: numbers were drawn elsewhere than in the loss.
+    """
+    if checks_collected():  # a capture must not miss a random op
+        return tried(run, draws, tensors, differ=differ)
+    before = random_state(tensors)
+    if fallbacks.draws is False:
+        draws.idle = True
+        chunk, _ = tried(run, draws, tensors, differ=differ)
+        draws.idle = False
+        if not drawn_since(before, tensors):
+            return chunk, draws
+        set_random_state(before)
+        fallbacks.draws, run = True, again
+    chunk, _ = tried(run, draws, tensors, differ=differ)
+    check_drawn(before, tensors)
+    fallbacks.draws = draws.drew or bool(fallbacks.draws)
+    return chunk, draws
 
 
 class Quantity(NamedTuple):
     """How a quantity is computed chunk by chunk.
 
     Attributes:
-        collect: makes what the factors of a chunk are handed to, given its problem.
-        measure: what is taken from that, a tree of tensors, given the problem too.
-        join: the quantity of the batch, given that of every chunk and the call.
+        collect: makes the collector of a chunk, given its call.
+        measure: the values to keep of a collector, a tree of tensors, given the call.
+        join: the quantity of the batch, given the values of all chunks.
     """
 
-    collect: Callable[[Problem], Collector]
-    measure: Callable[[Any, Problem], Tree]
-    join: Callable[[Iterator[Any], Call], Any]
+    collect: Callable[[Call], Collector]
+    measure: Callable[[Any, Call], Tree]
+    join: Callable[[Iterator[Any], Evaluation], Any]
 
 
 class Transform(Generic[Result]):
-    """What the per-sample transforms return: a function of `(params, buffers, *batch)`.
+    """A per-sample transform of a loss: a function of `(params, buffers, *batch)`.
 
     A `mask` `[B]` says which samples count. The others, such as copies that fill a
     batch up to a fixed size, are run too, but add exactly zero and appear in no result.
 
     Attributes:
-        options: what the transform was given.
-        calls: what makes a call of a problem.
-        keys: those of the samples, from which their random numbers follow.
+        options: a call without tensors.
+        quantity: the quantity; None in a subclass that overrides `called`.
+        evaluation: makes the evaluation of a call.
+        keys: of the samples, from which their random numbers follow.
     """
 
-    calls: Callable[[Problem], Call] = Call
+    evaluation: Callable[[Call], Evaluation] = Evaluation
     keys: Tensor | None = None
 
-    def __init__(self, options: Problem, quantity: Quantity | None = None) -> None:
-        """Check the options; without a quantity a subclass has its own `called`."""
-        _check(options)
-        size = batches.checked_chunk_size(options.function, options.chunk_size)
-        self.options = replace(options, chunk_size=size)
-        self._quantity = quantity
+    def __init__(self, options: Call, quantity: Quantity | None = None) -> None:
+        self.options = options
+        self.quantity: Any = quantity
 
-    @property
-    def quantity(self) -> Quantity:
-        """How the quantity is computed chunk by chunk."""
-        assert self._quantity is not None
-        return self._quantity
-
-    @property
-    def joins(self) -> bool:
-        """Whether the quantity of a batch follows from those of its chunks."""
-        return self._quantity is not None
-
-    def over(self, calls: Callable[[Problem], Call], parts: int = 1) -> Self:
-        """Return the same function, in whose calls others take part, `parts` in all."""
+    def over(self, evaluation: Callable[[Call], Evaluation], parts: int = 1) -> Self:
+        """Return the same function, whose calls run on `parts` ranks in all."""
         same = copy(self)
-        same.calls = calls
+        same.evaluation = evaluation
         return same
 
     def keyed(self, keys: Tensor | None) -> Self:
-        """Return the same function of one batch, with keys of its samples.
-
-        They are those of `Problem.on`.
-        """
+        """Return the same function of one batch, with keys of its samples."""
         same = copy(self)
         same.keys = keys
         return same
 
     def with_loss_scale(self, loss_scale: LossScale | None) -> Self:
         """Return the same function with another loss scale."""
+        check_loss_scale(self.options.function, loss_scale)
         same = copy(self)
         same.options = replace(self.options, loss_scale=loss_scale)
-        _check(same.options)
         return same
 
     def __call__(
@@ -103,8 +330,8 @@ class Transform(Generic[Result]):
         Args:
             mask: which samples count, bool `[B]`; the others add nothing.
         """
-        found = self.on_all(params, buffers, batch, mask)
-        return found if mask is None else self.selected(found, mask)
+        value = self.on_all(params, buffers, batch, mask)
+        return value if mask is None else self.selected(value, mask)
 
     def on_all(
         self,
@@ -119,32 +346,33 @@ class Transform(Generic[Result]):
         """Compute the quantity, with entries for the samples that do not count too.
 
         In inference mode, where autograd does not work, compute outside of it. `more`
-        is what some transforms are given beside a batch, `loss_scale` takes the place
-        of that of the options, and `keys` of those of `keyed`.
+        is an argument beside the batch (weights, or a second batch); `loss_scale` and
+        `keys` replace those of the transform.
         """
         keys = self.keys if keys is None else keys
-        given = params, buffers, batch, mask
+        tensors = params, buffers, batch, mask
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
-                return self.on_all(*given, more, loss_scale, keys)
-        weights = more if self.joins else None
-        problem = self.options.on(*given, weights, loss_scale, keys)
-        return self.called(self.calls(problem), more)
+                return self.on_all(*tensors, more, loss_scale, keys)
+        weights = None if self.quantity is None else more
+        call = self.options.on(*tensors, weights, loss_scale, keys)
+        return self.called(self.evaluation(call), more)
 
-    def called(self, call: Call, more: Any) -> Any:
-        """Compute the quantity; `more` are the call's weights, if any."""
-        return self.of(call)
+    def called(self, run: Evaluation, more: Any) -> Any:
+        """Compute the quantity of an evaluation; `more` as for `on_all`."""
+        return self.of(run)
 
-    def of(self, call: Call, execute: Callable[[Problem], Chunk] | None = None) -> Any:
-        """Compute the quantity of a call; `execute` runs a chunk of it."""
-        quantity = self.quantity
-        parts = call.parts(partial(_measured, quantity), whole=execute)
-        return self.in_order(call, call.result(quantity.join(parts, call)))
+    def of(
+        self, run: Evaluation, execute: Callable[[Call], Chunk] | None = None
+    ) -> Any:
+        """Compute the quantity; `execute` runs a chunk in another way."""
+        parts = run.parts(partial(_measured, self.quantity), whole=execute)
+        return self.in_order(run, run.result(self.quantity.join(parts, run)))
 
-    def in_order(self, call: Call, found: Any, more: Any = None) -> Any:
-        """Put the entries of samples in order again, if they were run in another."""
-        places = call.places
-        return found if places is None else self.selected(found, places, more)
+    def in_order(self, run: Evaluation, value: Any, more: Any = None) -> Any:
+        """Restore the order of samples that were run in another order."""
+        places = run.places
+        return value if places is None else self.selected(value, places, more)
 
     def part(
         self,
@@ -156,49 +384,28 @@ class Transform(Generic[Result]):
         loss_scale: LossScale | None = None,
         keys: Tensor | None = None,
     ) -> Chunk:
-        """Compute what there is to know of one chunk."""
-        given = params, buffers, batch, mask, weights, loss_scale, keys
-        problem = self.options.on(*given)
-        return _measured(self.quantity, problem)
+        """Compute the values to keep of one chunk."""
+        tensors = params, buffers, batch, mask, weights, loss_scale, keys
+        return _measured(self.quantity, self.options.on(*tensors))
 
-    def selected(self, found: Any, rows: Any, more: Any = None) -> Any:
-        """Keep the entries of some samples in a result; `more` is that of `on_all`."""
-        return self.mapped(lambda leaf: leaf[rows], found)
+    def selected(self, value: Any, rows: Any, more: Any = None) -> Any:
+        """Keep the entries of some samples in a result; `more` as for `on_all`."""
+        return self.mapped(lambda leaf: leaf[rows], value)
 
-    def mapped(self, function: Callable[[Tensor], Tensor], found: Any) -> Any:
+    def mapped(self, function: Callable[[Tensor], Tensor], value: Any) -> Any:
         """Apply a function to all tensors of a result `[B, ...]`."""
         if not self.options.has_aux:
-            return self.of_samples(function, found)
-        value, aux = found
-        own = None if aux is None else tree_map(function, aux)
-        return self.of_samples(function, value), own
+            return self.of_samples(function, value)
+        value, aux = value
+        aux = None if aux is None else tree_map(function, aux)
+        return self.of_samples(function, value), aux
 
     def of_samples(self, function: Callable[[Tensor], Tensor], value: Any) -> Any:
-        """Apply a function to what the quantity has of single samples, `[B, ...]`."""
+        """Apply a function to the tensors of a quantity that are `[B, ...]`."""
         return tree_map(function, value)
 
 
-def _measured(quantity: Quantity, problem: Problem) -> Chunk:
-    """Run the strategy, and measure what was collected."""
-    chunk = STRATEGIES[problem.strategy](problem, lambda: quantity.collect(problem))
-    return chunk._replace(collected=quantity.measure(chunk.collected, problem))
-
-
-def _check(options: Problem) -> None:
-    """Refuse options that no strategy knows."""
-    function, loss_scale = options.function, options.loss_scale
-    check_loss(function, options.loss)
-    checks.choice(function, get_args(Strategy), strategy=options.strategy)
-    checks.choice(function, get_args(Randomness), randomness=options.randomness)
-    if loss_scale is not None and not hasattr(loss_scale, "loss_scale"):
-        raise TypeError(
-            f"{function}(loss_scale={checks.shown(loss_scale)}): expected a loss "
-            f"scale such as precision.StaticLossScale(2.0**15), got a "
-            f"{type(loss_scale).__name__}."
-        )
-    scale = torch.as_tensor(getattr(loss_scale, "loss_scale", 1.0))
-    if scale.ndim:
-        raise ValueError(
-            f"{function}(loss_scale): expected a scale without dimensions, got one of "
-            f"shape {tuple(scale.shape)}. For one scale a member use torch.vmap."
-        )
+def _measured(quantity: Quantity, call: Call) -> Chunk:
+    """Run the strategy, and keep the values that the quantity needs."""
+    chunk = STRATEGIES[call.strategy](call, lambda: quantity.collect(call))
+    return chunk._replace(collected=quantity.measure(chunk.collected, call))

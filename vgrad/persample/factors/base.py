@@ -1,6 +1,7 @@
-"""Compact forms of per-sample gradients, and what can be computed from each.
+"""Compact forms of per-sample gradients, and the quantities computed from them.
 
-B samples, P numbers in a parameter, O of them along its first axis. Every use of a
+B samples, P numbers in a parameter, O of them along its first axis; in products of
+matrices G groups, T positions of one sample, I inputs and O outputs. Every use of a
 parameter in the loss leaves a factor; quantities are computed from it, without the
 gradients where that is cheaper. Products of matrices run in
 `promote_types(dtype, float32)`, or wider where torch may round their factors.
@@ -15,8 +16,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from vgrad.conditions import check_now
-from vgrad.persample.factors import reductions, sums
+from vgrad.conditions import check_now, rare
+from vgrad.persample.factors import costs, reductions
 from vgrad.persample.factors.reductions import Norm
 from vgrad.torch_private.tensors import memory
 from vgrad.tree import double, wide
@@ -26,8 +27,8 @@ class Probes(NamedTuple):
     """Random directions in the space of one parameter, `dim` of them.
 
     Direction k is the outer product of `left[k]` and `right[k]`. A parameter with fewer
-    than two dimensions has no `left`. Those of a complex parameter are of its view as
-    real numbers. -> left [dim, O], right [dim, P / O].
+    than two dimensions has no `left`. For a complex parameter they are directions of
+    its view as real numbers. -> left [dim, O], right [dim, P / O].
     """
 
     left: Tensor | None
@@ -64,7 +65,7 @@ class Factor(ABC):
 
     @property
     def sides(self) -> tuple[Tensor, ...]:
-        """What a weighted sum multiplies in float32 before it adds, [B, ...] each."""
+        """Operands that a weighted sum multiplies in float32, [B, ...] each."""
         return ()
 
     def norm(self) -> Norm:
@@ -89,7 +90,6 @@ class Positions:
     """Gradients `[B, G, T, O]` at an output that two parameters of one op have."""
 
     def __init__(self, tensor: Tensor) -> None:
-        """Compute nothing yet."""
         self.tensor = tensor
 
     @cached_property
@@ -122,39 +122,31 @@ class Dense(Factor):
 
     @property
     def size(self) -> int:
-        """Number of samples."""
         return len(self.g)
 
     @property
     def shape(self) -> torch.Size:
-        """The parameter's shape."""
         return self.g.shape[1:]
 
     @property
     def bytes(self) -> int:
-        """Memory of the gradients."""
         return self.g.nbytes
 
     def grad(self) -> Tensor:
-        """Return the gradients."""
         return self.g
 
     def norm(self) -> Norm:
-        """Return their norms."""
         if self.shared is not None:
             return Norm.exactly(self.shared.norms[:, 0])
         return Norm.exactly(reductions.row_norms(self.g))
 
     def weighted(self, weights: Tensor) -> Tensor:
-        """Sum over samples."""
-        return sums.weighted_rows(self.g, weights)
+        return reductions.weighted_rows(self.g, weights)
 
     def take(self, rows: Tensor) -> "Dense":
-        """Return the gradients of these samples."""
         return Dense(self.g[rows])
 
     def double(self) -> "Dense":
-        """Widen the gradients."""
         return Dense(double(self.g))
 
     def project(self, probes: Probes) -> Tensor:
@@ -178,41 +170,32 @@ class Zero(Factor):
 
     @property
     def shape(self) -> torch.Size:
-        """The parameter's shape."""
         return self.like.shape
 
     @property
     def bytes(self) -> int:
-        """Nothing is kept."""
         return 0
 
     def grad(self) -> Tensor:
-        """Return zeros."""
         return self.like.new_zeros((self.size, *self.shape))
 
     def norm(self) -> Norm:
-        """Return zeros."""
         return Norm.exactly(self.like.new_zeros(self.size, dtype=torch.float64))
 
     def weighted(self, weights: Tensor) -> Tensor:
-        """Return zeros."""
         return self.like.new_zeros(self.shape, dtype=wide(self.like.dtype))
 
     def take(self, rows: Tensor) -> "Zero":
-        """Return the zeros of these samples."""
         return Zero(len(rows), self.like)
 
     def double(self) -> "Zero":
-        """Widen the zeros."""
         return Zero(self.size, double(self.like))
 
     def gram(self, other: Factor) -> Tensor:
-        """Return zeros."""
         dtype = wide(self.like.dtype)
         return self.like.new_zeros((self.size, other.size), dtype=dtype)
 
     def project(self, probes: Probes) -> Tensor:
-        """Return zeros."""
         return probes.right.new_zeros(self.size, len(probes.right))
 
 
@@ -231,17 +214,14 @@ class Pair(Factor):
 
     @property
     def size(self) -> int:
-        """Number of samples."""
         return len(self.inputs)
 
     @property
     def bytes(self) -> int:
-        """Memory of both tensors."""
         return self.inputs.nbytes + self.outputs.nbytes
 
     @property
     def sides(self) -> tuple[Tensor, Tensor]:
-        """Both tensors."""
         return self.inputs, self.outputs
 
     def settled(self) -> tuple[Factor, Norm]:
@@ -251,15 +231,198 @@ class Pair(Factor):
         return Dense(self.grad()).settled()
 
     def take(self, rows: Tensor) -> Self:
-        """Return the factor of these samples."""
         return self._of(self.inputs[rows], self.outputs[rows])
 
     def double(self) -> Self:
-        """Widen both tensors."""
         return self._of(*map(double, self.sides))
 
     def _of(self, inputs: Tensor, outputs: Tensor) -> Self:
         return replace(self, inputs=inputs, outputs=outputs)
+
+
+_APART = 1e8
+"""Size up to which float32 holds the product of four numbers."""
+
+
+@dataclass(frozen=True)
+class Outer(Pair):
+    """Sums over positions of outer products, `sum_t out_t x in_t` in every group.
+
+    `inputs [B, G, T, I]` and `outputs [B, G, T, O]`; the gradient is `[B, G, O, I]`,
+    viewed as `shape`. `shared` are the outputs if another parameter has the same ones.
+    """
+
+    shared: Positions | None = None
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether outputs and inputs are the two axes of the parameter."""
+        sizes = (self.outputs.shape[3], self.inputs.shape[3])
+        return self.inputs.shape[1] == 1 and sizes == tuple(self.shape)
+
+    @property
+    def by_gram(self) -> bool:
+        _, _, positions, i = self.inputs.shape
+        return positions == 1 or costs.outer_by_gram(
+            positions, i, self.outputs.shape[3]
+        )
+
+    def grad(self) -> Tensor:
+        """Multiply the factors."""
+        a, b = reductions.products(self.inputs, self.outputs)
+        if a.shape[2] == 1:
+            found = b.transpose(2, 3) * a
+        else:
+            found = torch.matmul(b.transpose(2, 3), a)
+        return found.to(self.inputs.dtype).reshape(self.size, *self.shape)
+
+    def norm(self) -> Norm:
+        """Norms without gradients where they are cheaper so."""
+        outputs = self.shared or Positions(self.outputs)
+        if self.inputs.shape[2] == 1:
+            a, b = Positions(self.inputs).norms, outputs.norms
+            return Norm.exactly(reductions.together(a * b), (a + b).sum(1))
+        if self.by_gram:
+            return reductions.gram_norm(
+                reductions.self_products(self.inputs.flatten(0, 1)),
+                outputs.products,
+                self.size,
+                max(self.inputs.shape[3], self.outputs.shape[3]),
+                lambda rows: self.take(rows).double().grad(),
+                lambda: reductions.zeros(self.inputs) | outputs.zeros,
+            )
+        return super().norm()
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        """Scale the smaller factor, then one product over samples and positions."""
+        a, b = reductions.products(self.inputs, self.outputs)
+        column = weights.to(a.dtype).view(-1, 1, 1, 1)
+        a, b = (a * column, b) if a.shape[3] <= b.shape[3] else (a, b * column)
+        step = max(1, reductions.ROWS_AT_ONCE // max(1, a.shape[2]))
+        parts = zip(a.split(step), b.split(step), strict=True)
+        found = [_summed_outer(*part) for part in parts]
+        return reductions.total(found).reshape(self.shape)
+
+    def gram(self, other: Factor) -> Tensor:
+        """Inner products of factors where that is cheaper than of gradients."""
+        if not isinstance(other, Outer) or self.inputs.shape[1] != 1:
+            return super().gram(other)
+        if not costs.cross_by_gram(self.inputs.shape, self.outputs.shape, other.size):
+            return super().gram(other)
+        wide = self.inputs.dtype in (torch.float64, torch.complex128)
+        far = [
+            reductions.reach(each.sides) > _APART for each in (self, other) if not wide
+        ]
+        if far and rare(torch.cat(far)):
+            return self.double().gram(other.double())
+        sizes = (self.size, self.inputs.shape[2], other.size, other.inputs.shape[2])
+        k = reductions.inner(self.inputs.flatten(0, 2), other.inputs.flatten(0, 2))
+        k *= reductions.inner(self.outputs.flatten(0, 2), other.outputs.flatten(0, 2))
+        return k.view(sizes).sum((1, 3))
+
+    def project(self, probes: Probes) -> Tensor:
+        """Project both factors, `sum_t <out_t, left> <in_t, right>`, where cheaper."""
+        left, o = probes.left, self.outputs.shape[3]
+        _, groups, positions, i = self.inputs.shape
+        if left is None or groups > 1 or left.shape[1] != o:
+            return super().project(probes)
+        if not costs.project_factors(positions, i, o, len(left)):
+            return super().project(probes)
+        a, right = reductions.products(self.inputs[:, 0], probes.right)
+        b, left = reductions.products(self.outputs[:, 0], left)
+        return ((a @ right.T) * (b @ left.T)).sum(1)
+
+    def _of(self, inputs: Tensor, outputs: Tensor) -> Self:
+        return replace(self, inputs=inputs, outputs=outputs, shared=None)
+
+
+def _summed_outer(a: Tensor, b: Tensor) -> Tensor:
+    """Sum of outer products over samples and positions, -> [G, O, I]."""
+    if a.shape[1] == 1:
+        a, b = a.squeeze(1), b.squeeze(1)
+        if a.stride(0) < a.stride(1):  # of recurrent nets: flattened without a copy
+            a, b = a.transpose(0, 1), b.transpose(0, 1)
+        return (b.flatten(0, 1).T @ a.flatten(0, 1))[None]
+    a, b = (each.transpose(0, 1).flatten(1, 2) for each in (a, b))
+    return torch.bmm(b.transpose(1, 2), a)
+
+
+class Compound(Factor):
+    """A factor that is made of others, its `parts`."""
+
+    parts: tuple[Factor, ...]
+
+    @property
+    def size(self) -> int:
+        return self.parts[0].size
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    @property
+    def sides(self) -> tuple[Tensor, ...]:
+        return tuple(side for part in self.parts for side in part.sides)
+
+    def take(self, rows: Tensor) -> Factor:
+        return self._of(*(part.take(rows) for part in self.parts))
+
+    def double(self) -> Factor:
+        return self._of(*(part.double() for part in self.parts))
+
+    @abstractmethod
+    def _of(self, *parts: Any) -> Factor:
+        """Return the same of other parts."""
+
+
+@dataclass(frozen=True)
+class Scaled(Compound):
+    """The gradients of `factor`, divided by `scale` once they are float32 or wider."""
+
+    factor: Factor
+    scale: Tensor
+
+    @property
+    def parts(self) -> tuple[Factor]:
+        return (self.factor,)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.factor.shape
+
+    def grad(self) -> Tensor:
+        grad = self.factor.grad()
+        return grad.to(wide(grad.dtype)) / self.scale
+
+    def norm(self) -> Norm:
+        return self._unscaled(self.factor.norm())
+
+    def settled(self) -> tuple[Factor, Norm]:
+        """Settle on a form of the scaled gradients."""
+        factor, norm = self.factor.settled()
+        return self._of(factor), self._unscaled(norm)
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        """Sum the scaled gradients, and divide: the sum may be wider than weights."""
+        return self.factor.weighted(weights) / self.scale
+
+    def gram(self, other: Factor) -> Tensor:
+        """Inner products; both have a scale."""
+        if not isinstance(other, Scaled):
+            return super().gram(other)
+        return self.factor.gram(other.factor) / self.scale / other.scale
+
+    def project(self, probes: Probes) -> Tensor:
+        """Project the scaled gradients, and divide."""
+        return self.factor.project(probes) / self.scale
+
+    def _of(self, *parts: Any) -> Factor:
+        return Scaled(parts[0], self.scale)
+
+    def _unscaled(self, norm: Norm) -> Norm:
+        # One over the scale is multiplied as well, by the sum and by its error.
+        reach = torch.maximum(norm.reach, norm.reach.clamp(min=1) / self.scale)
+        return Norm(norm.value / self.scale, norm.upper / self.scale, reach)
 
 
 def owned(factor: Factor, but: Tensor | None = None) -> Factor:
@@ -271,7 +434,7 @@ def owned(factor: Factor, but: Tensor | None = None) -> Factor:
         return factor
     spared = None if but is None else memory(but)
     values = {name: _owned(each, spared) for name, each in vars(factor).items()}
-    if any(each is ... for each in values.values()):  # of a kind that is not known
+    if any(each is ... for each in values.values()):  # of another kind
         return Dense(factor.grad().clone())
     same = copy.copy(factor)
     vars(same).update(values)

@@ -2,13 +2,12 @@
 
 The squared norm of a sum is a double sum of inner products, so uses may not be taken
 one by one. Uses of one kind become one factor with more positions; a table whose rows
-are looked up and that also multiplies (tied embeddings) has its cross term; whatever
-is left is added up as gradients.
+are looked up and that also multiplies (tied embeddings) has its cross term; all others
+are added up as gradients.
 """
 
 import functools
 import itertools
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,8 +17,7 @@ from torch import Tensor
 
 from vgrad.conditions import static_values
 from vgrad.persample.factors import reductions
-from vgrad.persample.factors.base import Dense, Factor, Probes, Zero
-from vgrad.persample.factors.outer import Outer
+from vgrad.persample.factors.base import Compound, Dense, Factor, Outer, Probes, Zero
 from vgrad.persample.factors.reductions import Norm
 from vgrad.persample.factors.rows import Rows
 from vgrad.torch_private.tensors import viewed
@@ -45,7 +43,7 @@ def merged(factors: Sequence[Factor]) -> Factor:
 
 
 def _joined_outers(factors: Sequence[Outer]) -> list[Outer]:
-    """Join those of the same groups, inputs and outputs along the positions."""
+    """Join factors of the same groups, inputs and outputs along the positions."""
     alike: dict[tuple, list[Outer]] = {}
     for each in factors:
         sizes = (each.inputs.shape[1], each.inputs.shape[3], each.outputs.shape[3])
@@ -67,39 +65,6 @@ def _joined_rows(factors: Sequence[Rows]) -> list[Rows]:
     return [Rows(index, outputs, factors[0].shape)]
 
 
-class Compound(Factor):
-    """A factor that is made of others, its `parts`."""
-
-    parts: tuple[Factor, ...]
-
-    @property
-    def size(self) -> int:
-        """Number of samples."""
-        return self.parts[0].size
-
-    @property
-    def bytes(self) -> int:
-        """Memory of all parts."""
-        return sum(part.bytes for part in self.parts)
-
-    @property
-    def sides(self) -> tuple[Tensor, ...]:
-        """Return those of all parts."""
-        return tuple(side for part in self.parts for side in part.sides)
-
-    def take(self, rows: Tensor) -> Factor:
-        """Return the factor of these samples."""
-        return self._of(*(part.take(rows) for part in self.parts))
-
-    def double(self) -> Factor:
-        """Widen all parts."""
-        return self._of(*(part.double() for part in self.parts))
-
-    @abstractmethod
-    def _of(self, *parts: Any) -> Factor:
-        """Return the same of other parts."""
-
-
 @dataclass(frozen=True)
 class Tied(Compound):
     """A table whose rows are looked up and that also multiplies, as a tied head."""
@@ -109,12 +74,10 @@ class Tied(Compound):
 
     @property
     def parts(self) -> tuple[Outer, Rows]:
-        """Both uses."""
         return self.outer, self.rows
 
     @property
     def shape(self) -> torch.Size:
-        """The parameter's shape."""
         return self.outer.shape
 
     def grad(self) -> Tensor:
@@ -162,8 +125,8 @@ class Tied(Compound):
 class Moved(Compound):
     """Gradients of parts or views of a parameter, each with the way to it.
 
-    `replays` take the parameter to what was used: they only move numbers, no two of
-    them the same one, so norms are kept and add up.
+    `replays` are the functions from the parameter to the parts. They only move numbers,
+    no two of them the same one, so norms are kept and add up.
     """
 
     parts: tuple[Factor, ...]
@@ -211,7 +174,7 @@ def pulled(grads: Tensor, replay: Replay, shape: torch.Size) -> Tensor:
 
 
 def disjoint(replays: Sequence[Replay], like: Tensor) -> bool:
-    """Tell whether no number of a parameter is in two of its views."""
+    """Return whether no number of a parameter is in two of its views."""
     with static_values():  # at no value of the parameter
         spots = [_spots(replay, like.shape) for replay in replays]
         if None not in spots:
@@ -242,7 +205,7 @@ def _spots(replay: Replay, shape: torch.Size) -> _Spots | None:
 
 @functools.cache
 def _apart(count: int, views: tuple[_Spots, ...]) -> bool:
-    """Tell whether views of `count` numbers have none in common."""
+    """Return whether views of `count` numbers have none in common."""
     taken = bytearray(count)
     for view in views:
         axes = sorted(zip(view.strides, view.sizes, strict=True))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vgrad.persample.factors import costs, reductions, sums
+from vgrad.persample.factors import costs, reductions
 from vgrad.persample.factors.base import Pair, Probes
 from vgrad.persample.factors.reductions import Norm
 from vgrad.torch_private import kernels
@@ -24,7 +24,7 @@ from vgrad.torch_private import kernels
 class Conv(Pair):
     """`inputs [B, C, *space]` and `outputs [B, O, *space]` with the geometry.
 
-    `pads` are what `F.pad` takes for the zeros around the inputs.
+    `pads` are the argument of `F.pad` for the zeros around the inputs.
     """
 
     stride: tuple[int, ...]
@@ -45,7 +45,6 @@ class Conv(Pair):
 
     @property
     def by_gram(self) -> bool:
-        """Whether norms are computed without gradients."""
         return self.form == "gram"
 
     def grad(self) -> Tensor:
@@ -78,9 +77,9 @@ class Conv(Pair):
             inputs = inputs * column
         else:
             outputs = outputs * column
-        step = max(1, sums.ROWS_AT_ONCE // math.prod(outputs.shape[2:]))
+        step = max(1, reductions.ROWS_AT_ONCE // math.prod(outputs.shape[2:]))
         parts = zip(inputs.split(step), outputs.split(step), strict=True)
-        return sums.total([self._weight_gradient(*part, 1) for part in parts])
+        return reductions.total([self._weight_gradient(*part, 1) for part in parts])
 
     def project(self, probes: Probes) -> Tensor:
         """Convolve with the right sides of the probes, multiply with the left ones."""
@@ -127,7 +126,7 @@ class Conv(Pair):
             seen = self.stride[0] * (part.shape[2] - 1) + reach
             rows = inputs.narrow(2, number * step * self.stride[0], seen)
             parts.append(self._convolved(rows, part.flatten(0, 1)[:, None]))
-        found = sums.total(parts).unflatten(1, (self.size, -1))
+        found = reductions.total(parts).unflatten(1, (self.size, -1))
         return found.movedim(0, 2).to(self.inputs.dtype)
 
     def _convolved(self, inputs: Tensor, outputs: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ _SMALL_TABLE = 2**17
 
 
 def outer_by_gram(positions: int, inputs: int, outputs: int) -> bool:
-    """Say whether norms from products of positions beat forming the gradients.
+    """Return whether norms from products of positions beat forming the gradients.
 
     Gradients take no operations of their own, since they are the summands of the
     weighted sum; they take three passes over their memory, unless it is in a cache.
@@ -86,19 +86,19 @@ def conv_form(
 
 
 def _swaps(few: bool, kernel: Sequence[int], outputs: int) -> bool:
-    """Say whether the outputs should be the kernels over a single input channel."""
+    """Return whether the outputs should be the kernels over a single channel."""
     if len(kernel) == 1:
         return few
     return math.prod(kernel) > _SMALL_KERNEL and (few or outputs == 1)
 
 
 def wide_table(rows: int, width: int, lookups: int) -> bool:
-    """Say whether adding to a table in float64 beats sorting what is looked up."""
+    """Return whether adding to a table in float64 beats sorting the lookups."""
     return rows <= 4 * lookups or rows * width <= _SMALL_TABLE
 
 
 def cross_by_gram(inputs: Sequence[int], outputs: Sequence[int], other: int) -> bool:
-    """Say whether inner products between samples are cheaper from factors.
+    """Return whether inner products between samples are cheaper from factors.
 
     Shapes [B, G, T, I] and [B, G, T, O], and how many samples are on the other side.
     """
@@ -110,6 +110,6 @@ def cross_by_gram(inputs: Sequence[int], outputs: Sequence[int], other: int) -> 
 
 
 def project_factors(positions: int, inputs: int, outputs: int, dim: int) -> bool:
-    """Say whether projecting both factors beats projecting gradients."""
+    """Return whether projecting both factors beats projecting gradients."""
     direct = (positions + dim) * inputs * outputs
     return positions * dim * (inputs + outputs) < direct

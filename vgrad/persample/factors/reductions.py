@@ -1,4 +1,4 @@
-"""Norms of per-sample gradients, exact where plain code is not.
+"""Norms and sums of per-sample gradients, exact where plain code is not.
 
 B samples, P numbers in one sample's gradient of one parameter, T positions. Everything
 runs in float32 or wider, with autocast off, whatever the dtype of the gradients.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vgrad.conditions import checks_collected, rare
 from vgrad.torch_private import modes
-from vgrad.tree import wide
+from vgrad.tree import double, wide
 from vgrad.typing import Params
 
 _BLOCK = 256
@@ -104,7 +104,7 @@ def row_norms(grad: Tensor) -> Tensor:
     norms = _block_norms(flat.float())
     doubtful = ~((norms > _LOW) & (norms < _HIGH))
     if checks_collected():
-        # Zeros are sure if there is nothing but zeros; what is too small is not.
+        # Zeros are sure if there is nothing but zeros; small norms are not.
         doubtful &= _largest(flat) != 0
     if rare(doubtful):
         norms[doubtful] = torch.linalg.vector_norm(flat[doubtful].double(), dim=1)
@@ -150,12 +150,12 @@ def gram_norm(
 ) -> Norm:
     """Norms of `sum_t b_t x a_t` from products a, b [B * G, T, T] of the positions.
 
-    Those are sums of up to `length` products of numbers of B = `size` samples, and
-    `nothing()` tells which samples have but zeros for one of the factors, [B].
+    These are sums of up to `length` products of numbers of B = `size` samples;
+    `nothing()` marks the samples with only zeros in one of the factors, [B].
 
     The square of a norm is `<a, b>`. Where its terms cancel, rounding is large against
     it: such samples are computed from their gradients, `direct(rows)`, and for the
-    others the upper bound allows for what was lost.
+    others the upper bound allows for the loss.
     """
     squares = torch.linalg.vecdot(a.reshape(size, -1), b.reshape(size, -1)).double()
     a_sizes, b_sizes = (each.diagonal(0, 1, 2).double() for each in (a, b))
@@ -210,8 +210,8 @@ def _checked(
 
     `slack` is how much too small a square may be, `largest` the square of the sum of
     its terms, and `lost` what a weighted sum of the terms loses. `direct`
-    forms gradients in float64, where nothing leaves the range. `nothing` tells which
-    squares are zero without any rounding, if their terms are.
+    forms gradients in float64, where nothing leaves the range. `nothing` marks squares
+    that are zero without any rounding, if their terms are.
     """
     fine = squares > _DOUBTFUL * largest
     fine &= (largest > _LOW**2) & (largest < _HIGH**2)
@@ -224,25 +224,25 @@ def _checked(
     if not collected:
         fine |= (largest == 0) & nothing()
     doubtful = (~fine).nonzero().flatten()
-    step = 1  # the first one tells how many gradients are not too many
+    step = 1  # the first one shows how many gradients are not too many
     while len(doubtful):
         rows, doubtful = doubtful[:step], doubtful[step:]
         grads = direct(rows)
         step = max(1, _AT_ONCE * len(rows) // max(1, grads.numel()))
         exact = row_norms(grads)
         norms[rows] = exact
-        # Where that is not finite, the sum will be one of gradients in float64.
+        # If it is not finite, gradients will be summed in float64.
         upper[rows] = exact + torch.where(lost[rows].isfinite(), lost[rows], 0)
     return Norm(norms, upper, reach)
 
 
 def _over_groups(found: Tensor, size: int) -> Tensor:
-    """Add up what the groups of each sample have, [B * G] -> [B]."""
+    """Sum over the groups of each sample, [B * G] -> [B]."""
     return found if len(found) == size else found.view(size, -1).sum(1)
 
 
 def zeros(numbers: Tensor) -> Tensor:
-    """Tell which samples have nothing but zeros, [B, ...] -> [B]."""
+    """Mark the samples with nothing but zeros, [B, ...] -> [B]."""
     if not numbers.numel():
         return torch.ones(len(numbers), dtype=torch.bool, device=numbers.device)
     return _largest(numbers) == 0
@@ -258,7 +258,7 @@ def _largest(numbers: Tensor) -> Tensor:
 
 
 def rounded(device: torch.device, op: Literal["conv", "matmul"]) -> bool:
-    """Tell whether torch may round the float32 factors of an op."""
+    """Return whether torch may round the float32 factors of an op."""
     backends: Any = torch.backends
     on_cuda = {"conv": backends.cudnn, "matmul": backends.cuda}
     backend = on_cuda[op] if device.type == "cuda" else backends.mkldnn
@@ -266,7 +266,7 @@ def rounded(device: torch.device, op: Literal["conv", "matmul"]) -> bool:
 
 
 _UNROUNDED = {"none", "ieee"}
-"""What torch's switches, old and new, say where float32 stays float32."""
+"""Values of torch's switches, old and new, where float32 stays float32."""
 
 
 def _block_norms(flat: Tensor) -> Tensor:
@@ -303,3 +303,103 @@ def _root(squares: Tensor) -> Tensor:
     """Square root whose slope at zero is zero."""
     zero = squares == 0
     return torch.where(zero, 0.0, torch.where(zero, 1.0, squares).sqrt())
+
+
+ROWS_AT_ONCE = 65536
+"""Rows of one matrix product in float32; sums over more are kept in float64."""
+
+_SAMPLES = 32
+"""Samples that are summed in float32 before float64 takes over."""
+
+_LARGE = 1e15
+"""Size up to which numbers and their products stay far from the ends of float32."""
+
+
+class Sums:
+    """Sums over samples for each parameter, added up chunk by chunk.
+
+    One chunk is left as it is; more are added in float64 and rounded once at the end,
+    so that the sum does not drift as the batch grows.
+
+    Attributes:
+        totals: the sums so far.
+    """
+
+    def __init__(self) -> None:
+        self.totals: Params = {}
+
+    def add(self, part: Params) -> None:
+        """Add the sums of one chunk."""
+        if not self.totals:
+            self.totals = part
+            return
+        for name, value in part.items():
+            self.totals[name] = double(self.totals[name]) + value
+
+    def divide(self, by: float) -> None:
+        """Divide the sums by a number."""
+        if by != 1:
+            self.totals = {name: each / by for name, each in self.totals.items()}
+
+    def rounded(self, params: Params) -> Params:
+        """Return sums in `promote_types(dtype, float32)`, zeros if there are none."""
+        return {
+            name: self.totals[name].to(wide(value.dtype))
+            if self.totals
+            else torch.zeros_like(value, dtype=wide(value.dtype), requires_grad=False)
+            for name, value in params.items()
+        }
+
+
+def total(parts: Sequence[Tensor]) -> Tensor:
+    """Add parts of a sum in float64, and round once."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.stack([double(part) for part in parts]).sum(0).to(parts[0].dtype)
+
+
+def reach(tensors: Sequence[Tensor]) -> Tensor:
+    """Return [B], no less than any number of a sample, infinite where that is large."""
+    sizes = [
+        torch.linalg.vector_norm(
+            each, dim=[*range(1, each.ndim)], dtype=wide(each.dtype)
+        )
+        for each in tensors
+    ]
+    return torch.stack(sizes).sum(0)
+
+
+def ordinary(reach: Tensor, weights: Tensor) -> Tensor:
+    """Mark samples whose weighted sums of products stay far from float32's ends.
+
+    Numbers are at most `reach` [B]. For others a weight may take one side of a product
+    past the end, or to where there are few digits, before it meets the other side.
+    """
+    sizes = weights.double().abs()
+    fine = (reach <= _LARGE) & (sizes * reach.square() <= _LARGE**2)
+    return fine & ((sizes >= 1 / _LARGE**2) | (sizes == 0))
+
+
+def rounded_down(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round positive numbers to a dtype so that none becomes larger."""
+    found = numbers.to(dtype)
+    fixed = found.detach()  # nextafter has a derivative from torch 2.13 on
+    step = fixed - torch.nextafter(fixed, torch.zeros_like(fixed))
+    return torch.where(found > numbers, found - step, found)
+
+
+def weighted_rows(grad: Tensor, weights: Tensor) -> Tensor:
+    """Sum rows with weights, [B, ...] and [B] -> [...] in float32 or wider."""
+    axes = list(range(grad.ndim)) if grad.is_contiguous() else memory_order(grad)
+    grad = grad.permute(axes)
+    flat = grad.reshape(len(grad), math.prod(grad.shape[1:]))
+    rows, row = products(flat, weights[None])
+    whole = len(rows) // _SAMPLES * _SAMPLES
+    if len(rows) <= _SAMPLES:
+        found = row @ rows
+    else:
+        left = row[:, :whole].reshape(-1, 1, _SAMPLES)
+        parts = torch.bmm(left, rows[:whole].unflatten(0, (-1, _SAMPLES)))
+        found = double(parts).sum(0) + double(row[:, whole:] @ rows[whole:])
+    found = found.to(wide(grad.dtype)).reshape(grad.shape[1:])
+    return found.permute([axes.index(axis) - 1 for axis in range(1, len(axes))])

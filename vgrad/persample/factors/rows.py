@@ -27,12 +27,10 @@ class Rows(Factor):
 
     @property
     def size(self) -> int:
-        """Number of samples."""
         return len(self.index)
 
     @property
     def bytes(self) -> int:
-        """Memory of the index and of the rows."""
         return self.index.nbytes + self.outputs.nbytes
 
     @property
@@ -62,7 +60,7 @@ class Rows(Factor):
         return Norm(value, value * (1 + eps), value)
 
     def weighted(self, weights: Tensor) -> Tensor:
-        """Scale the rows, and add up those of one index in a table."""
+        """Scale the rows, and add them up in a table by their index."""
         dtype = wide(self.outputs.dtype)
         if costs.wide_table(self.shape[0], self.shape[1], self.index.numel()):
             rows = self._scaled(weights)
@@ -77,11 +75,9 @@ class Rows(Factor):
         return table.index_add_(0, keys, sums.to(table.dtype))
 
     def take(self, rows: Tensor) -> "Rows":
-        """Return the factor of these samples."""
         return Rows(self.index[rows], self.outputs[rows], self.shape)
 
     def double(self) -> "Rows":
-        """Widen the rows."""
         return Rows(self.index, double(self.outputs), self.shape)
 
     def gram(self, other: Factor) -> Tensor:
@@ -125,7 +121,7 @@ class Rows(Factor):
         """Norms of sums of sorted rows."""
         rows = double(self.outputs.flatten(0, 1))
         _, sums, place, first = _summed(self.keys.flatten(), rows)
-        # Those of one sample stay side by side when they are sorted.
+        # Keys of one sample stay side by side when they are sorted.
         norms = torch.where(first, self._lengths(sums)[place], 0)
         return self._lengths(norms.view(self.index.shape))
 
@@ -142,9 +138,7 @@ def _summed(keys: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]
 
     Returns the N or fewer different keys and their sums, filled up with zeros, and for
     the sorted keys of the rows, the place of each among these and which is its first.
-
-    Many equal rows drift in float32, by more than what a clip bound allows; so these
-    are wider.
+    Many equal rows drift in float32 by more than a clip bound allows: rows are wider.
     """
     keys, order = keys.sort()
     first = torch.ones_like(keys, dtype=torch.bool)

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vgrad.persample.factors.base import Dense, Factor
+from vgrad.persample.factors.base import Dense, Factor, Outer
 from vgrad.persample.factors.conv import Conv
-from vgrad.persample.factors.outer import Outer
 from vgrad.persample.rules.table import rule
 from vgrad.torch_private import kernels
 
@@ -73,7 +72,7 @@ def transposed(
     """
     shape, count = weight.shape, weight.ndim - 2
     stride, dilation = _each(stride, count), _each(dilation, count)
-    # No input reaches what is added to the output at its end.
+    # No input reaches the padding at the end of the output.
     sides = zip(_each(padding, count), _each(output_padding, count), strict=True)
     pads = _in_order([(side, side - extra) for side, extra in sides])
 
@@ -144,7 +143,7 @@ def _each(value: Any, count: int) -> Sizes:
 
 
 def _pads(padding: Any, kernel: torch.Size, dilation: Sizes) -> Sizes:
-    """Return what F.pad takes for the padding of a convolution."""
+    """Return the argument of F.pad for the padding of a convolution."""
     if padding == "same":
         extra = [gap * (size - 1) for gap, size in zip(dilation, kernel, strict=True)]
         return _in_order([(each // 2, each - each // 2) for each in extra])

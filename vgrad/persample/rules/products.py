@@ -1,7 +1,7 @@
 """The rules of products with matrices: linear layers, matmul, addmm and einsum.
 
-What is elementwise has no rule: its parameters are expanded over the samples, which is
-as good, since their per-sample gradients are small.
+Elementwise ops have none: their parameters are expanded over the samples, which is as
+good, since the gradients of every sample are small.
 """
 
 import math
@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import wrap_torch_function
 
-from vgrad.persample.factors.base import Dense, Factor, Positions
-from vgrad.persample.factors.outer import Outer
+from vgrad.persample.factors.base import Dense, Factor, Outer, Positions
 from vgrad.persample.rules.table import Recording, lowered, rule
 
 
@@ -22,14 +21,13 @@ class _Output:
     """The gradient at an op's output, which a weight and a bias have in common."""
 
     def __init__(self) -> None:
-        """Wait for the first that asks."""
-        self._found: Positions | None = None
+        self._positions: Positions | None = None
 
     def at(self, g: Tensor) -> Positions:
-        """Return the positions of the gradient `g [B, ..., O]`."""
-        if self._found is None:
-            self._found = Positions(positions(g))
-        return self._found
+        """Return the positions of the gradient `g [B, ..., O]`, made once."""
+        if self._positions is None:
+            self._positions = Positions(positions(g))
+        return self._positions
 
     def shift(self, g: Tensor) -> Dense:
         """Return the factor of the bias, whose norms are known if it is the output."""
@@ -79,7 +77,7 @@ def product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 @rule(product, weights=("weight", "bias"))
 def product_rule(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict:
-    """As that of `linear`, with inputs and outputs exchanged."""
+    """As `linear`, with inputs and outputs exchanged."""
     shape = weight.shape
     return {
         "weight": lambda g: Outer(positions(g), positions(input), shape),
@@ -100,9 +98,9 @@ def contraction(data: Tensor, weight: Tensor, x: str, w: str, out: str) -> Tenso
 def contraction_rule(
     data: Tensor, weight: Tensor, x: str, w: str, out: str
 ) -> dict | None:
-    """Axes of the weight are groups, inputs or outputs, those of data alone positions.
+    """Axes of the weight are groups, inputs or outputs; other axes are positions.
 
-    What is summed within one operand, or broadcast, has no such form.
+    Sums within one operand, and broadcasting, have no such form.
     """
     shape, sizes = weight.shape, dict(zip(w, weight.shape, strict=True))
     if any(sizes.get(each, n) != n for each, n in zip(x, data.shape[1:], strict=True)):
@@ -132,17 +130,8 @@ def contraction_rule(
     return {"weight": blocks}
 
 
-@lowered(
-    torch.matmul,
-    torch.linalg.matmul,
-    torch.mm,
-    torch.mv,
-    torch.bmm,
-    Tensor.matmul,
-    Tensor.mm,
-    Tensor.mv,
-    Tensor.bmm,
-)
+@lowered(torch.matmul, torch.linalg.matmul, torch.mm, torch.mv, torch.bmm)
+@lowered(Tensor.matmul, Tensor.mm, Tensor.mv, Tensor.bmm)
 def matmul(record: Recording, *operands: Tensor, **named: Any) -> Tensor | None:
     """Multiply by a vector, a matrix or a stack of them, on either side."""
     if named or len(operands) != 2:  # the ops differ in their keywords
@@ -166,18 +155,12 @@ def matmul(record: Recording, *operands: Tensor, **named: Any) -> Tensor | None:
 
 @lowered(Tensor.__rmatmul__)
 def rmatmul(record: Recording, right: Tensor, left: Tensor) -> Tensor | None:
-    """Multiply by what is on the left."""
+    """Multiply by an operand on the left."""
     return matmul(record, left, right)
 
 
-@lowered(
-    torch.addmm,
-    torch.addmv,
-    torch.baddbmm,
-    Tensor.addmm,
-    Tensor.addmv,
-    Tensor.baddbmm,
-)
+@lowered(torch.addmm, torch.addmv, torch.baddbmm)
+@lowered(Tensor.addmm, Tensor.addmv, Tensor.baddbmm)
 def addmm(
     record: Recording, *operands: Tensor, beta: Any = 1, alpha: Any = 1, **named: Any
 ) -> Tensor | None:

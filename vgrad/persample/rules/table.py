@@ -17,25 +17,28 @@ Maker = Callable[[Tensor], Factor]
 
 
 class Recording(Protocol):
-    """What a lowering may ask of the recorder."""
+    """The recorder, as a lowering uses it.
+
+    A tensor of the loss has no samples; a physical one has them in front.
+    """
 
     size: int
     randomness: str
 
     def knows(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor stands for a parameter."""
+        """Return whether a tensor stands for a parameter."""
         ...
 
     def is_batched(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor differs from sample to sample."""
+        """Return whether a tensor differs from sample to sample."""
         ...
 
     def physical(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the loss with the samples in front."""
+        """Return the physical tensor of one of the loss."""
         ...
 
     def logical(self, tensor: Tensor) -> Tensor:
-        """Hide the samples of a physical tensor."""
+        """Return the loss's tensor of a physical one."""
         ...
 
     def copies(self, tensor: Tensor) -> Tensor:
@@ -51,25 +54,25 @@ class Recording(Protocol):
         ...
 
     def use(self, tensor: Tensor) -> Callable[[Factor], None] | None:
-        """Return what takes the factor of this use, once; None for other tensors."""
+        """Return a function for the factor of this use; None for other tensors."""
         ...
 
     def below(self) -> AbstractContextManager:
-        """Compute with physical tensors."""
+        """Compute with physical tensors in a block."""
         ...
 
     def drawing(self, axis: int) -> AbstractContextManager:
-        """Say which axis of what is drawn below has the samples, if not the first."""
+        """Draw numbers in a block with the samples at this axis, not in front."""
         ...
 
     def watching(self) -> AbstractContextManager:
-        """Run ops as if the loss had called them, each by its own rule."""
+        """Run ops in a block as if the loss had called them, each by its own rule."""
         ...
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How one op's weights get their factors."""
+    """The factors of one op's weights, and how the op runs."""
 
     weights: tuple[str, ...]
     factors: Callable[..., dict[str, Maker] | None]
@@ -90,7 +93,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Lowering:
-    """How one op runs on physical tensors; it asks the recorder for what it needs."""
+    """Another form of one op, which gets the recorder."""
 
     run: Callable[..., Any]
 
@@ -99,7 +102,7 @@ RULES: dict[Callable, Rule | Lowering] = {}
 
 
 def lowered(*ops: Callable) -> Callable:
-    """Register the decorated function as what these ops do while they are recorded.
+    """Register the decorated function as the form of these ops in recorded passes.
 
     It gets the recorder, and then the op's arguments as the loss passed them. It
     returns the op's output for the loss, or None where it does not fit the call.
@@ -121,18 +124,18 @@ def rule(
 ) -> Callable:
     """Register the decorated function as the rule of these ops.
 
-    It has the parameters of the op and gets physical tensors: what is `[...]` for a
-    sample is `[B, ...]` here, the weights excepted, which are as they are. It returns
-    `{weight: function from the gradient at the output [B, ...] to a Factor}`, or None
-    where it does not fit the call: then the weights are expanded over the samples,
-    which is exact and slower. What the functions refer to is kept until the backward
-    pass. `run` computes the output from the same tensors, given by position, so that
-    autograd finds the gradients at the inputs; it is the op itself by default.
+    It has the parameters of the op. Tensors of a sample `[...]` come as `[B, ...]`,
+    weights as they are. It returns `{weight: function from the gradient at the output
+    [B, ...] to a Factor}`, or None where it does not fit the call: then the weights are
+    expanded over the samples, which is exact and slower. Tensors that the functions
+    refer to are kept until the backward pass. `run` computes the output from the same
+    tensors, given by position, so that autograd finds the gradients at the inputs; it
+    is the op itself by default.
 
-    An op is what torch hands to a `torch.overrides.TorchFunctionMode`: a function of
-    torch, such as `torch.nn.functional.linear` or `torch.Tensor.add`, or one of yours
-    that goes through `torch.overrides.wrap_torch_function` (or
-    `handle_torch_function`). `vgrad.testing.check_rule` checks a rule.
+    An op is a function that torch hands to a `torch.overrides.TorchFunctionMode`, such
+    as `torch.nn.functional.linear` or `torch.Tensor.add`, or one of yours that goes
+    through `torch.overrides.wrap_torch_function`. `vgrad.testing.check_rule` checks a
+    rule.
 
     Args:
         weights: the parameters of the op that get a factor if the loss has a parameter
@@ -187,7 +190,7 @@ def rule(
 
 
 def _check_ops(ops: tuple[Callable, ...]) -> None:
-    """Refuse what no function mode ever sees."""
+    """Refuse callables that no function mode ever sees."""
     if not ops:
         raise TypeError("rule(): expected at least one op, got none.")
     for op in ops:
@@ -213,7 +216,7 @@ def _check_parameters(
     *,
     by_position: bool,
 ) -> None:
-    """Refuse a rule whose arguments could not be told apart, or lack a weight."""
+    """Refuse a rule with arguments that have no name or place, or without a weight."""
     refused = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
     if by_position:  # as the op gets them
         refused.append(inspect.Parameter.KEYWORD_ONLY)

@@ -1,0 +1,339 @@
+"""Calls that are refused where they are made, and the messages that say why."""
+
+import dataclasses
+import math
+import re
+import sys
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+
+import vgrad
+from tests.dp import runs
+from vgrad import Sensitivity, optim
+from vgrad.dp import (
+    Plan,
+    PoissonBatchSampler,
+    PrivateGradients,
+    add_gaussian_noise,
+    collate,
+    epsilon,
+    noise_multiplier_for,
+    poisson_sample,
+    secret_key,
+)
+from vgrad.training import TrainState, private_step, train_step
+
+KEY = runs.KEY
+PLAN = runs.plan(105, 0.1, 3.0, 2.0, steps=20, delta=1e-4)
+BEFORE = runs.plan(60, 0.5, 1.0, 0.5, steps=5)
+AFTER = runs.plan(60, 0.05, 1.0, 4.0, steps=10)
+SPENT = {"sampling_rate": 0.01, "noise_multiplier": 1.0, "steps": 1000, "delta": 1e-5}
+BUDGET = {"epsilon": 3.0, "delta": 1e-5, "sampling_rate": 0.5, "steps": 20}
+NOISE = {"sums": {}, "sensitivity": Sensitivity(1.0), "noise_multiplier": 1.0}
+NOISE |= {"key": KEY, "step": 0}
+DRAW = {"dataset_size": 10, "sampling_rate": 0.5, "key": KEY}
+RATES = (0.0, -0.1, 1.1, math.nan)
+RANGES = [
+    (Plan, vars(PLAN), {
+        "dataset_size": (0, 10.0), "sampling_rate": (0.0, 1.0001), "delta": (0.0, 1.0),
+        "noise_multiplier": (-0.1, math.inf), "max_norm": (0.0, math.inf, math.nan),
+        "steps": (0, 1.5), "accountant": ("gdp",)}),
+    (PLAN.epsilon, {}, {"steps": (21, -1, 2.0, True)}),
+    (epsilon, SPENT, {
+        "sampling_rate": (0.0, 1.5), "noise_multiplier": (-1.0, math.inf),
+        "steps": (-1, 1.5, 10**400), "delta": (0.0, 1.0), "accountant": ("gdp",)}),
+    (noise_multiplier_for, BUDGET, {
+        "epsilon": (0.0, math.inf), "delta": (1.0,), "sampling_rate": (0,),
+        "steps": (0, 10**400), "accountant": ("gdp",)}),
+    (poisson_sample, DRAW | {"step": 0}, {
+        "sampling_rate": RATES, "dataset_size": (0, 2.0), "step": (-1,)}),
+    (PoissonBatchSampler, DRAW | {"steps": 1}, {
+        "sampling_rate": RATES, "dataset_size": (0, 2.0), "steps": (0,),
+        "start": (-1,)}),
+    (add_gaussian_noise, NOISE, {
+        "noise_multiplier": (-1.0, math.nan, math.inf), "step": (-1, 1.5, True),
+        "member": (-1, 1.5, True)}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("function", "usual", "name", "value"),
+    [
+        (function, usual, name, value)
+        for function, usual, wrong in RANGES
+        for name, values in wrong.items()
+        for value in values
+    ],
+)
+def test_numbers_out_of_range_are_refused(function, usual, name, value):
+    among = ".*expected one of 'pld', 'rdp'" if name == "accountant" else ""
+    with pytest.raises(ValueError, match=rf"{function.__name__}\({name}={among}"):
+        function(**usual | {name: value})
+
+
+def of_epsilon(**drawn):
+    return Plan.for_epsilon(1.0, dataset_size=105, max_norm=1.0, delta=1e-4, **drawn)
+
+
+def noised(value):
+    return PLAN.add_noise({}, Sensitivity(value), key=KEY, step=0)
+
+
+def added(**changed):
+    return add_gaussian_noise(**NOISE | changed)
+
+
+def data(size=30):
+    return TensorDataset(torch.ones(size, 4), torch.arange(size) % 3)
+
+
+def private(**changed):
+    given = {"model": nn.Linear(4, 3), "criterion": F.cross_entropy}
+    given |= {"dataset": data(), "plan": runs.plan(30, 0.2)} | changed
+    return PrivateGradients(**given)
+
+
+def loaded(**changed):
+    run = private()
+    run.load_state_dict(run.state_dict() | changed)
+
+
+def stacked(params, buffers, x):
+    return (params["w"] * x).sum()
+
+
+def step_of_stacked():
+    state = TrainState.create(optim.sgd(0.1), {"w": torch.zeros(8)}, {}, seed=1)
+    state = state._replace(plan_digest=torch.stack([state.plan_digest] * 2))
+    private_step(stacked, optim.sgd(0.1), BEFORE)(state, torch.ones(3, 8))
+
+
+QUOTIENT = r"max_norm / expected_batch_size = 0\.2857.*, got "
+KEYS = r"key\): expected a key as vgrad\.dp\.secret_key\(\) draws one, or .*, got a "
+REAL = r"sums\['a'\]\): expected a tensor of real floating-point numbers, got torch\."
+BOTH = "expected either sampling_rate and steps or batch_size and epochs"
+LOAD = r"load_state_dict\(state\)"
+VALUES = {
+    r"steps=None, batch_size=None, epochs=None\): " + BOTH: of_epsilon,
+    r"steps=None, batch_size=None, epochs=3\): " + BOTH:
+        lambda: of_epsilon(sampling_rate=0.1, epochs=3),
+    r"batch_size=10, epochs=None\): " + BOTH: lambda: of_epsilon(batch_size=10),
+    r"steps=3, batch_size=10, epochs=3\): " + BOTH:
+        lambda: of_epsilon(batch_size=10, epochs=3, steps=3),
+    r"\(batch_size=106\): expected at most the 105":
+        lambda: of_epsilon(batch_size=106, epochs=3),
+    r"\(batch_size=10.0\): expected a whole":
+        lambda: of_epsilon(batch_size=10.0, epochs=3),
+    r"\(epochs=0\): expected a whole number >= 1":
+        lambda: of_epsilon(batch_size=10, epochs=0),
+    # Sums that were not divided, or by another size.
+    QUOTIENT + "3.0": lambda: noised(3.0),
+    QUOTIENT + "0.3": lambda: noised(3.0 / 10),
+    QUOTIENT + "0.27": lambda: noised(3.0 / 11),
+    QUOTIENT + "0.28571428857": lambda: noised(3.0 / 10.5 * (1 + 1e-8)),
+    QUOTIENT + "0.028": lambda: noised(3.0 / 105),
+    r"Plan.add_noise.*expected a finite sensitivity": lambda: noised(math.inf),
+    r"add_gaussian_noise.*expected a finite sensitivity":
+        lambda: added(sensitivity=Sensitivity(math.inf)),
+    r"expected a standard deviation between .*got 1e-290":
+        lambda: added(sensitivity=Sensitivity(1e-290)),
+    r"expected a standard deviation between .*got 1e\+290":
+        lambda: added(sensitivity=Sensitivity(1e290)),
+    r"steps=6\): expected at most the 5 steps of": lambda: AFTER.after(BEFORE, 6),
+    "got one that follows another already":
+        lambda: AFTER.after(BEFORE, 3).after(BEFORE, 3),
+    r"Plan\(steps=3, .*more than the 3 steps":
+        lambda: dataclasses.replace(AFTER.after(BEFORE, 3), steps=3),
+    r"plan_digest of uint8 \(32,\), got .*\(2, 32": step_of_stacked,
+    r"start=4, steps=3\): expected a start of at most":
+        lambda: PoissonBatchSampler(100, 0.5, 3, key=KEY, start=4),
+    r"noise_multiplier_for\(epsilon=1.0, delta=1e-17, sampling_rate=0.5, steps=10, .*"
+    "some noise multiplier": lambda: noise_multiplier_for(
+        epsilon=1.0, delta=1e-17, sampling_rate=0.5, steps=10),
+    "delta=0.05, .*expected delta below 0.0199, the probability":
+        lambda: noise_multiplier_for(
+            epsilon=1.0, delta=0.05, sampling_rate=0.01, steps=2),
+    r'epsilon\(steps=1000000000000, accountant="pld"\): .*accountant="rdp"':
+        lambda: epsilon(
+            sampling_rate=0.01, noise_multiplier=1e5, steps=10**12, delta=1e-3),
+    "for the 29 samples": lambda: private(dataset=list(range(29))),
+    **{
+        rf"\({name}=True\): expected options": partial(private, **{name: True})
+        for name in ("shuffle", "sampler", "batch_sampler", "drop_last", "in_order")
+    },
+    "physical_batch_size=0": lambda: private(physical_batch_size=0),
+    "strategy='quick'": lambda: private(strategy="quick"),
+    "expected a parameter that requires grad, got none":
+        lambda: private(model=nn.Linear(2, 2).requires_grad_(False)),
+    "a plan in their place, got both": lambda: private(epsilon=3.0),
+    "a plan in their place, got no epochs": lambda: private(
+        plan=None, epsilon=2.0, delta=1e-3, max_norm=1.0, batch_size=7),
+    rf"{LOAD}: .* spent under another, .* noise_multiplier=1\.0": lambda: loaded(
+        step=2, plan=vars(runs.plan(30, 0.2, noise=1.0))),
+    rf"{LOAD}: expected at most the 4 steps of the plan": lambda: loaded(
+        step=5, plan=vars(runs.plan(30, 0.2, steps=5))),
+    rf"{LOAD}\(step=-1\): expected a whole number": lambda: loaded(step=-1),
+    rf"{LOAD}: expected the plan of a run in 'plan', got":
+        lambda: loaded(plan={"steps": 3}),
+    r"'key', 'step' and 'plan', as state_dict\(\) returns them, got 'key', 'more'":
+        lambda: loaded(more=1),
+    "got 'bias', 'weight'. The state of a module":
+        lambda: private().load_state_dict(nn.Linear(2, 1).state_dict()),
+    "expected one of the module's own parameters": lambda: private().watch(
+        torch.optim.SGD(nn.Linear(4, 3).parameters(), lr=0.1)),
+}  # fmt: skip
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(data())
+
+
+ADVICE = r"clipped_grad\(\.\.\.\)\.sensitivity"
+ROWS = "expected tensors with one row for one sample, got a "
+WHOLE = TensorDataset(torch.ones(4))
+BYTES = bytes(range(32))
+TYPES = {
+    r"Plan\(max_norm='1'\): expected a number":
+        lambda: dataclasses.replace(PLAN, max_norm="1"),
+    r"Plan\(before\): expected a Plan, got a float":
+        lambda: dataclasses.replace(AFTER, before=2.0),
+    r"Plan.after\(other\): .*got a Tensor": lambda: AFTER.after(BEFORE.digest, 3),
+    r"Plan.sampler\(state\): expected a state with a key .*got a Tensor":
+        lambda: PLAN.sampler(KEY),
+    rf"Plan.add_noise\(sensitivity=0.2857.*{ADVICE}":
+        lambda: PLAN.add_noise({}, 3.0 / 10.5, key=KEY, step=0),
+    rf"sensitivity=1.0\).*{ADVICE}": lambda: added(sensitivity=1.0),
+    rf"sensitivity=Tensor .*{ADVICE}": lambda: added(sensitivity=torch.ones(())),
+    rf"sensitivity=None\).*{ADVICE}": lambda: added(sensitivity=None),
+    REAL + "int64": lambda: added(sums={"a": torch.zeros(2, dtype=torch.int64)}),
+    REAL + "complex64":
+        lambda: added(sums={"a": torch.zeros(2, dtype=torch.complex64)}),
+    # No message shows a key in another form.
+    KEYS + r"tensor of torch\.float32 \(32,\)\.$": lambda: added(key=torch.zeros(32)),
+    KEYS + r"tensor of torch\.uint8 \(16,\)\.$":
+        lambda: added(key=torch.zeros(16).byte()),
+    KEYS + r"bytes\.$": lambda: added(key=BYTES),
+    KEYS + r"list\.$": lambda: added(key=list(BYTES)),
+    KEYS + r"tensor of torch\.int64 \(32,\)\.$":
+        lambda: added(key=torch.tensor(list(BYTES))),
+    "poisson_sample.*" + KEYS + "int":
+        lambda: poisson_sample(**DRAW | {"key": 7}, step=0),
+    "PoissonBatchSampler.*" + KEYS + "int":
+        lambda: PoissonBatchSampler(**DRAW | {"key": 7}, steps=1),
+    "PrivateGradients.*" + KEYS + "int": lambda: private(key=3),
+    ROWS + "str": lambda: collate(WHOLE, lambda samples: ["name"] * len(samples)),
+    ROWS + r"tensor of torch.float32 \(\)":
+        lambda: collate(WHOLE, lambda samples: torch.tensor(1.0)),
+    ROWS + r"tensor of torch.float32 \(7,\)":
+        lambda: collate(WHOLE, lambda samples: torch.ones(7)),
+    "expected a data set with a length .*got a Stream":
+        lambda: private(dataset=Stream()),
+    "got a DataLoader. Of a DataLoader pass its `.dataset`":
+        lambda: private(dataset=DataLoader(data())),
+    "expected a function of output and tar": lambda: private(criterion=3),
+    "expected a vgrad.dp.Plan, got a int": lambda: private(plan=3),
+    "expected a plain torch.nn.Mod": lambda: private(model=torch.tanh),
+    rf"{LOAD}\(plan\): expected a dictionary": lambda: loaded(plan=3),
+    "expected a torch.optim.Optimizer, got a Line":
+        lambda: private().watch(nn.Linear(1, 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", VALUES)
+def test_values_that_do_not_fit_are_refused(message):
+    with pytest.raises(ValueError, match=message):
+        VALUES[message]()
+
+
+@pytest.mark.parametrize("message", TYPES)
+def test_objects_of_other_kinds_are_refused(message):
+    with pytest.raises(TypeError, match=message):
+        TYPES[message]()
+
+
+OPTIONS = {
+    "max_grad_norm": "max_norm",
+    "noise_multiplier": "plan=Plan(noise_multiplier=...)",
+    "target_epsilon": "epsilon",
+    "target_delta": "delta",
+    "module": "model",
+    "data_loader": "the dataset of that",
+    "max_physical_batch_size": "physical_batch_size",
+    "sample_rate": "plan=Plan(sampling_rate=...)",
+    "optimizer": "it to .watch(optimizer)",
+    "maxnorm": "max_norm",
+    "chunksize": "chunk_size",
+    "num_worker": "num_workers",
+    "zzz": "",
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_misspelt_option_is_named_with_the_right_one(name):
+    right = OPTIONS[name]
+    message = f"PrivateGradients({name}=...): expected options of its own or of a "
+    message += f"DataLoader, got {name!r}.{f' Pass {right}.' if right else ''}"
+    budget = {"epsilon": 3.0, "delta": 1e-3, "epochs": 1, "batch_size": 2}
+    budget |= {"max_norm": 1.0, "plan": None}
+    # In addition to the right option, and instead of it.
+    for options in (budget, {n: x for n, x in budget.items() if n != right}):
+        with pytest.raises(TypeError, match=re.escape(message) + "$"):
+            private(**options, **{name: 1})
+
+
+SECRET = 123456.75
+SECRETS = ("123456", "1.2346e+05", "1.23457e+05", "1234567")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda data: collate(data, lambda samples: default_collate(samples * 2)),
+        lambda data: collate(data, lambda samples: (samples, SECRET)),
+        lambda data: collate(data, partial(default_collate, hidden=data[:])),
+        lambda data: private(dataset=data, batch_sampler=data[0]),
+        lambda data: PLAN.sample(key=KEY, step=data[0][0]),
+        lambda data: PLAN.epsilon(data[:3][1]),
+        lambda data: Plan(data[0][0].numpy(), 0.5, 1.0, 1.0, 4, 1e-3),
+        lambda data: added(sums={"w": data[0][0]}, sensitivity={"w": data[0][0]}),
+        lambda data: added(noise_multiplier=data[0][1], sensitivity=[data[0][1]]),
+        lambda data: vgrad.clipped_grad(data[0][0], max_norm=1.0),
+        lambda data: vgrad.clipped_grad(lambda: 0, max_norm=data[0][1]),
+        lambda data: vgrad.clipped_grad(lambda: 0, max_norm=1.0, chunk_size=data[0][0]),
+        lambda data: vgrad.per_sample_norm(lambda: 0, strategy=data[:3]),
+        lambda data: vgrad.per_sample_norm(lambda: 0, loss_scale=data[0][1]),
+        lambda data: private_step(lambda: 0, optim.sgd(0.1), PLAN)(*data[:3]),
+        lambda data: train_step(lambda: 0, optim.sgd(0.1))(*data[:3]),
+    ],
+)
+def test_no_error_shows_a_value_of_the_data(call):
+    data = TensorDataset(torch.full((20, 3), SECRET), torch.full((20,), SECRET))
+    with pytest.raises((TypeError, ValueError)) as caught:
+        call(data)
+    assert not any(secret in str(caught.value) for secret in SECRETS)
+
+
+def test_a_missing_library_says_how_to_get_it(monkeypatch):
+    for name in ("dp_accounting", "scipy", "scipy.optimize"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for call in (partial(epsilon, **SPENT), partial(noise_multiplier_for, **BUDGET)):
+        with pytest.raises(ImportError, match=r'pip install "vgrad\[dp\]"'):
+            call()
+
+
+def test_a_delta_above_one_over_the_samples_warns():
+    with pytest.warns(UserWarning, match="at most 1 / dataset_size = 0.00952, got mor"):
+        dataclasses.replace(PLAN, delta=0.01)
+    dataclasses.replace(PLAN, delta=1 / 105)
+
+
+def test_a_plan_cannot_be_changed_and_no_key_is_shown():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PLAN.noise_multiplier = 0.0
+    assert "tensor" not in repr(private(key=secret_key()))

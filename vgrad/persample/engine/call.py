@@ -1,0 +1,346 @@
+"""The options of a transform, and one call of it: the tensors of a batch."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypedDict, get_args
+
+import torch
+from torch import Tensor
+
+from vgrad import batches, checks
+from vgrad.functional.losses import check_loss, returned
+from vgrad.lowering.draws import Draws
+from vgrad.persample.engine.guard import Fallbacks, LossGuard
+from vgrad.persample.factors.base import Factor, Scaled
+from vgrad.precision.autocasting import AutocastMode
+from vgrad.precision.loss_scale import LossScale
+from vgrad.torch_private import modes
+from vgrad.torch_private.tensors import with_attributes
+from vgrad.tree import map_values, tree_leaves
+from vgrad.typing import Buffers, ChunkSize, LossFn, Params, Randomness, Strategy, Tree
+
+
+class Options(TypedDict, total=False):
+    """Options that all per-sample transforms share, each a keyword.
+
+    All but `per_sample_gram` and `gradient_moments` also have `has_aux`: the loss
+    returns `(scalar, aux)`, and the result is a pair with `aux`, stacked over samples
+    (None for an empty batch).
+
+    Attributes:
+        strategy: how gradients are computed; the numbers are the same. `"recorded"`
+            runs one backward pass for all samples and keeps a compact form of each
+            gradient; `"vmap"` differentiates all samples at once and stores every
+            gradient; `"loop"` runs one sample after another, and everything that plain
+            autograd runs. `"auto"`, the default, records, and falls back to `"vmap"`
+            and then to `"loop"` for a loss that cannot be recorded. Inside transforms
+            of `torch.func` it is `"vmap"`.
+        chunk_size: samples at a time; None, the default, for all, `"auto"` for as many
+            as fit into half of the free memory (the loss runs on one sample to find
+            out).
+        randomness: of random ops in the loss: `"error"`, the default, refuses them,
+            with `"different"` each sample draws its own numbers, with `"same"` all
+            samples draw the same. From one state of the generator a loop draws as the
+            model would, called with one sample after another. The other strategies draw
+            for all samples at once, and agree with it under `"same"` alone.
+        loss_scale: a loss scale of `vgrad.precision`. Losses are multiplied by it
+            before the backward pass, so that gradients in float16 do not underflow, and
+            each sample's gradient is divided by it before anything else: results do not
+            depend on the scale unless something overflows. Gradients are float32 or
+            wider then.
+    """
+
+    strategy: Strategy
+    chunk_size: ChunkSize
+    randomness: Randomness
+    loss_scale: LossScale | None
+
+
+def check_options(function: Callable, options: Options) -> None:
+    """Refuse options that no per-sample transform has."""
+    if unknown := sorted(options.keys() - Options.__annotations__):
+        own = [
+            name
+            for name, each in inspect.signature(function).parameters.items()
+            if each.kind is each.KEYWORD_ONLY
+        ]
+        raise TypeError(
+            f"{function.__name__}({unknown[0]}=...): expected options among "
+            f"{', '.join([*own, *Options.__annotations__])}, got {unknown[0]!r}."
+        )
+
+
+def check_loss_scale(function: str, loss_scale: Any) -> None:
+    """Refuse objects without a scale, and several scales."""
+    if loss_scale is not None and not hasattr(loss_scale, "loss_scale"):
+        raise TypeError(
+            f"{function}(loss_scale={checks.shown(loss_scale)}): expected a loss "
+            f"scale such as precision.StaticLossScale(2.0**15), got a "
+            f"{type(loss_scale).__name__}."
+        )
+    scale = torch.as_tensor(getattr(loss_scale, "loss_scale", 1.0))
+    if scale.ndim:
+        raise ValueError(
+            f"{function}(loss_scale): expected a scale without dimensions, got one of "
+            f"shape {tuple(scale.shape)}. For one scale a member use torch.vmap."
+        )
+
+
+class Reducer:
+    """How sums over chunks are reduced over ranks: by default there is one rank."""
+
+    def summed(self, name: str, value: Tensor) -> Tensor:
+        """Return the value to keep of a parameter's sum over a chunk."""
+        return value
+
+    def settled(self, name: str, value: Tensor) -> Tensor:
+        """Do the same for a sum that no other strategy will form again."""
+        return value
+
+    def of_part(self) -> "Reducer":
+        """Return the reducer of a call on some of the samples."""
+        return self
+
+    def any_rank(self, condition: bool) -> bool:
+        """Return whether a condition holds on any rank."""
+        return condition
+
+
+LOCAL = Reducer()
+
+
+@dataclass(frozen=True)
+class Call:
+    """The options of a transform; `on` adds the tensors of one batch.
+
+    Attributes:
+        function: the transform's name, for errors.
+        fallbacks: the memory of all calls: warnings, and why a loss was not recorded.
+        unreached: sets of parameters that receive no gradient, confirmed by plain
+            autograd on one sample.
+        fixed: parameters and buffers, which the loss must not change.
+        mask: which samples count, `[B]`; None for all.
+        weights: of the samples, `[B]`, where the caller passes them.
+        draws: the random numbers of the samples.
+    """
+
+    function: str
+    loss: LossFn
+    strategy: Strategy = "auto"
+    chunk_size: ChunkSize = None
+    randomness: Randomness = "error"
+    has_aux: bool = False
+    loss_scale: LossScale | None = None
+    fallbacks: Fallbacks = field(default_factory=Fallbacks)
+    unreached: set[frozenset[str]] = field(default_factory=set)
+    params: Params = field(default_factory=dict)
+    buffers: Buffers = field(default_factory=dict)
+    fixed: Params = field(default_factory=dict)
+    batch: batches.Batch = batches.NONE
+    mask: Tensor | None = None
+    weights: Tensor | None = None
+    draws: Draws = field(default_factory=Draws)
+    reducer: Reducer = LOCAL
+
+    @classmethod
+    def of(
+        cls, function: Callable, loss: LossFn, options: Options, has_aux: bool = False
+    ) -> "Call":
+        """Check the options of a transform."""
+        check_options(function, options)
+        call = cls(function.__name__, loss, has_aux=has_aux, **options)
+        name = call.function
+        check_loss(name, loss)
+        checks.choice(name, get_args(Strategy), strategy=call.strategy)
+        checks.choice(name, get_args(Randomness), randomness=call.randomness)
+        check_loss_scale(name, call.loss_scale)
+        size = batches.checked_chunk_size(name, call.chunk_size)
+        return replace(call, chunk_size=size)
+
+    def on(
+        self,
+        params: Params,
+        buffers: Buffers,
+        batch: Tree,
+        mask: Tensor | None = None,
+        weights: Tensor | None = None,
+        loss_scale: LossScale | None = None,
+        keys: Tensor | None = None,
+    ) -> "Call":
+        """Check the tensors of a batch, and return the call on it.
+
+        `loss_scale` replaces the option. With `keys` of the samples, int64 `[B]`,
+        random numbers that differ from sample to sample follow from them.
+        """
+        checks.dictionaries(self.function, params=params, buffers=buffers)
+        read = batches.read(self.function, batch)
+        _check_tensors(self.function, params, buffers, read.tensors)
+        if mask is not None:
+            batches.check_mask(self.function, mask, read.size)
+        if keys is not None:
+            _check_keys(self.function, keys, read.size)
+            keys = keys if self.randomness == "different" else None
+        params = map_values(_usable, params)
+        buffers = map_values(_constant, map_values(_usable, buffers))
+        return replace(
+            self,
+            params=params,
+            buffers=buffers,
+            fixed={**params, **buffers},
+            batch=read,
+            mask=mask,
+            weights=weights,
+            loss_scale=self.loss_scale if loss_scale is None else loss_scale,
+            draws=Draws(keys=keys),
+        )
+
+    def part(self, start: int, stop: int) -> "Call":
+        """Return the call on these samples."""
+        if stop - start == self.batch.size:
+            return self
+        return replace(
+            self,
+            batch=self.batch.part(start, stop),
+            mask=None if self.mask is None else self.mask[start:stop],
+            weights=None if self.weights is None else self.weights[start:stop],
+            draws=self.draws.of(torch.arange(start, stop)),
+            reducer=self.reducer.of_part(),
+        )
+
+    def rows(self, rows: Tensor, strategy: Strategy | None = None) -> "Call":
+        """Return the call on these samples, in this order."""
+
+        def of(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[rows.to(values.device)]
+
+        return replace(
+            self,
+            batch=self.batch.rows(rows),
+            mask=of(self.mask),
+            weights=of(self.weights),
+            draws=self.draws.of(rows),
+            strategy=strategy or self.strategy,
+            reducer=self.reducer.of_part(),
+        )
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the call."""
+        weights = () if self.weights is None else (self.weights,)
+        fixed = *self.params.values(), *self.buffers.values()
+        return [*fixed, *self.batch.tensors, *weights]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return next(iter(self.params.values())).device
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether the caller can differentiate the gradients once more."""
+        wanted = any(tensor.requires_grad for tensor in self.tensors)
+        return torch.is_grad_enabled() and wanted
+
+    def cotangent(self, losses: Tensor) -> Tensor:
+        """Return the loss scale, or one, for each loss."""
+        ones = torch.ones_like(losses)
+        return ones if self.loss_scale is None else ones * self._scale(losses.dtype)
+
+    def unscaled(self, factor: Factor) -> Factor:
+        """Divide gradients by the loss scale."""
+        if self.loss_scale is None:
+            return factor
+        return Scaled(factor, self._scale(torch.float32))
+
+    def _scale(self, dtype: torch.dtype) -> Tensor:
+        scale = self.loss_scale.loss_scale if self.loss_scale else 1.0
+        # A loss of any dtype can be multiplied by it without rounding. The gradients
+        # are divided by the same number, so results do not depend on it.
+        scale = torch.as_tensor(scale, device=self.device).detach().to(torch.bfloat16)
+        return scale.to(dtype)
+
+    def run_loss(
+        self,
+        params: Params,
+        tensors: tuple[Tensor, ...],
+        guard: LossGuard,
+        *,
+        alone: bool = False,
+    ) -> tuple[Tensor, Tree]:
+        """Return `(scalar, aux)` of a copy of one sample, which the loss may change.
+
+        Under vmap it is any sample; with `alone` there is no other one.
+        """
+        sample = self.batch.sample(tuple(tensor.clone() for tensor in tensors))
+        for name, value in params.items():
+            with_attributes(value, self.params[name])
+        casts, size = partial(AutocastMode, [*params.values()]), self.batch.size
+        with guard.inside(size, self.randomness, casts, alone=alone):
+            # Dictionaries of its own, in which the loss may rebind names.
+            result = self.loss(dict(params), dict(self.buffers), *sample)
+        value, aux = returned(self.function, result, has_aux=self.has_aux)
+        for leaf in tree_leaves(aux):
+            if not isinstance(leaf, Tensor):
+                raise TypeError(
+                    f"{self.function}(loss, has_aux=True): expected tensors in aux, "
+                    f"got a {type(leaf).__name__}."
+                )
+        return value, aux
+
+
+def _usable(value: Tensor) -> Tensor:
+    """Copy a tensor made in inference mode, which autograd cannot use."""
+    return with_attributes(value.clone(), value) if value.is_inference() else value
+
+
+def _constant(value: Tensor) -> Tensor:
+    """Return a tensor that requires no grad unless the caller can differentiate."""
+    wanted = torch.is_grad_enabled() or not value.requires_grad
+    return value if wanted else with_attributes(value.detach(), value)
+
+
+def _check_keys(function: str, keys: Tensor, size: int) -> None:
+    if keys.dtype != torch.int64 or keys.shape != (size,) or keys.device.type != "cpu":
+        raise ValueError(
+            f"{function}(keys): expected one key a sample, int64 [{size}] on the CPU "
+            f"as sample_keys makes them, got {keys.dtype} {tuple(keys.shape)} on "
+            f"{keys.device}."
+        )
+    if modes.inside_transform():
+        raise ValueError(
+            f"{function}(keys): expected a call outside of transforms of torch.func, "
+            f"got one inside, where other samples draw as well. Leave the keys out."
+        )
+
+
+def _check_tensors(
+    function: str, params: Params, buffers: Buffers, inputs: list[Tensor]
+) -> None:
+    """Refuse parameters without gradient or values, and entries that are no tensors."""
+    if not params:
+        raise ValueError(
+            f"{function}(params, ...): expected at least one parameter, got none. Are "
+            f"all of them frozen?"
+        )
+    for name, value in (*params.items(), *buffers.items()):
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"{function}(params, buffers, ...): expected a tensor in {name!r}, got "
+                f"a {type(value).__name__}."
+            )
+    real = next((tensor for tensor in inputs if not tensor.is_meta), None)
+    for name, value in params.items():
+        if not (value.is_floating_point() or value.is_complex()):
+            raise ValueError(
+                f"{function}(params, ...): expected floating-point parameters, got "
+                f"{value.dtype} in {name!r}. Move it to the buffers."
+            )
+        if value.is_meta and real is not None:
+            raise ValueError(
+                f"{function}(params, buffers, *batch): expected parameters with "
+                f"values, got {name!r} on the device meta and a batch on "
+                f"{real.device}. Pass others, or give the model values before it is "
+                f"made functional: model.load_state_dict(values, assign=True)."
+            )
