@@ -30,12 +30,11 @@ from vgrad.generators import (
     random_state,
     set_random_state,
 )
-from vgrad.lowering.answering import tried
-from vgrad.lowering.draws import Draws
-from vgrad.lowering.limits import raise_clearly
-from vgrad.lowering.members import Members, by_itself, mapped_here
-from vgrad.lowering.questions import Parts, Split
-from vgrad.lowering.truthful import Truth, UnsupportedOp
+from vgrad.lowering.grad_flags import GradFlags, UnsupportedOp, raise_clearly
+from vgrad.lowering.members import Members, is_mapped_here, run_member
+from vgrad.lowering.mode import run_or_split
+from vgrad.lowering.randomness import Draws
+from vgrad.lowering.value_reads import Partition, SplitBatch
 from vgrad.persample.engine.guard import NON_RETRYABLE, Failure, Fallbacks
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.report import Report, table
@@ -289,7 +288,7 @@ def autocasting(function: Callable, draws: Iterable[Draws] = ()) -> Callable:
     def run(params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
         casts = partial(AutocastMode, [*params.values()])
         one = partial(function, params, buffers, *batch)
-        return by_itself(one, casts, next(turns, None))
+        return run_member(one, casts, next(turns, None))
 
     return run
 
@@ -415,7 +414,7 @@ class EnsembleExecutor:
         with_buffers: bool = False,
         draws: Draws | None = None,
         forms: list[tuple[str, str]] | None = None,
-        on_split: Callable[[Parts], None] | None = None,
+        on_split: Callable[[Partition], None] | None = None,
     ) -> Any:
         """Run a function for all members; tensors of the result gain the axis 0.
 
@@ -444,13 +443,15 @@ class EnsembleExecutor:
                     raise
                 failure = Failure.of(error)
             rows = torch.arange(call.members).split(1)
-            raise Split(Parts(rows, failure.where, "loop", failure.why))
+            raise SplitBatch(Partition(rows, failure.where, "loop", failure.why))
 
         differ, same = self.randomness == "different", self.randomness == "same"
         with RNG_LOCK if differ or same else nullcontext():
             state = random_state(call.tensors()) if same else None
-            result, draws = tried(all_members, draws, call.tensors(), differ=differ)
-            if not isinstance(result, Parts):
+            result, draws = run_or_split(
+                all_members, draws, call.tensors(), differ=differ
+            )
+            if not isinstance(result, Partition):
                 return result
             parts = result
             if parts.strategy is not None and not may_loop:
@@ -494,24 +495,24 @@ class EnsembleExecutor:
             modes.load_decompositions()
             with modes.vmap_level(call.members, self.randomness) as level:
                 params, buffers, *batch = call.wrapped(level)
-                truth = Truth(level, "member", 'strategy="loop"')
+                flags = GradFlags(level, "member", 'strategy="loop"')
                 with modes.without_modes():  # modes around it do not see this
                     for value in tensors((params, buffers, batch)):
-                        truth.tell(value)
+                        flags.sync(value)
                 protected, hybrid = call.protected(), strategy == "hybrid"
-                mode = Members(note, protected, truth=truth, draws=draws, chosen=hybrid)
+                mode = Members(note, protected, flags=flags, draws=draws, chosen=hybrid)
                 casts = partial(AutocastMode, [*params.values()])
                 inside = mode.inside(call.members, self.randomness, casts)
                 with inside, modes.unoptimized_scripts():
                     output = function(params, buffers, *batch)
-                truth.end(tensors(output))
+                flags.end(tensors(output))
                 result = call.joined(
                     [output],
                     lambda value: modes.remove_batch_axis(
                         _tensor(value), level, call.members, 0
                     ),
                     with_buffers,
-                    lambda left: not mapped_here(left[0]),
+                    lambda left: not is_mapped_here(left[0]),
                 )
         except RuntimeError as error:
             raise_clearly(error, "ensemble", one="member")
@@ -519,7 +520,7 @@ class EnsembleExecutor:
             forms += seen
         return result
 
-    def _note_split(self, call: Call, parts: Parts) -> None:
+    def _note_split(self, call: Call, parts: Partition) -> None:
         """Remember members that cannot run at once, and warn of slow ones."""
         if parts.strategy is None:
             self._fallbacks.tell(parts, self.function, "member")
@@ -530,7 +531,7 @@ class EnsembleExecutor:
         """Run the forward pass once, and restore the generators."""
         strategy, why = self.choose(function, call)
         forms: list[tuple[str, str]] = []
-        splits: list[Parts] = []
+        splits: list[Partition] = []
         if strategy != "loop":
             with kept_random_state(call.tensors()), torch.no_grad():
                 self.run(function, call, strategy, forms=forms, on_split=splits.append)
@@ -574,7 +575,7 @@ def _signature(call: Call) -> tuple:
     return tuple((x.shape, x.dtype, x.device) for x in call.tensors())
 
 
-def _why(parts: Parts) -> str:
+def _why(parts: Partition) -> str:
     return f"all at once they stopped at {parts.where}: {parts.why}"
 
 

@@ -34,8 +34,7 @@ from vgrad.generators import (
     sample_keys,
     set_seed,
 )
-from vgrad.lowering.draws import Draws
-from vgrad.lowering.keyed import check_drawn
+from vgrad.lowering.randomness import Draws, check_drawn
 from vgrad.persample.clipped import ClippedGrad, clipped_grad
 from vgrad.persample.engine.call import Options, check_options
 from vgrad.persample.engine.guard import UnsupportedOp
@@ -158,7 +157,7 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
     ) -> None:
         """Refuse a missing gradient where a single member has one."""
         # A graph is captured after a call in eager mode, which has checked.
-        branches = draws.asked and not checks_collected()
+        branches = draws.values_read and not checks_collected()
         if not names or (names in self._unreached and not branches):
             return
         given = call.tensors()

@@ -289,7 +289,7 @@ def predict(
     passes in training mode and pass them to `EnsemblePrediction.from_logits`.
 
     With a `mesh` the members are cut among its ranks along `axis`: `params` and
-    `buffers` are this rank's members, as `distributed.own_members` cuts them, inputs
+    `buffers` are this rank's members, as `distributed.shard_members` cuts them, inputs
     are the same on all ranks, and so is the result.
 
     No graph is kept. Arithmetic after the model is float64; results are float32, or
