@@ -401,39 +401,30 @@ def test_a_state_that_cannot_be_changes_nothing(either, capsys, change, message)
     assert contents(either) == before
 
 
-@pytest.mark.parametrize(
-    ("tensors", "message"),
-    [
-        *(
-            ({f"{run}.step": torch.tensor(step)}, "after the 8 steps that it claims")
-            for run in (".private", ".plain")
-            for step in (-(2**62), 0, 4, 9)
-        ),
-        (
-            {".private.plan_digest": torch.ones(32, dtype=torch.uint8)},
-            "expected a state whose private steps were taken",
-        ),
-    ],
-)
-def test_states_of_other_steps_change_nothing(one, capsys, tensors, message):
-    forge(one, tensors=tensors)
-    before = contents(one)
-    assert message in error(capsys, "train", "--resume", one)
-    assert contents(one) == before
+MEMBER = ".private.members[1]"
+TENSORS = [
+    *(
+        ("one", {f"{run}.step": torch.tensor(step)}, "after the 8 steps that it claims")
+        for run in (".private", ".plain")
+        for step in (-(2**62), 0, 4, 9)
+    ),
+    ("three", {f"{MEMBER}.step": torch.tensor(4)}, "got some after [4, 8]"),
+    (
+        *("one", {".private.plan_digest": torch.ones(32, dtype=torch.uint8)}),
+        "expected a state whose private steps were taken",
+    ),
+    ("one", {".private.plan_digest": torch.ones(3)}, "expected shape (32,)"),
+    ("one", {"other": torch.ones(3)}, "got unexpected: 'other'"),
+]
 
 
-def test_a_state_that_does_not_say_its_plan_is_refused(one, capsys):
-    held, description = checkpoint.read_state(one)
-    held = {name: each for name, each in held.items() if "digest" not in name}
-    files.write_tensors(one / "state.safetensors", held, description)
-    message = error(capsys, "train", "--resume", one)
-    assert "got missing: '.plain.plan_digest'" in message
-
-
-def test_the_states_of_members_are_all_after_the_same_steps(copied, capsys):
-    out = copied("three")
-    forge(out, tensors={".private.members[1].step": torch.tensor(4)})
-    assert "got some after [4, 8]" in error(capsys, "train", "--resume", out)
+@pytest.mark.parametrize(("kind", "tensors", "message"), TENSORS)
+def test_tensors_that_cannot_be_change_nothing(copied, capsys, kind, tensors, message):
+    out = copied(kind)
+    forge(out, tensors=tensors)
+    before = contents(out)
+    assert message in error(capsys, "train", "--resume", out)
+    assert contents(out) == before
 
 
 FIGURES = '{"step": 8, "test_accuracy": 0.5, "samples_per_second": '

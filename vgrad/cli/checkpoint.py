@@ -152,15 +152,13 @@ class Record(NamedTuple):
 
     Attributes:
         step: how many steps have been taken.
-        loss: mean over the samples of the epoch's batches.
+        loss: mean over the samples of the epoch's batches, and over the members.
         test_accuracy: share of the held-out samples that are classified rightly.
         epsilon: privacy spent so far; None for the run without privacy.
-        samples_per_second: training alone.
-        loss_scale: of the next step; None, and not written, where there is none.
-        skipped: steps of the epoch that were left out because a gradient was not
-            finite, which private steps never are; written beside a loss scale.
-        member_accuracies: of an ensemble. Its loss is the mean over the members, its
-            loss scale their smallest; skipped steps and samples are sums.
+        samples_per_second: training alone, all members together.
+        loss_scale: of the next step, the smallest of the members.
+        skipped: steps of the epoch without a finite gradient; not of private ones.
+        member_accuracies: of an ensemble.
     """
 
     step: int
@@ -209,12 +207,7 @@ def cut(path: Path, length: int) -> None:
 
 
 def read(path: Path, length: int) -> list[Record]:
-    """Read the first `length` bytes, which are the lines of the saved state.
-
-    Raises:
-        OSError: the file cannot be read, or is a link.
-        ValueError: it is shorter than that, or holds something else.
-    """
+    """Read the first `length` bytes, which are the lines of the saved state."""
     content = b""
     if os.path.lexists(path):
         with open(_open(path, os.O_RDONLY), "rb") as file:
@@ -273,10 +266,6 @@ def read_model(
     `named` is the model as the caller names it, which only code from outside of this
     package needs, and `member` the one member of an ensemble to read. Nothing larger
     than the file is made from the sizes in the file.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file is damaged, or does not fit the model.
     """
     if holds_ensemble(folder):
         path, called = folder / ENSEMBLE_TEXT, "expected the description of an ensemble"
@@ -379,9 +368,7 @@ def load(
 
     Raises:
         FileNotFoundError: the folder holds no model.
-        ValueError: a file is damaged, or not one of vgrad's, or the model cannot be
-            built as it was, or is not the one that `model` names; or there is no such
-            member.
+        ValueError: a file is damaged, or does not fit the model or the arguments.
 
     Example:
         >>> import tempfile

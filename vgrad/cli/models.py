@@ -133,9 +133,32 @@ def build(spec: str, shape: Shape, *, seed: int) -> nn.Module:
     """
     with kept_random_state(()):
         if spec in MODELS:
-            outline(spec, shape)
+            outline(spec, shape)  # which refuses a net that is too large
         torch.manual_seed(seed)
-        return MODELS[spec](**shape._asdict()) if spec in MODELS else _made(spec, shape)
+        if spec in MODELS:
+            return MODELS[spec](**shape._asdict())
+        path = list(sys.path)
+        sys.path.insert(0, "")
+        try:
+            module, _, name = spec.partition(":")
+            if not (module and name):
+                raise ValueError("no such name.")
+            model = getattr(importlib.import_module(module), name)(**shape._asdict())
+        except Exception as error:
+            # Code of the user's own may raise anything; the cause is kept.
+            raise ValueError(
+                f"--model {spec}: expected one of {', '.join(MODELS)} or a factory "
+                f"module:name that takes channels, height, width and classes, got "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        finally:
+            sys.path[:] = path
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"--model {spec}: expected a factory that returns a torch.nn.Module, got a "
+            f"{type(model).__name__}."
+        )
+    return model
 
 
 def outline(spec: str, shape: Shape) -> nn.Module:
@@ -206,29 +229,3 @@ def instructions() -> list[str]:
     present = getattr(torch.cpu, "get_capabilities", dict)()
     low = {name for name in present if "f16" in name or "fp16" in name}
     return sorted(name for name in low if present[name])
-
-
-def _made(spec: str, shape: Shape) -> nn.Module:
-    """Import a factory and call it, with the user's directory on the path meanwhile."""
-    before = list(sys.path)
-    sys.path.insert(0, "")
-    try:
-        module, _, name = spec.partition(":")
-        if not (module and name):
-            raise ValueError("no such name.")
-        model = getattr(importlib.import_module(module), name)(**shape._asdict())
-    except Exception as error:
-        # Code of the user's own may raise anything; the cause is kept.
-        raise ValueError(
-            f"--model {spec}: expected one of {', '.join(MODELS)} or a factory "
-            f"module:name that takes channels, height, width and classes, got "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    finally:
-        sys.path[:] = before
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"--model {spec}: expected a factory that returns a torch.nn.Module, got a "
-            f"{type(model).__name__}."
-        )
-    return model

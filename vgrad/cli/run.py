@@ -46,11 +46,7 @@ _PATIENCE = timedelta(seconds=45)
 
 
 def train(arguments: Namespace) -> None:
-    """Start the run that the arguments describe, or go on with one.
-
-    Raises:
-        OSError, ValueError: an argument or file does not fit; nothing was overwritten.
-    """
+    """Start the run that the arguments describe, or go on with one."""
     if arguments.extend and not (arguments.resume and "epochs" in arguments):
         raise ValueError(
             "--extend: expected --resume DIR and --epochs N with it, the number of "
@@ -297,11 +293,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _launched() -> Iterator[DeviceMesh | None]:
-    """Join the ranks that a launcher has started, of which the first alone prints.
-
-    Raises:
-        OSError: another rank has failed, or is gone.
-    """
+    """Join the ranks that a launcher has started, of which the first alone prints."""
     if distributed.is_available() and distributed.is_initialized():
         yield _mesh()
         return

@@ -112,9 +112,7 @@ class Settings(vgrad_command.Options):
     def recorded(cls, arguments: Any, again: Namespace) -> "Settings":
         """Return the settings of a run that goes on, as its file has them.
 
-        Raises:
-            ValueError: they are missing, or of another version; an argument given again
-                differs; or they name code that has not been named again.
+        Arguments given again have to be the same, and code has to be named again.
         """
         if not isinstance(arguments, dict) or arguments.keys() != KINDS.keys():
             got = checks.listed(arguments) if isinstance(arguments, dict) else "none"
