@@ -129,7 +129,6 @@ class LossGuard(ValueReadMode):
         return output
 
     def _is_shared(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is the same for all samples."""
         if self._flags is None:
             return self._again
         with modes.without_modes():
@@ -186,9 +185,9 @@ def own_backward_passes(params: Collection[Tensor]) -> Iterator[None]:
             error.add_note(
                 "This happened in the backward pass of an autograd.Function, which is "
                 "expected to need nothing but its context: after its call a functional "
-                "model has no parameters, and what its forward pass has set is undone. "
-                "Models whose layers run again in a backward pass, as reversible ones "
-                "do, need plain autograd."
+                "model has no parameters, and its attributes are restored. Models "
+                "whose layers run again in a backward pass, such as reversible ones, "
+                "need plain autograd."
             )
         raise
     if before != _accumulated(params):
@@ -260,6 +259,10 @@ class Fallbacks:
                 f"{function}: {one}s take different branches at {parts.where}; {size} "
                 f"of them run in {count} parts. The numbers are right, but slow."
             )
+
+    def fell_back(self, text: str) -> None:
+        """Warn of another strategy, whose reason is in `failure`."""
+        self.warn(text)
 
     def warn(self, text: str) -> None:
         """Warn once."""

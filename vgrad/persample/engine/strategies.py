@@ -95,7 +95,7 @@ def _recorded(
 ) -> Chunk:
     """Record the loss, and pass on the factors of one backward pass or two.
 
-    `state` is that of the generators now, where random numbers may be drawn.
+    `state` is the generators' state now, if random numbers may be drawn.
     """
     accept = collector.first_pass or collector.take
     # Of the caller's grad mode. Inside the loss a sample keeps `requires_grad=True`,
@@ -211,7 +211,7 @@ def auto(call: Call, collect: Collect) -> Chunk:
         _restore_rng(call, state)
     else:
         if not failure.refused:
-            fallbacks.warn(
+            fallbacks.fell_back(
                 f"{call.function}: the recorder stopped at {failure.where}, so all "
                 f"gradients are stored, which is slow. {failure.why}"
             )
@@ -224,7 +224,7 @@ def auto(call: Call, collect: Collect) -> Chunk:
             why = _ADVICE.sub("", failure.why)
             error.add_note(f"A loop was tried, since a recorded pass ended in: {why}.")
         raise
-    fallbacks.warn(
+    fallbacks.fell_back(
         f"{call.function}: runs one sample after another, since neither a recorded "
         f"pass nor vmap can run the loss. The numbers are right, but slow. It stopped "
         f"at {failure.where}: {failure.why}"
@@ -304,7 +304,6 @@ def saved_bytes(call: Call) -> int:
 
 
 def _first(call: Call, params: Params, *, again: bool = False) -> Tensor:
-    """Return the loss of the first sample."""
     guard = _guard(call, again=again)
     return call.run_loss(params, call.batch.one(0), guard, alone=True)[0]
 
@@ -370,7 +369,6 @@ def _leaves(call: Call) -> Params:
 
 
 def _plain_gradient(of_params: Callable, call: Call) -> tuple:
-    """Differentiate by autograd."""
     leaves, create_graph = _leaves(call), call.differentiable
     params = call.params.values() if create_graph else ()
     with torch.enable_grad():

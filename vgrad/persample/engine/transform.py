@@ -36,7 +36,7 @@ class Evaluation:
     With `reduce`, which sums tensors over ranks, other ranks run samples of their own.
 
     Attributes:
-        dtype: that of norms over all parameters.
+        dtype: the dtype of norms over all parameters.
         done: how many samples have run.
         chunks_run: the chunks so far, without the values that were collected.
     """
@@ -115,7 +115,7 @@ class Evaluation:
 
     @property
     def places(self) -> Tensor | None:
-        """Where each sample is among those that were run; None if they ran in order."""
+        """The place of each sample in the order of the run; None if it is its own."""
         if not self._split:
             return None
         rows = [row for part in self._rows for row in part]
@@ -145,7 +145,7 @@ class Evaluation:
 
 
 def constant(function: str, value: Any, inputs: Iterable[Tensor]) -> Any:
-    """Mark a result as a constant for those of its inputs that require grad."""
+    """Mark a result as a constant for all inputs that require grad."""
     wanted = {id(each): each for each in inputs if each.requires_grad}.values()
 
     def guard(leaf: Tensor) -> Tensor:
@@ -348,7 +348,7 @@ class Transform(Generic[Result]):
 
         In inference mode, where autograd does not work, compute outside of it. `more`
         is an argument beside the batch (weights, or a second batch); `loss_scale` and
-        `keys` replace those of the transform.
+        `keys` replace the transform's.
         """
         keys = self.keys if keys is None else keys
         tensors = params, buffers, batch, mask
@@ -407,6 +407,5 @@ class Transform(Generic[Result]):
 
 
 def _measured(quantity: Quantity, call: Call) -> Chunk:
-    """Run the strategy, and keep the values that the quantity needs."""
     chunk = STRATEGIES[call.strategy](call, lambda: quantity.collect(call))
     return chunk._replace(collected=quantity.measure(chunk.collected, call))
