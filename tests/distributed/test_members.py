@@ -459,7 +459,7 @@ def test_draws_follow_from_a_members_own_seed():
             part = forward.keyed(keys[rows])(own, {}, x)
             same(part, found[strategy][rows])
         same(found[strategy], found["loop"])
-        with pytest.raises(ValueError, match="expected 3 members, those of this rank"):
+        with pytest.raises(ValueError, match="expected the 3 members of this rank"):
             forward.keyed(keys[1:])(params, {}, x)
 
 
