@@ -1,21 +1,27 @@
-"""What every test of a command runs with: small images, and nothing that takes long."""
+"""Small images, and runs that are made once and read by many tests."""
 
+import contextlib
+import functools
+import io
+import shutil
 import sys
 
 import pytest
 
 from tests.cli import runs
-from vgrad.cli import report
-from vgrad.dp import accounting
+
+KINDS = {
+    "one": ["--epsilon", "2"],
+    "three": [*runs.THREE, "--epsilon", "2"],
+    "plain": [*runs.THREE, runs.PLAIN],
+    "fixed": [runs.FIXED, "--max-norm", "0.8"],
+}
+"""Runs of two epochs: of one model, of three, of three without privacy."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def quick():
-    """Ask the accountant once only, and draw no pictures."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, cached in runs.ACCOUNTANT.items():
-            patch.setattr(accounting, name, cached)
-        patch.setattr(report, "write_picture", runs.picture)
+    with runs.quickly():
         yield
 
 
@@ -25,12 +31,24 @@ def images(tmp_path_factory):
     return runs.write_data(tmp_path_factory.mktemp("data") / "images.npz")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def finished(images, tmp_path_factory):
-    """The folder of a finished run of one model, for reading only."""
-    out = tmp_path_factory.mktemp("finished") / "new" / "run"
-    assert runs.train(images, out, "--epsilon", "2", epochs=3) == 0
-    return out
+    """Return folder and output of a finished run of a kind, for reading only."""
+    folder = tmp_path_factory.mktemp("finished") / "new"
+
+    @functools.cache
+    def run(kind):
+        with contextlib.redirect_stdout(io.StringIO()) as screen:
+            assert runs.train(images, folder / kind, *KINDS[kind]) == 0
+        return folder / kind, screen.getvalue()
+
+    return run
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    """Copy a finished run."""
+    return lambda kind: shutil.copytree(finished(kind)[0], tmp_path / "run")
 
 
 @pytest.fixture

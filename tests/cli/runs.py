@@ -4,10 +4,10 @@ import contextlib
 import functools
 import json
 import math
+import stat
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 from torch.nn import functional as F
 
@@ -21,40 +21,56 @@ KEYS = ["step", "loss", "test_accuracy", "epsilon", "samples_per_second"]
 SIZE, BATCH = 48, 12
 FIXED, PLAIN = "--reproducible-noise", "--without-privacy"
 THREE = ["--members", "3"]
-PICTURES = (report, "draw")
-"""What a run does after its last epoch."""
-
-DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
+SLOW = pytest.mark.slow
 
 WRITE = report.write_picture
-
-
-def picture(figure, path):
-    """Write a file in the place of a picture, which takes longer than a run."""
-    files.replace(path, b"picture", private=True)
-    return b"picture"
-
-
 ACCOUNTANT = {
     name: functools.cache(getattr(accounting, name))
     for name in ("epsilon", "noise_multiplier_for")
 }
-"""Asks the same question once only."""
+
+
+@contextlib.contextmanager
+def quickly():
+    """Compute the same epsilon once only, and draw no pictures."""
+
+    def picture(figure, path):
+        files.replace(path, b"picture", private=True)
+        return b"picture"
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, cached in ACCOUNTANT.items():
+            patch.setattr(accounting, name, cached)
+        patch.setattr(report, "write_picture", picture)
+        yield
 
 
 class Killed(BaseException):
     """Stands for a signal that no handler sees."""
 
 
-def stop(*args, **kwargs):
-    raise Killed
+@contextlib.contextmanager
+def killed(owner, name, after=0):
+    """Kill a run in a function, after so many whole calls of it."""
+    whole, calls = getattr(owner, name), []
+
+    def killing(*args, **kwargs):
+        if len(calls) == after:
+            raise Killed
+        calls.append(args)
+        return whole(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, killing)
+        with pytest.raises(Killed):
+            yield
 
 
 def write_data(path, seed=0, **changed):
     rng = np.random.default_rng(seed)
     y_train, y_test = rng.integers(0, 3, SIZE), rng.integers(0, 3, 30)
     centres = rng.normal(size=(3, 6)).astype(np.float32)
-    found = {
+    arrays = {
         "x_train": centres[y_train] + rng.normal(size=(SIZE, 6)),
         "y_train": y_train,
         "x_test": centres[y_test] + rng.normal(size=(30, 6)),
@@ -62,7 +78,7 @@ def write_data(path, seed=0, **changed):
         "classes": np.array(3),
         **changed,
     }
-    np.savez(path, **found)
+    np.savez(path, **arrays)
     return path
 
 
@@ -79,23 +95,6 @@ def resume(out, *more):
     return main(["train", "--resume", str(out), *more])
 
 
-def interrupted(images, out, *more, where=PICTURES, after=0, **how):
-    """Leave a run that was killed in a function, after so many whole calls of it."""
-    owner, name = where
-    whole, calls = getattr(owner, name), []
-
-    def killing(*args, **kwargs):
-        if len(calls) == after:
-            raise Killed
-        calls.append(args)
-        return whole(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, killing)
-        with pytest.raises(Killed):
-            train(images, out, *more, **how)
-
-
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -108,40 +107,54 @@ def said(folder, name="state.json"):
     return json.loads((folder / name).read_text())
 
 
+def spent(out, steps):
+    """Return the epsilon of so many steps with the noise of a run."""
+    multiplier, rate = said(out)["plan"]["noise_multiplier"], BATCH / SIZE
+    options = {"sampling_rate": rate, "noise_multiplier": multiplier, "delta": 1e-5}
+    return dp.epsilon(**options, steps=steps)
+
+
+def private(folder):
+    """Return the names of the files that their owner alone can read."""
+    modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in folder.iterdir()}
+    return {name for name, mode in modes.items() if mode == 0o600}
+
+
 def results(folder):
-    """Everything that a run leaves, apart from how long it took, as bytes."""
-    found = {"files": sorted(path.name for path in folder.iterdir())}
-    for name in ("metrics.jsonl", "plain.jsonl"):
-        if (folder / name).exists():
-            records = lines(folder / name)
-            found[name] = [{**each, "samples_per_second": None} for each in records]
-    held = {"state": checkpoint.read_state(folder)}
-    if (folder / "model.safetensors").exists():
-        path = folder / "model.safetensors"
-        held["model"] = files.read_tensors(path, "model")
-    else:
-        # The format keeps no order of what it says about its tensors.
-        tensors = safetensors.torch.load_file(folder / "ensemble.safetensors")
-        held["ensemble"] = tensors, (folder / "ensemble.json").read_bytes()
-    for name, (tensors, description) in held.items():
-        if name == "state":
-            description.pop("lengths")
+    """Return all that a run leaves, apart from how long it took, as bytes."""
+    content = {"files": sorted(path.name for path in folder.iterdir())}
+    for path in folder.glob("*.jsonl"):
+        content[path.name] = [{**x, "samples_per_second": 0} for x in lines(path)]
+    kinds = {"state": "training state", "model": "model", "ensemble": "ensemble"}
+    for path in folder.glob("*.safetensors"):
+        tensors, description = files.read_tensors(path, kinds[path.stem])
+        description.pop("lengths", None)
         values = {key: value.numpy().tobytes() for key, value in tensors.items()}
-        found[name] = values, description
-    return found
+        content[path.stem] = values, description
+    if "ensemble" in content:
+        content["text"] = (folder / "ensemble.json").read_bytes()
+    return content
+
+
+def forge(folder, change=lambda description: None, tensors=None):
+    """Change the description and tensors of a state, and seal it."""
+    held, description = checkpoint.read_state(folder)
+    change(description)
+    path, values = folder / "state.safetensors", {**held, **(tensors or {})}
+    files.write_tensors(path, values, description)
 
 
 def status(capsys, *command):
     """Run a command; return its status and the one line it prints if it fails."""
     capsys.readouterr()
     try:
-        found = main([str(each) for each in command])
+        code = main([str(word) for word in command])
     except SystemExit as leaving:
-        found = leaving.code
+        code = leaving.code
     printed = capsys.readouterr()
-    if found == 0:
+    if code == 0:
         return 0, ""
-    assert (found, printed.out) == (2, "")
+    assert (code, printed.out) == (2, "")
     assert printed.err.startswith("vgrad: ")
     assert printed.err.count("\n") == 1
     return 2, printed.err
@@ -149,19 +162,20 @@ def status(capsys, *command):
 
 def error(capsys, *command):
     """Run a command that has to fail, and return the one line it prints."""
-    found, line = status(capsys, *command)
-    assert found == 2
+    code, line = status(capsys, *command)
+    assert code == 2
     return line
 
 
 def held_out(images):
-    """Return the held-out images, [30, 1, 1, 6], and their labels, an array."""
+    """Return the held-out images, [30, 1, 1, 6], and their labels."""
     held = np.load(images)
-    return torch.from_numpy(held["x_test"]).float()[:, None, None], held["y_test"]
+    x = torch.from_numpy(held["x_test"]).float()[:, None, None]
+    return x, torch.from_numpy(held["y_test"])
 
 
-def built(images, spec="mlp", seed=0):
-    return models.build(spec, data.load(str(images), seed=0).shape, seed=seed)
+def built(images, seed=0):
+    return models.build("mlp", data.load(str(images), seed=0).shape, seed=seed)
 
 
 def net(layers="torch.nn.Linear(channels * height * width, classes)"):
@@ -173,7 +187,7 @@ def net(layers="torch.nn.Linear(channels * height * width, classes)"):
 
 
 def watched(monkeypatch, owner, name, see):
-    """Show every call of a function to `see`, and let it do what it does."""
+    """Show every call of a function to `see`, and let it do its work."""
     whole = getattr(owner, name)
 
     def function(*args, **kwargs):
@@ -207,7 +221,7 @@ def reference(
     held, max_norm = np.load(images), 0.8
     x = torch.from_numpy(held["x_train"]).float()[:, None, None]
     y = torch.from_numpy(held["y_train"])
-    model = built(images, seed=seed)
+    model = built(images, seed)
     params = list(model.parameters())
     own = streams.of_plan(key, plan)
     sizes = {"multiplier": plan["noise_multiplier"], "sensitivity": max_norm / BATCH}

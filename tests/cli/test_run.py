@@ -1,11 +1,10 @@
-"""The main job from end to end: what a run writes, survives and refuses."""
+"""The main job from end to end, of one model and of an ensemble."""
 
 import fcntl
 import io
 import math
 import os
 import signal
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ from tests.cli.runs import (
     KEYS,
     PLAIN,
     SIZE,
+    SLOW,
     THREE,
     Killed,
     arguments,
@@ -28,99 +28,138 @@ from tests.cli.runs import (
     contents,
     error,
     held_out,
-    interrupted,
+    killed,
     lines,
     net,
+    private,
+    reference,
     results,
     resume,
     said,
-    stop,
+    spent,
     train,
     watch_noise,
+    watched,
     write_data,
 )
 from vgrad import dp, files
 from vgrad.__main__ import main
 from vgrad.cli import checkpoint, data, models, report, settings
+from vgrad.ensemble import member_seed
 
 ROOT = Path(__file__).parents[2]
-SLOW = pytest.mark.slow
+LAST = "torch.nn.Linear(6, 3)"
 
 
-def test_a_run_writes_what_it_promises(finished):
-    names = {"curves.png", "report.html", "metrics.jsonl", "plain.jsonl"}
-    names |= {"model.safetensors", "state.json", "state.safetensors"}
-    assert set(os.listdir(finished)) == names
-    for name in ("metrics.jsonl", "plain.jsonl"):
-        records = lines(finished / name)
-        assert [list(each) for each in records] == [KEYS] * 3
-        assert [each["step"] for each in records] == [4, 8, 12]
-    assert all(each["epsilon"] is None for each in lines(finished / "plain.jsonl"))
-    for name in ("state.json", "state.safetensors"):
-        assert stat.S_IMODE((finished / name).stat().st_mode) == 0o600
+@pytest.mark.parametrize("kind", ["one", "three", "plain"])
+def test_the_files_of_a_run(finished, kind):
+    out, _ = finished(kind)
+    one, figures = kind == "one", {"metrics.jsonl", "plain.jsonl"}
+    figures -= {"metrics.jsonl"} if kind == "plain" else set()
+    released = {"model.safetensors"}
+    pictures = {"curves.png"}
+    if not one:
+        released = {"ensemble.json", "ensemble.safetensors"}
+        pictures |= {"reliability.png", "uncertain.png"}
+    secret = {"state.json", "state.safetensors", "report.html", *figures, *pictures}
+    assert set(os.listdir(out)) == released | secret
+    assert private(out) == secret
+    for name in figures:
+        records = lines(out / name)
+        keys = KEYS if one else [*KEYS, "member_accuracies"]
+        assert [list(record) for record in records] == [keys] * 2
+        assert [record["step"] for record in records] == [4, 8]
+        assert all(len(each.get("member_accuracies", "abc")) == 3 for each in records)
+    assert all(each["epsilon"] is None for each in lines(out / "plain.jsonl"))
+    description = checkpoint.read_model(out)[-1]
+    entries = {"model", "precision", "shape", "seed", "step", "epsilon", "delta"}
+    entries |= {"plan", "kind" if one else "members"}
+    assert description.keys() == entries
 
 
-def test_epsilon_is_what_the_accountant_says_and_ends_at_the_target(finished):
-    plan = said(finished)["plan"]
-    run = {"sampling_rate": BATCH / SIZE, "delta": 1e-5}
-    run |= {"noise_multiplier": plan["noise_multiplier"]}
-    spent = [each["epsilon"] for each in lines(finished / "metrics.jsonl")]
-    assert spent == [dp.epsilon(**run, steps=steps) for steps in (4, 8, 12)]
-    assert 1.98 < spent[-1] <= 2
-    *_, description = checkpoint.read_model(finished)
-    assert description["epsilon"] == spent[-1]
+@pytest.mark.parametrize(("kind", "count"), [("one", 1), ("three", 3)])
+def test_the_budget_is_spent_by_all_members_together(finished, kind, count):
+    out, shown = finished(kind)
+    assert said(out)["plan"]["steps"] == 8 * count
+    epsilons = [record["epsilon"] for record in lines(out / "metrics.jsonl")]
+    assert epsilons == [spent(out, count * steps) for steps in (4, 8)]
+    assert 1.98 < epsilons[-1] <= 2
+    description = checkpoint.read_model(out)[-1]
+    assert (description["epsilon"], description["delta"]) == (epsilons[-1], 1e-5)
+    assert description.get("members", 1) == count
+    assert f"with epsilon {epsilons[-1]:.3f} at delta 1e-05" in shown
+    assert ("24 steps on the same data" in shown) == (count == 3)
+    plans = [said(finished(kind)[0])["plan"] for kind in ("one", "three")]
+    assert plans[0]["noise_multiplier"] < plans[1]["noise_multiplier"]
 
 
-def test_only_the_model_is_for_release(finished):
-    path = finished / "model.safetensors"
-    tensors, description = files.read_tensors(path, "model")
-    assert tensors.keys() == checkpoint.load(finished).state_dict().keys()
-    assert description.keys() == {
-        *("kind", "model", "precision", "shape"),
-        *("seed", "step", "epsilon", "delta", "plan"),
-    }
+def test_without_privacy_nothing_claims_any(finished):
+    (out, shown), (both, _) = finished("plain"), finished("three")
+    state, description = checkpoint.read_state(out)
+    assert description["plan"] == {}
+    assert all(name.startswith(".plain") for name in state)
+    _, params, _ = checkpoint.load(out)
+    for name, value in params.items():
+        assert torch.equal(value, state[f".plain.params['{name}']"])
+    model = said(out, "ensemble.json")
+    assert (model["epsilon"], model["delta"], model["plan"]) == (None, None, None)
+    assert "trained without privacy" in shown
+    assert "For release" not in shown
+    # It is the same run that is beside a private one.
+    assert results(both)["plain.jsonl"] == results(out)["plain.jsonl"]
 
 
-def test_evaluate_counts_right_answers_of_the_model_on_held_out_data(
-    images, finished, capsys
-):
-    assert main(["evaluate", str(finished), "--data", str(images)]) == 0
-    model, (x, y) = checkpoint.load(finished), held_out(images)
-    guesses = [int(model(x[row : row + 1]).argmax()) for row in range(30)]
-    share = np.mean(np.array(guesses) == y)
-    last = lines(finished / "metrics.jsonl")[-1]
+@pytest.mark.parametrize("kind", ["one", "three", "plain"])
+def test_evaluate_counts_right_answers_on_held_out_data(images, finished, capsys, kind):
+    out, _ = finished(kind)
+    assert main(["evaluate", str(out), "--data", str(images)]) == 0
+    x, y = held_out(images)
+    members = [checkpoint.load(out)]
+    if kind != "one":
+        members = [checkpoint.load(out, member=i) for i in range(3)]
+    scores = torch.stack([model(x).softmax(1) for model in members])
+    shares = (scores.argmax(2) == y).double().mean(1).tolist()
+    share = (scores.mean(0).argmax(1) == y).double().mean().item()
+    last = lines(out / f"{'plain' if kind == 'plain' else 'metrics'}.jsonl")[-1]
     assert last["test_accuracy"] == pytest.approx(share)
-    assert capsys.readouterr().out == (
-        f"accuracy {100 * share:.2f} % on 30 held-out samples (epsilon "
-        f"{last['epsilon']:.3f} at delta 1e-05)\n"
-    )
+    assert last.get("member_accuracies", [share]) == pytest.approx(shares)
+    privacy = "trained without privacy"
+    if kind != "plain":
+        privacy = f"epsilon {last['epsilon']:.3f} at delta 1e-05"
+    shown = [f"accuracy {100 * share:.2f} % on 30 held-out samples ({privacy})"]
+    if kind != "one":
+        numbered = enumerate(shares)
+        shown += [f"member {i}: accuracy {100 * share:.2f} %" for i, share in numbered]
+    assert capsys.readouterr().out.splitlines() == shown
 
 
 def test_evaluate_refuses_data_that_the_model_was_not_made_for(
     finished, tmp_path, capsys
 ):
+    command = ["evaluate", finished("one")[0], "--data"]
     wide = {"x_train": np.zeros((SIZE, 7)), "x_test": np.zeros((30, 7))}
-    other = write_data(tmp_path / "wide.npz", **wide)
-    message = error(capsys, "evaluate", finished, "--data", other)
+    labels = {"y_train": np.arange(SIZE) % 2, "y_test": np.arange(30) % 2}
+    wide = write_data(tmp_path / "wide.npz", **wide)
+    message = error(capsys, *command, wide)
     assert "expected images of 1 x 1 x 6 in 3 classes" in message
     more = write_data(tmp_path / "more.npz", classes=np.array(4))
-    assert "in 4 classes" in error(capsys, "evaluate", finished, "--data", more)
-    labels = {"y_train": np.arange(SIZE) % 2, "y_test": np.arange(30) % 2}
+    assert "in 4 classes" in error(capsys, *command, more)
     fewer = write_data(tmp_path / "fewer.npz", **labels, classes=np.array(2))
-    assert main(["evaluate", str(finished), "--data", str(fewer)]) == 0
+    assert main([*map(str, command), str(fewer)]) == 0
 
 
 def test_a_finished_run_stays_as_it_is_and_its_folder_is_taken(
     images, finished, tmp_path, capsys
 ):
-    before = {path: (path.read_bytes(), path.stat()) for path in finished.iterdir()}
-    assert resume(finished) == 0
+    out, _ = finished("one")
+    before = {path: (path.read_bytes(), path.stat()) for path in out.iterdir()}
+    assert resume(out) == 0
     assert "is finished; nothing was changed" in capsys.readouterr().out
-    command = ["train", "--out", finished, *arguments(images)]
+    command = ["train", "--out", out, *arguments(images)]
     assert "expected a folder without a run" in error(capsys, *command)
-    after = {path: (path.read_bytes(), path.stat()) for path in finished.iterdir()}
-    assert after == before
-    for name in (*checkpoint.FILES, "metrics.jsonl", *report.PICTURES, report.PAGE):
+    assert before == {path: (path.read_bytes(), path.stat()) for path in before}
+    names = (*checkpoint.FILES, *checkpoint.FIGURES.values(), *report.PICTURES)
+    for name in (*names, report.PAGE):
         other = tmp_path / f"only {name}"
         other.mkdir()
         (other / name).write_text("mine")
@@ -129,9 +168,41 @@ def test_a_finished_run_stays_as_it_is_and_its_folder_is_taken(
         assert contents(other) == {name: b"mine"}
 
 
-def test_the_noise_has_the_size_that_the_arguments_ask_for(
-    images, tmp_path, monkeypatch
+@pytest.mark.parametrize(
+    ("precision", "members"),
+    [("float32", 1), ("bfloat16", 1), ("float16", 1), ("float32", 3)],
+)
+@pytest.mark.filterwarnings("ignore:--precision")
+def test_both_runs_are_computed_by_plain_torch_sample_by_sample(
+    images, tmp_path, precision, members
 ):
+    out, low = tmp_path / "run", precision != "float32"
+    more = [FIXED, "--max-norm", "0.8", "--precision", precision]
+    assert train(images, out, *more, "--members", str(members)) == 0
+    state, description = checkpoint.read_state(out)
+    # One rounding in bfloat16 is 2**-8, in float16 2**-11; gradients are of order one.
+    atol = {"float32": 1e-5, "bfloat16": 0.01, "float16": 0.001}[precision]
+    options = {"members": members, "dtype": getattr(torch, precision) if low else None}
+    for i in range(members):
+        seed = member_seed(0, i) if members > 1 else 0
+        loaded = checkpoint.load(out, member=i if members > 1 else None)
+        for run in ("private", "plain"):
+            of_member = run == "private" and members > 1
+            place = f".private.members[{i}]" if of_member else f".{run}"
+            key, plan = state[f"{place}.key"].tolist(), description["plan"]
+            expected = reference(
+                images, key, plan, run == "private", seed=seed, member=i, **options
+            )
+            for name, value in expected.items():
+                param = state[f"{place}.params['{name}']"]
+                param = param[i] if run == "plain" and members > 1 else param
+                rtol = 0 if low else 1e-4
+                torch.testing.assert_close(param, value, rtol=rtol, atol=atol)
+                if run == "private":
+                    assert torch.equal(loaded.get_parameter(name), param)
+
+
+def test_the_noise_has_the_size_of_the_arguments(images, tmp_path, monkeypatch):
     # Where every batch is empty, noise is all that moves the parameters.
     empty = torch.zeros(0, dtype=torch.int64)
     monkeypatch.setattr(dp.Plan, "sample", lambda *args, **kwargs: empty)
@@ -148,13 +219,27 @@ def test_the_noise_has_the_size_that_the_arguments_ask_for(
     assert [each["loss"] for each in lines(out / "metrics.jsonl")] == [None] * 4
 
 
-KINDS = pytest.mark.parametrize(
-    "kind",
-    [pytest.param([], id="one"), pytest.param(THREE, id="three", marks=SLOW)],
+@pytest.mark.parametrize("more", [[], [FIXED]], ids=["secret", "fixed"])
+def test_every_member_has_noise_and_batches_of_its_own(
+    images, tmp_path, monkeypatch, more
+):
+    noise, batches = watch_noise(monkeypatch), []
+
+    def drawn(index, plan, **place):
+        batches.append(tuple(index.tolist()))
+
+    watched(monkeypatch, dp.Plan, "sample", drawn)
+    assert train(images, tmp_path / "run", *THREE, *more) == 0
+    assert len(set(noise)) == len(noise) == 3 * 8
+    assert len(set(batches)) == len(batches) == 3 * 8
+
+
+MODELS = pytest.mark.parametrize(
+    "kind", [pytest.param([], id="one"), pytest.param(THREE, id="three", marks=SLOW)]
 )
 
 
-@KINDS
+@MODELS
 def test_the_seed_fixes_the_start_and_never_the_noise(images, tmp_path, kind):
     for name, seed in (("a", "5"), ("b", "5"), ("c", "6")):
         assert train(images, tmp_path / name, *kind, "--seed", seed) == 0
@@ -168,7 +253,7 @@ def test_the_seed_fixes_the_start_and_never_the_noise(images, tmp_path, kind):
     assert all(a["state"][0][key] != b["state"][0][key] for key in keys)
 
 
-@KINDS
+@MODELS
 def test_reproducible_noise_repeats_the_run_and_claims_nothing(
     images, tmp_path, capsys, kind
 ):
@@ -178,10 +263,8 @@ def test_reproducible_noise_repeats_the_run_and_claims_nothing(
     assert a == b
     assert a["metrics.jsonl"] != c["metrics.jsonl"]
     assert capsys.readouterr().out.count("epsilon of this run may not be claimed") == 6
-    out = tmp_path / "a"
-    told = said(out, "ensemble.json") if kind else checkpoint.read_model(out)[-1]
-    assert told["epsilon"] is None
-    assert main(["evaluate", str(out), "--data", str(images)]) == 0
+    assert checkpoint.read_model(tmp_path / "a")[-1]["epsilon"] is None
+    assert main(["evaluate", str(tmp_path / "a"), "--data", str(images)]) == 0
     assert "no claim of privacy" in capsys.readouterr().out
 
 
@@ -195,26 +278,16 @@ def test_killed_at_any_write_a_run_goes_on_with_the_same_numbers(
     images, tmp_path, monkeypatch, more, every
 ):
     more = [*more, "--batch-size", "24"]
-    sync, calls = os.fsync, []
-
-    def killing(descriptor):
-        if len(calls) == moment:
-            raise Killed
-        calls.append(descriptor)
-        sync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", killing)
-    moment = math.inf
-    assert train(images, tmp_path / "whole", *more) == 0
-    expected, writes = results(tmp_path / "whole"), len(calls)
-    assert writes > 20
-    for number in range(0, writes, every):
-        calls.clear()
-        moment = number
+    writes = []
+    with monkeypatch.context() as patch:
+        watched(patch, os, "fsync", lambda done, descriptor: writes.append(descriptor))
+        assert train(images, tmp_path / "whole", *more) == 0
+    expected = results(tmp_path / "whole")
+    assert len(writes) > 20
+    for number in range(0, len(writes), every):
         out = tmp_path / f"killed{number}"
-        with pytest.raises(Killed):
+        with killed(os, "fsync", after=number):
             train(images, out, *more)
-        moment = math.inf
         # No model may come from steps that are lost and taken again.
         if (out / "model.safetensors").exists():
             model, state = checkpoint.read_model(out), checkpoint.read_state(out)
@@ -258,6 +331,40 @@ def test_killed_by_a_signal_a_run_goes_on_with_the_same_numbers(images, tmp_path
     assert results(out) == results(whole)
 
 
+GOING_ON = {
+    "dropout": ["--model", "dropping:make"],
+    "bfloat16": ["--precision", "bfloat16"],
+    "float16": ["--precision", "float16"],
+    "members in float16": [*THREE, "--precision", "float16"],
+    "replayed": ["--compile", "replay"],
+    "members, replayed": [*THREE, "--compile", "replay"],
+}
+LONG = [pytest.mark.slow, pytest.mark.compiled]
+
+
+@pytest.mark.filterwarnings("ignore:--precision")
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=LONG if n == "members, replayed" else ()) for n in GOING_ON],
+)
+def test_killed_after_an_epoch_a_run_goes_on_with_the_same_numbers(
+    images, tmp_path, module, name
+):
+    module("dropping", net("torch.nn.Dropout(), " + LAST))
+    more, out = GOING_ON[name], tmp_path / "killed"
+    assert train(images, tmp_path / "whole", FIXED, *more) == 0
+    with killed(checkpoint, "save_model", after=1):
+        train(images, out, FIXED, *more)
+    assert said(out)["step"] == 4
+    assert resume(out, *more) == 0
+    whole = results(tmp_path / "whole")
+    assert results(out) == whole
+    assert said(out)["arguments"][more[-2][2:]] == more[-1]
+    assert all(record["loss"] < 2 for record in whole["plain.jsonl"])
+    scaled = ["loss_scale" in record for record in whole["plain.jsonl"]]
+    assert scaled == [more[-1] == "float16"] * 2
+
+
 def test_noise_is_drawn_again_for_the_same_step_only(images, tmp_path, monkeypatch):
     seen = watch_noise(monkeypatch, killed_at=7)  # in the second of three epochs
     with pytest.raises(Killed):
@@ -269,39 +376,36 @@ def test_noise_is_drawn_again_for_the_same_step_only(images, tmp_path, monkeypat
     assert len(set(before[:4] + after)) == len(before[:4] + after) == 12
 
 
-def test_the_figures_of_lost_steps_are_cut_off(images, tmp_path):
-    out = tmp_path / "run"
-    assert train(images, out, FIXED) == 0
-    expected = results(out)
+def test_the_figures_of_lost_steps_are_cut_off(finished, copied):
+    out = copied("fixed")
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "loss": 0.1')
     (out / "report.html").unlink()
     assert resume(out) == 0
-    assert results(out) == expected
+    assert results(out) == results(finished("fixed")[0])
 
 
-def test_arguments_given_again_have_to_be_the_same(images, tmp_path, capsys):
-    out = tmp_path / "run"
-    interrupted(images, out)
-    before = results(out)
-    command = ["train", "--resume", out]
-    assert "expected --lr 0.5, which" in error(capsys, *command, "--lr", "0.7")
-    assert "--seed 0, which" in error(capsys, *command, "--seed", "1")
-    assert "--reproducible-noise False" in error(capsys, *command, FIXED)
-    assert "--members 1, which" in error(capsys, *command, "--members", "4")
-    assert "--without-privacy False, which" in error(capsys, *command, PLAIN)
-    for other in ("bfloat16", "float16"):
-        message = error(capsys, *command, "--precision", other)
-        told = f"which the run was started with, got {other}. Leave it out"
-        assert f"expected --precision float32, {told}" in message
-    assert results(out) == before
-    assert resume(out, "--lr", "0.5", "--seed", "0", "--members", "1") == 0
+def test_the_text_of_an_ensemble_is_written_before_its_values(
+    images, tmp_path, monkeypatch
+):
+    written = []
+
+    def replaced(done, source, target):
+        written.append(os.path.basename(target))
+
+    watched(monkeypatch, os, "replace", replaced)
+    assert train(images, tmp_path / "run", *THREE, PLAIN) == 0
+    released = [name for name in written if name.startswith("ensemble.")]
+    # Before the first epoch and after each.
+    assert released == ["ensemble.json", "ensemble.safetensors"] * 3
 
 
-def test_what_would_change_the_numbers_is_refused(tmp_path, monkeypatch, capsys):
+def test_changes_of_the_numbers_are_refused(tmp_path, monkeypatch, capsys, module):
     images, out = write_data(tmp_path / "images.npz"), tmp_path / "run"
-    interrupted(images, out, "--precision", "bfloat16")
-    before = results(out)
+    spec = ["--model", module("own_model", net()), "--precision", "bfloat16"]
+    monkeypatch.setattr(models, "warn_if_slow", lambda *given: None)
+    assert train(images, out, *spec) == 0
+    before, command = contents(out), ["train", "--resume", out, *spec]
     for place, value, message in (
         ("torch.get_num_threads", lambda: 77, "threads (OMP_NUM_THREADS) in"),
         ("vgrad.cli.setup._MOST_ROWS", 5, "chunk_size in forms to be 512"),
@@ -310,233 +414,142 @@ def test_what_would_change_the_numbers_is_refused(tmp_path, monkeypatch, capsys)
     ):
         with monkeypatch.context() as patch:
             patch.setattr(place, value)
-            assert f"expected {message}" in error(capsys, "train", "--resume", out)
+            assert f"expected {message}" in error(capsys, *command)
     write_data(images, seed=1)
-    message = error(capsys, "train", "--resume", out)
-    assert "expected sha256 in data to be" in message
-    assert results(out) == before
-
-
-def test_a_factory_whose_source_has_changed_is_refused(
-    images, tmp_path, capsys, module
-):
-    out, own = tmp_path / "run", ["--model", module("own_model", net())]
-    interrupted(images, out, *own)
+    assert "expected sha256 in data to be" in error(capsys, *command)
+    write_data(images)
+    sys.modules.pop("own_model")
     module("own_model", net() + "# changed\n")
-    message = error(capsys, "train", "--resume", out, *own)
-    assert "expected source_sha256 in model" in message
-
-
-def test_files_of_other_names_are_left_alone(images, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/notes.txt").write_text("mine")
-    assert train(images, tmp_path / "run") == 0
-    assert (tmp_path / "run/notes.txt").read_text() == "mine"
+    assert "expected source_sha256 in model" in error(capsys, *command)
+    assert contents(out) == before
 
 
 def test_no_two_processes_train_in_one_folder(images, tmp_path, monkeypatch, capsys):
     out, refused = tmp_path / "run", []
 
     def meanwhile(*given):
-        monkeypatch.setattr(report, "write_page", lambda *given: None)
         refused.append(error(capsys, "train", "--resume", out))
+        return {}
 
-    monkeypatch.setattr(report, "show_table", meanwhile)
+    monkeypatch.setattr(report, "draw", meanwhile)
     assert train(images, out) == 0
-    # What locks the folder keeps out another run, and not foreign locks alone.
+    # The lock of the folder keeps out another run, and not foreign locks alone.
     descriptor = os.open(out, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     refused.append(error(capsys, "train", "--resume", out))
     os.close(descriptor)
-    assert all("no other process is training" in each for each in refused)
+    assert all("no other process is training" in message for message in refused)
     assert len(refused) == 2
 
 
 @pytest.mark.parametrize(
-    ("given", "samples", "side", "batch", "lr"),
+    ("options", "samples", "side", "batch", "lr"),
     [
         ({}, 1438, 8, 720, 1.0),
         ({}, 60_000, 28, 720, 0.082),
-        ({}, 50_000, 32, 720, 0.062),
         ({"model": "mlp"}, 500, 8, 256, 0.089),
-        ({"model": "mlp"}, 60_000, 28, 720, 0.25),
-        ({"model": "resnet"}, 2_000, 8, 720, 0.1),
         ({"model": "resnet"}, 2_000, 4, 720, 0.1),
         ({"model": "resnet"}, 2_000, 28, 720, 0.0082),
         ({"model": "own:make"}, 2_000, 28, 720, 0.1),
         ({"model": "own:make"}, 72, 28, 40, 0.0056),
         ({"batch_size": 36}, 500, 8, 36, 0.05),
         ({"batch_size": 2_000}, 60_000, 8, 2_000, 1.0),
-        ({"lr": 0.7}, 500, 28, 256, 0.7),
         ({"lr": 0.7, "batch_size": 3}, 3, 28, 3, 0.7),
-        ({}, 3, 8, 3, 0.0042),
         ({}, 1, 8, 1, 0.0014),
     ],
 )
-def test_the_batch_and_the_rate_fit_the_data(given, samples, side, batch, lr):
+def test_the_batch_and_the_rate_fit_the_data(options, samples, side, batch, lr):
     shape = models.Shape(3, side, side, 10)
-    found = settings.Settings(**given).fitted(samples, shape)
-    assert (found.batch_size, found.lr) == (batch, lr)
+    fitted = settings.Settings(**options).fitted(samples, shape)
+    assert (fitted.batch_size, fitted.lr) == (batch, lr)
 
 
-def test_what_was_chosen_is_recorded_and_may_be_given_again(images, tmp_path, capsys):
+def test_the_choice_is_recorded_and_may_be_given_again(images, tmp_path, capsys):
     out, more = tmp_path / "run", ["--model", "mlp", "--epochs", "1"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "write_page", stop)
-        with pytest.raises(Killed):
-            main(["train", "--out", str(out), "--data", str(images), *more])
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    with killed(report, "write_page"):
+        main(["train", "--out", str(out), "--data", str(images), *more])
     chosen = said(out)["arguments"]
     assert (chosen["batch_size"], chosen["lr"]) == (24, 0.0083)
     message = error(capsys, "train", "--resume", out, "--batch-size", "720")
     assert "expected --batch-size 24, which the run was started with" in message
     assert resume(out, "--batch-size", "24", "--lr", "0.0083") == 0
+    assert (out / "notes.txt").read_text() == "mine"
 
 
 @SLOW
 @pytest.mark.parametrize("model", ["cnn", "mlp", "resnet"])
 def test_no_model_diverges_as_it_is_by_default(tmp_path, model):
-    drawn = data.load("digits", seed=0)
-    names = ("x_train", "y_train", "x_test", "y_test")
-    few = {name: value[:300].numpy() for name, value in zip(names, drawn, strict=False)}
-    np.savez(tmp_path / "few.npz", **few)
-    out, more = tmp_path / "run", ["--model", model, "--epochs", "20"]
-    given = ["--data", str(tmp_path / "few.npz"), *more, "--reproducible-noise"]
-    assert main(["train", "--out", str(out), *given]) == 0
+    few = [values[:300].numpy() for values in data.load("digits", seed=0)[:4]]
+    np.savez(tmp_path / "few.npz", **dict(zip(data.KEYS, few, strict=True)))
+    out, more = tmp_path / "run", ["--model", model, "--epochs", "20", FIXED]
+    more += ["--data", str(tmp_path / "few.npz"), "--out", str(out)]
+    assert main(["train", *more]) == 0
     for name in ("metrics", "plain"):
         first, *_, last = lines(out / f"{name}.jsonl")
         assert last["loss"] < first["loss"] < 2.5
         assert last["test_accuracy"] > 0.3
 
 
-BAD = {
-    "no such data": (["--data", "none.npz"], "none.npz: expected a file"),
-    "no such set": (["--data", "imagenet"], "expected digits, mnist, cifar10"),
-    "no such model": (["--model", "lenet"], "expected one of cnn, mlp, resnet or a"),
-    "cnn on features": (["--model", "cnn"], "Use --model mlp"),
-    "batch too large": (
-        ["--batch-size", "49"],
-        "at most the 48 training samples that there are. Leave it out for",
-    ),
-    "unknown device": (["--device", "teapot"], "--device teapot: expected cpu"),
-    "other device": (["--device", "meta"], "--device meta: expected cpu"),
-    "absent device": (["--device", "cuda:99"], "--device cuda:99: expected cpu"),
-    "plain alone": ([PLAIN], "--without-privacy: expected --members 2 or more"),
-    "plain epsilon": ([*THREE, PLAIN, "--epsilon", "3"], "training, got --epsilon."),
-    "plain delta": ([*THREE, PLAIN, "--delta", "1e-5"], "training, got --delta."),
-    "plain norm": ([*THREE, PLAIN, "--max-norm", "1"], "training, got --max-norm."),
-    "plain noise": ([*THREE, PLAIN, FIXED], "training, got --reproducible-noise."),
-    "no such members": ([*THREE, "--model", "net"], "expected one of cnn, mlp, resnet"),
-}
+BAD = [
+    (["--data", "none.npz"], "none.npz: expected a file"),
+    (["--data", "imagenet"], "expected digits, mnist, cifar10"),
+    (["--model", "lenet"], "expected one of cnn, mlp, resnet or a"),
+    (["--model", "cnn"], "Use --model mlp"),
+    (["--batch-size", "49"], "the 48 training samples that there are. Leave it out"),
+    (["--device", "teapot"], "--device teapot: expected cpu"),
+    (["--device", "meta"], "--device meta: expected cpu"),
+    (["--device", "cuda:99"], "--device cuda:99: expected cpu"),
+    ([PLAIN], "--without-privacy: expected --members 2 or more"),
+    ([*THREE, PLAIN, "--epsilon", "3"], "training, got --epsilon."),
+    ([*THREE, PLAIN, "--delta", "1e-5"], "training, got --delta."),
+    ([*THREE, PLAIN, "--max-norm", "1"], "training, got --max-norm."),
+    ([*THREE, PLAIN, FIXED], "training, got --reproducible-noise."),
+    ([*THREE, "--model", "net"], "expected one of cnn, mlp, resnet"),
+    ({"x_train": np.full((SIZE, 6), np.nan)}, "got NaN or infinity"),
+    ({"classes": np.array(2)}, "expected labels from 0 to classes - 1"),
+    ("torch.nn.BatchNorm1d(6), " + LAST, "vgrad.replace_batch_norm"),
+    ("torch.nn.Linear(6, 4)", "got ValueError: scores of shape (2, 4)"),
+    ("torch.nn.Linear(99, 6), " + LAST, "got RuntimeError: mat1"),
+    (LAST + ").requires_grad_(False", "expected at least one"),
+]
+"""Arguments, arrays of the data or layers of a factory."""
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_arguments_are_one_line_and_leave_no_trace(images, tmp_path, capsys, name):
-    more, message = BAD[name]
+@pytest.mark.parametrize(("wrong", "message"), BAD)
+def test_a_run_that_cannot_be_leaves_no_trace(
+    images, tmp_path, capsys, module, wrong, message
+):
+    more = wrong if isinstance(wrong, list) else []
+    if isinstance(wrong, dict):
+        images = write_data(tmp_path / "bad.npz", **wrong)
+    if isinstance(wrong, str):
+        more = ["--model", module("bad_model", net(wrong))]
     out = tmp_path / "run"
-    command = ["train", "--out", out, *arguments(images, *more)]
-    assert message in error(capsys, *command)
+    assert message in error(capsys, "train", "--out", out, *arguments(images, *more))
     assert not out.exists()
-
-
-@SLOW
-def test_a_tiny_budget_is_planned_for(images, tmp_path, capsys):
-    assert train(images, tmp_path / "run", "--epsilon", "1e-300") == 0
-    shown = capsys.readouterr().out
-    assert "noise multiplier" in shown
-    assert "members" not in shown
-    assert all(line["epsilon"] == 0 for line in lines(tmp_path / "run/metrics.jsonl"))
 
 
 def test_a_folder_has_a_name_and_is_no_file(tmp_path, monkeypatch, capsys):
     images = write_data(tmp_path / "images.npz")
     monkeypatch.chdir(tmp_path)
-    before = os.listdir(tmp_path)
+    os.symlink(tmp_path / "nowhere", tmp_path / "link")
+    before = sorted(os.listdir(tmp_path))
     for start in (["--out", "", *arguments(images)], ["--resume", ""]):
         message = error(capsys, "train", *start)
         assert f"{start[0]} '': expected the name of a folder, got none" in message
-    assert "evaluate '': expected the name" in error(capsys, "evaluate", "")
-    os.symlink(tmp_path / "nowhere", tmp_path / "link")
     for name in ("images.npz", "images.npz/run", "link", "link/run"):
         message = error(capsys, "train", "--out", name, *arguments(images))
         assert f"--out {name}: expected a folder, got" in message
-    assert sorted(os.listdir(tmp_path)) == sorted([*before, "link"])
+    assert sorted(os.listdir(tmp_path)) == before
 
 
-def test_bad_data_is_one_line_and_leaves_no_trace(tmp_path, capsys):
-    out = tmp_path / "run"
-    changes = [({"x_train": np.full((SIZE, 6), np.nan)}, "got NaN or infinity")]
-    for classes in (2, -1, 2**62, 2**31 - 4):
-        message = "expected labels from 0 to classes - 1"
-        changes.append(({"classes": np.array(classes)}, message))
-    for changed, message in changes:
-        images = write_data(tmp_path / "bad.npz", **changed)
-        command = ["train", "--out", out, *arguments(images)]
-        assert message in error(capsys, *command)
-    assert not out.exists()
-
-
-LAST = "torch.nn.Linear(6, 3)"
-FACTORIES = {
-    "batch norm": ("torch.nn.BatchNorm1d(6), " + LAST, "vgrad.replace_batch_norm"),
-    "wrong output": ("torch.nn.Linear(6, 4)", "got ValueError: scores of shape (2, 4)"),
-    "wrong input": ("torch.nn.Linear(99, 6), " + LAST, "got RuntimeError: mat1"),
-    "nothing to train": (LAST + ").requires_grad_(False", "expected at least one"),
-}
-
-
-@pytest.mark.parametrize("name", FACTORIES)
-def test_a_model_that_cannot_be_trained_is_refused_before_anything_is_written(
-    images, tmp_path, capsys, module, name
+def test_files_that_are_missing_damaged_or_foreign_are_one_line(
+    copied, images, tmp_path, capsys
 ):
-    layers, message = FACTORIES[name]
-    out, spec = tmp_path / "run", module("bad_model", net(layers))
-    command = ["train", "--out", out, *arguments(images, "--model", spec)]
-    assert message in error(capsys, *command)
-    assert not out.exists()
-
-
-GOING_ON = {
-    "dropout": ["--model", "dropping:make"],
-    "bfloat16": ["--precision", "bfloat16"],
-    "float16": ["--precision", "float16"],
-    "members in bfloat16": [*THREE, "--precision", "bfloat16"],
-    "members in float16": [*THREE, "--precision", "float16"],
-    "replayed": ["--compile", "replay"],
-    "members, replayed": [*THREE, "--compile", "replay"],
-}
-
-
-LONG = [pytest.mark.slow, pytest.mark.compiled]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=LONG if n == "members, replayed" else ()) for n in GOING_ON],
-)
-def test_killed_after_an_epoch_a_run_goes_on_with_the_same_numbers(
-    images, tmp_path, monkeypatch, module, name
-):
-    monkeypatch.setattr("vgrad.cli.models.warn_if_slow", lambda *given: None)
-    module("dropping", net("torch.nn.Dropout(), " + LAST))
-    more, killed = GOING_ON[name], tmp_path / "killed"
-    assert train(images, tmp_path / "whole", FIXED, *more) == 0
-    where = (checkpoint, "save_model")
-    interrupted(images, killed, FIXED, *more, where=where, after=1)
-    assert said(killed)["step"] == 4
-    assert resume(killed, *more) == 0
-    whole = results(tmp_path / "whole")
-    assert results(killed) == whole
-    assert said(killed)["arguments"][more[-2][2:]] == more[-1]
-    assert all(record["loss"] < 2 for record in whole["plain.jsonl"])
-    scaled = ["loss_scale" in record for record in whole["plain.jsonl"]]
-    assert scaled == [more[-1] == "float16"] * 2
-
-
-def test_checkpoints_that_are_missing_damaged_or_foreign_are_one_line(
-    images, tmp_path, capsys
-):
-    none = tmp_path / "none"
-    command = ["train", "--resume", none]
+    none, out = tmp_path / "none", copied("three")
+    command, judge = ["train", "--resume", none], ["evaluate", out, "--data", images]
     assert "expected the folder of a run" in error(capsys, *command)
     none.mkdir()
     assert "state of a run, got no file" in error(capsys, *command)
@@ -544,50 +557,95 @@ def test_checkpoints_that_are_missing_damaged_or_foreign_are_one_line(
     (none / "state.safetensors").write_text("not one of ours")
     assert "got a damaged file" in error(capsys, *command)
     assert os.listdir(none) == ["state.safetensors"]
-    out = tmp_path / "run"
-    interrupted(images, out)
     tensors, description = checkpoint.read_state(out)
     del description["arguments"]["epsilon"]
     files.write_tensors(out / "state.safetensors", tensors, description)
     message = error(capsys, "train", "--resume", out)
     assert "belongs to another version of vgrad" in message
+    path = out / "ensemble.json"
+    good = path.read_text()
+    path.write_text(good[:-9])
+    assert "got a damaged file" in error(capsys, *judge)
+    path.write_text(good.replace('"members": 3', '"members": 4'))
+    assert "expected 4 members, got 3" in error(capsys, *judge)
+    path.unlink()
+    assert "ensemble.json" in error(capsys, *judge)
 
 
-def test_a_folder_is_given_once(tmp_path, capsys):
-    assert "one of the arguments --out --resume" in error(capsys, "train")
-    both = ["train", "--out", tmp_path, "--resume", tmp_path]
-    assert "not allowed with argument" in error(capsys, *both)
+FACTORY = """
+def normed(*, channels, height, width, classes):
+    return torch.nn.Sequential(
+        torch.nn.Flatten(),
+        torch.nn.Linear(channels * height * width, 8),
+        torch.nn.BatchNorm1d(8),
+        torch.nn.Linear(8, classes),
+    )
 
+class InNumPy(torch.nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.linear = torch.nn.LazyLinear(classes)
+        self.linear(torch.zeros(1, 6))
 
-@pytest.mark.parametrize("package", ["rich", "matplotlib"])
-def test_a_missing_package_is_named_with_the_extra_that_has_it(
-    tmp_path, monkeypatch, capsys, package
-):
-    def missing(given):
-        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+    def forward(self, x):
+        if abs(self.linear.bias.detach().numpy()).sum() > 1e6:
+            x = 2 * x
+        return self.linear(x.flatten(1))
 
-    monkeypatch.setattr("vgrad.cli.run.train", missing)
-    message = error(capsys, "train", "--out", tmp_path / "run")
-    assert 'pip install "vgrad[demo]"' in message
-
-
-def test_an_interrupt_has_its_own_status(images, tmp_path, monkeypatch, capsys):
-    def interrupt(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(report, "write_page", interrupt)
-        assert train(images, tmp_path / "run") == 130
-    assert capsys.readouterr().err.startswith("vgrad: interrupted")
-    assert resume(tmp_path / "run") == 0
-
-
-ONE = ([], ["private SGD", "plain SGD", "epsilon"], "member")
-MEMBERS = ([*THREE, PLAIN], ["plain SGD", "member 0", "member 2"], "private SGD")
+def in_numpy(*, channels, height, width, classes):
+    return InNumPy(classes)
+"""
 
 
 @pytest.mark.parametrize(
-    ("more", "texts", "absent"), [ONE, pytest.param(*MEMBERS, marks=SLOW)]
+    ("name", "strategy"), [("normed", "auto"), ("in_numpy", "loop")]
+)
+def test_without_privacy_models_need_no_per_sample_gradients(
+    images, tmp_path, capsys, module, name, strategy
+):
+    module("own_members", FACTORY)
+    model = ["--model", f"own_members:{name}"]
+    if name == "normed":
+        refused = arguments(images, *THREE, *model)
+        message = error(capsys, "train", "--out", tmp_path / "private", *refused)
+        assert "has per-sample gradients" in message
+    assert train(images, tmp_path / "run", *THREE, *model, PLAIN) == 0
+    state, description = checkpoint.read_state(tmp_path / "run")
+    assert description["forms"]["strategy of members"] == strategy
+    if name == "normed":
+        means = state[".plain.buffers['2.running_mean']"]
+        assert len({tuple(row.tolist()) for row in means}) == 3
+    assert main(["evaluate", str(tmp_path / "run"), "--data", str(images), *model]) == 0
+    last = lines(tmp_path / "run/plain.jsonl")[-1]["test_accuracy"]
+    assert f"accuracy {100 * last:.2f} %" in capsys.readouterr().out
+
+
+def test_a_line_an_epoch_has_the_ensemble_and_the_range_of_its_members(finished):
+    out, shown = finished("three")
+    figures = (lines(out / f"{name}.jsonl") for name in ("metrics", "plain"))
+    shown = [line for line in shown.splitlines() if line[:6] == "epoch "]
+    for line, *records in zip(shown, *figures, strict=True):
+        for record in records:
+            shares = record["member_accuracies"]
+            assert f"{100 * record['test_accuracy']:.1f} %" in line
+            assert f"{100 * min(shares):.1f} % to {100 * max(shares):.1f} %" in line
+
+
+NO_NOISE = (
+    "The figures of each epoch are computed from the private data without noise: they "
+    "are not for release.\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "texts", "absent"),
+    [
+        ([], ["private SGD", "plain SGD", "epsilon"], "member"),
+        pytest.param(
+            *([*THREE, PLAIN], ["plain SGD", "member 0", "member 2"], "private SGD"),
+            marks=SLOW,
+        ),
+    ],
 )
 def test_on_a_terminal_there_is_a_bar_and_a_table(
     images, tmp_path, monkeypatch, capsys, more, texts, absent
@@ -604,20 +662,13 @@ def test_on_a_terminal_there_is_a_bar_and_a_table(
     assert capsys.readouterr().out.count(NO_NOISE) == (PLAIN not in more)
 
 
-NO_NOISE = (
-    "The figures of each epoch are computed from the private data without noise: they "
-    "are not for release.\n"
-)
-
-
-@pytest.mark.parametrize("kind", [[], pytest.param(THREE, marks=SLOW)])
-def test_the_figures_of_the_epochs_are_said_to_have_no_noise(
-    images, tmp_path, capsys, kind
-):
-    out = tmp_path / "run"
-    interrupted(images, out, *kind, where=(checkpoint, "save_state"), after=2)
-    for shown in (capsys.readouterr().out, resume(out) or capsys.readouterr().out):
-        before, _, after = shown.partition(NO_NOISE)
+def test_the_figures_of_the_epochs_are_said_to_have_no_noise(images, tmp_path, capsys):
+    with killed(checkpoint, "save_state", after=2):
+        train(images, tmp_path / "run")
+    shown = [capsys.readouterr().out]
+    assert resume(tmp_path / "run") == 0
+    for text in [*shown, capsys.readouterr().out]:
+        before, _, after = text.partition(NO_NOISE)
         assert "epoch " not in before
         assert after.startswith("epoch ")
         assert NO_NOISE not in after
@@ -634,7 +685,7 @@ def test_the_digits_train_in_silence_but_for_a_line_an_epoch(tmp_path, capfd):
     assert len(done.stdout.splitlines()) == 9
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG\r\n")
     assert main(["evaluate", str(out)]) == 0
-    judged, share = capfd.readouterr(), lines(out / "metrics.jsonl")[-1]
-    told = f"accuracy {100 * share['test_accuracy']:.2f} % on 359 held-out"
-    assert judged.out.startswith(told)
-    assert judged.err == ""
+    printed, last = capfd.readouterr(), lines(out / "metrics.jsonl")[-1]
+    share = f"accuracy {100 * last['test_accuracy']:.2f} % on 359 held-out"
+    assert printed.out.startswith(share)
+    assert printed.err == ""

@@ -243,6 +243,30 @@ def test_counts_and_norms_cover_every_chunk(strategy):
 
 @every_strategy
 @pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("counted", ["ordinary, bad and huge", "ordinary and huge"])
+def test_samples_that_are_not_finite_and_a_mask_count_together(
+    counted, bad, clipping, strategy
+):
+    # Two samples of each kind: gradients that are ordinary, not finite, and huge.
+    x, g = torch.ones(6, 3), torch.ones(6, 2)
+    x[[1, 4]], x[[2, 5]] = bad, 1e30
+    mask = torch.tensor([True, counted.count(",") > 0, True, False, False, False])
+    options = {"clipping": clipping, "strategy": strategy}
+    compute = vgrad.clipped_grad(linear, max_norm=1.0, **options)
+    params = {"w": torch.ones(2, 3)}
+    found = compute(params, {}, x, g, mask=mask)
+    finite = mask & x.isfinite().all(1)
+    alone = [compute(params, {}, x[n : n + 1], g[n : n + 1]) for n in range(6)]
+    alone = [each for each, counts in zip(alone, finite, strict=True) if counts]
+    expected = sum(each.grads["w"] for each in alone)
+    oracle.assert_exact(found.grads["w"], expected, 1e-6)
+    assert int(found.nonfinite) == int((mask & ~finite).sum())
+    assert int(found.clipped) == sum(int(each.clipped) for each in alone)
+
+
+@every_strategy
+@pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
 @pytest.mark.parametrize("size", [0, 3])
 def test_no_batch_changes_a_flag_of_torch(size, clipping, strategy):
     # OP: an empty batch returned before `cudnn.deterministic` was put back, and it

@@ -9,22 +9,15 @@ from torch.overrides import wrap_torch_function
 from torch.utils.flop_counter import FlopCounterMode
 
 import vgrad
+from tests.losses import Net
 from tests.oracle import assert_exact
 from vgrad.lowering.sequences import cells, steps
 from vgrad.precision import alignment_report
 
 
-class Run(nn.Module):
-    """A module of one function and its parameters."""
-
-    def __init__(self, function, **params):
-        super().__init__()
-        self.function = function
-        for name, shape in params.items():
-            self.register_parameter(name, nn.Parameter(torch.ones(shape)))
-
-    def forward(self, *args, **options):
-        return self.function(self, *args, **options)
+def run(function, **shapes):
+    """Make a module of one function and its parameters."""
+    return Net(function, **{name: torch.ones(shape) for name, shape in shapes.items()})
 
 
 TWICE = nn.Linear(6, 6)
@@ -36,10 +29,6 @@ def report(module, *args, **kwargs):
     )
 
 
-def sizes(found):
-    return [(row.names, row.op, row.m, row.n, row.k, row.count) for row in found.rows]
-
-
 def only(found):
     (row,) = found.rows
     return row
@@ -49,83 +38,58 @@ def ones(*shapes):
     return [torch.ones(shape) for shape in shapes]
 
 
+def buffered():
+    model = run(lambda self, x: x @ self.basis)
+    model.register_buffer("basis", torch.ones(8, 9))
+    return model
+
+
 def attend(self, q, k, v=None, **options):
     return F.scaled_dot_product_attention(q, k, k if v is None else v, **options)
 
 
 ROWS = {
     "a linear layer multiplies batch, outputs and inputs": (
-        nn.Linear(30, 10),
-        ones((4, 5, 30)),
-        (("weight",), "linear", 20, 10, 30, 1),
-        {"N": 16, "K": 32},
-        ("pad weight from 10 to 16 rows", "pad weight from 30 to 32 columns"),
-    ),
+        nn.Linear(30, 10), ones((4, 5, 30)),
+        (("weight",), "linear", 20, 10, 30, 1), {"N": 16, "K": 32},
+        ("pad weight from 10 to 16 rows", "pad weight from 30 to 32 columns")),
     # With 4 instead of 3 input channels a group has 4 * 6 = 24 of them.
     "a grouped convolution counts its groups": (
-        nn.Conv2d(12, 20, (3, 2), groups=4),
-        ones((5, 12, 9, 8)),
-        (("weight",), "conv2d", 5 * 7 * 7, 5, 3 * 3 * 2, 4),
-        {"N": 8, "K": 24},
-        (
-            "pad weight from 5 to 8 output channels in each of 4 groups",
-            "pad weight from 3 to 4 input channels in each of 4 groups",
-        ),
-    ),
+        nn.Conv2d(12, 20, (3, 2), groups=4), ones((5, 12, 9, 8)),
+        (("weight",), "conv2d", 5 * 7 * 7, 5, 3 * 3 * 2, 4), {"N": 8, "K": 24},
+        ("pad weight from 5 to 8 output channels in each of 4 groups",
+         "pad weight from 3 to 4 input channels in each of 4 groups")),
     "a first convolution is told its channels": (
-        nn.Conv2d(3, 16, 3),
-        ones((2, 3, 8, 8)),
-        (("weight",), "conv2d", 2 * 6 * 6, 16, 27, 1),
-        {"K": 72},
-        ("pad weight from 3 to 8 input channels",),
-    ),
+        nn.Conv2d(3, 16, 3), ones((2, 3, 8, 8)),
+        (("weight",), "conv2d", 2 * 6 * 6, 16, 27, 1), {"K": 72},
+        ("pad weight from 3 to 8 input channels",)),
     "a transposed convolution multiplies its inputs": (
-        nn.ConvTranspose1d(6, 10, 4, stride=2, groups=2),
-        ones((3, 6, 7)),
-        (("weight",), "conv_transpose1d", 3 * 7, 5 * 4, 3, 2),
-        {"N": 24, "K": 8},
-        (
-            "pad weight from 5 to 6 output channels in each of 2 groups",
-            "pad weight from 3 to 8 input channels in each of 2 groups",
-        ),
-    ),
+        nn.ConvTranspose1d(6, 10, 4, stride=2, groups=2), ones((3, 6, 7)),
+        (("weight",), "conv_transpose1d", 3 * 7, 5 * 4, 3, 2), {"N": 24, "K": 8},
+        ("pad weight from 5 to 6 output channels in each of 2 groups",
+         "pad weight from 3 to 8 input channels in each of 2 groups")),
     "a bilinear form multiplies pairs of inputs": (
-        nn.Bilinear(3, 5, 4),
-        ones((7, 3), (7, 5)),
-        (("weight",), "bilinear", 7, 4, 15, 1),
-        {"N": 8, "K": 24},
-        (
-            "pad weight from 4 to 8 outputs",
-            "pad weight from 5 to 8 features of the second input",
-        ),
-    ),
+        nn.Bilinear(3, 5, 4), ones((7, 3), (7, 5)),
+        (("weight",), "bilinear", 7, 4, 15, 1), {"N": 8, "K": 24},
+        ("pad weight from 4 to 8 outputs",
+         "pad weight from 5 to 8 features of the second input")),
     "a parameter on the left leaves the batch on the right": (
-        Run(lambda self, x: self.w @ x, w=(10, 12)),
-        ones((12, 3)),
-        (("w",), "matmul", 10, 3, 12, 1),
-        {"M": 16, "K": 16},
-        ("pad w from 10 to 16 rows", "pad w from 12 to 16 columns"),
-    ),
+        run(lambda self, x: self.w @ x, w=(10, 12)), ones((12, 3)),
+        (("w",), "matmul", 10, 3, 12, 1), {"M": 16, "K": 16},
+        ("pad w from 10 to 16 rows", "pad w from 12 to 16 columns")),
     "a product of two parameters has no batch dimension": (
-        Run(lambda self: self.up @ self.down, up=(10, 3), down=(3, 12)),
-        [],
-        (("up", "down"), "matmul", 10, 12, 3, 1),
-        {"M": 16, "N": 16, "K": 8},
-        (
-            "pad up from 10 to 16 rows",
-            "pad down from 12 to 16 columns",
-            "pad up from 3 to 8 columns",
-            "pad down from 3 to 8 rows",
-        ),
-    ),
+        run(lambda self: self.up @ self.down, up=(10, 3), down=(3, 12)), [],
+        (("up", "down"), "matmul", 10, 12, 3, 1), {"M": 16, "N": 16, "K": 8},
+        ("pad up from 10 to 16 rows", "pad down from 12 to 16 columns",
+         "pad up from 3 to 8 columns", "pad down from 3 to 8 rows")),
     "equal products of one parameter are one row": (
-        nn.Sequential(TWICE, nn.ReLU(), TWICE),
-        ones((4, 6)),
-        (("0.weight",), "linear", 4, 6, 6, 2),
-        {"N": 8, "K": 8},
-        ("pad 0.weight from 6 to 8 rows", "pad 0.weight from 6 to 8 columns") * 2,
-    ),
-}
+        nn.Sequential(TWICE, nn.ReLU(), TWICE), ones((4, 6)),
+        (("0.weight",), "linear", 4, 6, 6, 2), {"N": 8, "K": 8},
+        ("pad 0.weight from 6 to 8 rows", "pad 0.weight from 6 to 8 columns") * 2),
+    "a buffer is named too": (
+        buffered(), ones((2, 8)), (("basis",), "matmul", 2, 9, 8, 1), {"N": 16},
+        ("pad basis from 9 to 16 columns",)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -138,7 +102,7 @@ def test_one_product_has_its_sizes_and_advice(name):
     assert (row.pad, row.advice) == (pad, advice)
 
 
-def test_a_batch_needs_no_padding_and_aligned_sizes_report_nothing():
+def test_aligned_sizes_report_nothing_unless_a_larger_multiple_is_asked_for():
     model = nn.Sequential(
         nn.Conv2d(8, 16, 3), nn.Flatten(2), nn.LSTM(64, 24, batch_first=True)
     )
@@ -146,75 +110,96 @@ def test_a_batch_needs_no_padding_and_aligned_sizes_report_nothing():
     assert [row.pad for row in found.rows] == [{}] * 3
     assert found.misaligned == 0.0
     assert str(found).endswith("nothing to pad")
-
-
-def test_sixteen_is_asked_for_where_the_caller_says_so():
-    model = nn.Linear(32, 24)
-    assert report(model, torch.ones(2, 32)).misaligned == 0.0
-    found = report(model, torch.ones(2, 32), multiple=16)
+    assert report(nn.Linear(32, 24), torch.ones(2, 32)).misaligned == 0.0
+    found = report(nn.Linear(32, 24), torch.ones(2, 32), multiple=16)
     assert only(found).pad == {"N": 32}
     assert found.misaligned == 1.0
 
 
-def test_attention_is_two_products_a_head_and_has_no_batch_dimension():
-    given = ones((2, 3, 10, 16), (2, 3, 24, 16), (2, 3, 24, 8))
-    scores, values = report(Run(attend), *given).rows
-    assert scores[:6] == ((), "scaled_dot_product_attention", 10, 24, 16, 6)
-    assert values[:6] == ((), "scaled_dot_product_attention", 10, 8, 24, 6)
-    assert scores.flops == 2 * 6 * 10 * 24 * 16
-    assert scores.pad == values.pad == {"M": 16}
-    assert scores.advice == ("pad M of scaled_dot_product_attention from 10 to 16",)
-    grouped = ones((2, 6, 8, 16), (2, 3, 24, 16))
-    found = report(Run(attend), *grouped, enable_gqa=True)
-    assert [row.count for row in found.rows] == [12, 12]
-
-
-@pytest.mark.parametrize("need_weights", [True, False])
-def test_what_runs_inside_of_multi_head_attention_is_seen(need_weights):
-    model = Run(lambda self, x: self.inner(x, x, x, need_weights=need_weights)[0])
+def heads(need_weights):
+    model = run(lambda self, x: self.inner(x, x, x, need_weights=need_weights)[0])
     model.inner = nn.MultiheadAttention(24, 2, batch_first=True)
-    found = report(model, torch.ones(3, 5, 24))
-    inside = "bmm" if need_weights else "scaled_dot_product_attention"
-    assert sizes(found) == [
-        (("inner.in_proj_weight",), "linear", 15, 72, 24, 1),
-        ((), inside, 5, 5, 12, 6),
-        ((), inside, 5, 12, 5, 6),
-        (("inner.out_proj.weight",), "linear", 15, 24, 24, 1),
-    ]
-    assert found.rows[1].pad == {"M": 8, "N": 8, "K": 16}
+    return model
 
 
-def test_an_lstm_multiplies_inputs_at_once_and_states_step_by_step():
-    model = nn.LSTM(12, 10, num_layers=2, bidirectional=True)
-    found = report(model, torch.ones(7, 3, 12))
-    names = ["l0", "l0_reverse", "l1", "l1_reverse"]
-    expected = []
-    for name, inputs in zip(names, [12, 12, 20, 20], strict=True):
-        expected += [
-            ((f"weight_ih_{name}",), "lstm", 21, 40, inputs, 1),
-            ((f"weight_hh_{name}",), "lstm", 3, 40, 10, 7),
-        ]
-    assert sizes(found) == expected
-    assert found.rows[1].flops == 2 * 7 * 3 * 40 * 10
-    assert found.rows[1].pad == {"K": 16}
-    assert found.rows[1].advice == ("pad weight_hh_l0 from 10 to 16 columns",)
-
-
-def test_projections_and_packed_sequences_have_the_sizes_of_their_steps():
-    model = nn.LSTM(8, 16, proj_size=4, batch_first=True)
-    packed = nn.utils.rnn.pack_sequence([torch.ones(n, 8) for n in (5, 3, 3)])
-    # The batches of the steps are 3, 3, 3, 1, 1.
-    steps = Run(lambda self, data, batches: self.net(make(data, batches))[0].data)
-    steps.net = model
+def of_packed(net):
     make = nn.utils.rnn.PackedSequence
-    found = report(steps, packed.data, packed.batch_sizes)
-    assert sizes(found) == [
-        (("net.weight_ih_l0",), "lstm", 11, 64, 8, 1),
-        (("net.weight_hh_l0",), "lstm", 3, 64, 4, 3),
-        (("net.weight_hh_l0",), "lstm", 1, 64, 4, 2),
-        (("net.weight_hr_l0",), "lstm", 3, 4, 16, 3),
-        (("net.weight_hr_l0",), "lstm", 1, 4, 16, 2),
-    ]
+    model = run(lambda self, data, batches: self.net(make(data, batches))[0].data)
+    model.net = net
+    return model
+
+
+ATTEND = "scaled_dot_product_attention"
+PACKED = nn.utils.rnn.pack_sequence([torch.ones(n, 8) for n in (5, 3, 3)])
+TABLES = {
+    "attention": (run(attend), ones((2, 3, 10, 16), (2, 3, 24, 16), (2, 3, 24, 8)), [
+        (None, ATTEND, 10, 24, 16, 6, {"M": 16}),
+        (None, ATTEND, 10, 8, 24, 6, {"M": 16})]),
+    **{
+        f"heads {inside}": (heads(inside == "bmm"), ones((3, 5, 24)), [
+            ("inner.in_proj_weight", "linear", 15, 72, 24, 1, {}),
+            (None, inside, 5, 5, 12, 6, {"M": 8, "N": 8, "K": 16}),
+            (None, inside, 5, 12, 5, 6, {"M": 8, "N": 16, "K": 8}),
+            ("inner.out_proj.weight", "linear", 15, 24, 24, 1, {})])
+        for inside in ("bmm", ATTEND)
+    },
+    # Inputs at once, states step by step.
+    "lstm": (nn.LSTM(12, 10, num_layers=2, bidirectional=True), ones((7, 3, 12)), [
+        row for number, inputs, padded in ((0, 12, 16), (1, 20, 24))
+        for name in (f"l{number}", f"l{number}_reverse")
+        for row in (
+            (f"weight_ih_{name}", "lstm", 21, 40, inputs, 1, {"K": padded}),
+            (f"weight_hh_{name}", "lstm", 3, 40, 10, 7, {"K": 16}))]),
+    # The batches of the steps are 3, 3, 3, 1, 1.
+    "projections of packed sequences": (
+        of_packed(nn.LSTM(8, 16, proj_size=4, batch_first=True)),
+        [PACKED.data, PACKED.batch_sizes], [
+            ("net.weight_ih_l0", "lstm", 11, 64, 8, 1, {}),
+            ("net.weight_hh_l0", "lstm", 3, 64, 4, 3, {"K": 8}),
+            ("net.weight_hh_l0", "lstm", 1, 64, 4, 2, {"K": 8}),
+            ("net.weight_hr_l0", "lstm", 3, 4, 16, 3, {"N": 8}),
+            ("net.weight_hr_l0", "lstm", 1, 4, 16, 2, {"N": 8})]),
+    # The gates of a cell are padded alike; 4 x 10 is a multiple of 8.
+    **{
+        f"{op}_cell": (kind(8, 10), ones((3, 8)), [
+            ("weight_ih", f"{op}_cell", 3, 10 * gates, 8, 1, pad),
+            ("weight_hh", f"{op}_cell", 3, 10 * gates, 10, 1, pad | {"K": 16})])
+        for op, kind, gates, pad in (
+            ("lstm", nn.LSTMCell, 4, {}), ("gru", nn.GRUCell, 3, {"N": 48}),
+            ("rnn_tanh", nn.RNNCell, 1, {"N": 16}))
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_products_inside_of_an_op_have_their_sizes(name):
+    module, inputs, expected = TABLES[name]
+    found = report(module, *inputs).rows
+    rows = [(*row.names[:1], *row[1:6], row.pad) for row in found]
+    assert rows == [row if row[0] else row[1:] for row in expected]
+    for row in found:
+        assert row.flops == 2 * row.m * row.n * row.k * row.count
+
+
+@pytest.mark.parametrize(
+    ("model", "advice"),
+    [
+        (nn.GRUCell(8, 10), "pad weight_ih from 10 to 16 rows in each of 3 gates"),
+        (nn.RNNCell(8, 10), "pad weight_ih from 10 to 16 rows"),
+        (nn.LSTMCell(8, 10), "pad weight_hh from 10 to 16 columns"),
+    ],
+)
+def test_gates_are_padded_alike(model, advice):
+    found = report(model, torch.ones(3, 8))
+    assert str(found).splitlines()[6] == advice
+
+
+def test_grouped_heads_of_attention_count_the_queries():
+    grouped = ones((2, 6, 8, 16), (2, 3, 24, 16))
+    found = report(run(attend), *grouped, enable_gqa=True)
+    assert [row.count for row in found.rows] == [12, 12]
+    scores = report(run(attend), *ones((2, 6, 10, 16), (2, 6, 24, 16))).rows[0]
+    assert scores.advice == (f"pad M of {ATTEND} from 10 to 16",)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
@@ -228,22 +213,6 @@ def test_recurrent_nets_take_the_operations_of_their_steps(kind):
         steps(*given, **layout._asdict())
     flops = sum(row.flops for row in report(model, x).rows)
     assert flops == counter.get_total_flops()
-
-
-@pytest.mark.parametrize(
-    ("kind", "gates", "advice"),
-    [
-        (nn.LSTMCell, 4, ()),  # 4 x 10 is a multiple of 8
-        (nn.GRUCell, 3, ("pad weight_ih from 10 to 16 rows in each of 3 gates",)),
-        (nn.RNNCell, 1, ("pad weight_ih from 10 to 16 rows",)),
-    ],
-)
-def test_a_cell_is_two_products_whose_gates_are_padded_alike(kind, gates, advice):
-    first, second = report(kind(8, 10), torch.ones(3, 8)).rows
-    assert first[:1] + first[2:6] == (("weight_ih",), 3, 10 * gates, 8, 1)
-    assert second[:1] + second[2:6] == (("weight_hh",), 3, 10 * gates, 10, 1)
-    assert first.pad == ({"N": 16 * gates} if advice else {})
-    assert first.advice == advice
 
 
 FLAT, BATCHED = ((4, 5), (5, 6), (4, 6, 5, 1)), ((3, 4, 5), (3, 5, 6), (4, 6, 5, 3))
@@ -289,7 +258,7 @@ PRODUCTS = {
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_every_spelling_of_a_product_has_its_sizes_and_operations(name):
     function, left, right, expected = PRODUCTS[name]
-    model = Run(lambda self, x, y: function(x, y))
+    model = run(lambda self, x, y: function(x, y))
     x, y = torch.ones(left), torch.ones(right)
     row = only(report(model, x, y))
     assert row[2:6] == expected
@@ -306,14 +275,12 @@ def test_ops_of_the_users_own_are_looked_into_whatever_their_name():
     def linear(weight, x):
         return (x @ weight).relu()
 
-    row = only(
-        report(Run(lambda self, x: linear(self.w, x), w=(8, 3)), torch.ones(2, 8))
-    )
-    assert row[:6] == (("w",), "matmul", 2, 3, 8, 1)
+    model = run(lambda self, x: linear(self.w, x), w=(8, 3))
+    assert only(report(model, torch.ones(2, 8)))[:6] == (("w",), "matmul", 2, 3, 8, 1)
 
 
 def test_elementwise_products_and_inner_products_of_vectors_are_no_rows():
-    model = Run(lambda self, x: torch.einsum("bi,bi->bi", x, x) * (x[0] @ x[0]))
+    model = run(lambda self, x: torch.einsum("bi,bi->bi", x, x) * (x[0] @ x[0]))
     found = report(model, torch.ones(3, 5))
     assert found.rows == ()
     assert found.misaligned == 0.0
@@ -321,7 +288,7 @@ def test_elementwise_products_and_inner_products_of_vectors_are_no_rows():
 
 
 def test_int8_products_are_seen():
-    model = Run(lambda self, x: torch._int_mm(x, x.t()))
+    model = run(lambda self, x: torch._int_mm(x, x.t()))
     row = only(report(model, torch.ones(24, 16, dtype=torch.int8), multiple=16))
     assert row[1:6] == ("_int_mm", 24, 24, 16, 1)
 
@@ -333,7 +300,7 @@ def test_whole_models_take_the_operations_that_torch_counts():
         nn.Conv2d(3, 6, 3, stride=2, padding=1, groups=3),
         nn.ConvTranspose2d(6, 12, 2, stride=2),
         nn.Flatten(2),
-        Run(lambda self, x: x.mT),
+        run(lambda self, x: x.mT),
         nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
         nn.Linear(12, 1),
     )
@@ -362,12 +329,12 @@ def test_tied_parameters_go_by_the_name_that_the_dictionary_has():
 
 
 def test_views_and_casts_keep_the_name_and_the_sides_of_a_parameter():
-    def run(self, x):
+    def products(self, x):
         half = self.w.t().to(torch.bfloat16)
         copy = torch.clone(input=x), self.w.clone()
         return x @ self.w.t(), x.bfloat16() @ half, F.linear(*copy)
 
-    rows = report(Run(run, w=(10, 32)), torch.ones(4, 32)).rows
+    rows = report(run(products, w=(10, 32)), torch.ones(4, 32)).rows
     assert [row.names for row in rows] == [("w",)] * 2
     assert [row.count for row in rows] == [2, 1]
     for row in rows:
@@ -385,32 +352,20 @@ def test_parameters_in_one_block_of_memory_are_told_apart():
     assert [row.names for row in found.rows] == [("0.weight",), ("1.weight",)]
 
 
-def test_a_buffer_is_named_too():
-    model = Run(lambda self, x: x @ self.basis)
-    model.register_buffer("basis", torch.ones(8, 9))
-    assert only(report(model, torch.ones(2, 8))).names == ("basis",)
-
-
-def test_a_policy_and_autocast_change_no_row():
+def test_policies_autocast_losses_and_tensors_without_values_change_no_row():
     model = nn.Sequential(nn.Linear(12, 10), nn.LayerNorm(10), nn.Linear(10, 3))
     fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
-    x = torch.ones(4, 12)
+    x, y = torch.ones(4, 12), torch.tensor([0, 1, 2, 0])
     plain = alignment_report(fmodel, params, buffers, x)
     for policy in ("mixed_bfloat16", "bfloat16", "float64"):
         mixed = vgrad.precision.policy_for(fmodel, policy)
         assert alignment_report(mixed, params, buffers, x) == plain
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert alignment_report(fmodel, params, buffers, x) == plain
-
-
-def test_a_batch_loss_and_tensors_without_values_give_the_report_of_the_model():
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(nn.Linear(8, 3))
     loss = vgrad.batch_loss(fmodel, F.cross_entropy)
-    x, y = torch.ones(4, 8), torch.tensor([0, 1, 2, 0])
-    found = alignment_report(fmodel, params, buffers, x)
-    assert alignment_report(loss, params, buffers, x, y) == found
+    assert alignment_report(loss, params, buffers, x, y) == plain
     meta = {name: value.to("meta") for name, value in params.items()}
-    assert alignment_report(fmodel, meta, buffers, x.to("meta")) == found
+    assert alignment_report(fmodel, meta, buffers, x.to("meta")) == plain
 
 
 def test_random_numbers_gradients_and_inputs_stay_as_they_were():
@@ -441,30 +396,29 @@ def test_the_table_ends_in_plain_advice():
     ]
 
 
-def test_a_failing_forward_pass_leaves_no_mode_behind():
-    model = nn.Linear(3, 2)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        report(model, torch.ones(4, 5))
+MODEL = nn.Linear(3, 2)
+FMODEL, PARAMS = vgrad.make_functional(MODEL)
+WHOLE, ROW = FMODEL.with_buffers, torch.ones(1, 3)
+PER_ROW = run(lambda self, x: torch.vmap(lambda row: row @ self.w)(x), w=(3, 2))
+REFUSED = [
+    (lambda: alignment_report(MODEL, PARAMS, {}, ROW), TypeError,
+     r"alignment_report\(fmodel\).*got a Linear"),
+    (lambda: alignment_report(FMODEL, PARAMS, {}, ROW), TypeError,
+     "got a BufferlessModel"),
+    (lambda: alignment_report(WHOLE, PARAMS, ROW), TypeError,
+     r"alignment_report\(buffers\).*got a Tensor"),
+    (lambda: alignment_report(WHOLE, PARAMS, {}, ROW, multiple=0), ValueError,
+     r"alignment_report\(multiple=0\)"),
+    (lambda: report(PER_ROW, torch.ones(4, 3)), ValueError,
+     "outside of the transforms.*matmul inside"),
+    (lambda: report(MODEL, torch.ones(4, 5)), RuntimeError,
+     "shapes cannot be multiplied"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED)
+def test_what_has_no_products_of_batches_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
     assert torch.overrides._get_current_function_mode_stack() == []
     assert torch.is_grad_enabled()
-
-
-def test_what_is_no_function_of_params_and_buffers_is_refused():
-    model = nn.Linear(3, 2)
-    fmodel, params = vgrad.make_functional(model)
-    x = torch.ones(1, 3)
-    with pytest.raises(TypeError, match=r"alignment_report\(fmodel\).*got a Linear"):
-        alignment_report(model, params, {}, x)
-    with pytest.raises(TypeError, match="got a BufferlessModel"):
-        alignment_report(fmodel, params, {}, x)
-    fmodel = fmodel.with_buffers
-    with pytest.raises(TypeError, match=r"alignment_report\(buffers\).*got a Tensor"):
-        alignment_report(fmodel, params, x)
-    with pytest.raises(ValueError, match=r"alignment_report\(multiple=0\)"):
-        alignment_report(fmodel, params, {}, x, multiple=0)
-
-
-def test_products_of_single_samples_are_refused():
-    model = Run(lambda self, x: torch.vmap(lambda row: row @ self.w)(x), w=(3, 2))
-    with pytest.raises(ValueError, match="outside of the transforms.*matmul inside"):
-        report(model, torch.ones(4, 3))

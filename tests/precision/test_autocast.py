@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import vgrad
 from tests import oracle
-from tests.losses import Pick, TiedLanguageModel
+from tests.losses import STRATEGIES, Net, Pick, TiedLanguageModel
 from tests.precision.autocast_ops import CPU, CUDA, PYTHON, STEPPED, UNFAKED, UNLISTED
 from vgrad.precision import KINDS, AutocastMode, Kind, autocast
 from vgrad.torch_private import modes
@@ -27,7 +27,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight"),
 ]
 
-STRATEGIES = ("recorded", "vmap", "loop")
 BF16 = torch.bfloat16
 
 
@@ -49,23 +48,19 @@ class Recurrent(nn.Module):
         return total
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attend = nn.MultiheadAttention(4, 2, batch_first=True)
-
+def attention():
     def forward(self, x):
         return self.attend(x, x, x, need_weights=False)[0].mean(1)
 
+    return Net(forward, attend=nn.MultiheadAttention(4, 2, batch_first=True))
 
-class ScaledDotProduct(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(4, 4) for _ in range(3))
 
+def scaled_dot_product():
     def forward(self, x):
         heads = (each(x).unflatten(-1, (2, 2)).mT for each in (self.q, self.k, self.v))
         return F.scaled_dot_product_attention(*heads, is_causal=True).flatten(1)
+
+    return Net(forward, **{name: nn.Linear(4, 4) for name in "qkv"})
 
 
 def trained_a_little(model):
@@ -85,10 +80,6 @@ def flat(*layers):
     return chain(*layers, nn.Flatten)
 
 
-def squares(output, y):
-    return output.float().square().mean()
-
-
 def one_hot(output, y):
     return torch.eye(output.shape[-1], device=y.device)[y]
 
@@ -104,8 +95,8 @@ MODELS = {
     "conv, batch norm": (flat(CONV, partial(nn.BatchNorm2d, 4), nn.ReLU), IMAGE),
     "conv, instance norm": (flat(*INSTANCE, nn.ReLU), (3, 8)),
     "transposed conv": (flat(partial(nn.ConvTranspose2d, 3, 2, 3), nn.GELU), (3, 4, 4)),
-    "multihead attention": (Attention, (3, 4)),
-    "attention": (ScaledDotProduct, (3, 4)),
+    "multihead attention": (attention, (3, 4)),
+    "attention": (scaled_dot_product, (3, 4)),
     "encoder layer": (flat(ENCODER), (3, 4)),
     "language model": (chain(TiedLanguageModel, MEAN), (5,)),
     "lstm": (lambda: Recurrent(nn.LSTM), (5, 3)),
@@ -119,7 +110,7 @@ LOSSES = {
     "bce with logits": lambda output, y: F.binary_cross_entropy_with_logits(
         output, one_hot(output, y)
     ),
-    "squares": squares,
+    "squares": lambda output, y: output.float().square().mean(),
 }
 
 # Kernels for one sample and for several round in other places, once in each op.
@@ -219,15 +210,15 @@ def check_strategies(name, low, device="cpu"):
         torch.testing.assert_close(found_norms.double(), norms, rtol=near, atol=0)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_transforms_of_torch_compute_what_eager_autocast_does(name):
-    check_torch_func(name, F.cross_entropy, BF16)
+FEW = ["conv, batch norm", "encoder layer", "gru"]
+BOTH = [(name, BF16) for name in MODELS] + [(name, torch.float16) for name in FEW]
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 
-@pytest.mark.parametrize("name", ["conv, batch norm", "encoder layer", "gru"])
-def test_float16_is_as_good_as_bfloat16(name):
-    check_torch_func(name, F.cross_entropy, torch.float16)
-    check_strategies(name, torch.float16)
+@pytest.mark.parametrize(("name", "low"), BOTH)
+def test_transforms_compute_what_eager_autocast_does(name, low):
+    check_torch_func(name, F.cross_entropy, low)
+    check_strategies(name, low)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -235,9 +226,28 @@ def test_losses_compute_what_they_do_in_eager_autocast(loss):
     check_torch_func("linear, layer norm", LOSSES[loss], BF16)
 
 
+@pytest.mark.cuda
+@no_gpu
+@pytest.mark.parametrize("low", [BF16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_every_strategy_computes_what_eager_autocast_does(name):
-    check_strategies(name, BF16)
+def test_a_gpu_computes_what_eager_autocast_does(name, low):
+    if not isinstance(build(name)[0], Recurrent):  # for which torch.vmap has no rules
+        check_torch_func(name, F.cross_entropy, low, "cuda")
+    check_strategies(name, low, "cuda")
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_without_autocast_nothing_changes(name):
+    model, _, (x, y) = build(name)
+    state = {n: p.detach() for n, p in model.named_parameters()}
+
+    def loss(params, x, y):
+        return F.cross_entropy(functional_call(model, params, (x[None],)), y[None])
+
+    compute = torch.func.grad(loss)
+    plain = compute(state, x[0], y[0])
+    with autocast("cpu", BF16, enabled=False):
+        oracle.assert_exact(compute(state, x[0], y[0]), plain, 0)
 
 
 def test_an_inner_region_counts():
@@ -389,29 +399,13 @@ def test_an_exception_leaves_no_mode_and_no_autocast_behind():
             torch.vmap(wrong)(torch.ones(2, 3, 4))
         assert state() == before
     with region:
-        assert product_dtype() == BF16
+        with region:  # entered again while it is open
+            assert product_dtype() == BF16
         with pytest.raises(RuntimeError):
             torch.vmap(wrong)(torch.ones(2, 3, 4))
         assert torch.is_autocast_enabled("cpu")
         assert product_dtype() == BF16
     assert state() == before
-
-
-def test_a_region_may_be_entered_again_while_it_is_open():
-    before, region = state(), autocast("cpu", BF16)
-    with region:
-        with region:
-            assert product_dtype() == BF16
-        assert product_dtype() == BF16
-    assert state() == before
-
-
-def in_threads(*targets):
-    threads = [threading.Thread(target=each) for each in targets]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
 
 
 def test_a_decorated_function_may_call_itself_and_run_in_threads():
@@ -428,44 +422,17 @@ def test_a_decorated_function_may_call_itself_and_run_in_threads():
     def work():
         found.append((recursive(2), product_dtype(), state()))
 
-    in_threads(work, work)
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    with autocast("cpu", BF16):  # of this thread alone
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
     assert found == [([BF16] * 3, torch.float32, before)] * 2
     assert recursive.__doc__ == "Go down."
     assert state() == before
     with pytest.raises(TypeError, match="expected a function to decorate, got int"):
         autocast("cpu", BF16)(5)
-
-
-def test_other_threads_are_left_alone():
-    found = []
-    with autocast("cpu", BF16):
-        in_threads(lambda: found.append(product_dtype()))
-    assert found == [torch.float32]
-
-
-@pytest.mark.parametrize("name", ["conv, batch norm", "encoder layer", "gru"])
-def test_without_autocast_nothing_changes(name):
-    model, _, (x, y) = build(name)
-    state = {n: p.detach() for n, p in model.named_parameters()}
-
-    def loss(params, x, y):
-        return F.cross_entropy(functional_call(model, params, (x[None],)), y[None])
-
-    compute = torch.func.grad(loss)
-    plain = compute(state, x[0], y[0])
-    with autocast("cpu", BF16, enabled=False):
-        found = compute(state, x[0], y[0])
-    assert all(torch.equal(found[n], plain[n]) for n in plain)
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-@pytest.mark.parametrize("low", [BF16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", MODELS)
-def test_a_gpu_computes_what_eager_autocast_does(name, low):
-    if not isinstance(build(name)[0], Recurrent):  # for which torch.vmap has no rules
-        check_torch_func(name, F.cross_entropy, low, "cuda")
-    check_strategies(name, low, "cuda")
 
 
 @pytest.mark.parametrize("strategy", ["vmap", "hybrid", "loop"])
@@ -678,7 +645,7 @@ def test_what_a_python_function_calls_is_what_torch_makes_of_it(name):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@no_gpu
 @in_both
 @pytest.mark.parametrize("name", sorted(CUDA.keys() - STEPPED.keys()))
 def test_a_gpu_makes_of_an_op_what_torch_does(name, low):

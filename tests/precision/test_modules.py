@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import vgrad
 from tests import oracle
-from tests.losses import TiedLanguageModel
+from tests.losses import Net, Pick, TiedLanguageModel
 from vgrad import explain
 from vgrad.precision import Policy, PolicyModel, loss_under, policy_for
 from vgrad.torch_private import modes
@@ -51,27 +51,6 @@ def spies():
     )
 
 
-class InputsOf(TorchDispatchMode):
-    """Notes the dtype of the first argument of each call of a kernel."""
-
-    def __init__(self, kernel):
-        super().__init__()
-        self.kernel, self.dtypes = kernel, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket is self.kernel:
-            self.dtypes.append(args[0].dtype)
-        return func(*args, **(kwargs or {}))
-
-
-def seen_under(model, policy):
-    """Return what every spy saw under a policy."""
-    fmodel, params, buffers = split(model)
-    SEEN.clear()
-    policy_for(fmodel, policy)(params, buffers, torch.ones(2, 3))
-    return dict(SEEN)
-
-
 def everywhere(dtype, **others):
     """What every spy of the tree sees: the dtype of products, and that of weights."""
     tags = ("", "a", "a.x", "a.x.deep", "a.y", "b", "b.x")
@@ -79,8 +58,8 @@ def everywhere(dtype, **others):
     return {tag: named.get(tag, dtype) for tag in tags}
 
 
-def mlp(seed=0):
-    torch.manual_seed(seed)
+def mlp():
+    torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(5, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 6), nn.Linear(6, 3)
     )
@@ -93,6 +72,18 @@ def eager(model, x, dtype):
         return model(x)
 
 
+def to(model, dtype):
+    return copy.deepcopy(model).to(dtype)
+
+
+def compute_dtype(policy):
+    return Policy.parse(policy).compute_dtype
+
+
+def grads_of(model):
+    return {name: each.grad for name, each in model.named_parameters()}
+
+
 def nothing_is_left_on():
     return not torch.is_autocast_enabled("cpu") and not modes.function_modes()
 
@@ -100,41 +91,31 @@ def nothing_is_left_on():
 # Which policy holds where.
 
 
-class Listed(nn.Module):
+def listed():
     """Has modules in containers, and calls the child of a child past its parent."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([Spy("list.0"), Spy("list.1")])
-        self.named = nn.ModuleDict({"one": Spy("dict.one", x=Spy("dict.one.x"))})
-        self.a = Spy("a", x=Spy("a.x"))
 
     def forward(self, x):
         for block in (*self.blocks, *self.named.values()):
             x = block(x)
         return self.a.x(x)
 
+    named = nn.ModuleDict({"one": Spy("dict.one", x=Spy("dict.one.x"))})
+    blocks = nn.ModuleList([Spy("list.0"), Spy("list.1")])
+    return Net(forward, blocks=blocks, named=named, a=Spy("a", x=Spy("a.x")))
 
-class Failing(nn.Module):
+
+def failing(error):
     """Raises inside of a region within a region."""
-
-    def __init__(self, error):
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-        self.error = error
 
     def forward(self, x):
         self.layer(x)
-        raise self.error("on purpose")
+        raise error("on purpose")
+
+    return Net(forward, layer=nn.Linear(3, 3))
 
 
-class Recovering(nn.Module):
+def recovering():
     """Goes on when its child raises."""
-
-    def __init__(self):
-        super().__init__()
-        self.child = nn.Sequential(Failing(ValueError))
-        self.spy = Spy("after")
 
     def forward(self, x):
         try:
@@ -142,6 +123,8 @@ class Recovering(nn.Module):
         except ValueError:
             SEEN["itself"] = torch.mm(x, torch.ones(3, 3)).dtype, x.dtype
             return self.spy(x)
+
+    return Net(forward, child=nn.Sequential(failing(ValueError)), spy=Spy("after"))
 
 
 def twice():
@@ -188,20 +171,23 @@ HOLDING = [
     (spies, {"": "float32", "a": "bfloat16", "a.x": "float64"},
      everywhere(FULL, a=PURE, a_y=PURE, a_x=WIDE, a_x_deep=WIDE)),
     # What is not called, but what is in it.
-    (Listed, {"": "mixed_bfloat16", "blocks": "f32", "named": "float64", "a": "f32"},
+    (listed, {"": "mixed_bfloat16", "blocks": "f32", "named": "float64", "a": "f32"},
      {"list.0": FULL, "list.1": FULL, "dict.one": WIDE, "dict.one.x": WIDE,
       "a.x": FULL}),
     # The first name of what has two.
     (twice, {"": "mixed_bfloat16", "0": "f32"}, {"shared": FULL, "between": LOW}),
     # After an exception, the policy around it.
-    (Recovering, {"": "mixed_bfloat16", "child": "float64"},
+    (recovering, {"": "mixed_bfloat16", "child": "float64"},
      {"itself": LOW, "after": LOW}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "policies", "expected"), HOLDING)
 def test_the_most_specific_policy_holds(make, policies, expected):
-    assert seen_under(make(), policies) == expected
+    fmodel, params, buffers = split(make())
+    SEEN.clear()
+    policy_for(fmodel, policies)(params, buffers, torch.ones(2, 3))
+    assert SEEN == expected
     assert nothing_is_left_on()
 
 
@@ -233,6 +219,45 @@ def test_what_is_no_model_or_no_policy_is_refused(fmodel, policies, error, messa
         loss_under(torch.bfloat16, lambda params, buffers: params["w"])
 
 
+# What comes out.
+
+
+def by_hand(model, x):
+    """Cast by hand for policies of the first, second and last module."""
+    hidden = eager(model[0], x, BF16)
+    hidden = to(model[1], F64)(hidden.double()).float()
+    hidden = eager(model[3], torch.tanh(hidden), BF16)
+    return model[4](hidden.float()).to(BF16).float()
+
+
+OF_MODULES = {"": "mixed_bfloat16", "1": "c=f64,o=f32", "4": "p=f32,c=f32,o=bf16"}
+BITS = [
+    ("mixed_bfloat16", lambda model, x: eager(model, x, BF16).float()),
+    ("mixed_float16", lambda model, x: eager(model, x, F16).float()),
+    ("bfloat16", lambda model, x: eager(to(model, BF16), x, BF16)),
+    ("float16", lambda model, x: eager(to(model, F16), x, F16)),
+    ("float32", lambda model, x: model(x)),
+    ("float64", lambda model, x: to(model, F64)(x.double())),
+    (OF_MODULES, by_hand),
+]
+
+
+@pytest.mark.parametrize(("policy", "expected"), BITS)
+def test_a_model_equals_casts_by_hand_bit_for_bit_whatever_is_around(policy, expected):
+    model, fmodel, params, buffers, x, _ = mlp()
+    under, right = policy_for(fmodel, policy), expected(model, x)
+    before, plain = copy.deepcopy((params, x)), fmodel(params, buffers, x)
+    found = under(params, buffers, x)
+    with torch.autocast("cpu", dtype=BF16):
+        around = under(params, buffers, x)
+        assert torch.get_autocast_dtype("cpu") == BF16
+        assert torch.is_autocast_enabled("cpu")
+    oracle.assert_exact((found, around), (right, right), 0)
+    # Nothing that was given has changed.
+    assert torch.equal(fmodel(params, buffers, x), plain)
+    oracle.assert_exact((params, x), before, 0)
+
+
 def test_tied_parameters_have_one_dtype_and_may_be_computed_with_in_several():
     model, tokens = TiedLanguageModel(), torch.randint(11, (3, 5))
     fmodel, params, buffers = split(model)
@@ -249,51 +274,6 @@ def test_tied_parameters_have_one_dtype_and_may_be_computed_with_in_several():
     assert torch.equal(found, pure(params, buffers, tokens))
 
 
-# What comes out.
-
-
-class Several(nn.Module):
-    """Returns a tree."""
-
-    def forward(self, x):
-        return {"half": (x.half(), [x.double()]), "index": x.argmax(-1), "name": "x"}
-
-
-@pytest.mark.parametrize("output", [F16, BF16, F32, F64])
-def test_every_floating_output_has_the_output_dtype(output):
-    fmodel, params, buffers = split(Several())
-    for compute in (BF16, F32, F64):
-        under = policy_for(fmodel, Policy(F32, compute, output))
-        found = under(params, buffers, torch.ones(2, 3))
-        assert found["half"][0].dtype == found["half"][1][0].dtype == output
-        assert found["index"].dtype == torch.int64
-        assert found["name"] == "x"
-
-
-@pytest.mark.parametrize("dtype", [F16, BF16])
-def test_a_mixed_model_is_the_eager_model_under_autocast_bit_for_bit(dtype):
-    model, fmodel, params, buffers, x, _ = mlp()
-    name = str(dtype).removeprefix("torch.")
-    found = policy_for(fmodel, f"mixed_{name}")(params, buffers, x)
-    assert torch.equal(found, eager(model, x, dtype).float())
-    found = policy_for(fmodel, name)(params, buffers, x)
-    assert torch.equal(found, eager(copy.deepcopy(model).to(dtype), x, dtype))
-    found = policy_for(fmodel, "float64")(params, buffers, x)
-    assert torch.equal(found, copy.deepcopy(model).double()(x.double()))
-
-
-def test_modules_with_policies_of_their_own_equal_casts_by_hand_bit_for_bit():
-    model, fmodel, params, buffers, x, _ = mlp()
-    policies = {"": "mixed_bfloat16", "1": "c=f64,o=f32", "4": "p=f32,c=f32,o=bf16"}
-    found = policy_for(fmodel, policies)(params, buffers, x)
-    hidden = eager(model[0], x, BF16)
-    hidden = copy.deepcopy(model[1]).double()(hidden.double()).float()
-    hidden = eager(model[3], torch.tanh(hidden), BF16)
-    expected = model[4](hidden.float()).to(BF16).float()
-    assert torch.equal(found, expected)
-    assert found.dtype == F32
-
-
 def test_one_weight_may_be_used_in_both_low_dtypes():
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     second.weight = first.weight
@@ -304,25 +284,28 @@ def test_one_weight_may_be_used_in_both_low_dtypes():
     assert torch.equal(both(params, buffers, x), expected)
 
 
-def test_a_policy_overrides_the_autocast_around_the_call():
-    model, fmodel, params, buffers, x, _ = mlp()
-    full, expected = policy_for(fmodel, "float32"), model(x)
-    with torch.autocast("cpu", dtype=BF16):
-        assert torch.equal(full(params, buffers, x), expected)
-        low = policy_for(fmodel, "mixed_float16")(params, buffers, x)
-        assert torch.is_autocast_enabled("cpu")
-        assert torch.get_autocast_dtype("cpu") == BF16
-    assert torch.equal(low, eager(model, x, F16).float())
+@pytest.mark.parametrize("output", [F16, BF16, F32, F64])
+def test_every_floating_output_has_the_output_dtype(output):
+    several = Pick(
+        lambda x: {"a": (x.half(), [x.double()]), "n": x.argmax(-1), "t": ""}
+    )
+    fmodel, params, buffers = split(several)
+    for compute in (BF16, F32, F64):
+        under = policy_for(fmodel, Policy(F32, compute, output))
+        found = under(params, buffers, torch.ones(2, 3))
+        assert found["a"][0].dtype == found["a"][1][0].dtype == output
+        assert found["n"].dtype == torch.int64
+        assert found["t"] == ""
 
 
 # Buffers.
 
+LOW_POLICIES = ["mixed_bfloat16", "mixed_float16", "bfloat16", "float16"]
+in_both_modes = pytest.mark.parametrize("training", [True, False])
 
-@pytest.mark.parametrize(
-    "policy",
-    ["mixed_bfloat16", "mixed_float16", "bfloat16", "float16", "float32", "float64"],
-)
-@pytest.mark.parametrize("training", [True, False])
+
+@pytest.mark.parametrize("policy", [*LOW_POLICIES, "float32", "float64"])
+@in_both_modes
 def test_batch_norm_keeps_its_statistics_in_float32(policy, training):
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).train(training)
     model[1].running_mean.normal_()
@@ -331,11 +314,11 @@ def test_batch_norm_keeps_its_statistics_in_float32(policy, training):
     under = policy_for(fmodel, policy)
     for given in ((params, buffers), ({**params, **buffers}, {})):
         found, new = under.call_and_update(*given, x)
-        assert {n: v.dtype for n, v in new.items()} == {
-            n: v.dtype for n, v in buffers.items()
+        assert {n: b.dtype for n, b in new.items()} == {
+            n: b.dtype for n, b in buffers.items()
         }
         assert found.dtype == Policy.parse(policy).output_dtype
-        reference = copy.deepcopy(model).double()
+        reference = to(model, F64)
         expected = reference(x.double())
         torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.02)
         for name in ("running_mean", "running_var"):
@@ -344,13 +327,25 @@ def test_batch_norm_keeps_its_statistics_in_float32(policy, training):
         assert int(new["1.num_batches_tracked"]) == int(training)
 
 
+class InputsOf(TorchDispatchMode):
+    """Notes the dtype of the first argument of each call of a kernel."""
+
+    def __init__(self, kernel):
+        super().__init__()
+        self.kernel, self.dtypes = kernel, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is self.kernel:
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-@pytest.mark.parametrize("training", [True, False])
+@in_both_modes
 def test_a_mixed_batch_norm_is_eager_autocast_bit_for_bit(policy, training):
     """Autograd saves the low input: a float32 copy of it would double the memory."""
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
     model.train(training)
-    dtype = Policy.parse(policy).compute_dtype
     fmodel, params, buffers = split(model)
     x = torch.randn(6, 2, 5, 5)
     under = policy_for(fmodel, policy)
@@ -361,14 +356,12 @@ def test_a_mixed_batch_norm_is_eager_autocast_bit_for_bit(policy, training):
 
     with InputsOf(torch.ops.aten.native_batch_norm) as seen:
         found = torch.func.grad(loss)(params)
-    assert seen.dtypes == [dtype]
-    with torch.autocast("cpu", dtype=dtype):
-        output = model(x)
+    assert seen.dtypes == [compute_dtype(policy)]
+    output = eager(model, x, compute_dtype(policy))
     assert torch.equal(outputs, output.float())
     oracle.assert_exact(updated, dict(model.named_buffers()), 0)
     output.float().square().mean().backward()
-    expected = {name: each.grad for name, each in model.named_parameters()}
-    oracle.assert_exact(found, expected, 0)
+    oracle.assert_exact(found, grads_of(model), 0)
 
 
 def test_a_batch_norm_in_float64_stays_as_it_is_inside_a_gradient():
@@ -381,33 +374,22 @@ def test_a_batch_norm_in_float64_stays_as_it_is_inside_a_gradient():
             return (fmodel(params, buffers, x) * x).exp().mean()
 
     (model(x) * x).exp().mean().backward()
-    expected = {name: each.grad for name, each in model.named_parameters()}
-    oracle.assert_exact(torch.func.grad(loss)(params), expected)
-
-
-# Buffers.
-
-
-class Average(nn.Linear):
-    """Binds a new buffer in the dtype of the input, and counts."""
-
-    def __init__(self):
-        super().__init__(3, 3)
-        self.register_buffer("mean", torch.zeros(3))
-        self.register_buffer("count", torch.tensor(0))
-
-    def forward(self, x):
-        x = super().forward(x)
-        self.mean, self.count = x.mean(0), self.count + 1
-        return x
+    oracle.assert_exact(torch.func.grad(loss)(params), grads_of(model))
 
 
 @pytest.mark.parametrize("policy", ["bfloat16", "mixed_bfloat16", "float64"])
 def test_buffers_and_frozen_parameters_come_back_in_the_dtype_they_had(policy):
-    fmodel, params, buffers = split(Average())
-    _, new = policy_for(fmodel, policy).call_and_update(
-        params, buffers, torch.ones(2, 3)
-    )
+    def average(self, x):
+        x = self.layer(x)
+        self.mean, self.count = x.mean(0), self.count + 1
+        return x
+
+    model = Net(average, layer=nn.Linear(3, 3))
+    model.register_buffer("mean", torch.zeros(3))
+    model.register_buffer("count", torch.tensor(0))
+    fmodel, params, buffers = split(model)
+    under = policy_for(fmodel, policy)
+    _, new = under.call_and_update(params, buffers, torch.ones(2, 3))
     assert (new["mean"].dtype, new["count"].dtype) == (F32, torch.int64)
     assert new["mean"].any()
     _, fmodel, params, buffers, x, _ = mlp()
@@ -424,7 +406,7 @@ def test_buffers_and_frozen_parameters_come_back_in_the_dtype_they_had(policy):
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("around", [True, False])
 def test_an_exception_leaves_no_autocast_and_no_mode(error, around):
-    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(Failing(error)))
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(failing(error)))
     fmodel, params, buffers = split(model)
     policies = {"": "mixed_bfloat16", "1": "float32", "1.0": "mixed_float16"}
     under = policy_for(fmodel, policies)
@@ -434,7 +416,6 @@ def test_an_exception_leaves_no_autocast_and_no_mode(error, around):
                 under(params, buffers, torch.ones(2, 3))
             assert torch.is_autocast_enabled("cpu") == around
             assert not modes.function_modes()
-    assert nothing_is_left_on()
     loss = loss_under("mixed_bfloat16", lambda p, b, x: fmodel(p, b, x).sum())
     with pytest.raises(error, match="on purpose"):
         loss(params, buffers, torch.ones(2, 3))
@@ -458,25 +439,33 @@ def test_a_hook_that_raises_before_its_module_runs_leaves_nothing():
             assert nothing_is_left_on()
 
 
-def test_what_is_given_stays_as_it_is():
-    _, fmodel, params, buffers, x, _ = mlp()
-    before, plain = copy.deepcopy((params, x)), fmodel(params, buffers, x)
-    policy_for(fmodel, "bfloat16")(params, buffers, x)
-    assert torch.equal(fmodel(params, buffers, x), plain)
-    oracle.assert_exact((params, x), before, 0)
-
-
 # Copies.
 
 
-def test_copies_and_pickles_compute_the_same_bits():
+def test_copies_pickles_and_threads_compute_the_same_bits():
     _, fmodel, params, buffers, x, _ = mlp()
     mixed = policy_for(fmodel, {"": "mixed_bfloat16", "1": "float32"})
-    expected = mixed(params, buffers, x)
+    pure = policy_for(fmodel, "mixed_float16")
+    expected = {each: each(params, buffers, x) for each in (mixed, pure)}
     for other in (copy.deepcopy(mixed), pickle.loads(pickle.dumps(mixed))):
         assert isinstance(other, PolicyModel)
         assert other.policies == mixed.policies
-        assert torch.equal(other(params, buffers, x), expected)
+        assert torch.equal(other(params, buffers, x), expected[mixed])
+    start, right = threading.Barrier(2), []
+
+    def work(models):
+        start.wait()
+        for model in models * 30:
+            right.append(torch.equal(model(params, buffers, x), expected[model]))
+        right.append(nothing_is_left_on())
+
+    orders = (mixed, pure), (pure, mixed)
+    threads = [threading.Thread(target=work, args=(order,)) for order in orders]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert right == [True] * 122
 
 
 def test_modes_are_changed_in_a_new_function_with_the_same_policies():
@@ -503,79 +492,42 @@ def test_a_module_made_of_it_is_plain_and_in_the_dtypes_that_are_given():
     oracle.assert_exact(dict(model.named_parameters()), doubled, 0)
 
 
-def test_threads_share_one_function_and_keep_their_own_state():
-    _, fmodel, params, buffers, x, _ = mlp()
-    mixed = policy_for(fmodel, {"": "mixed_bfloat16", "1": "float32"})
-    pure = policy_for(fmodel, "mixed_float16")
-    expected = mixed(params, buffers, x), pure(params, buffers, x)
-    start = threading.Barrier(2)
-    right: list[bool] = []
-
-    def work(models):
-        start.wait()
-        for _ in range(30):
-            for which in models:
-                found = (mixed, pure)[which](params, buffers, x)
-                right.append(torch.equal(found, expected[which]))
-        right.append(nothing_is_left_on())
-
-    threads = [threading.Thread(target=work, args=(o,)) for o in ((0, 1), (1, 0))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(right) == 122
-    assert all(right)
-    assert nothing_is_left_on()
-
-
 # Transforms.
 
 
-@pytest.mark.parametrize("dtype", [F16, BF16])
-def test_under_vmap_and_grad_it_is_eager_autocast_up_to_rounding(dtype):
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_under_vmap_and_grad_it_is_eager_autocast_up_to_rounding(policy):
     model, fmodel, params, buffers, x, y = mlp()
-    name = str(dtype).removeprefix("torch.")
-    mixed = policy_for(fmodel, f"mixed_{name}")
+    mixed, dtype = policy_for(fmodel, policy), compute_dtype(policy)
     tolerance = 4 * torch.finfo(dtype).eps
     found = torch.vmap(lambda row: mixed(params, buffers, row[None])[0])(x)
-    assert found.dtype == F32
     expected = eager(model, x, dtype).float()
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     grads = torch.func.grad(lambda p: F.cross_entropy(mixed(p, buffers, x), y))(params)
-    F.cross_entropy(eager(model, x, dtype).float(), y).backward()
-    wanted = {name: each.grad for name, each in model.named_parameters()}
-    assert oracle.error(grads, wanted) < tolerance
+    F.cross_entropy(expected, y).backward()
+    assert oracle.error(grads, grads_of(model)) < tolerance
 
 
-def per_sample_reference(model, x, y, dtype):
-    """Loop over samples in eager autocast, pure where the model is low."""
-    rows = []
-    for row, target in zip(x, y, strict=True):
-        output = eager(model, row[None], dtype)
-        loss = F.cross_entropy(output.float(), target[None])
-        rows.append(torch.autograd.grad(loss, list(model.parameters())))
-    names = [name for name, _ in model.named_parameters()]
-    columns = [torch.stack(each).float() for each in zip(*rows, strict=True)]
-    return dict(zip(names, columns, strict=True))
+def losses_under(policy, fmodel):
+    """Return the loss of a model under a policy, and a loss under it."""
+    yield vgrad.sample_loss(policy_for(fmodel, policy), F.cross_entropy)
+    yield loss_under(policy, vgrad.sample_loss(fmodel, F.cross_entropy))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(
-    "policy", ["mixed_bfloat16", "mixed_float16", "bfloat16", "float16"]
-)
+@pytest.mark.parametrize("policy", LOW_POLICIES)
 def test_per_sample_gradients_are_those_of_eager_autocast(strategy, policy):
     model, fmodel, params, buffers, x, y = mlp()
-    dtype = Policy.parse(policy).compute_dtype
-    reference = copy.deepcopy(model)
-    if not policy.startswith("mixed"):
-        reference.to(dtype)
-    expected = per_sample_reference(reference, x, y, dtype)
+    dtype = compute_dtype(policy)
+    reference = model if policy.startswith("mixed") else to(model, dtype)
+    rows = []
+    for row, target in zip(x, y, strict=True):
+        loss = F.cross_entropy(eager(reference, row[None], dtype).float(), target[None])
+        rows.append(torch.autograd.grad(loss, list(reference.parameters())))
+    stacked = (torch.stack(each).float() for each in zip(*rows, strict=True))
+    expected = dict(zip(params, stacked, strict=True))
     tolerance = 8 * torch.finfo(dtype).eps
-    for loss in (
-        vgrad.sample_loss(policy_for(fmodel, policy), F.cross_entropy),
-        loss_under(policy, vgrad.sample_loss(fmodel, F.cross_entropy)),
-    ):
+    for loss in losses_under(policy, fmodel):
         options = {"strategy": strategy}
         grads = vgrad.per_sample_grad(loss, **options)(params, buffers, x, y)
         assert {grad.dtype for grad in grads.values()} == {F32}
@@ -592,28 +544,23 @@ def test_per_sample_gradients_are_those_of_eager_autocast(strategy, policy):
 def test_gradients_have_the_dtype_of_the_parameters_that_are_given(dtype, policy):
     _, fmodel, params, buffers, x, y = mlp()
     params = {name: value.detach().to(dtype) for name, value in params.items()}
-    mixed = policy_for(fmodel, policy)
-    grads = torch.func.grad(lambda p: F.cross_entropy(mixed(p, buffers, x), y))(params)
-    assert {grad.dtype for grad in grads.values()} == {dtype}
-    loss = loss_under(policy, vgrad.sample_loss(fmodel, F.cross_entropy))
+    of_model, of_loss = losses_under(policy, fmodel)
+    found = [torch.func.grad(of_model)(params, buffers, x[0], y[0])]
     for strategy in STRATEGIES:
-        each = vgrad.per_sample_grad(loss, strategy=strategy)(params, buffers, x, y)
-        assert {grad.dtype for grad in each.values()} == {dtype}
+        compute = vgrad.per_sample_grad(of_loss, strategy=strategy)
+        found.append(compute(params, buffers, x, y))
+    assert {grad.dtype for grads in found for grad in grads.values()} == {dtype}
 
 
 @pytest.mark.parametrize("policy", ["bfloat16", "mixed_bfloat16", "float64"])
-@pytest.mark.parametrize("of_loss", [True, False])
-def test_linear_layers_keep_their_compact_form(policy, of_loss):
+def test_linear_layers_keep_their_compact_form(policy):
     _, fmodel, params, buffers, x, y = mlp()
-    if of_loss:
-        loss = loss_under(policy, vgrad.sample_loss(fmodel, F.cross_entropy))
-    else:
-        loss = vgrad.sample_loss(policy_for(fmodel, policy), F.cross_entropy)
-    explanation = explain(vgrad.per_sample_norm(loss))(params, buffers, x, y)
-    assert explanation.strategy == "recorded"
-    found = {row.names: (row.op, row.factor) for row in explanation.rows}
-    for layer in ("0", "3", "4"):
-        assert found[f"{layer}.weight",] == ("linear", "Outer")
+    for loss in losses_under(policy, fmodel):
+        explanation = explain(vgrad.per_sample_norm(loss))(params, buffers, x, y)
+        assert explanation.strategy == "recorded"
+        found = {row.names: (row.op, row.factor) for row in explanation.rows}
+        for layer in ("0", "3", "4"):
+            assert found[f"{layer}.weight",] == ("linear", "Outer")
 
 
 # Losses.
@@ -622,16 +569,19 @@ def test_linear_layers_keep_their_compact_form(policy, of_loss):
 def test_a_loss_under_a_policy_is_the_loss_under_autocast():
     model, fmodel, params, buffers, x, y = mlp()
     loss = vgrad.batch_loss(fmodel, F.cross_entropy)
-    found = loss_under("mixed_bfloat16", loss)(params, buffers, x, y)
     with torch.autocast("cpu", dtype=BF16):
-        expected = F.cross_entropy(model(x), y)
-    assert torch.equal(found, expected)
-    found = loss_under("float64", loss)(params, buffers, x, y)
-    expected = F.cross_entropy(copy.deepcopy(model).double()(x.double()), y)
-    assert torch.equal(found, expected)
-    with torch.autocast("cpu", dtype=BF16):
-        found = loss_under("float32", loss)(params, buffers, x, y)
-    assert torch.equal(found, F.cross_entropy(model(x), y))
+        low = F.cross_entropy(model(x), y)
+    wide = F.cross_entropy(to(model, F64)(x.double()), y)
+    plain = F.cross_entropy(model(x), y)
+    for around in (False, True):
+        with torch.autocast("cpu", dtype=BF16, enabled=around):
+            for policy, expected in (
+                ("mixed_bfloat16", low),
+                ("float64", wide),
+                ("float32", plain),
+            ):
+                found = loss_under(policy, loss)(params, buffers, x, y)
+                assert torch.equal(found, expected)
     assert nothing_is_left_on()
 
 
@@ -645,27 +595,31 @@ def test_a_loss_under_a_policy_casts_what_is_frozen_where_autocast_does_not():
 
     rounding = oracle.rounding(reference, trained, x, y, dtype=BF16)
     for policy in ("float64", "bfloat16", "mixed_bfloat16"):
-        under = loss_under(policy, loss)
-        found = vgrad.per_sample_grad(under)(trained, constant, x, y)
-        expected = vgrad.per_sample_grad(under)(params, buffers, x, y)
+        compute = vgrad.per_sample_grad(loss_under(policy, loss))
+        found = compute(trained, constant, x, y)
+        expected = compute(params, buffers, x, y)
         tolerance = 2 * rounding if "bf" in policy else 1e-6
         assert oracle.error(found, {n: expected[n] for n in trained}) < tolerance
 
 
-def test_a_loss_on_dictionaries_gets_cast_parameters_and_its_batch():
-    seen = {}
+@pytest.mark.parametrize(
+    ("policy", "dtypes"),
+    [
+        ("bfloat16", (BF16, F32, F32, BF16)),
+        ("mixed_float16", (F32, F32, F32, F16)),
+        ("float64", (F64, F64, F64, F64)),
+    ],
+)
+def test_a_loss_on_dictionaries_gets_cast_parameters_and_its_batch(policy, dtypes):
+    seen = []
 
     def loss(params, buffers, x, index):
-        seen.update(w=params["w"].dtype, b=buffers["b"].dtype, x=x.dtype)
-        seen.update(index=index.dtype, product=(x @ params["w"]).dtype)
-        return (x @ params["w"]).sum() * buffers["b"]
+        product = x @ params["w"]
+        seen[:] = (
+            each.dtype for each in (params["w"], buffers["b"], x, product, index)
+        )
+        return product.sum() * buffers["b"]
 
     params, buffers = {"w": torch.ones(2)}, {"b": torch.ones(())}
-    batch = torch.ones(3, 2), torch.arange(3)
-    fixed = {"index": torch.int64}
-    loss_under("bfloat16", loss)(params, buffers, *batch)
-    assert seen == {"w": BF16, "b": F32, "x": F32, "product": BF16, **fixed}
-    loss_under("mixed_float16", loss)(params, buffers, *batch)
-    assert seen == {"w": F32, "b": F32, "x": F32, "product": F16, **fixed}
-    loss_under("float64", loss)(params, buffers, *batch)
-    assert seen == {"w": F64, "b": F64, "x": F64, "product": F64, **fixed}
+    loss_under(policy, loss)(params, buffers, torch.ones(3, 2), torch.arange(3))
+    assert seen == [*dtypes, torch.int64]

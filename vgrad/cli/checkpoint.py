@@ -279,8 +279,15 @@ def read_model(
         ValueError: a file is damaged, or does not fit the model.
     """
     if holds_ensemble(folder):
-        path = folder / ENSEMBLE_TEXT
-        description = _read_text(path)
+        path, called = folder / ENSEMBLE_TEXT, "expected the description of an ensemble"
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: {called}, got no file.")
+        try:
+            with path.open("rb") as file:
+                description = files.from_json(file.read(_LONGEST_TEXT))
+        except ValueError as error:
+            damaged = f"{path}: {called}, got a damaged file ({error})."
+            raise ValueError(damaged) from error
         check(str(path), description, {"members": whole(1, _MOST_IN_A_FILE)})
         fmodel, params, buffers = _template(path, description, named)
         path, count = folder / ENSEMBLE, description["members"]
@@ -308,21 +315,6 @@ def read_model(
         for entries in (params, buffers)
     )
     return fmodel, params, buffers, description
-
-
-def _read_text(path: Path) -> Description:
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path}: expected the description of an ensemble, got no file."
-        )
-    try:
-        with path.open("rb") as file:
-            return files.from_json(file.read(_LONGEST_TEXT))
-    except ValueError as error:
-        raise ValueError(
-            f"{path}: expected the description of an ensemble, got a damaged file "
-            f"({error})."
-        ) from error
 
 
 def _template(

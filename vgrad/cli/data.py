@@ -62,19 +62,16 @@ def load(source: str, *, seed: int) -> Dataset:
     digits are split; the others come split.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it cannot be read, or its arrays do not fit.
+        FileNotFoundError, ValueError: there is no such file, or it does not fit.
         ModuleNotFoundError: the package that has the data is not installed.
     """
-    if source not in SOURCES and not source.endswith(".npz"):
-        raise ValueError(
-            f"--data {source}: expected {', '.join(SOURCES)} or a file named *.npz."
-        )
-    if source not in SOURCES and not Path(source).is_file():
-        raise FileNotFoundError(f"--data {source}: expected a file, got none there.")
     try:
         if source in SOURCES:
             return _checked({**SOURCES[source](seed), "classes": _PUBLIC_CLASSES})
+        if not source.endswith(".npz"):
+            raise ValueError(f"expected {', '.join(SOURCES)} or a file named *.npz.")
+        if not Path(source).is_file():
+            raise FileNotFoundError(f"--data {source}: expected a file, got none.")
         return _checked(_read_npz(Path(source)))
     except ValueError as error:
         raise ValueError(f"--data {source}: {error}") from error

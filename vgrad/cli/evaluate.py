@@ -99,14 +99,7 @@ def _words(shape: Shape) -> str:
 
 
 def bench(arguments: Namespace) -> None:
-    """Run suites of `bench/` beside the package, or all of them; print their tables.
-
-    Raises:
-        FileNotFoundError: the package does not lie in a checkout, or `--out` in a
-            folder.
-        ValueError: there is no such suite.
-        SystemExit: a benchmark failed.
-    """
+    """Run suites of `bench/` beside the package, or all of them; print their tables."""
     root = _checkout("bench")
     words = ["bench.suites", *arguments.suites]
     if arguments.out:
@@ -126,12 +119,7 @@ def bench(arguments: Namespace) -> None:
 
 
 def experiment(arguments: Namespace) -> None:
-    """Run experiments of `bench/experiments/`, and leave their files in a folder.
-
-    Raises:
-        OSError: the package does not lie in a checkout, or no folder can be made.
-        SystemExit: one failed, or there is none of such a name.
-    """
+    """Run experiments of `bench/experiments/`, and leave their files in a folder."""
     root = _checkout("experiment")
     out = folder_of("--out", arguments.out).absolute()
     words = ["bench.experiments", *arguments.names]

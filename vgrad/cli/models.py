@@ -13,7 +13,6 @@ import hashlib
 import importlib
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -104,11 +103,7 @@ def resnet(*, channels: int, height: int, width: int, classes: int) -> nn.Module
     )
 
 
-MODELS: dict[str, Callable[..., nn.Module]] = {
-    "cnn": cnn,
-    "mlp": mlp,
-    "resnet": resnet,
-}
+MODELS = {"cnn": cnn, "mlp": mlp, "resnet": resnet}
 
 _LEAST = {"cnn": 2, "mlp": 1, "resnet": 4}
 """Pixels on each side, which the pooling of a net needs."""
@@ -135,11 +130,6 @@ def build(spec: str, shape: Shape, *, seed: int) -> nn.Module:
     `spec` is a key of `MODELS` or `module:factory`. A factory is imported, with the
     current directory on the path, and called with the keyword arguments `channels`,
     `height`, `width` and `classes`. Torch's own generator is left as it was.
-
-    Raises:
-        ValueError: no model has this name, or the factory fails, or a net of this
-            package would be too large.
-        TypeError: the factory returns something other than a module.
     """
     with kept_random_state(()):
         if spec in MODELS:
@@ -149,11 +139,7 @@ def build(spec: str, shape: Shape, *, seed: int) -> nn.Module:
 
 
 def outline(spec: str, shape: Shape) -> nn.Module:
-    """Make a net of this package without its values, on the device `meta`.
-
-    Raises:
-        ValueError: the images are too small for it, or it has too many parameters.
-    """
+    """Make a net of this package without its values, on the device `meta`."""
     if min(shape.height, shape.width) < _LEAST[spec]:
         raise ValueError(
             f"--model {spec}: expected at least {_LEAST[spec]} x {_LEAST[spec]} "
@@ -202,22 +188,16 @@ def under(precision: str, fmodel: FunctionalModel) -> FunctionalModel:
 
 def warn_if_slow(precision: str, device: str) -> None:
     """Warn if a run in float16 or bfloat16 goes to a CPU that is slow in it."""
-    if torch.device(device).type != "cpu" or kernels.cpu_multiplies(
-        getattr(torch, precision)
-    ):
-        return
-    if precision == "bfloat16":
-        advice = "float32"
-    elif not kernels.cpu_multiplies(torch.bfloat16):
-        advice = "float32 (bfloat16 is as slow here)"
-    else:
-        advice = "bfloat16"
-    warnings.warn(
-        f"--precision {precision}: this CPU lacks the instructions for {precision}. "
-        f"Convolutions and products of large matrices can take 50 times as long as in "
-        f"float32, or longer. Use --precision {advice}, or a GPU.",
-        stacklevel=2,
-    )
+    fast = kernels.cpu_multiplies
+    if torch.device(device).type == "cpu" and not fast(getattr(torch, precision)):
+        advice = "bfloat16" if fast(torch.bfloat16) else "float32"
+        warnings.warn(
+            f"--precision {precision}: this CPU lacks the instructions for "
+            f"{precision}. Convolutions and products of large matrices can take 50 "
+            f"times as long as in float32, or longer. Use --precision {advice}, or a "
+            f"GPU.",
+            stacklevel=2,
+        )
 
 
 def instructions() -> list[str]:

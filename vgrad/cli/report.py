@@ -175,15 +175,10 @@ def finish(folder: Path, job: Job, states: Mapping[str, Any], figures: Figures) 
         name: write_picture(figure, folder / name)
         for name, figure in draw(job, states, figures).items()
     }
-    show_table(figures)
+    Console().print(_console_table(figures))
     write_page(folder, job, figures, images)
     say(release(job, folder))
     say(f"The run in pictures, not for release: {folder / PAGE}")
-
-
-def show_table(figures: Figures) -> None:
-    """Print the figures at the end of a run."""
-    Console().print(_console_table(figures))
 
 
 # Pictures.
@@ -193,15 +188,7 @@ RELIABILITY = "reliability.png"
 UNCERTAIN = "uncertain.png"
 PICTURES = (CURVES, RELIABILITY, UNCERTAIN)
 
-COLOURS = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-    "#000000",
-)
+COLOURS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000".split()
 """For all pictures, with bench/: distinct under colour blindness.
 
 Reference: Okabe and Ito, Color Universal Design, 2008.

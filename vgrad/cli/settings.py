@@ -84,14 +84,8 @@ class Settings(vgrad_command.Options):
 
     `batch_size` and `lr` are None, if not given, until `fitted` has seen the data.
 
-    Raises:
-        ValueError: the arguments contradict one another, or no such device is here.
+    A ValueError is raised if they contradict one another, or no such device is here.
     """
-
-    @property
-    def private(self) -> bool:
-        """Whether anything is trained with privacy."""
-        return not self.without_privacy
 
     def __post_init__(self) -> None:
         if self.without_privacy and self.members == 1:
@@ -148,9 +142,6 @@ class Settings(vgrad_command.Options):
 
         With batches below the usual size the rate shrinks as they do, so that the noise
         of a step, rate * multiplier * max_norm / batch, stays about the same.
-
-        Raises:
-            ValueError: a batch has more samples than there are.
         """
         # About half of them; tensor cores like multiples of eight.
         fitting = min(BATCH, 8 * math.ceil(samples / 16), samples)
@@ -186,12 +177,7 @@ def device(name: str) -> torch.device:
 
 
 def folder_of(option: str, name: str) -> Path:
-    """Return the path of a folder that is there or can be made.
-
-    Raises:
-        ValueError: there is no name.
-        NotADirectoryError: something else has this name, or a folder above it has it.
-    """
+    """Return the path of a folder that is there or can be made."""
     if not name:
         raise ValueError(f"{option} '': expected the name of a folder, got none.")
     path = Path(name)

@@ -58,12 +58,8 @@ _GRADIENT_BYTES = 2**28
 _MOST_ROWS = 512
 
 
-class Model(NamedTuple):
-    """A model as a function, and the values that training starts from."""
-
-    function: FunctionalModel
-    params: Params
-    buffers: Buffers
+Model = tuple[FunctionalModel, Params, Buffers]
+"""A model as a function, and the values that training starts from."""
 
 
 class Taken(NamedTuple):
@@ -138,14 +134,7 @@ def prepare(
     extended: Sequence[int] = (),
     mesh: "DeviceMesh | None" = None,
 ) -> Job:
-    """Read the data, make the model or the members, plan the noise; write nothing.
-
-    Raises:
-        FileNotFoundError, ValueError: as `data.load` and `models.build`; or the batch
-            is larger than the data; or no noise meets the target; or the model takes
-            no such images or has no per-sample gradients; or the members that a factory
-            made are not alike.
-    """
+    """Read the data, make the model or the members, plan the noise; write nothing."""
     dataset = data.load(settings.data, seed=settings.seed)
     settings = settings.fitted(len(dataset.y_train), dataset.shape)
     count, device = settings.members, torch.device(settings.device)
@@ -157,42 +146,44 @@ def prepare(
     if count > 1:
         seeds = [member_seed(settings.seed, i) for i in range(count)]
     modules = [models.build(settings.model, dataset.shape, seed=seed) for seed in seeds]
-    one = model = _tried(settings, dataset, modules[0])
-    tx, policy = optim.sgd(settings.lr), models.POLICIES[settings.precision]
-    scores = models.under(settings.precision, model.function.eval())
-    forms: Description = {}
+    images = torch.zeros(2, *dataset.shape[:3], device=device)
+    labels = torch.zeros(2, dtype=torch.int64, device=device)
+    one = model = _tried(settings, modules[0], dataset.classes, images, labels)
+    if count > 1:
+        model = stack(module.train().to(device) for module in modules)
+    fmodel, params, buffers = model
+    loss, tx = batch_loss(fmodel, F.cross_entropy), optim.sgd(settings.lr)
+    scores = models.under(settings.precision, fmodel.eval())
+    policy, forms = models.POLICIES[settings.precision], {}
     if count == 1:
-        loss, create = batch_loss(model.function, F.cross_entropy), TrainState.create
-        step = train_step(loss, tx, policy=policy)
+        create, step = TrainState.create, train_step(loss, tx, policy=policy)
         size = Ranks.of_all("train", mesh).size
-        cut = not model.buffers and settings.batch_size % size == 0
+        cut = not buffers and settings.batch_size % size == 0
     else:
-        model = Model(*stack(module.train().to(device) for module in modules))
-        loss, create = batch_loss(model.function, F.cross_entropy), EnsembleState.create
-        strategy = _strategy(settings, model, dataset)
-        step = ensemble_train_step(
-            loss, tx, in_dims=0, strategy=strategy, policy=policy
-        )
+        strategy = _strategy(settings, model, images, labels)
+        options = {"strategy": strategy, "policy": policy}
+        create = EnsembleState.create
+        step = ensemble_train_step(loss, tx, in_dims=0, **options)
         scores = ensemble_forward(scores, chunk_size=ROWS, strategy=strategy)
         cut, forms["strategy of members"] = False, strategy
     key = fold_in(dp.secret_key(seed=settings.seed), "plain")  # no secret
     plain = Trainer(
-        _start(settings, create, model.params, model.buffers, key, DynamicLossScale()),
+        _start(settings, create, params, buffers, key, DynamicLossScale()),
         _plain_advance(settings, dataset, step, mesh if cut else None),
         lambda step: None,
     )
-    if not settings.private:
+    if settings.without_privacy:
         plan, trainers = None, {"plain": plain}
     else:
         # Others round differently. "auto" as a chunk size depends on free memory, which
         # may differ when a run goes on.
-        gradient = sum(t.numel() * t.element_size() for t in one.params.values())
+        gradient = sum(t.numel() * t.element_size() for t in one[1].values())
         rows = max(1, min(_MOST_ROWS, _GRADIENT_BYTES // gradient))
         forms |= {"strategy": STRATEGY, "chunk_size": rows}
         plan = planned(settings, len(dataset.y_train), ends)
         private = Trainer(
-            _private_start(settings, model),
-            _private_advance(settings, one, plan, rows, ends[-1], mesh),
+            _private_start(settings, params, buffers),
+            _private_advance(settings, one[0], plan, rows, ends[-1], mesh),
             lambda step: plan.epsilon(step * count),
         )
         trainers = {"private": private, "plain": plain}
@@ -236,53 +227,50 @@ def planned(settings: Settings, size: int, ends: Sequence[int]) -> dp.Plan:
     return longer
 
 
-def _tried(settings: Settings, dataset: Dataset, module: nn.Module) -> Model:
-    """Try a model on blank images, so that errors show early."""
-    module = module.train().to(settings.device)
-    images, labels = _blank(settings, dataset, 2)
+def _tried(
+    settings: Settings, module: nn.Module, classes: int, images: Tensor, labels: Tensor
+) -> Model:
+    """Try a model on two blank images, so that errors show early."""
+    module = module.train().to(images.device)
+    needs = "" if settings.without_privacy else " and has per-sample gradients"
     try:
-        model = Model(*make_functional_with_buffers(module))
+        fmodel, params, buffers = make_functional_with_buffers(module)
+        function = models.under(settings.precision, fmodel)
         with kept_random_state([images]):
-            function = models.under(settings.precision, model.function)
-            scores = function(model.params, model.buffers, images)
-            if scores.shape != (2, dataset.classes):
-                raise ValueError(
-                    f"scores of shape {tuple(scores.shape)} for two images"
-                )
-            if settings.private:
+            scores = function(params, buffers, images)
+            if scores.shape != (2, classes):
+                shape = tuple(scores.shape)
+                raise ValueError(f"scores of shape {shape} for two images")
+            if not settings.without_privacy:
                 loss = sample_loss(function, F.cross_entropy)
                 gradient = clipped_grad(loss, max_norm=1.0, randomness="different")
-                gradient(model.params, model.buffers, images, labels)
+                gradient(params, buffers, images, labels)
     except Exception as error:
         # Code of the user's own may raise anything; the cause is kept.
-        needs = " and has per-sample gradients" if settings.private else ""
         raise ValueError(
-            f"--model {settings.model}: expected a model that scores {dataset.classes} "
-            f"classes for images {list(dataset.shape[:3])}{needs}, got "
+            f"--model {settings.model}: expected a model that scores {classes} classes "
+            f"for images {list(images.shape[1:])}{needs}, got "
             f"{type(error).__name__}: {error}"
         ) from error
-    return model
+    return fmodel, params, buffers
 
 
-def _strategy(settings: Settings, model: Model, dataset: Dataset) -> EnsembleStrategy:
+def _strategy(
+    settings: Settings, model: Model, images: Tensor, labels: Tensor
+) -> EnsembleStrategy:
     """Choose a strategy: the cheapest, or the loop where an op cannot be batched."""
-    images, labels = _blank(settings, dataset, settings.members, 2)
-    function = models.under(settings.precision, model.function)
-    loss = batch_loss(function, F.cross_entropy)
+    fmodel, params, buffers = model
+    loss = batch_loss(models.under(settings.precision, fmodel), F.cross_entropy)
     compute = ensemble_grad(loss, in_dims=0, strategy="hybrid")
+    images, labels = (
+        torch.stack(settings.members * [tensor]) for tensor in (images, labels)
+    )
     with kept_random_state([images]):
         try:
-            compute(model.params, model.buffers, images, labels)
+            compute(params, buffers, images, labels)
         except UnsupportedOp:
             return "loop"
     return "auto"
-
-
-def _blank(settings: Settings, dataset: Dataset, *sizes: int) -> tuple[Tensor, Tensor]:
-    """Make blank images `[*sizes, C, H, W]` and labels `[*sizes]`."""
-    device = torch.device(settings.device)
-    images = torch.zeros(*sizes, *dataset.shape[:3], device=device)
-    return images, torch.zeros(*sizes, dtype=torch.int64, device=device)
 
 
 def _start(
@@ -303,7 +291,9 @@ def _start(
     return state._replace(key=key)
 
 
-def _private_start(settings: Settings, model: Model) -> TrainState | PrivateMembers:
+def _private_start(
+    settings: Settings, params: Params, buffers: Buffers
+) -> TrainState | PrivateMembers:
     """Make the private states; their keys are secrets unless noise is reproducible."""
     seed = settings.seed if settings.reproducible_noise else None
 
@@ -312,7 +302,6 @@ def _private_start(settings: Settings, model: Model) -> TrainState | PrivateMemb
         create = TrainState.create
         return _start(settings, create, params, buffers, key, _PRIVATE_SCALE)
 
-    _, params, buffers = model
     if settings.members == 1:
         return start(params, buffers, 0)
     members = range(settings.members)
@@ -323,7 +312,7 @@ def _private_start(settings: Settings, model: Model) -> TrainState | PrivateMemb
 
 def _private_advance(
     settings: Settings,
-    model: Model,
+    fmodel: FunctionalModel,
     plan: dp.Plan,
     rows: int,
     steps: int,
@@ -332,7 +321,7 @@ def _private_advance(
     """Train on Poisson batches, with clipping and noise, one member after the other."""
     plan = dataclasses.replace(plan, steps=steps)  # of one member
     step = private_step(
-        sample_loss(model.function, F.cross_entropy),
+        sample_loss(fmodel, F.cross_entropy),
         optim.sgd(settings.lr),
         plan,
         strategy=STRATEGY,

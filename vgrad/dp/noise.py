@@ -4,38 +4,29 @@ The guarantee of the accountant is about real numbers and a perfect source of
 randomness. This file comes close to them:
 
 * Noise is drawn and added in float64. The sum is then rounded to a grid of 2^-17 to
-  2^-16 of the noise's standard deviation, and to its dtype last of all. Normal numbers
-  come in pairs, from two uniform ones of 53 bits (Box and Muller): 2^53 on every circle
-  of radius r around zero, 2^-50.3 r apart. The number under the logarithm has 43
-  significant bits or more, however small it is, so circles are at most 2^-43 / r apart
-  (with steps of 2^-53 alone, farther than the grid beyond seven deviations, which one
-  pair in 10^11 reaches). Every square of the grid then holds at least 2^59 pairs: every
-  value that one data set can release is also reachable from each neighbouring one,
-  jointly for both numbers of a pair. The edges of a square cut circles and steps on
-  them, and the last bits of logarithm, root and tangent move a number by about 2^-51
-  deviations. The probability is right to about one part in 2^32, in the mean over
-  releases, as long as the sum is within sixteen deviations of zero (in general to 2^-36
-  of the sum in deviations). In float32 some values are impossible without a given
-  sample: with a million parameters and a thousand steps one of them shows with a
-  probability of about 2e-4, twenty times a delta of 1e-5.
-* The 2^-32 remain. Over 10^9 numbers they add about 1e-5 to epsilon if they err
-  independently, and 0.2 if all err in one direction. A discrete Gaussian, sampled with
-  integers alone, would replace this estimate by a proof, at a multiple of the cost. The
-  time that a step takes is not hidden either.
+  2^-16 deviations, and to its dtype last of all. Two uniform numbers u and v of 53 bits
+  give two normal ones (Box and Muller, 1958),
+  `sqrt(-2 log u) cos(2 pi v)` and `sqrt(-2 log u) sin(2 pi v)`, and u has 43
+  significant bits or more, however small it is. Every square of the grid then holds at
+  least 2^59 pairs: every value that one data set can release is also reachable from
+  each neighbouring one, jointly for both numbers of a pair. The probability is right to
+  about one part in 2^32, in the mean over releases, as long as the sum is within
+  sixteen deviations of zero (in general to 2^-36 of the sum in deviations). Over 10^9
+  numbers that adds about 1e-5 to epsilon if the errors are independent, and 0.2 if all
+  have one direction; a discrete Gaussian would replace the estimate by a proof, at a
+  multiple of the cost. In float32 some values are impossible without a given sample,
+  and with 10^9 numbers one of them shows with a probability of about 2e-4.
 * The sum adds float32 gradients that are computed for the batch as a whole. An added
-  sample changes how the others are rounded, which the sensitivity does not count. In
-  batches of B samples whose gradients all point one way this moved the sum by up to
-  4 B 2^-24 of the clip norm (1e-2 for 60,000 samples, B 2^-24 in chunks of 64). A
-  gradient that is nothing but rounding errors may change completely if the number of
-  samples decides which kernel runs: one such sample beside the new one moved the sum by
-  twice the sensitivity. With `chunk_size=1` or `strategy="loop"` no sample's gradient
-  depends on another sample.
+  sample changes how the others are rounded, which the sensitivity does not count: by up
+  to 4 B 2^-24 of the clip norm in batches of B samples (B 2^-24 in chunks of 64), and
+  by twice the sensitivity where a gradient is nothing but rounding errors. With
+  `chunk_size=1` or `strategy="loop"` no sample's gradient depends on another sample.
 * Keys of streams have 128 bits and come from a keyed hash (BLAKE2b) of a secret key of
   256 bits. From there on numpy's Philox4x64-10 draws, which passes all statistical
   tests but was not made to resist cryptanalysis. On a CUDA device torch's Philox4x32-10
   draws, whose seed has 64 bits: a hash of the same key for each step.
-* Losses, gradient norms and the fraction of clipped samples are not private, however
-  much noise the sum gets. Do not publish them.
+* Losses, gradient norms, the fraction of clipped samples and the time of a step are not
+  private, however much noise the sum gets. Nor is the memory of the machine.
 
 One draw, one release. The noise of a step is a function of the key, the step, the
 member, the parameter's name and shape, and of the plan's numbers; sharding and the
@@ -45,17 +36,6 @@ are the same: if they are not, release the results of only one of the two attemp
 runs that continue from copies of one state with other data, another loss or another
 optimizer would add the same noise to different sums, whose difference then reveals
 everything: `state.fork()` gives one of them a new key.
-
-The released parameters are meant for people who do not control the machine that trains
-and do not look into its memory.
-
-Two uniform numbers u and v give two normal ones (Box and Muller, 1958),
-
-    sqrt(-2 log u) cos(2 pi v)   and   sqrt(-2 log u) sin(2 pi v),
-
-with cosine and sine from `t = tan(pi v)`: `2 / (1 + t^2) - 1` and `2 t / (1 + t^2)`,
-which is faster with numpy. torch's functions are faster still, but MKL's start threads
-in every thread that calls them: two threads took ten times as long.
 
 The numbers of a tensor are blocks of one stream, in row-major order. A rank with a part
 of the tensor draws each block that overlaps its part as a whole: every part has exactly
@@ -343,7 +323,9 @@ def draw(stream: int, number: int, count: int, deviation: float) -> np.ndarray:
         radius[small] = below * source.random(len(small))
         below *= _SMALL
         small = small[radius[small] < below]
-    # All in place: a block stays in a cache.
+    # Cosine and sine of 2 pi v from t = tan(pi v), 2 / (1 + t^2) - 1 and
+    # 2 t / (1 + t^2), are faster. torch's functions are faster still, but MKL's start
+    # threads in every thread that calls them. All in place: a block stays in a cache.
     np.log(radius, out=radius)
     radius *= -2
     np.sqrt(radius, out=radius)

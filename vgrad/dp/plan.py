@@ -127,7 +127,6 @@ class Plan:
 
         Raises:
             ValueError: as `noise_multiplier_for`.
-            ImportError: `dp-accounting` is not installed.
 
         Example:
             >>> data = {"dataset_size": 1000, "max_norm": 1.0, "delta": 1e-5}
@@ -247,7 +246,6 @@ class Plan:
 
         Raises:
             ValueError: `steps` is above the steps of the plan.
-            ImportError: `dp-accounting` is not installed.
         """
         [steps] = checks.whole(
             "Plan.epsilon", least=0, steps=self.steps if steps is None else steps

@@ -71,20 +71,16 @@ class PrivateGradients:
     """DP-SGD for an ordinary loop: a module, an optimizer and a scheduler of torch.
 
     `.loader` replaces the `DataLoader`, and `.backward(*batch)` the forward pass and
-    `loss.backward()`; the rest of a loop stays. As in `private_step`, every sample's
-    gradient is clipped to `max_norm`, their sum is divided by the expected batch size,
-    and noise is added once per logical batch.
+    `loss.backward()`; the rest of a loop stays. The numbers are as in `private_step`.
 
-    Pass the budget of the run as `epsilon`, `delta`, `epochs` and `batch_size` (the
-    expected size of a batch), or pass a `plan`. A pass over `.loader` is an epoch of
-    `plan.steps_per_epoch` logical batches. Options of a `DataLoader` (`collate_fn`,
-    `num_workers`, `pin_memory`, ...) are passed on to one. A sample of the data set
-    holds the data of one person, and must not depend on the others.
-
-    `physical_batch_size` splits logical batches into loaded ones of at most so many
-    samples, and `chunk_size` computes so many samples at a time: neither changes the
-    released numbers, except for rounding (and dropout). `criterion` is as in
-    `sample_loss`, other options are as in `vgrad.persample.Options`.
+    Pass a `plan` or the budget of the run: `epsilon`, `delta`, `max_norm`, `epochs` and
+    the expected `batch_size`. A pass over `.loader` is an epoch of
+    `plan.steps_per_epoch` logical batches. `physical_batch_size` splits them into
+    loaded ones of at most so many samples, which changes no released number, except for
+    rounding (and dropout). Options of a `DataLoader` (`collate_fn`, `num_workers`,
+    `pin_memory`, ...) are passed on to one, `criterion` is as in `sample_loss`, and
+    other options are as in `vgrad.persample.Options`. A sample of the data set holds
+    the data of one person, and must not depend on the others.
 
     Each `backward` computes on the module itself, with its current values, mode and
     attributes. Its buffers, and attributes that its forward pass writes, are restored;
@@ -104,8 +100,7 @@ class PrivateGradients:
         loader: the batches, see `PoissonLoader`.
 
     Raises:
-        ValueError: there are both a plan and a budget, or the budget is not complete;
-            the plan is for another number of samples; an option chooses samples.
+        ValueError: the plan or the budget does not fit; an option chooses samples.
         TypeError: the data set has no length, the module cannot be functional, or an
             option is none of a `DataLoader`.
 
@@ -210,12 +205,11 @@ class PrivateGradients:
         be published: `loss` (mean over this batch, NaN if it is empty), `samples`,
         `clipped` and `nonfinite`, all computed without noise.
 
-        A call that raises has released nothing and can be repeated.
-
         Raises:
             RuntimeError: the batch is not the loader's or was used before, `.grad`
                 was written by other code, the module is another one, its losses depend
-                on the padding of a batch, or there are several processes.
+                on the padding of a batch, or there are several processes. A call that
+                raises has released nothing and can be repeated.
             ValueError: the batch has another number of samples than the loader yielded.
         """
         pending = self._pending(batch)
@@ -298,10 +292,9 @@ class PrivateGradients:
         """Resume from the result of `state_dict`: the same batches and the same noise.
 
         The rest of the epoch is the next pass. Steps that the lost run took after it
-        was saved are repeated bit by bit on machines of one type: they are the same
-        releases. If anything else differs (data, criterion, learning rate, random
-        augmentations), one of the two runs needs a new key:
-        `state["key"] = vgrad.dp.secret_key()`.
+        was saved are the same releases on machines of one type. If anything else
+        differs (data, criterion, learning rate, random augmentations), one of the two
+        runs needs a new key: `state["key"] = vgrad.dp.secret_key()`.
 
         Raises:
             ValueError: the state is not complete, or of a run with another plan. Plans

@@ -142,11 +142,9 @@ class autocast(torch.autocast):
     It takes the arguments of `torch.autocast`, casts the same ops and gives the same
     results; an inner `torch.autocast(device_type, enabled=False)` switches it off. Ops
     outside of transforms are left to torch. vgrad's own transforms need only a plain
-    `torch.autocast`.
-
-    vgrad's transforms cast weights once per forward pass. In transforms of `torch.func`
-    weights are cast at each use: a cast that is kept from one transform to the next
-    would be a constant there, with a gradient of zero.
+    `torch.autocast`, and cast weights once per forward pass. In transforms of
+    `torch.func` weights are cast at each use: a cast that is kept from one transform to
+    the next would be a constant there, with a gradient of zero.
 
     Example:
         >>> x, weight = torch.ones(3, 4, 5), torch.ones(2, 5)
@@ -156,12 +154,15 @@ class autocast(torch.autocast):
         torch.bfloat16
     """
 
+    @property
+    def _options(self) -> tuple:
+        return self.device, self.fast_dtype, self._enabled, self._cache_enabled
+
     def __enter__(self) -> "autocast":
-        options = (self.device, self.fast_dtype, self._enabled, self._cache_enabled)
-        if options[:3] == ("cpu", torch.float16, True):
+        if self._options[:3] == ("cpu", torch.float16, True):
             warn_slow()
         region = ExitStack()
-        region.enter_context(torch.autocast(*options))
+        region.enter_context(torch.autocast(*self._options))
         # A transform of vgrad has pushed one already, with its weights.
         stack = modes.function_modes()
         if not any(isinstance(mode, AutocastMode) for mode in stack):
@@ -181,11 +182,10 @@ class autocast(torch.autocast):
                 f"autocast({self.device!r})(func): expected a function to decorate, "
                 f"got {type(func).__name__}. Use `with autocast(...):` around a block."
             )
-        options = (self.device, self.fast_dtype, self._enabled, self._cache_enabled)
 
         @wraps(func)
         def inside(*args: Any, **kwargs: Any) -> Any:
-            with autocast(*options):
+            with autocast(*self._options):
                 return func(*args, **kwargs)
 
         return inside
@@ -216,7 +216,7 @@ class AutocastMode(TorchFunctionMode):
             or func is modes.custom_function_call  # torch casts the ops inside
         ):
             return func(*args, **kwargs)
-        device = _device(args, kwargs)
+        device = next((x.device.type for x in _tensors(args, kwargs)), None)
         if device not in KINDS or not torch.is_autocast_enabled(device):
             return func(*args, **kwargs)
         kind = _kind(device, name, args, kwargs)
@@ -236,23 +236,18 @@ class AutocastMode(TorchFunctionMode):
             torch.set_autocast_enabled(device, True)
 
     def _run(
-        self,
-        kind: Kind | None,
-        func: Callable,
-        args: tuple,
-        kwargs: dict,
-        low: torch.dtype,
+        self, kind: Kind | None, func: Callable, args: Any, kwargs: Any, low: Any
     ) -> Any:
         """Run one op with its inputs in the dtypes of its kind."""
+        if kind is None:
+            return func(*args, **kwargs)
+        dtypes = [x.dtype for x in _eligible(args, kwargs)]
         match kind:
-            case None:
-                return func(*args, **kwargs)
             case Kind.LOW:
                 dtype = low
             case Kind.FLOAT32:
                 dtype = None if kwargs.get("dtype") is not None else torch.float32
             case Kind.WIDEST:
-                dtypes = {x.dtype for x in _eligible(args, kwargs)}
                 dtype = torch.float32 if torch.float32 in dtypes else None
             case Kind.NORM:
                 dtype = None if _mixes(func, args, kwargs) else torch.float32
@@ -262,7 +257,6 @@ class AutocastMode(TorchFunctionMode):
                     f"Its gradient overflows in {low}: use the form that takes logits, "
                     f"or torch.autocast(..., enabled=False) around it."
                 )
-        dtypes = [x.dtype for x in _eligible(args, kwargs)]
         statistics = updated_statistics(func, args, kwargs)
         if dtype is not None and any(old != dtype for old in dtypes):
             args, kwargs = self._cast((args, kwargs), dtype)
@@ -303,10 +297,10 @@ def _kind(device: str, name: str, args: tuple, kwargs: dict) -> Kind | None:
     if kwargs.get("out") is not None:
         return None  # torch has no kernels of autocast for these
     if name == "pad":
-        mode = kwargs.get("mode", args[2] if len(args) > 2 else "constant")
-        inner = {"reflect": "reflection", "replicate": "replication"}.get(mode)
-        pads = kwargs.get("pad", args[1] if len(args) > 1 else ())
-        return table.get(f"{inner}_pad{len(pads) // 2}d", Kind.INSIDE)
+        bound = {**dict(zip(("input", "pad", "mode"), args, strict=False)), **kwargs}
+        kinds = {"reflect": "reflection", "replicate": "replication"}
+        inner = f"{kinds.get(bound.get('mode', ''))}_pad{len(bound['pad']) // 2}d"
+        return table.get(inner, Kind.INSIDE)
     kind = table.get(name)
     if kind is Kind.PRODUCT:
         return None if _one_number(name, args, kwargs) else Kind.LOW
@@ -332,12 +326,11 @@ def _mixes(func: Callable, args: tuple, kwargs: dict) -> bool:
     """
     if getattr(func, "__name__", "") != "batch_norm":
         return False
-    if len({x.dtype for x in _eligible(args, kwargs)}) == 1:
+    dtypes = [x.dtype for x in _eligible(args, kwargs)]  # float64 is none of them
+    if len({*dtypes}) == 1:
         return True
-    if modes.active_transforms() != ("Grad",):
-        return False
-    others = _eligible(args, kwargs)[1:]  # float64 is none of them
-    return all(x.dtype == torch.float32 for x in others)
+    in_grad = modes.active_transforms() == ("Grad",)
+    return in_grad and all(dtype == torch.float32 for dtype in dtypes[1:])
 
 
 def _one_number(name: str, args: tuple, kwargs: dict) -> bool:
@@ -354,10 +347,6 @@ def _one_number(name: str, args: tuple, kwargs: dict) -> bool:
         for axis, size in enumerate(tensor.shape):
             numel *= 1 if axis in axes or axis - tensor.ndim in axes else size
     return numel == 1
-
-
-def _device(args: tuple, kwargs: dict) -> str | None:
-    return next((x.device.type for x in _tensors(args, kwargs)), None)
 
 
 def _tensors(args: tuple, kwargs: dict) -> list[Tensor]:

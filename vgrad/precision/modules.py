@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,17 +33,15 @@ def policy_for(
 
     Parameters and outputs are cast to the dtypes of the policy, and the model runs
     under `autocast(compute_dtype)`. If that is float32 or float64 there is no autocast,
-    and parameters and inputs are cast to it. Gradients have the dtype of the passed
-    parameters, so float32 parameters are master weights.
+    and parameters, inputs and buffers are cast to it. Gradients have the dtype of the
+    passed parameters, so float32 parameters are master weights. Buffers come back in
+    their own dtype; running statistics are never cast to a low one, nor are weight and
+    bias of their batch norm.
 
     A dictionary sets policies per module, by a pattern of names or a tuple
     of them: `{"": "mixed_bfloat16", ("head", "*.norm"): "float32"}`, where `""` is the
     model itself. A policy holds for everything inside a module, unless a more specific
     pattern (one with more letters outside of its wildcards) matches there.
-
-    Buffers come back in their own dtype. They are cast for the forward pass if the
-    computation is in float32 or float64; otherwise running statistics stay as they are,
-    and so do weight and bias of a batch norm.
 
     Raises:
         TypeError: `fmodel` is no functional model, or has policies already.
@@ -75,9 +73,7 @@ def policy_for(
 def loss_under(policy: Policy | str, loss: Callable) -> Callable:
     """Run a loss, of a sample or of a batch, under a policy.
 
-    The loss gets parameters in the dtype of the policy and runs under its autocast;
-    a computation in float32 or float64 has its batch and buffers cast too. The result
-    is not cast.
+    Parameters, buffers and inputs are cast as by `policy_for`; the result is not.
 
     Example:
         >>> loss = lambda params, buffers, x: (x @ params["w"]).sum()
@@ -99,11 +95,7 @@ def loss_under(policy: Policy | str, loss: Callable) -> Callable:
 
 
 class PolicyModel(FunctionalModel):
-    """A functional model under policies, made by `policy_for`.
-
-    Attributes:
-        policies: the policies by pattern or tuple of patterns.
-    """
+    """A functional model under `policies` by pattern, made by `policy_for`."""
 
     def __init__(self, fmodel: FunctionalModel, policies: Mapping[Key, Policy]) -> None:
         skeleton = copy.deepcopy(fmodel._skeleton)
@@ -155,23 +147,15 @@ class PolicyModel(FunctionalModel):
         return output, values
 
 
-class _Entered(NamedTuple):
-    """A running module, its policy, and the context to close when it ends."""
-
-    module: nn.Module | None = None
-    policy: Policy | None = None
-    region: ExitStack = ExitStack()
-
-
 class _Regions:
-    """The policies in force while a model runs, the innermost last.
+    """The running modules, their policies and contexts, the innermost last.
 
     Which module runs inside which is known only then: a `ModuleList` never runs, and
     some models call the children of their children.
     """
 
     def __init__(self) -> None:
-        self._entered = [_Entered()]
+        self._entered: list[Any] = [(None, None, ExitStack())]
 
     def watch(self, module: nn.Module, policy: Policy) -> None:
         """Enter before the module's forward pass and leave after it, always."""
@@ -180,32 +164,32 @@ class _Regions:
         module.register_forward_hook(self._after, prepend=True, always_call=True)
 
     def __enter__(self) -> None:
-        self._entered.append(_Entered())
+        self._entered.append((None, None, ExitStack()))
 
     def __exit__(self, *error: Any) -> None:
         # No hook has closed these regions after a KeyboardInterrupt.
-        while self._entered[-1].module is not None:
-            self._entered.pop().region.close()
+        while self._entered[-1][0] is not None:
+            self._entered.pop()[-1].close()
         self._entered.pop()
 
     def _before(
         self, policy: Policy, module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict]:
         region, dtype = ExitStack(), policy.compute_dtype
-        if policy != self._entered[-1].policy:
+        if policy != self._entered[-1][1]:
             if dtype not in _LOW:
                 args, kwargs = policy.cast((args, kwargs), to="compute")
             device = _device([args, kwargs, list(module.parameters())])
             region.enter_context(_computing(dtype, device))
-        self._entered.append(_Entered(module, policy, region))
+        self._entered.append((module, policy, region))
         return args, kwargs
 
     def _after(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        if self._entered[-1].module is not module:
+        if self._entered[-1][0] is not module:
             return output  # another hook raised before the module could run
         _, policy, region = self._entered.pop()
         region.close()
-        if policy is None or policy == self._entered[-1].policy:
+        if policy is None or policy == self._entered[-1][1]:
             return output
         return policy.cast(output, to="output")
 
@@ -226,10 +210,8 @@ def _chosen(
         parent = name.rpartition(".")[0]
         chosen[name], depth[name] = chosen.get(parent), depth.get(parent, -1)
         matches = [item for item in by_pattern if checks.matches(name, item[0])]
-        if not matches:
-            continue
-        best = max(_letters(pattern) for pattern, _ in matches)
-        if best < depth[name]:
+        best = max((_letters(pattern) for pattern, _ in matches), default=-1)
+        if best < max(depth[name], 0):
             continue
         among = {policy for pattern, policy in matches if _letters(pattern) == best}
         if len(among) > 1:
@@ -243,7 +225,6 @@ def _chosen(
 
 
 def _letters(pattern: str) -> int:
-    """Count the letters that a pattern fixes."""
     return len(re.sub(r"\[.+?\]|[*?]", "", pattern))
 
 
@@ -283,9 +264,7 @@ def _cast_buffer(policy: Policy, buffer: Tensor) -> Tensor:
 
 def _cast_param(policy: Policy, param: Tensor) -> Tensor:
     """Cast a parameter to its own dtype, and on if no autocast will do that."""
-    cast = policy.cast(param, to="param")
-    low = policy.compute_dtype in _LOW
-    return cast if low else policy.cast(cast, to="compute")
+    return _cast_buffer(policy, policy.cast(param, to="param"))
 
 
 def _computing(dtype: torch.dtype, device: str) -> autocast:
@@ -297,6 +276,5 @@ def _computing(dtype: torch.dtype, device: str) -> autocast:
 
 
 def _device(tree: Tree) -> str:
-    """Return the type of the device that tensors are on."""
     leaves = tree_leaves(tree)
     return next((x.device.type for x in leaves if isinstance(x, Tensor)), "cpu")
