@@ -307,7 +307,7 @@ def test_dropout_that_cudnn_draws_by_itself_is_refused(kept):
         net = torch.ops.aten._cudnn_rnn
         return net(x[:, None] * p["w"], weights, 2, None, h, h, *options)[0].sum()
 
-    own = "those that cuDNN keeps for itself in _cudnn_rnn. Give the net dropout=0"
+    own = "draws that cuDNN keeps to itself in _cudnn_rnn. Give the net dropout=0"
     # Without such a state it is torch that refuses, on a CPU.
     with pytest.raises(RuntimeError, match="Could not run" if kept is None else own):
         keyed_grad(loss, W, torch.ones(2, 4, 3), KEYS[:2], strategy="loop")

@@ -299,7 +299,7 @@ RANDOM = {
     "+ torch.rand((), dtype=x.dtype)",
 }
 BY_DATA = "expected random numbers that all samples can share"
-OF_WEIGHTS = "dropout: expected what is computed from w alone to be the same"
+OF_WEIGHTS = "dropout: expected values computed from w alone to be the same"
 
 
 def drawn(name, params, x, **options):

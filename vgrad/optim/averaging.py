@@ -4,8 +4,6 @@ The inner update runs at every call, and `torch.where` chooses, on the device, w
 its result is kept: nothing waits, and under `torch.vmap` each member has its choice.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -121,13 +119,11 @@ def averaged_parameters(state: Tree) -> Params:
         >>> averaged_parameters(state)
         {'w': tensor([1., 1.])}
     """
-    averages = states_of(
-        state, lambda node: isinstance(node, State) and "ax" in node.slots
-    )
+    averages = states_of(state, lambda x: isinstance(x, State) and "ax" in x.slots)
     if len(averages) != 1:
         raise ValueError(
-            f"averaged_parameters(state with {len(averages)} averages): expected the "
-            f"state of one ema_parameters or polyak_average. Pass that part of it."
+            f"averaged_parameters(state with {len(averages)} averages): expected one, "
+            f"of ema_parameters, polyak_average or asgd. Pass that part of it."
         )
     return dict(averages[0].slots["ax"])
 
@@ -231,8 +227,8 @@ def apply_if_finite(
         safe = _kept_or_zero(taken, grads)
         updates, new = inner.update(safe, state.inner, params)
         total, new = state.total_errors + (~finite), _select(taken, new, state.inner)
-        new_state = ApplyIfFiniteState(errors, total, finite, new)
-        return _kept_or_zero(taken, updates), new_state
+        state = ApplyIfFiniteState(errors, total, finite, new)
+        return _kept_or_zero(taken, updates), state
 
     return GradientTransformation(init, update)
 
@@ -272,32 +268,26 @@ def multi_steps(
         last = count >= scalar(steps, count)
         share = 1 / scalar(steps, count.double())
 
-        def add(total, grad):
-            return plus(total, share, cast(grad, total.dtype))
-
         def restart(total, grad):
             return torch.where(last.to(total.device), 0.0, total)
 
-        mean = advance(add, state.mean, grads)
+        mean = advance(
+            lambda total, g: plus(total, share, cast(g, total.dtype)), state.mean, grads
+        )
         present = map_grads(lambda _, total: total, grads, mean)
         updates, new = inner.update(present, state.inner, params)
-        new = _select(last, new, state.inner)
-        rest = advance(restart, mean, grads)
-        new_state = MultiStepsState(torch.where(last, 0, count), rest, new)
-        return _kept_or_zero(last, updates), new_state
+        new, rest = _select(last, new, state.inner), advance(restart, mean, grads)
+        state = MultiStepsState(torch.where(last, 0, count), rest, new)
+        return _kept_or_zero(last, updates), state
 
     return GradientTransformation(init, update)
 
 
 def _kept_or_zero(kept, values):
-    """Return the values if `kept`, and zeros otherwise."""
-    return map_grads(
-        lambda value: torch.where(kept.to(value.device), widened(value), 0.0), values
-    )
+    return map_grads(lambda x: torch.where(kept.to(x.device), widened(x), 0.0), values)
 
 
 def _select(taken, new, old):
-    """Return the new tree if `taken`, or else the old."""
     return tree_map(lambda x, y: torch.where(taken.to(x.device), x, y), new, old)
 
 

@@ -117,7 +117,7 @@ class ClipRule:
         return [(names, bound) for names in layers.values()]
 
     def factors(self, norms: Tensor, bound: float) -> Tensor:
-        """Factors [B] in float64; those that have few digits are zero."""
+        """Factors [B] in float64; numbers too small for all digits become zero."""
         if self.kind == "automatic":
             exact = bound / (norms + _GAMMA)
         else:
@@ -235,8 +235,8 @@ def clipped_grad(
     holds. A sample whose gradient is not finite adds exactly zero. An empty batch gives
     zeros without running the loss. Chunks are added up in float64.
 
-    Cost: about that of plain SGD's backward pass when recorded. The gradient of a
-    sample with inputs or gradients beyond 1e15 is formed in float64, by itself.
+    Cost: recorded, about the backward pass of plain SGD. The gradient of a sample with
+    inputs or gradients beyond 1e15 is formed in float64, by itself.
 
     Reference: Abadi et al., Deep Learning with Differential Privacy, arXiv 1607.00133;
     Bu et al., Automatic Clipping, arXiv 2206.07136.
@@ -332,7 +332,6 @@ class ClippedGradFn(Transform[Result]):
         return TwoPassCollector(part.mask, decide=decide, fit=fit, summed=summed)
 
     def _weigh(self, part: Call) -> Callable[[Mapping[str, Norm]], ClipWeights]:
-        """Return the function from norms to the weights of a chunk's samples."""
         dtype = reductions.norm_dtype(part.params)
         parts = self._rule.parts(part.params)
         return partial(self._rule.weigh, parts=parts, dtype=dtype, mask=part.mask)
@@ -375,7 +374,6 @@ class ClippedGradFn(Transform[Result]):
         yield collector.weighted(clip.weights, keep)
 
     def _joined(self, parts: Iterator[tuple], run: Evaluation) -> ClippedGrad:
-        """Add up the sums of all chunks."""
         sums, chunk_norms, above = Sums(), [], []
         for some, norms, clipped in parts:
             sums.add(some)

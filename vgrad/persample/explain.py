@@ -98,7 +98,7 @@ EXPANDED = "no rule fits: expanded over the samples"
 
 
 class Explains(Protocol[Found]):
-    """A function with a report of its own, as those of ensembles have."""
+    """A function with a report of its own, as functions of ensembles."""
 
     def explain(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Found:
         """Return the report."""
@@ -165,10 +165,8 @@ class _Explaining(Transform):
 
 
 class _Silent(Fallbacks):
-    """Reasons that are in the report raise no warnings."""
-
-    def warn(self, text: str) -> None:
-        pass
+    def fell_back(self, text: str) -> None:
+        pass  # the report has the reason
 
 
 def _explained(call: Call) -> Explanation:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from operator import methodcaller
 from typing import Any, Literal, Unpack, overload
 
 import torch
@@ -10,10 +11,9 @@ from torch import Tensor
 from vgrad.persample.engine import (
     Call,
     Evaluation,
-    Gradients,
     Grouping,
     Groups,
-    Norms,
+    Mapped,
     Options,
     Quantity,
     Transform,
@@ -40,7 +40,7 @@ def per_sample_grad(
 ) -> Transform[Any]:
     """Gradient of every sample: `(params, buffers, *batch) -> {name: [B, *shape]}`.
 
-    The dtype is that of the parameters. It stores B gradients: for a norm or a sum use
+    The dtype is the parameters' own. It stores B gradients: for a norm or a sum use
     the transform that computes it. The options are in `vgrad.persample.Options`.
 
     Raises:
@@ -56,14 +56,19 @@ def per_sample_grad(
                 [ 6., 12.]])}
     """
     call = Call.of(per_sample_grad, loss, options, has_aux)
-    quantity = Quantity(
-        lambda part: Gradients(), lambda collector, part: collector.grads, _joined_grads
-    )
-    return Transform(call, quantity)
+    return Transform(call, Quantity(_collect_grads, _grads, _joined_grads))
+
+
+# Functions of the module, so that transforms can be pickled.
+def _collect_grads(part: Call) -> Mapped:
+    return Mapped(methodcaller("grad"))
+
+
+def _grads(collector: Mapped, part: Call) -> Params:
+    return collector.values
 
 
 def _joined_grads(parts: Iterator[Params], run: Evaluation) -> Params:
-    """Join the gradients of all chunks."""
     chunks, scaled = list(parts), run.call.loss_scale is not None
     grads = {}
     for name, value in run.params.items():
@@ -139,19 +144,19 @@ def per_sample_norm(
     """
     check_groups("per_sample_norm", groups)
     call = Call.of(per_sample_norm, loss, options, has_aux)
-    quantity = Quantity(
-        lambda part: Norms(),
-        partial(_measure_norms, groups),
-        partial(_joined_norms, groups),
-    )
-    return Transform(call, quantity)
+    measure, join = partial(_measure_norms, groups), partial(_joined_norms, groups)
+    return Transform(call, Quantity(_collect_norms, measure, join))
 
 
-def _measure_norms(groups: Groups, collector: Norms, part: Call) -> dict[str, Tensor]:
+def _collect_norms(part: Call) -> Mapped:
+    return Mapped(methodcaller("norm"))
+
+
+def _measure_norms(groups: Groups, collector: Mapped, part: Call) -> dict[str, Tensor]:
     """Join the norms of the parameters in each group."""
     dtype = reductions.norm_dtype(part.params)
     return {
-        group: Norm.joint([collector.norms[name] for name in names]).value.to(dtype)
+        group: Norm.joint([collector.values[name] for name in names]).value.to(dtype)
         for group, names in members(part.function, groups, part.params).items()
     }
 
@@ -159,7 +164,6 @@ def _measure_norms(groups: Groups, collector: Norms, part: Call) -> dict[str, Te
 def _joined_norms(
     groups: Groups, parts: Iterator[dict[str, Tensor]], run: Evaluation
 ) -> Any:
-    """Join the norms of all chunks."""
     norms, empty = list(parts), reductions.no_norms(run.params, run.dtype)
     result = {
         group: joined(empty, [chunk[group] for chunk in norms])
@@ -222,16 +226,17 @@ def weighted_grad(
         {'w': tensor([1.5000, 1.0000])}
     """
     call = Call.of(weighted_grad, loss, options, has_aux)
-    quantity = Quantity(
-        _collect_sums, lambda collector, part: collector.sums, _joined_sums
-    )
-    return WeightedGradFn(call, quantity)
+    return WeightedGradFn(call, Quantity(_collect_sums, _sums, _joined_sums))
 
 
 def _collect_sums(part: Call) -> Weighted:
     check_weights(part.weights, part.batch.size)
     assert part.weights is not None
     return Weighted(part.weights, part.mask, summed=part.reducer.summed)
+
+
+def _sums(collector: Weighted, part: Call) -> Params:
+    return collector.sums
 
 
 def _joined_sums(parts: Iterator[Params], run: Evaluation) -> Params:

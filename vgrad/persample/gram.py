@@ -17,9 +17,9 @@ from vgrad.generators import RNG_LOCK, random_state, set_random_state
 from vgrad.persample.engine import (
     Call,
     Evaluation,
-    Factors,
     Grouping,
     Groups,
+    Mapped,
     Options,
     Transform,
     check_groups,
@@ -145,8 +145,8 @@ def _between(run: Evaluation, names: _Names, cross: tuple) -> dict[str, Tensor]:
     call = run.call
     if call.draws.keys is not None:
         raise ValueError(
-            "per_sample_gram(cross, keys): expected keys of one batch, got those of a "
-            "batch beside a second one, whose samples have none. Leave the keys out."
+            "per_sample_gram(cross, keys): expected keys of one batch, got keys "
+            "beside a second batch, whose samples have none. Leave the keys out."
         )
     other = batches.read(call.function, cross)
     if not (call.batch.size and other.size):
@@ -158,9 +158,9 @@ def _between(run: Evaluation, names: _Names, cross: tuple) -> dict[str, Tensor]:
         set_random_state(state)  # all samples draw the same, of both batches
     strips = []
     second = Evaluation(replace(call, batch=other, mask=None))
-    for chunk in second.chunks(Factors):
+    for chunk in second.chunks(_factors):
 
-        def product(name: str, columns: dict[str, Factor] = chunk.factors) -> Tensor:
+        def product(name: str, columns: dict[str, Factor] = chunk.values) -> Tensor:
             column = columns.pop(name)
             return torch.cat([row.gram(column) for row in factors[name]])
 
@@ -175,6 +175,10 @@ def _between(run: Evaluation, names: _Names, cross: tuple) -> dict[str, Tensor]:
     return {group: value[:, places] for group, value in products.items()}
 
 
+def _factors() -> Mapped:
+    return Mapped(lambda factor: factor)
+
+
 def _zeros(run: Evaluation, names: _Names, *sizes: int) -> dict[str, Tensor]:
     value = next(iter(run.params.values()))
     return {group: value.new_zeros(sizes, dtype=run.dtype) for group in names}
@@ -183,9 +187,9 @@ def _zeros(run: Evaluation, names: _Names, *sizes: int) -> dict[str, Tensor]:
 def _collected(run: Evaluation, names: _Names) -> dict[str, list[Factor]]:
     """Run the batch, and keep all factors of each parameter that is in a group."""
     factors: dict[str, list[Factor]] = {n: [] for some in names.values() for n in some}
-    for chunk in run.chunks(Factors):
+    for chunk in run.chunks(_factors):
         for name, collected in factors.items():
-            collected.append(chunk.factors.pop(name))
+            collected.append(chunk.values.pop(name))
     for name, collected in factors.items():
         grads = [factor.g for factor in collected if isinstance(factor, Dense)]
         if 1 < len(collected) == len(grads):  # a loop has one for each sample

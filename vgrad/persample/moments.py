@@ -106,9 +106,9 @@ def gradient_moments(
     batches, and the noise scale with it; `NoiseScale` averages over batches. A sample
     whose gradient is not finite spoils its parameters.
 
-    Cost: a gradient for every sample, formed for one parameter at a time and dropped,
-    so that recorded memory is that of one layer's gradients, and 32 bytes for each
-    number of the parameters.
+    Cost: a gradient for every sample, formed for one parameter at a time and dropped:
+    recorded, it takes the memory of one layer's gradients, and 32 bytes for each number
+    of the parameters.
 
     Reference: McCandlish et al., An Empirical Model of Large-Batch Training,
     arXiv 1812.06162; Liu et al., Understanding Why Neural Networks Generalize Well
@@ -126,12 +126,16 @@ def gradient_moments(
         >>> moments.noise_scale
         tensor(0.0714)
     """
-    quantity = Quantity(
-        lambda part: Moments(part.batch.size, part.mask),
-        lambda collector, part: (collector.count, collector.means, collector.squares),
-        _joined,
-    )
-    return _MomentsFn(Call.of(gradient_moments, loss, options), quantity)
+    call = Call.of(gradient_moments, loss, options)
+    return _MomentsFn(call, Quantity(_collect, _measure, _joined))
+
+
+def _collect(part: Call) -> Moments:
+    return Moments(part.batch.size, part.mask)
+
+
+def _measure(collector: Moments, part: Call) -> tuple:
+    return collector.count, collector.means, collector.squares
 
 
 class _MomentsFn(Transform):
@@ -140,7 +144,6 @@ class _MomentsFn(Transform):
 
 
 def _joined(parts: Iterator[tuple], run: Evaluation) -> GradientMoments:
-    """Merge the moments of all chunks."""
     running = _Running()
     for part in parts:
         running.add(*part)

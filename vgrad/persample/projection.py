@@ -6,6 +6,7 @@ B samples, P numbers in a parameter, of which O are in its first dimension.
 import hashlib
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal, Unpack, get_args, overload
 
 import numpy as np
@@ -59,7 +60,7 @@ def per_sample_projection(
 ) -> Transform[Any]:
     """Random projection of every gradient: `(params, buffers, *batch) -> [B, dim]`.
 
-    Inner products of projections are, on average over seeds, those of the gradients:
+    Inner products of projections are, on average over seeds, the gradients' own:
     `E <f_i, f_j> = sum_p <dL_i/dp, dL_j/dp>`. Entry k of a row is
     `sum_p <dL_b/dp, R_pk> / sqrt(dim)`. For a parameter with two or more dimensions,
     seen as a matrix `[O, P / O]`, the direction `R_pk` is the outer product of two
@@ -110,17 +111,18 @@ def per_sample_projection(
     [seed] = checks.whole(function, least=0, seed=seed)
     checks.choice(function, get_args(Kind), kind=kind)
     call = Call.of(per_sample_projection, loss, options, has_aux)
-    directions = _Directions(dim, seed, kind)
+    collect = _Directions(dim, seed, kind).collect
+    quantity = Quantity(collect, partial(_measure, dim), partial(_joined, dim))
+    return Transform(call, quantity)
 
-    def measure(collector: Projections, part: Call) -> Tensor:
-        dtype = reductions.norm_dtype(part.params)
-        return (collector.sums / math.sqrt(dim)).to(dtype)
 
-    def join(parts: Iterator[Tensor], run: Evaluation) -> Tensor:
-        empty = reductions.no_norms(run.params, run.dtype).new_zeros(0, dim)
-        return joined(empty, list(parts))
+def _measure(dim: int, collector: Projections, part: Call) -> Tensor:
+    return (collector.sums / math.sqrt(dim)).to(reductions.norm_dtype(part.params))
 
-    return Transform(call, Quantity(directions.collect, measure, join))
+
+def _joined(dim: int, parts: Iterator[Tensor], run: Evaluation) -> Tensor:
+    empty = reductions.no_norms(run.params, run.dtype).new_zeros(0, dim)
+    return joined(empty, list(parts))
 
 
 class _Directions:
@@ -134,7 +136,6 @@ class _Directions:
         return Projections({name: self._of(name, p) for name, p in part.params.items()})
 
     def _of(self, name: str, like: Tensor) -> Probes:
-        """Return the directions of one parameter, on its device."""
         shape = (*like.shape, 2) if like.is_complex() else tuple(like.shape)
         key = (name, shape, like.device)
         if key not in self._drawn:

@@ -7,12 +7,10 @@ from vgrad.persample.engine.call import Reducer as Reducer
 from vgrad.persample.engine.call import check_options as check_options
 from vgrad.persample.engine.collectors import ClipCollector as ClipCollector
 from vgrad.persample.engine.collectors import Collector as Collector
-from vgrad.persample.engine.collectors import Factors as Factors
-from vgrad.persample.engine.collectors import Gradients as Gradients
 from vgrad.persample.engine.collectors import Grouping as Grouping
 from vgrad.persample.engine.collectors import Groups as Groups
+from vgrad.persample.engine.collectors import Mapped as Mapped
 from vgrad.persample.engine.collectors import Moments as Moments
-from vgrad.persample.engine.collectors import Norms as Norms
 from vgrad.persample.engine.collectors import Projections as Projections
 from vgrad.persample.engine.collectors import TwoPassCollector as TwoPassCollector
 from vgrad.persample.engine.collectors import Weighted as Weighted

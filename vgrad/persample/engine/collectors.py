@@ -63,25 +63,14 @@ class Collector(Protocol):
 
 
 @dataclass
-class Gradients(Collector):
-    """Forms the gradients."""
+class Mapped(Collector):
+    """Keeps one function of each factor."""
 
-    grads: Params = field(default_factory=dict)
-
-    def take(self, name: str, factor: Factor) -> None:
-        """Form the gradients of one parameter."""
-        self.grads[name] = factor.grad()
-
-
-@dataclass
-class Norms(Collector):
-    """Computes norms and keeps nothing else."""
-
-    norms: dict[str, Norm] = field(default_factory=dict)
+    function: Callable[[Factor], Any]
+    values: dict[str, Any] = field(default_factory=dict)
 
     def take(self, name: str, factor: Factor) -> None:
-        """Compute the norms of one parameter."""
-        self.norms[name] = factor.norm()
+        self.values[name] = self.function(factor)
 
 
 @dataclass
@@ -94,7 +83,6 @@ class Weighted(Collector):
     summed: Summed = whole
 
     def take(self, name: str, factor: Factor) -> None:
-        """Sum the gradients of one parameter."""
         self.sums[name] = self.summed(name, self._sum(factor))
 
     def _sum(self, factor: Factor) -> Tensor:
@@ -116,17 +104,6 @@ class Weighted(Collector):
 
 
 @dataclass
-class Factors(Collector):
-    """Keeps the factors as they are."""
-
-    factors: dict[str, Factor] = field(default_factory=dict)
-
-    def take(self, name: str, factor: Factor) -> None:
-        """Keep the factor of one parameter."""
-        self.factors[name] = factor
-
-
-@dataclass
 class Projections(Collector):
     """Adds up inner products with random directions, [B, dim] in float64."""
 
@@ -134,7 +111,6 @@ class Projections(Collector):
     sums: Any = 0.0
 
     def take(self, name: str, factor: Factor) -> None:
-        """Project the gradients of one parameter."""
         self.sums = self.sums + double(factor.project(self.probes[name]))
 
 
@@ -148,12 +124,9 @@ class Moments(Collector):
     squares: Params = field(default_factory=dict)
 
     def take(self, name: str, factor: Factor) -> None:
-        """Form the gradients of one parameter and drop them.
-
-        Two passes, since the difference of two large sums has no digits left where the
-        deviations are small. Some columns at a time are wide, so that they stay in the
-        processor's cache.
-        """
+        # Two passes, since the difference of two large sums has no digits left where
+        # the deviations are small. Some columns at a time are wide, so that they stay
+        # in the processor's cache.
         flat = factor.grad().reshape(factor.size, math.prod(factor.shape))
         means, squares = [], []
         size: Tensor | int = self.count
@@ -191,7 +164,6 @@ class ClipCollector(Collector):
         return [mask.flatten() for masks in self._checks.values() for mask in masks]
 
     def take(self, name: str, factor: Factor) -> None:
-        """Settle on the form of one parameter."""
         with defer_checks() as self._checks[name]:
             self.factors[name], self.norms[name] = factor.settled()
 
@@ -256,24 +228,20 @@ class TwoPassCollector(ClipCollector):
     _weights: Mapping[str, Tensor] | None = None
 
     def take(self, name: str, factor: Factor) -> None:
-        """Compute the norms of one parameter, and perhaps sum its gradients."""
         super().take(name, factor)
         if self._weights is not None:
             form = self.factors.pop(name)
             self.sums[name] = self.summed(name, form.weighted(self._weights[name]))
 
     def first_pass(self, name: str, factor: Factor) -> None:
-        """Compute the norms of one parameter alone."""
         self.take(name, factor)
         del self.factors[name]
 
     def between_passes(self) -> None:
-        """Decide on the weights."""
         assert self.decide is not None
         self._weights = self.decide(self)
 
     def single_pass(self) -> ClipCollector | None:
-        """Return a collector for one pass, if the sums are not to be used."""
         assert self.fit is not None
         if self._weights is None or self.fit(self, self._weights):
             return None
@@ -288,7 +256,6 @@ def _slices(keep: Tensor, *shapes: torch.Size) -> Sequence[Tensor]:
 
 
 def _gradients(factor: Factor, rows: Tensor) -> Dense:
-    """Form the gradients of some samples, of numbers of any size."""
     return Dense(factor.take(rows).double().grad())
 
 

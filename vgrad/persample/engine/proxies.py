@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from vgrad.lowering.truthful import GRAPH, HOOKS, MEMORY, own_backward_pass
+from vgrad.lowering.grad_flags import GRAPH, HOOKS, MEMORY, own_backward_pass
 from vgrad.persample.engine.guard import UnsupportedOp
 from vgrad.persample.factors.base import Dense, Factor, Outer, Zero, owned
 from vgrad.persample.factors.combined import Moved, Replay, disjoint, merged
@@ -67,7 +67,6 @@ class Stamp(NamedTuple):
 
 
 def _stamped(op: str, value: Any) -> list[Stamp]:
-    """Stamp the tensors that a function or another object refers to."""
     return [Stamp(op, ref(each), version_of(each)) for each in referenced(value)]
 
 
@@ -173,7 +172,7 @@ class ParamProxies:
                 if known.origin is not known.proxy:
                     raise UnsupportedOp(
                         f"{op_name(func)}: expected a loss that does not ask for the "
-                        f"graph of what it computes from {', '.join(known.names)} "
+                        f"graph of a value computed from {', '.join(known.names)} "
                         f'alone. Use strategy="vmap" or "loop".'
                     )
 
@@ -200,9 +199,9 @@ class ParamProxies:
                     return known.proxy
             if modes.is_batched(value) and modes.unwrapped(value).requires_grad:
                 raise UnsupportedOp(
-                    f"{op_name(func)}: expected what is computed from "
+                    f"{op_name(func)}: expected values computed from "
                     f"{', '.join(names)} alone to be the same for all samples, got "
-                    f'random numbers of each sample\'s own. Use strategy="vmap", or '
+                    f'random numbers of each sample. Use strategy="vmap", or '
                     f'randomness="same".'
                 )
             if value.grad_fn is None:  # views made under no_grad still require grad
@@ -322,7 +321,6 @@ class ParamProxies:
             self._waiting[name].arrived.append((known, factor, stamps))
 
     def _complete(self, name: str) -> None:
-        """Pass on all factors of a parameter as one."""
         parameter = self._waiting.pop(name)
         root, arrived = parameter.root, parameter.arrived
         parameter.arrived = []

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vgrad import checks, tree
-from vgrad.lowering.one_by_one import once
-from vgrad.lowering.questions import NONE
-from vgrad.lowering.truthful import ASKED, Truth, among, own_backward_pass
+from vgrad.lowering.functions import once
+from vgrad.lowering.grad_flags import WATCHED_READS, GradFlags, among, own_backward_pass
+from vgrad.lowering.value_reads import NONE
 from vgrad.persample.engine.call import Call
 from vgrad.persample.engine.guard import ASKING, LossGuard, UnsupportedOp
 from vgrad.persample.engine.proxies import (
@@ -86,9 +86,8 @@ class Recorder(LossGuard):
 
     @contextmanager
     def inside(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Watch a loss that runs under vmap."""
         self._level = modes.current_level()
-        self._truth = Truth(self._level, "sample", 'strategy="vmap" or "loop"')
+        self._flags = GradFlags(self._level, "sample", 'strategy="vmap" or "loop"')
         with super().inside(*args, **kwargs):
             yield
 
@@ -139,8 +138,8 @@ class Recorder(LossGuard):
 
     def check_result(self, result: Tree) -> None:
         """Refuse results of other samples."""
-        self._truth.end(tree.tensors(result))
-        self._truth = self._truth.afresh()  # nor does it keep their memory
+        self._flags.end(tree.tensors(result))
+        self._flags = self._flags.afresh()  # nor does it keep their memory
 
     def foreign(self, losses: Tensor) -> list[str]:
         """Name the nodes and ops, not torch's own, that run in a backward pass.
@@ -166,25 +165,24 @@ class Recorder(LossGuard):
             self._taps.check_reached(losses)
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run one call of a torch function."""
-        if func in ASKING and (value := self.asked(func, args, kwargs)) is not NONE:
+        if func in ASKING and (value := self.value_of(func, args, kwargs)) is not NONE:
             return value
         if self._repeats:
             args, kwargs = tree_map_only(Tensor, self._proxies.original, (args, kwargs))
         reads = only_reads(func)
-        if reads and func not in ASKED:
+        if reads and func not in WATCHED_READS:
             return func(*args, **kwargs)
         tensors = among(args, kwargs)
         proxies, batched = self._seen(tensors)
         if func is Tensor.requires_grad_ and all((*args[1:], *kwargs.values())):
             if modes.current_level() == self._level:  # not a transform inside
                 return self._requiring_grad(args[0])
-        self._truth.refuse(func, tensors)
+        self._flags.refuse(func, tensors)
         if reads:
             self._proxies.check_read(func, proxies)
             return func(*args, **kwargs)
         output = self._run(func, args, kwargs, proxies, batched)
-        self._truth.after(func, tensors, output)
+        self._flags.after(func, tensors, output)
         return output
 
     def _seen(self, tensors: Sequence[Tensor]) -> tuple[list[ParamProxy], bool]:
@@ -195,7 +193,7 @@ class Recorder(LossGuard):
         """
         proxies, batched = [], False
         for tensor in tensors:
-            if self._truth.tell(tensor):
+            if self._flags.sync(tensor):
                 batched = True
             elif (known := self._proxies.find(tensor)) is not None:
                 if known not in proxies:
@@ -213,7 +211,6 @@ class Recorder(LossGuard):
         proxies: list[ParamProxy],
         batched: bool,
     ) -> Any:
-        """Run one call that computes something."""
         if is_foreign_op(func):
             self._foreign[str(func)] = None
         entry = self._rules.get(func)
@@ -248,15 +245,13 @@ class Recorder(LossGuard):
             with modes.exit_all():
                 stored = modes.unwrap_all(tensor).requires_grad_()
             self._ends[id(stored)] = stored
-            self._truth.tell(tensor)
+            self._flags.sync(tensor)
         return tensor
 
     def _function(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run an autograd.Function of parameters alone."""
         return once(function, args, kwargs, self.knows)
 
     def physical(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the loss with the samples in front."""
         if not modes.is_batched(tensor):
             return tensor.expand(self.size, *tensor.shape)
         axis = modes.batch_axis(tensor)
@@ -264,50 +259,40 @@ class Recorder(LossGuard):
         return tensor.movedim(axis, 0) if axis else tensor
 
     def logical(self, tensor: Tensor) -> Tensor:
-        """Hide the samples of a physical tensor."""
         return modes.add_batch_axis(tensor, 0, self._level)
 
     def below(self) -> AbstractContextManager:
-        """Compute with physical tensors."""
         return modes.without_innermost()
 
     def drawing(self, axis: int) -> AbstractContextManager:
-        """Set the axis of the samples in random numbers that are drawn below."""
         return self._draws.samples_at(axis)
 
     def watching(self) -> AbstractContextManager:
-        """Run ops as if the loss had called them, each by its own rule."""
         return self
 
     def knows(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is the proxy of a parameter."""
         return self._proxies.find(tensor) is not None
 
     def is_batched(self, tensor: Tensor) -> bool:
-        """Return whether a tensor differs from sample to sample."""
         return modes.is_batched(tensor)
 
     def copies(self, tensor: Tensor) -> Tensor:
-        """Return `physical` of a tensor, or the copies of a parameter."""
         known = self._proxies.find(tensor)
         if known is None:
             return self.physical(tensor)
         return self._proxies.expand(known, self._lowering, ruled=True)
 
     def plain(self, tensor: Tensor) -> Tensor:
-        """Return the values of a parameter, for an op that needs no gradient of it."""
         known = self._proxies.find(tensor)
         return tensor if known is None else known.value
 
     def anchor(self, value: Tensor) -> Tensor:
-        """Return a leaf of these values at which the backward pass ends."""
         anchor = leaf(value)
         if not self._repeats:
             self._ends[id(anchor)] = anchor
         return anchor
 
     def use(self, tensor: Tensor) -> Callable[[Factor], None] | None:
-        """Return the function that takes the factor of this use of a parameter."""
         known = self._proxies.find(tensor)
         if known is None:
             return None
@@ -405,10 +390,9 @@ class Recorder(LossGuard):
         return self._taps.tap(name, output, uses, ends=not plan.follows, kept=kept)
 
     def _expanded(self, known: ParamProxy, op: Callable) -> Tensor:
-        """Return a parameter's copies for the samples, for an op."""
         copies = self._proxies.expand(known, op, ruled=op is self._lowering)
         tensor = self.logical(copies)
-        self._truth.tell(tensor)
+        self._flags.sync(tensor)
         return tensor
 
 

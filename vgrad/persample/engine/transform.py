@@ -13,10 +13,9 @@ from torch import Tensor
 from vgrad import batches
 from vgrad.conditions import checks_collected
 from vgrad.generators import RNG_LOCK, drawn_since, random_state, set_random_state
-from vgrad.lowering.answering import tried
-from vgrad.lowering.draws import Draws
-from vgrad.lowering.keyed import check_drawn
-from vgrad.lowering.questions import Parts
+from vgrad.lowering.mode import run_or_split
+from vgrad.lowering.randomness import Draws, check_drawn
+from vgrad.lowering.value_reads import Partition
 from vgrad.persample.engine.call import Call, check_loss_scale
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.guard import Failure, Fallbacks
@@ -37,7 +36,7 @@ class Evaluation:
     With `reduce`, which sums tensors over ranks, other ranks run samples of their own.
 
     Attributes:
-        dtype: that of norms over all parameters.
+        dtype: the dtype of norms over all parameters.
         done: how many samples have run.
         chunks_run: the chunks so far, without the values that were collected.
     """
@@ -116,7 +115,7 @@ class Evaluation:
 
     @property
     def places(self) -> Tensor | None:
-        """Where each sample is among those that were run; None if they ran in order."""
+        """The place of each sample in the order of the run; None if it is its own."""
         if not self._split:
             return None
         rows = [row for part in self._rows for row in part]
@@ -146,7 +145,7 @@ class Evaluation:
 
 
 def constant(function: str, value: Any, inputs: Iterable[Tensor]) -> Any:
-    """Mark a result as a constant for those of its inputs that require grad."""
+    """Mark a result as a constant for all inputs that require grad."""
     wanted = {id(each): each for each in inputs if each.requires_grad}.values()
 
     def guard(leaf: Tensor) -> Tensor:
@@ -208,7 +207,9 @@ def _run(
             part if draws is part.draws else replace(part, draws=draws)
         )
 
-    attempt = tried if part.draws.keys is None else partial(_keyed, part.fallbacks)
+    attempt = (
+        run_or_split if part.draws.keys is None else partial(_keyed, part.fallbacks)
+    )
     chunk, draws = attempt(
         with_draws(run),
         part.draws,
@@ -216,7 +217,7 @@ def _run(
         differ=part.randomness == "different",
         again=with_draws(again),
     )
-    if not isinstance(chunk, Parts):
+    if not isinstance(chunk, Partition):
         return chunk
     fallbacks = part.fallbacks
     if chunk.strategy is None:
@@ -248,17 +249,17 @@ def _keyed(
         Unkeyed: numbers were drawn elsewhere than in the loss.
     """
     if checks_collected():  # a capture must not miss a random op
-        return tried(run, draws, tensors, differ=differ)
+        return run_or_split(run, draws, tensors, differ=differ)
     before = random_state(tensors)
     if fallbacks.draws is False:
         draws.idle = True
-        chunk, _ = tried(run, draws, tensors, differ=differ)
+        chunk, _ = run_or_split(run, draws, tensors, differ=differ)
         draws.idle = False
         if not drawn_since(before, tensors):
             return chunk, draws
         set_random_state(before)
         fallbacks.draws, run = True, again
-    chunk, _ = tried(run, draws, tensors, differ=differ)
+    chunk, _ = run_or_split(run, draws, tensors, differ=differ)
     check_drawn(before, tensors)
     fallbacks.draws = draws.drew or bool(fallbacks.draws)
     return chunk, draws
@@ -347,7 +348,7 @@ class Transform(Generic[Result]):
 
         In inference mode, where autograd does not work, compute outside of it. `more`
         is an argument beside the batch (weights, or a second batch); `loss_scale` and
-        `keys` replace those of the transform.
+        `keys` replace the transform's.
         """
         keys = self.keys if keys is None else keys
         tensors = params, buffers, batch, mask
@@ -406,6 +407,5 @@ class Transform(Generic[Result]):
 
 
 def _measured(quantity: Quantity, call: Call) -> Chunk:
-    """Run the strategy, and keep the values that the quantity needs."""
     chunk = STRATEGIES[call.strategy](call, lambda: quantity.collect(call))
     return chunk._replace(collected=quantity.measure(chunk.collected, call))
